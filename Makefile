@@ -1,0 +1,41 @@
+# The two commands a new user needs are `make serve` and `make test`; both set everything up.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: serve test lint format bench setup clean
+
+serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
+	@exec $(BIN)/mooncake serve $(ARGS)
+
+test: $(READY)  ## set up, then run every test (ARGS="-k name" picks some)
+	@exec $(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## measure what README.md and docs/measurements.md quote
+	$(BIN)/python -m loadtest.bench.reuse $(ARGS)
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 13) else f"Python 3.10-3.13 is needed, {sys.executable} is {v[0]}.{v[1]}; try make PYTHON=python3.11")'
+	@echo "Setting up $(VENV) (about 2 GB, one to five minutes, once) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# torch first and by exact version: see constraints.txt.
+	@$(BIN)/pip install --quiet --disable-pip-version-check $(shell grep '^torch==' constraints.txt) -c constraints.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--config-settings editable_mode=compat -e '.[bundled,test]'
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) .mooncake build *.egg-info

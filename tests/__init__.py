@@ -1,0 +1,1 @@
+"""Tests: the folders mirror the packages; e2e/ starts the real Triton."""

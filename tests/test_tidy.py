@@ -1,0 +1,153 @@
+"""The house rules that a machine can check: shape of files, imports, what may be in the tree."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {"conductor", "mooncake_store", "backends", "loadtest"}
+MAY_IMPORT = {
+    "conductor": {"mooncake_store"},
+    "mooncake_store": set(),
+    "backends": {"conductor", "mooncake_store"},
+    "loadtest": {"conductor", "mooncake_store", "backends"},
+    "tests": PACKAGES,
+}
+STANDARD_PURE = {
+    "__future__", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib",
+    "heapq", "itertools", "math", "numpy", "struct", "typing",
+}  # fmt: skip
+PURE_STORE = {
+    "block_keys", "directory", "eviction", "events", "layout", "leases", "membership",
+    "prefix_index", "slots",
+}  # fmt: skip
+PURE_BACKENDS = {
+    "backends/engine/batching.py", "backends/engine/pages.py", "backends/engine/sequence.py",
+}  # fmt: skip
+ONE_FILE_ONLY = {
+    "nixl": {"mooncake_store/nixl_agent.py", "mooncake_store/nixl_transport.py"},
+    "triton_python_backend_utils": {"backends/triton_io.py"},
+}
+LINES_MAX, MODEL_LINES_MAX, FUNCTION_LINES_MAX = 400, 150, 70
+
+
+def tracked(suffix: str) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", f"*{suffix}"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_pure(path: Path) -> bool:
+    if path.parts[0] == "conductor":
+        return True
+    if path.parts[0] == "mooncake_store":
+        return path.stem in PURE_STORE
+    return str(path) in PURE_BACKENDS
+
+
+def shape_problems(path: Path, text: str, tree: ast.Module) -> Iterator[str]:
+    lines_max = MODEL_LINES_MAX if path.name == "model.py" else LINES_MAX
+    if (lines := text.count("\n")) > lines_max:
+        yield f"{path}: {lines} lines, at most {lines_max}. Split by noun."
+    if ast.get_docstring(tree) is None and text.strip():
+        yield f"{path}: say what lives here, and what does not, in a module docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES_MAX:
+                yield f"{path}:{node.lineno}: {node.name} is over {FUNCTION_LINES_MAX} lines"
+    if path.name == "__init__.py":
+        allowed = (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign)
+        if any(not isinstance(node, allowed) for node in tree.body):
+            yield f"{path}: __init__ holds a docstring and re-exports only"
+
+
+def import_problems(path: Path, tree: ast.Module) -> Iterator[str]:
+    package = path.parts[0]
+    modules = set(imported_modules(tree))
+    tops = {module.split(".")[0] for module in modules}
+    if package in MAY_IMPORT and path != Path("backends/cli.py"):
+        for other in (tops & PACKAGES) - {package} - MAY_IMPORT[package]:
+            yield f"{path}: {package} may not import {other}"
+    if package in {"conductor", "loadtest"}:
+        for module in modules:
+            parts = module.split(".")
+            pure_only = package == "conductor"
+            if parts[0] == "mooncake_store" and pure_only and len(parts) > 1:
+                if parts[1] not in PURE_STORE:
+                    yield f"{path}: conductor may import only pure files of mooncake_store"
+    if is_pure(path):
+        for other in tops - STANDARD_PURE - {package, "mooncake_store"}:
+            yield f"{path}: pure modules import no {other}; pass the fact in as an argument"
+    for library, homes in ONE_FILE_ONLY.items():
+        if library in tops and package in PACKAGES and str(path) not in homes:
+            yield f"{path}: only {', '.join(sorted(homes))} may import {library}"
+
+
+@pytest.mark.parametrize("path", tracked(".py"), ids=str)
+def test_a_python_file_keeps_the_house_rules(path: Path) -> None:
+    text = (ROOT / path).read_text()
+    tree = ast.parse(text)
+    problems = [*shape_problems(path, text, tree), *import_problems(path, tree)]
+    assert not problems, "\n".join(problems)
+
+
+def test_the_packages_have_no_import_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    names = {str(p.with_suffix("")).replace("/", ".").removesuffix(".__init__"): p
+             for p in tracked(".py") if p.parts[0] in PACKAGES}  # fmt: skip
+    for name, path in names.items():
+        top_level = ast.Module(
+            [node for node in ast.parse((ROOT / path).read_text()).body
+             if isinstance(node, ast.Import | ast.ImportFrom)], [])  # fmt: skip
+        graph[name] = {m for m in imported_modules(top_level) if m in names and m != name}
+        graph[name] -= {name.rsplit(".", 1)[0]}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, "import cycle: " + " -> ".join((*trail, name))
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+def test_the_tree_speaks_of_no_machine() -> None:
+    suspicious = re.compile(r"(^|[^A-Za-z0-9_.~])/(work|root|home)/[A-Za-z0-9_.]")
+    found = []
+    for suffix in (".py", ".md", ".toml", ".txt", ".pbtxt", ".yaml", ".cfg", "Makefile", "run"):
+        for path in tracked(suffix):
+            for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
+                if suspicious.search(line) and path.name != "test_tidy.py":
+                    found.append(f"{path}:{number}: {line.strip()[:100]}")
+    assert not found, "\n".join(found)
+
+
+def test_tests_do_not_sleep_to_synchronise() -> None:
+    found = [
+        f"{path}:{number}"
+        for path in tracked(".py")
+        if path.parts[0] == "tests" and path.name != "test_tidy.py"
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+        if "time.sleep(" in line and "poll" not in line
+    ]
+    assert not found, "wait for a condition instead: " + ", ".join(found)
