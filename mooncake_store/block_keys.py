@@ -1,0 +1,85 @@
+"""Names of blocks: a key stands for a block's tokens and its whole prefix.
+
+key[i] = blake2b-128(tokens of block i, keyed with key[i-1]); key[-1] is the chain's seed. Equal
+keys therefore mean equal prefixes, and what may not be shared differs in the seed: another model,
+dtype or block size (the fingerprint), another LoRA adapter, another tenant (the cache salt).
+
+128 bits of a cryptographic hash, not 64 of a fast one: a collision would hand a request somebody
+else's KV. All tokens of a block are hashed (hashing some of them gave Mooncake wrong reuse, its
+issue 4153), and only full blocks have keys. blake2b is in the standard library and does about
+1 GB/s; Python's own hash() is salted per process and would never match between two hosts.
+
+Not here: who has a block (prefix_index.py, directory.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+KEY_BYTES = 16
+TOKEN_BYTES = 4  # tokens are hashed as little-endian unsigned 32-bit integers
+
+Tokens = Sequence[int] | np.ndarray[Any, Any]
+
+
+def chain_seed(fingerprint: str, lora: str = "", cache_salt: str = "") -> bytes:
+    """The 16 bytes before block 0."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"mooncake.seed")
+    for part in (fingerprint, lora, cache_salt):
+        raw = part.encode()
+        # Length first, or ("a", "bc") and ("ab", "c") would share their KV.
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.digest()
+
+
+def block_keys(token_ids: Tokens, block_tokens: int, seed: bytes) -> list[bytes]:
+    """Keys of the full blocks of `token_ids`; the rest after the last full block has none."""
+    return extend_keys(seed, token_ids, block_tokens)
+
+
+def extend_keys(last_key_or_seed: bytes, token_ids: Tokens, block_tokens: int) -> list[bytes]:
+    """Continue a chain: `token_ids` start right after the block that `last_key_or_seed` names."""
+    assert block_tokens > 0, f"block_tokens is {block_tokens}"
+    assert len(last_key_or_seed) == KEY_BYTES, f"a key has {len(last_key_or_seed)} bytes"
+    blocks = len(token_ids) // block_tokens
+    packed = _packed(token_ids[: blocks * block_tokens])
+    step_bytes = block_tokens * TOKEN_BYTES
+    key = last_key_or_seed
+    keys = []
+    for start in range(0, blocks * step_bytes, step_bytes):
+        block = packed[start : start + step_bytes]
+        key = hashlib.blake2b(block, digest_size=KEY_BYTES, key=key).digest()
+        keys.append(key)
+    return keys
+
+
+def tail_key(request_id: str) -> bytes:
+    """The key of a request's ephemeral object: its last, partial block on the way to decode."""
+    raw = request_id.encode()
+    return hashlib.blake2b(raw, digest_size=KEY_BYTES, person=b"mooncake.tail").digest()
+
+
+def _packed(token_ids: Tokens) -> memoryview:
+    """The tokens as little-endian uint32 bytes; ValueError for what is no token id."""
+    if isinstance(token_ids, np.ndarray):
+        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+            raise ValueError(f"token ids are {token_ids.dtype}{token_ids.shape}; expected 1-D ints")
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < 2**32:
+            raise ValueError("token ids must lie in 0 .. 2**32 - 1")
+        return memoryview(np.ascontiguousarray(token_ids, dtype="<u4")).cast("B")
+    try:
+        packed = array("I", token_ids)  # twice as fast as numpy on a list, and checks the range
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids must be integers in 0 .. 2**32 - 1: {error}") from error
+    assert packed.itemsize == TOKEN_BYTES, f"array('I') has {packed.itemsize} bytes here"
+    if not _IS_LITTLE_ENDIAN:
+        packed.byteswap()
+    return memoryview(packed).cast("B")
+
+
+_IS_LITTLE_ENDIAN = array("I", [1]).tobytes()[0] == 1

@@ -1,0 +1,141 @@
+"""The shape of one block of KV, its fingerprint, and where its slots lie in a segment.
+
+A block is one array [layers, 2 (K, V), kv_heads, block_tokens, head_dim] in C order, so a layer is
+one contiguous span: it can be stored and moved as soon as it is computed. A segment is cut into
+equal slots, one block each: a region of slot headers, then a region of payloads.
+
+Not here: who owns a slot (slots.py), what a header holds (segment.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+HEADER_BYTES = 64  # one cache line per slot
+SLOT_ALIGN_BYTES = 4096  # a memory page: O_DIRECT and RDMA like it, and it costs < 1 % of a block
+
+
+def blocks_full(tokens: int, block_tokens: int) -> int:
+    """How many whole blocks these tokens fill."""
+    assert tokens >= 0 and block_tokens > 0, (tokens, block_tokens)
+    return tokens // block_tokens
+
+
+def blocks_touched(tokens: int, block_tokens: int) -> int:
+    """How many blocks these tokens need, the last one perhaps partly filled."""
+    assert tokens >= 0 and block_tokens > 0, (tokens, block_tokens)
+    return (tokens + block_tokens - 1) // block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What an engine's KV looks like. Two engines exchange blocks only if all of it is equal."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str  # "float32" | "bfloat16" | "float16"
+    block_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            known = ", ".join(DTYPE_BYTES)
+            raise ValueError(f"KV dtype {self.dtype!r} is not supported; use one of {known}")
+        if min(self.layers, self.kv_heads, self.head_dim, self.block_tokens) <= 0:
+            raise ValueError(f"every dimension of a KV layout must be positive: {self}")
+
+    @property
+    def layer_bytes(self) -> int:
+        """K and V of one layer of one block."""
+        scalars = 2 * self.kv_heads * self.block_tokens * self.head_dim
+        return scalars * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.layer_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return self.block_bytes // self.block_tokens
+
+    def layer_offset_bytes(self, layer: int) -> int:
+        """Where this layer's span starts inside a block."""
+        assert 0 <= layer < self.layers, f"layer {layer} of {self.layers}"
+        return layer * self.layer_bytes
+
+
+def describe(model_id: str, weights_id: str, layout: KvLayout, tp_shape: str = "tp1") -> str:
+    """The fields behind a fingerprint, readable and parseable: `name=value; name=value`."""
+    values = {
+        "model_id": model_id,
+        "weights_id": weights_id,
+        "layers": layout.layers,
+        "kv_heads": layout.kv_heads,
+        "head_dim": layout.head_dim,
+        "dtype": layout.dtype,
+        "block_tokens": layout.block_tokens,
+        "tp_shape": tp_shape,
+    }
+    return "; ".join(f"{name}={_escaped(str(value))}" for name, value in values.items())
+
+
+def fingerprint(model_id: str, weights_id: str, layout: KvLayout, tp_shape: str = "tp1") -> str:
+    """32 hex digits: equal exactly when KV of one worker is valid in the other."""
+    text = describe(model_id, weights_id, layout, tp_shape)
+    return hashlib.blake2b(text.encode(), digest_size=16, person=b"mooncake.print").hexdigest()
+
+
+def describe_difference(ours: str, theirs: str) -> str:
+    """Which fields of two descriptions differ, for a refusal that says what to change."""
+    our_fields, their_fields = _parsed(ours), _parsed(theirs)
+    different = [
+        f"{name} is {our_fields.get(name, 'not given')}, theirs is "
+        f"{their_fields.get(name, 'not given')}"
+        for name in dict.fromkeys([*our_fields, *their_fields])
+        if our_fields.get(name) != their_fields.get(name)
+    ]
+    return ", and ".join(different) or "the descriptions are equal, the fingerprints are not"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("%", "%25").replace(";", "%3B").replace("=", "%3D")
+
+
+def _parsed(description: str) -> dict[str, str]:
+    parts = (part.partition("=") for part in description.split("; ") if part)
+    return {name: value for name, _, value in parts}
+
+
+class Geometry(NamedTuple):
+    """Where the slots of a formatted segment lie."""
+
+    slot_bytes: int  # block_bytes rounded up to SLOT_ALIGN_BYTES
+    slots: int
+    headers_offset_bytes: int
+    payload_offset_bytes: int
+
+    def header_offset_bytes(self, slot: int) -> int:
+        assert 0 <= slot < self.slots, f"slot {slot} of {self.slots}"
+        return self.headers_offset_bytes + slot * HEADER_BYTES
+
+    def slot_offset_bytes(self, slot: int) -> int:
+        """Where the payload of this slot starts, in the segment."""
+        assert 0 <= slot < self.slots, f"slot {slot} of {self.slots}"
+        return self.payload_offset_bytes + slot * self.slot_bytes
+
+
+def _aligned(size_bytes: int) -> int:
+    return (size_bytes + SLOT_ALIGN_BYTES - 1) // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES
+
+
+def geometry(segment_bytes: int, block_bytes: int) -> Geometry:
+    """The most slots that fit, headers first. `slots` is 0 when not even one does."""
+    assert segment_bytes >= 0 and block_bytes > 0, (segment_bytes, block_bytes)
+    slot_bytes = _aligned(block_bytes)
+    slots = segment_bytes // (slot_bytes + HEADER_BYTES)
+    while slots and _aligned(slots * HEADER_BYTES) + slots * slot_bytes > segment_bytes:
+        slots -= 1
+    return Geometry(slot_bytes, slots, 0, _aligned(slots * HEADER_BYTES))

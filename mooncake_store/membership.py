@@ -1,0 +1,62 @@
+"""Who takes part: what storage nodes and workers say of themselves. Records only.
+
+An *incarnation* is one life of a process (a fresh random name at each start), so a restarted node
+or a reloaded worker is never mistaken for the one before it.
+
+Not here: who is alive (workers.py, directory.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """One life of a storage node, as it registers with the directory."""
+
+    node_id: str
+    incarnation: str
+    host_id: str  # nodes with one host_id can map each other's segments
+    segment_path: str
+    segment_bytes: int
+    agent_name: str  # NIXL; empty when the node serves mapped memory only
+    agent_metadata: bytes
+    base_address: int  # of the segment in the node's process, for NIXL
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One life of a prefill or decode worker, as it registers with the directory."""
+
+    worker_id: str  # the name of its Triton model
+    incarnation: str
+    role: str  # "prefill" | "decode"
+    node_id: str
+    fingerprint: str
+    description: str  # the fields behind the fingerprint, see layout.describe
+    inbox: str  # ZeroMQ address of the worker's own PULL socket
+    block_tokens: int
+    block_bytes: int
+    context_tokens_max: int
+    pages_max: int
+    slots_max: int  # requests at once
+    prefill_coefficients: tuple[float, ...]
+    decode_coefficients: tuple[float, ...]
+    transfer_bytes_per_s: dict[str, float]  # from node_id; measured when the worker starts
+    transfer_latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What a worker says of itself, every second and at each change that matters."""
+
+    worker_id: str
+    incarnation: str
+    queue_requests: int
+    queue_tokens: int  # uncached prompt tokens still to compute, the running request's included
+    running: int  # requests
+    pages_used: int
+    context_tokens: int  # KV tokens of the running decodes
+    step_s: float  # recent mean seconds per decode or prefill step
+    is_draining: bool
