@@ -1,0 +1,230 @@
+"""`mooncake replay`: sends a published trace to a running server, at the trace's own times.
+
+Reads the trace, asks the server what fits, refuses what does not before anything is sent, then runs
+the open loop and prints a summary. Ctrl-C stops the sending and prints the summary of what is done.
+
+Not here: sending (run.py), what the numbers mean (metrics.py), how they are printed (tables.py),
+prompts (workloads.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from loadtest import tables
+from loadtest.metrics import COMPLETED, RequestRecord, Summary, summarize
+from loadtest.reuse import ideal_cached_tokens
+from loadtest.run import Run, SendOptions, send_all
+from loadtest.server_info import ServerDescription, describe_server
+from loadtest.trace import TraceError, TraceRow, read_trace
+from loadtest.triton_client import CHANNELS, REQUEST_S_MAX, ServerError, TritonClient
+from loadtest.workloads import TokenSource, TooLong, plan, too_long
+
+LINES_SHOWN_MAX = 10
+
+
+class ReplayRefused(Exception):
+    """Nothing was sent; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Which part of which trace, and how fast and large."""
+
+    trace: Path
+    requests_max: int | None
+    length_scale: float
+    speed: float
+    seed: int
+
+
+def ideal_of(run: Run, block_tokens: int) -> dict[int, int]:
+    """Index -> cached tokens that an unlimited cache would have given to the completed requests."""
+    done = sorted(record.index for record in run.records if record.outcome == COMPLETED)
+    prompts = (run.planned[index].prompt_ids for index in done)
+    return dict(zip(done, ideal_cached_tokens(prompts, block_tokens), strict=True))
+
+
+def refusal(problem: TooLong, length_scale: float, context_tokens_max: int) -> str:
+    shown = ", ".join(map(str, problem.lines[:LINES_SHOWN_MAX]))
+    more = len(problem.lines) - LINES_SHOWN_MAX
+    return (
+        f"{len(problem.lines)} requests do not fit the server's context of "
+        f"{context_tokens_max:,} tokens at --length-scale {length_scale:g}: lines {shown}"
+        f"{f' and {more} more' if more > 0 else ''}; the longest needs "
+        f"{problem.context_tokens:,} tokens. All fit at --length-scale {problem.length_scale:g}."
+    )
+
+
+def prepare(rows: Sequence[TraceRow], server: ServerDescription, settings: Settings) -> Run:
+    """The run before its start, or ReplayRefused."""
+    scale = settings.length_scale
+    if problem := too_long(rows, scale, server.context_tokens_max):
+        raise ReplayRefused(refusal(problem, scale, server.context_tokens_max))
+    source = TokenSource(server.vocabulary_tokens, server.special_token_ids, settings.seed)
+    return Run(plan(rows, source, scale, settings.speed))
+
+
+def row_of(record: RequestRecord, ideal: Mapping[int, int]) -> dict[str, object]:
+    """One line of --out: what was measured of one request."""
+    row = dataclasses.asdict(record)
+    measured = {"lag_s": record.lag_s, "ttft_s": record.ttft_s, "tbt_s": record.tbt_s}
+    return row | measured | {"ideal_cached_tokens": ideal.get(record.index)}
+
+
+def write_rows(path: Path, run: Run, ideal: Mapping[int, int]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for record in sorted(run.records, key=lambda record: record.index):
+            file.write(json.dumps(row_of(record, ideal)) + "\n")
+
+
+async def _describe(options: SendOptions, chosen: Mapping[str, int | None]) -> ServerDescription:
+    async with TritonClient(options.url, options.model, channels=1) as client:
+        return await describe_server(client, chosen)
+
+
+def _run_with_progress(run: Run, options: SendOptions, console: Console) -> None:
+    columns = (
+        TextColumn("replay"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("in flight {task.fields[in_flight]}, not served {task.fields[bad]}"),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4) as progress:
+        bar = progress.add_task("replay", total=len(run.planned), in_flight=0, bad=0)
+
+        def on_change(run: Run) -> None:
+            ended = len(run.records)
+            is_bad = run.records[-1].outcome != COMPLETED
+            bad = progress.tasks[0].fields["bad"] + is_bad
+            progress.update(bar, completed=ended, in_flight=run.started - ended, bad=bad)
+
+        asyncio.run(send_all(run, options, on_change))
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(help="Trace in the published JSONL format.")],
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Send only the first N requests of the trace.")
+    ] = None,
+    length_scale: Annotated[
+        float, typer.Option(help="Prompts and answers are this much of the trace's lengths.")
+    ] = 1.0,
+    speed: Annotated[float, typer.Option(help="2 sends twice as fast as the trace.")] = 1.0,
+    url: Annotated[str, typer.Option(help="gRPC address of the server.")] = "127.0.0.1:8001",
+    model: Annotated[str, typer.Option(help="Model to send to.")] = "conductor",
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63, help="Other seed, other tokens, same sharing.")
+    ] = 0,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Answers are as long as the trace's, whatever is generated.")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one JSON line, last.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write one JSON line per request, with its decision.")
+    ] = None,
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a KV block; asked of the server.")
+    ] = None,
+    context_tokens: Annotated[
+        int | None, typer.Option(min=2, help="The server's context; asked of the server.")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=32, help="Number of token ids; asked of the server.")
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.1, help="A request without a complete answer has failed.")
+    ] = REQUEST_S_MAX,
+    channels: Annotated[
+        int, typer.Option(min=1, max=64, help="gRPC connections; requests take turns.")
+    ] = CHANNELS,
+) -> None:
+    """Send a request trace to a running server at its own times, and print what came of it.
+
+    Each hash id of the trace becomes the same tokens wherever it occurs, so prompts share exactly
+    the prefixes that the trace's requests shared. loadtest/README.md explains every number.
+    """
+    for name, value in (("--length-scale", length_scale), ("--speed", speed)):
+        if not (math.isfinite(value) and value > 0):
+            raise typer.BadParameter(f"{name} is {value}; it must be a positive number")
+    chosen = {
+        "block_tokens": block_tokens,
+        "context_tokens_max": context_tokens,
+        "vocabulary_tokens": vocabulary,
+    }
+    settings = Settings(trace, requests, length_scale, speed, seed)
+    options = SendOptions(url, model, ignore_eos, timeout_s, channels, out is not None)
+    raise typer.Exit(carry_out(settings, options, chosen, out, as_json))
+
+
+def carry_out(
+    settings: Settings,
+    options: SendOptions,
+    chosen: Mapping[str, int | None],
+    out: Path | None,
+    as_json: bool,
+) -> int:
+    """The whole command; returns its exit status."""
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    try:
+        rows = read_trace(settings.trace, settings.requests_max)
+        server = asyncio.run(_describe(options, chosen))
+        run = prepare(rows, server, settings)
+    except (OSError, TraceError, ServerError, ReplayRefused) as error:
+        errors.print(f"cannot replay: {error}", style="bold red", markup=False, soft_wrap=True)
+        return 1
+    for name in server.assumed:
+        value = getattr(server, name)
+        errors.print(f"the server does not say its {name}; assuming {value:,}", style="yellow")
+    _run_with_progress(run, options, errors)
+    ideal = ideal_of(run, server.block_tokens)
+    summary = summarize(run.records, ideal)
+    console.print(tables.summary_tables(summary))
+    if out is not None:
+        write_rows(out, run, ideal)
+    if as_json:
+        print(json.dumps(json_line(run, summary, settings)))
+    if run.is_interrupted:
+        return 130
+    return 0 if summary.completed else 1
+
+
+def json_line(run: Run, summary: Summary, settings: Settings) -> dict[str, object]:
+    line: dict[str, object] = {
+        "name": "replay",
+        "trace": settings.trace.name,
+        "length_scale": settings.length_scale,
+        "speed": settings.speed,
+        "seed": settings.seed,
+        "planned": len(run.planned),
+        "cancelled": run.started - len(run.records),
+        "is_interrupted": run.is_interrupted,
+    }
+    return line | dataclasses.asdict(summary)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `mooncake replay ARGUMENTS`; the CLI calls this so that it imports nothing early."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(replay)
+    command = typer.main.get_command(app)
+    command.main(arguments and list(arguments), prog_name="mooncake replay")
+    return 0
+
+
+if __name__ == "__main__":
+    main()
