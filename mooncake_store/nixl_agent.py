@@ -1,0 +1,150 @@
+"""Making NIXL agents that behave: environment, logging, threads, errors.
+
+The stock wrapper, as measured with nixl 1.5.1 on a machine without RDMA:
+
+* its progress thread spins on a whole core (pthrDelay = 0, hard-coded). A node's agent gets a
+  progress thread that sleeps up to 1 ms but is woken by events (2.5 % of a core idle); a client's
+  agent gets none, it makes progress when it polls;
+* it logs to stdout and goes on without a transport when a plugin is missing: every warning of
+  the wrapper becomes NixlUnavailable here, and stdout stays the program's own;
+* it dies with a filesystem error when HOME is unreadable, and with a segmentation fault at exit
+  when Debian's libibverbs is installed too (UCX_MODULES=^ib, or os._exit on RDMA hosts).
+
+UCX reads its settings when the first agent is made: this file sets them before it imports nixl.
+Everything set here can be overridden from outside (setdefault).
+
+Not here: moving bytes (nixl_transport.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mooncake_store.errors import StoreError
+
+NODE_PROGRESS_DELAY_US = 1000
+_making = threading.Lock()
+
+
+class NixlUnavailable(StoreError):
+    """NIXL cannot be used here; the message says why and what to do."""
+
+
+def has_rdma() -> bool:
+    """Does this host have an InfiniBand or RoCE device?"""
+    with contextlib.suppress(OSError):
+        return any(Path("/sys/class/infiniband").iterdir())
+    return False
+
+
+def prepare_environment() -> None:
+    """Settings that UCX and NIXL read once, when they are loaded."""
+    if not has_rdma():
+        os.environ.setdefault("UCX_MODULES", "^ib")
+    # 8 KiB by default; 128 KiB doubles a READ over TCP (the responder's setting counts too).
+    os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", "128K")
+    os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", "128K")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    home = os.environ.get("HOME")
+    if home and os.path.isdir(home) and not os.access(home, os.R_OK | os.X_OK):
+        raise NixlUnavailable(
+            f"NIXL looks for $HOME/.nixl.cfg, but HOME={home} is not readable by user "
+            f"{os.getuid()}: set HOME to a folder of that user"
+        )
+
+
+class _RaiseOnWarning(logging.Handler):
+    """NIXL's wrapper logs what it should raise."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            raise NixlUnavailable(f"NIXL: {record.getMessage()}")
+
+
+@lru_cache(maxsize=1)
+def load_nixl() -> Any:
+    """The module nixl._api, loaded once with our environment; NixlUnavailable when it is not."""
+    prepare_environment()
+    raises_in_handlers = logging.raiseExceptions
+    try:
+        api = importlib.import_module("nixl._api")
+    except (ImportError, OSError) as error:
+        raise NixlUnavailable(
+            f"cannot import nixl ({error}): pip install --no-deps nixl nixl-cu12 (CPU hosts too), "
+            "or use transports='mapped' on one host"
+        ) from error
+    finally:
+        logging.raiseExceptions = raises_in_handlers  # nixl's import switches it off globally
+    logger = logging.getLogger("nixl")
+    logger.handlers[:] = [_RaiseOnWarning()]
+    logger.propagate = False
+    return api
+
+
+@lru_cache(maxsize=1)
+def nixl_errors() -> tuple[type[Exception], ...]:
+    """What NIXL raises: its classes share no base, so they are listed."""
+    bindings = load_nixl().nixlBind
+    found = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
+    return (*found, NixlUnavailable)
+
+
+def make_agent(name: str, has_progress_thread: bool) -> Any:
+    """A nixl_agent with the UCX backend, not thread-safe (SYNC_NONE): its owner has a lock.
+
+    `name` must be unique in time too: a peer refuses a name that it already knows.
+    """
+    api = load_nixl()
+    failures: tuple[type[Exception], ...] = (*nixl_errors(), RuntimeError)
+    with _making:  # the config class is swapped for a moment; no other hook sets pthrDelay
+        stock: Any = api.nixlBind.nixlAgentConfig
+        api.nixlBind.nixlAgentConfig = _with_progress_delay(stock)
+        try:
+            config = api.nixl_agent_config(enable_prog_thread=has_progress_thread, backends=[])
+            agent = api.nixl_agent(name, config)
+        except failures as error:
+            raise NixlUnavailable(f"cannot make NIXL agent {name}: {error}") from error
+        finally:
+            api.nixlBind.nixlAgentConfig = stock
+    try:
+        agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "num_workers": "1"})
+    except nixl_errors() as error:
+        raise NixlUnavailable(
+            f"NIXL's UCX backend does not start ({error}); UCX_TLS={os.environ.get('UCX_TLS')}: "
+            "leave UCX_TLS unset, or name tcp in it (errors of a peer are seen over tcp only)"
+        ) from error
+    return agent
+
+
+def _with_progress_delay(stock: Any) -> Any:
+    """The config class, but its pthrDelay is ours whatever the wrapper assigns."""
+
+    def assign(self: Any, field: str, value: object) -> None:
+        stock.__setattr__(self, field, NODE_PROGRESS_DELAY_US if field == "pthrDelay" else value)
+
+    return type("nixlAgentConfig", (stock,), {"__setattr__": assign})
+
+
+class NodeAgent:
+    """A storage node's side: registers its segment once and answers without the GIL."""
+
+    def __init__(self, name: str, address: int, size_bytes: int) -> None:
+        self.name = name
+        self._agent = make_agent(name, has_progress_thread=True)
+        self._memory = self._agent.register_memory([(address, size_bytes, 0, "")], "DRAM")
+        self.metadata: bytes = self._agent.get_agent_metadata()
+
+    def close(self) -> None:
+        """Deregister and drop the agent; twice is harmless. Peers see a disconnect."""
+        if self._agent is None:
+            return
+        with contextlib.suppress(*nixl_errors()):
+            self._agent.deregister_memory(self._memory)
+        self._agent = None

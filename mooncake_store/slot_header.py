@@ -1,0 +1,50 @@
+"""The 64 bytes in front of a slot's life: whose block lies there, and is it whole.
+
+Written by the worker that fills a slot, read by whoever rebuilds a directory from segments. The
+header ends with a checksum of itself, so a torn or foreign header reads as "nothing here".
+
+Not here: where headers lie (the directory's Geometry), what a block's checksum covers (store.py).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from mooncake_store.layout import HEADER_BYTES
+
+STATE_WRITING, STATE_READY = 1, 2
+_MAGIC = b"MKVB"
+_FIELDS = struct.Struct("<4sIQ16sQQ8x")  # magic, state, generation, key, checksum, length, spare
+_SELF = struct.Struct("<Q")
+assert _FIELDS.size + _SELF.size == HEADER_BYTES, _FIELDS.size
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """What a slot says about its payload."""
+
+    state: int  # STATE_WRITING: do not trust the payload; STATE_READY: complete
+    generation: int
+    key: bytes  # 16 bytes
+    checksum: int  # xxh3_64 of the payload
+    length_bytes: int
+
+    def pack(self) -> bytes:
+        assert len(self.key) == 16, f"a key has 16 bytes, this one {len(self.key)}"
+        fields = _FIELDS.pack(
+            _MAGIC, self.state, self.generation, self.key, self.checksum, self.length_bytes
+        )
+        return fields + _SELF.pack(xxhash.xxh3_64_intdigest(fields))
+
+    @staticmethod
+    def unpack(raw: bytes | memoryview) -> SlotHeader | None:
+        """The header in these 64 bytes, or None when no whole header lies there."""
+        assert len(raw) == HEADER_BYTES, f"a header has {HEADER_BYTES} bytes, got {len(raw)}"
+        magic, state, generation, key, checksum, length_bytes = _FIELDS.unpack_from(raw)
+        (own,) = _SELF.unpack_from(raw, _FIELDS.size)
+        if magic != _MAGIC or own != xxhash.xxh3_64_intdigest(bytes(raw[: _FIELDS.size])):
+            return None
+        return SlotHeader(state, generation, key, checksum, length_bytes)

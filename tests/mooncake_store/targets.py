@@ -1,0 +1,95 @@
+"""A real process that owns a segment and answers NIXL, for the transport tests.
+
+Run as a module it is that process; imported it is the handle that tests hold. It knows nothing of
+the directory: mooncake_store.node is the production process.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from mooncake_store.membership import NodeInfo
+from mooncake_store.segment import Segment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Target:
+    """One life of a target process."""
+
+    def __init__(
+        self,
+        path: str,
+        size_bytes: int,
+        node_id: str = "t0",
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.path = path
+        self.incarnation = secrets.token_hex(6)
+        command = [sys.executable, "-m", "tests.mooncake_store.targets"]
+        self.process = subprocess.Popen(
+            [*command, path, str(size_bytes), f"{node_id}#{self.incarnation}"],
+            cwd=ROOT, env={**os.environ, **(environment or {})}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the target process ended with {self.process.wait()}"
+        said = json.loads(line)
+        self.info = NodeInfo(
+            node_id, self.incarnation, "here", path, size_bytes, said["name"],
+            base64.b64decode(said["metadata"]), said["address"],
+        )  # fmt: skip
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End the process, kindly if it still lives, and remove what a killed one left."""
+        if self.process.poll() is None:
+            self.thaw()
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            assert self.process.wait(timeout=20) == 0
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        Path(self.path).unlink(missing_ok=True)
+
+
+def main() -> None:
+    path, size_bytes, name = sys.argv[1:]
+    from mooncake_store.nixl_agent import NodeAgent
+
+    segment = Segment.create(path, int(size_bytes))
+    agent = NodeAgent(name, segment.address, segment.size_bytes)
+    said = {
+        "name": agent.name,
+        "metadata": base64.b64encode(agent.metadata).decode(),
+        "address": segment.address,
+    }
+    print(json.dumps(said), flush=True)
+    sys.stdin.read()  # until the test closes it
+    agent.close()
+    segment.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
