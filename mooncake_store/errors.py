@@ -7,8 +7,8 @@
   x NodeUnknown           no such storage node is registered now        -> wait until it registers
     - NodeNotAttached     it was never formatted in this epoch          -> attach() again
   x StoreFull             no room, and nothing may be evicted           -> go on without storing
-  x SegmentRefused        a segment cannot be had (in segment.py)       -> fewer bytes, or free some
-  x LayoutMismatch        another block size than the node's slots      -> same layout, or other node
+  x SegmentRefused        a segment cannot be had (in segment.py)       -> fewer bytes
+  x LayoutMismatch        another block size than the node's slots      -> same layout or other node
   x FingerprintMismatch   the worker's KV does not fit its pool         -> the worker must not start
   x TransferFailed        bytes did not arrive                          -> next copy, or recompute
     - TransferTimeout     ... and may still arrive: quarantine targets

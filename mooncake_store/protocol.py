@@ -32,10 +32,9 @@ from mooncake_store.events import (
     WorkerReported,
     WorkerUp,
 )
-from mooncake_store.holder import Allocation
 from mooncake_store.layout import Geometry
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
-from mooncake_store.slots import Copy, Slot
+from mooncake_store.slots import Allocation, Copy, Slot
 from mooncake_store.status import DirectoryStats
 
 PROTOCOL_VERSION = 1

@@ -14,6 +14,7 @@ Not here: what a slot holds (holder.py), where it lies in the segment (layout.py
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -36,6 +37,19 @@ class Copy(NamedTuple):
     slot: int
     generation: int
     checksum: int  # xxh3_64 of the block's bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The answer to `allocate`: per key a fresh slot, or None because the key needs none here."""
+
+    slots: tuple[Slot | None, ...]
+    covered: int  # leading keys that are there, are being written, or got a slot
+
+    @property
+    def full(self) -> bool:
+        """Room ran out at key `covered`: this key and all after it got nothing."""
+        return self.covered < len(self.slots)
 
 
 class SlotPool:

@@ -1,0 +1,135 @@
+"""Which storage nodes are alive, and how their segments are cut into slots.
+
+Not here: what becomes of the copies of a node that left (directory.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mooncake_store.config import DirectoryConfig
+from mooncake_store.errors import (
+    LayoutMismatch,
+    NodeNotAttached,
+    NodeUnknown,
+    RequestInvalid,
+    StoreFull,
+)
+from mooncake_store.holder import Holder
+from mooncake_store.layout import Geometry, geometry
+from mooncake_store.membership import NodeInfo
+
+
+class NodeTable:
+    """node_id -> Holder. A holder that is taken out is handed to the caller with its copies."""
+
+    def __init__(self, config: DirectoryConfig) -> None:
+        self._config = config
+        self._holders: dict[str, Holder] = {}
+        self._replaced: dict[str, str] = {}  # incarnation -> node_id, of those a newer one replaced
+
+    def __iter__(self) -> Iterator[Holder]:
+        return iter(self._holders.values())
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def get(self, node_id: str) -> Holder | None:
+        return self._holders.get(node_id)
+
+    def registered(self, node_id: str) -> Holder:
+        holder = self._holders.get(node_id)
+        if holder is None:
+            raise NodeUnknown(
+                f"storage node {node_id} is not registered; known: "
+                f"{', '.join(sorted(self._holders)) or 'none'}. It may be starting: try again."
+            )
+        return holder
+
+    def attached(self, node_id: str) -> Holder:
+        holder = self.registered(node_id)
+        if holder.geometry is None:
+            raise NodeNotAttached(
+                f"storage node {node_id} has no slots yet (it or the directory has restarted); "
+                "attach to it again"
+            )
+        return holder
+
+    def alive(self, node_id: str, incarnation: str, now_s: float) -> bool:
+        """Note a sign of life. False when this incarnation is not registered."""
+        holder = self._holders.get(node_id)
+        if holder is None or holder.info.incarnation != incarnation:
+            return False
+        holder.seen_s = now_s
+        return True
+
+    def refuse_misfit(self, info: NodeInfo) -> None:
+        """RequestInvalid or StoreFull when this node may not register."""
+        if self._replaced.get(info.incarnation) == info.node_id:
+            # Two live processes of one name would otherwise throw each other out forever.
+            raise RequestInvalid(
+                f"a newer process registered as storage node {info.node_id}; stop one of the two, "
+                "or give them different node ids"
+            )
+        if info.node_id not in self._holders and len(self) >= self._config.nodes_max:
+            raise StoreFull(f"nodes_max ({self._config.nodes_max}) storage nodes are registered")
+
+    def put(self, info: NodeInfo, now_s: float) -> None:
+        assert info.node_id not in self._holders
+        self._holders[info.node_id] = Holder(info, now_s)
+
+    def take(self, node_id: str, is_replaced: bool = False) -> Holder:
+        """Take the node out of the table."""
+        holder = self._holders.pop(node_id)
+        if is_replaced:
+            while len(self._replaced) >= self._config.nodes_max:
+                del self._replaced[next(iter(self._replaced))]
+            self._replaced[holder.info.incarnation] = node_id
+        return holder
+
+    def silent(self, now_s: float) -> list[str]:
+        """The nodes that have not reported for longer than their lease."""
+        ttl_s = self._config.node_ttl_s
+        return [name for name, node in self._holders.items() if now_s - node.seen_s > ttl_s]
+
+    def attach(
+        self,
+        node_id: str,
+        fingerprint: str,
+        block_bytes: int,
+        users: dict[str, int],  # worker_id -> block_bytes of the workers on this node
+        generations: Iterator[int],
+    ) -> Geometry:
+        """Where slots of `block_bytes` lie in this node; formats it when nobody has yet."""
+        holder = self.registered(node_id)
+        if holder.geometry is not None and holder.block_bytes == block_bytes:
+            return holder.geometry
+        if holder.geometry is not None:
+            self._refuse_format(holder, block_bytes, users)
+        shape = geometry(holder.info.segment_bytes, block_bytes)
+        if shape.slots == 0:
+            raise LayoutMismatch(
+                f"storage node {node_id} has {holder.info.segment_bytes} bytes, less than one "
+                f"slot of {shape.slot_bytes} bytes; give it a larger segment"
+            )
+        holder.format(fingerprint, block_bytes, shape, generations)
+        return shape
+
+    def _refuse_format(self, holder: Holder, block_bytes: int, users: dict[str, int]) -> None:
+        others = sorted(name for name, other in users.items() if other != block_bytes)
+        held = holder.pool.slots - holder.pool.free_slots
+        if held or others:
+            raise LayoutMismatch(
+                f"storage node {holder.info.node_id} is formatted for blocks of "
+                f"{holder.block_bytes} bytes and holds {held} of them (workers there: "
+                f"{', '.join(others) or 'none'}); blocks of {block_bytes} bytes do not fit. Use "
+                "the same checkpoint, dtype and block_tokens, another store_node, or restart the "
+                "storage node."
+            )
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        assert len(self) <= self._config.nodes_max >= len(self._replaced)
+        for node_id, holder in self._holders.items():
+            assert holder.info.node_id == node_id
+            holder.check()
