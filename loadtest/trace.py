@@ -96,7 +96,7 @@ def _parse(text: str, line: int, problems: list[str]) -> TraceRow | None:
 
 
 def _timestamp(fields: dict[str, Any], problems: list[str]) -> float:
-    value = fields.get("timestamp")
+    value: Any = fields.get("timestamp")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and math.isfinite(value) and value >= 0:
         return float(value)
