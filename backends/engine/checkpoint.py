@@ -1,0 +1,193 @@
+"""The tensors of a Hugging Face folder: where they are, whether they are whole, who they are.
+
+A safetensors file is eight bytes (length of the header), a JSON header (name -> dtype, shape,
+range of bytes) and the data. Headers are read and checked here without mapping the file: a file
+that was cut short must be an error in words, not a SIGBUS in the middle of serving.
+
+`weights_id` must change when the weights change and must be cheap for 100 GB. Every tensor's
+name, dtype and shape goes in, and its content: all of it up to `HASHED_BYTES_MAX` for the whole
+checkpoint, else evenly spaced samples of each tensor. Training or merging changes weights all
+over and is noticed; an edit of single numbers between samples of a large model is not. How the
+checkpoint is cut into files does not matter. Loads no torch.
+
+Not here: which tensors a model needs (weights.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from backends.engine.checkpoint_error import CheckpointError
+from backends.engine.model_config import ModelConfig, read_json
+
+SCALAR_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
+HASHED_BYTES_MAX = 256 * 1024**2
+SAMPLES_PER_TENSOR = 16
+SAMPLE_BYTES = 4096
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    path: Path
+    dtype: str  # a key of SCALAR_BYTES
+    shape: tuple[int, ...]
+    offset_bytes: int  # in the file
+    size_bytes: int
+
+
+class Checkpoint:
+    """Open with `Checkpoint.open`; reading tensors needs no second look at the headers."""
+
+    def __init__(self, folder: Path, entries: Mapping[str, TensorEntry]) -> None:
+        self.folder = folder
+        self.entries = entries
+
+    @classmethod
+    def open(cls, checkpoint_dir: str | Path) -> Checkpoint:
+        """Read all headers, or raise a CheckpointError with everything that is wrong."""
+        folder = Path(checkpoint_dir)
+        found: list[str] = []
+        entries: dict[str, TensorEntry] = {}
+        for name in _file_names(folder, found):
+            entries.update(_read_header(folder / name, found))
+        if not entries and not found:
+            found.append("the safetensors files hold no tensors")
+        if found:
+            raise CheckpointError(folder, found)
+        return cls(folder, entries)
+
+    def problems(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Which of these tensors are missing or of another shape or dtype."""
+        found = []
+        for name, shape in shapes.items():
+            entry = self.entries.get(name)
+            if entry is None:
+                found.append(f"tensor {name} is missing; config.json asks for {list(shape)}")
+            elif entry.shape != shape:
+                found.append(
+                    f"tensor {name} is {list(entry.shape)}; config.json asks for {list(shape)}"
+                )
+            elif entry.dtype not in SCALAR_BYTES:
+                known = ", ".join(SCALAR_BYTES)
+                found.append(f"tensor {name} is {entry.dtype}; the engine reads {known}")
+        return found
+
+    def read(self, name: str) -> np.ndarray:
+        """The raw bytes of a tensor, uint8; its dtype and shape are in `entries`."""
+        entry = self.entries[name]
+        raw = np.fromfile(
+            entry.path, dtype=np.uint8, count=entry.size_bytes, offset=entry.offset_bytes
+        )
+        if len(raw) != entry.size_bytes:
+            raise CheckpointError(self.folder, [f"{entry.path.name} changed while it was read"])
+        return raw
+
+    def weights_id(self, config: ModelConfig) -> str:
+        """32 hex digits for these weights as this config uses them."""
+        digest = hashlib.blake2b(repr(config).encode(), digest_size=16, person=b"mooncake.weigh")
+        total_bytes = sum(entry.size_bytes for entry in self.entries.values())
+        is_whole = total_bytes <= HASHED_BYTES_MAX
+        files: dict[Path, BinaryIO] = {}
+        try:
+            for name, entry in sorted(self.entries.items()):
+                digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode())
+                if entry.path not in files:
+                    files[entry.path] = entry.path.open("rb")
+                for start, size_bytes in _samples(entry.size_bytes, is_whole):
+                    files[entry.path].seek(entry.offset_bytes + start)
+                    digest.update(files[entry.path].read(size_bytes))
+        finally:
+            for file in files.values():
+                file.close()
+        return digest.hexdigest()
+
+
+def _samples(size_bytes: int, is_whole: bool) -> list[tuple[int, int]]:
+    """(start, length) of the parts of a tensor that are hashed; the ends are among them."""
+    if is_whole or size_bytes <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
+        return [(0, size_bytes)]
+    last = size_bytes - SAMPLE_BYTES
+    steps = SAMPLES_PER_TENSOR - 1
+    return [(last * index // steps, SAMPLE_BYTES) for index in range(SAMPLES_PER_TENSOR)]
+
+
+def _file_names(folder: Path, found: list[str]) -> list[str]:
+    """The safetensors files of this folder, from the index if there is one."""
+    if not folder.is_dir():
+        found.append("there is no such folder")
+        return []
+    if (folder / INDEX_NAME).exists():
+        index = read_json(folder / INDEX_NAME, found)
+        if index is None:
+            return []
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            found.append(f"{INDEX_NAME} has no weight_map; copy it again")
+            return []
+        names = sorted({str(name) for name in weight_map.values()})
+        missing = [name for name in names if not (folder / name).is_file()]
+        found += [f"shard {name} is missing; copy it next to {INDEX_NAME}" for name in missing]
+        return [name for name in names if name not in missing]
+    if (folder / SINGLE_NAME).is_file():
+        return [SINGLE_NAME]
+    found.append(
+        f"neither {SINGLE_NAME} nor {INDEX_NAME} is there; other formats (pytorch_model.bin, "
+        "GGUF) must be converted with save_pretrained"
+    )
+    return []
+
+
+def _read_header(path: Path, found: list[str]) -> dict[str, TensorEntry]:
+    """The tensors of one file; problems go to `found`."""
+    try:
+        file_bytes = os.path.getsize(path)
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= header_bytes <= min(HEADER_BYTES_MAX, file_bytes - 8):
+                found.append(f"{path.name} is damaged or cut short: it has no whole header")
+                return {}
+            header = json.loads(file.read(header_bytes))
+        entries = {
+            name: _entry(path, value, 8 + header_bytes)
+            for name, value in header.items()
+            if name != "__metadata__"
+        }
+    except OSError as error:
+        found.append(f"{path.name} cannot be read: {error}")
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found.append(f"{path.name} is damaged: its header makes no sense ({error})")
+        return {}
+    end = max((entry.offset_bytes + entry.size_bytes for entry in entries.values()), default=0)
+    if end > file_bytes:
+        found.append(
+            f"{path.name} is cut short: it has {file_bytes} bytes and needs {end}; copy it again"
+        )
+        return {}
+    return entries
+
+
+def _entry(path: Path, value: dict[str, Any], data_start: int) -> TensorEntry:
+    begin, end = value["data_offsets"]
+    shape = tuple(int(size) for size in value["shape"])
+    dtype = str(value["dtype"])
+    if not 0 <= begin <= end:
+        raise ValueError(f"range {begin}..{end}")
+    if dtype in SCALAR_BYTES and end - begin != math.prod(shape) * SCALAR_BYTES[dtype]:
+        raise ValueError(f"{end - begin} bytes for {dtype} {list(shape)}")
+    return TensorEntry(path, dtype, shape, data_start + begin, end - begin)

@@ -1,0 +1,73 @@
+"""What every engine offers a worker: compute some tokens of some requests over paged KV.
+
+A page has exactly the layout of a block (`KvLayout`), so a page is stored or filled with one copy.
+The engine knows no requests: pages belong to whoever took them from `pages`, and a `Work` says
+which pages hold which tokens. The same call does prefill (many tokens) and decode (one token).
+
+Not here: which work a step should do (batching.py), what a token means (sampling.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from backends.engine.pages import PagePool
+from mooncake_store.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute `token_ids`, the tokens [start, start + len(token_ids)) of one request."""
+
+    token_ids: Sequence[int]  # at least one
+    start: int  # tokens of the request whose KV is already in its pages
+    pages: Sequence[int]  # pages[i] holds the tokens [i * block_tokens, (i + 1) * block_tokens)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+class Engine(Protocol):
+    """One model on one device. Calls come from one thread at a time."""
+
+    layout: KvLayout
+    context_tokens_max: int  # of prompt and output together
+    vocabulary_tokens: int
+    eos_token_ids: tuple[int, ...]
+    model_id: str
+    weights_id: str
+    pages: PagePool
+    # uint8; page p is kv_pool[p * block_bytes : (p + 1) * block_bytes], in the layout of a block.
+    # On a GPU this is the pinned host mirror of the pages, see import_pages and export_pages.
+    kv_pool: np.ndarray
+
+    def forward(
+        self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
+    ) -> np.ndarray:
+        """float32 logits [len(batch), vocabulary] of the last token of each work.
+
+        `on_layer(l)` is called as soon as the KV of layer l of *all* works is in `kv_pool`, in
+        order of layers, while the rest is still to be computed.
+        """
+        ...
+
+    def import_pages(self, pages: Sequence[int]) -> None:
+        """The caller wrote these pages of `kv_pool`; call it before a work reads them.
+
+        Free where the pool is the engine's own memory (CPU), a copy to the device elsewhere.
+        """
+        ...
+
+    def export_pages(self, pages: Sequence[int]) -> None:
+        """Bring these pages of `kv_pool` up to date before the caller reads them.
+
+        Not needed for the layers that `on_layer` announced. Free on CPU.
+        """
+        ...
+
+    def close(self) -> None: ...

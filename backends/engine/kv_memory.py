@@ -1,0 +1,100 @@
+"""The memory of the KV pages: one array of bytes for the store, one tensor for the model.
+
+Page-major: page p is one span of bytes with exactly the layout of a block, [layers, 2, kv_heads,
+block_tokens, head_dim], so moving a block is one copy, and a layer of it is one span.
+
+On CPU both views are the same memory. On a GPU the bytes are a pinned host mirror and pages are
+copied on demand (`import_pages`, `export_pages`, `export_layer`).
+
+The memory is touched when it is made: the first request must not pay for page faults, and a
+machine without enough memory must fail at start.
+
+Not here: which page belongs to whom (pages.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from mooncake_store.layout import KvLayout
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class KvMemory:
+    def __init__(
+        self,
+        layout: KvLayout,
+        pages_max: int,
+        device: torch.device,
+        is_mirrored: bool | None = None,  # None: exactly when the device is not the CPU
+    ) -> None:
+        assert pages_max > 0, pages_max
+        self.layout = layout
+        self.is_mirrored = device.type != "cpu" if is_mirrored is None else is_mirrored
+        self.bytes = _faulted(pages_max * layout.block_bytes)
+        host = torch.from_numpy(self.bytes).view(TORCH_DTYPES[layout.dtype])
+        self._host = host.view(
+            pages_max, layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim
+        )
+        if device.type == "cuda":
+            torch.cuda.cudart().cudaHostRegister(self.bytes.ctypes.data, self.bytes.nbytes, 0)
+        self.pool = torch.zeros_like(self._host, device=device) if self.is_mirrored else self._host
+        # The same memory as rows, seen from the first row of each layer: an index made for layer
+        # 0 is good for all layers.
+        heads_rows = self.pool.view(-1, layout.block_tokens * layout.head_dim)
+        token_rows = self.pool.view(-1, layout.head_dim)
+        step = 2 * layout.kv_heads
+        self.page_rows = [heads_rows[layer * step :] for layer in range(layout.layers)]
+        self.token_rows = [
+            token_rows[layer * step * layout.block_tokens :] for layer in range(layout.layers)
+        ]
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Zeros. What attention masks must still be finite: 0 x NaN is NaN."""
+        for page in pages:
+            self.pool[page].zero_()
+
+    def import_pages(self, pages: Sequence[int]) -> None:
+        if self.is_mirrored:
+            for page in pages:
+                self.pool[page].copy_(self._host[page], non_blocking=True)
+
+    def export_pages(self, pages: Sequence[int]) -> None:
+        if self.is_mirrored:
+            for page in pages:
+                self._host[page].copy_(self.pool[page], non_blocking=True)
+            self._finish_copies()
+
+    def export_layer(self, pages: Sequence[int], layer: int) -> None:
+        if self.is_mirrored:
+            for page in pages:
+                self._host[page, layer].copy_(self.pool[page, layer], non_blocking=True)
+            self._finish_copies()
+
+    def close(self) -> None:
+        if self.pool.device.type == "cuda":
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.ctypes.data)
+
+    def _finish_copies(self) -> None:
+        if self.pool.device.type == "cuda":
+            torch.cuda.current_stream(self.pool.device).synchronize()
+
+
+def _faulted(size_bytes: int) -> np.ndarray:
+    """Zeroed bytes, aligned to memory pages, already backed by memory."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
+        memory.madvise(mmap.MADV_HUGEPAGE)  # a gather touches many places: fewer TLB misses
+    array = np.frombuffer(memory, dtype=np.uint8)
+    array[:: mmap.PAGESIZE] = 0
+    return array

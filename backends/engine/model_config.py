@@ -1,0 +1,253 @@
+"""config.json of a Hugging Face folder: what the model is, or everything that is wrong with it.
+
+Reads Llama, Qwen2 and Qwen3; both the keys of transformers 4 (`rope_theta`, `rope_scaling`) and
+those of transformers 5 (`rope_parameters`). Loads no torch, so the launcher may ask for the KV
+layout. What the engine cannot compute exactly is refused by name, never ignored.
+
+Not here: the tensors (checkpoint.py), what RoPE does with its numbers (rope.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backends.engine.checkpoint_error import CheckpointError
+from mooncake_store.layout import DTYPE_BYTES, KvLayout
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding; the last three matter to `llama3` only."""
+
+    theta: float
+    type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    family: str  # llama | qwen2 | qwen3
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary_tokens: int
+    context_tokens_max: int
+    norm_epsilon: float
+    rope: RopeConfig
+    has_tied_embeddings: bool
+    has_qkv_bias: bool
+    has_output_bias: bool  # of attention's output projection
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def model_id(self) -> str:
+        """Says what it is, not where it lies: the same folder may have another path elsewhere."""
+        return f"{self.family}-{self.layers}x{self.hidden}-v{self.vocabulary_tokens}"
+
+    def layout(self, dtype: str, block_tokens: int) -> KvLayout:
+        return KvLayout(self.layers, self.kv_heads, self.head_dim, dtype, block_tokens)
+
+
+def read_model_config(checkpoint_dir: str | Path) -> ModelConfig:
+    """The config of this folder, or a CheckpointError that lists all problems."""
+    folder = Path(checkpoint_dir)
+    found: list[str] = []
+    raw = read_json(folder / "config.json", found)
+    generation: dict[str, Any] = {}
+    if (folder / "generation_config.json").exists():
+        generation = read_json(folder / "generation_config.json", found) or {}
+    config = None if raw is None else _parsed(raw, generation, found)
+    if config is None or found:
+        raise CheckpointError(folder, found)
+    return config
+
+
+def read_kv_layout(checkpoint_dir: str | Path, dtype: str, block_tokens: int) -> KvLayout:
+    """What this checkpoint's KV will look like; reads config.json only."""
+    if dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        raise CheckpointError(checkpoint_dir, [f"dtype {dtype!r} is not supported; use {known}"])
+    return read_model_config(checkpoint_dir).layout(dtype, block_tokens)
+
+
+def read_json(path: Path, found: list[str]) -> dict[str, Any] | None:
+    """The object in this file; None, and a line in `found`, when there is no such thing."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        found.append(f"{path.name} is missing; is this a Hugging Face folder?")
+        return None
+    except OSError as error:
+        found.append(f"{path.name} cannot be read: {error}")
+        return None
+    except ValueError as error:  # JSON and UTF-8 errors
+        found.append(f"{path.name} is not valid JSON: {error}")
+        return None
+    if not isinstance(value, dict):
+        found.append(f"{path.name} must be a JSON object, is a {type(value).__name__}")
+        return None
+    return value
+
+
+class _Reader:
+    """Takes typed values out of a JSON object and notes what is wrong with them."""
+
+    def __init__(self, raw: Mapping[str, Any], found: list[str]) -> None:
+        self.raw = raw
+        self.found = found
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            self.found.append(f"config.json: {key} must be a positive integer, is {value!r}")
+            return 1
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            self.found.append(f"config.json: {key} must be a positive number, is {value!r}")
+            return 1.0
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, bool):
+            self.found.append(f"config.json: {key} must be true or false, is {value!r}")
+        return bool(value)
+
+
+def _parsed(
+    raw: dict[str, Any], generation: dict[str, Any], found: list[str]
+) -> ModelConfig | None:
+    architectures = raw.get("architectures") or []
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        known = ", ".join(FAMILIES)
+        found.append(f"config.json: architecture {name!r} is not supported; known: {known}")
+        return None  # the other keys of another family mean other things
+    found += _unsupported(raw)
+    read = _Reader(raw, found)
+    heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
+    kv_heads = read.integer("num_key_value_heads", default=heads)
+    # Qwen3Config's head_dim is 128 when not given; the others derive it.
+    head_dim = read.integer("head_dim", default=128 if family == "qwen3" else hidden // heads or 1)
+    if heads % kv_heads:
+        found.append(
+            f"config.json: num_attention_heads ({heads}) must be a multiple of "
+            f"num_key_value_heads ({kv_heads})"
+        )
+    if head_dim % 2:
+        found.append(f"config.json: head_dim is {head_dim}; rotary embedding needs an even one")
+    attention_bias = read.flag("attention_bias") if family != "qwen2" else False
+    vocabulary_tokens = read.integer("vocab_size")
+    return ModelConfig(
+        family=family,
+        layers=read.integer("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=read.integer("intermediate_size"),
+        vocabulary_tokens=vocabulary_tokens,
+        context_tokens_max=read.integer("max_position_embeddings"),
+        norm_epsilon=read.number("rms_norm_eps", default=1e-6),
+        rope=_rope(raw, found),
+        has_tied_embeddings=read.flag("tie_word_embeddings"),
+        has_qkv_bias=family == "qwen2" or attention_bias,
+        has_output_bias=attention_bias,
+        has_mlp_bias=family == "llama" and read.flag("mlp_bias"),
+        has_qk_norm=family == "qwen3",
+        eos_token_ids=_eos_token_ids(raw, generation, vocabulary_tokens, found),
+    )
+
+
+def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Features that change the result and that this engine does not compute."""
+    if raw.get("hidden_act", "silu") != "silu":
+        yield f"config.json: hidden_act {raw['hidden_act']!r} is not supported; only silu is"
+    if raw.get("use_sliding_window"):
+        yield "config.json: use_sliding_window is not supported; only full attention is"
+    layer_types = raw.get("layer_types") or []
+    other = {str(kind) for kind in layer_types} - {"full_attention"}
+    if other:
+        yield f"config.json: layer_types {sorted(other)} are not supported; only full_attention is"
+    if raw.get("quantization_config"):
+        yield "config.json: quantized weights are not supported; use float32, bfloat16 or float16"
+    if raw.get("partial_rotary_factor", 1.0) not in (1, 1.0, None):
+        yield "config.json: partial_rotary_factor is not supported"
+
+
+def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        found.append(f"config.json: rope_parameters or rope_scaling must be an object: {given!r}")
+        given = {}
+    merged = {"rope_theta": raw.get("rope_theta"), **given}
+    if merged["rope_theta"] is None:
+        merged["rope_theta"] = 10_000.0
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        known = ", ".join(ROPE_TYPES)
+        found.append(f"config.json: rope type {kind!r} is not supported; known: {known}")
+        return RopeConfig(1.0)
+    if given.get("partial_rotary_factor", 1.0) not in (1, 1.0, None):
+        found.append("config.json: partial_rotary_factor is not supported")
+    read = _Reader(merged, found)
+    theta = read.number("rope_theta")
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, read.number("factor"))
+    rope = RopeConfig(
+        theta,
+        kind,
+        read.number("factor"),
+        read.number("low_freq_factor"),
+        read.number("high_freq_factor"),
+        read.integer("original_max_position_embeddings"),
+    )
+    if not found and rope.high_freq_factor <= rope.low_freq_factor:
+        found.append("config.json: high_freq_factor must be above low_freq_factor")
+    return rope
+
+
+def _eos_token_ids(
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    vocabulary_tokens: int,
+    found: list[str],
+) -> tuple[int, ...]:
+    """Where generation ends; generation_config.json knows better than config.json."""
+    value = generation.get("eos_token_id", raw.get("eos_token_id"))
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in values:
+        is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not is_id or not 0 <= token_id < vocabulary_tokens:
+            found.append(f"eos_token_id {token_id!r} is outside the vocabulary")
+    return tuple(token_id for token_id in values if isinstance(token_id, int))

@@ -1,0 +1,55 @@
+"""Who has which page of an engine's KV memory.
+
+A page is free or taken, never both; nothing is shared, because the store, not the engine, is the
+prefix cache. Free pages are handed out lowest number first, so that a lightly loaded pool stays
+in few, warm memory pages and a test sees the same numbers every time.
+
+Not here: the memory itself (kv_memory.py), how many pages a request needs (batching.py). A page
+that a late transfer may still write is the worker's to keep: it releases it when that is over.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+class PagePool:
+    def __init__(self, pages_max: int) -> None:
+        assert pages_max > 0, pages_max
+        self.pages_max = pages_max
+        self._free = list(range(pages_max))  # a heap
+        self._is_taken = bytearray(pages_max)
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def used_pages(self) -> int:
+        return self.pages_max - len(self._free)
+
+    def take(self, pages: int) -> list[int] | None:
+        """That many fresh pages, or None (and nothing taken) when they do not fit."""
+        assert pages > 0, pages
+        if pages > len(self._free):
+            return None
+        taken = [heapq.heappop(self._free) for _ in range(pages)]
+        for page in taken:
+            assert not self._is_taken[page], f"page {page} was free and taken"
+            self._is_taken[page] = 1
+        return taken
+
+    def release(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            assert self._is_taken[page], f"page {page} released twice"
+            self._is_taken[page] = 0
+            heapq.heappush(self._free, page)
+
+    def check(self) -> None:
+        """Prove the invariants. Tests call it after every step, a worker when it is idle."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is on the free list twice"
+        assert len(self._is_taken) == self.pages_max, "the pool changed its size"
+        for page, is_taken in enumerate(self._is_taken):
+            assert bool(is_taken) != (page in free), f"page {page} is free and taken, or neither"

@@ -1,0 +1,58 @@
+"""Rotary position embedding as a table: cosines and sines of every position, made once.
+
+Same arithmetic as transformers (float32 angles), so that logits agree to the last few bits.
+Rotating a head x of size D is  x * cos + roll(x, D/2) * sin  with the sign of rotate_half already
+in the table: [-sin, sin]. Three tensor operations for all heads of q and k together.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from backends.engine.model_config import RopeConfig
+
+
+def rope_table(
+    rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """[positions, 2, head_dim]: cosines, then signed sines."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), _frequencies(rope, head_dim))
+    cosines, sines = angles.cos(), angles.sin()
+    table = torch.stack(
+        [torch.cat([cosines, cosines], dim=1), torch.cat([-sines, sines], dim=1)], dim=1
+    )
+    return table.to(device=device, dtype=dtype)
+
+
+def rotate_in_place(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+    """heads [tokens, any, D] in place; cosines and sines [tokens, 1, D] of their positions."""
+    rolled = heads.roll(heads.shape[-1] // 2, -1)
+    heads.mul_(cosines).addcmul_(rolled, sines)
+
+
+def _frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.type == "linear":
+        return frequencies / rope.factor
+    if rope.type == "llama3":
+        return _llama3(frequencies, rope)
+    assert rope.type == "default", rope.type
+    return frequencies
+
+
+def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Llama 3: slow waves are stretched by `factor`, fast ones kept, between them a blend."""
+    wavelengths = 2 * math.pi / frequencies
+    context = rope.original_context_tokens
+    smooth = (context / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    is_slow = wavelengths > context / rope.low_freq_factor
+    is_fast = wavelengths < context / rope.high_freq_factor
+    return torch.where(
+        is_slow, frequencies / rope.factor, torch.where(is_fast, frequencies, blended)
+    )

@@ -1,0 +1,136 @@
+"""From logits to a token: a pure function of (logits, params, position, history).
+
+Prefill samples token 0 on one machine, decode the rest on another, and a migrated request goes on
+on a third. So nothing may depend on where or when a token is drawn: the only randomness is one
+uniform number from a counter-based generator (Philox) keyed by the request's seed, at a counter
+that is the token's position in the output. Same logits, same token.
+
+Order and meaning of the steps, those of transformers' logits processors and warpers except where
+it has none:
+
+1. repetition_penalty: each token of prompt or output, once: a positive logit is divided by it, a
+   negative one multiplied (transformers, vLLM).
+2. frequency_penalty, presence_penalty: tokens of the *output* only: minus frequency x count, minus
+   presence if it occurred at all (OpenAI, vLLM; transformers has none).
+3. min_tokens: before that many output tokens the end ids are impossible. (Stop words are matched
+   on text, by the decode worker, which must ignore them as long.)
+4. Greedy if temperature is 0 or top_k is 1: the largest logit, the lowest id among equals.
+5. temperature, top_k (0: off), top_p, min_p, in this order. Among equal logits at a cut the lower
+   ids stay. vLLM applies min_p before top_p; the kept set differs only when both are set.
+6. Inverse distribution function over the kept tokens in order of ids.
+
+Not here: the parameters and their limits (sampling_params.py), when a request ends (sequence.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from backends.engine.sampling_params import SamplingParams
+
+CANDIDATES_FEW = 1024  # top_p first looks among so many; sorting a whole vocabulary costs 10 ms
+
+
+def sample(
+    logits: np.ndarray,
+    params: SamplingParams,
+    position: int,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+) -> int:
+    """The token at `position` of the output (0: the first one). `logits` is not changed.
+
+    `output_ids` are the tokens before it; they and `prompt_ids` matter only to penalties.
+    """
+    assert logits.ndim == 1, logits.shape
+    assert position >= 0, position
+    scores = adjusted_logits(logits, params, position, prompt_ids, output_ids)
+    if params.is_greedy:
+        return int(np.argmax(scores))
+    token_ids, probabilities = distribution(scores, params)
+    cumulative = np.cumsum(probabilities)
+    drawn = uniform(params.seed, position) * cumulative[-1]
+    index = int(np.searchsorted(cumulative, drawn, side="right"))
+    return int(token_ids[min(index, len(token_ids) - 1)])
+
+
+def uniform(seed: int, position: int) -> float:
+    """The one random number of this position, in [0, 1)."""
+    # The position is the second word: the generator itself counts in the first.
+    bits = np.random.Philox(key=seed, counter=[0, position, 0, 0])
+    return float(np.random.Generator(bits).random())
+
+
+def adjusted_logits(
+    logits: np.ndarray,
+    params: SamplingParams,
+    position: int,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+) -> np.ndarray:
+    """Steps 1 to 3: what depends on the tokens so far. Copies only if something changes."""
+    scores = logits
+    if params.repetition_penalty != 1.0:
+        scores = scores.copy()
+        seen = np.unique(np.concatenate([_array(prompt_ids), _array(output_ids)]))
+        values = scores[seen]
+        penalty = scores.dtype.type(params.repetition_penalty)
+        scores[seen] = np.where(values < 0, values * penalty, values / penalty)
+    if (params.frequency_penalty or params.presence_penalty) and len(output_ids):
+        scores = scores.copy() if scores is logits else scores
+        seen, counts = np.unique(_array(output_ids), return_counts=True)
+        penalties = params.frequency_penalty * counts + params.presence_penalty
+        scores[seen] -= penalties.astype(scores.dtype)
+    if position < params.min_tokens and params.end_ids:
+        scores = scores.copy() if scores is logits else scores
+        scores[list(params.end_ids)] = -np.inf
+    return scores
+
+
+def distribution(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """Step 5: the tokens that may be drawn, in order of ids, and their probabilities.
+
+    The probabilities are relative to the whole of what top_k kept; they need not add up to 1.
+    """
+    token_ids, scores = _top_k(scores, params.top_k)
+    below = scores.astype(np.float64) - float(scores.max())
+    with np.errstate(over="ignore"):  # a tiny temperature: everything but the best is impossible
+        weights = np.exp(below / params.temperature)
+    probabilities = weights / weights.sum()
+    if params.top_p < 1.0:
+        kept = _top_p(probabilities, params.top_p)
+        token_ids, probabilities = token_ids[kept], probabilities[kept]
+    if params.min_p > 0.0:
+        kept = probabilities >= params.min_p * probabilities.max()
+        token_ids, probabilities = token_ids[kept], probabilities[kept]
+    return token_ids, probabilities
+
+
+def _top_k(scores: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of the k largest scores, ascending, and their scores."""
+    if top_k == 0 or top_k >= len(scores):
+        return np.arange(len(scores)), scores
+    threshold = np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
+    above = np.flatnonzero(scores > threshold)
+    equal = np.flatnonzero(scores == threshold)[: top_k - len(above)]
+    token_ids = np.sort(np.concatenate([above, equal]))
+    return token_ids, scores[token_ids]
+
+
+def _top_p(probabilities: np.ndarray, top_p: float) -> np.ndarray:
+    """Indexes, ascending, of the fewest largest probabilities that reach `top_p` together."""
+    few = min(CANDIDATES_FEW, len(probabilities))
+    threshold = np.partition(probabilities, len(probabilities) - few)[len(probabilities) - few]
+    candidates = np.flatnonzero(probabilities >= threshold)
+    if probabilities[candidates].sum() < top_p:
+        candidates = np.arange(len(probabilities))
+    order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    kept = order[before < top_p]  # the largest is always kept: nothing comes before it
+    return np.sort(kept)
+
+
+def _array(token_ids: Sequence[int]) -> np.ndarray:
+    return np.asarray(token_ids, dtype=np.int64)

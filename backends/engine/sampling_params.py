@@ -1,0 +1,122 @@
+"""How a request wants its tokens drawn, where it ends, and what it may ask for.
+
+`problems` reports every broken limit at once, each with what to do. Comparisons are written so
+that NaN fails them. Not here: what the parameters do to logits (sampling.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SEED_MAX = 2**64 - 1
+TEMPERATURE_MAX = 100.0  # beyond it every token is equally likely to six digits
+PENALTY_MAX = 2.0  # presence and frequency, as in OpenAI's interface
+REPETITION_PENALTY_MIN = 0.01
+REPETITION_PENALTY_MAX = 100.0
+END_IDS_MAX = 64
+STOP_WORDS_MAX = 32
+STOP_WORD_BYTES_MAX = 256  # streaming holds back that much text while it could still match
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingLimits:
+    """What depends on the model and on the prompt of the request."""
+
+    prompt_tokens: int
+    context_tokens_max: int
+    vocabulary_tokens: int
+
+    @property
+    def output_tokens_max(self) -> int:
+        return self.context_tokens_max - self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling of one request. The defaults are greedy."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    end_ids: tuple[int, ...] = ()
+    stop_words: tuple[str, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    def problems(self, limits: SamplingLimits) -> list[str]:
+        """All limits that the request breaks; empty if it may run."""
+        return [*_length(self, limits), *_numbers(self), *_endings(self, limits)]
+
+
+def _length(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:
+    room = limits.output_tokens_max
+    if limits.prompt_tokens < 1:
+        yield "the prompt has no tokens; send at least one"
+    if room < 1:
+        yield (
+            f"the prompt has {limits.prompt_tokens} tokens, which leaves no room for output in a "
+            f"context of {limits.context_tokens_max}; shorten it to at most "
+            f"{limits.context_tokens_max - 1}"
+        )
+    elif not 1 <= params.max_tokens <= room:
+        yield (
+            f"max_tokens is {params.max_tokens}; use 1 to {room} (the context of "
+            f"{limits.context_tokens_max} less the prompt of {limits.prompt_tokens} tokens)"
+        )
+    if not 0 <= params.min_tokens <= max(params.max_tokens, 0):
+        yield f"min_tokens is {params.min_tokens}; use 0 to max_tokens ({params.max_tokens})"
+
+
+def _numbers(params: SamplingParams) -> Iterator[str]:
+    if not 0.0 <= params.temperature <= TEMPERATURE_MAX:
+        yield f"temperature is {params.temperature}; use 0 (greedy) to {TEMPERATURE_MAX:g}"
+    if params.top_k < 0:
+        yield f"top_k is {params.top_k}; use 0 (all tokens) or more"
+    if not 0.0 < params.top_p <= 1.0:
+        yield f"top_p is {params.top_p}; use a number above 0, up to 1 (off)"
+    if not 0.0 <= params.min_p <= 1.0:
+        yield f"min_p is {params.min_p}; use 0 (off) to 1"
+    if not REPETITION_PENALTY_MIN <= params.repetition_penalty <= REPETITION_PENALTY_MAX:
+        yield (
+            f"repetition_penalty is {params.repetition_penalty}; use "
+            f"{REPETITION_PENALTY_MIN:g} to {REPETITION_PENALTY_MAX:g} (1: off)"
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(params, name)
+        if math.isnan(value) or abs(value) > PENALTY_MAX:
+            yield f"{name} is {value}; use {-PENALTY_MAX:g} to {PENALTY_MAX:g} (0: off)"
+    if not 0 <= params.seed <= SEED_MAX:
+        yield f"seed is {params.seed}; use 0 to {SEED_MAX}"
+
+
+def _endings(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:
+    if len(params.end_ids) > END_IDS_MAX:
+        yield f"{len(params.end_ids)} end ids; use at most {END_IDS_MAX}"
+    for token_id in params.end_ids[:END_IDS_MAX]:
+        if not 0 <= token_id < limits.vocabulary_tokens:
+            yield (
+                f"end id {token_id} is outside the vocabulary; use 0 to "
+                f"{limits.vocabulary_tokens - 1}"
+            )
+    if len(params.stop_words) > STOP_WORDS_MAX:
+        yield f"{len(params.stop_words)} stop words; use at most {STOP_WORDS_MAX}"
+    for word in params.stop_words[:STOP_WORDS_MAX]:
+        size_bytes = len(word.encode("utf-8", "surrogatepass"))
+        if size_bytes == 0:
+            yield "a stop word is empty; leave it out"
+        elif size_bytes > STOP_WORD_BYTES_MAX:
+            yield (
+                f"stop word {word[:16]!r}... has {size_bytes} bytes; use at most "
+                f"{STOP_WORD_BYTES_MAX}"
+            )
