@@ -14,9 +14,9 @@ Not here: sockets (directory_server.py, directory_client.py, event_feed.py).
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from enum import IntEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,15 +27,12 @@ from mooncake_store.events import (
     Event,
     NodeDown,
     NodeUp,
-    Snapshot,
     WorkerDown,
     WorkerReported,
     WorkerUp,
 )
-from mooncake_store.layout import Geometry
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
-from mooncake_store.slots import Allocation, Copy, Slot
-from mooncake_store.status import DirectoryStats
+from mooncake_store.slots import Slot
 
 PROTOCOL_VERSION = 1
 KEYS_MAX = 65_536  # in one request
@@ -65,6 +62,8 @@ class Header(NamedTuple):
     kind: Kind
     number: int
 
+
+T = TypeVar("T")
 
 _HEADER = struct.Struct("<2sBBHHQ")  # magic, kind, zero, version, zero, number: 16 bytes
 _MAGIC = b"MK"
@@ -163,7 +162,7 @@ class RegisterWorker(Request, tag="register_worker", frozen=True):
     info: WorkerInfo
 
 
-class WorkerReportRequest(Request, tag="worker_report", frozen=True):
+class ReportWorker(Request, tag="worker_report", frozen=True):
     report: WorkerReport
 
 
@@ -201,7 +200,7 @@ AnyRequest = (
     | Release
     | DropCopy
     | RegisterWorker
-    | WorkerReportRequest
+    | ReportWorker
     | DeregisterWorker
     | Nodes
     | Workers
@@ -215,3 +214,87 @@ class Failure(msgspec.Struct, frozen=True):
 
     kind: str
     message: str
+
+
+class AddedMessage(msgspec.Struct, tag="added", array_like=True, frozen=True):
+    key: Key
+    node_id: str
+
+
+class RemovedMessage(msgspec.Struct, tag="removed", array_like=True, frozen=True):
+    key: Key
+    node_id: str
+
+
+class NodeUpMessage(msgspec.Struct, tag="node_up", array_like=True, frozen=True):
+    info: NodeInfo
+
+
+class NodeDownMessage(msgspec.Struct, tag="node_down", array_like=True, frozen=True):
+    node_id: str
+    incarnation: str
+
+
+class WorkerUpMessage(msgspec.Struct, tag="worker_up", array_like=True, frozen=True):
+    info: WorkerInfo
+
+
+class WorkerDownMessage(msgspec.Struct, tag="worker_down", array_like=True, frozen=True):
+    worker_id: str
+    incarnation: str
+
+
+class ReportedMessage(msgspec.Struct, tag="reported", array_like=True, frozen=True):
+    report: WorkerReport
+
+
+EventMessage = (
+    AddedMessage
+    | RemovedMessage
+    | NodeUpMessage
+    | NodeDownMessage
+    | WorkerUpMessage
+    | WorkerDownMessage
+    | ReportedMessage
+)
+
+# msgspec cannot decode a union of dataclasses, and the pure modules may not know msgspec: hence a
+# struct beside each event, with the same fields.
+_MESSAGE_OF: dict[type[Event], type[EventMessage]] = {
+    BlockAdded: AddedMessage,
+    BlockRemoved: RemovedMessage,
+    NodeUp: NodeUpMessage,
+    NodeDown: NodeDownMessage,
+    WorkerUp: WorkerUpMessage,
+    WorkerDown: WorkerDownMessage,
+    WorkerReported: ReportedMessage,
+}
+_EVENT_OF = {message: event for event, message in _MESSAGE_OF.items()}
+
+
+class Events(msgspec.Struct, frozen=True):
+    """The body of EVENTS: events number first_sequence, first_sequence + 1, ... of `epoch`."""
+
+    epoch: int
+    first_sequence: int
+    events: list[EventMessage]
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """The body of HEARTBEAT: `sequence` is the number of the latest event."""
+
+    epoch: int
+    sequence: int
+
+
+def to_messages(events: Iterable[Event]) -> list[EventMessage]:
+    return [_convert(event, _MESSAGE_OF[type(event)]) for event in events]
+
+
+def from_messages(messages: Iterable[EventMessage]) -> list[Event]:
+    return [_convert(message, _EVENT_OF[type(message)]) for message in messages]
+
+
+def _convert(source: object, target: type[T]) -> T:
+    names = target.__match_args__  # type: ignore[attr-defined]
+    return target(*[getattr(source, name) for name in names])
