@@ -1,0 +1,276 @@
+"""What the next step of an engine computes, and who gets in.
+
+A request waits (bounded queue, first come first served), is admitted (a slot and *all* the pages
+it can ever need are its own), is started (its cached or handed-over KV is in those pages) and
+then takes part in steps until it is removed.
+
+Reserving every page up front costs capacity when outputs end early, and buys that a running
+request never runs out of pages: nothing is preempted, recomputed or swapped. The conductor counts
+on that when it predicts. A request at the head that does not fit holds back the ones behind it:
+letting small ones pass would starve it.
+
+Prefill: one step takes at most `chunk_tokens` new tokens, so that it has a bounded length. The
+head takes what it needs, the rest of the budget goes to those behind it: several short prompts
+share a step. A chunk that is not its prompt's last ends at the end of a block, so that the block
+can be handed over at once. Decode: one token of every started request.
+
+Not here: tokens (sequence.py), page memory (kv_memory.py), when to reject (conductor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from backends.engine.pages import PagePool
+from mooncake_store.layout import blocks_touched
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    request_id: str
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute the tokens [start, start + tokens) of this prompt."""
+
+    request_id: str
+    start: int
+    tokens: int
+    is_last: bool
+
+
+@dataclass(slots=True)
+class Progress:
+    request_id: str
+    prompt_tokens: int
+    computed_tokens: int
+
+
+def next_chunks(started: Iterable[Progress], chunk_tokens: int, block_tokens: int) -> list[Chunk]:
+    """One prefill step for these prompts, in this order of precedence."""
+    assert chunk_tokens >= block_tokens, f"{chunk_tokens} tokens a step, {block_tokens} a block"
+    chunks = []
+    budget = chunk_tokens
+    for progress in started:
+        start = progress.computed_tokens
+        end = min(progress.prompt_tokens, start + budget)
+        if end < progress.prompt_tokens:
+            end -= end % block_tokens
+        if end > start:
+            is_last = end == progress.prompt_tokens
+            chunks.append(Chunk(progress.request_id, start, end - start, is_last))
+            budget -= end - start
+        if budget == 0 or end < progress.prompt_tokens:
+            break
+    return chunks
+
+
+class Admission:
+    """Who waits and who has pages; the part that prefill and decode share."""
+
+    def __init__(
+        self, pages: PagePool, block_tokens: int, slots_max: int, waiting_max: int
+    ) -> None:
+        assert min(block_tokens, slots_max, waiting_max) > 0, (block_tokens, slots_max, waiting_max)
+        self._pool = pages
+        self._block_tokens = block_tokens
+        self._slots_max = slots_max
+        self._waiting_max = waiting_max
+        self._waiting: dict[str, int] = {}  # request -> tokens to reserve, in order of arrival
+        self._pages: dict[str, list[int]] = {}  # admitted request -> its pages
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def admitted(self) -> int:
+        return len(self._pages)
+
+    @property
+    def has_room(self) -> bool:
+        """Another request may be added."""
+        return len(self._waiting) < self._waiting_max
+
+    def can_ever_fit(self, tokens: int) -> bool:
+        """A request of so many tokens would be admitted by an empty engine."""
+        return blocks_touched(tokens, self._block_tokens) <= self._pool.pages_max
+
+    def pages_of(self, request_id: str) -> list[int]:
+        return self._pages[request_id]
+
+    def _add(self, request_id: str, tokens: int) -> bool:
+        assert request_id not in self._waiting and request_id not in self._pages, request_id
+        assert tokens > 0 and self.can_ever_fit(tokens), (request_id, tokens)
+        if not self.has_room:
+            return False
+        self._waiting[request_id] = tokens
+        return True
+
+    def admit(self) -> list[Admitted]:
+        """Give slots and pages to those at the head of the queue, as far as they go."""
+        admitted = []
+        while self._waiting and len(self._pages) < self._slots_max:
+            request_id = next(iter(self._waiting))
+            need = blocks_touched(self._waiting[request_id], self._block_tokens)
+            pages = self._pool.take(need)
+            if pages is None:
+                break
+            del self._waiting[request_id]
+            self._pages[request_id] = pages
+            admitted.append(Admitted(request_id, pages))
+        return admitted
+
+    def remove(self, request_id: str) -> list[int]:
+        """Forget a request, waiting or admitted; its slot is free at once.
+
+        Returns its pages: the caller releases them to the pool when no transfer reads or writes
+        them any more.
+        """
+        if request_id in self._waiting:
+            del self._waiting[request_id]
+            return []
+        return self._pages.pop(request_id)
+
+    def check(self) -> None:
+        assert len(self._waiting) <= self._waiting_max, len(self._waiting)
+        assert len(self._pages) <= self._slots_max, len(self._pages)
+        assert not self._waiting.keys() & self._pages.keys(), "waiting and admitted"
+        taken = [page for pages in self._pages.values() for page in pages]
+        assert len(taken) == len(set(taken)), "a page belongs to two requests"
+        assert len(taken) <= self._pool.used_pages, (len(taken), self._pool.used_pages)
+
+
+class PrefillBatching(Admission):
+    """Chunks of prompts, first come first served."""
+
+    def __init__(
+        self,
+        pages: PagePool,
+        block_tokens: int,
+        chunk_tokens: int,
+        slots_max: int,
+        waiting_max: int,
+    ) -> None:
+        super().__init__(pages, block_tokens, slots_max, waiting_max)
+        assert chunk_tokens >= block_tokens, (chunk_tokens, block_tokens)
+        self._chunk_tokens = chunk_tokens
+        self._prompt_tokens: dict[str, int] = {}  # of waiting and admitted ones
+        self._started: dict[str, Progress] = {}
+
+    @property
+    def queue_tokens(self) -> int:
+        """Prompt tokens not computed yet; what may still be fetched counts as not computed."""
+        computed = sum(progress.computed_tokens for progress in self._started.values())
+        return sum(self._prompt_tokens.values()) - computed
+
+    def add(self, request_id: str, prompt_tokens: int) -> bool:
+        """Queue a request; False, and nothing changes, when the queue is full."""
+        if not self._add(request_id, prompt_tokens):
+            return False
+        self._prompt_tokens[request_id] = prompt_tokens
+        return True
+
+    def start(self, request_id: str, computed_tokens: int) -> None:
+        """The KV of its first `computed_tokens` tokens is in its pages: compute the rest."""
+        assert request_id in self._pages and request_id not in self._started, request_id
+        prompt_tokens = self._prompt_tokens[request_id]
+        assert 0 <= computed_tokens < prompt_tokens, (computed_tokens, prompt_tokens)
+        self._started[request_id] = Progress(request_id, prompt_tokens, computed_tokens)
+
+    def next_step(self) -> list[Chunk]:
+        """What to compute now; changes nothing."""
+        return next_chunks(self._started.values(), self._chunk_tokens, self._block_tokens)
+
+    def computed(self, chunks: Iterable[Chunk]) -> list[str]:
+        """These chunks are done. Returns the requests whose prompts are complete.
+
+        Those keep slot and pages until `remove`: their KV may still be on its way out.
+        """
+        complete = []
+        for chunk in chunks:
+            progress = self._started.get(chunk.request_id)
+            if progress is None:
+                continue  # removed while it was computed
+            assert progress.computed_tokens == chunk.start, (progress, chunk)
+            progress.computed_tokens += chunk.tokens
+            if chunk.is_last:
+                complete.append(chunk.request_id)
+        return complete
+
+    def remove(self, request_id: str) -> list[int]:
+        pages = super().remove(request_id)
+        self._prompt_tokens.pop(request_id)
+        self._started.pop(request_id, None)
+        return pages
+
+    def check(self) -> None:
+        super().check()
+        assert self._prompt_tokens.keys() == self._waiting.keys() | self._pages.keys()
+        assert self._started.keys() <= self._pages.keys(), "started without pages"
+        for request_id, progress in self._started.items():
+            assert 0 <= progress.computed_tokens <= progress.prompt_tokens, progress
+            room_tokens = len(self._pages[request_id]) * self._block_tokens
+            assert progress.prompt_tokens <= room_tokens, (progress, room_tokens)
+
+
+class DecodeBatching(Admission):
+    """One token of each started request per step."""
+
+    def __init__(
+        self, pages: PagePool, block_tokens: int, slots_max: int, waiting_max: int
+    ) -> None:
+        super().__init__(pages, block_tokens, slots_max, waiting_max)
+        self._tokens_max: dict[str, int] = {}  # prompt and longest output, of all requests
+        self._started: dict[str, int] = {}  # request -> tokens it has; in order of start
+
+    @property
+    def running(self) -> int:
+        return len(self._started)
+
+    @property
+    def context_tokens(self) -> int:
+        """KV tokens that the next step reads."""
+        return sum(self._started.values())
+
+    def add(self, request_id: str, prompt_tokens: int, output_tokens_max: int) -> bool:
+        """Queue a request; False, and nothing changes, when the queue is full."""
+        assert prompt_tokens > 0 and output_tokens_max > 0, (prompt_tokens, output_tokens_max)
+        if not self._add(request_id, prompt_tokens + output_tokens_max):
+            return False
+        self._tokens_max[request_id] = prompt_tokens + output_tokens_max
+        return True
+
+    def start(self, request_id: str, tokens: int) -> None:
+        """Its KV is in its pages and it has `tokens` tokens, prompt and output: join the batch."""
+        assert request_id in self._pages and request_id not in self._started, request_id
+        assert 0 < tokens <= self._tokens_max[request_id], (tokens, self._tokens_max[request_id])
+        self._started[request_id] = tokens
+
+    def next_step(self) -> list[str]:
+        """The requests that get a token now; changes nothing."""
+        return list(self._started)
+
+    def computed(self, request_ids: Iterable[str]) -> None:
+        """Each of these has one more token."""
+        for request_id in request_ids:
+            if request_id in self._started:  # else removed while it was computed
+                self._started[request_id] += 1
+                assert self._started[request_id] <= self._tokens_max[request_id], request_id
+
+    def remove(self, request_id: str) -> list[int]:
+        pages = super().remove(request_id)
+        self._tokens_max.pop(request_id)
+        self._started.pop(request_id, None)
+        return pages
+
+    def check(self) -> None:
+        super().check()
+        assert self._tokens_max.keys() == self._waiting.keys() | self._pages.keys()
+        assert self._started.keys() <= self._pages.keys(), "started without pages"
+        for request_id, tokens in self._started.items():
+            room_tokens = len(self._pages[request_id]) * self._block_tokens
+            assert tokens <= self._tokens_max[request_id] <= room_tokens, (request_id, tokens)

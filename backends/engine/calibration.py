@@ -1,0 +1,101 @@
+"""How long an engine's steps take: samples for the machine profile.
+
+Points are measured in rounds, cheapest first, until each has `REPEATS` samples or the budget is
+spent; the result is the median of a point's samples, so one hiccup does not bend the fit. Points
+that do not fit into the engine's context or free pages are left out, and so are those that no
+budget was left for.
+
+Not here: the formula that is fitted to them (conductor/estimates.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from backends.engine.interface import Engine, Work
+from mooncake_store.layout import blocks_touched
+
+REPEATS = 5
+Point = TypeVar("Point", bound=tuple[int, ...])
+
+
+def measure_prefill(
+    engine: Engine, points: Sequence[tuple[int, int]], budget_s: float = 4.0
+) -> list[tuple[int, int, float]]:
+    """points: (new tokens, tokens before them) -> (new_tokens, prefix_tokens, seconds)."""
+
+    def works(point: tuple[int, int]) -> list[tuple[int, int]]:
+        return [point]
+
+    seconds = _measure(engine, points, works, budget_s)
+    return [(*point, seconds_of_point) for point, seconds_of_point in seconds]
+
+
+def measure_decode(
+    engine: Engine, points: Sequence[tuple[int, int]], budget_s: float = 4.0
+) -> list[tuple[int, int, float]]:
+    """points: (batch, context tokens of each) -> (batch, context_tokens_sum, seconds)."""
+
+    def works(point: tuple[int, int]) -> list[tuple[int, int]]:
+        batch, context_tokens = point
+        return [(1, context_tokens - 1)] * batch
+
+    seconds = _measure(engine, points, works, budget_s)
+    return [(batch, batch * context, step_s) for (batch, context), step_s in seconds]
+
+
+def _measure(
+    engine: Engine,
+    points: Sequence[Point],
+    works: Callable[[Point], list[tuple[int, int]]],
+    budget_s: float,
+) -> list[tuple[Point, float]]:
+    """Median seconds of one forward of `works(point)`, each work (new tokens, tokens before)."""
+    pages = engine.pages.take(engine.pages.free_pages) if engine.pages.free_pages else None
+    assert pages is not None, "calibration needs free pages"
+    try:
+        steps = {}
+        for point in sorted(points, key=lambda point: sum(a * (a + b) for a, b in works(point))):
+            batch = _batch(engine, works(point), pages)
+            if batch is not None:
+                steps[point] = batch
+        return _medians(engine, steps, budget_s)
+    finally:
+        engine.pages.release(pages)
+
+
+def _batch(engine: Engine, works: list[tuple[int, int]], pages: list[int]) -> list[Work] | None:
+    """Works over distinct pages; None if they do not fit."""
+    batch, used = [], 0
+    for new_tokens, before in works:
+        if new_tokens + before > engine.context_tokens_max:
+            return None
+        need = blocks_touched(new_tokens + before, engine.layout.block_tokens)
+        if used + need > len(pages):
+            return None
+        token_ids = [index % engine.vocabulary_tokens for index in range(new_tokens)]
+        batch.append(Work(token_ids, before, pages[used : used + need]))
+        used += need
+    return batch
+
+
+def _medians(
+    engine: Engine, steps: dict[Point, list[Work]], budget_s: float
+) -> list[tuple[Point, float]]:
+    deadline_s = time.perf_counter() + budget_s
+    samples: dict[Point, list[float]] = {point: [] for point in steps}
+    for batch in steps.values():
+        engine.forward(batch)  # warm: libraries choose kernels at the first call of a shape
+        if time.perf_counter() > deadline_s:
+            break
+    for _ in range(REPEATS):
+        for point, batch in steps.items():
+            started_s = time.perf_counter()
+            if started_s > deadline_s:
+                break
+            engine.forward(batch)
+            samples[point].append(time.perf_counter() - started_s)
+    return [(point, statistics.median(taken)) for point, taken in samples.items() if taken]
