@@ -36,6 +36,9 @@ class MappedTransport:
     def register(self, buffer: ByteArray) -> None:
         """Nothing to do: any memory can be copied to."""
 
+    def unregister(self, buffer: ByteArray) -> None:
+        """Nothing to do."""
+
     def connect(self, node: NodeInfo) -> None:
         self.segment(node)
 

@@ -32,6 +32,7 @@ from mooncake_store.transport import LocalSpan, Span
 Offsets = npt.NDArray[np.uint64]
 
 PREPARED_MAX = 128  # lists kept per lane; a list is a few dozen bytes, strided
+_LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for the local side
 INDEX_MAX = 2**31 - 1  # indices travel as int32
 
 
@@ -48,8 +49,7 @@ class Region:
 class Peer:
     """One life of a node, as this lane's agent knows it."""
 
-    incarnation: str
-    agent_name: str
+    agent_name: str  # of that life; no other life has this name
     transfers: int = 0  # under way, zombies included: the peer cannot be removed before they end
     is_broken: bool = False  # its connection failed: remove it, and add it again on next use
 
@@ -74,22 +74,30 @@ class Lane:
         self._errors = nixl_errors()
         self._failures: tuple[type[Exception], ...] = (*self._errors, TransferFailed)
         self._agent = make_agent(name, has_progress_thread=False)
-        self._registered: list[tuple[Region, Any]] = []
+        self._registered: dict[Region, Any] = {}
         self._peers: dict[str, Peer] = {}  # node_id -> its present life
         self._retired: list[Peer] = []  # earlier lives that still have transfers under way
         self._prepared: OrderedDict[tuple[str, int, int, int], Any] = OrderedDict()
 
     def register(self, regions: Sequence[Region]) -> None:
-        for region in regions[len(self._registered) :]:
-            memory = self._agent.register_memory(
-                [(region.address, region.size_bytes, 0, "")], "DRAM"
-            )
-            self._registered.append((region, memory))
+        """Register those of these regions that this agent does not know yet."""
+        for region in regions:
+            if region not in self._registered:
+                whole = [(region.address, region.size_bytes, 0, "")]
+                self._registered[region] = self._agent.register_memory(whole, "DRAM")
+
+    def unregister(self, region: Region) -> None:
+        memory = self._registered.pop(region, None)
+        for key in [key for key in self._prepared if key[:2] == (_LOCAL, region.address)]:
+            self._release(self._prepared.pop(key))
+        if memory is not None:
+            with contextlib.suppress(*self._errors):
+                self._agent.deregister_memory(memory)
 
     def connect(self, node: NodeInfo) -> Peer:
         """The peer for this life of the node; replaces an earlier life and a broken connection."""
         peer = self._peers.get(node.node_id)
-        if peer is not None and (peer.is_broken or peer.incarnation != node.incarnation):
+        if peer is not None and (peer.is_broken or peer.agent_name != node.agent_name):
             self.disconnect(node.node_id)
             peer = None
         if peer is None:
@@ -99,7 +107,7 @@ class Lane:
                     f"node {node.node_id}: its connection broke and earlier transfers have not "
                     "ended yet; try again"
                 )
-            peer = Peer(node.incarnation, self._add(node))
+            peer = Peer(self._add(node))
             self._peers[node.node_id] = peer
         return peer
 
@@ -209,7 +217,7 @@ class Lane:
 
     def _region_of(self, buffer: ByteArray) -> tuple[Region, int]:
         address = int(buffer.__array_interface__["data"][0])
-        for region, _ in self._registered:
+        for region in self._registered:
             start = address - region.address
             if start >= 0 and start + buffer.nbytes <= region.size_bytes:
                 return region, start
@@ -247,9 +255,7 @@ class Lane:
         there = self._prepare(
             peer.agent_name, node.base_address, node.segment_bytes, length, far_phase
         )
-        here = self._prepare(
-            "NIXL_INIT_AGENT", region.address, region.size_bytes, length, near_phase
-        )
+        here = self._prepare(_LOCAL, region.address, region.size_bytes, length, near_phase)
         return self._agent.make_prepped_xfer(
             operation,
             here,
@@ -286,7 +292,7 @@ class Lane:
         with contextlib.suppress(*self._errors):
             for peer in [*self._peers.values(), *self._retired]:
                 self._agent.remove_remote_agent(peer.agent_name)
-            for _, memory in self._registered:
+            for memory in self._registered.values():
                 self._agent.deregister_memory(memory)
         self._peers.clear()
         self._retired.clear()

@@ -60,6 +60,17 @@ class NixlTransport:
         with self._lock:
             self._regions = [*self._regions, Region(buffer)]
 
+    def unregister(self, buffer: ByteArray) -> None:
+        address = int(buffer.ctypes.data)
+        with self._lock:
+            gone = [region for region in self._regions if region.address == address]
+            self._regions = [region for region in self._regions if region.address != address]
+            lanes = list(self._lanes)
+        for lane in lanes:
+            with lane.lock:
+                for region in gone:
+                    lane.unregister(region)
+
     def connect(self, node: NodeInfo) -> None:
         lane = self._take_lane(time.monotonic() + 60.0)
         try:

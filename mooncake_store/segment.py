@@ -130,6 +130,16 @@ class Segment:
         self.close()
 
 
+def host_id(path: str) -> str:
+    """Names what can map a segment at `path`: this boot of this host, and this very tmpfs.
+
+    Two containers of one host have the same boot but usually two different /dev/shm.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    device = os.stat(os.path.dirname(path) or ".").st_dev
+    return f"{os.uname().nodename}/{boot[:13]}/{device}"
+
+
 def _create_locked(path: str) -> int:
     """A descriptor of a fresh, empty, exclusively locked file at `path`."""
     for _ in range(ATTEMPTS_MAX):

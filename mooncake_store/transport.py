@@ -63,6 +63,9 @@ class Transport(Protocol):
     def register(self, buffer: ByteArray) -> None:
         """Local uint8 memory that transfers may touch. Once per buffer; it must stay alive."""
 
+    def unregister(self, buffer: ByteArray) -> None:
+        """Forget a buffer; nothing may be under way in it. Unknown ones are fine."""
+
     def connect(self, node: NodeInfo) -> None:
         """Get ready for this node. Idempotent; a new incarnation replaces the old one."""
 

@@ -1,0 +1,147 @@
+"""Blocks from wherever they are into local memory, each one verified.
+
+A batch of blocks is split by node and then into parts of BATCH_BYTES: a part is verified while it
+is still in the CPU's cache, which makes the checksum nearly free, and over TCP short batches are
+the faster ones. One bad block never fails its neighbours; a failed node fails only its own blocks.
+
+Not here: how bytes move (transport.py), which nodes there are (known_nodes.py), leases (store.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from mooncake_store.errors import TransferFailed
+from mooncake_store.known_nodes import KnownNodes
+from mooncake_store.layout import Geometry, KvLayout, geometry
+from mooncake_store.membership import NodeInfo
+from mooncake_store.segment import ByteArray
+from mooncake_store.slots import Copy
+from mooncake_store.transport import LocalSpan, Span, Transport
+
+log = logging.getLogger("mooncake_store.store")
+BATCH_BYTES = 1024**2
+ATTEMPTS_MAX = 2  # the second one only for a node that has a new incarnation
+
+
+def checksum(view: ByteArray) -> int:
+    """xxh3_64 of a C-contiguous uint8 array."""
+    return xxhash.xxh3_64_intdigest(view.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One span of one block: where it goes and what it must hash to."""
+
+    copy: Copy
+    start_bytes: int  # inside the block
+    target: LocalSpan
+    checksums: tuple[int, ...]  # of equal consecutive parts; empty: cannot be verified
+
+    def is_whole(self) -> bool:
+        """Are the bytes in the target the ones that were promised?"""
+        buffer, span = self.target
+        part_bytes = span.length_bytes // max(1, len(self.checksums))
+        return all(
+            checksum(buffer[start : start + part_bytes]) == promised
+            for start, promised in zip(
+                range(span.offset_bytes, span.offset_bytes + span.length_bytes, part_bytes),
+                self.checksums,
+                strict=True,
+            )
+        )
+
+
+class BlockReader:
+    """Reads blocks of one layout. Thread-safe."""
+
+    def __init__(
+        self, nodes: KnownNodes, layout: KvLayout, on_bad_copy: Callable[[Copy], None]
+    ) -> None:
+        self._nodes = nodes
+        self._layout = layout
+        self._on_bad_copy = on_bad_copy
+
+    def read(self, wants: Sequence[Want], deadline_s: float) -> list[bool]:
+        """Which of them arrived whole. Raises only what the directory raises."""
+        until_s = time.monotonic() + deadline_s
+        arrived = [False] * len(wants)
+        by_node: dict[str, list[int]] = {}
+        for index, want in enumerate(wants):
+            by_node.setdefault(want.copy.node_id, []).append(index)
+        for node_id, indices in by_node.items():
+            for _ in range(ATTEMPTS_MAX):
+                missing = [index for index in indices if not arrived[index]]
+                if not self._read_node(node_id, wants, missing, arrived, until_s):
+                    break
+        return arrived
+
+    def _read_node(
+        self,
+        node_id: str,
+        wants: Sequence[Want],
+        indices: Sequence[int],
+        arrived: list[bool],
+        until_s: float,
+    ) -> bool:
+        """Read these blocks of one node. True: it has a new incarnation, try once more."""
+        info = self._nodes.usable(node_id)
+        transport = self._nodes.transport(info) if info else None
+        if info is None or transport is None:
+            return False
+        shape = geometry(info.segment_bytes, self._layout.block_bytes)
+        indices = [index for index in indices if wants[index].copy.slot < shape.slots]
+        try:
+            for part in _parts(wants, indices):
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    log.warning("node_id=%s deadline passed, %d blocks missed", node_id, len(part))
+                    return False  # slow is not dead: the caller recomputes the rest
+                self._read_part(transport, info, shape, [wants[i] for i in part], left_s)
+                for index in part:
+                    arrived[index] = wants[index].is_whole()
+                    if not arrived[index]:
+                        self._on_bad_copy(wants[index].copy)
+        except TransferFailed as error:
+            log.warning("node_id=%s read failed: %s", node_id, error)
+            self._nodes.mark_bad(info)
+            self._nodes.refresh()
+            now = self._nodes.usable(node_id)
+            return now is not None and now.incarnation != info.incarnation
+        return False
+
+    def _read_part(
+        self,
+        transport: Transport,
+        info: NodeInfo,
+        shape: Geometry,
+        wants: Sequence[Want],
+        left_s: float,
+    ) -> None:
+        sources = [
+            Span(
+                shape.slot_offset_bytes(want.copy.slot) + want.start_bytes,
+                want.target[1].length_bytes,
+            )
+            for want in wants
+        ]
+        transport.read(info, sources, [want.target for want in wants], left_s)
+
+
+def _parts(wants: Sequence[Want], indices: Sequence[int]) -> list[list[int]]:
+    """The indices in runs of about BATCH_BYTES."""
+    parts: list[list[int]] = []
+    part_bytes = BATCH_BYTES
+    for index in indices:
+        length_bytes = wants[index].target[1].length_bytes
+        if part_bytes + length_bytes > BATCH_BYTES:
+            parts.append([])
+            part_bytes = 0
+        parts[-1].append(index)
+        part_bytes += length_bytes
+    return parts
