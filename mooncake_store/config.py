@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+HELP = {
+    "node_ttl_s": "a storage node silent for so many seconds is gone, with its copies",
+    "worker_ttl_s": "a worker silent for so many seconds is gone",
+    "quarantine_s": "rest of a slot whose writer vanished; must outlive any transfer to it",
+    "lease_s_max": "longer leases are cut to this",
+    "nodes_max": "most storage nodes at once",
+    "workers_max": "most live workers at once",
+    "owners_max": "most requests that hold leases at once",
+    "leases_max": "most leases of all requests together",
+    "events_max": "events kept for the stream; whoever misses more takes a snapshot",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class DirectoryConfig:
-    node_ttl_s: float = 5.0  # a storage node that was silent this long is gone, with its copies
+    node_ttl_s: float = 5.0
     worker_ttl_s: float = 5.0
-    quarantine_s: float = 30.0  # rest of a slot whose writer vanished; longer than any transfer
+    quarantine_s: float = 30.0
     lease_s_max: float = 3_600.0
     nodes_max: int = 1_024
     workers_max: int = 4_096
-    owners_max: int = 100_000  # requests that hold leases at once
+    owners_max: int = 100_000
     leases_max: int = 4_000_000
-    events_max: int = 131_072  # kept for feeds that are behind; who misses more takes a snapshot
+    events_max: int = 131_072
 
     def problems(self) -> list[str]:
+        """Every mistake at once, each with its limit."""
         return [
             f"{field.name} is {getattr(self, field.name)}; it must be positive"
             for field in fields(self)

@@ -19,6 +19,8 @@ from mooncake_store.holder import Holder
 from mooncake_store.layout import Geometry, geometry
 from mooncake_store.membership import NodeInfo
 
+INFO_BYTES_MAX = 65_536  # NIXL's metadata of one registered segment is about 450 bytes
+
 
 class NodeTable:
     """node_id -> Holder. A holder that is taken out is handed to the caller with its copies."""
@@ -65,6 +67,12 @@ class NodeTable:
 
     def refuse_misfit(self, info: NodeInfo) -> None:
         """RequestInvalid or StoreFull when this node may not register."""
+        names_bytes = max(map(len, (info.node_id, info.incarnation, info.agent_metadata)))
+        if not info.node_id or info.segment_bytes <= 0 or names_bytes > INFO_BYTES_MAX:
+            raise RequestInvalid(
+                f"storage node {info.node_id[:64]!r} with {info.segment_bytes} bytes: it needs a "
+                f"name, some memory, and at most {INFO_BYTES_MAX} bytes of metadata"
+            )
         if self._replaced.get(info.incarnation) == info.node_id:
             # Two live processes of one name would otherwise throw each other out forever.
             raise RequestInvalid(

@@ -5,8 +5,9 @@ that it lacks, and where it drops out is the length of its prefix; most steps ch
 cost one dictionary access and one AND, however many holders there are.
 
 It is a replica of the directory's index, fed by events (event_feed.py), so it may be behind. It is
-bounded too: beyond `blocks_max` the block that was added first is forgotten. Both make it undercount,
-which costs a recomputation at worst; overcounting would send requests after KV that is not there.
+bounded too: beyond `blocks_max` the block that was added first is forgotten. Both make it
+undercount, which costs a recomputation at worst; overcounting would send requests after KV that is
+not there.
 
 Not here: where in a node a block is (directory.py); which holder to prefer (the conductor).
 """
@@ -73,8 +74,10 @@ class PrefixIndex:
                 self._clear_bits(key, bitmap, bit)
 
     def clear(self) -> None:
-        for part in (self._bitmaps, self._bits, self._names, self._blocks):
-            part.clear()  # type: ignore[attr-defined]
+        self._bitmaps.clear()
+        self._bits.clear()
+        self._names.clear()
+        self._blocks.clear()
 
     def holders(self, key: bytes) -> list[str]:
         """Who has this block, by name."""

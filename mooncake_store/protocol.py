@@ -36,7 +36,7 @@ from mooncake_store.slots import Slot
 
 PROTOCOL_VERSION = 1
 KEYS_MAX = 65_536  # in one request
-MESSAGE_BYTES_MAX = 256 * 2**20
+REQUEST_BYTES_MAX = 16 * 2**20
 
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]

@@ -1,0 +1,264 @@
+"""The directory as a process: `python -m mooncake_store.directory_server --help`.
+
+One thread and one loop. A turn answers the requests that wait (ROUTER socket), lets time pass in
+the directory (`tick`), and publishes what changed as one message of the event stream (PUB socket).
+A heartbeat every second, and to each new subscriber at once, carries the number of the latest
+event, so a feed that missed the last events notices without waiting for the next change.
+
+Nothing that arrives can stop it: bytes that are no request are answered with an error, and
+forgotten.
+
+Not here: what a request does (directory.py), how it looks on the wire (protocol.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import fields
+from types import FrameType
+
+import msgspec
+import zmq
+
+from mooncake_store import protocol
+from mooncake_store.config import HELP, DirectoryConfig
+from mooncake_store.directory import Directory
+from mooncake_store.errors import RequestInvalid, StoreError
+from mooncake_store.events import BlockAdded, BlockRemoved, Event, WorkerReported
+from mooncake_store.protocol import Kind
+
+TICK_S = 0.1
+HEARTBEAT_S = 1.0
+REQUESTS_PER_TURN_MAX = 1_024  # then events go out, however many requests still wait
+TURN_S_MAX = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class AddressTaken(StoreError):
+    """The server cannot bind where it was told to."""
+
+
+class TurnClock:
+    """Seconds that pass while the loop turns.
+
+    When this process was stopped for a while (SIGSTOP, a frozen VM), everybody's reports lie unread
+    in the socket. The directory's own silence is no evidence that others died: a turn passes at
+    most TURN_S_MAX, and the reports are read first.
+    """
+
+    def __init__(self) -> None:
+        self._read_s = time.monotonic()
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        read_s = time.monotonic()
+        self._now_s += min(read_s - self._read_s, TURN_S_MAX)
+        self._read_s = read_s
+        return self._now_s
+
+
+class DirectoryServer:
+    """A Directory behind a ROUTER socket, with its events on a PUB socket."""
+
+    def __init__(self, directory: Directory, address: str, events_address: str) -> None:
+        self.directory = directory
+        self._clock = TurnClock()
+        self._decoder = msgspec.msgpack.Decoder(protocol.AnyRequest)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._published = directory.sequence
+        self._tick_due_s = self._heartbeat_due_s = 0.0
+        self._is_stopping = False
+        self._context = zmq.Context()
+        self._paths: list[str] = []
+        self._requests = self._bound(zmq.ROUTER, address)
+        # XPUB is PUB that also tells about new subscribers.
+        self._subscribers = self._bound(zmq.XPUB, events_address)
+        self.address = self._requests.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.events_address = self._subscribers.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _bound(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        bound = self._context.socket(kind)
+        bound.linger = 0
+        bound.setsockopt(zmq.MAXMSGSIZE, protocol.REQUEST_BYTES_MAX)
+        if kind == zmq.XPUB:
+            bound.setsockopt(zmq.XPUB_VERBOSE, 1)
+        try:
+            refuse_second_server(address)
+            bound.bind(address)
+        except (zmq.ZMQError, AddressTaken) as error:
+            bound.close()
+            self.close()
+            raise AddressTaken(f"cannot listen at {address}: {error}") from error
+        if address.startswith("ipc://"):
+            self._paths.append(address.removeprefix("ipc://"))
+        return bound
+
+    def stop(self) -> None:
+        """Leave `run` after this turn. Safe in a signal handler."""
+        self._is_stopping = True
+
+    def run(self) -> None:
+        """Turn until `stop`."""
+        poller = zmq.Poller()
+        poller.register(self._requests, zmq.POLLIN)
+        poller.register(self._subscribers, zmq.POLLIN)
+        while not self._is_stopping:
+            left_s = min(self._tick_due_s, self._heartbeat_due_s) - self._clock.now_s()
+            poller.poll(max(0, int(left_s * 1000) + 1))
+            self.turn()
+
+    def turn(self) -> None:
+        """Answer what waits, let time pass, publish what changed."""
+        for _ in range(REQUESTS_PER_TURN_MAX):
+            try:
+                frames = self._requests.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._requests.send_multipart([frames[0], *self.answer(frames[1:])])
+        now_s = self._clock.now_s()
+        if now_s >= self._tick_due_s:
+            self.directory.tick(now_s)
+            self._tick_due_s = now_s + TICK_S
+        self._publish()
+        if self._has_new_subscriber() or now_s >= self._heartbeat_due_s:
+            self._heartbeat_due_s = now_s + HEARTBEAT_S
+            beat = protocol.Heartbeat(self.directory.epoch, self.directory.sequence)
+            self._send_event(Kind.HEARTBEAT, beat)
+
+    def answer(self, frames: list[bytes]) -> list[bytes]:
+        """The reply to a request: its result, or what was wrong with it."""
+        number = protocol.number_of(frames[0]) if frames else 0
+        try:
+            result = self._carry_out(frames)
+            return [protocol.pack_header(Kind.REPLY, number), self._encoder.encode(result)]
+        except StoreError as error:
+            failure = protocol.Failure(type(error).__name__, str(error))
+        except Exception as error:  # edge: one request must not end the directory of all others
+            log.exception("request failed inside the directory")
+            failure = protocol.Failure("StoreError", f"bug in the directory: {error!r}")
+        return [protocol.pack_header(Kind.FAILURE, number), self._encoder.encode(failure)]
+
+    def _carry_out(self, frames: list[bytes]) -> object:
+        if len(frames) != 2:
+            raise RequestInvalid(f"a request has 2 frames, header and body; got {len(frames)}")
+        header = protocol.unpack_header(frames[0])
+        if header.kind is not Kind.REQUEST:
+            raise RequestInvalid(f"a request was expected, got {header.kind.name}")
+        try:
+            request = self._decoder.decode(frames[1])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise RequestInvalid(f"the request cannot be read: {error}") from error
+        arguments = {name: getattr(request, name) for name in request.__struct_fields__}
+        verb = getattr(self.directory, str(request.__struct_config__.tag))
+        return verb(**arguments, now_s=self._clock.now_s())
+
+    def _publish(self) -> None:
+        latest = self.directory.sequence
+        if latest == self._published:
+            return
+        events = self.directory.events_since(self._published)
+        first_sequence, self._published = self._published + 1, latest
+        if events is None:
+            return  # more than the log keeps: the next heartbeat shows the gap
+        log_members(events)
+        messages = protocol.to_messages(events)
+        self._send_event(
+            Kind.EVENTS, protocol.Events(self.directory.epoch, first_sequence, messages)
+        )
+
+    def _send_event(self, kind: Kind, body: protocol.Events | protocol.Heartbeat) -> None:
+        frames = [protocol.pack_header(kind, 0), self._encoder.encode(body)]
+        self._subscribers.send_multipart(frames)  # drops for slow subscribers, never blocks
+
+    def _has_new_subscriber(self) -> bool:
+        found = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                found |= self._subscribers.recv(zmq.NOBLOCK)[:1] == b"\x01"
+        return found
+
+    def close(self) -> None:
+        """Close the sockets and remove their files."""
+        self._context.destroy(linger=0)
+        for path in self._paths:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def log_members(events: list[Event]) -> None:
+    """One line for each node or worker that came or went; blocks and reports are too many."""
+    for event in events:
+        if not isinstance(event, BlockAdded | BlockRemoved | WorkerReported):
+            log.info("%s", event)
+
+
+def refuse_second_server(address: str) -> None:
+    """ZeroMQ would silently take an ipc:// address away from a directory that uses it."""
+    path = address.removeprefix("ipc://")
+    if path == address or not os.path.exists(path):
+        return
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.connect(path)
+        raise AddressTaken("another process listens there; stop it or choose another address")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m mooncake_store.directory_server",
+        description="The directory of the KV store: which block is where, and who takes part. "
+        "Prints one line that starts with 'ready' when it listens; SIGTERM ends it.",
+    )
+    parser.add_argument("--address", required=True, help="for requests: ipc://... or tcp://...")
+    parser.add_argument("--events", required=True, help="for the event stream, likewise")
+    parser.add_argument("--log-level", default="INFO", help="of the lines on stderr (INFO)")
+    for option in fields(DirectoryConfig):
+        parser.add_argument(
+            "--" + option.name.replace("_", "-"),
+            type=type(option.default),
+            default=option.default,
+            help=f"{HELP[option.name]} (%(default)s)",
+        )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    logging.basicConfig(level=options.log_level, format="%(asctime)s directory %(message)s")
+    config = DirectoryConfig(**{f.name: getattr(options, f.name) for f in fields(DirectoryConfig)})
+    if problems := config.problems():
+        print("\n".join(f"directory: {problem}" for problem in problems), file=sys.stderr)
+        return 2
+    # Milliseconds since 1970: later lives have larger epochs, and generations that are new.
+    directory = Directory(time.time_ns() // 1_000_000, config)
+    try:
+        server = DirectoryServer(directory, options.address, options.events)
+    except AddressTaken as error:
+        print(f"directory: {error}", file=sys.stderr)
+        return 1
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        server.stop()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    print(
+        f"ready address={server.address} events={server.events_address} epoch={directory.epoch}",
+        flush=True,
+    )
+    try:
+        server.run()
+    finally:
+        server.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
