@@ -1,0 +1,184 @@
+"""Whether the best pair is good enough, and if not, what to tell the client.
+
+A request that will miss its service level wastes the prefill that is spent on it, so it is better
+rejected before (Mooncake, "Overload"). What "will miss" means on the decode side is a policy, a
+function from a decode worker's charges to the load that the request would meet:
+
+    predicted  the load when this prefill will have ended (see decode_batch.load_at)
+    early      the load now; simple, but it acts one prefill too late, so the two pools swing
+    baseline   no decode check: overload there shows only after prefill was paid for
+
+A new policy is a new entry in LOAD_POLICIES; it must be a pure function of the same arguments.
+
+`retry_after_s` is when the same prediction would fit: queues drain one second per second, batches
+when their requests are expected to leave. It is bounded on both sides, because a prediction about
+the far future is a guess and an immediate retry is more load.
+
+Not here: finding the best pair (routing.py), counting rejections (conductor.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from conductor.cluster import Cluster, Worker
+from conductor.config import ConductorConfig
+from conductor.decode_batch import DecodeBatch, Load
+from conductor.messages import Prediction, Reject, Request
+from conductor.routing import DecodeOption, Options, Pair
+from mooncake_store.layout import blocks_touched
+
+# (batch, when the prefill will end, now, expected decode time) -> load without the request
+LoadPolicy = Callable[[DecodeBatch, float, float, float], Load]
+
+RETRY_NOBODY_S = 3.0  # workers report every second and a reload takes two
+
+
+def load_when_prefill_ends(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> Load:
+    return batch.load_at(at_s, now_s, decode_s)
+
+
+def load_now(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> Load:
+    return batch.load_now()
+
+
+# Ranking always uses the prediction, or a burst would pile onto one decode worker; a policy that
+# is listed here with another function judges by that one.
+LOAD_POLICIES: Mapping[str, LoadPolicy | None] = {
+    "predicted": load_when_prefill_ends,
+    "early": load_now,
+    "baseline": None,
+}
+
+
+def fits_prefill(worker: Worker, request: Request) -> bool:
+    """Whether this worker could ever compute the prompt."""
+    info, tokens = worker.info, request.prompt_tokens
+    pages = blocks_touched(tokens, info.block_tokens)
+    return tokens <= info.context_tokens_max and pages <= info.pages_max
+
+
+def fits_decode(worker: Worker, request: Request) -> bool:
+    """Whether this worker could ever hold the prompt and its longest answer."""
+    info, tokens = worker.info, request.prompt_tokens + request.output_tokens_max
+    pages = blocks_touched(tokens, info.block_tokens)
+    return tokens <= info.context_tokens_max and pages <= info.pages_max
+
+
+def reject_nobody(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:
+    """No worker of this role takes requests: say what is wrong with each kind of them."""
+    reasons: dict[str, int] = {}
+    for worker in cluster.workers.values():
+        if worker.info.role == role:
+            why = cluster.why_not(worker, now_s) or "just failed this request"
+            reasons[why] = reasons.get(why, 0) + 1
+    told = ", ".join(f"{count} x {why}" for why, count in sorted(reasons.items()))
+    reason = f"no {role} worker takes requests ({told or 'none is registered'})"
+    retry_s = _bounded(RETRY_NOBODY_S, cluster.config)
+    return Reject(request.request_id, f"no_{role}_worker", reason, None, retry_s)
+
+
+def reject_too_large(role: str, workers: Sequence[Worker], request: Request) -> Reject:
+    """No worker that is there could ever hold it; asking again will not help."""
+    output = f" + {request.output_tokens_max} to generate" if role == "decode" else ""
+    largest = max(
+        min(w.info.context_tokens_max, w.info.pages_max * w.info.block_tokens) for w in workers
+    )
+    reason = (
+        f"{request.prompt_tokens} prompt tokens{output} exceed the {largest} tokens that the "
+        f"largest {role} worker can hold; shorten the prompt or max_tokens"
+    )
+    return Reject(request.request_id, "too_large", reason, None, 0.0)
+
+
+def objection(pair: Pair, request: Request, config: ConductorConfig) -> str:
+    """The kind of rejection that this pair would meet; empty when it is admitted."""
+    share = config.low_priority_load_max if request.priority < 0 else 1.0
+    if pair.predicted.ttft_s > config.ttft_slo_s * share:
+        return "ttft_slo"
+    if config.admission_policy == "baseline":
+        return ""
+    if not pair.decode.has_room:
+        return "decode_full"
+    if pair.predicted.tbt_s > config.tbt_slo_s * share:
+        return "tbt_slo"
+    return ""
+
+
+def reject_for(
+    kind: str,
+    pair: Pair,
+    options: Options,
+    request: Request,
+    now_s: float,
+    cluster: Cluster,
+) -> Reject:
+    """Words, numbers, the limit, and when to come back."""
+    decodes = options.decodes
+    config, predicted = cluster.config, pair.predicted
+    share = config.low_priority_load_max if request.priority < 0 else 1.0
+    whose = f" for priority {request.priority}" if request.priority < 0 else ""
+    if kind == "ttft_slo":
+        limit_s = config.ttft_slo_s * share
+        reason = (
+            f"predicted TTFT {predicted.ttft_s:.2f} s exceeds the {limit_s:g} s limit{whose} on "
+            f"the best of {len(options.prefills)} prefill workers"
+        )
+        excess_s = predicted.ttft_s - limit_s
+        if excess_s > predicted.queue_s:
+            reason += f", {predicted.ttft_s - predicted.queue_s:.2f} s of it without any queue"
+            excess_s = config.retry_after_s_max
+        return _reject(request, kind, reason, predicted, excess_s, config)
+    if kind == "tbt_slo":
+        limit_s = config.tbt_slo_s * share
+        reason = (
+            f"predicted TBT {predicted.tbt_s:.3f} s exceeds the {limit_s:g} s limit{whose} on the "
+            f"best of {len(decodes)} decode workers ({predicted.decode_sequences:.0f} requests)"
+        )
+    else:
+        limit_s = config.tbt_slo_s
+        slots = ", ".join(
+            f"{d.load.sequences:.0f} of {d.worker.info.slots_max} slots and "
+            f"{d.load.pages:.0f} of {d.worker.info.pages_max} pages taken"
+            for d in decodes[:3]
+        )
+        reason = f"no room on any of {len(decodes)} decode workers ({slots})"
+    wait_s = min(_decode_wait_s(d, request, limit_s, now_s, cluster) for d in decodes)
+    return _reject(request, kind, reason, predicted, wait_s, config)
+
+
+def _decode_wait_s(
+    decode: DecodeOption, request: Request, tbt_limit_s: float, now_s: float, cluster: Cluster
+) -> float:
+    """Until enough requests have left this batch for one more to fit."""
+    config, info, load = cluster.config, decode.worker.info, decode.load
+    estimate, tokens = decode.worker.decode_estimate, request.prompt_tokens
+    sequences = max(load.sequences, 1.0)  # the mean request stands for each of them
+    step_s = (
+        estimate.per_sequence_s + estimate.per_context_token_s * load.context_tokens / sequences
+    )
+    pages = load.pages / sequences
+    room = float(info.slots_max - 1)
+    if step_s > 0:
+        limit_s = tbt_limit_s / decode.worker.speed_ratio(now_s, config)
+        room = min(room, (limit_s - estimate.step_s(1, tokens)) / step_s)
+    if pages > 0:
+        wanted = blocks_touched(tokens + request.output_tokens_max, info.block_tokens)
+        room = min(room, (info.pages_max - wanted) / pages)
+    times = decode.worker.batch.leave_times(now_s, cluster.decode_s)
+    leaving = max(1, math.ceil(load.sequences - room - 1e-9))
+    if room < 0 or leaving > len(times):
+        return config.retry_after_s_max  # it would not fit an empty batch either
+    return times[leaving - 1] - now_s
+
+
+def _reject(
+    request: Request, kind: str, reason: str, predicted: Prediction, wait_s: float,
+    config: ConductorConfig,
+) -> Reject:  # fmt: skip
+    return Reject(request.request_id, kind, reason, predicted, _bounded(wait_s, config))
+
+
+def _bounded(wait_s: float, config: ConductorConfig) -> float:
+    return min(max(wait_s, config.retry_after_s_min), config.retry_after_s_max)

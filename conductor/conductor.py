@@ -1,0 +1,346 @@
+"""The one object that decides: events, reports and requests in; routes and rejections out.
+
+It holds all decision state behind a small interface, reads no clock and calls nobody, so the same
+class runs in the front's process, behind a wire for many fronts, and in the simulator. The shell
+owns the lock or the loop, calls one method, carries out what comes back. Time only moves forward:
+threads may read their clock before they get the lock, so an older `now_s` counts as the latest.
+
+    on_snapshot, on_events                     what the directory says
+    on_request                                 a Route or a Reject; charges at once
+    on_prefill_started, on_prefill_finished    the charge follows the request
+    on_finished                                done, failed or cancelled: nothing is left charged
+    on_worker_failed                           a call failed: avoided until it reports again
+    on_tick                                    housekeeping, and suggestions for hot prefixes
+
+Not here: the formulas (routing.py, estimates.py), the limits (admission.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from conductor.accuracy import Accuracy
+from conductor.admission import (
+    LOAD_POLICIES,
+    fits_decode,
+    fits_prefill,
+    load_when_prefill_ends,
+    objection,
+    reject_for,
+    reject_nobody,
+    reject_too_large,
+)
+from conductor.cluster import Cluster, Flight, Worker
+from conductor.config import ConductorConfig
+from conductor.hotspots import Hotspots
+from conductor.messages import (
+    Candidate,
+    ConductorStats,
+    Reject,
+    Replicate,
+    Request,
+    Route,
+    WorkerStatus,
+)
+from conductor.routing import (
+    Options,
+    Pair,
+    choose_pair,
+    decode_option,
+    pair_up,
+    prefill_option,
+)
+from mooncake_store.events import (
+    BlockAdded,
+    BlockRemoved,
+    Event,
+    NodeDown,
+    NodeUp,
+    Snapshot,
+    WorkerDown,
+    WorkerReported,
+    WorkerUp,
+)
+from mooncake_store.prefix_index import PrefixIndex
+
+
+class Conductor:
+    """Decides; never sleeps, never sends, never asks what time it is. Not thread-safe."""
+
+    def __init__(self, config: ConductorConfig, index: PrefixIndex | None = None) -> None:
+        problems = config.problems()
+        assert not problems, "the shell checks the config first: " + "; ".join(problems)
+        self.config = config
+        self._index = PrefixIndex(config.index_blocks_max) if index is None else index
+        self._cluster = Cluster(config)
+        self._hotspots = Hotspots(config)
+        self._accuracy = Accuracy()
+        self._now_s = float("-inf")
+        self._totals: Counter[str] = Counter()
+        self._rejected: Counter[str] = Counter()
+        self._advised: Counter[str] = Counter()
+
+    # What the directory says
+
+    def on_snapshot(self, snapshot: Snapshot, now_s: float) -> None:
+        """Start over from the directory's word; charges of workers that stayed are kept."""
+        now_s = self._advance(now_s)
+        nodes = {info.node_id: info.incarnation for info in snapshot.nodes}
+        for node_id, known in list(self._cluster.nodes.items()):
+            if nodes.get(node_id) != known.incarnation:
+                self._node_down(node_id, known.incarnation)
+        keys = {(info.worker_id, info.incarnation) for info in snapshot.workers}
+        for key in self._cluster.workers.keys() - keys:
+            self._cluster.worker_down(key)
+        self._index.clear()
+        for block_key, holders in snapshot.holders:
+            for node_id in holders:
+                self._index.add(block_key, node_id)
+                self._hotspots.arrived(block_key, node_id)
+        self.on_events([NodeUp(info) for info in snapshot.nodes], now_s)
+        self.on_events([WorkerUp(info) for info in snapshot.workers], now_s)
+        self.on_events([WorkerReported(report) for report in snapshot.reports], now_s)
+
+    def on_events(self, events: Iterable[Event], now_s: float) -> None:
+        """Apply what changed, in order."""
+        now_s = self._advance(now_s)
+        for event in events:
+            if isinstance(event, BlockAdded):
+                self._index.add(event.key, event.node_id)
+                self._hotspots.arrived(event.key, event.node_id)
+            elif isinstance(event, BlockRemoved):
+                self._index.remove(event.key, event.node_id)
+            elif isinstance(event, WorkerReported):
+                self._cluster.worker_reported(event.report, now_s)
+            elif isinstance(event, WorkerUp):
+                self._cluster.worker_up(event.info, now_s)
+            elif isinstance(event, WorkerDown):
+                self._cluster.worker_down((event.worker_id, event.incarnation))
+            elif isinstance(event, NodeUp):
+                self._cluster.node_up(event.info)
+            elif isinstance(event, NodeDown):
+                self._node_down(event.node_id, event.incarnation)
+            else:
+                raise TypeError(f"{type(event).__name__} is not a directory event")
+
+    def _node_down(self, node_id: str, incarnation: str) -> None:
+        if self._cluster.node_down(node_id, incarnation):
+            self._index.drop_holder(node_id)
+            self._hotspots.node_down(node_id)
+
+    # Requests
+
+    def on_request(self, request: Request, now_s: float) -> Route | Reject:
+        """Where this request goes, or why not. A retry of the same id replaces the first try."""
+        assert request.prompt_tokens > 0 and request.output_tokens_max >= 0, request
+        now_s = self._advance(now_s)
+        self._cluster.drop(request.request_id, now_s)
+        self._totals["requests"] += 1
+        options = self._options(request, now_s)
+        if isinstance(options, Reject):
+            return self._refuse(options)
+        pair = choose_pair(options, request, self.config)
+        judged = self._judged(pair, request, now_s)
+        kind, advice = objection(judged, request, self.config), None
+        if kind:
+            rejection = reject_for(kind, judged, options, request, now_s, self._cluster)
+            if not self.config.advisory:
+                return self._refuse(rejection)
+            advice = rejection
+            self._advised[kind] += 1
+        return self._send(request, judged, advice, now_s)
+
+    def explain(self, request: Request, now_s: float) -> list[Candidate]:
+        """Every pair with its terms, best first, and what would become of it. Changes nothing."""
+        now_s = max(now_s, self._now_s)
+        options = self._options(request, now_s)
+        if isinstance(options, Reject):
+            return []
+        chosen = choose_pair(options, request, self.config)
+        found = []
+        for prefill in options.prefills:
+            for decode in options.decodes:
+                pair = self._judged(pair_up(prefill, decode, request, self.config), request, now_s)
+                is_chosen = prefill is chosen.prefill and decode is chosen.decode
+                verdict = objection(pair, request, self.config)
+                verdict = verdict or ("chosen" if is_chosen else "slower")
+                found.append((not is_chosen, pair, verdict))
+        found.sort(key=lambda row: (row[0], row[1].predicted.ttft_s, row[1].predicted.tbt_s))
+        return [_candidate(pair, verdict) for _, pair, verdict in found]
+
+    def _options(self, request: Request, now_s: float) -> Options | Reject:
+        """The terms of every worker that may take the request, or why there is none."""
+        workers: dict[str, list[Worker]] = {}
+        for role, fits in (("prefill", fits_prefill), ("decode", fits_decode)):
+            takers = self._cluster.takers(role, now_s, request.excluded_workers)
+            if not takers:
+                return reject_nobody(self._cluster, role, request, now_s)
+            workers[role] = [worker for worker in takers if fits(worker, request)]
+            if not workers[role]:
+                return reject_too_large(role, takers, request)
+        match = self._index.match(request.block_keys)
+        prefills = [
+            prefill_option(self._cluster, worker, request, match, now_s)
+            for worker in workers["prefill"]
+        ]
+        # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
+        at_s = now_s + min(option.start_s for option in prefills)
+        decodes = [
+            decode_option(
+                worker, request,
+                load_when_prefill_ends(worker.batch, at_s, now_s, self._cluster.decode_s),
+                now_s, self.config,
+            )
+            for worker in workers["decode"]
+        ]  # fmt: skip
+        return Options(prefills, decodes)
+
+    def _judged(self, pair: Pair, request: Request, now_s: float) -> Pair:
+        """The pair with the decode load that the admission policy looks at."""
+        policy = LOAD_POLICIES[self.config.admission_policy]
+        if policy is None or policy is load_when_prefill_ends:
+            return pair
+        load = policy(
+            pair.decode.worker.batch, now_s + pair.prefill.start_s, now_s, self._cluster.decode_s
+        )
+        decode = decode_option(pair.decode.worker, request, load, now_s, self.config)
+        return pair_up(pair.prefill, decode, request, self.config)
+
+    def _refuse(self, rejection: Reject) -> Reject:
+        self._rejected[rejection.kind] += 1
+        return rejection
+
+    def _send(self, request: Request, pair: Pair, advice: Reject | None, now_s: float) -> Route:
+        """Charge the pair and count."""
+        prefill, decode = pair.prefill, pair.decode
+        route = Route(
+            request.request_id, prefill.worker.ref, decode.worker.ref, prefill.cached_tokens,
+            prefill.local_blocks, prefill.fetch_blocks, prefill.fetch_node, pair.predicted, advice,
+        )  # fmt: skip
+        self._cluster.depart(
+            route, (prefill.worker, decode.worker), request.prompt_tokens,
+            request.output_tokens_max, now_s,
+        )  # fmt: skip
+        reused_blocks = prefill.local_blocks + prefill.fetch_blocks
+        self._hotspots.note(request.block_keys, reused_blocks, now_s)
+        self._totals["routed"] += 1
+        self._totals["fetches"] += prefill.fetch_node is not None
+        self._totals["fetched_blocks"] += prefill.fetch_blocks
+        self._totals["prompt_tokens"] += request.prompt_tokens
+        self._totals["cached_tokens"] += prefill.cached_tokens
+        return route
+
+    def on_prefill_started(self, request_id: str, now_s: float, cached_tokens: int) -> None:
+        """The prefill worker has fetched what it could and begins to compute."""
+        now_s = self._advance(now_s)
+        self._cluster.prefill_started(request_id, cached_tokens, now_s)
+
+    def on_prefill_finished(
+        self, request_id: str, now_s: float, cached_tokens: int, seconds: float | None = None
+    ) -> None:
+        """The first token is there. `seconds`: what computing took, when the worker said so."""
+        now_s = self._advance(now_s)
+        flight = self._cluster.flights.get(request_id)
+        if flight is None or flight.prefill_done:
+            return
+        self._learn(flight, cached_tokens, seconds, now_s)
+        # No answer takes longer than max_tokens steps; a typical one takes the usual time.
+        longest_s = flight.output_tokens_max * flight.route.predicted.tbt_s
+        self._cluster.prefill_finished(
+            flight, now_s + min(self._cluster.decode_s, longest_s), now_s
+        )
+
+    def _learn(
+        self, flight: Flight, cached_tokens: int, seconds: float | None, now_s: float
+    ) -> None:
+        """Compare what was predicted with what came."""
+        predicted = flight.route.predicted
+        self._accuracy.ttft(predicted.ttft_s - predicted.handover_s, now_s - flight.routed_at_s)
+        if seconds is None or seconds <= 0:
+            return
+        self._accuracy.prefill(predicted.prefill_s, seconds)
+        # The ratio is about computing, so a cache that was colder than predicted must not count.
+        new_tokens = max(1, flight.prompt_tokens - cached_tokens)
+        estimated_s = flight.prefill.prefill_estimate.seconds(new_tokens, cached_tokens)
+        flight.prefill.speed.learn(seconds, estimated_s, now_s)
+
+    def on_finished(self, request_id: str, now_s: float) -> None:
+        """Done, failed or cancelled: drop all that is charged for it. Again is harmless."""
+        now_s = self._advance(now_s)
+        self._cluster.drop(request_id, now_s)
+
+    def on_worker_failed(self, worker_id: str, incarnation: str, now_s: float) -> None:
+        """A call to it failed. The mark lasts until its next report or failed_mark_s."""
+        now_s = self._advance(now_s)
+        self._cluster.worker_failed((worker_id, incarnation), now_s)
+
+    # Housekeeping and views
+
+    def on_tick(self, now_s: float) -> list[Replicate]:
+        """About once a second. Suggestions may be ignored; they come again if they were."""
+        now_s = self._advance(now_s)
+        for request_id in self._cluster.overdue_flights(now_s):
+            self._cluster.drop(request_id, now_s)
+        if not self.config.replicate:
+            return []
+        targets = {worker.info.node_id for worker in self._cluster.takers("prefill", now_s)}
+        suggestions = self._hotspots.suggest(self._index, targets, now_s)
+        self._totals["replicated_blocks"] += sum(len(s.block_keys) for s in suggestions)
+        return suggestions
+
+    def stats(self) -> ConductorStats:
+        """Totals so far."""
+        totals = self._totals
+        return ConductorStats(
+            requests=totals["requests"],
+            routed=totals["routed"],
+            rejected=dict(self._rejected),
+            advised=dict(self._advised),
+            fetches=totals["fetches"],
+            fetched_blocks=totals["fetched_blocks"],
+            prompt_tokens=totals["prompt_tokens"],
+            cached_tokens=totals["cached_tokens"],
+            replicated_blocks=totals["replicated_blocks"],
+            in_flight=len(self._cluster.flights),
+            prefill_error=self._accuracy.prefill_error,
+            ttft_error=self._accuracy.ttft_error,
+        )
+
+    def status(self, now_s: float) -> list[WorkerStatus]:
+        """Every known worker, as the conductor sees it now."""
+        now_s = max(now_s, self._now_s)
+        found = []
+        for key, worker in sorted(self._cluster.workers.items()):
+            is_prefill = worker.info.role == "prefill"
+            why_not = self._cluster.why_not(worker, now_s)
+            load = worker.batch.load_now()
+            found.append(WorkerStatus(
+                worker.ref, worker.info.role, not why_not, why_not,
+                worker.queue.work_s(now_s) if is_prefill else 0.0,
+                worker.queue.requests if is_prefill else load.sequences,
+                worker.speed_ratio(now_s, self.config),
+            ))  # fmt: skip
+            assert key == worker.key
+        return found
+
+    def check(self) -> None:
+        """Prove the invariants of everything below."""
+        self._cluster.check()
+        self._hotspots.check()
+        self._index.check()
+        routed_or_not = self._totals["routed"] + sum(self._rejected.values())
+        assert routed_or_not == self._totals["requests"], "a request was neither routed nor not"
+
+    def _advance(self, now_s: float) -> float:
+        """The latest time anyone told us; time does not go back."""
+        self._now_s = max(now_s, self._now_s)
+        return self._now_s
+
+
+def _candidate(pair: Pair, verdict: str) -> Candidate:
+    prefill = pair.prefill
+    return Candidate(
+        prefill.worker.ref, pair.decode.worker.ref, prefill.cached_tokens, prefill.local_blocks,
+        prefill.fetch_blocks, prefill.fetch_node, pair.predicted, verdict,
+    )  # fmt: skip

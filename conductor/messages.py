@@ -1,0 +1,133 @@
+"""What goes into the conductor and what comes out: requests, routes, rejections, suggestions.
+
+Records only: frozen, without behaviour, so that a shell can log them, send them over a wire or
+make them rows of a report. Every decision carries the prediction that led to it.
+
+Not here: directory events and worker reports (mooncake_store), knobs (config.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, already tokenised and cut into keyed blocks by the front."""
+
+    request_id: str
+    prompt_tokens: int
+    block_keys: Sequence[bytes]  # full blocks only; key i names blocks 0..i of this prompt
+    output_tokens_max: int
+    priority: int = 0  # below 0: rejected earlier under load, see low_priority_load_max
+    excluded_workers: frozenset[tuple[str, str]] = frozenset()  # (worker_id, incarnation) that
+    # just failed this very request: a retry goes elsewhere
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WorkerRef:
+    """Enough to call a worker: its name, which life of it, its node and its own inbox."""
+
+    worker_id: str
+    incarnation: str
+    node_id: str
+    inbox: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The terms of one pair. ttft_s is the sum of the four above it."""
+
+    queue_s: float  # prefill work in front of this request
+    transfer_s: float  # fetching cached blocks from another node, 0 without a fetch
+    prefill_s: float  # computing what is not cached
+    handover_s: float  # the decode worker reading the prompt's KV
+    ttft_s: float
+    tbt_s: float  # one decode step when the prefill ends, this request included
+    decode_sequences: float  # requests in that step
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """The request is not taken. `kind` is for machines, `reason` for people.
+
+    Kinds: no_prefill_worker, no_decode_worker (nothing alive to call), too_large (no worker could
+    ever hold it), decode_full, ttft_slo, tbt_slo (a prediction against its limit).
+    """
+
+    request_id: str
+    kind: str
+    reason: str
+    predicted: Prediction | None  # of the best pair; None when there was no pair to predict
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes and what was predicted for it."""
+
+    request_id: str
+    prefill: WorkerRef
+    decode: WorkerRef
+    cached_tokens: int  # expected at the prefill worker, after the fetch if there is one
+    local_blocks: int  # leading blocks that the prefill worker's node has
+    fetch_blocks: int  # blocks local_blocks .. local_blocks + fetch_blocks come from fetch_node
+    fetch_node: str | None
+    predicted: Prediction
+    advice: Reject | None = None  # advisory mode: the rejection that was not carried out
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """A suggestion: copy these blocks of one prefix, in this order, from source to target."""
+
+    block_keys: tuple[bytes, ...]
+    source_node: str
+    target_node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One pair that was considered, as `Conductor.explain` shows it."""
+
+    prefill: WorkerRef
+    decode: WorkerRef
+    cached_tokens: int
+    local_blocks: int
+    fetch_blocks: int
+    fetch_node: str | None
+    predicted: Prediction
+    verdict: str  # "chosen", "slower", or the kind of rejection it would meet
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What the conductor believes of one worker, for `mooncake status` and the metrics page."""
+
+    worker: WorkerRef
+    role: str
+    takes_requests: bool
+    why_not: str  # "" when it takes requests
+    queue_s: float  # prefill: predicted work; decode: 0
+    requests: float  # prefill: charged here; decode: in the batch, reported or charged
+    speed_ratio: float  # measured seconds / estimated seconds, 1.0 = as calibrated
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorStats:
+    """Totals since the conductor was made. Counters only grow."""
+
+    requests: int
+    routed: int
+    rejected: Mapping[str, int]  # by kind
+    advised: Mapping[str, int]  # advisory mode: would have been rejected, by kind
+    fetches: int
+    fetched_blocks: int
+    prompt_tokens: int  # of routed requests
+    cached_tokens: int  # of those, predicted to be cached
+    replicated_blocks: int  # suggested
+    in_flight: int  # a gauge: requests routed and not finished
+    prefill_error: float  # mean |actual - predicted| / actual of prefill seconds, recent
+    ttft_error: float  # the same, from routing to the end of prefill

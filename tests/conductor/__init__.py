@@ -1,0 +1,1 @@
+"""Tests of the conductor: units, scenarios in text, and long random runs."""

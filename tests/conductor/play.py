@@ -1,0 +1,155 @@
+"""The commands that a scenario is written in, each one call of a real Conductor.
+
+A command is `verb words name=value ...`; prompts are runs of blocks as in fleet.py; times are
+seconds. The conductor proves its invariants after every command.
+
+Not here: reading scenarios and comparing (test_scenarios.py).
+"""
+
+from __future__ import annotations
+
+from conductor import Conductor, ConductorConfig, Prediction, Reject, Request, Route
+from mooncake_store.events import (
+    BlockAdded,
+    BlockRemoved,
+    NodeDown,
+    NodeUp,
+    WorkerDown,
+    WorkerReported,
+    WorkerUp,
+)
+from tests.conductor.fleet import BLOCK_TOKENS, keys, node, report, worker
+
+
+class Play:
+    """One conductor and the commands of a scenario: `verb words name=value ...`."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, object] = {}
+        self.now_s = 0.0
+        self.made: Conductor | None = None
+
+    @property
+    def conductor(self) -> Conductor:
+        if self.made is None:
+            self.made = Conductor(ConductorConfig(**self.config))
+        return self.made
+
+    def run(self, line: str) -> list[str]:
+        verb, *words = line.split()
+        values = dict(word.split("=", 1) for word in words if "=" in word)
+        plain = [word for word in words if "=" not in word]
+        told = getattr(self, verb)(*plain, **values)
+        if self.made is not None:
+            self.made.check()
+        return told or []
+
+    def set(self, **values: str) -> None:
+        for name, text in values.items():
+            kind = type(getattr(ConductorConfig(), name))
+            self.config[name] = text == "True" if kind is bool else kind(text)
+
+    def at(self, seconds: str) -> None:
+        self.now_s = float(seconds)
+
+    def node(self, node_id: str, life: str = "n1") -> None:
+        self.conductor.on_events([NodeUp(node(node_id, life))], self.now_s)
+
+    def node_down(self, node_id: str, life: str = "n1") -> None:
+        self.conductor.on_events([NodeDown(node_id, life)], self.now_s)
+
+    def worker(self, worker_id: str, role: str, node_id: str, life: str = "w1",
+               rate: str = "", **values: str) -> None:  # fmt: skip
+        changes: dict[str, object] = {"incarnation": life}
+        for name, text in values.items():
+            if name in ("prefill", "decode"):
+                changes[f"{name}_coefficients"] = tuple(map(float, text.split(",")))
+            else:
+                changes[name] = int(text)
+        if rate:
+            changes["transfer_bytes_per_s"] = dict.fromkeys(("s0", "s1", "s2"), float(rate))
+        self.conductor.on_events(
+            [WorkerUp(worker(worker_id, role, node_id, **changes))], self.now_s
+        )
+
+    def worker_down(self, worker_id: str, life: str = "w1") -> None:
+        self.conductor.on_events([WorkerDown(worker_id, life)], self.now_s)
+
+    def report(self, *worker_ids: str, life: str = "w1", step: str = "0", draining: str = "",
+               **values: str) -> None:  # fmt: skip
+        changes: dict[str, object] = {name: int(text) for name, text in values.items()}
+        for worker_id in worker_ids:
+            said = report(
+                worker_id, life, step_s=float(step), is_draining=bool(draining), **changes
+            )
+            self.conductor.on_events([WorkerReported(said)], self.now_s)
+
+    def cached(self, node_id: str, blocks: str) -> None:
+        self.conductor.on_events([BlockAdded(k, node_id) for k in keys(blocks)], self.now_s)
+
+    def evicted(self, node_id: str, blocks: str) -> None:
+        self.conductor.on_events([BlockRemoved(k, node_id) for k in keys(blocks)], self.now_s)
+
+    def asked(self, request_id: str, blocks: str = "", prompt: str = "", output: str = "10",
+              priority: str = "0", avoid: str = "") -> Request:  # fmt: skip
+        block_keys = keys(blocks)
+        avoided = frozenset((name, "w1") for name in avoid.split(",") if name)
+        tokens = int(prompt) if prompt else len(block_keys) * BLOCK_TOKENS + 1
+        return Request(request_id, tokens, block_keys, int(output), int(priority), avoided)
+
+    def request(self, *words: str, **values: str) -> list[str]:
+        return [told(self.conductor.on_request(self.asked(*words, **values), self.now_s))]
+
+    def explain(self, *words: str, **values: str) -> list[str]:
+        return [
+            f"{c.prefill.worker_id}+{c.decode.worker_id} {terms(c.predicted)} {c.verdict}"
+            for c in self.conductor.explain(self.asked(*words, **values), self.now_s)
+        ]
+
+    def started(self, *request_ids: str, cached: str = "0") -> None:
+        for request_id in request_ids:
+            self.conductor.on_prefill_started(request_id, self.now_s, int(cached))
+
+    def prefilled(self, *request_ids: str, cached: str = "0", seconds: str = "") -> None:
+        took_s = float(seconds) if seconds else None
+        for request_id in request_ids:
+            self.conductor.on_prefill_finished(request_id, self.now_s, int(cached), took_s)
+
+    def finished(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            self.conductor.on_finished(request_id, self.now_s)
+
+    def failed(self, worker_id: str, life: str = "w1") -> None:
+        self.conductor.on_worker_failed(worker_id, life, self.now_s)
+
+    def tick(self) -> list[str]:
+        return [
+            f"replicate {len(s.block_keys)} blocks {s.block_keys[0].decode().rstrip('.')}.. "
+            f"{s.source_node} -> {s.target_node}: {s.reason}"
+            for s in self.conductor.on_tick(self.now_s)
+        ] or ["nothing to replicate"]
+
+    def status(self) -> list[str]:
+        return [
+            f"{s.worker.worker_id} {s.why_not or 'takes requests'}: queue={s.queue_s:.3f} "
+            f"requests={s.requests:g} speed={s.speed_ratio:.2f}"
+            for s in self.conductor.status(self.now_s)
+        ]
+
+
+def terms(p: Prediction) -> str:
+    parts = [f"{name}={getattr(p, name + '_s'):.3f}" for name in
+             ("ttft", "queue", "transfer", "prefill", "handover", "tbt")]  # fmt: skip
+    return " ".join(parts)
+
+
+def told(decision: Route | Reject) -> str:
+    if isinstance(decision, Reject):
+        again = f"retry_after={decision.retry_after_s:.2f}"
+        return f"reject {decision.request_id} {decision.kind} {again}: {decision.reason}"
+    fetch = f" fetch={decision.fetch_blocks} from {decision.fetch_node}" * bool(decision.fetch_node)
+    advice = f" advice={decision.advice.kind}" if decision.advice else ""
+    return (
+        f"route {decision.request_id} {decision.prefill.worker_id}+{decision.decode.worker_id} "
+        f"cached={decision.cached_tokens}{fetch} {terms(decision.predicted)}{advice}"
+    )
