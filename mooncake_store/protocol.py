@@ -43,7 +43,6 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
 Lease = Annotated[float, msgspec.Meta(ge=0.0, le=3_600.0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Word = Annotated[int, msgspec.Meta(ge=0, le=2**64 - 1)]
 
 
 class Kind(IntEnum):
@@ -126,7 +125,7 @@ class Allocate(Request, tag="allocate", frozen=True):
 
 class Commit(Request, tag="commit", frozen=True):
     node_id: Name
-    blocks: Annotated[list[tuple[Key, Count, Count, Word]], msgspec.Meta(max_length=KEYS_MAX)]
+    blocks: Annotated[list[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
     lease_s: Lease
 
