@@ -1,0 +1,164 @@
+"""What a token adds to the text, in bytes: the part of detokenising that must be local.
+
+Streaming asks for one token after the other, so the answer may depend on a few tokens before it
+and on nothing else. Two kinds of tokenizer:
+
+* *byte-level* (GPT-2, Llama 3, Qwen, DeepSeek, the demo): a token is a fixed string of bytes, a
+  character may be spread over several tokens;
+* *any other* (SentencePiece with byte fallback or Metaspace, WordPiece): the difference that the
+  token makes to the decoded text of the `CONTEXT_TOKENS` before it. Byte-fallback tokens are
+  taken as the bytes they are: the library decodes a run of them as a whole, so that one bad byte
+  would turn characters that were streamed long ago into U+FFFD.
+
+Special tokens and ids outside the vocabulary have no text and are no context either. Both kinds
+agree with Tokenizer.decode on valid UTF-8; on invalid bytes the byte-fallback kind has one U+FFFD
+for what can no longer become a character (as Unicode advises), the library one for every byte.
+
+Not here: making characters out of bytes, stop words (text_stream.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
+
+CONTEXT_TOKENS = 16
+REPLACEMENT = "\ufffd"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes(Protocol):
+    """Thread-safe; answers are cached where they depend on the token alone."""
+
+    def has_text(self, token_id: int) -> bool:
+        """False: a special token, or none of the vocabulary."""
+        ...
+
+    def of(self, context_ids: Sequence[int], token_id: int) -> bytes:
+        """The bytes of a token that has text, after those of `context_ids` (all have text)."""
+        ...
+
+    def ending(self, context_ids: Sequence[int]) -> bytes:
+        """The bytes that only the end of the output shows."""
+        ...
+
+
+def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes:
+    """The right kind for this tokenizer."""
+    stages = _stages(json.loads(backend.to_str())["decoder"])
+    if set(stages) <= {"ByteLevel", "Fuse"} and "ByteLevel" in stages:
+        return ByteLevelTokens(backend)
+    return ContextTokens(
+        backend, has_byte_tokens="ByteFallback" in stages, splits_characters="ByteLevel" in stages
+    )
+
+
+class _Vocabulary:
+    """Which tokens have text, looked up once per token that occurs."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._special_ids = {
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._token_by_id: dict[int, str | None] = {}
+
+    def has_text(self, token_id: int) -> bool:
+        return self.token(token_id) is not None
+
+    def token(self, token_id: int) -> str | None:
+        """None: the token has no text."""
+        try:
+            return self._token_by_id[token_id]
+        except KeyError:
+            is_known = token_id >= 0 and token_id not in self._special_ids
+            token = self._backend.id_to_token(token_id) if is_known else None
+            self._token_by_id[token_id] = token
+            return token
+
+
+class ByteLevelTokens(_Vocabulary):
+    """Each character of a token stands for one byte."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__(backend)
+        self._byte_of = _byte_of_character()
+        self._bytes_by_id: dict[int, bytes] = {}
+
+    def of(self, context_ids: Sequence[int], token_id: int) -> bytes:
+        try:
+            return self._bytes_by_id[token_id]
+        except KeyError:
+            token = self.token(token_id) or ""
+            values = [self._byte_of.get(character, -1) for character in token]
+            # An added token ("<think> ") is written as it is, not in the byte alphabet.
+            found = token.encode() if -1 in values else bytes(values)
+            self._bytes_by_id[token_id] = found
+            return found
+
+    def ending(self, context_ids: Sequence[int]) -> bytes:
+        return b""
+
+
+class ContextTokens(_Vocabulary):
+    """What the decoded text gains by the token."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, has_byte_tokens: bool, splits_characters: bool
+    ) -> None:
+        super().__init__(backend)
+        self._has_byte_tokens = has_byte_tokens
+        # A byte-level decoder among others: a character's first tokens decode to U+FFFD.
+        self._splits_characters = splits_characters
+
+    def of(self, context_ids: Sequence[int], token_id: int) -> bytes:
+        if self._has_byte_tokens and (found := BYTE_TOKEN.fullmatch(self.token(token_id) or "")):
+            return bytes([int(found[1], 16)])
+        context = list(context_ids[-CONTEXT_TOKENS:])
+        before, after = self._settled(context), self._settled([*context, token_id])
+        return _without_surrogates(after[len(before) :])
+
+    def ending(self, context_ids: Sequence[int]) -> bytes:
+        if not self._splits_characters:
+            return b""
+        context = list(context_ids[-CONTEXT_TOKENS:])
+        whole = self._decode(context)
+        return whole[len(self._settled(context)) :].encode()
+
+    def _settled(self, token_ids: list[int]) -> str:
+        """The text less the end that the next token may still change."""
+        text = self._decode(token_ids)
+        return text.rstrip(REPLACEMENT) if self._splits_characters else text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+
+
+def _without_surrogates(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
+
+
+def _stages(decoder: Any) -> list[str]:
+    """The decoder's type, or those of all its parts."""
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [stage for part in decoder["decoders"] for stage in _stages(part)]
+    return [decoder["type"]]
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others follow from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (value for value in range(256) if value not in printable)
+    found = {chr(value): value for value in printable}
+    found |= {chr(0x100 + index): value for index, value in enumerate(others)}
+    assert set(found) == set(ByteLevel.alphabet()), "the library's byte alphabet changed"
+    return found
