@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.engine.checkpoint_error import CheckpointError
 from backends.engine.model_config import ModelConfig, read_json
@@ -86,7 +87,7 @@ class Checkpoint:
                 found.append(f"tensor {name} is {entry.dtype}; the engine reads {known}")
         return found
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str) -> NDArray[np.uint8]:
         """The raw bytes of a tensor, uint8; its dtype and shape are in `entries`."""
         entry = self.entries[name]
         raw = np.fromfile(

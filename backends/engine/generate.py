@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.engine.batching import DecodeBatching, Progress, next_chunks
 from backends.engine.interface import Engine, Work
@@ -94,7 +95,7 @@ def _step(
             yield int(sequence.request_id), _append_sample(sequence, row)
 
 
-def _append_sample(sequence: TokenSequence, logits: np.ndarray) -> int:
+def _append_sample(sequence: TokenSequence, logits: NDArray[np.float32]) -> int:
     position = len(sequence.output_ids)
     token_id = sample(logits, sequence.params, position, sequence.prompt_ids, sequence.output_ids)
     sequence.append(token_id)

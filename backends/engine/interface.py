@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.engine.pages import PagePool
 from mooncake_store.layout import KvLayout
@@ -44,11 +45,11 @@ class Engine(Protocol):
     pages: PagePool
     # uint8; page p is kv_pool[p * block_bytes : (p + 1) * block_bytes], in the layout of a block.
     # On a GPU this is the pinned host mirror of the pages, see import_pages and export_pages.
-    kv_pool: np.ndarray
+    kv_pool: NDArray[np.uint8]
 
     def forward(
         self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
-    ) -> np.ndarray:
+    ) -> NDArray[np.float32]:
         """float32 logits [len(batch), vocabulary] of the last token of each work.
 
         `on_layer(l)` is called as soon as the KV of layer l of *all* works is in `kv_pool`, in

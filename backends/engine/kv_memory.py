@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mooncake_store.layout import KvLayout
 
@@ -41,13 +42,11 @@ class KvMemory:
         assert pages_max > 0, pages_max
         self.layout = layout
         self.is_mirrored = device.type != "cpu" if is_mirrored is None else is_mirrored
-        self.bytes = _faulted(pages_max * layout.block_bytes)
+        self.bytes = _faulted(pages_max * layout.block_bytes, device.type == "cuda")
         host = torch.from_numpy(self.bytes).view(TORCH_DTYPES[layout.dtype])
         self._host = host.view(
             pages_max, layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim
         )
-        if device.type == "cuda":
-            torch.cuda.cudart().cudaHostRegister(self.bytes.ctypes.data, self.bytes.nbytes, 0)
         self.pool = torch.zeros_like(self._host, device=device) if self.is_mirrored else self._host
         # The same memory as rows, seen from the first row of each layer: an index made for layer
         # 0 is good for all layers.
@@ -81,17 +80,18 @@ class KvMemory:
                 self._host[page, layer].copy_(self.pool[page, layer], non_blocking=True)
             self._finish_copies()
 
-    def close(self) -> None:
-        if self.pool.device.type == "cuda":
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.ctypes.data)
-
     def _finish_copies(self) -> None:
         if self.pool.device.type == "cuda":
             torch.cuda.current_stream(self.pool.device).synchronize()
 
 
-def _faulted(size_bytes: int) -> np.ndarray:
+def _faulted(size_bytes: int, is_pinned: bool) -> NDArray[np.uint8]:
     """Zeroed bytes, aligned to memory pages, already backed by memory."""
+    if is_pinned:  # a GPU copies faster to and from such memory, and beside other work
+        pinned: NDArray[np.uint8] = torch.zeros(
+            size_bytes, dtype=torch.uint8, pin_memory=True
+        ).numpy()
+        return pinned
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
         memory.madvise(mmap.MADV_HUGEPAGE)  # a gather touches many places: fewer TLB misses

@@ -25,16 +25,21 @@ Not here: the parameters and their limits (sampling_params.py), when a request e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.engine.sampling_params import SamplingParams
+
+Integers = NDArray[np.int64]
+Floats = NDArray[Any]  # float32 or float64
 
 CANDIDATES_FEW = 1024  # top_p first looks among so many; sorting a whole vocabulary costs 10 ms
 
 
 def sample(
-    logits: np.ndarray,
+    logits: Floats,
     params: SamplingParams,
     position: int,
     prompt_ids: Sequence[int],
@@ -64,12 +69,12 @@ def uniform(seed: int, position: int) -> float:
 
 
 def adjusted_logits(
-    logits: np.ndarray,
+    logits: Floats,
     params: SamplingParams,
     position: int,
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
-) -> np.ndarray:
+) -> Floats:
     """Steps 1 to 3: what depends on the tokens so far. Copies only if something changes."""
     scores = logits
     if params.repetition_penalty != 1.0:
@@ -89,7 +94,7 @@ def adjusted_logits(
     return scores
 
 
-def distribution(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+def distribution(scores: Floats, params: SamplingParams) -> tuple[Integers, Floats]:
     """Step 5: the tokens that may be drawn, in order of ids, and their probabilities.
 
     The probabilities are relative to the whole of what top_k kept; they need not add up to 1.
@@ -108,7 +113,7 @@ def distribution(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray
     return token_ids, probabilities
 
 
-def _top_k(scores: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+def _top_k(scores: Floats, top_k: int) -> tuple[Integers, Floats]:
     """The ids of the k largest scores, ascending, and their scores."""
     if top_k == 0 or top_k >= len(scores):
         return np.arange(len(scores)), scores
@@ -119,7 +124,7 @@ def _top_k(scores: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
     return token_ids, scores[token_ids]
 
 
-def _top_p(probabilities: np.ndarray, top_p: float) -> np.ndarray:
+def _top_p(probabilities: Floats, top_p: float) -> Integers:
     """Indexes, ascending, of the fewest largest probabilities that reach `top_p` together."""
     few = min(CANDIDATES_FEW, len(probabilities))
     threshold = np.partition(probabilities, len(probabilities) - few)[len(probabilities) - few]
@@ -132,5 +137,5 @@ def _top_p(probabilities: np.ndarray, top_p: float) -> np.ndarray:
     return np.sort(kept)
 
 
-def _array(token_ids: Sequence[int]) -> np.ndarray:
+def _array(token_ids: Sequence[int]) -> Integers:
     return np.asarray(token_ids, dtype=np.int64)

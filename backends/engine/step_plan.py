@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from backends.engine.interface import Work
 from backends.engine.kv_memory import TORCH_DTYPES
 from mooncake_store.layout import KvLayout, blocks_touched
+
+Integers = NDArray[np.int64]
 
 # Works of unlike context in one padded group waste memory traffic, another group costs a few
 # calls per layer: about 40 us, or the time to gather this much KV of one layer (measured on CPU).
@@ -98,15 +102,15 @@ def plan_step(batch: Sequence[Work], layout: KvLayout, device: torch.device) -> 
     )
 
 
-def _positions(works: list[Work], counts: list[int]) -> np.ndarray:
+def _positions(works: list[Work], counts: list[int]) -> Integers:
     if len(works) == len(counts) == sum(counts):
         return np.array([work.start for work in works], dtype=np.int64)
     return np.concatenate([np.arange(work.start, work.end) for work in works])
 
 
 def _token_rows(
-    positions: np.ndarray, counts: list[int], tables: list[np.ndarray], layout: KvLayout
-) -> np.ndarray:
+    positions: Integers, counts: list[int], tables: list[Integers], layout: KvLayout
+) -> Integers:
     """Where each token's K and V go, as rows of head_dim scalars in layer 0."""
     block_tokens, kv_rows = layout.block_tokens, 2 * layout.kv_heads
     if len(counts) == len(positions):
@@ -117,10 +121,11 @@ def _token_rows(
         pages = np.concatenate(tables)[table_starts + positions // block_tokens]
     page_rows = layout.layers * kv_rows * block_tokens
     first_rows = pages * page_rows + positions % block_tokens
-    return first_rows[:, None] + np.arange(kv_rows) * block_tokens
+    rows: Integers = first_rows[:, None] + np.arange(kv_rows) * block_tokens
+    return rows
 
 
-def _page_rows(pages: np.ndarray, layout: KvLayout) -> np.ndarray:
+def _page_rows(pages: Integers, layout: KvLayout) -> Integers:
     """pages [works, n] -> rows [2, works, kv_heads, n], flat, of block_tokens x head_dim."""
     kv_rows = 2 * layout.kv_heads
     offsets = np.arange(kv_rows).reshape(2, 1, layout.kv_heads, 1)
@@ -129,7 +134,7 @@ def _page_rows(pages: np.ndarray, layout: KvLayout) -> np.ndarray:
 
 def _groups(
     works: list[Work],
-    tables: list[np.ndarray],
+    tables: list[Integers],
     first: int,
     layout: KvLayout,
     device: torch.device,
@@ -152,7 +157,7 @@ def _groups(
 
 def _group(
     works: list[Work],
-    tables: list[np.ndarray],
+    tables: list[Integers],
     first: int,
     layout: KvLayout,
     device: torch.device,
@@ -174,7 +179,7 @@ def _group(
 
 def _spans(
     works: list[Work],
-    tables: list[np.ndarray],
+    tables: list[Integers],
     decode_works: int,
     layout: KvLayout,
     device: torch.device,
@@ -188,7 +193,7 @@ def _spans(
 
 
 def _written(
-    works: list[Work], tables: list[np.ndarray], block_tokens: int
+    works: list[Work], tables: list[Integers], block_tokens: int
 ) -> tuple[list[int], list[int]]:
     pages: list[int] = []
     fresh: list[int] = []
@@ -201,5 +206,5 @@ def _written(
     return pages, fresh
 
 
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def _tensor(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)

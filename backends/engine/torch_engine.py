@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.checkpoint_error import CheckpointError
@@ -86,7 +87,7 @@ class TorchEngine:
     @torch.inference_mode()
     def forward(
         self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
-    ) -> np.ndarray:
+    ) -> NDArray[np.float32]:
         assert batch, "a step without work"
         for work in batch:
             self._check(work)
@@ -113,7 +114,7 @@ class TorchEngine:
         self._memory.export_pages(pages)
 
     def close(self) -> None:
-        self._memory.close()
+        """Nothing to stop; the memory goes when the last view of `kv_pool` does."""
 
     def _check(self, work: Work) -> None:
         assert len(work.token_ids) > 0, "a work without tokens"

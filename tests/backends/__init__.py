@@ -1,0 +1,1 @@
+"""Tests of the workers, the Triton glue and the launcher."""

@@ -1,0 +1,1 @@
+"""Tests of the engines; checkpoints.py makes small random models of every supported family."""

@@ -1,0 +1,135 @@
+"""Greedy tokens in float32 are those of transformers, however the work is cut and batched."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from backends.engine.generate import generate
+from backends.engine.interface import Work
+from backends.engine.sampling_params import SamplingParams
+from backends.engine.torch_engine import TorchEngine
+from tests.backends.engine.checkpoints import (
+    LLAMA3_ROPE,
+    load_reference,
+    make_checkpoint,
+    use_old_rope_keys,
+)
+from tests.backends.engine.reference import Comparison, Reference, greedy
+
+OUTPUT_TOKENS = 48
+BLOCK_TOKENS = (16, 64)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-biased": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "head_dim": 32},
+    ),
+    "qwen2": ("qwen2", {"max_shard_size": "60KB", "num_hidden_layers": 3}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+}
+
+
+class Case:
+    """A checkpoint, prompts of every interesting length, and what transformers makes of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        chance = random.Random(7)
+        lengths = {1} | {n for b in BLOCK_TOKENS for n in (b - 1, b, b + 1, 5 * b + 3)}
+        self.prompts = {n: [chance.randrange(320) for _ in range(n)] for n in sorted(lengths)}
+        model = load_reference(path)
+        self.references: dict[int, Reference] = {
+            n: greedy(model, prompt, OUTPUT_TOKENS) for n, prompt in self.prompts.items()
+        }
+
+    def compare(self, block_tokens: int, chunk_tokens: int, slots_max: int) -> None:
+        engine = TorchEngine.load(self.path, 4096 // block_tokens, block_tokens)
+        copies = 2 if slots_max > 1 else 1  # so that 16 run at once
+        lengths = [n for n in self.prompts for _ in range(copies)]
+        outputs = generate(
+            engine,
+            [self.prompts[n] for n in lengths],
+            SamplingParams(max_tokens=OUTPUT_TOKENS),
+            chunk_tokens,
+            slots_max,
+        )
+        comparison = Comparison()
+        for n, output in zip(lengths, outputs, strict=True):
+            comparison.add(f"prompt of {n} tokens", output, self.references[n])
+        comparison.check()
+        engine.pages.check()
+        assert engine.pages.used_pages == 0
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, overrides = MODELS[request.param]
+    path = tmp_path_factory.mktemp(request.param)
+    return Case(make_checkpoint(family, path, **overrides))
+
+
+@pytest.mark.parametrize("block_tokens", BLOCK_TOKENS)
+def test_each_prompt_alone_in_one_piece_is_equal(case: Case, block_tokens: int) -> None:
+    case.compare(block_tokens, chunk_tokens=1024, slots_max=1)
+
+
+@pytest.mark.parametrize("block_tokens", BLOCK_TOKENS)
+def test_sixteen_prompts_at_once_in_chunks_are_equal(case: Case, block_tokens: int) -> None:
+    case.compare(block_tokens, chunk_tokens=block_tokens, slots_max=16)
+
+
+def test_a_chunk_may_start_and_end_inside_a_page(case: Case) -> None:
+    engine = TorchEngine.load(case.path, 8, 64)
+    prompt = case.prompts[5 * 64 + 3]
+    model = load_reference(case.path)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0].numpy()
+    pages = engine.pages.take(6)
+    assert pages is not None
+    start = 0
+    for tokens in (1, 30, 33, 63, 2, 100, 1, 93):
+        logits = engine.forward([Work(prompt[start : start + tokens], start, pages)])[0]
+        start += tokens
+        np.testing.assert_allclose(logits, expected[start - 1], atol=1e-4)
+
+
+def test_the_rope_keys_of_transformers_4_mean_the_same(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path, rope_parameters=LLAMA3_ROPE)
+    new = TorchEngine.load(tmp_path, 8, 16)
+    use_old_rope_keys(tmp_path)
+    old = TorchEngine.load(tmp_path, 8, 16)
+    assert old.config == new.config
+    assert old.weights_id == new.weights_id
+    assert old.config.rope.type == "llama3"
+
+
+def test_the_llama3_scaling_changes_the_result(tmp_path: Path) -> None:
+    plain = TorchEngine.load(make_checkpoint("llama", tmp_path / "plain"), 8, 16)
+    scaled_path = make_checkpoint("llama", tmp_path / "scaled", rope_parameters=LLAMA3_ROPE)
+    scaled = TorchEngine.load(scaled_path, 8, 16)
+    work = [Work(list(range(100)), 0, list(range(8)))]
+    assert np.abs(plain.forward(work) - scaled.forward(work)).max() > 0.01
+    assert plain.weights_id != scaled.weights_id, "the config belongs to the weights' identity"
+
+
+def test_bfloat16_follows_the_bfloat16_of_transformers(case: Case) -> None:
+    engine = TorchEngine.load(case.path, 8, 64, dtype="bfloat16")
+    assert engine.layout.dtype == "bfloat16"
+    prompt = case.prompts[5 * 64 + 3]
+    exact = load_reference(case.path)
+    rounded = load_reference(case.path, torch.bfloat16)
+    with torch.inference_mode():
+        expected = exact(torch.tensor([prompt])).logits[0, -1].numpy()
+        theirs = rounded(torch.tensor([prompt])).logits[0, -1].float().numpy()
+    ours = engine.forward([Work(prompt, 0, list(range(6)))])[0]
+    their_error, our_error = np.abs(theirs - expected).mean(), np.abs(ours - expected).mean()
+    print(f"mean error of bfloat16: ours {our_error:.4f}, transformers' {their_error:.4f}")
+    assert our_error < 2 * their_error
+    [output] = generate(engine, [prompt], SamplingParams(max_tokens=8))
+    assert len(output) == 8
