@@ -194,6 +194,11 @@ def carry_out(
     ideal = ideal_of(run, server.block_tokens)
     summary = summarize(run.records, ideal)
     console.print(tables.summary_tables(summary))
+    if run.is_interrupted:
+        console.print(
+            f"Interrupted: {run.started} of {len(run.planned)} requests had been sent; the "
+            f"{run.started - len(run.records)} without an answer were cancelled and do not count."
+        )
     if out is not None:
         write_rows(out, run, ideal)
     if as_json:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
@@ -55,15 +55,15 @@ class Answer:
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int | None = None
     finish_reason: str = ""
-    decision: Mapping[str, object] | None = None
+    decision: dict[str, object] = field(default_factory=dict)
 
     def add(self, event: TokenEvent) -> None:
         self.token_times_s += [event.time_s] * len(event.output_ids)
         self.output_ids += event.output_ids
-        if event.cached_tokens is not None:
+        if self.cached_tokens is None:
             self.cached_tokens = event.cached_tokens
         self.finish_reason = event.finish_reason or self.finish_reason
-        self.decision = event.decision or self.decision
+        self.decision |= event.decision or {}  # the last response adds what decode knows
 
 
 def to_send(request: PlannedRequest, options: SendOptions) -> GenerateRequest:
@@ -109,7 +109,7 @@ async def send_one(
         output_ids=tuple(answer.output_ids),
         cached_tokens=answer.cached_tokens,
         finish_reason=answer.finish_reason,
-        decision=answer.decision,
+        decision=answer.decision or None,
     )
 
 

@@ -1,13 +1,13 @@
 """What a run has to know of the server: block size, context length, vocabulary.
 
 Asked in this order, the first answer wins: the command line, the `conductor` model (a request with
-the parameter `describe`, answered with JSON in `decision`), the parameters of its config.pbtxt, and
-last the values of the demo repository, which are named as assumptions.
+the parameter `describe` is answered with JSON in `text_output`), the parameters of its
+config.pbtxt, and last the values of the demo repository, which are named as assumptions.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 from loadtest.triton_client import (
     PROBE_S_MAX,
     GenerateRequest,
-    Rejected,
     ServerError,
     TritonClient,
 )
@@ -61,13 +60,10 @@ async def _described(client: TritonClient) -> Mapping[str, Any]:
     """What the model says of itself; empty when it does not know the question."""
     request = GenerateRequest("describe", parameters={"describe": True})
     try:
-        async with contextlib.aclosing(client.generate(request, PROBE_S_MAX)) as events:
-            async for event in events:
-                if event.decision is not None:
-                    return event.decision
-    except Rejected:
-        return {}
+        events = [event async for event in client.generate(request, PROBE_S_MAX)]
     except ServerError as error:
-        if error.kind == "unreachable":
-            raise
-    return {}
+        if error.kind in ("invalid_request", "server_error", "incomplete"):
+            return {}
+        raise
+    facts = json.loads(events[-1].text) if events[-1].finish_reason == "described" else {}
+    return facts if isinstance(facts, dict) else {}

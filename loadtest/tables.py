@@ -44,7 +44,8 @@ def warnings(summary: Summary) -> Iterator[str]:
             f"{LAG_SHARE_MAX:.0%} of the median TTFT. The arrivals were not the trace's; use a "
             "lower --speed or a machine of its own for the sender."
         )
-    if summary.cached_over_ideal is not None and summary.cached_over_ideal > 1:
+    ideal = summary.ideal_cached_tokens
+    if ideal is not None and (summary.cached_tokens or 0) > ideal:
         yield (
             "More was cached than this run could have put there: the server had seen these "
             "prompts before. Restart it or use another --seed for a cold start."

@@ -9,6 +9,7 @@ Errors, by the prefix that the server writes (Triton has no status code for "try
 * ServerError, whose `kind` is one of
     invalid_request  "invalid_request: ..."  fix the request
     unavailable      "unavailable: ..."      a part of the server is not there
+    kv_missing       "kv_missing: ..."       cached blocks got lost on the way, again and again
     server_error     any other text of the server
     unreachable      no connection, or it broke
     timeout          no complete answer in time
@@ -40,7 +41,7 @@ REQUEST_S_MAX = 600.0
 PROBE_S_MAX = 10.0
 MESSAGE_BYTES_MAX = 2**31 - 1
 REJECTED_PREFIX = re.compile(r"rejected kind=(\S+) retry_after_s=([0-9.eE+-]+)\s*:?\s*(.*)", re.S)
-KIND_PREFIX = re.compile(r"\b(invalid_request|unavailable):")
+KIND_PREFIX = re.compile(r"\b(invalid_request|unavailable|kv_missing):")
 
 
 class ServerError(Exception):

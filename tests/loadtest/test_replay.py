@@ -78,14 +78,14 @@ def test_a_record_keeps_the_time_of_every_token() -> None:
     record = record_of(
         ScriptedClient(
             TokenEvent(1.5, (7,), cached_tokens=8, decision={"prefill_worker": "prefill_0"}),
-            TokenEvent(1.7, (8, 9), finish_reason="length"),
+            TokenEvent(1.7, (8, 9), finish_reason="length", cached_tokens=0, decision={"step": 1}),
         )
     )
     assert record.outcome == COMPLETED
     assert record.token_times_s == (1.5, 1.7, 1.7) and record.output_ids == (7, 8, 9)
     assert (record.sent_s, record.finished_s, record.due_s) == (1.0, 2.0, 0.5)
     assert record.cached_tokens == 8 and record.finish_reason == "length"
-    assert record.decision == {"prefill_worker": "prefill_0"}
+    assert record.decision == {"prefill_worker": "prefill_0", "step": 1}
 
 
 def test_a_rejection_is_recorded_with_its_reason_not_as_an_error() -> None:

@@ -1,0 +1,113 @@
+"""The shape that every benchmark and every simulated experiment answers in.
+
+    {"name": ..., "seconds": ..., "rows": [{...}], "targets": [{"name", "value", "op", "goal"}]}
+
+One target for each number that was promised. A value that could not be measured is null and has a
+`why`; it is never left out, and never a guess. The exit status of a benchmark says that it ran, not
+that its targets were met: whoever reads the line decides what follows.
+
+Not here: measuring (one file per benchmark).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+Cell = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A number that was promised, beside what was measured."""
+
+    name: str
+    value: float | None
+    op: str  # "<=" or ">="
+    goal: float
+    why: str = ""  # there is no value, or what a reader must know of it
+
+    def __post_init__(self) -> None:
+        assert self.op in ("<=", ">="), f"{self.name}: op is {self.op!r}"
+        assert self.value is not None or self.why, f"{self.name}: say why there is no value"
+        assert self.value is None or math.isfinite(self.value), f"{self.name} is {self.value}"
+
+    @property
+    def is_met(self) -> bool | None:
+        """None when there is no value."""
+        if self.value is None:
+            return None
+        return self.value <= self.goal if self.op == "<=" else self.value >= self.goal
+
+    def to_json(self) -> dict[str, Cell]:
+        fields = dataclasses.asdict(self)
+        if not self.why:
+            del fields["why"]
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    seconds: float
+    rows: Sequence[Mapping[str, Cell]]
+    targets: Sequence[Target]
+
+    def to_json(self) -> str:
+        """One line; rows may hold numbers, strings, booleans and null."""
+        fields = {
+            "name": self.name,
+            "seconds": round(self.seconds, 3),
+            "rows": [dict(row) for row in self.rows],
+            "targets": [target.to_json() for target in self.targets],
+        }
+        return json.dumps(fields, allow_nan=False)
+
+    def print(self, console: Console | None = None) -> None:
+        """Tables for people, then the JSON as the last line."""
+        console = console or Console(highlight=False)
+        if self.rows:
+            console.print(_rows_table(self.name, self.rows))
+        if self.targets:
+            console.print(_targets_table(self.targets))
+        console.file.write(self.to_json() + "\n")
+        console.file.flush()
+
+
+def _rows_table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Table:
+    table = Table(title=name)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    for column in columns:
+        is_number = all(not isinstance(row.get(column), str) for row in rows)
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(shown(row.get(column)) for column in columns))
+    return table
+
+
+def _targets_table(targets: Sequence[Target]) -> Table:
+    table = Table(title="targets")
+    for column in ("target", "measured", "goal", "met", "why"):
+        table.add_column(column, overflow="fold")
+    for target in targets:
+        met = {True: "yes", False: "no", None: "not measured"}[target.is_met]
+        goal = f"{target.op} {shown(target.goal)}"
+        table.add_row(target.name, shown(target.value), goal, met, target.why)
+    return table
+
+
+def shown(value: Cell) -> str:
+    """A cell as a person reads it: four significant digits, thousands apart."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, float) and abs(value) < 1_000:
+        return f"{value:.4g}"
+    return f"{value:,.0f}"

@@ -1,0 +1,155 @@
+"""A server for a benchmark: a running one by its address, or `mooncake serve` started for it.
+
+A server of our own gets free ports, its own session and a log file, is used when every model of its
+repository is ready, and is stopped by SIGINT to its process id and by waiting for it: nothing is
+ever ended by name. Not here: what serving consists of (backends/launch.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+READY_S_MAX = 300.0
+STOP_S_MAX = 45.0
+POLL_S = 0.2
+LOG_LINES_SHOWN = 20
+
+
+class ServerFailed(Exception):
+    """The server did not become ready; the message ends with its last lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a server listens, each as HOST:PORT."""
+
+    grpc: str
+    http: str
+    metrics: str
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self.metrics}/metrics"
+
+
+def addresses_of(grpc: str) -> Addresses:
+    """Of a running server, by its gRPC address: HTTP is the port before, metrics the one after.
+
+    That is Triton's own convention (8000, 8001, 8002), and `mooncake serve`'s.
+    """
+    host, _, port = grpc.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"{grpc!r} is not a gRPC address; write for example 127.0.0.1:8001")
+    return Addresses(grpc, f"{host}:{int(port) - 1}", f"{host}:{int(port) + 1}")
+
+
+@contextlib.contextmanager
+def serving(url: str | None, arguments: Sequence[str] = ()) -> Iterator[Addresses]:
+    """The server at `url`, or one of our own (started with `arguments`) until the block ends."""
+    if url is not None:
+        addresses = addresses_of(url)
+        wait_ready(addresses, READY_S_MAX)
+        yield addresses
+        return
+    addresses = free_addresses()
+    with tempfile.NamedTemporaryFile(prefix="mooncake-bench-", suffix=".log") as log:
+        process = start(addresses, arguments, Path(log.name))
+        try:
+            wait_ready(addresses, READY_S_MAX, process, Path(log.name))
+            yield addresses
+        finally:
+            stop(process)
+
+
+def free_addresses() -> Addresses:
+    """Three ports that nobody has now; all are held until all are known, so they differ."""
+    with contextlib.ExitStack() as held:
+        ports = []
+        for _ in range(3):
+            listener = held.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            ports.append(listener.getsockname()[1])
+    return Addresses(*(f"127.0.0.1:{port}" for port in ports))
+
+
+def start(
+    addresses: Addresses, arguments: Sequence[str], log_path: Path
+) -> subprocess.Popen[bytes]:
+    ports = []
+    for name in ("http", "grpc", "metrics"):
+        ports += [f"--{name}-port", getattr(addresses, name).rpartition(":")[2]]
+    command = [sys.executable, "-m", "backends.cli", "serve", *ports, *arguments]
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            command,
+            cwd=PROJECT,  # where model_repository/ is
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+
+
+def wait_ready(
+    addresses: Addresses,
+    ready_s_max: float,
+    process: subprocess.Popen[bytes] | None = None,
+    log_path: Path | None = None,
+) -> None:
+    """Until every model is ready; ServerFailed when the process ends or time is up."""
+    give_up_s = time.monotonic() + ready_s_max
+    while True:
+        waiting = models_waiting(addresses)
+        if not waiting:
+            return
+        if process is not None and process.poll() is not None:
+            what = f"`mooncake serve` ended with status {process.returncode}"
+            raise ServerFailed(f"{what}\n{last_lines(log_path)}")
+        if process is None or time.monotonic() > give_up_s:
+            what = f"{addresses.http} is not ready: {', '.join(waiting)}"
+            raise ServerFailed(f"{what}\n{last_lines(log_path)}".rstrip())
+        time.sleep(POLL_S)
+
+
+def models_waiting(addresses: Addresses) -> list[str]:
+    """What the server is not ready for; empty when every model of its repository is."""
+    url = f"http://{addresses.http}/v2/repository/index"
+    question = urllib.request.Request(url, data=b"{}", method="POST")
+    try:
+        with urllib.request.urlopen(question, timeout=5.0) as answer:
+            models = json.load(answer)
+    except (OSError, urllib.error.URLError) as error:
+        return [f"no answer ({error})"]
+    names = [model["name"] for model in models if model.get("state") != "READY"]
+    return names if models else ["no model is known yet"]
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask, wait, and only then insist; the server's own children end with it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S_MAX)
+
+
+def last_lines(log_path: Path | None) -> str:
+    if log_path is None or not log_path.exists():
+        return ""
+    return "\n".join(log_path.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
