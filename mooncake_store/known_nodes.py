@@ -20,7 +20,7 @@ from mooncake_store.segment import ByteArray
 from mooncake_store.transport import Transport
 
 BAD_NODE_S = 2.0
-REFRESH_S = 0.2  # the directory is not asked for an unknown name more often than this
+REFRESH_S = 0.02  # the directory is not asked for unknown or bad nodes more often than this
 MODES = ("auto", "mapped", "nixl")
 
 
@@ -57,25 +57,25 @@ class KnownNodes:
 
     def find(self, node_id: str) -> NodeInfo | None:
         """The node, or None when the directory does not know it."""
-        with self._lock:
-            info = self._nodes.get(node_id)
-            is_recent = time.monotonic() - self._asked_s < REFRESH_S
-        if info is None and not is_recent:
-            self.refresh()
-            with self._lock:
-                info = self._nodes.get(node_id)
-        return info
+        return self._find(node_id)[0]
 
     def usable(self, node_id: str) -> NodeInfo | None:
-        """The node, or None when it is unknown or has failed a moment ago."""
-        info = self.find(node_id)
-        with self._lock:
-            bad = self._bad.get(node_id)
-        if info is None or (
-            bad is not None and bad[0] == info.incarnation and time.monotonic() < bad[1]
-        ):
-            return None
-        return info
+        """The node, or None when it is unknown or this life of it has failed a moment ago."""
+        info, is_bad = self._find(node_id)
+        return None if is_bad else info
+
+    def _find(self, node_id: str) -> tuple[NodeInfo | None, bool]:
+        """The node, and whether it is bad; the directory is asked when that may change it."""
+        for is_last in (False, True):
+            with self._lock:
+                info = self._nodes.get(node_id)
+                life, until_s = self._bad.get(node_id, ("", 0.0))
+                is_recent = time.monotonic() - self._asked_s < REFRESH_S
+            is_bad = info is not None and life == info.incarnation and time.monotonic() < until_s
+            if is_last or is_recent or (info is not None and not is_bad):
+                break
+            self.refresh()
+        return info, is_bad
 
     def mark_bad(self, info: NodeInfo) -> None:
         with self._lock:

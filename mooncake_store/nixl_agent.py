@@ -52,6 +52,7 @@ def prepare_environment() -> None:
     os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", "128K")
     os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", "128K")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its warnings go to stdout otherwise
     home = os.environ.get("HOME")
     if home and os.path.isdir(home) and not os.access(home, os.R_OK | os.X_OK):
         raise NixlUnavailable(

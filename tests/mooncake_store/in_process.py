@@ -1,0 +1,49 @@
+"""A directory without a server, for tests of the store: the production Directory, called directly.
+
+It has the methods of DirectoryClient and gives every call the real clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mooncake_store.directory import Directory
+from mooncake_store.errors import StoreUnavailable
+from mooncake_store.membership import NodeInfo
+
+
+class InProcessDirectory:
+    """Stands where a DirectoryClient would."""
+
+    def __init__(self) -> None:
+        self.directory = Directory(epoch=1)
+        self.is_down = False
+        self.asked: list[str] = []  # the verbs, in order
+
+    def __getattr__(self, verb: str) -> Any:
+        method = getattr(self.directory, verb)
+
+        def ask(*arguments: Any, **named: Any) -> Any:
+            if self.is_down:
+                raise StoreUnavailable("the directory is down")
+            self.asked.append(verb)
+            return method(*arguments, **named, now_s=time.monotonic())
+
+        return ask
+
+    def allocate(
+        self,
+        node_id: str,
+        keys: Sequence[bytes],
+        owner: str,
+        lease_s: float,
+        ephemeral: bool = False,
+    ) -> Any:
+        return self.__getattr__("allocate")(node_id, keys, owner, lease_s, ephemeral)
+
+    def up(self, info: NodeInfo) -> NodeInfo:
+        """Register a node."""
+        self.register_node(info)
+        return info
