@@ -69,8 +69,8 @@ class Tokenizer:
         """`add_special`: with BOS where the checkpoint wants it; false for rendered chats."""
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special).ids)
-        except (TypeError, UnicodeError):  # a lone surrogate, from an escape in JSON
-            raise RequestInvalid("the text has a lone surrogate, which is no character") from None
+        except Exception as error:  # the library has no narrower one; a lone surrogate, say
+            raise RequestInvalid(f"the text cannot be tokenised: {error}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of whole outputs; ids outside the vocabulary have none."""
