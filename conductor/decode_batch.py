@@ -25,12 +25,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mooncake_store.membership import WorkerReport
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """A batch: how many sequences, their KV tokens and the pages they hold or reserved."""
 
     sequences: float = 0.0
@@ -84,7 +84,7 @@ class DecodeBatch:
     @property
     def reserved_sequences(self) -> int:
         """Everything in the batch or on its way to it."""
-        return int(self.load_now().sequences) + self._tallies["coming"].sequences
+        return self._joined_sequences() + self._tallies["coming"].sequences
 
     def charge(
         self, request_id: str, context_tokens: int, pages: int, prefill_end_s: float
@@ -141,12 +141,16 @@ class DecodeBatch:
             max(0, self._reported.pages - covered.pages),
         )
 
+    def _joined_sequences(self) -> int:
+        covered = min(self._tallies["covered"].sequences, self._reported.sequences)
+        return self._foreign.sequences + covered + self._tallies["fresh"].sequences
+
     def load_now(self) -> Load:
         """What is decoding now; requests still in prefill are not."""
         foreign, covered = self._foreign, self._tallies["covered"]
         reported, fresh = self._reported, self._tallies["fresh"]
         return Load(
-            foreign.sequences + min(covered.sequences, reported.sequences) + fresh.sequences,
+            self._joined_sequences(),
             foreign.context_tokens
             + min(covered.context_tokens, reported.context_tokens)
             + fresh.context_tokens,
@@ -162,7 +166,9 @@ class DecodeBatch:
         # Foreign requests are known by number only: their ends are spread evenly.
         leaving += self._foreign.sequences * min(1.0, max(0.0, at_s - now_s) / decode_s)
         staying = max(0.0, 1.0 - leaving / now.sequences) if now.sequences else 0.0
-        share = _until(self._coming, at_s) / coming.sequences if coming.sequences else 0.0
+        arriving = _until(self._coming, at_s)  # less those that come and go before then
+        arriving -= max(0, _until(self._coming, at_s - decode_s) - _until(self._coming, now_s))
+        share = arriving / coming.sequences if coming.sequences else 0.0
         # The right *number* of average requests: knowing which ones would cost a walk.
         return Load(
             now.sequences * staying + coming.sequences * share,

@@ -67,9 +67,21 @@ class PrefillQueue:
         if not self._charges:
             return foreign_s
         head = next(iter(self._charges.values()))
-        began_s = max(self._head_since_s, self._as_of_s + self._foreign_s)
-        head_s = max(0.0, head.remaining_s - max(0.0, now_s - began_s))
+        head_s = max(0.0, head.remaining_s - self._head_elapsed_s(now_s))
         return foreign_s + head_s + self._waiting_s
+
+    def _settle(self, now_s: float) -> None:
+        """Write down the time that has passed, before something else changes."""
+        head = next(iter(self._charges.values()), None)
+        if head is not None:
+            head.remaining_s = max(0.0, head.remaining_s - self._head_elapsed_s(now_s))
+        self._foreign_s = max(0.0, self._foreign_s - (now_s - self._as_of_s))
+        self._as_of_s = self._head_since_s = now_s
+
+    def _head_elapsed_s(self, now_s: float) -> float:
+        """How long the first charge has been worked on: since foreign work ended."""
+        began_s = max(self._head_since_s, self._as_of_s + self._foreign_s)
+        return max(0.0, now_s - began_s)
 
     def charge(self, request_id: str, new_tokens: int, prefix_tokens: int, now_s: float) -> None:
         assert request_id not in self._charges, f"{request_id} is charged already"
@@ -85,16 +97,17 @@ class PrefillQueue:
         charge = self._charges.get(request_id)
         if charge is None or charge.is_started:
             return
+        self._settle(now_s)
         prompt_tokens = charge.prefix_tokens + charge.new_tokens
         charge.prefix_tokens = min(max(cached_tokens, 0), prompt_tokens - 1)
         charge.new_tokens = prompt_tokens - charge.prefix_tokens
         charge.done_tokens, charge.is_started = 0, True
-        charge.remaining_s = self._estimate.seconds(charge.new_tokens, charge.prefix_tokens)
-        if next(iter(self._charges)) != request_id:  # it overtook one that still fetches
+        charge.remaining_s = self._remaining_s(charge)
+        head = next(iter(self._charges.values()))
+        if not head.is_started:  # overtaken: it still fetches, and has computed nothing
+            head.remaining_s = self._remaining_s(head)
             by_start = sorted(self._charges.items(), key=lambda item: not item[1].is_started)
             self._charges = dict(by_start)
-        if next(iter(self._charges)) == request_id:
-            self._head_since_s = now_s
         self._recount()
 
     def drop(self, request_id: str, now_s: float) -> bool:
@@ -115,15 +128,14 @@ class PrefillQueue:
 
         `requests`: waiting or running there; `queue_tokens`: what they still have to compute.
         """
+        self._settle(now_s)
         covered = [c for c in self._charges.values() if c.charged_at_s <= now_s - report_lag_s]
         own_tokens = sum(charge.new_tokens for charge in covered)
         done_tokens = max(0, own_tokens - queue_tokens)
         for charge in covered:
             charge.done_tokens = min(charge.new_tokens, done_tokens)
             done_tokens -= charge.done_tokens
-            charge.remaining_s = self._estimate.seconds(
-                charge.new_tokens - charge.done_tokens, charge.prefix_tokens + charge.done_tokens
-            )
+            charge.remaining_s = self._remaining_s(charge)
         foreign_tokens = max(0, queue_tokens - own_tokens)
         foreign_requests = max(0, requests - len(covered))
         self._foreign_requests = max(foreign_requests, 1 if foreign_tokens else 0)
@@ -131,8 +143,12 @@ class PrefillQueue:
         if foreign_tokens:  # equal lengths assumed: a report does not tell them apart
             mean_tokens = foreign_tokens / self._foreign_requests
             self._foreign_s = self._foreign_requests * self._estimate.seconds(mean_tokens, 0)
-        self._as_of_s = self._head_since_s = now_s
         self._recount()
+
+    def _remaining_s(self, charge: PrefillCharge) -> float:
+        return self._estimate.seconds(
+            charge.new_tokens - charge.done_tokens, charge.prefix_tokens + charge.done_tokens
+        )
 
     def _recount(self) -> None:
         charges = iter(self._charges.values())

@@ -1,0 +1,39 @@
+"""A wrong knob is named with its remedy, and all of them at once."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from conductor import ConductorConfig
+
+
+def test_the_defaults_have_no_problem() -> None:
+    assert ConductorConfig().problems() == []
+
+
+def test_every_mistake_is_listed_at_once_with_its_remedy() -> None:
+    config = ConductorConfig(
+        ttft_slo_s=-1, tbt_slo_s=float("nan"), routing_policy="fastest", admission_policy="x",
+        kvcache_balancing_threshold=0.5, retry_after_s_min=9, retry_after_s_max=3,
+        low_priority_load_max=2, report_lag_s=5,
+    )  # fmt: skip
+    found = "\n".join(config.problems())
+    named = (
+        "ttft_slo_s tbt_slo_s routing_policy admission_policy report_lag_s retry_after_s_min "
+        "kvcache_balancing_threshold low_priority_load_max"
+    )
+    for name in named.split():
+        assert name in found
+    assert "use one of kvcache_centric, local_cache, least_load, random" in found
+    assert len(config.problems()) == 8
+
+
+@pytest.mark.parametrize("field", fields(ConductorConfig), ids=lambda field: field.name)
+def test_a_field_is_flat_and_refuses_what_makes_no_sense(field: object) -> None:
+    name, kind = field.name, field.type  # type: ignore[attr-defined]
+    assert kind in ("str", "int", "float", "bool"), "config.pbtxt parameters are flat"
+    if kind in ("int", "float"):
+        assert replace(ConductorConfig(), **{name: -1}).problems()
+        assert replace(ConductorConfig(), **{name: float("inf")}).problems()

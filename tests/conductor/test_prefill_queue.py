@@ -1,0 +1,101 @@
+"""The queue's seconds: charged at once, replaced by what a report knows, never below zero."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from conductor.estimates import PrefillEstimate
+from conductor.prefill_queue import PrefillQueue
+
+ONE_MS_A_TOKEN = PrefillEstimate(0.0, 0.001, 0.0)
+
+
+def queue() -> PrefillQueue:
+    return PrefillQueue(ONE_MS_A_TOKEN, 0.0)
+
+
+def test_a_charge_counts_at_once_and_only_its_uncached_tokens() -> None:
+    made = queue()
+    made.charge("a", 300, 700, 0.0)
+    made.charge("b", 200, 0, 0.0)
+    assert made.work_s(0.0) == pytest.approx(0.5)
+
+
+def test_a_request_that_overruns_does_not_eat_the_time_of_those_behind_it() -> None:
+    made = queue()
+    made.charge("a", 300, 0, 0.0)
+    made.charge("b", 200, 0, 0.0)
+    assert made.work_s(0.1) == pytest.approx(0.4)
+    assert made.work_s(9.0) == pytest.approx(0.2)
+
+
+def test_a_report_shrinks_the_first_charges_first() -> None:
+    made = queue()
+    made.charge("a", 300, 0, 0.0)
+    made.charge("b", 200, 0, 0.0)
+    made.on_report(250, 2, 1.0, 0.2)
+    assert made.work_s(1.0) == pytest.approx(0.25)
+    made.drop("a", 1.0)
+    assert made.work_s(1.0) == pytest.approx(0.2), "b had not begun"
+
+
+def test_a_report_does_not_replace_what_it_cannot_know_yet() -> None:
+    made = queue()
+    made.charge("a", 300, 0, 0.9)
+    made.on_report(0, 0, 1.0, 0.2)
+    assert made.work_s(1.0) == pytest.approx(0.2), "charged 0.1 s ago, running since"
+    made.on_report(0, 0, 1.2, 0.2)
+    assert made.work_s(1.2) == 0.0
+
+
+def test_work_of_other_fronts_comes_first_and_fades() -> None:
+    made = queue()
+    made.on_report(1_000, 2, 1.0, 0.2)
+    made.charge("a", 300, 0, 1.0)
+    assert made.work_s(1.0) == pytest.approx(1.3) and made.requests == 3
+    assert made.work_s(1.5) == pytest.approx(0.8)
+    assert made.work_s(2.1) == pytest.approx(0.2), "ours began when the foreign work was done"
+
+
+def test_what_was_really_cached_replaces_the_prediction() -> None:
+    made = queue()
+    made.charge("a", 100, 900, 0.0)
+    made.start("a", 0, 0.5)
+    assert made.work_s(0.5) == pytest.approx(1.0)
+    made.start("a", 900, 0.7)
+    assert made.work_s(0.7) == pytest.approx(0.8), "a prefill starts once"
+
+
+def test_one_that_starts_while_the_first_still_fetches_goes_ahead() -> None:
+    made = queue()
+    made.charge("fetching", 100, 900, 0.0)
+    made.charge("quick", 500, 0, 0.0)
+    made.start("quick", 0, 1.0)
+    assert made.work_s(1.2) == pytest.approx(0.4)
+
+
+def test_a_long_random_life_never_goes_below_zero_and_ends_at_zero(seed: int) -> None:
+    rng, made, now_s, number = random.Random(seed), queue(), 0.0, 0
+    alive: list[str] = []
+    for _ in range(2_000):
+        now_s += rng.choice((0.0, 0.01, 0.3))
+        step = rng.randrange(5)
+        if step <= 1:
+            number += 1
+            made.charge(f"r{number}", rng.randint(1, 5_000), rng.randint(0, 5_000), now_s)
+            alive.append(f"r{number}")
+        elif step == 2:
+            made.on_report(rng.randint(0, 9_000), rng.randint(0, 9), now_s, 0.2)
+        elif alive and step == 3:
+            made.start(rng.choice(alive), rng.randint(-5, 20_000), now_s)
+        elif alive:
+            gone = alive.pop(rng.randrange(len(alive)))
+            assert made.drop(gone, now_s) and not made.drop(gone, now_s)
+        made.check()
+        assert 0.0 <= made.work_s(now_s + 1.0) <= made.work_s(now_s)
+    for request_id in alive:
+        made.drop(request_id, now_s)
+    made.on_report(0, 0, now_s, 0.2)
+    assert made.work_s(now_s) == 0.0 and made.requests == 0

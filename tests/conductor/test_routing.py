@@ -1,0 +1,129 @@
+"""Algorithm 1 against brute force, and its corner cases."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from conductor import Conductor, ConductorConfig, Reject, Route
+from conductor.routing import cached_tokens
+from mooncake_store.events import BlockAdded, Event, NodeUp, WorkerReported, WorkerUp
+from tests.conductor.fleet import conductor, fleet, keys, node, prompt, report, worker
+
+
+def test_at_least_one_token_of_a_prompt_is_computed() -> None:
+    assert cached_tokens(10, 64, 640) == 639
+    assert cached_tokens(10, 64, 641) == 640
+    assert cached_tokens(0, 64, 5) == 0
+    assert cached_tokens(3, 64, 1) == 0
+
+
+def test_the_chosen_pair_is_within_a_tie_of_the_least_ttft_of_all_pairs(seed: int) -> None:
+    """The finalists are a shortcut; explain() looks at every pair."""
+    rng = random.Random(seed)
+    for _ in range(100):
+        count = rng.randint(1, 6)
+        made = conductor(
+            [
+                *(NodeUp(node(f"s{n}")) for n in range(3)),
+                *(
+                    WorkerUp(worker(
+                        f"{role[0]}{n}", role, f"s{rng.randrange(3)}", slots_max=99,
+                        prefill_coefficients=(0.0, rng.uniform(1e-4, 1e-3), 0.0),
+                        transfer_bytes_per_s={f"s{m}": rng.uniform(1e7, 1e10) for m in range(3)},
+                    ))
+                    for role in ("prefill", "decode") for n in range(count)
+                ),
+            ],
+            tie_s=0.0,
+        )  # fmt: skip
+        for n in range(count):
+            said = report(f"p{n}", running=1, queue_tokens=rng.randint(0, 9_000))
+            made.on_events([WorkerReported(said)], 0.0)
+        for n in range(3):
+            made.on_events(
+                [BlockAdded(k, f"s{n}") for k in keys("a*40")[: rng.randint(0, 40)]], 0.0
+            )
+        request = prompt("r1", "a*40")
+        pairs = made.explain(request, 0.0)
+        chosen = made.on_request(request, 0.0)
+        assert isinstance(chosen, Route) and len(pairs) == count * count
+        least_s = min(p.predicted.ttft_s - p.predicted.handover_s for p in pairs)
+        start_s = chosen.predicted.ttft_s - chosen.predicted.handover_s
+        assert start_s <= least_s * 1.02 + 1e-9
+        assert chosen.predicted.tbt_s <= 1.02 * min(
+            p.predicted.tbt_s + p.predicted.handover_s / 10 for p in pairs
+            if p.prefill == chosen.prefill
+        )  # fmt: skip
+
+
+def test_a_worker_that_failed_this_request_is_not_tried_again_by_it() -> None:
+    made = conductor()
+    avoided = frozenset({("p0", "w1"), ("d0", "w1")})
+    for number in range(4):
+        routed = made.on_request(prompt(f"r{number}", "a*3", excluded_workers=avoided), 0.0)
+        assert isinstance(routed, Route)
+        assert (routed.prefill.worker_id, routed.decode.worker_id) == ("p1", "d1")
+    nobody = frozenset({("p0", "w1"), ("p1", "w1")})
+    refused = made.on_request(prompt("r9", "a*3", excluded_workers=nobody), 0.0)
+    assert isinstance(refused, Reject) and refused.kind == "no_prefill_worker"
+    assert "2 x just failed this request" in refused.reason
+
+
+def test_a_burst_of_unrelated_requests_is_spread_over_both_pools() -> None:
+    made = conductor(fleet(prefills=4, decodes=4, nodes=2))
+    used: dict[str, int] = {}
+    for number in range(16):
+        routed = made.on_request(prompt(f"r{number}", f"x{number}*8"), 0.0)
+        assert isinstance(routed, Route)
+        for name in (routed.prefill.worker_id, routed.decode.worker_id):
+            used[name] = used.get(name, 0) + 1
+    assert set(used.values()) == {4}, used
+
+
+def test_an_idle_cluster_takes_its_workers_in_turn_so_that_all_memory_is_used() -> None:
+    made, order = conductor(fleet(prefills=3, decodes=3, nodes=3)), []
+    for number in range(6):
+        routed = made.on_request(prompt(f"r{number}", f"x{number}*8"), number * 0.1)
+        assert isinstance(routed, Route)
+        order.append(routed.prefill.worker_id)
+        made.on_finished(f"r{number}", number * 0.1 + 0.05)
+    assert order == ["p0", "p1", "p2"] * 2
+
+
+def test_workers_of_different_speed_share_a_burst_by_their_speed() -> None:
+    slow, fast = (0.0, 0.003, 0.0), (0.0, 0.001, 0.0)
+    events: list[Event] = [
+        NodeUp(node("s0")),
+        WorkerUp(worker("p0", "prefill", "s0", prefill_coefficients=slow)),
+        WorkerUp(worker("p1", "prefill", "s0", prefill_coefficients=fast)),
+        WorkerUp(worker("d0", "decode", "s0", slots_max=99)),
+    ]
+    made, to_fast = conductor(events), 0
+    for number in range(40):
+        routed = made.on_request(prompt(f"r{number}", prompt_tokens=500), 0.0)
+        assert isinstance(routed, Route)
+        to_fast += routed.prefill.worker_id == "p1"
+    assert to_fast == 30
+
+
+@pytest.mark.parametrize("policy", ["local_cache", "least_load", "random"])
+def test_the_compared_policies_never_fetch(policy: str) -> None:
+    made = conductor(routing_policy=policy)
+    made.on_events([BlockAdded(key, "s0") for key in keys("a*30")], 0.0)
+    for number in range(30):
+        routed = made.on_request(prompt(f"r{number}", "a*30"), 0.0)
+        if isinstance(routed, Route):
+            assert routed.fetch_node is None
+    assert made.stats().fetches == 0
+
+
+def test_random_routing_is_the_same_for_the_same_request_and_uses_every_worker() -> None:
+    def names() -> list[str]:
+        made = Conductor(ConductorConfig(routing_policy="random"))
+        made.on_events(fleet(prefills=4, decodes=4, slots_max=999), 0.0)
+        routed = [made.on_request(prompt(f"r{n}", "a*1"), 0.0) for n in range(40)]
+        return [r.prefill.worker_id for r in routed if isinstance(r, Route)]
+
+    assert names() == names() and len(set(names())) == 4
