@@ -1,0 +1,1 @@
+"""Workers, Triton glue, launcher and command line. What decides is in `conductor/`."""

@@ -1,0 +1,123 @@
+"""The `mooncake` command: parses, then calls what does the work. No logic of its own."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="mooncake",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serve large language models as Triton models, with a shared KVCache in between.",
+)
+console = Console(stderr=True, highlight=False)
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """'512M', '1GiB', '1073741824' -> bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, flags=re.IGNORECASE)
+    if not match:
+        raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G")
+    return int(float(match.group(1)) * UNITS[match.group(2).upper()])
+
+
+@app.command()
+def serve(
+    model_repository: Annotated[
+        Path, typer.Option(help="Folder of Triton models; edit its config.pbtxt files freely.")
+    ] = Path("model_repository"),
+    address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="KServe HTTP port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="KServe gRPC port.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus port.")] = 8002,
+    nodes: Annotated[str, typer.Option(help="Storage nodes, comma separated.")] = "s0,s1",
+    store_bytes: Annotated[
+        str, typer.Option(help="Memory of each storage node in /dev/shm, like 512M or 4G.")
+    ] = "1G",
+    state_dir: Annotated[
+        Path, typer.Option(help="Logs, staged backends and this machine's measured speeds.")
+    ] = Path(".mooncake"),
+    ready_s_max: Annotated[float, typer.Option(help="Give up when not ready after this.")] = 300.0,
+    triton_arg: Annotated[
+        list[str] | None, typer.Option(help="Passed to tritonserver as it is; repeatable.")
+    ] = None,
+) -> None:
+    """Start directory, storage nodes and Triton on this machine, until Ctrl-C."""
+    from backends.environment import EnvironmentProblem
+    from backends.launch import Launcher, ServeOptions, Stopped, signals_as_exceptions
+    from backends.processes import ChildDied
+
+    options = ServeOptions(
+        model_repository=model_repository, address=address, http_port=http_port,
+        grpc_port=grpc_port, metrics_port=metrics_port,
+        nodes=tuple(filter(None, nodes.split(","))), store_bytes=parse_bytes(store_bytes),
+        state_dir=state_dir, ready_s_max=ready_s_max, triton_args=tuple(triton_arg or ()),
+    )  # fmt: skip
+    launcher = Launcher(options)
+    status = 0
+    with signals_as_exceptions():
+        try:
+            run_until_stopped(launcher)
+        except Stopped as stopped:
+            console.print(f"{stopped}: stopping ...")
+        except (EnvironmentProblem, ChildDied) as problem:
+            console.print(f"[bold red]cannot serve[/]: {problem}", markup=True, soft_wrap=True)
+            status = 1
+        finally:
+            launcher.stop()
+    sys.exit(status)
+
+
+def run_until_stopped(launcher: object) -> None:
+    """Start, say how to send a request, then watch; returns only by an exception."""
+    from backends.launch import Launcher
+    from backends.repository import RepositoryWatch
+
+    assert isinstance(launcher, Launcher)
+    started_s = time.monotonic()
+    with console.status("starting directory, storage nodes and Triton ..."):
+        launcher.start()
+    with console.status(f"loading models (log: {launcher.triton_log}) ..."):
+        states = launcher.wait_ready()
+    seconds = time.monotonic() - started_s
+    console.print(f"ready after {seconds:.1f} s: {', '.join(state.name for state in states)}")
+    console.print("try:", style="bold")
+    console.print(
+        f"  curl -sN {launcher.http_url}/v2/models/conductor/generate_stream -d "
+        '\'{"text_input": "It is a truth", "max_tokens": 32, "stream": true}\'',
+        soft_wrap=True,
+    )
+    options = launcher.options
+    watch = RepositoryWatch(options.model_repository, launcher.http_url, launcher.triton_log)
+    watch.new_refusals()  # what was logged before we were ready is not news
+    while True:
+        launcher.check_children()
+        for refusal in watch.new_refusals():
+            console.print(f"[bold yellow]kept the old settings of[/] {refusal}", soft_wrap=True)
+        time.sleep(0.5)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+             add_help_option=False)  # fmt: skip
+def replay(context: typer.Context) -> None:
+    """Send a published request trace to a running server (`mooncake replay --help`)."""
+    from loadtest.replay import main as replay_main
+
+    sys.exit(replay_main(context.args))
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The conductor process's view of the cluster: the directory's events, fed to the Conductor.
+
+One lock guards the Conductor and its index; everything that decides goes through here, so that a
+fleet could put this object on another host behind the same few methods. Not here: deciding
+(conductor/), serving a request (front_door.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from backends.errors import RequestInvalid
+from conductor.conductor import Conductor
+from conductor.config import ConductorConfig
+from conductor.messages import Replicate, Reject, Request, Route
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.event_feed import EventFeed
+from mooncake_store.events import WorkerDown, WorkerUp
+from mooncake_store.membership import WorkerInfo
+
+log = logging.getLogger(__name__)
+TICK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the live workers have in common; None-free once a worker has registered."""
+
+    fingerprint: str
+    block_tokens: int
+    context_tokens_max: int
+    workers: tuple[str, ...]
+
+
+class ClusterView:
+    """Thread-safe door to the Conductor, kept up to date from the directory."""
+
+    def __init__(self, config: ConductorConfig, directory: str, events: str) -> None:
+        self._lock = threading.Lock()
+        self._conductor = Conductor(config)
+        self._workers: dict[tuple[str, str], WorkerInfo] = {}
+        self._suggestions: list[Replicate] = []
+        self._is_closing = threading.Event()
+        self.client = DirectoryClient(directory)
+        self._feed = EventFeed(directory, events, self._on_snapshot, self._on_events)
+        self._ticker = threading.Thread(target=self._tick_loop, name="conductor-tick", daemon=True)
+        self._ticker.start()
+
+    def served(self) -> Served | None:
+        """What the newest workers serve, or None while there are none."""
+        with self._lock:
+            workers = list(self._workers.values())
+        if not workers:
+            return None
+        newest = workers[-1]
+        return Served(
+            fingerprint=newest.fingerprint,
+            block_tokens=newest.block_tokens,
+            context_tokens_max=min(worker.context_tokens_max for worker in workers),
+            workers=tuple(sorted({worker.worker_id for worker in workers})),
+        )
+
+    def inboxes(self, worker_id: str) -> list[str]:
+        """Of every live process of a worker: two while its config.pbtxt reloads."""
+        with self._lock:
+            return [w.inbox for (name, _), w in self._workers.items() if name == worker_id]
+
+    def excluded_by_pins(
+        self, prefill_worker: str, decode_worker: str
+    ) -> frozenset[tuple[str, str]]:
+        """All workers but the pinned ones ("" pins none); RequestInvalid for an unknown name."""
+        with self._lock:
+            workers = list(self._workers.values())
+        excluded = set()
+        for role, pinned in (("prefill", prefill_worker), ("decode", decode_worker)):
+            names = {worker.worker_id for worker in workers if worker.role == role}
+            if pinned and pinned not in names:
+                raise RequestInvalid(
+                    f"{role}_worker {pinned!r} is not serving; these are: {sorted(names)}"
+                )
+            excluded |= {
+                (worker.worker_id, worker.incarnation)
+                for worker in workers
+                if pinned and worker.role == role and worker.worker_id != pinned
+            }
+        return frozenset(excluded)
+
+    def decide(self, request: Request) -> Route | Reject:
+        with self._lock:
+            return self._conductor.on_request(request, time.monotonic())
+
+    def prefill_finished(self, request_id: str, cached_tokens: int, seconds: float) -> None:
+        with self._lock:
+            self._conductor.on_prefill_finished(
+                request_id, time.monotonic(), cached_tokens, seconds
+            )
+
+    def finished(self, request_id: str) -> None:
+        with self._lock:
+            self._conductor.on_finished(request_id, time.monotonic())
+
+    def worker_failed(self, worker_id: str, incarnation: str) -> None:
+        with self._lock:
+            self._conductor.on_worker_failed(worker_id, incarnation, time.monotonic())
+
+    def stats(self) -> Any:
+        """ConductorStats."""
+        with self._lock:
+            return self._conductor.stats()
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._feed.close()
+        self._ticker.join(timeout=2.0)
+        self.client.close()
+
+    def _on_snapshot(self, snapshot: Any) -> None:
+        with self._lock:
+            self._workers = {(w.worker_id, w.incarnation): w for w in snapshot.workers}
+            self._conductor.on_snapshot(snapshot, time.monotonic())
+
+    def _on_events(self, events: Sequence[Any]) -> None:
+        with self._lock:
+            for event in events:
+                if isinstance(event, WorkerUp):
+                    self._workers[(event.info.worker_id, event.info.incarnation)] = event.info
+                elif isinstance(event, WorkerDown):
+                    self._workers.pop((event.worker_id, event.incarnation), None)
+            self._conductor.on_events(events, time.monotonic())
+
+    def _tick_loop(self) -> None:
+        while not self._is_closing.wait(TICK_S):
+            with self._lock:
+                self._conductor.on_tick(time.monotonic())

@@ -1,0 +1,46 @@
+"""Triton entry point of the conductor: the front that clients call.
+
+Translation only. Serving a request is in backends/front_door.py, deciding in conductor/.
+"""
+
+import os
+
+from backends import front_metrics, triton_io
+from backends.cluster_view import ClusterView
+from backends.front_door import FrontDoor
+from backends.tokenizer import Tokenizer
+from backends.worker_config import FrontConfig, checkpoint_folder, read_configs
+from conductor.config import ConductorConfig
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        triton_io.start_logging()
+        try:
+            model, raw, count = triton_io.parameters(args)
+            config, deciding = read_configs((FrontConfig, ConductorConfig), model, raw, count)
+            folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
+            tokenizer = Tokenizer.load(folder)
+            self.cluster = ClusterView(
+                deciding, os.environ["MOONCAKE_DIRECTORY"], os.environ["MOONCAKE_EVENTS"]
+            )
+        except Exception as error:  # edge: the reason goes to the operator, without a traceback
+            raise triton_io.load_error(error) from None
+        self.front = FrontDoor(config, tokenizer, self.cluster, triton_io.call_model)
+        self.metrics = triton_io.MetricsLoop(model, front_metrics.front, self.front)
+
+    def execute(self, requests):
+        for request in requests:
+            reply = triton_io.Reply(request)
+            try:
+                self.front.submit(
+                    triton_io.inputs_of(request), triton_io.parameters_of(request), reply
+                )
+            except Exception as error:  # edge: one bad request must not fail its neighbours
+                reply.fail(error)
+        return None  # decoupled: every answer leaves through its reply
+
+    def finalize(self):
+        self.metrics.close()
+        self.front.close(timeout_s=30.0)
+        self.cluster.close()

@@ -1,0 +1,298 @@
+"""The decode worker: handed-over KV in, a stream of tokens out, generated blocks into the store.
+
+The hand-over starts early: prefill announces layers while it computes, and they are read into
+reserved pages (arrivals.py). When the request itself comes, the rest is read and it joins the
+running batch. Threads: the engine thread computes one token per running request and step, one
+loader reads KV in, the writer puts generated blocks, the sender tells clients; `_lock` guards
+jobs, batching and pages.
+
+Not here: Triton (decode/model.py), the text of tokens (text_stream.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from backends.arrivals import Arrivals
+from backends.decode_job import DecodeClient, DecodeJob
+from backends.engine.batching import DecodeBatching
+from backends.engine.interface import Work
+from backends.engine.sampling import sample
+from backends.errors import Cancelled, KvMissing, Overloaded, RequestInvalid, WorkerUnavailable
+from backends.kv_loader import KvLoader
+from backends.kv_writer import KvWriter
+from backends.page_guard import PageGuard
+from backends.tokenizer import Tokenizer
+from backends.worker import Worker
+from backends.worker_config import DecodeConfig, checkpoint_folder
+from backends.worker_protocol import DecodeRequest, LayersReady, Stop
+from mooncake_store.errors import StoreError
+from mooncake_store.membership import WorkerReport
+
+log = logging.getLogger(__name__)
+STEP_SMOOTHING = 0.2  # weight of the newest step in the reported mean
+IDLE_WAIT_S = 0.1
+
+
+class DecodeWorker:
+    def __init__(self, worker_id: str, config: DecodeConfig, repository: str) -> None:
+        self._config = config
+        self._lock = threading.Condition()
+        self._jobs: dict[str, DecodeJob] = {}
+        self._is_closing = False
+        self._step_s = 0.0
+        self.tokens_generated = 0
+        self._tokenizer = Tokenizer.load(checkpoint_folder(config.checkpoint, repository))
+        self._arrivals = Arrivals(ttl_s=config.lease_s)
+        self.worker = Worker(
+            "decode", worker_id, config, repository, config.slots, self._on_letter, self.report
+        )
+        self._engine, store = self.worker.engine, self.worker.store
+        layout, pool = self._engine.layout, self._engine.kv_pool
+        self._batching = DecodeBatching(
+            self._engine.pages, config.block_tokens, config.slots,
+            waiting_max=config.queue_requests_max,
+        )  # fmt: skip
+        self._loader = KvLoader(store, layout, pool, config.transfer_s_max)
+        self._pages = PageGuard(self._engine.pages, self._loader.pending_pages)
+        self._writer = KvWriter(store, layout, pool, self.worker.outbox, config.lease_s)
+        # One thread each: letters and the request that they belong to stay in order.
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="kv-loader")
+        self._sending = ThreadPoolExecutor(1, thread_name_prefix="sender")
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self.worker.join()
+        self._is_ready.set()
+
+    def submit(self, request: DecodeRequest, ids: np.ndarray, client: DecodeClient) -> None:
+        """Queue a request; the client is answered from another thread. Raises ServingError."""
+        tokens_max = request.prompt_tokens + request.sampling.max_tokens
+        limit = self.worker.context_tokens_max
+        if len(ids) < 2 or tokens_max > limit:
+            raise RequestInvalid(
+                f"prompt and max_tokens ask for {tokens_max} tokens; this worker takes {limit}"
+            )
+        job = DecodeJob(request, ids, client, self._tokenizer, self.worker.fingerprint,
+                        self._config.block_tokens)  # fmt: skip
+        with self._lock:
+            if self._is_closing:
+                raise WorkerUnavailable(f"{self.worker.worker_id} is shutting down")
+            if request.request_id in self._jobs:
+                raise RequestInvalid(f"request id {request.request_id} is being served already")
+            if not self._arrivals.has(request.request_id) and not self._reserve(
+                request.request_id, tokens_max
+            ):
+                raise Overloaded(
+                    "decode_queue_full",
+                    f"{self._batching.waiting} requests wait at {self.worker.worker_id}, "
+                    f"queue_requests_max is {self._config.queue_requests_max}",
+                    1.0,
+                )
+            self._jobs[request.request_id] = job
+            self._lock.notify_all()
+        self.worker.owners.hold(request.request_id, time.monotonic())
+
+    def stop(self, request_id: str) -> None:
+        """End a request at the next step; one that is not here yet will not start."""
+        with self._lock:
+            if request_id in self._jobs:
+                self._jobs[request_id].is_stopped = True
+            else:
+                self._arrivals.refuse(request_id, time.monotonic())
+            self._lock.notify_all()
+
+    def report(self) -> WorkerReport:
+        with self._lock:
+            return WorkerReport(
+                worker_id=self.worker.worker_id,
+                incarnation=self.worker.incarnation,
+                queue_requests=len(self._jobs) - self._batching.running,
+                queue_tokens=0,
+                running=self._batching.running,
+                pages_used=self._pages.used_pages,
+                context_tokens=self._batching.context_tokens,
+                step_s=self._step_s,
+                is_draining=self._is_closing,
+            )
+
+    def check(self) -> None:
+        """Prove the invariants of everything that this worker owns."""
+        with self._lock:
+            self._batching.check()
+            self._pages.check()
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what was accepted (at most `timeout_s`), then leave the cluster."""
+        give_up_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._is_closing = True
+            self._lock.notify_all()
+            while self._jobs and time.monotonic() < give_up_s:
+                self._lock.wait(IDLE_WAIT_S)
+            left = list(self._jobs.values())
+            self._jobs.clear()
+        for job in left:
+            job.client.fail(WorkerUnavailable(f"{self.worker.worker_id} is shutting down"))
+        self._thread.join(timeout=5.0)
+        self._loading.shutdown(wait=True, cancel_futures=True)
+        self._writer.close()
+        self._sending.shutdown(wait=True)
+        self.worker.leave()
+
+    def _reserve(self, request_id: str, tokens_max: int) -> bool:
+        """A place in the queue for pages and a slot; with the lock held."""
+        return self._batching.add(request_id, 1, tokens_max - 1)
+
+    # -- KV comes in
+
+    def _on_letter(self, letter: LayersReady | Stop) -> None:
+        if not self._is_ready.is_set():
+            return
+        if isinstance(letter, Stop):
+            self.stop(letter.request_id)
+            return
+        request_id = letter.request_id
+        with self._lock:
+            if request_id in self._jobs or self._arrivals.is_refused(request_id):
+                return
+            if not self._arrivals.has(request_id):
+                if letter.reserve_tokens > self.worker.context_tokens_max:
+                    return
+                if not self._reserve(request_id, letter.reserve_tokens):
+                    return
+                self._arrivals.expect(request_id, time.monotonic())
+                self._lock.notify_all()
+        self._loading.submit(self._load_announced, letter)
+
+    def _load_announced(self, letter: LayersReady) -> None:
+        with self._lock:
+            arrival = self._arrivals.get(letter.request_id)
+            if arrival is None or not arrival.pages or letter.request_id in self._jobs:
+                return
+            arrival.is_loading = True
+        try:
+            self._loader.load_announced(arrival, letter)
+        except Exception as error:  # edge: only the head start is lost
+            log.warning("an announced layer was not read: %s", error)
+        finally:
+            with self._lock:
+                arrival.is_loading = False
+
+    def _load_rest(self, job: DecodeJob) -> None:
+        """In the loader's thread, when the job has pages: everything not read yet."""
+        started_s = time.monotonic()
+        job.queue_s = started_s - job.submitted_s
+        error: Exception | None = None
+        try:
+            if not job.is_stopped:
+                early = job.arrival.whole_blocks(self._engine.layout.layers)
+                missing = self._loader.load_rest(job.arrival, job.request.blocks)
+                job.loaded_early_blocks = early
+                self._engine.import_pages(job.pages)
+                if missing:
+                    error = KvMissing(f"blocks {missing[:8]} of {len(job.request.blocks)} are gone")
+        except StoreError as problem:
+            error = WorkerUnavailable(f"store: {problem}")
+        except Exception as problem:  # edge: one request must not take the loader down
+            log.exception("loading %s failed", job.request_id)
+            error = problem
+        job.load_s = time.monotonic() - started_s
+        self.worker.owners.release(job.request_id)
+        with self._lock:
+            job.is_loading = False
+            if error is None:
+                self._batching.start(job.request_id, len(job.token_ids))
+            self._lock.notify_all()
+        if error is not None:
+            self._end(job, error=error)
+
+    # -- tokens are computed
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._is_closing and not self._jobs:
+                    return
+                self._drop_stopped()
+                self._pages.settle()
+                self._admit()
+                jobs = [self._jobs[request_id] for request_id in self._batching.next_step()]
+                if not jobs:
+                    self._lock.wait(IDLE_WAIT_S)
+                    continue
+            try:
+                self._step(jobs)
+            except Exception as error:  # edge: a failed step fails its requests, not the worker
+                log.exception("a decode step failed")
+                for job in jobs:
+                    self._end(job, error=error)
+
+    def _admit(self) -> None:
+        """Hand out pages and start loading; with the lock held."""
+        for admitted in self._batching.admit():
+            self._arrivals.give_pages(admitted.request_id, admitted.pages)
+        for job in self._jobs.values():
+            if job.arrival is None and self._arrivals.has_pages(job.request_id):
+                job.arrival = self._arrivals.pop(job.request_id)
+                job.is_loading = True
+                self._loading.submit(self._load_rest, job)
+
+    def _drop_stopped(self) -> None:
+        """Stopped jobs and arrivals whose request never came; with the lock held."""
+        now_s = time.monotonic()
+        for request_id, pages in self._arrivals.reap(now_s, self._jobs.keys()):
+            self._batching.remove(request_id)
+            self._pages.release(pages)
+        for job in [j for j in self._jobs.values() if j.is_stopped and not j.is_loading]:
+            self._arrivals.discard(job.request_id)
+            self._end(job, error=Cancelled("stopped"))
+
+    def _step(self, jobs: Sequence[DecodeJob]) -> None:
+        started_s = time.monotonic()
+        works = [Work([job.token_ids[-1]], len(job.token_ids) - 1, job.pages) for job in jobs]
+        logits = self._engine.forward(works)
+        for row, job in enumerate(jobs):
+            job.kv_grew()
+            if job.full_block is not None:
+                self._writer.put_whole(job.put, [job.full_block])
+            token_id = sample(
+                logits[row], job.request.sampling, len(job.output_ids), job.prompt_ids,
+                job.output_ids,
+            )  # fmt: skip
+            job.append(token_id)
+        step_s = time.monotonic() - started_s
+        self._step_s += STEP_SMOOTHING * (step_s - self._step_s)
+        self.tokens_generated += len(jobs)
+        with self._lock:
+            self._batching.computed([job.request_id for job in jobs])
+        for job in jobs:
+            if job.finish_reason:
+                self._end(job)
+            elif job.has_message:
+                self._sending.submit(job.send, job.take_message())
+
+    def _end(self, job: DecodeJob, error: Exception | None = None) -> None:
+        """Free everything of a job, then answer; the writer's work on its pages comes first."""
+        with self._lock:
+            if self._jobs.pop(job.request_id, None) is None:
+                return
+            pages = self._batching.remove(job.request_id)
+            self._lock.notify_all()
+        self._writer.then(lambda: self._freed(job, pages))
+        if error is None:
+            self._sending.submit(job.send, job.take_message())
+        else:
+            self._sending.submit(job.client.fail, error)
+
+    def _freed(self, job: DecodeJob, pages: list[int]) -> None:
+        self.worker.owners.release(job.request_id)
+        with self._lock:
+            self._pages.release(pages)
+            self._lock.notify_all()

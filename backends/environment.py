@@ -1,0 +1,149 @@
+"""Is this machine fit to serve? Every reason why not, each with the remedy.
+
+Here: finding `tritonserver`, and the checks made before anything is started (numpy, libpython,
+ports, /dev/shm, threads). Not here: copying files (staging.py), starting things (launch.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class EnvironmentProblem(Exception):
+    """This machine cannot serve as asked; the message lists every reason and remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class TritonInstall:
+    """Where one Triton Inference Server lies."""
+
+    server: Path  # the tritonserver binary
+    python_backend: Path  # folder with libtriton_python.so and triton_python_backend_utils.py
+    stub: Path  # triton_python_backend_stub for the running Python
+    library_folders: tuple[Path, ...]  # what LD_LIBRARY_PATH must hold
+
+    @property
+    def is_bundled(self) -> bool:
+        return "pytriton" in self.server.parts
+
+
+def find_triton() -> TritonInstall:
+    """The `tritonserver` on the PATH (an NGC image), else the one inside nvidia-pytriton."""
+    on_path = shutil.which("tritonserver")
+    if on_path:
+        server = Path(on_path).resolve()
+        backend = server.parent.parent / "backends" / "python"
+        return TritonInstall(server, backend, backend / "triton_python_backend_stub", ())
+    found = importlib.util.find_spec("pytriton")
+    if found is None or not found.submodule_search_locations:
+        raise EnvironmentProblem(
+            "no tritonserver: it is not on the PATH and nvidia-pytriton is not installed. "
+            "Run inside an NGC tritonserver image, or `pip install mooncake-triton[bundled]`."
+        )
+    package = Path(found.submodule_search_locations[0])
+    home = package / "tritonserver"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = home / "python_backend_stubs" / version / "triton_python_backend_stub"
+    return TritonInstall(
+        server=home / "bin" / "tritonserver",
+        python_backend=home / "backends" / "python",
+        stub=stub,
+        library_folders=(package.parent / "nvidia_pytriton.libs",),
+    )
+
+
+def libpython_folder() -> Path:
+    """The folder of this interpreter's shared library, which the stub must load and no other."""
+    name = sysconfig.get_config_var("INSTSONAME") or ""
+    base = Path(sys.base_prefix)
+    candidates = [Path(sysconfig.get_config_var("LIBDIR") or ""), base / "lib", base / "lib64"]
+    for folder in candidates:
+        if name.startswith("libpython") and (folder / name).exists():
+            return folder
+    raise EnvironmentProblem(
+        f"Python at {sys.executable} has no shared libpython ({name or 'built static'}), which "
+        "Triton's Python stub needs. Use a Python built with --enable-shared (Debian's, pyenv's "
+        "with PYTHON_CONFIGURE_OPTS=--enable-shared, conda's)."
+    )
+
+
+def problems(
+    triton: TritonInstall,
+    ports: Mapping[str, tuple[str, int]],
+    shared_memory_bytes: int,
+    threads_wanted: int,
+) -> Iterator[str]:
+    """Every reason why serving would fail; `ports` maps a name to (address, port)."""
+    for path in (triton.server, triton.python_backend / "libtriton_python.so", triton.stub):
+        if not path.exists():
+            yield f"{path} is missing: this Triton has no Python backend for {sys.version[:6]}"
+    numpy_major = _numpy_major()
+    if triton.is_bundled and numpy_major >= 2:
+        yield (
+            f"numpy {numpy_major}.x is installed, but the Triton inside nvidia-pytriton loses the "
+            "bytes of tensors with it. Install 'numpy<2' in this environment."
+        )
+    yield from _port_problems(ports)
+    free_bytes = _free_bytes(Path("/dev/shm"))
+    if shared_memory_bytes > free_bytes:
+        yield (
+            f"/dev/shm has {free_bytes / 2**20:.0f} MiB free, but the storage nodes and Triton "
+            f"need {shared_memory_bytes / 2**20:.0f} MiB. Lower --store-bytes, free something "
+            "there, or enlarge it (docker: --shm-size)."
+        )
+    pids_max = _pids_max()
+    if pids_max is not None and pids_max < threads_wanted:
+        yield (
+            f"this container may have {pids_max} threads, about {threads_wanted} are needed. "
+            "Raise its limit (docker: --pids-limit)."
+        )
+
+
+def _numpy_major() -> int:
+    from importlib.metadata import version
+
+    return int(version("numpy").split(".")[0])
+
+
+def _port_problems(ports: Mapping[str, tuple[str, int]]) -> Iterator[str]:
+    seen: dict[int, str] = {}
+    for name, (address, port) in ports.items():
+        if port in seen:
+            yield f"{name} and {seen[port]} both want port {port}; give each its own"
+        seen[port] = name
+        if not 0 < port < 65536:
+            yield f"{name} port {port} is not between 1 and 65535"
+            continue
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError as error:
+                yield (
+                    f"{name} port {address}:{port} cannot be used ({error.strerror}). Stop what "
+                    f"listens there, or choose another with --{name}-port."
+                )
+
+
+def _free_bytes(folder: Path) -> int:
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
+
+
+def _pids_max() -> int | None:
+    """The container's limit of tasks, or None where there is none."""
+    for path in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        return None if text == "max" else int(text)
+    return None

@@ -1,0 +1,82 @@
+"""Every error that a client or an operator sees from Triton.
+
+* ServingError
+  x Overloaded        retry later             -> UNAVAILABLE, says retry_after_s
+  x RequestInvalid    fix the request         -> INVALID_ARG
+  x WorkerUnavailable a worker could not be reached or died; the front retries elsewhere first
+  x KvMissing         blocks of a request left the store; the front prefills again
+  x Cancelled         the client went away or asked to stop; nobody reads the answer
+* ConfigError         fix config.pbtxt        -> the model does not load, the old one goes on
+
+Triton has no 429: clients tell errors apart by the first word of the message, which is part of
+the interface (`rejected`, `invalid_request:`, `unavailable:`, `cancelled:`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+class ServingError(Exception):
+    """Base of what a request may fail with."""
+
+    prefix = "error:"
+
+    def wire_message(self) -> str:
+        return f"{self.prefix} {self}"
+
+
+class Overloaded(ServingError):
+    """Rejected early: no pair of workers would meet the SLO (or there is no worker)."""
+
+    def __init__(self, kind: str, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+    def wire_message(self) -> str:
+        return f"rejected kind={self.kind} retry_after_s={self.retry_after_s:.2f}: {self}"
+
+
+class RequestInvalid(ServingError):
+    """The request breaks limits; lists all of them."""
+
+    prefix = "invalid_request:"
+
+    def __init__(self, problems: Sequence[str] | str) -> None:
+        found = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("; ".join(found))
+
+
+class WorkerUnavailable(ServingError):
+    """A worker did not answer, and no other could take over."""
+
+    prefix = "unavailable:"
+
+
+class KvMissing(ServingError):
+    """Blocks that a decode worker should load are gone (evicted, or their node died)."""
+
+    prefix = "kv_missing:"
+
+
+class Cancelled(ServingError):
+    """The request was stopped on demand."""
+
+    prefix = "cancelled:"
+
+
+class ConfigError(Exception):
+    """Mistakes in a config.pbtxt, all of them, each with its remedy."""
+
+
+def from_wire(message: str, where: str) -> ServingError:
+    """The error that another model sent, as the class that it was; `where` names the model."""
+    rejected = re.search(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", message, re.DOTALL)
+    if rejected:
+        return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
+    for kind in (RequestInvalid, KvMissing, Cancelled):
+        if kind.prefix in message:
+            return kind(message.split(kind.prefix, 1)[1].strip())
+    return WorkerUnavailable(f"{where}: {message}")

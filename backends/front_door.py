@@ -1,0 +1,240 @@
+"""The front: a request in, messages out. Tokenises, runs a Generation, shapes the answers.
+
+A thread of a bounded pool serves one request, because a call to a worker (BLS) blocks its thread.
+No decision is made here and no state outlives a request, so a fleet may run many fronts.
+Not here: Triton's API (triton_io.py), retries and workers (generation.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from backends import front_request
+from backends.cluster_view import ClusterView, Served
+from backends.errors import Cancelled, Overloaded
+from backends.front_request import FrontRequest, Limits
+from backends.generation import Generation, Message
+from backends.inbox import Outbox
+from backends.live_requests import LiveRequest, LiveRequests
+from backends.text_stream import Emission, merge
+from backends.tokenizer import Tokenizer
+from backends.worker_calls import Call, as_text
+from backends.worker_config import FrontConfig
+from backends.worker_protocol import Stop
+
+log = logging.getLogger(__name__)
+SERVED_WAIT_S = 2.0  # a front that starts together with its workers waits this long for them
+
+
+class Client(Protocol):
+    """The answer stream of one request (triton_io.Reply)."""
+
+    def send(self, outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None: ...
+    def finish(self) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+    def is_cancelled(self) -> bool: ...
+
+
+class FrontDoor:
+    """Serves requests until closed; `counts` are for the metrics page."""
+
+    def __init__(
+        self, config: FrontConfig, tokenizer: Tokenizer, cluster: ClusterView, call: Call
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self.cluster = cluster
+        self._call = call
+        self._outbox = Outbox()
+        self.live = LiveRequests(config.cancel_poll_s, self._tell_workers_to_stop)
+        self._pool = ThreadPoolExecutor(config.requests_max, thread_name_prefix="request")
+        self.counts: dict[str, int] = {}
+
+    def submit(
+        self, inputs: dict[str, np.ndarray], parameters: dict[str, Any], client: Client
+    ) -> None:
+        if len(self.live) >= self._config.requests_max:
+            client.fail(Overloaded(
+                "front_full", f"{len(self.live)} requests are in flight, requests_max is "
+                f"{self._config.requests_max}", 1.0))  # fmt: skip
+            return
+        live = LiveRequest(uuid.uuid4().hex, client)
+        self.live.add(live)
+        self._pool.submit(self._run, live, inputs, parameters, client)
+
+    def close(self, timeout_s: float) -> None:
+        """Let running requests end; whatever still runs after `timeout_s` is told to stop."""
+        give_up_s = time.monotonic() + timeout_s
+        while len(self.live) and time.monotonic() < give_up_s:
+            time.sleep(0.02)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.live.close()
+        self._outbox.close()
+
+    def _run(
+        self,
+        live: LiveRequest,
+        inputs: dict[str, np.ndarray],
+        parameters: dict[str, Any],
+        client: Client,
+    ) -> None:
+        outcome = "answered"
+        try:
+            self._serve(live, inputs, parameters, client)
+        except Cancelled:
+            outcome = "cancelled"
+            client.finish()
+        except Exception as error:  # edge: one bad request must not fail its neighbours
+            kind = error.kind if isinstance(error, Overloaded) else ""
+            outcome = f"rejected_{kind}" if kind else type(error).__name__
+            client.fail(error)
+        finally:
+            self.live.discard(live)
+            self.cluster.finished(live.request_id)
+            self.counts[outcome] = self.counts.get(outcome, 0) + 1
+
+    def _serve(
+        self,
+        live: LiveRequest,
+        inputs: dict[str, np.ndarray],
+        parameters: dict[str, Any],
+        client: Client,
+    ) -> None:
+        served = self._wait_served()
+        limits = Limits(
+            context_tokens_max=served.context_tokens_max,
+            vocabulary_tokens=self._tokenizer.vocabulary_tokens,
+            output_tokens_default=self._config.output_tokens_default,
+        )
+        request = front_request.parse(
+            inputs, parameters, live.request_id, self._tokenizer, limits
+        )
+        if request.describe:
+            client.send(describe(served, limits), is_final=True)
+            return
+        answer = StreamedAnswer(request, client) if request.is_stream else WholeAnswer(
+            request, client)  # fmt: skip
+        Generation(
+            request, live, self.cluster, self._call, self._tokenizer, answer.add
+        ).run(served, self._config.attempts_max)
+        answer.finish()
+
+    def _wait_served(self) -> Served:
+        give_up_s = time.monotonic() + SERVED_WAIT_S
+        while (served := self.cluster.served()) is None:
+            if time.monotonic() > give_up_s:
+                raise Overloaded("no_prefill_worker", "no worker has registered yet", 1.0)
+            time.sleep(0.05)
+        return served
+
+    def _tell_workers_to_stop(self, live: LiveRequest) -> None:
+        for worker_id in live.worker_ids:
+            for inbox in self.cluster.inboxes(worker_id):
+                self._outbox.send(inbox, Stop(live.request_id, "the client went away"))
+
+
+class StreamedAnswer:
+    """One response per message."""
+
+    def __init__(self, request: FrontRequest, client: Client) -> None:
+        self._request = request
+        self._client = client
+        self._is_first = True
+
+    def add(self, message: Message) -> None:
+        if self._is_first and self._request.includes_prompt:
+            message.emission = with_prompt(self._request, message.emission)
+        self._is_first = False
+        is_final = bool(message.finish_reason)
+        self._client.send(
+            outputs(message, len(self._request.prompt_ids), self._request.wants_decision),
+            is_final,
+        )
+
+    def finish(self) -> None:
+        self._client.finish()
+
+
+class WholeAnswer:
+    """Everything in exactly one response, which /generate insists on."""
+
+    def __init__(self, request: FrontRequest, client: Client) -> None:
+        self._request = request
+        self._client = client
+        self._messages: list[Message] = []
+
+    def add(self, message: Message) -> None:
+        self._messages.append(message)
+
+    def finish(self) -> None:
+        whole = merge([message.emission for message in self._messages])
+        if self._request.includes_prompt:
+            whole = with_prompt(self._request, whole)
+        decision: dict[str, object] = {}
+        for message in self._messages:
+            decision |= message.decision or {}
+        last = self._messages[-1]
+        message = Message(
+            whole,
+            sum(each.output_tokens for each in self._messages),
+            last.finish_reason,
+            last.cached_tokens,
+            decision,
+        )
+        self._client.send(
+            outputs(message, len(self._request.prompt_ids), self._request.wants_decision),
+            is_final=True,
+        )
+
+
+def with_prompt(request: FrontRequest, emission: Emission) -> Emission:
+    """The emission with the prompt in front (exclude_input_in_output explicitly false)."""
+    text = request.prompt_text + emission.text
+    return Emission(
+        token_ids=(*request.prompt_ids.tolist(), *emission.token_ids),
+        text=text,
+        cut_bytes=-1 if emission.cut_bytes < 0 else len(text.encode()),
+        is_stopped=emission.is_stopped,
+    )
+
+
+def outputs(message: Message, prompt_tokens: int, wants_decision: bool) -> dict[str, np.ndarray]:
+    """The tensors of one response; all of tensors.OUTPUTS, as an ensemble demands."""
+    emission = message.emission
+    decision = b""
+    if wants_decision and message.decision:
+        decision = json.dumps(message.decision).encode()
+    return {
+        "text_output": as_text(emission.text.encode()),
+        "output_ids": np.array(emission.token_ids, np.int32),
+        "context_ids": np.array(emission.context_ids, np.int32),
+        "text_cut_bytes": np.array([emission.cut_bytes], np.int32),
+        "num_input_tokens": np.array([prompt_tokens], np.int32),
+        "num_output_tokens": np.array([message.output_tokens], np.int32),
+        "cached_tokens": np.array([message.cached_tokens], np.int32),
+        "finish_reason": as_text(message.finish_reason.encode()),
+        "decision": as_text(decision),
+        "batch_index": np.zeros(1, np.int32),
+        "sequence_index": np.zeros(1, np.int32),
+    }
+
+
+def describe(served: Served, limits: Limits) -> dict[str, np.ndarray]:
+    """What is served, as JSON in text_output: for load generators and people."""
+    facts = {
+        "block_tokens": served.block_tokens,
+        "context_tokens_max": served.context_tokens_max,
+        "vocabulary_tokens": limits.vocabulary_tokens,
+        "workers": list(served.workers),
+        "fingerprint": served.fingerprint,
+    }
+    text = Emission((), json.dumps(facts))
+    return outputs(Message(text, 0, "described"), prompt_tokens=0, wants_decision=False)

@@ -1,0 +1,228 @@
+"""One request's way through prefill and decode, with another try when a worker is lost.
+
+A try starts from the prompt and whatever the client already has: sampling is a pure function of
+(logits, seed, position), so a second try goes on with the very tokens that the first would have
+produced, and finds most of their KV in the store.
+
+Not here: parsing and answering (front_door.py), the choice of workers (conductor/).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from backends import worker_calls
+from backends.cluster_view import ClusterView, Served
+from backends.errors import KvMissing, Overloaded, WorkerUnavailable
+from backends.front_request import FrontRequest
+from backends.live_requests import LiveRequest
+from backends.text_stream import Emission, TextStream, merge
+from backends.token_bytes import CONTEXT_TOKENS
+from backends.tokenizer import Tokenizer
+from backends.worker_protocol import DecodeRequest, DecodeUpdate, PrefillReply, PrefillRequest
+from conductor.messages import Reject, Request, Route
+from mooncake_store.block_keys import block_keys, chain_seed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Message:
+    """One message for the client: what is new, and what is known at this point."""
+
+    emission: Emission
+    output_tokens: int  # generated ones in this message
+    finish_reason: str = ""
+    cached_tokens: int = 0
+    decision: dict[str, object] | None = None
+
+
+class Generation:
+    """Runs one request; `send` is called with each Message, in order."""
+
+    def __init__(
+        self,
+        request: FrontRequest,
+        live: LiveRequest,
+        cluster: ClusterView,
+        call: worker_calls.Call,
+        tokenizer: Tokenizer,
+        send: Callable[[Message], None],
+    ) -> None:
+        self._request = request
+        self._live = live
+        self._cluster = cluster
+        self._call = call
+        self._tokenizer = tokenizer
+        self._send = send
+        self._started_s = time.monotonic()
+        self._released: list[int] = []  # tokens the client has
+        self._cached_tokens = 0  # of the first prefill: what the client is told
+        self._failed: set[tuple[str, str]] = set()
+        self._pinned_out: frozenset[tuple[str, str]] = frozenset()
+        self.ttft_s: float | None = None
+
+    def run(self, served: Served, attempts_max: int) -> None:
+        """Until the answer is complete; raises ServingError when no try succeeded."""
+        self._pinned_out = self._cluster.excluded_by_pins(
+            self._request.prefill_worker, self._request.decode_worker
+        )
+        for attempt in range(1, attempts_max + 1):
+            try:
+                self._attempt(served)
+                return
+            except (WorkerUnavailable, KvMissing) as error:
+                self._live.check()
+                log.warning("request %s, try %d: %s", self._live.request_id, attempt, error)
+                self._cluster.finished(self._live.request_id)
+                if attempt == attempts_max:
+                    raise
+
+    def _attempt(self, served: Served) -> None:
+        token_ids = np.concatenate([self._request.prompt_ids, np.array(self._released, np.int32)])
+        route = self._decide(served, token_ids)
+        first, reply = self._prefill(route, token_ids)
+        if not self._released:
+            self._cached_tokens = reply.cached_tokens
+        sampling = self._request.sampling
+        text = TextStream(
+            self._tokenizer, token_ids[-CONTEXT_TOKENS:].tolist(), sampling.stop_words,
+            sampling.end_ids, max(sampling.min_tokens - len(self._released), 0),
+        )  # fmt: skip
+        emission = text.push([first])
+        reason = self._finish_reason(first, emission.is_stopped)
+        if reason:
+            emission = merge([emission, text.finish()])
+        self._emit(emission, reason, self._explain(route, reply))
+        if not reason:
+            self._decode(route, reply, np.append(token_ids, np.int32(first)))
+
+    def _decide(self, served: Served, token_ids: np.ndarray) -> Route:
+        request = self._request
+        seed = chain_seed(served.fingerprint, cache_salt=request.cache_salt)
+        decision = self._cluster.decide(
+            Request(
+                request_id=self._live.request_id,
+                prompt_tokens=len(token_ids),
+                block_keys=block_keys(token_ids, served.block_tokens, seed),
+                output_tokens_max=request.sampling.max_tokens - len(self._released),
+                priority=request.priority,
+                excluded_workers=self._pinned_out | frozenset(self._failed),
+            )
+        )
+        log.info("decision %s", decision)
+        if isinstance(decision, Reject):
+            raise Overloaded(decision.kind, decision.reason, decision.retry_after_s)
+        self._live.worker_ids = (decision.prefill.worker_id, decision.decode.worker_id)
+        return decision
+
+    def _prefill(self, route: Route, token_ids: np.ndarray) -> tuple[int, PrefillReply]:
+        request = self._request
+        self._live.check()
+        call = PrefillRequest(
+            request_id=self._live.request_id,
+            prompt_tokens=len(request.prompt_ids),
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            fetch_blocks=route.fetch_blocks,
+            decode_inbox=route.decode.inbox if request.sampling.max_tokens > 1 else "",
+            reserve_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
+        )
+        try:
+            first, reply = worker_calls.prefill(
+                self._call, route.prefill.worker_id, call, token_ids
+            )
+        except WorkerUnavailable:
+            self._worker_failed(route.prefill.worker_id, route.prefill.incarnation)
+            raise
+        self._live.check()
+        self._cluster.prefill_finished(
+            self._live.request_id, reply.cached_tokens, reply.compute_s
+        )
+        return first, reply
+
+    def _decode(self, route: Route, reply: PrefillReply, token_ids: np.ndarray) -> None:
+        request = self._request
+        call = DecodeRequest(
+            request_id=self._live.request_id,
+            prompt_tokens=len(request.prompt_ids),
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            blocks=reply.blocks,
+            stream_interval=request.stream_interval if request.is_stream else 0,
+        )
+        try:
+            for ids, update in worker_calls.decode(
+                self._call, route.decode.worker_id, call, token_ids
+            ):
+                self._live.check()
+                extra = decode_facts(update) if update.finish_reason else None
+                self._emit(emission_of(ids, update), update.finish_reason, extra)
+        except WorkerUnavailable:
+            self._worker_failed(route.decode.worker_id, route.decode.incarnation)
+            raise
+
+    def _emit(
+        self, emission: Emission, finish_reason: str, decision: dict[str, object] | None
+    ) -> None:
+        self._released += emission.token_ids
+        if self.ttft_s is None:
+            self.ttft_s = time.monotonic() - self._started_s
+        if emission.token_ids or emission.text or finish_reason:
+            new_tokens = len(emission.token_ids)
+            self._send(
+                Message(emission, new_tokens, finish_reason, self._cached_tokens, decision)
+            )
+
+    def _finish_reason(self, token_id: int, is_stopped: bool) -> str:
+        sampling = self._request.sampling
+        if is_stopped:
+            return "stop_word"
+        if token_id in sampling.end_ids:
+            return "end_id"
+        return "length" if len(self._released) + 1 >= sampling.max_tokens else ""
+
+    def _worker_failed(self, worker_id: str, incarnation: str) -> None:
+        self._failed.add((worker_id, incarnation))
+        self._cluster.worker_failed(worker_id, incarnation)
+
+    def _explain(self, route: Route, reply: PrefillReply) -> dict[str, object]:
+        """Why this pair, what was predicted and what came of it; the `decision` output."""
+        return {
+            "prefill": route.prefill.worker_id,
+            "decode": route.decode.worker_id,
+            "predicted": asdict(route.predicted),
+            "predicted_cached_tokens": route.cached_tokens,
+            "cached_tokens": reply.cached_tokens,
+            "local_blocks": route.local_blocks,
+            "fetch_blocks": route.fetch_blocks,
+            "fetch_node": route.fetch_node,
+            "fetched_blocks": reply.fetched_blocks,
+            "fetched_bytes": reply.fetched_bytes,
+            "ttft_s": time.monotonic() - self._started_s,
+            "queue_s": reply.queue_s,
+            "load_s": reply.load_s,
+            "prefill_s": reply.compute_s,
+            "put_s": reply.put_s,
+        }
+
+
+def emission_of(ids: np.ndarray, update: DecodeUpdate) -> Emission:
+    return Emission(
+        token_ids=tuple(ids.tolist()), text=update.text, cut_bytes=update.cut_bytes,
+        is_stopped=update.finish_reason == "stop_word", context_ids=tuple(update.context_ids),
+    )  # fmt: skip
+
+
+def decode_facts(update: DecodeUpdate) -> dict[str, object]:
+    return {
+        "decode_queue_s": update.queue_s,
+        "decode_load_s": update.load_s,
+        "loaded_early_blocks": update.loaded_early_blocks,
+        "decode_read_bytes": update.read_bytes,
+    }

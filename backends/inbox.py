@@ -1,0 +1,82 @@
+"""The worker's own letter box, and the way to write to another's.
+
+A ZeroMQ PULL socket per worker *process* (a model name may be served by two processes while a
+config.pbtxt reloads). What the letters say is in worker_protocol.py. Losing a letter is harmless:
+hand-over progress only saves time, and a stop is sent again while the request lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from backends.worker_protocol import LayersReady, Stop, decode_inbox, encode
+
+log = logging.getLogger(__name__)
+LETTERS_MAX = 10_000  # queued per peer; more are dropped
+POLL_MS = 200
+
+
+class Inbox:
+    """Receives letters in a thread of its own and hands each to `on_letter`."""
+
+    def __init__(self, address: str, on_letter: Callable[[LayersReady | Stop], None]) -> None:
+        self.address = address
+        self._on_letter = on_letter
+        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.set_hwm(LETTERS_MAX)
+        self._socket.bind(address)
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        while not self._is_closing.is_set():
+            if not self._socket.poll(POLL_MS):
+                continue
+            try:
+                self._on_letter(decode_inbox(self._socket.recv()))
+            except msgspec.MsgspecError as error:
+                log.warning("dropped a letter that cannot be read: %s", error)
+            except Exception:  # edge: one bad letter must not close the letter box
+                log.exception("a letter failed")
+        self._socket.close(linger=0)
+
+
+class Outbox:
+    """Sends letters to inboxes; thread-safe, never blocks, keeps one socket per inbox."""
+
+    SOCKETS_MAX = 256
+
+    def __init__(self) -> None:
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._lock = threading.Lock()
+
+    def send(self, address: str, letter: LayersReady | Stop) -> None:
+        data = encode(letter)
+        with self._lock:
+            socket = self._sockets.get(address)
+            if socket is None:
+                if len(self._sockets) >= self.SOCKETS_MAX:  # workers come and go
+                    self._sockets.pop(next(iter(self._sockets))).close(linger=0)
+                socket = zmq.Context.instance().socket(zmq.PUSH)
+                socket.set_hwm(LETTERS_MAX)
+                socket.connect(address)
+                self._sockets[address] = socket
+            with contextlib.suppress(zmq.Again):
+                socket.send(data, flags=zmq.NOBLOCK)
+
+    def close(self) -> None:
+        with self._lock:
+            for socket in self._sockets.values():
+                socket.close(linger=200)
+            self._sockets.clear()

@@ -1,0 +1,224 @@
+"""`mooncake serve`: everything on one machine, started in order, stopped in order.
+
+Directory, then storage nodes, then Triton with its models; ready when every model is. Whatever
+ends the launcher (Ctrl-C, SIGTERM, a child that dies, a model that does not load), its processes
+end too and its files in /dev/shm and its sockets are removed. Not here: checks of the machine
+(environment.py), the staged backends (staging.py), child processes (processes.py), what Triton
+says of its models (repository.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from backends import environment, staging
+from backends.processes import Child
+from backends.repository import ModelState, RepositoryWatch
+
+SHM = Path("/dev/shm")
+SHM_PREFIX = "mooncake-"
+TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
+STOP_S_MAX = 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `mooncake serve` may be told; paths, ports and sizes of one machine."""
+
+    model_repository: Path
+    address: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    nodes: tuple[str, ...] = ("s0", "s1")
+    store_bytes: int = 1 << 30  # of each storage node
+    state_dir: Path = Path(".mooncake")
+    ready_s_max: float = 300.0
+    triton_args: tuple[str, ...] = field(default=())
+
+
+class Stopped(Exception):
+    """A signal asked the launcher to end."""
+
+
+class Launcher:
+    """The processes of one `mooncake serve` and what they leave on disk."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self.options = options
+        self.name = f"{SHM_PREFIX}{os.getpid()}"
+        self.children: list[Child] = []
+        self.state_dir = options.state_dir.resolve()
+        self.log_dir = self.state_dir / f"logs-{options.http_port}"
+        # Socket paths are limited to 107 bytes, so they do not lie under state_dir.
+        self.socket_dir = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
+        self.directory_address = f"ipc://{self.socket_dir}/directory"
+        self.events_address = f"ipc://{self.socket_dir}/events"
+
+    def start(self) -> None:
+        """Start directory, storage nodes and Triton; returns when all of them run."""
+        triton = environment.find_triton()
+        options = self.options
+        remove_leftovers()
+        self._check(triton)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        env = self._environment(triton)
+        python = [sys.executable, "-m"]
+        directory = self._child(
+            "directory",
+            [*python, "mooncake_store.directory_server", "--address", self.directory_address,
+             "--events", self.events_address], env)  # fmt: skip
+        directory.wait_for_line("ready", 20.0)
+        nodes = [
+            self._child(
+                f"node-{node}",
+                [*python, "mooncake_store.node", "--node-id", node, "--die-with-parent",
+                 "--directory", self.directory_address,
+                 "--segment-bytes", str(options.store_bytes),
+                 "--segment-path", str(SHM / f"{self.name}-{node}")], env)
+            for node in options.nodes
+        ]  # fmt: skip
+        for node in nodes:
+            node.wait_for_line("ready", 60.0)
+        staged = staging.stage(triton, self.state_dir / f"backends-{options.http_port}")
+        self._child("triton", self._triton_command(triton, staged), env)
+
+    def wait_ready(self) -> list[ModelState]:
+        """Until every model of the repository serves; raises with what the models said if not."""
+        watch = RepositoryWatch(self.options.model_repository, self.http_url, self.triton_log)
+        give_up_s = time.monotonic() + self.options.ready_s_max
+        while True:
+            self.check_children()
+            states = watch.states()
+            if states and all(state.is_ready for state in states):
+                return states
+            failed = [state for state in states if state.reason]
+            if failed:
+                raise environment.EnvironmentProblem(
+                    "these models did not load:\n"
+                    + "\n".join(f"{state.name}: {state.reason}" for state in failed)
+                )
+            if time.monotonic() > give_up_s:
+                waiting = ", ".join(state.name for state in states if not state.is_ready)
+                raise environment.EnvironmentProblem(
+                    f"not ready after {self.options.ready_s_max:.0f} s, still waiting for "
+                    f"{waiting or 'Triton'}; see {self.triton_log}"
+                )
+            time.sleep(0.1)
+
+    def check_children(self) -> None:
+        for child in self.children:
+            child.check_alive()
+
+    def stop(self) -> None:
+        """End everything, Triton first so that its workers can leave the directory in order."""
+        give_up_s = time.monotonic() + STOP_S_MAX
+        for child in reversed(self.children):
+            child.terminate()
+            if child.name == "triton":
+                child.finish(give_up_s - time.monotonic() - 2.0)
+        for child in reversed(self.children):
+            child.finish(give_up_s - time.monotonic())
+        for path in SHM.glob(f"{self.name}-*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        shutil.rmtree(self.socket_dir, ignore_errors=True)
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self.options.address}:{self.options.http_port}"
+
+    @property
+    def triton_log(self) -> Path:
+        return self.log_dir / "triton.log"
+
+    def _child(self, name: str, command: list[str], env: dict[str, str]) -> Child:
+        child = Child(name, command, self.log_dir / f"{name}.log", self.socket_dir, env)
+        self.children.append(child)
+        return child
+
+    def _check(self, triton: environment.TritonInstall) -> None:
+        options = self.options
+        if not options.model_repository.is_dir():
+            raise environment.EnvironmentProblem(
+                f"there is no model repository at {options.model_repository}; run from the "
+                "project's root or name one with --model-repository"
+            )
+        ports = {name: (options.address, getattr(options, f"{name}_port"))
+                 for name in ("http", "grpc", "metrics")}  # fmt: skip
+        needed = options.store_bytes * len(options.nodes) + TRITON_SHM_BYTES
+        found = list(environment.problems(triton, ports, needed, threads_wanted=400))
+        if found:
+            raise environment.EnvironmentProblem("\n".join(f"  - {line}" for line in found))
+
+    def _environment(self, triton: environment.TritonInstall) -> dict[str, str]:
+        env = dict(os.environ)
+        libraries = [str(environment.libpython_folder()), *map(str, triton.library_folders)]
+        env["LD_LIBRARY_PATH"] = ":".join(
+            [*libraries, *filter(None, [env.get("LD_LIBRARY_PATH")])]
+        )
+        env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
+        env["PYTHONUNBUFFERED"] = "1"
+        env.pop("PYTHONHOME", None)
+        env["MOONCAKE_DIRECTORY"] = self.directory_address
+        env["MOONCAKE_EVENTS"] = self.events_address
+        env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
+        env["MOONCAKE_STATE"] = str(self.state_dir)
+        return env
+
+    def _triton_command(self, triton: environment.TritonInstall, staged: Path) -> list[str]:
+        options = self.options
+        return [
+            str(triton.server),
+            f"--model-repository={options.model_repository.resolve()}",
+            f"--backend-directory={staged}",
+            f"--http-address={options.address}", f"--http-port={options.http_port}",
+            f"--grpc-address={options.address}", f"--grpc-port={options.grpc_port}",
+            f"--metrics-address={options.address}", f"--metrics-port={options.metrics_port}",
+            "--model-control-mode=poll", "--repository-poll-secs=1", "--exit-timeout-secs=8",
+            "--exit-on-error=false", "--disable-auto-complete-config", "--strict-readiness=false", "--allow-gpu-metrics=false",
+            f"--backend-config=python,shm-region-prefix-name={self.name}-triton",
+            *(f"--backend-config={name},shm-region-prefix-name={self.name}-{name}"
+              for name in staging.OUR_BACKENDS),
+            *options.triton_args,
+        ]  # fmt: skip
+
+
+def remove_leftovers() -> None:
+    """Delete shared-memory files of launchers that died without cleaning up (kill -9)."""
+    for path in SHM.glob(f"{SHM_PREFIX}[0-9]*-*"):
+        owner = re.match(rf"{SHM_PREFIX}(\d+)-", path.name)
+        if owner and not psutil.pid_exists(int(owner.group(1))):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise Stopped, once; later ones are ignored while stopping."""
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        for each in wanted:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(signal.Signals(number).name)
+
+    before = {each: signal.signal(each, stop) for each in wanted}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

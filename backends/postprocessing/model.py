@@ -1,0 +1,40 @@
+"""Triton entry point of postprocessing: token ids to text, the ensemble's last step.
+
+Stateless: `context_ids` say what came before, so whole characters come out of any chunk of a
+stream. Translation only; the text of tokens is backends/text_stream.py.
+"""
+
+from backends import triton_io
+from backends.text_stream import delta
+from backends.tokenizer import Tokenizer
+from backends.worker_calls import as_text
+from backends.worker_config import TokenizerConfig, checkpoint_folder, read_config
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        try:
+            model, raw, count = triton_io.parameters(args)
+            # More than one instance would deliver the chunks of a stream out of order.
+            config = read_config(TokenizerConfig, model, raw, count)
+            folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
+            self.tokenizer = Tokenizer.load(folder)
+        except Exception as error:  # edge: the reason goes to the operator, without a traceback
+            raise triton_io.load_error(error) from None
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        try:
+            inputs = triton_io.inputs_of(request)
+            text = delta(
+                self.tokenizer,
+                inputs["context_ids"].tolist(),
+                inputs["output_ids"].tolist(),
+                is_final=bool(inputs["finish_reason"][0]),
+                cut_bytes=int(inputs["text_cut_bytes"][0]),
+            )
+            return triton_io.response({"text_output": as_text(text.encode())})
+        except Exception as error:  # edge: one bad request must not fail its neighbours
+            return triton_io.error_response(error)

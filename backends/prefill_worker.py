@@ -1,0 +1,334 @@
+"""The prefill worker: prompts in, KV into the store, one token out.
+
+A prompt waits for pages, has its cached prefix loaded (prefix_loading.py), is computed in chunks
+together with others (engine/batching.py), and leaves: its KV goes to the store layer by layer
+meanwhile (kv_writer.py). Threads: the engine thread computes, loaders move prefixes in, the
+writer moves KV out; `_lock` guards jobs, batching and pages.
+
+Not here: Triton (prefill/model.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from backends.engine.batching import Chunk, PrefillBatching
+from backends.engine.interface import Work
+from backends.engine.sampling import sample
+from backends.errors import Cancelled, Overloaded, RequestInvalid, WorkerUnavailable
+from backends.kv_loader import KvLoader
+from backends.kv_writer import BlockPut, KvWriter
+from backends.page_guard import PageGuard
+from backends.prefix_loading import PrefixLoading
+from backends.worker import Worker
+from backends.worker_config import PrefillConfig
+from backends.worker_protocol import BlockRef, LayersReady, PrefillReply, PrefillRequest, Stop
+from mooncake_store.block_keys import block_keys, chain_seed
+from mooncake_store.errors import StoreError
+from mooncake_store.layout import blocks_touched
+from mooncake_store.membership import WorkerReport
+
+log = logging.getLogger(__name__)
+LOADERS = 2
+STEP_SMOOTHING = 0.2  # weight of the newest step in the reported mean
+IDLE_WAIT_S = 0.1
+
+
+class PrefillClient(Protocol):
+    def prefilled(self, token_id: int, reply: PrefillReply) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+
+
+@dataclass(slots=True)
+class PrefillJob:
+    """One prompt, from submit to answer."""
+
+    request: PrefillRequest
+    token_ids: np.ndarray
+    client: PrefillClient
+    put: BlockPut
+    submitted_s: float
+    cached_tokens: int = 0
+    fetched_blocks: int = 0
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    computed_at_s: float = 0.0
+    is_loading: bool = False  # a loader writes into its pages
+    is_stopped: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+
+class PrefillWorker:
+    def __init__(self, worker_id: str, config: PrefillConfig, repository: str) -> None:
+        self._config = config
+        self._lock = threading.Condition()
+        self._jobs: dict[str, PrefillJob] = {}
+        self._is_closing = False
+        self._step_s = 0.0
+        self.tokens_by_path = {"computed": 0, "local": 0, "fetched": 0}
+        self.worker = Worker(
+            "prefill", worker_id, config, repository, config.queue_requests_max,
+            self._on_letter, self.report,
+        )  # fmt: skip
+        self._engine, store = self.worker.engine, self.worker.store
+        self._block_tokens = config.block_tokens
+        layout, pool = self._engine.layout, self._engine.kv_pool
+        self._batching = PrefillBatching(
+            self._engine.pages, self._block_tokens, config.chunk_tokens,
+            slots_max=config.kv_pages, waiting_max=config.queue_requests_max,
+        )  # fmt: skip
+        self._loader = KvLoader(store, layout, pool, config.transfer_s_max)
+        self._pages = PageGuard(self._engine.pages, self._loader.pending_pages)
+        self._prefixes = PrefixLoading(
+            store, self._loader, config.store_node, config.lease_s, config.transfer_s_max
+        )
+        self._writer = KvWriter(store, layout, pool, self.worker.outbox, config.lease_s)
+        self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kv-loader")
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self.worker.join()
+
+    def submit(self, request: PrefillRequest, ids: np.ndarray, client: PrefillClient) -> None:
+        """Queue a prompt; the client is answered from another thread. Raises ServingError."""
+        limit, vocabulary = self.worker.context_tokens_max, self._engine.vocabulary_tokens
+        if not 1 <= len(ids) <= limit:
+            raise RequestInvalid(f"the prompt has {len(ids)} tokens; this worker takes 1 to {limit}")
+        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            raise RequestInvalid(f"input_ids must be 0 to {vocabulary - 1}")
+        seed = chain_seed(self.worker.fingerprint, cache_salt=request.cache_salt)
+        put = BlockPut(
+            request.request_id, len(ids), [], block_keys(ids, self._block_tokens, seed),
+            first_block=0, decode_inbox=request.decode_inbox,
+            reserve_tokens=request.reserve_tokens,
+        )  # fmt: skip
+        job = PrefillJob(request, ids.astype(np.int32), client, put, time.monotonic())
+        with self._lock:
+            if self._is_closing:
+                raise WorkerUnavailable(f"{self.worker.worker_id} is shutting down")
+            if request.request_id in self._jobs:
+                raise RequestInvalid(f"request id {request.request_id} is being served already")
+            if not self._batching.add(request.request_id, len(ids)):
+                raise Overloaded(
+                    "prefill_queue_full",
+                    f"{self._batching.waiting} prompts wait at {self.worker.worker_id}, "
+                    f"queue_requests_max is {self._config.queue_requests_max}",
+                    1.0,
+                )
+            self._jobs[request.request_id] = job
+            self._lock.notify_all()
+
+    def stop(self, request_id: str) -> None:
+        """Forget a request at the next chunk border; unknown ids are none of our business."""
+        with self._lock:
+            if request_id in self._jobs:
+                self._jobs[request_id].is_stopped = True
+                self._lock.notify_all()
+
+    def report(self) -> WorkerReport:
+        with self._lock:
+            return WorkerReport(
+                worker_id=self.worker.worker_id,
+                incarnation=self.worker.incarnation,
+                queue_requests=len(self._jobs),
+                queue_tokens=self._batching.queue_tokens,
+                running=self._batching.admitted,
+                pages_used=self._pages.used_pages,
+                context_tokens=0,
+                step_s=self._step_s,
+                is_draining=self._is_closing,
+            )
+
+    def check(self) -> None:
+        """Prove the invariants of everything that this worker owns."""
+        with self._lock:
+            self._batching.check()
+            self._pages.check()
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what was accepted (at most `timeout_s`), then leave the cluster."""
+        give_up_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._is_closing = True
+            self._lock.notify_all()
+            while self._jobs and time.monotonic() < give_up_s:
+                self._lock.wait(IDLE_WAIT_S)
+            left = list(self._jobs.values())
+            self._jobs.clear()
+        for job in left:
+            job.client.fail(WorkerUnavailable(f"{self.worker.worker_id} is shutting down"))
+        self._thread.join(timeout=5.0)
+        self._loaders.shutdown(wait=True, cancel_futures=True)
+        self._writer.close()
+        self.worker.leave()
+
+    def _on_letter(self, letter: LayersReady | Stop) -> None:
+        if isinstance(letter, Stop):
+            self.stop(letter.request_id)
+
+    # -- the prefix comes in
+
+    def _load(self, job: PrefillJob) -> None:
+        """In a loader's thread: the cached prefix into the job's pages."""
+        started_s = time.monotonic()
+        job.queue_s = started_s - job.submitted_s
+        self.worker.owners.hold(job.request_id, started_s)
+        put = job.put
+        try:
+            if not job.is_stopped:
+                loaded = self._prefixes.load(
+                    put.keys, put.pages, job.request.fetch_blocks, job.request_id
+                )
+                put.first_block = blocks = len(loaded.copies)
+                put.refs = {i: BlockRef(i, *copy) for i, copy in enumerate(loaded.copies)}
+                job.fetched_blocks = loaded.fetched_blocks
+                # One token at least is computed: its logits are what the request came for.
+                job.cached_tokens = min(blocks * self._block_tokens, len(job.token_ids) - 1)
+                self._engine.import_pages(put.pages[:blocks])
+                self._writer.then(lambda: self._writer.tell_cached(put))
+        except StoreError as error:  # without the store there is no hand-over
+            self._fail(job, WorkerUnavailable(f"store: {error}"))
+            return
+        except Exception as error:  # edge: one request must not take the loader down
+            log.exception("loading %s failed", job.request_id)
+            self._fail(job, error)
+            return
+        job.load_s = time.monotonic() - started_s
+        with self._lock:
+            job.is_loading = False
+            if job.request_id in self._jobs:
+                self._batching.start(job.request_id, job.cached_tokens)
+                self._lock.notify_all()
+
+    # -- the rest is computed
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._is_closing and not self._jobs:
+                    return
+                self._drop_stopped()
+                self._pages.settle()
+                for admitted in self._batching.admit():
+                    job = self._jobs[admitted.request_id]
+                    job.put.pages = admitted.pages
+                    job.is_loading = True
+                    self._loaders.submit(self._load, job)
+                chunks = self._batching.next_step()
+                if not chunks:
+                    self._lock.wait(IDLE_WAIT_S)
+                    continue
+                jobs = [self._jobs[chunk.request_id] for chunk in chunks]
+            try:
+                self._step(chunks, jobs)
+            except Exception as error:  # edge: a failed step fails its requests, not the worker
+                log.exception("a prefill step failed")
+                for job in jobs:
+                    self._fail(job, error)
+
+    def _drop_stopped(self) -> None:
+        """Between steps, with the lock held: stopped jobs leave after the writer's work on them."""
+        stopped = [j for j in self._jobs.values() if j.is_stopped and not j.is_loading]
+        for job in stopped:
+            del self._jobs[job.request_id]
+            pages = self._batching.remove(job.request_id)
+            self._writer.then(lambda job=job, pages=pages: self._stopped(job, pages))  # type: ignore[misc]
+
+    def _stopped(self, job: PrefillJob, pages: list[int]) -> None:
+        self.worker.owners.release(job.request_id)
+        with self._lock:
+            self._pages.release(pages)
+        job.client.fail(Cancelled("stopped"))
+
+    def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
+        started_s = time.monotonic()
+        works = [
+            Work(job.token_ids[c.start : c.start + c.tokens].tolist(), c.start, job.put.pages)
+            for c, job in zip(chunks, jobs, strict=True)
+        ]
+        finished = [self._blocks_finished(c, job) for c, job in zip(chunks, jobs, strict=True)]
+
+        def on_layer(layer: int) -> None:
+            for job, blocks in zip(jobs, finished, strict=True):
+                if blocks:
+                    self._writer.layer_done(job.put, blocks, layer)
+
+        logits = self._engine.forward(works, on_layer)
+        step_s = time.monotonic() - started_s
+        self._step_s += STEP_SMOOTHING * (step_s - self._step_s)
+        with self._lock:
+            self._batching.computed(chunks)
+        for row, (chunk, job, blocks) in enumerate(zip(chunks, jobs, finished, strict=True)):
+            job.compute_s += step_s
+            if blocks:
+                self._writer.blocks_done(job.put, blocks)
+            if chunk.is_last:
+                token_id = self._sample(job, logits[row])
+                job.computed_at_s = time.monotonic()
+                self._writer.then(lambda job=job, token=token_id: self._answer(job, token))  # type: ignore[misc]
+
+    def _blocks_finished(self, chunk: Chunk, job: PrefillJob) -> range:
+        """Blocks that this chunk fills (or ends the prompt in) and that the store lacks."""
+        end = chunk.start + chunk.tokens
+        stop = blocks_touched(end, self._block_tokens) if chunk.is_last else end // self._block_tokens
+        return range(max(job.put.first_block, chunk.start // self._block_tokens), stop)
+
+    def _sample(self, job: PrefillJob, logits: np.ndarray) -> int:
+        prompt = job.token_ids[: job.request.prompt_tokens].tolist()
+        output = job.token_ids[job.request.prompt_tokens :].tolist()
+        return sample(logits, job.request.sampling, len(output), prompt, output)
+
+    # -- and leaves
+
+    def _answer(self, job: PrefillJob, token_id: int) -> None:
+        """In the writer's thread, after the last block is committed."""
+        put = job.put
+        if put.error is not None:
+            self._fail(job, put.error)
+            return
+        block_bytes = self._engine.layout.block_bytes
+        fetched_tokens = min(job.fetched_blocks * self._block_tokens, job.cached_tokens)
+        self.tokens_by_path["computed"] += len(job.token_ids) - job.cached_tokens
+        self.tokens_by_path["fetched"] += fetched_tokens
+        self.tokens_by_path["local"] += job.cached_tokens - fetched_tokens
+        reply = PrefillReply(
+            incarnation=self.worker.incarnation,
+            cached_tokens=job.cached_tokens,
+            fetched_blocks=job.fetched_blocks,
+            fetched_bytes=job.fetched_blocks * block_bytes,
+            blocks=[put.refs[index] for index in sorted(put.refs)],
+            queue_s=job.queue_s,
+            load_s=job.load_s,
+            compute_s=job.compute_s,
+            put_s=time.monotonic() - job.computed_at_s,
+        )
+        if self._forget(job, keep_leases=bool(job.request.decode_inbox)):
+            job.client.prefilled(token_id, reply)
+
+    def _fail(self, job: PrefillJob, error: Exception) -> None:
+        if self._forget(job, keep_leases=False):
+            job.client.fail(error)
+
+    def _forget(self, job: PrefillJob, keep_leases: bool) -> bool:
+        """Pages go back; leases stay for the decode worker or go too. False if it had left."""
+        with self._lock:
+            if self._jobs.pop(job.request_id, None) is None:
+                return False
+            self._pages.release(self._batching.remove(job.request_id))
+            self._lock.notify_all()
+        if keep_leases:
+            self.worker.owners.drop(job.request_id)
+        else:
+            self.worker.owners.release(job.request_id)
+        return True

@@ -1,0 +1,34 @@
+"""Triton entry point of preprocessing: text to token ids, the ensemble's first step.
+
+Translation only; the tokenizer is backends/tokenizer.py. A text that cannot be tokenised fails
+here with the same message as the conductor's own.
+"""
+
+from backends import front_request, triton_io
+from backends.tokenizer import Tokenizer
+from backends.worker_config import TokenizerConfig, checkpoint_folder, read_config
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        try:
+            model, raw, _ = triton_io.parameters(args)
+            config = read_config(TokenizerConfig, model, raw)
+            folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
+            self.tokenizer = Tokenizer.load(folder)
+            # The conductor knows the context and checks against it.
+            self.limits = front_request.Limits(2**31, self.tokenizer.vocabulary_tokens)
+        except Exception as error:  # edge: the reason goes to the operator, without a traceback
+            raise triton_io.load_error(error) from None
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        try:
+            ids = front_request.parse_prompt(
+                triton_io.inputs_of(request), self.tokenizer, self.limits
+            )
+            return triton_io.response({"input_ids": ids})
+        except Exception as error:  # edge: one bad request must not fail its neighbours
+            return triton_io.error_response(error)

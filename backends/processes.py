@@ -1,0 +1,102 @@
+"""Child processes that end with us, whatever happens.
+
+Each child gets its own session (so that a Ctrl-C in the terminal reaches only the launcher, which
+then stops things in order), writes to a log file, and dies when the launcher dies, by the kernel's
+parent-death signal. Not here: which processes and in which order (launch.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: SIGTERM when the launcher is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class ChildDied(Exception):
+    """A process that serving needs ended by itself; the message ends with its last lines."""
+
+
+class Child:
+    """One child process in its own session, with its output in a file."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], log_path: Path, cwd: Path, env: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                list(command), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                cwd=cwd, env=dict(env), start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+        self._descendants: dict[int, psutil.Process] = {}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def note_descendants(self) -> None:
+        """Remember the processes below this one, to end them by id if it dies before them."""
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self.pid).children(recursive=True):
+                self._descendants[process.pid] = process
+
+    def check_alive(self) -> None:
+        if self._process.poll() is not None:
+            raise ChildDied(
+                f"{self.name} ended with status {self._process.returncode}. "
+                f"The end of {self.log_path}:\n{self.last_lines(15)}"
+            )
+
+    def last_lines(self, lines: int) -> str:
+        try:
+            text = self.log_path.read_text(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def wait_for_line(self, text: str, deadline_s: float) -> None:
+        """Until the log has a line with `text`; ChildDied when it ended or took too long."""
+        give_up_s = time.monotonic() + deadline_s
+        while text not in self.log_path.read_text(errors="replace"):
+            self.check_alive()
+            if time.monotonic() > give_up_s:
+                raise ChildDied(f"{self.name} was not ready after {deadline_s:.0f} s, see "
+                                f"{self.log_path}:\n{self.last_lines(15)}")  # fmt: skip
+            time.sleep(0.02)
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM); returns at once."""
+        self.note_descendants()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def finish(self, deadline_s: float) -> bool:
+        """Wait for its end, then kill by id whatever of it is left; True if it ended by itself."""
+        try:
+            self._process.wait(timeout=max(deadline_s, 0.01))
+            ended = True
+        except subprocess.TimeoutExpired:
+            ended = False
+            self._process.kill()
+            self._process.wait()
+        survivors = [p for p in self._descendants.values() if p.is_running()]
+        for process in survivors:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(survivors, timeout=2)
+        return ended

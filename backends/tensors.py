@@ -1,0 +1,121 @@
+"""The tensors of the front models: one table, from which code and config.pbtxt are checked.
+
+Names and types are those of TensorRT-LLM's `ensemble` (inflight_batcher_llm), so that its clients
+work unchanged, plus a few of ours. A test holds the config.pbtxt files against this table. Not
+here: what the values mean for a request (front_request.py), Triton's API (triton_io.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    name: str
+    dtype: str  # Triton's, without TYPE_
+    dims: tuple[int, ...] = (1,)
+    neutral: object = None  # unsupported input: the only value that is not refused
+
+
+SUPPORTED_INPUTS = (
+    Tensor("text_input", "STRING"),
+    Tensor("input_ids", "INT32", (-1,)),
+    Tensor("messages", "STRING"),
+    Tensor("max_tokens", "INT32"),
+    Tensor("min_tokens", "INT32"),
+    Tensor("min_length", "INT32"),
+    Tensor("stream", "BOOL"),
+    Tensor("stream_interval", "INT32"),
+    Tensor("temperature", "FP32"),
+    Tensor("top_k", "INT32"),
+    Tensor("top_p", "FP32"),
+    Tensor("min_p", "FP32"),
+    Tensor("repetition_penalty", "FP32"),
+    Tensor("presence_penalty", "FP32"),
+    Tensor("frequency_penalty", "FP32"),
+    Tensor("seed", "UINT64"),
+    Tensor("random_seed", "UINT64"),
+    Tensor("stop_words", "STRING", (-1,)),
+    Tensor("end_id", "INT32"),
+    Tensor("pad_id", "INT32"),
+    Tensor("exclude_input_in_output", "BOOL"),
+    Tensor("sampling_parameters", "STRING"),
+    Tensor("return_decision", "BOOL"),
+    Tensor("return_perf_metrics", "BOOL"),
+    Tensor("return_num_input_tokens", "BOOL"),
+    Tensor("return_num_output_tokens", "BOOL"),
+)
+
+# Declared because TensorRT-LLM declares them; refused by name unless they ask for nothing.
+UNSUPPORTED_INPUTS = (
+    Tensor("decoder_text_input", "STRING", neutral=b""),
+    Tensor("num_return_sequences", "INT32", neutral=1),
+    Tensor("bad_words", "STRING", (-1,), neutral=b""),
+    Tensor("beam_width", "INT32", neutral=1),
+    Tensor("length_penalty", "FP32", neutral=1.0),
+    Tensor("return_log_probs", "BOOL", neutral=False),
+    Tensor("return_context_logits", "BOOL", neutral=False),
+    Tensor("return_generation_logits", "BOOL", neutral=False),
+    Tensor("prompt_embedding_table", "FP16", (-1, -1)),
+    Tensor("prompt_vocab_size", "INT32", neutral=0),
+    Tensor("prompt_table_extra_id", "UINT64", neutral=0),
+    Tensor("embedding_bias_words", "STRING", (-1,), neutral=b""),
+    Tensor("embedding_bias_weights", "FP32", (-1,), neutral=0.0),
+    Tensor("lora_task_id", "UINT64", neutral=0),
+    Tensor("lora_weights", "FP16", (-1, -1)),
+    Tensor("lora_config", "INT32", (-1, 3)),
+    Tensor("guided_decoding_guide_type", "STRING", neutral=b""),
+    Tensor("guided_decoding_guide", "STRING", neutral=b""),
+    Tensor("image_input", "FP16", (-1, 3, -1, -1)),
+    Tensor("image_url_input", "STRING", neutral=b""),
+    Tensor("num_draft_tokens", "INT32", neutral=0),
+    Tensor("use_draft_logits", "BOOL", neutral=False),
+)
+
+# Every response has all of these: an ensemble step may not leave one out.
+OUTPUTS = (
+    Tensor("text_output", "STRING", (-1,)),
+    Tensor("output_ids", "INT32", (-1,)),
+    Tensor("context_ids", "INT32", (-1,)),
+    Tensor("text_cut_bytes", "INT32"),
+    Tensor("num_input_tokens", "INT32"),
+    Tensor("num_output_tokens", "INT32"),
+    Tensor("cached_tokens", "INT32"),
+    Tensor("finish_reason", "STRING"),
+    Tensor("decision", "STRING"),
+    Tensor("batch_index", "INT32"),
+    Tensor("sequence_index", "INT32"),
+)
+
+# Request parameters (KServe `parameters`) that mean something; others are refused by name.
+PARAMETERS = {
+    "priority": "int: higher is served first when the conductor must choose",
+    "tenant": "string: salts the cache keys, so tenants never share KV",
+    "prefill_worker": "string: use this prefill worker (debugging, benchmarks)",
+    "decode_worker": "string: use this decode worker (debugging, benchmarks)",
+    "describe": "bool: answer with what is served, as JSON, instead of generating",
+}
+# Set by Triton's own front ends, not by users.
+TRITON_PARAMETERS = {"triton_enable_empty_final_response", "binary_data_output", "headers"}
+
+NUMPY_TYPES: dict[str, object] = {
+    "STRING": np.object_, "INT32": np.int32, "FP32": np.float32, "FP16": np.float16,
+    "BOOL": np.bool_, "UINT64": np.uint64, "INT64": np.int64,
+}  # fmt: skip
+
+
+def refusals(inputs: dict[str, np.ndarray]) -> list[str]:
+    """Names of the unsupported inputs that ask for something, each with the reason."""
+    found = []
+    for tensor in UNSUPPORTED_INPUTS:
+        value = inputs.get(tensor.name)
+        if value is None or value.size == 0:
+            continue
+        asks = tensor.neutral is None or any(item != tensor.neutral for item in value.ravel())
+        if asks:
+            only = "" if tensor.neutral is None else f"; leave it out or send {tensor.neutral!r}"
+            found.append(f"{tensor.name} is not supported by this server{only}")
+    return found

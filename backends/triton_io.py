@@ -1,0 +1,268 @@
+"""The one file that speaks Triton's Python backend API.
+
+Requests become plain dicts of flat numpy arrays, replies become responses, errors become Triton
+errors with the right code, `parameters` of config.pbtxt become a config object. Everything else
+in this package runs under plain pytest. Metrics with Triton's custom-metric API are here too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import triton_python_backend_utils as pb  # provided by Triton's stub
+
+from backends.errors import (
+    Overloaded,
+    RequestInvalid,
+    ServingError,
+    WorkerUnavailable,
+    from_wire,
+)
+from backends.worker_protocol import (
+    REPLY_BODY,
+    REPLY_IDS,
+    REQUEST_BODY,
+    REQUEST_IDS,
+    REQUEST_STOP,
+    DecodeUpdate,
+    PrefillReply,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+def start_logging() -> None:
+    """Our log lines go to stderr, which Triton's log file captures."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO,
+        format="%(asctime)s %(levelname).1s %(name)s %(message)s", force=True,
+    )  # fmt: skip
+
+
+def parameters(args: Mapping[str, str]) -> tuple[str, dict[str, str], int]:
+    """(model name, `parameters` of its config.pbtxt, number of instances)."""
+    config = json.loads(args["model_config"])
+    raw = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+    count = sum(int(group.get("count", 1)) for group in config.get("instance_group", [])) or 1
+    return args["model_name"], raw, count
+
+
+def repository_of(args: Mapping[str, str]) -> str:
+    """The model repository (the folder above the model's own)."""
+    path = Path(args["model_repository"])
+    return str(path.parent if path.name == args["model_name"] else path)
+
+
+def load_error(error: Exception) -> Exception:
+    """What `initialize` should raise so that Triton shows the message and no traceback."""
+    return pb.TritonModelException(str(error))
+
+
+def inputs_of(request: Any) -> dict[str, np.ndarray]:
+    """The request's tensors by name, without the batch dimension's nesting (flat)."""
+    return {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
+
+
+def parameters_of(request: Any) -> dict[str, Any]:
+    """The request's KServe parameters; {} when there are none."""
+    text = request.parameters()
+    return json.loads(text) if text else {}
+
+
+def request_id_of(request: Any) -> str:
+    return str(request.request_id() or "")
+
+
+class Reply:
+    """The answer stream of one request; usable from any thread, closed exactly once."""
+
+    def __init__(self, request: Any) -> None:
+        self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def send(self, outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None:
+        """One response; every array gets the batch dimension that max_batch_size 1 asks for."""
+        tensors = [pb.Tensor(name, value.reshape(1, -1)) for name, value in outputs.items()]
+        self._send(pb.InferenceResponse(output_tensors=tensors), is_final)
+
+    def finish(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._sender.send(flags=FINAL)
+
+    def fail(self, error: Exception) -> None:
+        self._send(pb.InferenceResponse(error=triton_error(error)), True)
+
+    def is_cancelled(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+    def _send(self, response: Any, is_final: bool) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = is_final
+            self._sender.send(response, flags=FINAL if is_final else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCall:
+    body: Any
+    token_ids: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class StopCall:
+    request_id: str
+
+
+def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | StopCall:
+    """A call to a prefill or decode worker; raises RequestInvalid for anything else."""
+    inputs = inputs_of(request)
+    stop = inputs.get(REQUEST_STOP)
+    if stop is not None and bool(stop[0]):
+        return StopCall(request_id_of(request))
+    missing = [name for name in (REQUEST_IDS, REQUEST_BODY) if name not in inputs]
+    if missing:
+        raise RequestInvalid(f"{', '.join(missing)} missing; clients call the conductor model")
+    try:
+        return WorkerCall(parse(inputs[REQUEST_BODY][0]), inputs[REQUEST_IDS])
+    except msgspec.MsgspecError as error:
+        raise RequestInvalid(f"{REQUEST_BODY} is no worker request: {error}") from None
+
+
+class WorkerReply(Reply):
+    """A worker's answers in the shape of the worker protocol."""
+
+    def prefilled(self, token_id: int, reply: PrefillReply) -> None:
+        ids = np.array([token_id], np.int32)
+        self.send({REPLY_IDS: ids, REPLY_BODY: _text(encode(reply))}, is_final=True)
+
+    def decoded(self, token_ids: list[int], update: DecodeUpdate) -> None:
+        ids = np.array(token_ids, np.int32)
+        body = _text(encode(update))
+        self.send({REPLY_IDS: ids, REPLY_BODY: body}, is_final=bool(update.finish_reason))
+
+
+def _text(data: bytes) -> np.ndarray:
+    return np.array([data], dtype=np.object_)
+
+
+def response(outputs: Mapping[str, np.ndarray]) -> Any:
+    """A whole response of a model that answers each request once."""
+    return pb.InferenceResponse(
+        [pb.Tensor(name, value.reshape(1, -1)) for name, value in outputs.items()]
+    )
+
+
+def error_response(error: Exception) -> Any:
+    return pb.InferenceResponse(error=triton_error(error))
+
+
+def triton_error(error: Exception) -> Any:
+    codes = {
+        RequestInvalid: pb.TritonError.INVALID_ARG,
+        Overloaded: pb.TritonError.UNAVAILABLE,
+        WorkerUnavailable: pb.TritonError.UNAVAILABLE,
+    }
+    if isinstance(error, ServingError):
+        return pb.TritonError(error.wire_message(), codes.get(type(error), pb.TritonError.INTERNAL))
+    log.error("internal error", exc_info=error)
+    return pb.TritonError(f"internal_error: {type(error).__name__}: {error}")
+
+
+def call_model(
+    model: str, inputs: Mapping[str, np.ndarray], outputs: list[str], request_id: str
+) -> Iterator[dict[str, np.ndarray]]:
+    """Call another model of this Triton (BLS) and yield its responses as they come.
+
+    Raises WorkerUnavailable when the model is not ready or its process died, and the worker's
+    own error (by the prefix of its message) otherwise.
+    """
+    tensors = [pb.Tensor(name, value.reshape(1, -1)) for name, value in inputs.items()]
+    call = pb.InferenceRequest(
+        model_name=model, inputs=tensors, requested_output_names=outputs, request_id=request_id
+    )
+    try:
+        for response in call.exec(decoupled=True):
+            if response.has_error():
+                raise from_wire(response.error().message(), model)
+            found = {t.name(): t.as_numpy().reshape(-1) for t in response.output_tensors()}
+            if found:
+                yield found
+    except pb.TritonModelException as error:
+        raise WorkerUnavailable(f"{model}: {error}") from None
+
+
+class Metrics:
+    """Named Prometheus metrics on Triton's metrics port, labelled with the model."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+        self._families: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def gauge(self, name: str, help_text: str, value: float, **labels: str) -> None:
+        self._metric(name, help_text, pb.MetricFamily.GAUGE, labels).set(float(value))
+
+    def counter_to(self, name: str, help_text: str, total: float, **labels: str) -> None:
+        """Raise a counter to `total`, which its owner counts."""
+        metric = self._metric(name, help_text, pb.MetricFamily.COUNTER, labels)
+        with self._lock:
+            missing = total - metric.value()
+            if missing > 0:
+                metric.increment(missing)
+
+    def count(self, name: str, help_text: str, amount: float = 1.0, **labels: str) -> None:
+        self._metric(name, help_text, pb.MetricFamily.COUNTER, labels).increment(amount)
+
+    def _metric(self, name: str, help_text: str, kind: Any, labels: dict[str, str]) -> Any:
+        key = (name, tuple(sorted(labels.items())))
+        with self._lock:
+            if key not in self._metrics:
+                if name not in self._families:
+                    self._families[name] = pb.MetricFamily(
+                        name=name, description=help_text, kind=kind
+                    )
+                family = self._families[name]
+                self._metrics[key] = family.Metric(labels={"model": self._model, **labels})
+            return self._metrics[key]
+
+
+class MetricsLoop:
+    """Publishes one model's metrics a few times a second."""
+
+    PERIOD_S = 0.2
+
+    def __init__(self, model: str, publish: Callable[[Metrics, Any], None], subject: Any) -> None:
+        self._metrics = Metrics(model)
+        self._publish = publish
+        self._subject = subject
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        while not self._is_closing.wait(self.PERIOD_S):
+            try:
+                self._publish(self._metrics, self._subject)
+            except Exception:  # edge: numbers on a page must not take the model down
+                log.exception("metrics were not published")

@@ -1,0 +1,181 @@
+"""What prefill and decode workers have in common: engine, store, membership, reports, leases.
+
+A worker process registers under its model's name and an incarnation of its own, so that during a
+reload two processes of one name coexist. Not here: what a worker computes (prefill_worker.py,
+decode_worker.py), the measured speeds (machine_profile.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from backends import machine_profile
+from backends.engine.interface import Engine
+from backends.errors import ConfigError
+from backends.inbox import Inbox, Outbox
+from backends.worker_config import WorkerConfig, checkpoint_folder
+from backends.worker_protocol import LayersReady, Stop
+from mooncake_store import layout as kv_layout
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.errors import StoreError
+from mooncake_store.membership import WorkerInfo, WorkerReport
+from mooncake_store.store import Store
+
+log = logging.getLogger(__name__)
+REPORT_S = 0.5
+
+
+class Letters(Protocol):
+    def __call__(self, letter: LayersReady | Stop) -> None: ...
+
+
+def make_engine(config: WorkerConfig, folder: Path) -> Engine:
+    if config.engine == "tensorrt_llm":
+        raise ConfigError(
+            "engine tensorrt_llm is not part of this version; use engine 'torch'"
+        )
+    from backends.engine.torch_engine import TorchEngine
+
+    return TorchEngine.load(
+        folder, pages_max=config.kv_pages, block_tokens=config.block_tokens, dtype=config.dtype,
+        device=config.device, threads=config.threads,
+    )  # fmt: skip
+
+
+class Worker:
+    """One worker process's engine and its ties to the rest; prefill and decode build on it."""
+
+    def __init__(
+        self,
+        role: str,
+        worker_id: str,
+        config: WorkerConfig,
+        repository: str,
+        slots_max: int,
+        on_letter: Letters,
+        make_report: Callable[[], WorkerReport],
+    ) -> None:
+        self.worker_id = worker_id
+        self.config = config
+        self.incarnation = uuid.uuid4().hex[:12]
+        folder = checkpoint_folder(config.checkpoint, repository)
+        self.engine = make_engine(config, folder)
+        self.context_tokens_max = config.context_tokens_max or self.engine.context_tokens_max
+        if self.context_tokens_max > self.engine.context_tokens_max:
+            raise ConfigError(
+                f"context_tokens_max is {config.context_tokens_max}, but {folder.name} allows "
+                f"{self.engine.context_tokens_max}; lower it or leave it 0"
+            )
+        pages_tokens = config.kv_pages * config.block_tokens
+        self.context_tokens_max = min(self.context_tokens_max, pages_tokens)
+        layout = self.engine.layout
+        print_fields = (self.engine.model_id, self.engine.weights_id, layout)
+        self.directory = DirectoryClient(os.environ["MOONCAKE_DIRECTORY"])
+        self.fingerprint = kv_layout.fingerprint(*print_fields)
+        self.store = Store(
+            self.directory, config.store_node, self.fingerprint, layout, config.transport
+        )
+        self.store.register_buffer(self.engine.kv_pool)
+        self.outbox = Outbox()
+        sockets = os.environ["MOONCAKE_SOCKETS"]
+        self.inbox = Inbox(f"ipc://{sockets}/{worker_id}-{self.incarnation}", on_letter)
+        profile = machine_profile.load_or_measure(
+            self.engine, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
+        )
+        self.info = WorkerInfo(
+            worker_id=worker_id,
+            incarnation=self.incarnation,
+            role=role,
+            node_id=config.store_node,
+            fingerprint=self.fingerprint,
+            description=kv_layout.describe(*print_fields),
+            inbox=self.inbox.address,
+            block_tokens=config.block_tokens,
+            block_bytes=layout.block_bytes,
+            context_tokens_max=self.context_tokens_max,
+            pages_max=config.kv_pages,
+            slots_max=slots_max,
+            prefill_coefficients=profile.prefill,
+            decode_coefficients=profile.decode,
+            transfer_bytes_per_s=self.store.measure_rates(),
+            transfer_latency_s=0.001,
+        )
+        self.owners = LeaseKeeper(self.store, config.lease_s)
+        self._make_report = make_report
+        self._is_closing = threading.Event()
+        self._reporter = threading.Thread(target=self._report_loop, name="reports", daemon=True)
+
+    def join(self) -> None:
+        """Register, or raise with the reason why the pool refuses this worker."""
+        self.directory.register_worker(self.info)
+        self._reporter.start()
+        log.info("%s (%s) serves on node %s", self.worker_id, self.incarnation, self.info.node_id)
+
+    def leave(self) -> None:
+        """Say goodbye and close everything; the store keeps what was put."""
+        self._is_closing.set()
+        if self._reporter.is_alive():
+            self._reporter.join(timeout=3.0)
+        try:
+            self.directory.deregister_worker(self.worker_id, self.incarnation)
+        except StoreError as error:
+            log.info("the directory is gone already: %s", error)
+        self.inbox.close()
+        self.outbox.close()
+        self.store.close()
+        self.directory.close()
+        self.engine.close()
+
+    def _report_loop(self) -> None:
+        while not self._is_closing.wait(REPORT_S):
+            try:
+                if not self.directory.worker_report(self._make_report()):
+                    log.warning("the directory does not know us (any more): registering again")
+                    self.directory.register_worker(self.info)
+                self.owners.renew_due(time.monotonic())
+            except StoreError as error:
+                log.warning("report failed: %s", error)
+
+
+class LeaseKeeper:
+    """Renews the leases of requests that this worker is still busy with."""
+
+    def __init__(self, store: Store, lease_s: float) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self._due_s: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._due_s)
+
+    def hold(self, owner: str, now_s: float) -> None:
+        with self._lock:
+            self._due_s[owner] = now_s + self._lease_s / 3
+
+    def drop(self, owner: str) -> None:
+        """Stop renewing; the leases stay until they are released or run out."""
+        with self._lock:
+            self._due_s.pop(owner, None)
+
+    def release(self, owner: str) -> None:
+        self.drop(owner)
+        try:
+            self._store.release(owner)
+        except StoreError as error:
+            log.warning("leases of %s run out by themselves: %s", owner, error)
+
+    def renew_due(self, now_s: float) -> None:
+        with self._lock:
+            due = [owner for owner, due_s in self._due_s.items() if due_s <= now_s]
+            for owner in due:
+                self._due_s[owner] = now_s + self._lease_s / 3
+        for owner in due:
+            self._store.renew(owner, self._lease_s)

@@ -1,0 +1,62 @@
+"""Calling prefill and decode workers: our structs to tensors and back.
+
+The transport below is handed in (`call`): BLS inside one Triton, gRPC to another. Not here: what
+to call whom for (front_door.py), what the messages mean (worker_protocol.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+import numpy as np
+
+from backends.errors import WorkerUnavailable
+from backends.worker_protocol import (
+    REPLY_BODY,
+    REPLY_IDS,
+    REQUEST_BODY,
+    REQUEST_IDS,
+    DecodeRequest,
+    DecodeUpdate,
+    PrefillReply,
+    PrefillRequest,
+    encode,
+)
+
+# (model, inputs, names of outputs, request id) -> one dict of flat arrays per response
+Call = Callable[[str, Mapping[str, np.ndarray], list[str], str], Iterator[dict[str, np.ndarray]]]
+_prefilled = msgspec.msgpack.Decoder(PrefillReply)
+_decoded = msgspec.msgpack.Decoder(DecodeUpdate)
+
+
+def as_text(data: bytes | str) -> np.ndarray:
+    """One STRING element, the way Triton wants it."""
+    return np.array([data], dtype=np.object_)
+
+
+def prefill(
+    call: Call, worker_id: str, request: PrefillRequest, token_ids: np.ndarray
+) -> tuple[int, PrefillReply]:
+    """(the sampled token, the rest of the reply); raises ServingError."""
+    inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: as_text(encode(request))}
+    reply: tuple[int, PrefillReply] | None = None
+    for answer in call(worker_id, inputs, [REPLY_IDS, REPLY_BODY], request.request_id):
+        reply = int(answer[REPLY_IDS][0]), _prefilled.decode(answer[REPLY_BODY][0])
+    if reply is None:
+        raise WorkerUnavailable(f"{worker_id} ended without an answer")
+    return reply
+
+
+def decode(
+    call: Call, worker_id: str, request: DecodeRequest, token_ids: np.ndarray
+) -> Iterator[tuple[np.ndarray, DecodeUpdate]]:
+    """(new token ids, update) per message; the last one has a finish_reason."""
+    inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: as_text(encode(request))}
+    is_finished = False
+    for answer in call(worker_id, inputs, [REPLY_IDS, REPLY_BODY], request.request_id):
+        update = _decoded.decode(answer[REPLY_BODY][0])
+        is_finished = bool(update.finish_reason)
+        yield answer[REPLY_IDS], update
+    if not is_finished:
+        raise WorkerUnavailable(f"{worker_id} ended in the middle of a request")

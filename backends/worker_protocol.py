@@ -1,0 +1,114 @@
+"""What the front and the workers say to each other.
+
+Two channels. *Calls* are requests to the models `prefill_*` and `decode_*` (BLS inside one Triton,
+gRPC from elsewhere): token ids travel as a tensor, the rest as one MessagePack string. The *inbox*
+is a ZeroMQ socket of each worker for what must reach one very process rather than "whoever serves
+that model now": stop a request, and hand-over progress from prefill to decode.
+Not here: the store's protocol (mooncake_store/protocol.py).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from backends.engine.sampling import SamplingParams
+
+# Tensors of the worker models.
+REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
+REPLY_IDS, REPLY_BODY = "output_ids", "reply"
+
+
+class BlockRef(msgspec.Struct, frozen=True, array_like=True):
+    """Where block `index` of a request's KV lies in the store."""
+
+    index: int
+    node_id: str
+    slot: int
+    generation: int
+    checksum: int
+
+
+class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
+    """Compute the KV of input_ids and sample one token.
+
+    `prompt_tokens` of input_ids are the client's; what follows are tokens that it already got
+    (a request that continues after a decode worker died).
+    """
+
+    request_id: str
+    prompt_tokens: int
+    sampling: SamplingParams
+    cache_salt: str
+    fetch_blocks: int  # how many leading blocks may be copied from other nodes
+    decode_inbox: str  # where layers may be announced while they are computed; "" for nowhere
+    reserve_tokens: int  # KV that the decode worker should make room for
+
+
+class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
+    incarnation: str
+    cached_tokens: int
+    fetched_blocks: int
+    fetched_bytes: int
+    blocks: list[BlockRef]  # all of the request's KV; the last may be partial
+    queue_s: float
+    load_s: float
+    compute_s: float
+    put_s: float
+
+
+class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
+    """Go on from input_ids, whose KV is in `blocks` except for the last token's."""
+
+    request_id: str
+    prompt_tokens: int
+    sampling: SamplingParams
+    cache_salt: str
+    blocks: list[BlockRef]
+    stream_interval: int  # tokens per message; 0: one message at the end
+
+
+class DecodeUpdate(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):
+    """One message of the answer stream; the tokens travel beside it as a tensor."""
+
+    text: str
+    context_ids: list[int]
+    cut_bytes: int
+    finish_reason: str = ""
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    loaded_early_blocks: int = 0  # handed over layer by layer before the request came
+    read_bytes: dict[str, int] = {}
+
+
+class LayersReady(msgspec.Struct, frozen=True, tag="layers"):
+    """Layer `layer` of these blocks is in the store (prefill -> decode inbox).
+
+    `checksums[i]` is that of the layer in blocks[i]. `layer` -1: whole blocks, with the checksum
+    in the BlockRef itself.
+    """
+
+    request_id: str
+    kv_tokens: int
+    reserve_tokens: int
+    layer: int
+    blocks: list[BlockRef]
+    checksums: list[int]
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    request_id: str
+    reason: str
+
+
+InboxMessage = LayersReady | Stop
+_decode_inbox = msgspec.msgpack.Decoder(InboxMessage)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encode(message)
+
+
+def decode_inbox(data: bytes) -> LayersReady | Stop:
+    """Raises msgspec.DecodeError on anything else."""
+    return _decode_inbox.decode(data)
