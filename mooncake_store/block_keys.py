@@ -71,7 +71,7 @@ def _packed(token_ids: Tokens) -> memoryview:
             raise ValueError(f"token ids are {token_ids.dtype}{token_ids.shape}; expected 1-D ints")
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < 2**32:
             raise ValueError("token ids must lie in 0 .. 2**32 - 1")
-        return memoryview(np.ascontiguousarray(token_ids, dtype="<u4")).cast("B")
+        return np.ascontiguousarray(token_ids, dtype="<u4").data.cast("B")
     try:
         packed = array("I", token_ids)  # twice as fast as numpy on a list, and checks the range
     except (OverflowError, TypeError) as error:

@@ -51,3 +51,7 @@ class EvictionOrder:
     def keys(self) -> list[bytes]:
         """All candidates, coldest first."""
         return list(self._order)
+
+    def check(self) -> None:
+        """Prove the invariants: there is one, and `touch` keeps it."""
+        assert self.coldest() in self._order or not self._order

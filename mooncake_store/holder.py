@@ -78,7 +78,7 @@ class Holder:
 
     def publish(self, copy: HeldCopy, checksum: int) -> None:
         assert copy.state is CopyState.WRITING
-        copy.place = copy.place._replace(checksum=checksum)
+        copy.place = Copy(*copy.place[:3], checksum)
         copy.state = CopyState.READY
         self.writing -= 1
 

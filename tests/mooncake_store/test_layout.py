@@ -1,0 +1,91 @@
+"""Shapes of blocks and segments, and fingerprints that refuse by name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake_store.layout import (
+    HEADER_BYTES,
+    SLOT_ALIGN_BYTES,
+    KvLayout,
+    blocks_full,
+    blocks_touched,
+    describe,
+    describe_difference,
+    fingerprint,
+    geometry,
+)
+
+LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", block_tokens=16)
+
+
+def test_a_block_is_its_layers_one_after_the_other() -> None:
+    assert LAYOUT.layer_bytes == 2 * 2 * 16 * 8 * 2
+    assert LAYOUT.block_bytes == 3 * LAYOUT.layer_bytes
+    assert LAYOUT.token_bytes * LAYOUT.block_tokens == LAYOUT.block_bytes
+    offsets = [LAYOUT.layer_offset_bytes(layer) for layer in range(3)]
+    assert offsets == [0, LAYOUT.layer_bytes, 2 * LAYOUT.layer_bytes]
+
+
+@given(tokens=st.integers(0, 10_000), block_tokens=st.integers(1, 600))
+def test_full_and_touched_blocks_differ_by_the_partial_one(tokens: int, block_tokens: int) -> None:
+    full, touched = blocks_full(tokens, block_tokens), blocks_touched(tokens, block_tokens)
+    assert touched - full == (tokens % block_tokens != 0)
+    assert full * block_tokens <= tokens <= touched * block_tokens
+
+
+@pytest.mark.parametrize(("field", "value"), [("dtype", "int4"), ("layers", 0), ("head_dim", -1)])
+def test_a_layout_that_cannot_be_is_refused(field: str, value: object) -> None:
+    fields = {"layers": 1, "kv_heads": 1, "head_dim": 8, "dtype": "float32", "block_tokens": 16}
+    with pytest.raises(ValueError, match=str(value)):
+        KvLayout(**{**fields, field: value})  # type: ignore[arg-type]
+
+
+def test_each_field_changes_the_fingerprint() -> None:
+    layouts = [
+        LAYOUT,
+        KvLayout(4, 2, 8, "bfloat16", 16),
+        KvLayout(3, 4, 8, "bfloat16", 16),
+        KvLayout(3, 2, 16, "bfloat16", 16),
+        KvLayout(3, 2, 8, "float16", 16),
+        KvLayout(3, 2, 8, "bfloat16", 32),
+    ]
+    prints = [fingerprint("m", "w", layout) for layout in layouts]
+    prints += [fingerprint("n", "w", LAYOUT), fingerprint("m", "x", LAYOUT)]
+    prints += [fingerprint("m", "w", LAYOUT, "tp2")]
+    assert len(set(prints)) == len(prints)
+    assert {len(each) for each in prints} == {32}
+    assert fingerprint("m", "w", LAYOUT) == prints[0]
+
+
+def test_names_with_separators_cannot_imitate_other_fields() -> None:
+    tricky = "m; weights_id=w"
+    assert describe(tricky, "x", LAYOUT) != describe("m", "w", LAYOUT)
+    difference = describe_difference(describe(tricky, "w", LAYOUT), describe("m", "w", LAYOUT))
+    assert difference.startswith("model_id is ")
+
+
+def test_a_difference_names_each_field_and_both_values() -> None:
+    ours = describe("m", "w", LAYOUT)
+    theirs = describe("m", "w2", KvLayout(3, 2, 8, "bfloat16", 32))
+    assert describe_difference(ours, theirs) == (
+        "weights_id is w, theirs is w2, and block_tokens is 16, theirs is 32"
+    )
+    assert "not given" in describe_difference(ours, "")
+    assert "equal" in describe_difference(ours, ours)
+
+
+@given(segment_bytes=st.integers(0, 2**30), block_bytes=st.integers(1, 2**22))
+def test_slots_fill_a_segment_and_never_leave_it(segment_bytes: int, block_bytes: int) -> None:
+    shape = geometry(segment_bytes, block_bytes)
+    assert shape.slot_bytes % SLOT_ALIGN_BYTES == 0
+    assert 0 <= shape.slot_bytes - block_bytes < SLOT_ALIGN_BYTES
+    assert shape.payload_offset_bytes >= shape.headers_offset_bytes + shape.slots * HEADER_BYTES
+    assert shape.payload_offset_bytes % SLOT_ALIGN_BYTES == 0
+    end_bytes = shape.payload_offset_bytes + shape.slots * shape.slot_bytes
+    assert end_bytes <= segment_bytes or shape.slots == 0
+    one_more = shape.slots + 1
+    headers_bytes = -(-one_more * HEADER_BYTES // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+    assert headers_bytes + one_more * shape.slot_bytes > segment_bytes, "room for another slot"
