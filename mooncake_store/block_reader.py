@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -25,7 +25,7 @@ from mooncake_store.slots import Copy
 from mooncake_store.transport import LocalSpan, Span, Transport
 
 log = logging.getLogger("mooncake_store.store")
-BATCH_BYTES = 1024**2
+BATCH_BYTES = 2 * 1024**2
 ATTEMPTS_MAX = 2  # the second one only for a node that has a new incarnation
 
 
@@ -34,8 +34,7 @@ def checksum(view: ByteArray) -> int:
     return xxhash.xxh3_64_intdigest(view.data)
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(NamedTuple):
     """One span of one block: where it goes and what it must hash to."""
 
     copy: Copy
@@ -45,16 +44,15 @@ class Want:
 
     def is_whole(self) -> bool:
         """Are the bytes in the target the ones that were promised?"""
-        buffer, span = self.target
-        part_bytes = span.length_bytes // max(1, len(self.checksums))
-        return all(
-            checksum(buffer[start : start + part_bytes]) == promised
-            for start, promised in zip(
-                range(span.offset_bytes, span.offset_bytes + span.length_bytes, part_bytes),
-                self.checksums,
-                strict=True,
-            )
-        )
+        if not self.checksums:
+            return True
+        buffer, (start, length_bytes) = self.target
+        part_bytes = length_bytes // len(self.checksums)
+        for promised in self.checksums:
+            if checksum(buffer[start : start + part_bytes]) != promised:
+                return False
+            start += part_bytes
+        return True
 
 
 class BlockReader:
@@ -124,11 +122,8 @@ class BlockReader:
         left_s: float,
     ) -> None:
         sources = [
-            Span(
-                shape.slot_offset_bytes(want.copy.slot) + want.start_bytes,
-                want.target[1].length_bytes,
-            )
-            for want in wants
+            Span(shape.slot_offset_bytes(copy.slot) + start_bytes, target[1].length_bytes)
+            for copy, start_bytes, target, _ in wants
         ]
         transport.read(info, sources, [want.target for want in wants], left_s)
 

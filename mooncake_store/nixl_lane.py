@@ -141,8 +141,8 @@ class Lane:
     ) -> Transfer:
         """Start a transfer; it may be done already. The spans have been checked."""
         peer = self.connect(node)
-        lengths = np.array([span.length_bytes for span in remote], np.uint64)
-        far = np.array([span.offset_bytes for span in remote], np.uint64)
+        far = np.array([offset for offset, _ in remote], np.uint64)
+        lengths = np.array([length for _, length in remote], np.uint64)
         near, region = self._local_offsets(local)
         operation = "READ" if is_read else "WRITE"
         try:
@@ -247,10 +247,11 @@ class Lane:
             return None
         if int(near.max()) + length > region.size_bytes:
             return None  # several regions
-        far_phase, near_phase = int(far[0]) % length, int(near[0]) % length
-        if (far % length != far_phase).any() or (near % length != near_phase).any():
-            return None
         if max(node.segment_bytes, region.size_bytes) // length > INDEX_MAX:
+            return None
+        (far_index, near_index), phases = np.divmod(np.stack((far, near)), np.uint64(length))
+        (far_phase, near_phase) = phases[:, 0].tolist()
+        if (phases != phases[:, :1]).any():
             return None
         there = self._prepare(
             peer.agent_name, node.base_address, node.segment_bytes, length, far_phase
@@ -259,9 +260,9 @@ class Lane:
         return self._agent.make_prepped_xfer(
             operation,
             here,
-            (near // length).astype(np.int32),
+            near_index.astype(np.int32),
             there,
-            (far // length).astype(np.int32),
+            far_index.astype(np.int32),
         )
 
     def _prepare(

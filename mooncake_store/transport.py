@@ -21,16 +21,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mooncake_store.errors import TransferFailed
 from mooncake_store.membership import NodeInfo
 from mooncake_store.segment import ByteArray
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A run of bytes in a segment or a buffer."""
+class Span(NamedTuple):
+    """A run of bytes in a segment or a buffer. (A frozen dataclass takes 5x as long to make.)"""
 
     offset_bytes: int
     length_bytes: int
@@ -100,19 +99,17 @@ class Transport(Protocol):
 def check_spans(node: NodeInfo, remote: Sequence[Span], local: Sequence[LocalSpan]) -> int:
     """The bytes to move; TransferFailed when a span leaves its memory or a pair differs."""
     assert len(remote) == len(local), f"{len(remote)} remote spans, {len(local)} local ones"
-    moved_bytes = 0
+    moved_bytes, segment_bytes = 0, node.segment_bytes
     for there, (buffer, here) in zip(remote, local, strict=True):
-        length_bytes = there.length_bytes
-        assert length_bytes == here.length_bytes, f"{there} and {here} differ in length"
-        if (
-            min(there.offset_bytes, length_bytes) < 0
-            or there.offset_bytes + length_bytes > node.segment_bytes
-        ):
+        far_bytes, length_bytes = there
+        near_bytes, near_length_bytes = here
+        assert length_bytes == near_length_bytes, f"{there} and {here} differ in length"
+        if far_bytes < 0 or length_bytes < 0 or far_bytes + length_bytes > segment_bytes:
             raise TransferFailed(
-                f"{there} is outside node {node.node_id}'s segment of {node.segment_bytes} bytes; "
+                f"{there} is outside node {node.node_id}'s segment of {segment_bytes} bytes; "
                 "nothing was moved: look the block up again"
             )
-        if here.offset_bytes < 0 or here.offset_bytes + length_bytes > buffer.nbytes:
+        if near_bytes < 0 or near_bytes + length_bytes > buffer.nbytes:
             raise TransferFailed(
                 f"{here} is outside a local buffer of {buffer.nbytes} bytes; nothing was moved"
             )
