@@ -64,8 +64,8 @@ def sample(
 def uniform(seed: int, position: int) -> float:
     """The one random number of this position, in [0, 1)."""
     # The position is the second word: the generator itself counts in the first.
-    bits = np.random.Philox(key=seed, counter=[0, position, 0, 0])
-    return float(np.random.Generator(bits).random())
+    bits = int(np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw())
+    return (bits >> 11) * 2.0**-53
 
 
 def adjusted_logits(

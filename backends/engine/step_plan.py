@@ -67,7 +67,13 @@ class StepPlan:
     fresh_pages: list[int]  # of those, entered by this step and not filled by it
 
 
-def plan_step(batch: Sequence[Work], layout: KvLayout, device: torch.device) -> StepPlan:
+def plan_step(
+    batch: Sequence[Work],
+    layout: KvLayout,
+    device: torch.device,
+    vocabulary_tokens: int,
+    pages_max: int,
+) -> StepPlan:
     block_tokens = layout.block_tokens
     order = sorted(
         range(len(batch)),
@@ -83,13 +89,16 @@ def plan_step(batch: Sequence[Work], layout: KvLayout, device: torch.device) -> 
         np.asarray(work.pages[: blocks_touched(work.end, block_tokens)], dtype=np.int64)
         for work in works
     ]
+    token_ids = np.concatenate([np.asarray(work.token_ids, dtype=np.int64) for work in works])
+    _check_range("token id", token_ids, vocabulary_tokens)
+    _check_range("page", np.concatenate(tables), pages_max)
     positions = _positions(works, counts)
     decodes = _groups(works[:decode_works], tables[:decode_works], 0, layout, device)
     rest = _groups(works[decode_works:], tables[decode_works:], decode_works, layout, device)
     pages, fresh_pages = _written(works, tables, block_tokens)
     is_decode_only = decode_works == len(works)
     return StepPlan(
-        token_ids=_tensor(np.concatenate([np.asarray(w.token_ids) for w in works]), device),
+        token_ids=_tensor(token_ids, device),
         positions=_tensor(positions, device),
         token_rows=_tensor(_token_rows(positions, counts, tables, layout), device),
         decodes=decodes,
@@ -100,6 +109,13 @@ def plan_step(batch: Sequence[Work], layout: KvLayout, device: torch.device) -> 
         pages=pages,
         fresh_pages=fresh_pages,
     )
+
+
+def _check_range(name: str, values: Integers, limit: int) -> None:
+    """One pass: a negative number is a huge unsigned one."""
+    if int(values.view(np.uint64).max()) >= limit:
+        wrong = [int(value) for value in values if not 0 <= value < limit]
+        raise AssertionError(f"{name} {wrong[0]} is outside 0..{limit - 1}")
 
 
 def _positions(works: list[Work], counts: list[int]) -> Integers:

@@ -64,14 +64,8 @@ class TorchEngine:
 
         `threads` is the number of CPU threads of torch in this process, not of this engine.
         """
-        if dtype not in TORCH_DTYPES:
-            known = ", ".join(TORCH_DTYPES)
-            raise CheckpointError(
-                checkpoint_dir, [f"dtype {dtype!r} is not supported; use {known}"]
-            )
         torch.set_num_threads(threads)
-        config = read_model_config(checkpoint_dir)
-        checkpoint = Checkpoint.open(checkpoint_dir)
+        config, checkpoint = _open(checkpoint_dir, dtype)
         place = torch.device(device)
         weights = load_weights(checkpoint, config, TORCH_DTYPES[dtype], place)
         layout = config.layout(dtype, block_tokens)
@@ -91,7 +85,9 @@ class TorchEngine:
         assert batch, "a step without work"
         for work in batch:
             self._check(work)
-        plan = plan_step(batch, self.layout, self._device)
+        plan = plan_step(
+            batch, self.layout, self._device, self.vocabulary_tokens, self.pages.pages_max
+        )
         self._memory.clear_pages(plan.fresh_pages)
         announce = on_layer
         if on_layer is not None and self._memory.is_mirrored:
@@ -124,3 +120,22 @@ class TorchEngine:
         assert work.end <= len(work.pages) * self.layout.block_tokens, (
             f"{work.end} tokens in {len(work.pages)} pages of {self.layout.block_tokens}"
         )
+
+
+def _open(checkpoint_dir: str | Path, dtype: str) -> tuple[ModelConfig, Checkpoint]:
+    """Config and headers, or the problems of both together."""
+    found: list[str] = []
+    if dtype not in TORCH_DTYPES:
+        found.append(f"dtype {dtype!r} is not supported; use {', '.join(TORCH_DTYPES)}")
+    config = checkpoint = None
+    try:
+        config = read_model_config(checkpoint_dir)
+    except CheckpointError as error:
+        found += error.problems
+    try:
+        checkpoint = Checkpoint.open(checkpoint_dir)
+    except CheckpointError as error:
+        found += error.problems
+    if found or config is None or checkpoint is None:
+        raise CheckpointError(checkpoint_dir, found)
+    return config, checkpoint

@@ -1,0 +1,210 @@
+"""Admission, prefill chunks and decode batches, without an engine."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from backends.engine.batching import Chunk, DecodeBatching, PrefillBatching, Progress, next_chunks
+from backends.engine.pages import PagePool
+
+BLOCK_TOKENS = 16
+
+
+def prefill(pages: int = 64, chunk_tokens: int = 64, slots: int = 8, waiting: int = 8):
+    pool = PagePool(pages)
+    return pool, PrefillBatching(pool, BLOCK_TOKENS, chunk_tokens, slots, waiting)
+
+
+def decode(pages: int = 64, slots: int = 8, waiting: int = 8):
+    pool = PagePool(pages)
+    return pool, DecodeBatching(pool, BLOCK_TOKENS, slots, waiting)
+
+
+def start_all(batching: PrefillBatching, computed_tokens: int = 0) -> None:
+    for admitted in batching.admit():
+        batching.start(admitted.request_id, computed_tokens)
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    _, batching = prefill()
+    batching.add("a", 150)
+    start_all(batching)
+    steps = []
+    while chunks := batching.next_step():
+        steps.append([(chunk.start, chunk.tokens, chunk.is_last) for chunk in chunks])
+        batching.computed(chunks)
+    assert steps == [[(0, 64, False)], [(64, 64, False)], [(128, 22, True)]]
+
+
+def test_short_prompts_share_a_step() -> None:
+    _, batching = prefill()
+    for name, tokens in (("a", 10), ("b", 20), ("c", 30), ("d", 40)):
+        batching.add(name, tokens)
+    start_all(batching)
+    chunks = batching.next_step()
+    assert [(chunk.request_id, chunk.tokens) for chunk in chunks] == [
+        ("a", 10),
+        ("b", 20),
+        ("c", 30),
+    ]
+    assert batching.computed(chunks) == ["a", "b", "c"]
+    assert [chunk.request_id for chunk in batching.next_step()] == ["d"]
+
+
+def test_the_rest_of_the_budget_goes_to_the_next_prompt_in_whole_blocks() -> None:
+    _, batching = prefill()
+    batching.add("a", 20)
+    batching.add("b", 100)
+    start_all(batching)
+    assert batching.next_step() == [Chunk("a", 0, 20, True), Chunk("b", 0, 32, False)]
+
+
+def test_a_chunk_after_a_cached_prefix_ends_with_a_block() -> None:
+    assert next_chunks([Progress("a", 200, 31)], 64, BLOCK_TOKENS) == [Chunk("a", 31, 49, False)]
+    assert next_chunks([Progress("a", 200, 199)], 64, BLOCK_TOKENS) == [Chunk("a", 199, 1, True)]
+
+
+def test_a_request_whose_prefix_is_still_fetched_does_not_hold_back_the_others() -> None:
+    _, batching = prefill()
+    batching.add("fetching", 100)
+    batching.add("ready", 30)
+    assert [admitted.request_id for admitted in batching.admit()] == ["fetching", "ready"]
+    batching.start("ready", 0)
+    assert [chunk.request_id for chunk in batching.next_step()] == ["ready"]
+    batching.start("fetching", 96)
+    assert [chunk.request_id for chunk in batching.next_step()] == ["ready", "fetching"]
+
+
+def test_queue_tokens_are_the_prompt_tokens_not_computed_yet() -> None:
+    _, batching = prefill(slots=1)
+    batching.add("a", 100)
+    batching.add("b", 50)
+    assert batching.queue_tokens == 150
+    start_all(batching, computed_tokens=48)
+    assert batching.queue_tokens == 102
+    batching.computed(batching.next_step())
+    assert batching.queue_tokens == 50
+    batching.remove("b")
+    assert batching.queue_tokens == 0
+
+
+def test_a_full_queue_refuses_and_changes_nothing() -> None:
+    _, batching = decode(waiting=1)
+    assert batching.add("a", 10, 10)
+    assert not batching.has_room
+    assert not batching.add("b", 10, 10)
+    batching.check()
+    assert batching.waiting == 1
+
+
+def test_decode_reserves_the_pages_of_the_longest_output() -> None:
+    pool, batching = decode()
+    batching.add("a", 17, 100)
+    [admitted] = batching.admit()
+    assert len(admitted.pages) == 8, "117 tokens touch 8 blocks of 16"
+    assert pool.used_pages == 8
+
+
+def test_the_head_of_the_queue_is_not_overtaken_by_a_smaller_request() -> None:
+    pool, batching = decode(pages=4)
+    batching.add("first", 10, 38)
+    batching.add("large", 10, 38)
+    batching.add("small", 10, 6)
+    assert [admitted.request_id for admitted in batching.admit()] == ["first"]
+    assert batching.waiting == 2
+    pool.release(batching.remove("first"))
+    assert [admitted.request_id for admitted in batching.admit()] == ["large", "small"]
+
+
+def test_slots_bound_the_batch() -> None:
+    _, batching = decode(slots=2)
+    for name in "abc":
+        batching.add(name, 4, 4)
+    assert len(batching.admit()) == 2
+    batching.remove("a")
+    assert [admitted.request_id for admitted in batching.admit()] == ["c"]
+
+
+def test_a_removed_requests_pages_stay_taken_until_the_caller_releases_them() -> None:
+    pool, batching = decode()
+    batching.add("a", 4, 4)
+    batching.admit()
+    batching.start("a", 5)
+    pages = batching.remove("a")
+    assert pool.used_pages == 1, "a late transfer may still write into them"
+    pool.release(pages)
+    assert batching.next_step() == []
+
+
+def test_a_request_larger_than_the_engine_is_our_mistake() -> None:
+    _, batching = decode(pages=2)
+    assert not batching.can_ever_fit(33)
+    with pytest.raises(AssertionError):
+        batching.add("a", 30, 3)
+
+
+def test_two_thousand_random_prefill_steps_keep_the_invariants(seed: int) -> None:
+    chance = random.Random(seed)
+    pool, batching = prefill(pages=40, slots=5, waiting=6)
+    left: dict[str, int] = {}
+    for step in range(2000):
+        verb = chance.choice(["add", "add", "admit", "step", "step", "remove"])
+        if verb == "add" and batching.has_room:
+            left[str(step)] = chance.randint(1, 300)
+            assert batching.add(str(step), left[str(step)])
+        elif verb == "admit":
+            for admitted in batching.admit():
+                cached = chance.randrange(left[admitted.request_id])
+                batching.start(admitted.request_id, cached)
+                left[admitted.request_id] -= cached
+        elif verb == "step":
+            chunks = batching.next_step()
+            assert sum(chunk.tokens for chunk in chunks) <= 64
+            for chunk in chunks:
+                left[chunk.request_id] -= chunk.tokens
+                end = chunk.start + chunk.tokens
+                assert chunk.tokens > 0
+                assert chunk.is_last == (left[chunk.request_id] == 0)
+                assert chunk.is_last or end % BLOCK_TOKENS == 0
+            for request_id in batching.computed(chunks):
+                pool.release(batching.remove(request_id))
+                assert left.pop(request_id) == 0
+        elif verb == "remove" and left:
+            request_id = chance.choice(list(left))
+            pool.release(batching.remove(request_id))
+            del left[request_id]
+        assert batching.queue_tokens == sum(left.values())
+        batching.check()
+        pool.check()
+
+
+def test_two_thousand_random_decode_steps_never_run_out_of_pages(seed: int) -> None:
+    chance = random.Random(seed)
+    pool, batching = decode(pages=40, slots=5, waiting=6)
+    left: dict[str, int] = {}  # output tokens that a request may still produce
+    prompts: dict[str, int] = {}
+    for step in range(2000):
+        verb = chance.choice(["add", "admit", "step", "step", "remove"])
+        if verb == "add" and batching.has_room:
+            name = str(step)
+            prompts[name], left[name] = chance.randint(1, 200), chance.randint(1, 100)
+            assert batching.add(name, prompts[name], left[name])
+        elif verb == "admit":
+            for admitted in batching.admit():
+                batching.start(admitted.request_id, prompts[admitted.request_id])
+        elif verb == "step":
+            running = batching.next_step()
+            batching.computed(running)
+            for request_id in running:
+                left[request_id] -= 1
+                if left[request_id] == 0:
+                    pool.release(batching.remove(request_id))
+                    del left[request_id]
+        elif verb == "remove" and left and chance.random() < 0.2:
+            request_id = chance.choice(list(left))
+            pool.release(batching.remove(request_id))
+            del left[request_id]
+        batching.check()
+        pool.check()

@@ -1,0 +1,248 @@
+"""A damaged or unsupported checkpoint is one error in words, with all its problems."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backends.engine.checkpoint import Checkpoint
+from backends.engine.checkpoint_error import CheckpointError
+from backends.engine.model_config import read_kv_layout, read_model_config
+from backends.engine.torch_engine import TorchEngine
+from mooncake_store.layout import KvLayout
+from tests.backends.engine.checkpoints import edit_config, make_checkpoint
+
+Damage = Callable[[Path], None]
+
+
+def load(path: Path, **values: Any) -> TorchEngine:
+    return TorchEngine.load(path, pages_max=4, block_tokens=16, **values)
+
+
+def problems_of(path: Path, **values: Any) -> list[str]:
+    with pytest.raises(CheckpointError) as caught:
+        load(path, **values)
+    assert str(path) in str(caught.value)
+    return caught.value.problems
+
+
+def edit_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(path: Path, keep_bytes: int) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep_bytes])
+
+
+def overwrite(path: Path, name: str, text: str) -> None:
+    (path / name).write_text(text)
+
+
+def poison(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "cut short": (lambda path: truncate(path, 200_000), "model.safetensors is cut short: it has"),
+    "cut in the header": (lambda path: truncate(path, 100), "it has no whole header"),
+    "empty": (lambda path: truncate(path, 0), "it has no whole header"),
+    "garbage": (
+        lambda path: overwrite(path, "model.safetensors", "\x10" + "\0" * 7 + "x" * 100),
+        "its header makes no sense",
+    ),
+    "no weights": (
+        lambda path: (path / "model.safetensors").unlink(),
+        "neither model.safetensors nor model.safetensors.index.json is there",
+    ),
+    "NaN": (
+        lambda path: edit_weights(path, poison),
+        "tensor model.layers.1.mlp.up_proj.weight holds NaN or infinity",
+    ),
+    "integers": (
+        lambda path: edit_weights(
+            path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64).int()})
+        ),
+        "tensor model.norm.weight is I32",
+    ),
+    "no config": (lambda path: (path / "config.json").unlink(), "config.json is missing"),
+    "config not JSON": (
+        lambda path: overwrite(path, "config.json", "{,}"),
+        "config.json is not valid JSON",
+    ),
+    "config a list": (
+        lambda path: overwrite(path, "config.json", "[]"),
+        "config.json must be a JSON object, is a list",
+    ),
+    "generation config not JSON": (
+        lambda path: overwrite(path, "generation_config.json", "{"),
+        "generation_config.json is not valid JSON",
+    ),
+    "architecture": (
+        lambda path: edit_config(path, architectures=["MambaForCausalLM"]),
+        "architecture 'MambaForCausalLM' is not supported",
+    ),
+    "no architecture": (
+        lambda path: edit_config(path, architectures=None),
+        "architecture None is not supported",
+    ),
+    "sliding window": (
+        lambda path: edit_config(path, use_sliding_window=True),
+        "use_sliding_window is not supported",
+    ),
+    "sliding layers": (
+        lambda path: edit_config(path, layer_types=["sliding_attention", "full_attention"]),
+        "layer_types ['sliding_attention'] are not supported",
+    ),
+    "activation": (lambda path: edit_config(path, hidden_act="gelu"), "hidden_act 'gelu'"),
+    "quantised": (
+        lambda path: edit_config(path, quantization_config={"quant_method": "awq"}),
+        "quantized weights are not supported",
+    ),
+    "rope type": (
+        lambda path: edit_config(path, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+        "rope type 'yarn' is not supported",
+    ),
+    "heads": (
+        lambda path: edit_config(path, num_attention_heads=3, head_dim=16),
+        "num_attention_heads (3) must be a multiple of num_key_value_heads (2)",
+    ),
+    "layers a word": (
+        lambda path: edit_config(path, num_hidden_layers="two"),
+        "num_hidden_layers must be a positive integer, is 'two'",
+    ),
+    "end id": (
+        lambda path: overwrite(path, "generation_config.json", '{"eos_token_id": [2, 99999]}'),
+        "eos_token_id 99999 is outside the vocabulary",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_each_kind_of_damage_is_one_clear_problem(tmp_path: Path, damage: str) -> None:
+    make_checkpoint("llama", tmp_path)
+    spoil, words = DAMAGES[damage]
+    spoil(tmp_path)
+    [problem] = problems_of(tmp_path)
+    assert words in problem
+
+
+def test_all_wrong_tensors_are_listed_at_once(tmp_path: Path) -> None:
+    make_checkpoint("qwen2", tmp_path)
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.norm.weight"]
+        del tensors["model.layers.0.self_attn.q_proj.bias"]
+        tensors["lm_head.weight"] = torch.zeros(10, 64)
+
+    edit_weights(tmp_path, spoil)
+    assert problems_of(tmp_path) == [
+        "tensor model.norm.weight is missing; config.json asks for [64]",
+        "tensor lm_head.weight is [10, 64]; config.json asks for [320, 64]",
+        "tensor model.layers.0.self_attn.q_proj.bias is missing; config.json asks for [64]",
+    ]
+
+
+def test_problems_of_dtype_config_and_files_are_listed_at_once(tmp_path: Path) -> None:
+    make_checkpoint("qwen2", tmp_path)
+    edit_config(tmp_path, use_sliding_window=True, hidden_act="relu", num_hidden_layers=-1)
+    (tmp_path / "model.safetensors").unlink()
+    assert len(problems_of(tmp_path, dtype="int8")) == 5
+
+
+def test_missing_and_damaged_shards_are_listed_at_once(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path, max_shard_size="100KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 3
+    shards[0].unlink()
+    shards[1].write_bytes(shards[1].read_bytes()[:-1])
+    problems = problems_of(tmp_path)
+    assert len(problems) == 2
+    assert f"shard {shards[0].name} is missing" in problems[0]
+    assert f"{shards[1].name} is cut short" in problems[1]
+
+
+def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path, max_shard_size="100KB")
+    overwrite(tmp_path, "model.safetensors.index.json", "{}")
+    assert "has no weight_map" in problems_of(tmp_path)[0]
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert "config.json is missing" in problems_of(tmp_path / "nowhere")[0]
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    assert "dtype 'int8' is not supported" in problems_of(tmp_path, dtype="int8")[0]
+    with pytest.raises(CheckpointError, match="int8"):
+        read_kv_layout(tmp_path, "int8", 16)
+
+
+def test_the_kv_layout_is_read_without_torch(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    assert read_kv_layout(tmp_path, "float32", 64) == KvLayout(2, 2, 24, "float32", 64)
+    assert load(tmp_path).layout == read_kv_layout(tmp_path, "float32", 16)
+    script = (
+        "import sys\n"
+        "from backends.engine import batching, interface, sampling\n"
+        "from backends.engine.model_config import read_kv_layout\n"
+        f"print(read_kv_layout({str(tmp_path)!r}, 'bfloat16', 64).block_bytes)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert answer.stdout.strip() == str(2 * 2 * 2 * 64 * 24 * 2), answer.stderr
+
+
+def test_end_ids_come_from_the_generation_config_when_it_has_some(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    overwrite(tmp_path, "generation_config.json", '{"eos_token_id": [5, 7]}')
+    assert read_model_config(tmp_path).eos_token_ids == (5, 7)
+    overwrite(tmp_path, "generation_config.json", "{}")
+    assert read_model_config(tmp_path).eos_token_ids == (2,)
+
+
+def test_bfloat16_weights_are_read_exactly(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path, dtype=torch.bfloat16)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.entries["model.norm.weight"].dtype == "BF16"
+    expected = load_file(tmp_path / "model.safetensors")["model.norm.weight"]
+    raw = torch.from_numpy(checkpoint.read("model.norm.weight")).view(torch.bfloat16)
+    assert torch.equal(raw, expected)
+
+
+def test_the_weights_id_names_the_weights_and_not_their_files(tmp_path: Path) -> None:
+    def weights_id(path: Path) -> str:
+        return Checkpoint.open(path).weights_id(read_model_config(path))
+
+    first = weights_id(make_checkpoint("llama", tmp_path / "a"))
+    assert first == weights_id(make_checkpoint("llama", tmp_path / "b"))
+    assert first == weights_id(make_checkpoint("llama", tmp_path / "c", max_shard_size="100KB"))
+    assert first != weights_id(make_checkpoint("llama", tmp_path / "d", seed=1))
+    edit_weights(tmp_path / "b", lambda tensors: tensors["model.norm.weight"].mul_(1.01))
+    assert first != weights_id(tmp_path / "b")
+    edit_config(tmp_path / "a", rms_norm_eps=1e-5)
+    assert first != weights_id(tmp_path / "a"), "the same weights, used differently"
+    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"]
+
+
+def test_a_large_tensor_is_sampled_from_end_to_end() -> None:
+    from backends.engine import checkpoint
+
+    samples = checkpoint._samples(10_000_000, is_whole=False)
+    assert samples[0] == (0, 4096)
+    assert samples[-1] == (10_000_000 - 4096, 4096)
+    assert len(samples) == 16
+    assert checkpoint._samples(10_000_000, is_whole=True) == [(0, 10_000_000)]
+    assert checkpoint._samples(5000, is_whole=False) == [(0, 5000)]
