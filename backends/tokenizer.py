@@ -1,12 +1,10 @@
 """A checkpoint's tokenizer: text to token ids and back, and its chat template.
 
 Reads the files of a Hugging Face folder with the `tokenizers` library alone, because importing
-transformers takes seconds in every process. What transformers adds to tokenizer.json is done here:
-
-* `add_bos_token` / `add_eos_token` in tokenizer_config.json replace the post-processor (DeepSeek's
-  tokenizer.json adds no BOS, its config says that one belongs there);
-* the named special tokens (bos, eos, ...) count as special although tokenizer.json may not say so;
-* truncation and padding that a training script left in tokenizer.json are switched off.
+transformers takes seconds in every process. What transformers 5 does beyond tokenizer.json is done
+here: the named special tokens (bos, eos, ...) count as special although tokenizer.json may not say
+so, and truncation and padding that a training script left behind are switched off. Whether a BOS
+is added is up to tokenizer.json: like transformers 5, not 4, we ignore `add_bos_token` beside it.
 
 End tokens are those of generation_config.json (config.json without it) and the tokenizer's own
 eos_token, as in vLLM. `clean_up_tokenization_spaces` is not done: it would change text that has
@@ -23,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from backends import chat_template
 from backends.errors import ConfigError, RequestInvalid
@@ -117,16 +114,6 @@ def _settle(
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     named = [*special.values(), *(_content(token) for token in extra if _content(token))]
     backend.add_special_tokens([t for t in named if t and backend.token_to_id(t) is not None])
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
-        return
-    before = special.get("bos_token") if config.get("add_bos_token") else None
-    after = special.get("eos_token") if config.get("add_eos_token") else None
-    around = [(t, backend.token_to_id(t)) for t in (before, after) if t is not None]
-    if any(token_id is None for _, token_id in around):
-        missing = ", ".join(repr(token) for token, token_id in around if token_id is None)
-        raise ConfigError(f"tokenizer_config.json adds {missing}, which tokenizer.json lacks")
-    single = [*([before] if before else []), "$A", *([after] if after else [])]
-    backend.post_processor = TemplateProcessing(single=single, special_tokens=around)
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -145,8 +132,12 @@ def _end_ids(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         content = _read_json(folder / name)
         found = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
-        if found is not None:
-            return tuple(int(i) for i in (found if isinstance(found, list) else [found]))
+        if found is None:
+            continue
+        token_ids = found if isinstance(found, list) else [found]
+        if not all(isinstance(token_id, int) and token_id >= 0 for token_id in token_ids):
+            raise ConfigError(f"{folder / name}: eos_token_id is {found!r}; it must be token ids")
+        return tuple(token_ids)
     return ()
 
 
