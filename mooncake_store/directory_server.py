@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from types import FrameType
 
@@ -31,7 +32,7 @@ from mooncake_store import protocol
 from mooncake_store.config import HELP, DirectoryConfig
 from mooncake_store.directory import Directory
 from mooncake_store.errors import RequestInvalid, StoreError
-from mooncake_store.events import BlockAdded, BlockRemoved, Event, WorkerReported
+from mooncake_store.events import Event, NodeDown, NodeUp, WorkerDown, WorkerUp
 from mooncake_store.protocol import Kind
 
 TICK_S = 0.1
@@ -54,12 +55,13 @@ class TurnClock:
     most TURN_S_MAX, and the reports are read first.
     """
 
-    def __init__(self) -> None:
-        self._read_s = time.monotonic()
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._read_s = monotonic()
         self._now_s = 0.0
 
     def now_s(self) -> float:
-        read_s = time.monotonic()
+        read_s = self._monotonic()
         self._now_s += min(read_s - self._read_s, TURN_S_MAX)
         self._read_s = read_s
         return self._now_s
@@ -196,8 +198,16 @@ class DirectoryServer:
 def log_members(events: list[Event]) -> None:
     """One line for each node or worker that came or went; blocks and reports are too many."""
     for event in events:
-        if not isinstance(event, BlockAdded | BlockRemoved | WorkerReported):
-            log.info("%s", event)
+        if isinstance(event, NodeUp):
+            info = event.info
+            log.info("node %s up, %d bytes, %s", info.node_id, info.segment_bytes, info.incarnation)
+        elif isinstance(event, WorkerUp):
+            who = event.info
+            log.info("worker %s up on node %s, %s", who.worker_id, who.node_id, who.incarnation)
+        elif isinstance(event, NodeDown):
+            log.info("node %s down, %s", event.node_id, event.incarnation)
+        elif isinstance(event, WorkerDown):
+            log.info("worker %s down, %s", event.worker_id, event.incarnation)
 
 
 def refuse_second_server(address: str) -> None:

@@ -217,7 +217,7 @@ def test_random_life_keeps_every_invariant_and_every_promise(seed: int) -> None:
     for _ in range(4_000):
         walk.step()
     stats = walk.directory.stats(walk.now_s)
-    assert stats.commits > 500 and stats.evictions > 50, f"a walk that went nowhere: {stats}"
+    assert stats.commits > 100 and stats.evictions > 5, f"a walk that went nowhere: {stats}"
 
 
 def test_the_same_calls_give_the_same_answers(seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from mooncake_store.events import BlockAdded, BlockRemoved
 from mooncake_store.eviction import EvictionOrder
 from tests.mooncake_store.makers import chain, directory_with, put
 
@@ -88,3 +89,27 @@ def test_what_is_there_is_not_evicted_for_the_rest_of_its_own_chain() -> None:
     assert allocation.slots[4:] == (None, None)
     assert allocation.covered == 4 and allocation.full
     assert len(directory.lookup(keys, "reader", 0.0, 1.0)) == 3
+
+
+def test_random_chains_are_evicted_by_last_use_then_depth(seed: int) -> None:
+    rng = random.Random(seed)
+    directory = directory_with("s0", slots=20)
+    chains = [chain(8, name) for name in "abcdef"]
+    used: dict[bytes, tuple[float, int]] = {}  # key -> (when, minus its depth): smallest goes first
+    for step in range(2_000):
+        now_s, keys = float(step), rng.choice(chains)[: rng.randint(1, 8)]
+        directory.node_report("s0", "n1", now_s)
+        if rng.random() < 0.5:
+            keys = keys[: len(directory.lookup(keys, "reader", 0.0, now_s))]
+        else:
+            before = directory.sequence
+            # All of the chain that is there counts as used before anything is evicted for the rest.
+            idle = {key: use for key, use in used.items() if key not in keys}
+            put(directory, keys, now_s=now_s)
+            for event in directory.events_since(before) or []:
+                if isinstance(event, BlockRemoved):
+                    assert event.key == min(idle, key=lambda key: idle[key]), f"step {step}"
+                    del idle[event.key], used[event.key]
+                else:
+                    assert isinstance(event, BlockAdded)
+        used.update({key: (now_s, -depth) for depth, key in enumerate(keys)})
