@@ -25,7 +25,6 @@ from conductor.admission import (
     LOAD_POLICIES,
     fits_decode,
     fits_prefill,
-    load_when_prefill_ends,
     objection,
     reject_for,
     reject_nobody,
@@ -141,15 +140,14 @@ class Conductor:
         if isinstance(options, Reject):
             return self._refuse(options)
         pair = choose_pair(options, request, self.config)
-        judged = self._judged(pair, request, now_s)
-        kind, advice = objection(judged, request, self.config), None
+        kind, advice = objection(pair, request, self.config), None
         if kind:
-            rejection = reject_for(kind, judged, options, request, now_s, self._cluster)
+            rejection = reject_for(kind, pair, options, request, now_s, self._cluster)
             if not self.config.advisory:
                 return self._refuse(rejection)
             advice = rejection
             self._advised[kind] += 1
-        return self._send(request, judged, advice, now_s)
+        return self._send(request, pair, advice, now_s)
 
     def explain(self, request: Request, now_s: float) -> list[Candidate]:
         """Every pair with its terms, best first, and what would become of it. Changes nothing."""
@@ -161,7 +159,7 @@ class Conductor:
         found = []
         for prefill in options.prefills:
             for decode in options.decodes:
-                pair = self._judged(pair_up(prefill, decode, request, self.config), request, now_s)
+                pair = pair_up(prefill, decode, request, self.config)
                 is_chosen = prefill is chosen.prefill and decode is chosen.decode
                 verdict = objection(pair, request, self.config)
                 verdict = verdict or ("chosen" if is_chosen else "slower")
@@ -186,26 +184,14 @@ class Conductor:
         ]
         # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
         at_s = now_s + min(option.start_s for option in prefills)
+        policy, decode_s = LOAD_POLICIES[self.config.admission_policy], self._cluster.decode_s
         decodes = [
             decode_option(
-                worker, request,
-                load_when_prefill_ends(worker.batch, at_s, now_s, self._cluster.decode_s),
-                now_s, self.config,
+                worker, request, policy(worker.batch, at_s, now_s, decode_s), now_s, self.config
             )
             for worker in workers["decode"]
-        ]  # fmt: skip
+        ]
         return Options(prefills, decodes)
-
-    def _judged(self, pair: Pair, request: Request, now_s: float) -> Pair:
-        """The pair with the decode load that the admission policy looks at."""
-        policy = LOAD_POLICIES[self.config.admission_policy]
-        if policy is None or policy is load_when_prefill_ends:
-            return pair
-        load = policy(
-            pair.decode.worker.batch, now_s + pair.prefill.start_s, now_s, self._cluster.decode_s
-        )
-        decode = decode_option(pair.decode.worker, request, load, now_s, self.config)
-        return pair_up(pair.prefill, decode, request, self.config)
 
     def _refuse(self, rejection: Reject) -> Reject:
         self._rejected[rejection.kind] += 1

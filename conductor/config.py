@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, fields
 
 ROUTING_POLICIES = ("kvcache_centric", "local_cache", "least_load", "random")
-ADMISSION_POLICIES = ("predicted", "early", "baseline")
+ADMISSION_POLICIES = ("reserved", "predicted", "early", "baseline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class ConductorConfig:
     ttft_slo_s: float = 30.0  # time to first token
     tbt_slo_s: float = 1.0  # time between tokens
     advisory: bool = False  # True: decide, count and tell, but never reject for a service level
-    # predicted: decode load at the moment this prefill will end. early: decode load now.
-    # baseline: prefill only; a full decode pool is discovered after prefill was paid for.
-    admission_policy: str = "predicted"
+    # Which decode load is judged. reserved: all that is decoding or on its way. predicted: the
+    # load when this prefill will end. early: the load now. baseline: none. See admission.py.
+    admission_policy: str = "reserved"
     low_priority_load_max: float = 0.8  # priority < 0 is admitted up to this share of an SLO
     retry_after_s_min: float = 0.5  # a client that comes back sooner only adds load
     retry_after_s_max: float = 60.0  # predictions further out are guesses
@@ -51,7 +51,7 @@ class ConductorConfig:
     report_s_max: float = 3.0  # three missed reports: not routed to
     report_lag_s: float = 0.2  # a report cannot know requests routed less than this before it
     failed_mark_s: float = 10.0  # after a failed call; lifted earlier by the next report
-    request_s_max: float = 3600.0  # a request nobody finished for this long is forgotten
+    request_s_max: float = 600.0  # one that nobody finished is then known from reports only
 
     # Memory and hot spots.
     index_blocks_max: int = 4_000_000  # about 100 B each; beyond, the oldest are forgotten

@@ -81,11 +81,6 @@ class DecodeBatch:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._charges
 
-    @property
-    def reserved_sequences(self) -> int:
-        """Everything in the batch or on its way to it."""
-        return self._joined_sequences() + self._tallies["coming"].sequences
-
     def charge(
         self, request_id: str, context_tokens: int, pages: int, prefill_end_s: float
     ) -> None:
@@ -141,20 +136,25 @@ class DecodeBatch:
             max(0, self._reported.pages - covered.pages),
         )
 
-    def _joined_sequences(self) -> int:
-        covered = min(self._tallies["covered"].sequences, self._reported.sequences)
-        return self._foreign.sequences + covered + self._tallies["fresh"].sequences
-
     def load_now(self) -> Load:
         """What is decoding now; requests still in prefill are not."""
         foreign, covered = self._foreign, self._tallies["covered"]
         reported, fresh = self._reported, self._tallies["fresh"]
         return Load(
-            self._joined_sequences(),
+            foreign.sequences + min(covered.sequences, reported.sequences) + fresh.sequences,
             foreign.context_tokens
             + min(covered.context_tokens, reported.context_tokens)
             + fresh.context_tokens,
             foreign.pages + min(covered.pages, reported.pages) + fresh.pages,
+        )
+
+    def load_reserved(self) -> Load:
+        """Everything in the batch or on its way to it, as if nobody left."""
+        now, coming = self.load_now(), self._tallies["coming"]
+        return Load(
+            now.sequences + coming.sequences,
+            now.context_tokens + coming.context_tokens,
+            now.pages + coming.pages,
         )
 
     def load_at(self, at_s: float, now_s: float, decode_s: float) -> Load:

@@ -12,9 +12,9 @@ The best holder is the one with the longest prefix; among equals the one whose s
 A fetch leaves the blocks on the worker's node, so being routed here is also how hot prefixes
 spread; and so is computing them, when the best holder is not much better than this node.
 
-Then the pair. The decode worker is the one with the least time between tokens when this prefill
-will have ended, among those with room. Reading the prompt's KV costs once what a slow step costs
-at every token, so the hand-over is spread over the tokens it will serve:
+Then the pair. The decode worker is the one with the least time between tokens once everything
+that was routed there has arrived, among those with room. Reading the prompt's KV costs once what a
+slow step costs at every token, so the hand-over is spread over the tokens it will serve:
 
     cost of a decode worker = tbt + handover / expected output tokens
 
@@ -64,10 +64,11 @@ class DecodeOption:
     """One decode worker and its step when this request would join it."""
 
     worker: Worker
-    load: Load  # without this request
+    load: Load  # as the admission policy sees it, without this request
     tbt_s: float  # with it
     has_room: bool
-    reserved: int  # requests in the batch or on their way to it
+    reserved: float  # requests in the batch or on their way to it
+    reserved_tbt_s: float  # the step of all those; ranks, or a burst would pile onto one worker
 
 
 @dataclass(slots=True)
@@ -152,15 +153,18 @@ def decode_option(
     worker: Worker, request: Request, load: Load, now_s: float, config: ConductorConfig
 ) -> DecodeOption:
     """The step of this batch with the request in it, and whether it fits."""
-    info, tokens = worker.info, request.prompt_tokens
-    step_s = worker.decode_estimate.step_s(load.sequences + 1, load.context_tokens + tokens)
+    info, tokens, step_s = worker.info, request.prompt_tokens, worker.decode_estimate.step_s
+    ratio, reserved = worker.speed_ratio(now_s, config), worker.batch.load_reserved()
     pages = blocks_touched(tokens + request.output_tokens_max, info.block_tokens)
-    # Rounded: 3.999 of 4 slots are 4. The worker itself makes sure, and queues when need be.
-    has_room = round(load.sequences) + 1 <= info.slots_max and load.pages + pages <= info.pages_max
     return DecodeOption(
-        worker, load, step_s * worker.speed_ratio(now_s, config), has_room,
-        worker.batch.reserved_sequences,
-    )  # fmt: skip
+        worker,
+        load,
+        tbt_s=ratio * step_s(load.sequences + 1, load.context_tokens + tokens),
+        # Rounded: 3.999 of 4 slots are 4. The worker itself makes sure, and queues when need be.
+        has_room=round(load.sequences) < info.slots_max and load.pages + pages <= info.pages_max,
+        reserved=reserved.sequences,
+        reserved_tbt_s=ratio * step_s(reserved.sequences + 1, reserved.context_tokens + tokens),
+    )
 
 
 def pair_up(
@@ -218,7 +222,7 @@ def choose_decode(
     best_s, costs = math.inf, []
     for decode in decodes:
         handover = handover_s(decode.worker, node_id, request.prompt_tokens, config)
-        cost_s = decode.tbt_s + handover / tokens
+        cost_s = decode.reserved_tbt_s + handover / tokens
         best_s = min(best_s, cost_s)
         costs.append((cost_s, decode))
     limit_s = best_s * (1 + config.tie_ratio)

@@ -148,7 +148,7 @@ def busy(**changes: object) -> ConductorConfig:
     )
 
 
-@pytest.mark.parametrize("policy", ["predicted", "early", "baseline"])
+@pytest.mark.parametrize("policy", ["reserved", "predicted", "early", "baseline"])
 def test_after_a_long_random_life_nothing_is_charged_to_anyone(seed: int, policy: str) -> None:
     life = Life(seed, busy(admission_policy=policy))
     life.run(2_000)

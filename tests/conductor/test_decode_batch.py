@@ -21,9 +21,9 @@ def joined(*request_ids: str, now_s: float = 0.0, leave_s: float = 100.0) -> Dec
 def test_a_request_in_prefill_is_reserved_but_not_in_the_batch() -> None:
     made = DecodeBatch()
     made.charge("a", 100, 2, 5.0)
-    assert made.load_now().sequences == 0 and made.reserved_sequences == 1
+    assert made.load_now().sequences == 0 and made.load_reserved().sequences == 1
     made.join("a", 5.0, 9.0)
-    assert made.load_now() == (1, 100, 2) and made.reserved_sequences == 1
+    assert made.load_now() == (1, 100, 2) and made.load_reserved().sequences == 1
 
 
 def test_a_report_counts_a_known_request_once() -> None:
@@ -109,4 +109,4 @@ def test_a_long_random_life_keeps_its_counts_and_ends_at_zero(seed: int) -> None
     for request_id in alive:
         made.drop(request_id)
     made.on_report(report("d0"), now_s, 0.2)
-    assert made.load_now() == (0, 0, 0) and made.reserved_sequences == 0
+    assert made.load_now() == (0, 0, 0) and made.load_reserved().sequences == 0
