@@ -16,8 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
 PR_SET_PDEATHSIG = 1
 
 
@@ -43,17 +41,10 @@ class Child:
                 list(command), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 cwd=cwd, env=dict(env), start_new_session=True, preexec_fn=_die_with_parent,
             )  # fmt: skip
-        self._descendants: dict[int, psutil.Process] = {}
 
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    def note_descendants(self) -> None:
-        """Remember the processes below this one, to end them by id if it dies before them."""
-        with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(self.pid).children(recursive=True):
-                self._descendants[process.pid] = process
 
     def check_alive(self) -> None:
         if self._process.poll() is not None:
@@ -81,22 +72,21 @@ class Child:
 
     def terminate(self) -> None:
         """Ask it to end (SIGTERM); returns at once."""
-        self.note_descendants()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
 
     def finish(self, deadline_s: float) -> bool:
-        """Wait for its end, then kill by id whatever of it is left; True if it ended by itself."""
+        """Wait for its end, then kill what is left of its process group; True if it ended itself.
+
+        The group is the child's own (it leads a session), so this reaches the stubs of a Triton
+        that crashed, and nothing else.
+        """
         try:
             self._process.wait(timeout=max(deadline_s, 0.01))
             ended = True
         except subprocess.TimeoutExpired:
             ended = False
-            self._process.kill()
-            self._process.wait()
-        survivors = [p for p in self._descendants.values() if p.is_running()]
-        for process in survivors:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(survivors, timeout=2)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
         return ended

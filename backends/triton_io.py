@@ -108,7 +108,13 @@ class Reply:
         self._send(pb.InferenceResponse(error=triton_error(error)), True)
 
     def is_cancelled(self) -> bool:
-        return bool(self._sender.is_cancelled())
+        """Has the client gone away? False once the reply is closed.
+
+        Under the lock: asking Triton about a request whose final response is out crashes the
+        whole server (2.51: TRITONBACKEND_ResponseFactoryIsCancelled on a deleted factory).
+        """
+        with self._lock:
+            return not self._is_closed and bool(self._sender.is_cancelled())
 
     def _send(self, response: Any, is_final: bool) -> None:
         with self._lock:
