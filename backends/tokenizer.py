@@ -112,7 +112,8 @@ def _settle(
     backend.no_truncation()
     backend.no_padding()
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    named = [*special.values(), *(_content(token) for token in extra if _content(token))]
+    listed = extra.values() if isinstance(extra, dict) else extra
+    named = [*special.values(), *(_content(token) for token in listed)]
     backend.add_special_tokens([t for t in named if t and backend.token_to_id(t) is not None])
 
 
