@@ -1,0 +1,433 @@
+"""A request is complete and within all limits, or refused with every problem at once."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends import tensors
+from backends.engine.sampling_params import STOP_WORD_BYTES_MAX, STOP_WORDS_MAX
+from backends.errors import RequestInvalid
+from backends.front_request import FrontRequest, Limits, parse, parse_prompt
+from backends.tokenizer import Tokenizer
+from tests.backends.small_tokenizers import (
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    byte_level,
+    tokenizer_of,
+)
+
+TOKENIZER = Tokenizer(
+    byte_level(adds_bos=True),
+    {"eos_token": EOS, "bos_token": BOS, "chat_template": CHAT_TEMPLATE},
+)
+LIMITS = Limits(context_tokens_max=512, vocabulary_tokens=TOKENIZER.vocabulary_tokens)
+DTYPES = {tensor.name: tensor.dtype for tensor in tensors.SUPPORTED_INPUTS}
+DTYPES |= {tensor.name: tensor.dtype for tensor in tensors.UNSUPPORTED_INPUTS}
+
+
+def array(name: str, value: Any) -> np.ndarray:
+    """As Triton hands it over: strings are bytes in an object array."""
+    values = value if isinstance(value, list) else [value]
+    if DTYPES.get(name) == "STRING":
+        values = [item.encode() if isinstance(item, str) else item for item in values]
+        found = np.empty(len(values), np.object_)
+        found[:] = values
+        return found
+    return np.array(values, tensors.NUMPY_TYPES[DTYPES[name]])  # type: ignore[call-overload]
+
+
+def ask(parameters: dict[str, Any] | None = None, request_id: str = "r1", **inputs: Any):
+    given = inputs if {"input_ids", "messages", "text_input"} & set(inputs) else {
+        "text_input": "hello", **inputs}  # fmt: skip
+    arrays = {name: array(name, value) for name, value in given.items() if value is not None}
+    return parse(arrays, parameters or {}, request_id, TOKENIZER, LIMITS, new_id=lambda: "fresh")
+
+
+def refusal(parameters: dict[str, Any] | None = None, **inputs: Any) -> str:
+    with pytest.raises(RequestInvalid) as caught:
+        ask(parameters, **inputs)
+    return str(caught.value)
+
+
+def test_only_a_prompt_is_needed_and_every_default_is_filled_in() -> None:
+    request = ask()
+    assert request.prompt_ids.dtype == np.int32
+    assert request.prompt_ids.tolist() == TOKENIZER.encode("hello")
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.min_tokens) == (256, 0)
+    assert sampling.is_greedy and sampling.seed == 0
+    assert sampling.end_ids == TOKENIZER.eos_ids and sampling.stop_words == ()
+    assert not (request.is_stream or request.wants_decision or request.wants_perf)
+    assert not (request.includes_prompt or request.describe)
+    assert (request.cache_salt, request.priority, request.stream_interval) == ("", 0, 0)
+    assert (request.prefill_worker, request.decode_worker) == ("", "")
+
+
+def test_everything_that_may_be_said_arrives() -> None:
+    request = ask(
+        {"tenant": "blue", "priority": -3, "prefill_worker": "prefill_1", "decode_worker": "d",
+         "triton_enable_empty_final_response": True},
+        max_tokens=9, min_tokens=2, stream=True, stream_interval=4, temperature=0.7, top_k=5,
+        top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=-0.5, frequency_penalty=0.5,
+        seed=2**64 - 1, stop_words=["a", "日本"], end_id=3, pad_id=2, return_decision=True,
+        exclude_input_in_output=True, return_perf_metrics=True, return_num_input_tokens=True,
+        beam_width=1, bad_words=[""], num_return_sequences=1, length_penalty=1.0,
+    )  # fmt: skip
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k) == (9, 2, 5)
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.7, 0.9, 0.1)
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.1, -0.5)
+    assert (sampling.frequency_penalty, sampling.seed) == (0.5, 2**64 - 1)
+    assert (sampling.stop_words, sampling.end_ids) == (("a", "日本"), (3,))
+    assert (request.is_stream, request.stream_interval) == (True, 4)
+    assert (request.cache_salt, request.priority) == ("blue", -3)
+    assert (request.prefill_worker, request.decode_worker) == ("prefill_1", "d")
+    assert request.wants_decision and request.wants_perf and not request.includes_prompt
+
+
+def test_the_request_id_is_kept_or_a_fresh_one() -> None:
+    assert ask(request_id="r7").request_id == "r7"
+    assert ask(request_id="").request_id == "fresh"
+
+
+def test_streaming_sends_each_token_unless_told_otherwise() -> None:
+    assert ask(stream=True).stream_interval == 1
+    assert ask(stream=False, stream_interval=5).stream_interval == 0
+
+
+# --- prompts
+
+
+def test_prompts_come_as_text_ids_or_messages() -> None:
+    assert ask(input_ids=[5, 6, 7]).prompt_ids.tolist() == [5, 6, 7]
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    ]
+    prompt = ask(messages=json.dumps(chat)).prompt_ids.tolist()
+    assert TOKENIZER.decode(prompt, skip_special=False) == f"{BOS}<user>a\nb<assistant>"
+    arrays = {"text_input": array("text_input", "hello")}
+    assert parse_prompt(arrays, TOKENIZER, LIMITS).tolist() == TOKENIZER.encode("hello")
+
+
+def test_the_prompt_precedes_the_answer_only_if_it_is_explicitly_not_excluded() -> None:
+    request = ask(text_input="hello é", exclude_input_in_output=False)
+    assert request.includes_prompt and request.prompt_text == "hello é"
+
+
+def test_describe_needs_no_prompt() -> None:
+    request = parse({}, {"describe": True}, "", TOKENIZER, LIMITS)
+    assert request.describe and len(request.prompt_ids) == 0
+
+
+LONG_CHAT = json.dumps([{"role": "user", "content": "hello " * 2000}])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"text_input": ""}, "the prompt is empty; put at least one token into text_input"),
+        ({"text_input": []}, "text_input has 0 values"),
+        ({"text_input": ["a", "b"]}, "text_input has 2 values; send one"),
+        ({"text_input": "a", "input_ids": [1]}, "given 2 times; send exactly one of text_input"),
+        ({"text_input": b"ab\xff"}, "text_input is not valid UTF-8 at byte 2"),
+        ({"text_input": "x" * (4 * 1024**2 + 1)}, "4,194,305 bytes; send at most 4,194,304"),
+        ({"text_input": "hello " * 2000}, "leaves no room for output in a context of 512"),
+        ({"messages": LONG_CHAT}, "leaves no room for output in a context of 512"),
+        ({"input_ids": []}, "the prompt is empty"),
+        ({"input_ids": [1] * 512}, "512 tokens, which leaves no room.*at most 511"),
+        ({"input_ids": [1, -1, 999, 2]}, "2 token id.* the first is -1 at index 1; use 0 to 340"),
+        ({"messages": ""}, "the prompt is empty"),
+        ({"messages": "[]"}, r"messages is \[\]; send a JSON list with at least one message"),
+        ({"messages": "{"}, "messages is not valid JSON"),
+        ({"messages": "[" * 100_000}, "messages is not valid JSON"),
+        ({"messages": '["hi"]'}, r"messages\[0\] is 'hi'; send an object with role and content"),
+        ({"messages": '[{"role": "user"}]'}, r"messages\[0\] has no content"),
+        ({"messages": '[{"role": "", "content": "a"}]'}, "role is empty"),
+        ({"messages": '[{"role": "user", "content": 5}]'}, "content is 5; send a string"),
+        ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, "content is not valid UTF-8"),
+        ({"messages": '[{"role": "a", "content": "b", "tool_calls": 1}]'}, "has 'tool_calls'"),
+        ({"messages": '[{"role": "a", "content": [{"type": "image"}]}]'}, "only parts of type"),
+        ({"messages": '[{"role": "a", "content": [{"type": "text"}]}]'}, "text is None"),
+    ],
+)  # fmt: skip
+def test_a_bad_prompt_is_refused_with_the_reason(inputs: dict[str, Any], expected: str) -> None:
+    assert_matches(expected, refusal(**inputs))
+
+
+def test_no_prompt_at_all_is_refused() -> None:
+    with pytest.raises(
+        RequestInvalid, match="no prompt; send exactly one of text_input, input_ids"
+    ):
+        parse({}, {}, "", TOKENIZER, LIMITS)
+
+
+def test_messages_need_a_chat_template() -> None:
+    chat = array("messages", json.dumps([{"role": "user", "content": "a"}]))
+    with pytest.raises(RequestInvalid, match="no chat template; send text_input"):
+        parse({"messages": chat}, {}, "", tokenizer_of("byte_level"), LIMITS)
+
+
+# --- sampling
+
+
+@pytest.mark.parametrize(
+    ("inputs", "temperature"),
+    [
+        ({}, 0.0),
+        ({"seed": 7}, 0.0),
+        ({"repetition_penalty": 1.2}, 0.0),
+        ({"top_k": 0}, 0.0),
+        ({"min_p": 0.0}, 0.0),
+        ({"top_k": 40}, 1.0),
+        ({"top_p": 0.9}, 1.0),
+        ({"min_p": 0.1}, 1.0),
+        ({"temperature": 0.0, "top_p": 0.9}, 0.0),
+        ({"temperature": 0.3}, 0.3),
+        ({"sampling_parameters": '{"top_p": "0.5"}'}, 1.0),
+        ({"sampling_parameters": '{"temperature": 0.25}', "top_p": 0.5}, 0.25),
+    ],
+)
+def test_the_temperature_follows_from_what_is_said(
+    inputs: dict[str, Any], temperature: float
+) -> None:
+    assert ask(**inputs).sampling.temperature == temperature
+
+
+def test_top_k_of_one_is_greedy_whatever_the_temperature() -> None:
+    assert ask(top_k=1, temperature=0.9).sampling.is_greedy
+
+
+def test_the_default_length_shrinks_to_what_fits_and_grows_to_min_tokens() -> None:
+    assert ask(input_ids=[1] * 500).sampling.max_tokens == 12
+    assert ask(input_ids=[1], min_tokens=300).sampling.max_tokens == 300
+    assert ask(input_ids=[1] * 511).sampling.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        (
+            {"input_ids": [1] * 12, "max_tokens": 501},
+            "max_tokens is 501; use 1 to 500 .*512 .*12 t",
+        ),
+        ({"max_tokens": 0}, "max_tokens is 0; use 1 to"),
+        ({"max_tokens": -5}, "max_tokens is -5; use 1 to"),
+        ({"max_tokens": [1, 2]}, "max_tokens has 2 values; send one"),
+        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens is 6; use 0 to max_tokens"),
+        ({"min_tokens": -1}, "min_tokens is -1"),
+        ({"min_tokens": 3, "min_length": 4}, "min_tokens is 3 but min_length is 4.*send one"),
+        ({"seed": 3, "random_seed": 4}, "seed is 3 but random_seed is 4.*send one"),
+        ({"temperature": float("nan")}, "temperature is nan; use 0"),
+        ({"temperature": float("inf")}, "temperature is inf; use 0"),
+        ({"temperature": -0.5}, "temperature is -0.5; use 0"),
+        ({"top_p": 0.0}, "top_p is 0.0; use a number above 0, up to 1"),
+        ({"top_p": 2.0}, "top_p is 2.0"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
+        ({"presence_penalty": 3.0}, "presence_penalty is 3"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"end_id": 9999}, "end id 9999 is outside the vocabulary"),
+        ({"end_id": -2}, "end id -2 is outside the vocabulary"),
+        ({"stop_words": ["a"] * 10_000}, f"10000 stop words; use at most {STOP_WORDS_MAX}"),
+        ({"stop_words": ["a", ""]}, "a stop word is empty"),
+        ({"stop_words": ["a", b"\xc3"]}, r"stop_words\[1\] is not valid UTF-8 at byte 0"),
+        ({"stop_words": ["é" * 129]}, f"has 258 bytes; use at most {STOP_WORD_BYTES_MAX}"),
+        ({"stop_words": [b"\xff"] * 9}, "and 6 more of this kind"),
+        ({"stream_interval": 0}, "stream_interval is 0; use 1 to"),
+        ({"beam_width": 4}, "beam_width is not supported by this server; leave it out or send 1"),
+        ({"lora_task_id": 7}, "lora_task_id is not supported"),
+        ({"bad_words": ["x"]}, "bad_words is not supported"),
+    ],
+)
+def test_a_broken_limit_is_named_with_the_remedy(inputs: dict[str, Any], expected: str) -> None:
+    assert_matches(expected, refusal(**inputs))
+
+
+def test_the_older_spellings_count() -> None:
+    assert ask(min_length=4, random_seed=5).sampling.min_tokens == 4
+    assert ask(min_length=4, min_tokens=4, random_seed=5).sampling.seed == 5
+
+
+def test_end_tokens_are_the_checkpoints_one_of_the_clients_or_none() -> None:
+    assert ask().sampling.end_ids == TOKENIZER.eos_ids
+    assert ask(end_id=7).sampling.end_ids == (7,)
+    assert ask(end_id=-1).sampling.end_ids == ()
+    assert ask(sampling_parameters='{"ignore_eos": true}').sampling.end_ids == ()
+    assert ask(sampling_parameters='{"ignore_eos": "true"}', end_id=7).sampling.end_ids == (7,)
+
+
+def test_one_empty_stop_word_is_none_as_in_the_examples_of_tensorrt_llm() -> None:
+    assert ask(stop_words=[""]).sampling.stop_words == ()
+    assert ask(stop_words=[]).sampling.stop_words == ()
+
+
+# --- sampling_parameters
+
+
+def test_vllms_json_may_write_numbers_as_strings_and_tensors_win() -> None:
+    text = json.dumps({
+        "max_tokens": "6", "min_tokens": "2", "temperature": "0.5", "top_p": 0.9, "top_k": -1,
+        "min_p": "0.1", "seed": "8", "stop": "END", "presence_penalty": 0.5,
+        "frequency_penalty": "0.25", "repetition_penalty": 1.5, "ignore_eos": None,
+    })  # fmt: skip
+    sampling = ask(sampling_parameters=text, max_tokens=7).sampling
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (7, 2, 8)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
+    assert (sampling.min_p, sampling.stop_words) == (0.1, ("END",))
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.25)
+    assert ask(sampling_parameters='{"stop": ["a", "b"]}').sampling.stop_words == ("a", "b")
+    both = ask(sampling_parameters='{"stop": "a"}', stop_words=["c"])
+    assert both.sampling.stop_words == ("c",)
+    assert ask(sampling_parameters="").sampling == ask().sampling
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[]", r"sampling_parameters is \[\]; send a JSON object"),
+        ("nope", "sampling_parameters is not valid JSON"),
+        ("[" * 60_000, "sampling_parameters is not valid JSON"),
+        ('{"max_token": 5}', "'max_token' is not supported; did you mean max_tokens?"),
+        ('{"logprobs": 5}', "'logprobs' is not supported"),
+        ('{"max_tokens": "six"}', "max_tokens is 'six'"),
+        ('{"max_tokens": 1.5}', "max_tokens is 1.5; send a whole number"),
+        ('{"max_tokens": true}', "max_tokens is True; send a whole number"),
+        ('{"max_tokens": 1' + "0" * 400 + "}", "send a whole number"),
+        ('{"seed": -1}', "seed is -1"),
+        ('{"temperature": "hot"}', "temperature is 'hot'"),
+        ('{"temperature": 1e999}', "temperature is inf; send a finite number"),
+        ('{"temperature": NaN}', "temperature is nan"),
+        ('{"temperature": [1]}', r"temperature is \[1\]; send a number"),
+        ('{"ignore_eos": 2}', "ignore_eos is 2; send true or false"),
+        ('{"stop": 5}', "stop is 5; send a string or a list of strings"),
+        ('{"stop": ["\\ud800"]}', "not valid UTF-8"),
+        ('{"stop": [""]}' + " " * 70_000, "70,014 bytes; send at most 65,536"),
+    ],
+)
+def test_bad_vllm_json_is_refused_by_key(text: str, expected: str) -> None:
+    assert_matches(expected, refusal(sampling_parameters=text))
+
+
+# --- parameters
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"max_tokenz": 5}, "unknown parameter 'max_tokenz'; did you mean max_tokens?"),
+        ({"tennant": "x"}, "unknown parameter 'tennant'; did you mean tenant?"),
+        ({"qqqq": 1}, "unknown parameter 'qqqq'; known: priority, tenant, prefill_worker"),
+        ({"max_tokens": 5}, "max_tokens is an input, not a parameter; send it as a tensor INT32"),
+        ({"priority": "high"}, "parameter priority is 'high'; send an integer"),
+        ({"priority": True}, "parameter priority is True; send an integer"),
+        ({"priority": 2**40}, "send an integer, at most"),
+        ({"tenant": 5}, "parameter tenant is 5; send a string"),
+        ({"tenant": "x" * 257}, "parameter tenant is longer than 256"),
+        ({"describe": "yes"}, "parameter describe is 'yes'; send true or false"),
+        ({f"unknown_{n}": n for n in range(50)}, "and 47 more of this kind"),
+    ],
+)
+def test_a_parameter_that_means_nothing_is_refused_with_a_hint(
+    parameters: dict[str, Any], expected: str
+) -> None:
+    assert_matches(expected, refusal(parameters))
+
+
+def test_all_problems_are_told_at_once() -> None:
+    message = refusal(
+        {"max_tokenz": 5}, text_input=b"\xff", temperature=float("nan"), top_p=2.0, beam_width=2,
+        stop_words=["a", ""], seed=1, random_seed=2, stream_interval=-1,
+    )  # fmt: skip
+    for part in ("max_tokenz", "UTF-8", "temperature", "top_p", "beam_width", "stop word is empty",
+                 "random_seed", "stream_interval"):  # fmt: skip
+        assert part in message, part
+
+
+def test_a_tensor_of_another_type_or_name_is_refused() -> None:
+    inputs = {"text_input": array("text_input", "a"), "max_tokens": np.array([1.5], np.float32),
+              "stream": np.array([1], np.int32), "temperatur": np.array([1.0])}  # fmt: skip
+    with pytest.raises(RequestInvalid) as caught:
+        parse(inputs, {}, "", TOKENIZER, LIMITS)
+    assert_matches("max_tokens has type float32; send it as INT32", str(caught.value))
+    assert_matches("stream has type int32; send it as BOOL", str(caught.value))
+    assert_matches("unknown input 'temperatur'; did you mean temperature", str(caught.value))
+
+
+def test_an_overlong_request_id_is_refused() -> None:
+    with pytest.raises(RequestInvalid, match="longer than 256 bytes"):
+        ask(request_id="é" * 129)
+
+
+# --- anything at all
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.binary(max_size=8),
+    st.text(st.characters(codec=None), max_size=8),
+)  # fmt: skip
+JSON_TEXTS = st.recursive(
+    SCALARS.filter(lambda value: not isinstance(value, bytes)),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["role", "content", "max_tokens", "top_k", "stop", "seed", "type", "text"])
+        | st.text(max_size=3), inner, max_size=4,
+    ),
+    max_leaves=8,
+).map(lambda value: json.dumps(value).encode())  # fmt: skip
+OBJECTS = st.lists(SCALARS | JSON_TEXTS, max_size=3).map(
+    lambda values: np.array([*values, None], np.object_)[:-1]
+)
+NUMBERS = st.tuples(
+    st.sampled_from(
+        [np.int32, np.float32, np.bool_, np.uint64, np.int64, np.uint8, np.float16, np.complex64]
+    ),
+    st.lists(st.integers(-3, 3) | st.integers(-60_000, 60_000), max_size=4),
+).map(lambda pair: np.array(pair[1], np.int64).astype(pair[0]))
+FLOATS = st.lists(st.floats(width=32), max_size=2).map(lambda values: np.array(values, np.float32))
+PARAMETERS = st.dictionaries(
+    st.sampled_from([*tensors.PARAMETERS, "max_tokens"]) | st.text(max_size=4), SCALARS, max_size=3
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    inputs=st.dictionaries(
+        st.sampled_from([*DTYPES, "strange"]), OBJECTS | NUMBERS | FLOATS, max_size=6
+    ),
+    parameters=PARAMETERS,
+    request_id=st.text(st.characters(codec=None), max_size=4),
+)
+def test_garbage_is_refused_or_understood_but_never_crashes(
+    inputs: dict[str, np.ndarray], parameters: dict[str, Any], request_id: str
+) -> None:
+    try:
+        request = parse(inputs, parameters, request_id, TOKENIZER, LIMITS)
+    except RequestInvalid as error:
+        assert str(error) and len(str(error)) < 20_000
+    else:
+        assert isinstance(request, FrontRequest)
+        assert request.describe or 1 <= len(request.prompt_ids) < LIMITS.context_tokens_max
+
+
+@settings(max_examples=200, deadline=None)
+@given(name=st.sampled_from(["messages", "sampling_parameters"]), text=JSON_TEXTS)
+def test_any_json_is_refused_or_understood(name: str, text: bytes) -> None:
+    inputs = {"messages": None, "sampling_parameters": None, name: text}
+    if name != "messages":
+        inputs["text_input"] = b"hello"
+    try:
+        ask(**{key: value for key, value in inputs.items() if value is not None})
+    except RequestInvalid as error:
+        assert str(error)
+
+
+def assert_matches(expected: str, message: str) -> None:
+    assert re.search(expected, message), message
