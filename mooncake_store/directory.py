@@ -128,9 +128,10 @@ class Directory:
         """
         self._advance(now_s)
         holder = self._nodes.attached(node_id)
-        until_s = self._leases.deadline_s(now_s, lease_s, len(keys))
         if lease_s <= 0:
             raise RequestInvalid("allocate needs lease_s > 0: an unleased slot has no writer")
+        self._leases.refuse_too_many(owner, len(keys))
+        until_s = self._leases.deadline_s(now_s, lease_s)
         depth = self._leases.next_depth(owner)
         there = (
             (i, holder.copies[key]) for i, key in enumerate(keys, depth) if key in holder.copies
@@ -171,7 +172,7 @@ class Directory:
         holder = self._nodes.get(node_id)
         done = []
         for key, slot, generation, checksum in blocks:
-            copy = self._writing(holder, key, owner, slot, generation)
+            copy = holder.writing_copy(key, owner, slot, generation) if holder else None
             if copy is not None:
                 copy.holder.publish(copy, checksum)
                 self._blocks.add(copy)
@@ -225,7 +226,8 @@ class Directory:
         self._totals.hit_blocks += len(hits)
         if lease_s > 0 and hits:
             pairs = [(depth, copy) for depth, block in enumerate(hits) for copy in block.copies]
-            self._leases.hold(owner, pairs, self._leases.deadline_s(now_s, lease_s, len(pairs)))
+            self._leases.refuse_too_many(owner, len(pairs))
+            self._leases.hold(owner, pairs, self._leases.deadline_s(now_s, lease_s))
             return places
         for block in reversed(hits):  # the end of the chain first: it is the colder one
             for copy in block.copies:
@@ -344,15 +346,6 @@ class Directory:
             holder.evictions += 1
             self._totals.evictions += 1
         return holder.reserve(key, owner, ephemeral)
-
-    def _writing(
-        self, holder: Holder | None, key: bytes, owner: str, slot: int, generation: int
-    ) -> HeldCopy | None:
-        """The copy that `owner` is writing there; None when it is not, or not any more."""
-        copy = holder.copies.get(key) if holder else None
-        if copy is None or copy.state is not CopyState.WRITING or copy.owner != owner:
-            return None
-        return copy if copy.place[1:3] == (slot, generation) else None
 
     def _forget(self, copy: HeldCopy) -> None:
         self._blocks.remove(copy)

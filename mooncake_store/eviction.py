@@ -6,7 +6,8 @@ coldest one, because NIXL reads it without asking anybody.
 
 Order: least recently used first, and among blocks used at once the one deepest in its prefix
 chain first, because dropping block 3 makes blocks 4, 5, ... unreachable while the reverse is not
-true. LRU is what the paper chose (Mooncake, "Store").
+true. LRU is what the paper chose; on its trace neither LFU nor a length-aware policy hits more at
+any size (Mooncake, arXiv version, Table 1: .40 against .35 and .35 with 10,000 blocks).
 
 How: a request uses a whole chain at once, so whoever touches a chain goes through it from its end
 to its start, and the order is right by construction; no clock and no depth is stored here. A heap

@@ -76,6 +76,13 @@ class Holder:
         self.writing += 1
         return copy
 
+    def writing_copy(self, key: bytes, owner: str, slot: int, generation: int) -> HeldCopy | None:
+        """The copy that `owner` is writing in that slot; None when it is not, or not any more."""
+        copy = self.copies.get(key)
+        if copy is None or copy.state is not CopyState.WRITING or copy.owner != owner:
+            return None
+        return copy if copy.place[1:3] == (slot, generation) else None
+
     def publish(self, copy: HeldCopy, checksum: int) -> None:
         assert copy.state is CopyState.WRITING
         copy.place = Copy(*copy.place[:3], checksum)

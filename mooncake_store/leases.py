@@ -56,15 +56,18 @@ class LeaseTable:
         known = self._owners.get(owner)
         return known.next_depth if known else 0
 
-    def deadline_s(self, now_s: float, lease_s: float, more: int = 0) -> float:
-        """When a lease of `lease_s` ends; StoreFull when there is no room for `more` leases."""
+    def deadline_s(self, now_s: float, lease_s: float) -> float:
+        return now_s + min(lease_s, self._config.lease_s_max)
+
+    def refuse_too_many(self, owner: str, more: int) -> None:
+        """StoreFull when there is no room for `more` leases of `owner`."""
         config = self._config
-        if more and (self._leases + more > config.leases_max or self.owners >= config.owners_max):
+        is_new = owner not in self._owners
+        if self._leases + more > config.leases_max or self.owners + is_new > config.owners_max:
             raise StoreFull(
                 f"{self.owners} owners hold {self._leases} leases; the limits are "
                 f"{config.owners_max} and {config.leases_max}. Are finished requests released?"
             )
-        return now_s + min(lease_s, config.lease_s_max)
 
     def hold(self, owner: str, copies: Iterable[tuple[int, HeldCopy]], until_s: float) -> None:
         """Lease (depth, copy) to `owner`. A copy that gets its first lease stops being idle."""
