@@ -170,7 +170,8 @@ class Directory:
         """
         self._advance(now_s)
         holder = self._nodes.get(node_id)
-        done = []
+        done: list[bool] = []
+        committed: list[HeldCopy] = []
         for key, slot, generation, checksum in blocks:
             copy = holder.writing_copy(key, owner, slot, generation) if holder else None
             if copy is not None:
@@ -178,13 +179,15 @@ class Directory:
                 self._blocks.add(copy)
                 if not copy.is_ephemeral:
                     self._events.append(BlockAdded(key, node_id))
-                if lease_s <= 0:
-                    self._leases.drop(owner, copy)
-                    self._unleased([copy])
+                committed.append(copy)
             done.append(copy is not None)
-        if lease_s > 0 and any(done):
+        if lease_s > 0 and committed:
             self._leases.renew(owner, self._leases.deadline_s(now_s, lease_s))
-        self._totals.commits += sum(done)
+        elif committed:
+            for copy in committed:
+                self._leases.drop(owner, copy)
+            self._unleased(reversed(committed))
+        self._totals.commits += len(committed)
         return done
 
     def abandon(self, slots: Sequence[Slot], owner: str, now_s: float) -> int:
