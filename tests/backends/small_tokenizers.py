@@ -107,7 +107,7 @@ def word_piece() -> tokenizers.Tokenizer:
 def byte_level_and_more() -> tokenizers.Tokenizer:
     """A byte-level decoder followed by another: only the difference of texts can tell."""
     backend = byte_level()
-    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("fox", "cat")])
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("#", "№")])
     return backend
 
 
