@@ -32,6 +32,7 @@ import numpy as np
 from mooncake_store.block_reader import BlockReader, Want, checksum
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import LayoutMismatch, NodeUnknown
+from mooncake_store.header_reader import HeaderReader
 from mooncake_store.known_nodes import KnownNodes
 from mooncake_store.layout import HEADER_BYTES, Geometry, KvLayout
 from mooncake_store.membership import NodeInfo
@@ -44,7 +45,7 @@ from mooncake_store.transport import Span, TransferCounters
 __all__ = ["Store", "checksum"]
 
 log = logging.getLogger("mooncake_store.store")
-RECENT_LOOKUPS_MAX = 1024  # remembered so that a bad copy can be named by its key
+RECENT_LOOKUPS_MAX = 64  # remembered so that a bad copy can be named by its key
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Store:
         self._recent: deque[tuple[Sequence[bytes], list[tuple[Copy, ...]]]]
         self._recent = deque(maxlen=RECENT_LOOKUPS_MAX)
         self._buffers: list[ByteArray] = []
+        self._headers = HeaderReader(self._nodes)
         try:
             self._own = self._attach()
         except BaseException:
@@ -279,25 +281,30 @@ class Store:
         return found
 
     def _report_bad_copy(self, copy: Copy) -> None:
-        """A copy proved corrupt: the directory drops it. Its key is in a recent lookup."""
-        key = next(
-            (
-                key
-                for keys, found in reversed(tuple(self._recent))
-                for key, places in zip(keys, found, strict=False)
-                if copy in places
-            ),
-            None,
-        )
+        """A copy proved corrupt: the directory drops it, if its key can be found out."""
+        key = self._key_of(copy)
         log.warning("bad copy %s key=%s", copy, key.hex() if key else "unknown")
         if key is not None:
             self._directory.drop_copy(key, copy.node_id, copy.generation)
+
+    def _key_of(self, copy: Copy) -> bytes | None:
+        """From a recent lookup of this worker, or else from the header of the slot."""
+        for keys, found in reversed(tuple(self._recent)):
+            for key, places in zip(keys, found, strict=False):
+                if copy in places:
+                    return key
+        header = self._headers.read(copy, self.layout.block_bytes)
+        return header.key if header and header.generation == copy.generation else None
 
     # ---- numbers
 
     def measure_rates(self) -> dict[str, float]:
         """Bytes per second from each node that answers now; see rates.py. Takes ~0.1 s per node."""
         return self._probe.rates()
+
+    def latencies_s(self) -> dict[str, float]:
+        """Seconds for one small read from each node, as measure_rates() found them."""
+        return dict(self._probe.latency_s)
 
     def counters(self) -> dict[str, TransferCounters]:
         """What each transport moved. Filling own slots through slot_view is not a transfer."""

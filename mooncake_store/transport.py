@@ -12,8 +12,9 @@ test_transport_contract.py runs it against each):
   directory's quarantine covers them.
 * Every method may be called from several threads; the GIL is released while bytes move.
 
-Not here: which transport serves which node (store.py), the transports (mapped_transport.py,
-nixl_transport.py, and local_transport.py, the twin for unit tests).
+Not here: which transport serves which node (known_nodes.py), the transports themselves
+(mapped_transport.py, which needs no second process and so is the twin for unit tests too, and
+nixl_transport.py).
 """
 
 from __future__ import annotations

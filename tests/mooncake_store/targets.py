@@ -7,6 +7,7 @@ the directory: mooncake_store.node is the production process.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import secrets
@@ -16,26 +17,24 @@ import sys
 from pathlib import Path
 
 from mooncake_store.membership import NodeInfo
-from mooncake_store.segment import Segment
+from mooncake_store.segment import Segment, host_id
 
 ROOT = Path(__file__).resolve().parents[2]
+TARGET_BYTES = 4 * 1024**2
 
 
 class Target:
     """One life of a target process."""
 
     def __init__(
-        self,
-        path: str,
-        size_bytes: int,
-        node_id: str = "t0",
-        environment: dict[str, str] | None = None,
+        self, path: str, node_id: str = "t0", environment: dict[str, str] | None = None
     ) -> None:
         self.path = path
+        self.node_id = node_id
         self.incarnation = secrets.token_hex(6)
         command = [sys.executable, "-m", "tests.mooncake_store.targets"]
         self.process = subprocess.Popen(
-            [*command, path, str(size_bytes), f"{node_id}#{self.incarnation}"],
+            [*command, path, str(TARGET_BYTES), f"{node_id}#{self.incarnation}"],
             cwd=ROOT, env={**os.environ, **(environment or {})}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
@@ -44,7 +43,7 @@ class Target:
         assert line, f"the target process ended with {self.process.wait()}"
         said = json.loads(line)
         self.info = NodeInfo(
-            node_id, self.incarnation, "here", path, size_bytes, said["name"],
+            node_id, self.incarnation, host_id(path), path, TARGET_BYTES, said["name"],
             base64.b64decode(said["metadata"]), said["address"],
         )  # fmt: skip
 
@@ -61,16 +60,46 @@ class Target:
 
     def close(self) -> None:
         """End the process, kindly if it still lives, and remove what a killed one left."""
-        if self.process.poll() is None:
-            self.thaw()
-            assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            if self.process.poll() is None:
+                self.thaw()
+                self.process.stdin.close()
+                assert self.process.wait(timeout=20) == 0
+        finally:
+            self.process.kill()
+            self.process.wait()
             self.process.stdin.close()
-            assert self.process.wait(timeout=20) == 0
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        Path(self.path).unlink(missing_ok=True)
+            self.process.stdout.close()
+            Path(self.path).unlink(missing_ok=True)
+
+
+class TargetPool:
+    """Targets outlive a test, because one takes two seconds to start; killed ones do not."""
+
+    def __init__(self) -> None:
+        self._prefix = f"/dev/shm/mooncake-test-{os.getpid()}-{secrets.token_hex(4)}"
+        self._numbers = itertools.count()
+        self._idle: list[Target] = []
+
+    def take(self, node_id: str, environment: dict[str, str] | None = None) -> Target:
+        """A target of this name; its segment may hold anything."""
+        for target in self._idle:
+            if target.node_id == node_id and environment is None:
+                self._idle.remove(target)
+                return target
+        return Target(f"{self._prefix}-{next(self._numbers)}", node_id, environment)
+
+    def give_back(self, target: Target, is_reusable: bool = True) -> None:
+        if is_reusable and target.process.poll() is None:
+            self._idle.append(target)
+        else:
+            target.close()
+
+    def close(self) -> None:
+        for target in self._idle:
+            target.close()
+        assert not list(Path("/dev/shm").glob(Path(self._prefix).name + "*"))
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +22,11 @@ from mooncake_store.slot_header import STATE_READY, SlotHeader
 from mooncake_store.slots import Copy
 from mooncake_store.store import Store, checksum
 from tests.mooncake_store.in_process import InProcessDirectory
-from tests.mooncake_store.targets import Target
+from tests.mooncake_store.targets import TARGET_BYTES, Target, TargetPool
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype="float32", block_tokens=16)
 BLOCK = LAYOUT.block_bytes
-SEGMENT_BYTES = 64 * (BLOCK + 4096)
+SEGMENT_BYTES = TARGET_BYTES
 PAGES = 32
 DEADLINE_S = 10.0
 
@@ -52,8 +51,9 @@ class MappedNode:
 class World:
     """Two nodes, their directory, and stores on them."""
 
-    def __init__(self, transports: str) -> None:
+    def __init__(self, transports: str, targets: TargetPool) -> None:
         self.transports = transports
+        self.targets = targets
         self.directory = InProcessDirectory()
         self.prefix = f"/dev/shm/mooncake-test-{os.getpid()}-{secrets.token_hex(4)}"
         self.nodes: dict[str, MappedNode | Target] = {}
@@ -67,11 +67,10 @@ class World:
         if self.transports == "mapped":
             node = MappedNode(path, node_id)
         else:
-            node = Target(path, SEGMENT_BYTES, node_id)
-            node.info = replace(node.info, host_id=host_id(path))
+            node = self.targets.take(node_id)
         old = self.nodes.get(node_id)
-        if old is not None:
-            old.close() if isinstance(old, MappedNode) else None
+        if isinstance(old, Target):
+            self.targets.give_back(old)
         self.nodes[node_id] = node
         self.directory.up(node.info)
         return node
@@ -88,25 +87,28 @@ class World:
         for store in self.stores:
             store.close()
         for node in self.nodes.values():
-            node.close()
+            if isinstance(node, Target):
+                self.targets.give_back(node)
+            else:
+                node.close()
         assert not list(Path("/dev/shm").glob(Path(self.prefix).name + "*"))
 
 
 @pytest.fixture(params=["mapped", "auto", "nixl"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, targets: TargetPool) -> Iterator[World]:
     if request.param != "mapped":
         try:
             load_nixl()
         except NixlUnavailable as error:
             pytest.skip(str(error))
-    made = World(request.param)
+    made = World(request.param, targets)
     yield made
     made.close()
 
 
 @pytest.fixture
-def mapped() -> Iterator[World]:
-    made = World("mapped")
+def mapped(targets: TargetPool) -> Iterator[World]:
+    made = World("mapped", targets)
     yield made
     made.close()
 
@@ -189,6 +191,11 @@ def test_a_corrupt_copy_is_a_miss_and_the_directory_drops_it(world: World, seed:
     offsets = [page * BLOCK for page in range(5)]
     assert reader.read(copies, pool, offsets, DEADLINE_S) == [True, True, False, True, True]
     assert len(reader.lookup(keys, "reader", 60.0)) == 2
+    stranger, its_pool = world.store("s1")  # was told of the copies and never looked them up
+    with Segment.open(world.nodes["s0"].info.segment_path) as segment:
+        segment.view[shape.slot_offset_bytes(copies[1].slot)] ^= 1
+    assert stranger.read(copies[:2], its_pool, offsets[:2], DEADLINE_S) == [True, False]
+    assert len(reader.lookup(keys, "reader", 60.0)) == 1
 
 
 def test_fetch_makes_a_local_copy_and_counts_the_leading_run(world: World, seed: int) -> None:
@@ -292,6 +299,7 @@ def test_rates_are_measured_quickly_for_every_node_that_answers(world: World) ->
     store, _ = world.store("s0")
     started_s = time.monotonic()
     rates = store.measure_rates()
+    assert set(store.latencies_s()) == {"s0", "s1"}
     assert time.monotonic() - started_s < 1.0
     assert set(rates) == {"s0", "s1"} and min(rates.values()) > 1e6
     world.nodes["s1"].kill()

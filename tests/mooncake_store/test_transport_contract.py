@@ -1,23 +1,16 @@
 """The contract of transport.py, against each transport and a real second process.
 
-The twin for unit tests (local_transport) has no process and no incarnations; its tests are in
-test_local_transport.py.
+Not here: frozen nodes (test_frozen_node.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import random
-import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,9 +20,9 @@ from mooncake_store.mapped_transport import MappedTransport
 from mooncake_store.nixl_agent import NixlUnavailable
 from mooncake_store.segment import Segment
 from mooncake_store.transport import Span, Transport
-from tests.mooncake_store.targets import ROOT, Target
+from tests.mooncake_store.targets import TARGET_BYTES, Target, TargetPool
 
-SEGMENT_BYTES = 4 * 1024**2
+SEGMENT_BYTES = TARGET_BYTES
 BUFFER_BYTES = 2 * 1024**2
 DEADLINE_S = 10.0
 
@@ -53,20 +46,18 @@ both = pytest.mark.parametrize("transport", ["mapped", "nixl"], indirect=True)
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Target]]:
-    """Starts target processes and ends them; nothing stays in /dev/shm."""
-    prefix = f"/dev/shm/mooncake-test-{os.getpid()}-{secrets.token_hex(4)}"
-    started: list[Target] = []
+def start(targets: TargetPool) -> Iterator[Callable[..., Target]]:
+    """Starts target processes, or takes ones that other tests are done with."""
+    started: list[tuple[Target, bool]] = []
 
     def start_one(node_id: str = "t0", environment: dict[str, str] | None = None) -> Target:
-        target = Target(f"{prefix}-{node_id}", SEGMENT_BYTES, node_id, environment)
-        started.append(target)
+        target = targets.take(node_id, environment)
+        started.append((target, environment is None))
         return target
 
     yield start_one
-    for target in started:
-        target.close()
-    assert not list(Path("/dev/shm").glob(Path(prefix).name + "*"))
+    for target, is_reusable in started:
+        targets.give_back(target, is_reusable)
 
 
 def random_bytes(size_bytes: int, seed: int) -> np.ndarray:
@@ -176,6 +167,8 @@ def test_a_span_outside_the_segment_is_refused_before_anything_moves(
     transport: Transport, start: Callable[..., Target]
 ) -> None:
     target = start()
+    with Segment.open(target.path) as segment:
+        segment.view[:] = 0
     buffer = np.ones(BUFFER_BYTES, np.uint8)
     transport.register(buffer)
     good = (Span(0, 64), (buffer, Span(0, 64)))
@@ -188,7 +181,7 @@ def test_a_span_outside_the_segment_is_refused_before_anything_moves(
     ]:
         with pytest.raises(TransferFailed, match="outside"):
             transport.read(target.info, [good[0], there], [good[1], (buffer, here)], DEADLINE_S)
-    assert buffer.all()  # the segment is zeroed: not even the good span moved
+    assert buffer.all()  # not even the good span moved
     assert transport.counters.failures == 5
 
 
@@ -264,76 +257,3 @@ def test_threads_may_share_a_transport(
     assert not problems
     assert transport.counters.reads == 90
     assert transport.counters.read_bytes == 90 * 16 * length
-
-
-FROZEN = """
-import json, sys, time
-import numpy as np
-from mooncake_store.errors import TransferTimeout
-from mooncake_store.membership import NodeInfo
-from mooncake_store.nixl_transport import NixlTransport
-from mooncake_store.transport import Span
-values = json.loads(sys.stdin.readline())
-values["agent_metadata"] = bytes.fromhex(values["agent_metadata"])
-node = NodeInfo(**values)
-size = 1 << 20
-buffer = np.zeros(2 * size, np.uint8)
-transport = NixlTransport()
-transport.register(buffer)
-def ask(number):
-    print(number, flush=True)
-    sys.stdin.readline()
-transport.read(node, [Span(0, size)], [(buffer, Span(0, size))], 10.0)
-ask("connected")
-started_s = time.monotonic()
-try:
-    transport.read(node, [Span(0, size)], [(buffer, Span(size, size))], 0.3)
-    raise SystemExit("no timeout")
-except TransferTimeout:
-    assert 0.29 < time.monotonic() - started_s < 3.0
-[(pending, span)] = transport.pending_targets()
-assert pending is buffer and span == Span(size, size), span
-assert transport.counters.timeouts == 1
-ask("timed out")
-until_s = time.monotonic() + 20.0
-while transport.pending_targets():
-    assert time.monotonic() < until_s, "the zombie never ended"
-assert np.array_equal(buffer[:size], buffer[size:]), "it ended without its bytes"
-transport.read(node, [Span(size, size)], [(buffer, Span(0, size))], 10.0)
-assert transport.counters.reads == 2
-transport.close()
-print("resolved", flush=True)
-"""
-
-
-def test_a_frozen_node_times_out_and_its_targets_stay_pending_until_it_thaws(
-    start: Callable[..., Target], seed: int
-) -> None:
-    pytest.importorskip("nixl")
-    tcp = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}  # CMA needs no answer of a frozen process
-    target = start(environment=tcp)
-    with Segment.open(target.path) as segment:
-        segment.view[:] = random_bytes(SEGMENT_BYTES, seed)
-    values = {name: getattr(target.info, name) for name in target.info.__slots__}
-    values["agent_metadata"] = target.info.agent_metadata.hex()
-    client = subprocess.Popen(
-        [sys.executable, "-c", FROZEN], cwd=ROOT, env={**os.environ, **tcp}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    with client:
-        assert client.stdin is not None and client.stdout is not None
-
-        def tell(line: str) -> None:
-            assert client.stdin is not None
-            client.stdin.write(line + "\n")
-            client.stdin.flush()
-
-        tell(json.dumps(values))
-        assert client.stdout.readline() == "connected\n"
-        target.freeze()
-        tell("")
-        assert client.stdout.readline() == "timed out\n"
-        target.thaw()
-        tell("")
-        assert client.stdout.readline() == "resolved\n"
-        assert client.wait(timeout=20) == 0
