@@ -1,0 +1,1 @@
+"""End to end: the real Triton, storage nodes, NIXL and workers; nothing is stood in for."""

@@ -1,0 +1,28 @@
+"""Servers that several end-to-end tests share; starting one takes some ten seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server, running
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "e2e" in item.path.parts:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Measured speeds of this machine are kept here, so only the first server measures."""
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
+    """The demo checkpoint on the default repository; tests must leave it idle."""
+    yield from running(tmp_path_factory.mktemp("demo"), state_dir, {})

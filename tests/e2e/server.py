@@ -1,0 +1,250 @@
+"""A real `mooncake serve` over a copy of the model repository, and a client for its tests.
+
+Ports, repository and state are the test's own; the server is stopped by its process id. Waiting is
+always for a condition with a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton
+
+from loadtest.bench import server as bench_server
+
+ROOT = Path(__file__).resolve().parents[2]
+TYPES = {
+    "input_ids": "INT32", "max_tokens": "INT32", "min_tokens": "INT32", "end_id": "INT32",
+    "top_k": "INT32", "stream_interval": "INT32", "stream": "BOOL", "return_decision": "BOOL",
+    "exclude_input_in_output": "BOOL", "temperature": "FP32", "top_p": "FP32", "min_p": "FP32",
+    "repetition_penalty": "FP32", "seed": "UINT64", "text_input": "BYTES", "stop_words": "BYTES",
+    "messages": "BYTES", "beam_width": "INT32", "sampling_parameters": "BYTES",
+}  # fmt: skip
+NUMPY = {
+    "INT32": np.int32, "BOOL": np.bool_, "FP32": np.float32, "UINT64": np.uint64,
+    "BYTES": np.object_,
+}  # fmt: skip
+
+
+def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = 30.0) -> Any:
+    """The first true value of `condition`; fails the test after `deadline_s`."""
+    give_up_s = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < give_up_s, f"waited {deadline_s:.0f} s for {what}"
+        time.sleep(0.05)  # poll
+    return value
+
+
+@dataclass(slots=True)
+class Answer:
+    """All messages of one request, put together."""
+
+    output_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    cached_tokens: int = 0
+    decision: dict[str, Any] = field(default_factory=dict)
+    messages: int = 0
+    error: str = ""
+
+
+def tensor(name: str, value: Any, datatype: str | None = None) -> triton.InferInput:
+    datatype = datatype or TYPES[name]
+    items = value if isinstance(value, list | np.ndarray) else [value]
+    if datatype == "BYTES":
+        items = [item.encode() if isinstance(item, str) else item for item in items]
+    array = np.array(items, dtype=NUMPY[datatype]).reshape(1, -1)
+    made = triton.InferInput(name, array.shape, datatype)
+    made.set_data_from_numpy(array)
+    return made
+
+
+class Stream:
+    """One request over its own gRPC stream; may be left in the middle."""
+
+    def __init__(self, url: str, model: str, inputs: Mapping[str, Any],
+                 parameters: Mapping[str, Any] | None = None) -> None:  # fmt: skip
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._client = triton.InferenceServerClient(url)
+        self._client.start_stream(lambda result, error: self._messages.put((result, error)))
+        try:
+            self._client.async_stream_infer(
+                model, [tensor(name, value) for name, value in inputs.items()],
+                enable_empty_final_response=True, parameters=dict(parameters or {}),
+            )  # fmt: skip
+        except BaseException:
+            self.leave()
+            raise
+
+    def next(self, timeout_s: float = 60.0) -> Any:
+        """The next result, or None at the end; an error is raised."""
+        result, error = self._messages.get(timeout=timeout_s)
+        if error is not None:
+            raise error
+        final = result.get_response().parameters.get("triton_final_response")
+        if not result.get_response().outputs and final is not None and final.bool_param:
+            return None
+        return result
+
+    def leave(self) -> None:
+        """Go away as a client that is killed does."""
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+
+    def all(self) -> Answer:
+        answer = Answer()
+        try:
+            while (result := self.next()) is not None:
+                take(answer, result)
+                response = result.get_response()
+                if response.parameters["triton_final_response"].bool_param:
+                    break
+        except triton.InferenceServerException as error:
+            answer.error = str(error)
+        finally:
+            self._client.close()
+        return answer
+
+
+def take(answer: Answer, result: Any) -> None:
+    answer.messages += 1
+    ids = result.as_numpy("output_ids")
+    answer.output_ids += [] if ids is None else ids.reshape(-1).tolist()
+    answer.text += result.as_numpy("text_output").reshape(-1)[0].decode()
+    answer.finish_reason = result.as_numpy("finish_reason").reshape(-1)[0].decode()
+    answer.cached_tokens = int(result.as_numpy("cached_tokens").reshape(-1)[0])
+    decision = result.as_numpy("decision").reshape(-1)[0]
+    if decision:
+        answer.decision |= json.loads(decision)
+
+
+class Server:
+    """See the module docstring. `parameters` are set in every config.pbtxt that has them."""
+
+    def __init__(self, folder: Path, state_dir: Path, parameters: Mapping[str, str],
+                 arguments: Sequence[str] = (), wait: bool = True) -> None:  # fmt: skip
+        self.repository = folder / "model_repository"
+        shutil.copytree(ROOT / "model_repository", self.repository)
+        for name, value in parameters.items():
+            for model in self.repository.iterdir():
+                if model.is_dir():
+                    self.edit(model.name, name, value, must_exist=False)
+        self.log = folder / "serve.log"
+        self.state_dir = state_dir
+        self.addresses = bench_server.free_addresses()
+        self.process: subprocess.Popen[bytes] = bench_server.start(
+            self.addresses,
+            ["--model-repository", str(self.repository), "--state-dir", str(state_dir),
+             "--store-bytes", "128M", *arguments],
+            self.log,
+        )  # fmt: skip
+        if wait:
+            bench_server.wait_ready(self.addresses, 120.0, self.process, self.log)
+
+    def edit(self, model: str, name: str, value: str, must_exist: bool = True) -> None:
+        path = self.repository / model / "config.pbtxt"
+        pattern = rf'(key: "{name}" value {{ string_value: ")[^"]*(")'
+        text, count = re.subn(pattern, rf"\g<1>{value}\g<2>", path.read_text())
+        assert count or not must_exist, f"{model} has no parameter {name}"
+        if count:
+            path.write_text(text)
+
+    def stream(self, model: str = "conductor", parameters: Mapping[str, Any] | None = None,
+               **inputs: Any) -> Stream:  # fmt: skip
+        return Stream(self.addresses.grpc, model, inputs, parameters)
+
+    def ask(self, model: str = "conductor", parameters: Mapping[str, Any] | None = None,
+            **inputs: Any) -> Answer:  # fmt: skip
+        return self.stream(model, parameters, stream=True, **inputs).all()
+
+    def post(self, path: str, body: Any, timeout_s: float = 60.0) -> tuple[int, bytes]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://{self.addresses.http}{path}", data=data)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of the metrics port: 'name{label="x"}' -> value."""
+        with urllib.request.urlopen(self.addresses.metrics_url, timeout=10.0) as answer:
+            lines = answer.read().decode().splitlines()
+        samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, value in samples}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the samples with this name and these labels."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(
+            value for sample, value in self.metrics().items()
+            if sample.split("{")[0] == name and all(each in sample for each in wanted)
+        )  # fmt: skip
+
+    def is_idle(self) -> bool:
+        """No page, slot or lease is in use, as the workers' own metrics say."""
+        return not any(
+            self.metric(name)
+            for name in ("mooncake_pages_used", "mooncake_slots_used", "mooncake_leases_held",
+                         "mooncake_requests_live", "mooncake_queue_requests")
+        )  # fmt: skip
+
+    def ready(self, model: str) -> bool:
+        try:
+            url = f"http://{self.addresses.http}/v2/models/{model}/ready"
+            with urllib.request.urlopen(url, timeout=5.0) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def triton_log(self) -> str:
+        logs = self.state_dir / f"logs-{self.addresses.http.rpartition(':')[2]}"
+        return (logs / "triton.log").read_text(errors="replace")
+
+    def stop(self, number: int = signal.SIGINT) -> float:
+        """Seconds until the launcher had ended."""
+        started_s = time.monotonic()
+        if self.process.poll() is None:
+            os.kill(self.process.pid, number)
+            self.process.wait(60.0)
+        return time.monotonic() - started_s
+
+
+def leftovers(server: Server) -> list[str]:
+    """Shared memory and processes that belong to this server's launcher."""
+    prefix = f"mooncake-{server.process.pid}-"
+    files = [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
+    mine = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if prefix in arguments or str(server.repository) in arguments:
+            mine.append(f"{folder.name}: {arguments[:120]}")
+    return files + mine
+
+
+def running(folder: Path, state_dir: Path, parameters: Mapping[str, str],
+            arguments: Sequence[str] = ()) -> Iterator[Server]:  # fmt: skip
+    """For fixtures: a server, stopped afterwards, that left nothing behind."""
+    server = Server(folder, state_dir, parameters, arguments)
+    try:
+        yield server
+    finally:
+        server.stop()
+    assert not leftovers(server), leftovers(server)
