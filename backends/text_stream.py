@@ -30,7 +30,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from backends.stop_words import stop_words as automaton
 from backends.token_bytes import CONTEXT_TOKENS, TokenBytes
@@ -44,11 +44,11 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class Emission:
     """What may be sent now. `text` is that of `token_ids`, up to `cut_bytes`."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     text: str
     cut_bytes: int = -1  # -1: all of the text; else so many bytes of its UTF-8
     is_stopped: bool = False  # a stop word was found: nothing will follow
-    context_ids: list[int] = field(default_factory=list)  # those with text before, 16 at most
+    context_ids: Sequence[int] = ()  # the tokens with text before token_ids, 16 at most
 
 
 def merge(emissions: Sequence[Emission]) -> Emission:
@@ -57,7 +57,7 @@ def merge(emissions: Sequence[Emission]) -> Emission:
     text = "".join(emission.text for emission in emissions)
     is_cut = any(emission.cut_bytes >= 0 for emission in emissions)
     return Emission(
-        token_ids=[token_id for emission in emissions for token_id in emission.token_ids],
+        token_ids=tuple(token_id for emission in emissions for token_id in emission.token_ids),
         text=text,
         cut_bytes=len(text.encode()) if is_cut else -1,
         is_stopped=emissions[-1].is_stopped,
@@ -153,7 +153,7 @@ class TextStream:
                 return
 
     def _release(self) -> Emission:
-        context_ids = list(self._released)
+        context_ids = tuple(self._released)
         limit_bytes = self._limit_bytes()
         is_cut = self.is_stopped
         token_ids: list[int] = []
@@ -178,7 +178,7 @@ class TextStream:
             pieces.append(self._tokens.ending(tuple(self._pushed)))
         text = self._decoder.decode(b"".join(pieces), self._is_finished or self.is_stopped)
         cut_bytes = len(text.encode()) if is_cut else -1
-        return Emission(token_ids, text, cut_bytes, self.is_stopped, context_ids)
+        return Emission(tuple(token_ids), text, cut_bytes, self.is_stopped, context_ids)
 
     def _limit_bytes(self) -> int:
         """Bytes before this are decided."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import numpy as np
@@ -12,49 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends import tensors
-from backends.engine.sampling_params import STOP_WORD_BYTES_MAX, STOP_WORDS_MAX
 from backends.errors import RequestInvalid
-from backends.front_request import FrontRequest, Limits, parse, parse_prompt
-from backends.tokenizer import Tokenizer
-from tests.backends.small_tokenizers import (
-    BOS,
-    CHAT_TEMPLATE,
-    EOS,
-    byte_level,
-    tokenizer_of,
+from backends.front_request import FrontRequest, parse, parse_prompt
+from tests.backends.asking import (
+    DTYPES,
+    LIMITS,
+    TOKENIZER,
+    array,
+    ask,
+    assert_matches,
+    refusal,
 )
-
-TOKENIZER = Tokenizer(
-    byte_level(adds_bos=True),
-    {"eos_token": EOS, "bos_token": BOS, "chat_template": CHAT_TEMPLATE},
-)
-LIMITS = Limits(context_tokens_max=512, vocabulary_tokens=TOKENIZER.vocabulary_tokens)
-DTYPES = {tensor.name: tensor.dtype for tensor in tensors.SUPPORTED_INPUTS}
-DTYPES |= {tensor.name: tensor.dtype for tensor in tensors.UNSUPPORTED_INPUTS}
-
-
-def array(name: str, value: Any) -> np.ndarray:
-    """As Triton hands it over: strings are bytes in an object array."""
-    values = value if isinstance(value, list) else [value]
-    if DTYPES.get(name) == "STRING":
-        values = [item.encode() if isinstance(item, str) else item for item in values]
-        found = np.empty(len(values), np.object_)
-        found[:] = values
-        return found
-    return np.array(values, tensors.NUMPY_TYPES[DTYPES[name]])  # type: ignore[call-overload]
-
-
-def ask(parameters: dict[str, Any] | None = None, request_id: str = "r1", **inputs: Any):
-    given = inputs if {"input_ids", "messages", "text_input"} & set(inputs) else {
-        "text_input": "hello", **inputs}  # fmt: skip
-    arrays = {name: array(name, value) for name, value in given.items() if value is not None}
-    return parse(arrays, parameters or {}, request_id, TOKENIZER, LIMITS, new_id=lambda: "fresh")
-
-
-def refusal(parameters: dict[str, Any] | None = None, **inputs: Any) -> str:
-    with pytest.raises(RequestInvalid) as caught:
-        ask(parameters, **inputs)
-    return str(caught.value)
+from tests.backends.small_tokenizers import BOS, tokenizer_of
 
 
 def test_only_a_prompt_is_needed_and_every_default_is_filled_in() -> None:
@@ -175,148 +143,6 @@ def test_messages_need_a_chat_template() -> None:
         parse({"messages": chat}, {}, "", tokenizer_of("byte_level"), LIMITS)
 
 
-# --- sampling
-
-
-@pytest.mark.parametrize(
-    ("inputs", "temperature"),
-    [
-        ({}, 0.0),
-        ({"seed": 7}, 0.0),
-        ({"repetition_penalty": 1.2}, 0.0),
-        ({"top_k": 0}, 0.0),
-        ({"min_p": 0.0}, 0.0),
-        ({"top_k": 40}, 1.0),
-        ({"top_p": 0.9}, 1.0),
-        ({"min_p": 0.1}, 1.0),
-        ({"temperature": 0.0, "top_p": 0.9}, 0.0),
-        ({"temperature": 0.3}, 0.3),
-        ({"sampling_parameters": '{"top_p": "0.5"}'}, 1.0),
-        ({"sampling_parameters": '{"temperature": 0.25}', "top_p": 0.5}, 0.25),
-    ],
-)
-def test_the_temperature_follows_from_what_is_said(
-    inputs: dict[str, Any], temperature: float
-) -> None:
-    assert ask(**inputs).sampling.temperature == temperature
-
-
-def test_top_k_of_one_is_greedy_whatever_the_temperature() -> None:
-    assert ask(top_k=1, temperature=0.9).sampling.is_greedy
-
-
-def test_the_default_length_shrinks_to_what_fits_and_grows_to_min_tokens() -> None:
-    assert ask(input_ids=[1] * 500).sampling.max_tokens == 12
-    assert ask(input_ids=[1], min_tokens=300).sampling.max_tokens == 300
-    assert ask(input_ids=[1] * 511).sampling.max_tokens == 1
-
-
-@pytest.mark.parametrize(
-    ("inputs", "expected"),
-    [
-        (
-            {"input_ids": [1] * 12, "max_tokens": 501},
-            "max_tokens is 501; use 1 to 500 .*512 .*12 t",
-        ),
-        ({"max_tokens": 0}, "max_tokens is 0; use 1 to"),
-        ({"max_tokens": -5}, "max_tokens is -5; use 1 to"),
-        ({"max_tokens": [1, 2]}, "max_tokens has 2 values; send one"),
-        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens is 6; use 0 to max_tokens"),
-        ({"min_tokens": -1}, "min_tokens is -1"),
-        ({"min_tokens": 3, "min_length": 4}, "min_tokens is 3 but min_length is 4.*send one"),
-        ({"seed": 3, "random_seed": 4}, "seed is 3 but random_seed is 4.*send one"),
-        ({"temperature": float("nan")}, "temperature is nan; use 0"),
-        ({"temperature": float("inf")}, "temperature is inf; use 0"),
-        ({"temperature": -0.5}, "temperature is -0.5; use 0"),
-        ({"top_p": 0.0}, "top_p is 0.0; use a number above 0, up to 1"),
-        ({"top_p": 2.0}, "top_p is 2.0"),
-        ({"top_k": -2}, "top_k is -2"),
-        ({"min_p": 1.5}, "min_p is 1.5"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
-        ({"presence_penalty": 3.0}, "presence_penalty is 3"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
-        ({"end_id": 9999}, "end id 9999 is outside the vocabulary"),
-        ({"end_id": -2}, "end id -2 is outside the vocabulary"),
-        ({"stop_words": ["a"] * 10_000}, f"10000 stop words; use at most {STOP_WORDS_MAX}"),
-        ({"stop_words": ["a", ""]}, "a stop word is empty"),
-        ({"stop_words": ["a", b"\xc3"]}, r"stop_words\[1\] is not valid UTF-8 at byte 0"),
-        ({"stop_words": ["é" * 129]}, f"has 258 bytes; use at most {STOP_WORD_BYTES_MAX}"),
-        ({"stop_words": [b"\xff"] * 9}, "and 6 more of this kind"),
-        ({"stream_interval": 0}, "stream_interval is 0; use 1 to"),
-        ({"beam_width": 4}, "beam_width is not supported by this server; leave it out or send 1"),
-        ({"lora_task_id": 7}, "lora_task_id is not supported"),
-        ({"bad_words": ["x"]}, "bad_words is not supported"),
-    ],
-)
-def test_a_broken_limit_is_named_with_the_remedy(inputs: dict[str, Any], expected: str) -> None:
-    assert_matches(expected, refusal(**inputs))
-
-
-def test_the_older_spellings_count() -> None:
-    assert ask(min_length=4, random_seed=5).sampling.min_tokens == 4
-    assert ask(min_length=4, min_tokens=4, random_seed=5).sampling.seed == 5
-
-
-def test_end_tokens_are_the_checkpoints_one_of_the_clients_or_none() -> None:
-    assert ask().sampling.end_ids == TOKENIZER.eos_ids
-    assert ask(end_id=7).sampling.end_ids == (7,)
-    assert ask(end_id=-1).sampling.end_ids == ()
-    assert ask(sampling_parameters='{"ignore_eos": true}').sampling.end_ids == ()
-    assert ask(sampling_parameters='{"ignore_eos": "true"}', end_id=7).sampling.end_ids == (7,)
-
-
-def test_one_empty_stop_word_is_none_as_in_the_examples_of_tensorrt_llm() -> None:
-    assert ask(stop_words=[""]).sampling.stop_words == ()
-    assert ask(stop_words=[]).sampling.stop_words == ()
-
-
-# --- sampling_parameters
-
-
-def test_vllms_json_may_write_numbers_as_strings_and_tensors_win() -> None:
-    text = json.dumps({
-        "max_tokens": "6", "min_tokens": "2", "temperature": "0.5", "top_p": 0.9, "top_k": -1,
-        "min_p": "0.1", "seed": "8", "stop": "END", "presence_penalty": 0.5,
-        "frequency_penalty": "0.25", "repetition_penalty": 1.5, "ignore_eos": None,
-    })  # fmt: skip
-    sampling = ask(sampling_parameters=text, max_tokens=7).sampling
-    assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (7, 2, 8)
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
-    assert (sampling.min_p, sampling.stop_words) == (0.1, ("END",))
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.25)
-    assert ask(sampling_parameters='{"stop": ["a", "b"]}').sampling.stop_words == ("a", "b")
-    both = ask(sampling_parameters='{"stop": "a"}', stop_words=["c"])
-    assert both.sampling.stop_words == ("c",)
-    assert ask(sampling_parameters="").sampling == ask().sampling
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[]", r"sampling_parameters is \[\]; send a JSON object"),
-        ("nope", "sampling_parameters is not valid JSON"),
-        ("[" * 60_000, "sampling_parameters is not valid JSON"),
-        ('{"max_token": 5}', "'max_token' is not supported; did you mean max_tokens?"),
-        ('{"logprobs": 5}', "'logprobs' is not supported"),
-        ('{"max_tokens": "six"}', "max_tokens is 'six'"),
-        ('{"max_tokens": 1.5}', "max_tokens is 1.5; send a whole number"),
-        ('{"max_tokens": true}', "max_tokens is True; send a whole number"),
-        ('{"max_tokens": 1' + "0" * 400 + "}", "send a whole number"),
-        ('{"seed": -1}', "seed is -1"),
-        ('{"temperature": "hot"}', "temperature is 'hot'"),
-        ('{"temperature": 1e999}', "temperature is inf; send a finite number"),
-        ('{"temperature": NaN}', "temperature is nan"),
-        ('{"temperature": [1]}', r"temperature is \[1\]; send a number"),
-        ('{"ignore_eos": 2}', "ignore_eos is 2; send true or false"),
-        ('{"stop": 5}', "stop is 5; send a string or a list of strings"),
-        ('{"stop": ["\\ud800"]}', "not valid UTF-8"),
-        ('{"stop": [""]}' + " " * 70_000, "70,014 bytes; send at most 65,536"),
-    ],
-)
-def test_bad_vllm_json_is_refused_by_key(text: str, expected: str) -> None:
-    assert_matches(expected, refusal(sampling_parameters=text))
-
-
 # --- parameters
 
 
@@ -427,7 +253,3 @@ def test_any_json_is_refused_or_understood(name: str, text: bytes) -> None:
         ask(**{key: value for key, value in inputs.items() if value is not None})
     except RequestInvalid as error:
         assert str(error)
-
-
-def assert_matches(expected: str, message: str) -> None:
-    assert re.search(expected, message), message

@@ -1,0 +1,53 @@
+"""Asking the front in a test: inputs as Triton hands them over, and what a refusal says."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends import tensors
+from backends.errors import RequestInvalid
+from backends.front_request import FrontRequest, Limits, parse
+from backends.tokenizer import Tokenizer
+from tests.backends.small_tokenizers import BOS, CHAT_TEMPLATE, EOS, byte_level
+
+TOKENIZER = Tokenizer(
+    byte_level(adds_bos=True),
+    {"eos_token": EOS, "bos_token": BOS, "chat_template": CHAT_TEMPLATE},
+)
+LIMITS = Limits(context_tokens_max=512, vocabulary_tokens=TOKENIZER.vocabulary_tokens)
+DTYPES = {tensor.name: tensor.dtype for tensor in tensors.SUPPORTED_INPUTS}
+DTYPES |= {tensor.name: tensor.dtype for tensor in tensors.UNSUPPORTED_INPUTS}
+
+
+def array(name: str, value: Any) -> np.ndarray:
+    """As Triton hands it over: strings are bytes in an object array."""
+    values = value if isinstance(value, list) else [value]
+    if DTYPES.get(name) == "STRING":
+        values = [item.encode() if isinstance(item, str) else item for item in values]
+        found = np.empty(len(values), np.object_)
+        found[:] = values
+        return found
+    return np.array(values, tensors.NUMPY_TYPES[DTYPES[name]])  # type: ignore[call-overload]
+
+
+def ask(
+    parameters: dict[str, Any] | None = None, request_id: str = "r1", **inputs: Any
+) -> FrontRequest:
+    given = inputs if {"input_ids", "messages", "text_input"} & set(inputs) else {
+        "text_input": "hello", **inputs}  # fmt: skip
+    arrays = {name: array(name, value) for name, value in given.items() if value is not None}
+    return parse(arrays, parameters or {}, request_id, TOKENIZER, LIMITS, new_id=lambda: "fresh")
+
+
+def refusal(parameters: dict[str, Any] | None = None, **inputs: Any) -> str:
+    with pytest.raises(RequestInvalid) as caught:
+        ask(parameters, **inputs)
+    return str(caught.value)
+
+
+def assert_matches(expected: str, message: str) -> None:
+    assert re.search(expected, message), message
