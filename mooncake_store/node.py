@@ -22,6 +22,7 @@ import ctypes
 import logging
 import os
 import secrets
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,6 @@ from mooncake_store.segment import Segment, host_id
 
 log = logging.getLogger("mooncake_store.node")
 REPORT_S = 1.0
-_STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -130,12 +130,26 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _is_told_to_stop(wait_s: float) -> bool:
-    """Wait for SIGTERM or SIGINT, which are blocked: no handler runs in the middle of anything."""
-    return signal.sigtimedwait(_STOP_SIGNALS, wait_s) is not None
+class StopSignals:
+    """SIGTERM and SIGINT, noted in a pipe: no handler runs in the middle of anything.
+
+    Blocking them and waiting with sigtimedwait is not enough: numpy's threads are older than any
+    mask set here, and the kernel would give the signal to one of them, whose default is to die.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+
+    def wait(self, seconds: float) -> bool:
+        """Has one come, within that time or before?"""
+        return bool(select.select([self._read_end], [], [], seconds)[0])
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, stop: StopSignals) -> int:
     """Serve until a signal says stop; the exit status."""
     node_id = arguments.node_id
     path = arguments.segment_path or f"/dev/shm/mooncake-{os.getuid()}-{node_id}"
@@ -156,7 +170,7 @@ def run(arguments: argparse.Namespace) -> int:
                     f"segment_bytes={node.info.segment_bytes}",
                     flush=True,
                 )
-            if _is_told_to_stop(REPORT_S):
+            if stop.wait(REPORT_S):
                 return 0
     except RequestInvalid as error:
         log.error("node_id=%s ends: %s", node_id, error)
@@ -168,7 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Process entry. Ends with os._exit: UCX's own exit handlers may crash (see nixl_agent)."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # before any thread starts
+    stop = StopSignals()
     arguments = _arguments(argv)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
@@ -177,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         die_with_parent()
     status = 1
     try:
-        status = run(arguments)
+        status = run(arguments, stop)
     except Exception:  # process edge: say why, and still leave through os._exit
         log.exception("node_id=%s ends", arguments.node_id)
     sys.stdout.flush()
