@@ -30,13 +30,14 @@ from collections.abc import Callable, Mapping, Sequence
 from conductor.cluster import Cluster, Worker
 from conductor.config import ConductorConfig
 from conductor.decode_batch import DecodeBatch, Load
-from conductor.messages import Prediction, Reject, Request
+from conductor.messages import Reject, Request
 from conductor.routing import DecodeOption, Options, Pair
 from mooncake_store.layout import blocks_touched
 
 # (batch, when the prefill will end, now, expected decode time) -> load without the request
 LoadPolicy = Callable[[DecodeBatch, float, float, float], Load]
 
+SHOWN_MAX = 3  # workers that a reason goes into
 RETRY_NOBODY_S = 3.0  # workers report every second and a reload takes two
 
 
@@ -79,7 +80,7 @@ def reject_nobody(cluster: Cluster, role: str, request: Request, now_s: float) -
     reasons: dict[str, int] = {}
     for worker in cluster.workers.values():
         if worker.info.role == role:
-            why = cluster.why_not(worker, now_s) or "just failed this request"
+            why = cluster.why_not(worker, now_s) or "excluded by this request"
             reasons[why] = reasons.get(why, 0) + 1
     told = ", ".join(f"{count} x {why}" for why, count in sorted(reasons.items()))
     reason = f"no {role} worker takes requests ({told or 'none is registered'})"
@@ -103,6 +104,8 @@ def reject_too_large(role: str, workers: Sequence[Worker], request: Request) -> 
 def objection(pair: Pair, request: Request, config: ConductorConfig) -> str:
     """The kind of rejection that this pair would meet; empty when it is admitted."""
     share = config.low_priority_load_max if request.priority < 0 else 1.0
+    if not pair.prefill.has_room:
+        return "prefill_full"
     if pair.predicted.ttft_s > config.ttft_slo_s * share:
         return "ttft_slo"
     if config.admission_policy == "baseline":
@@ -115,45 +118,47 @@ def objection(pair: Pair, request: Request, config: ConductorConfig) -> str:
 
 
 def reject_for(
-    kind: str,
-    pair: Pair,
-    options: Options,
-    request: Request,
-    now_s: float,
-    cluster: Cluster,
+    kind: str, pair: Pair, options: Options, request: Request, now_s: float, cluster: Cluster
 ) -> Reject:
     """Words, numbers, the limit, and when to come back."""
-    decodes = options.decodes
     config, predicted = cluster.config, pair.predicted
     share = config.low_priority_load_max if request.priority < 0 else 1.0
-    whose = f" for priority {request.priority}" if request.priority < 0 else ""
-    if kind == "ttft_slo":
+    of_priority = f" for priority {request.priority}" if request.priority < 0 else ""
+    prefills, decodes = options.prefills, options.decodes
+    if kind == "prefill_full":
+        queues = ", ".join(f"{p.worker.queue.requests} of {p.worker.info.slots_max}"
+                           for p in prefills[:SHOWN_MAX])  # fmt: skip
+        reason = f"the queues of all {len(prefills)} prefill workers are full ({queues})"
+        # A place is free when the shortest queue has finished one of its requests.
+        wait_s = min(p.queue_s / max(1, p.worker.queue.requests) for p in prefills)
+    elif kind == "ttft_slo":
         limit_s = config.ttft_slo_s * share
         reason = (
-            f"predicted TTFT {predicted.ttft_s:.2f} s exceeds the {limit_s:g} s limit{whose} on "
-            f"the best of {len(options.prefills)} prefill workers"
+            f"predicted TTFT {predicted.ttft_s:.2f} s exceeds the {limit_s:g} s limit"
+            f"{of_priority} on the best of {len(prefills)} prefill workers"
         )
-        excess_s = predicted.ttft_s - limit_s
-        if excess_s > predicted.queue_s:
+        wait_s = predicted.ttft_s - limit_s
+        if wait_s > predicted.queue_s:
             reason += f", {predicted.ttft_s - predicted.queue_s:.2f} s of it without any queue"
-            excess_s = config.retry_after_s_max
-        return _reject(request, kind, reason, predicted, excess_s, config)
-    if kind == "tbt_slo":
+            wait_s = config.retry_after_s_max
+    elif kind == "tbt_slo":
         limit_s = config.tbt_slo_s * share
         reason = (
-            f"predicted TBT {predicted.tbt_s:.3f} s exceeds the {limit_s:g} s limit{whose} on the "
-            f"best of {len(decodes)} decode workers ({predicted.decode_sequences:.0f} requests)"
+            f"predicted TBT {predicted.tbt_s:.3f} s exceeds the {limit_s:g} s limit{of_priority} "
+            f"on the best of {len(decodes)} decode workers "
+            f"({predicted.decode_sequences:.0f} requests)"
         )
+        wait_s = min(_decode_wait_s(d, request, limit_s, now_s, cluster) for d in decodes)
     else:
         limit_s = config.tbt_slo_s
-        slots = ", ".join(
+        taken = ", ".join(
             f"{d.load.sequences:.0f} of {d.worker.info.slots_max} slots and "
             f"{d.load.pages:.0f} of {d.worker.info.pages_max} pages taken"
-            for d in decodes[:3]
+            for d in decodes[:SHOWN_MAX]
         )
-        reason = f"no room on any of {len(decodes)} decode workers ({slots})"
-    wait_s = min(_decode_wait_s(d, request, limit_s, now_s, cluster) for d in decodes)
-    return _reject(request, kind, reason, predicted, wait_s, config)
+        reason = f"no room on any of {len(decodes)} decode workers ({taken})"
+        wait_s = min(_decode_wait_s(d, request, limit_s, now_s, cluster) for d in decodes)
+    return Reject(request.request_id, kind, reason, predicted, _bounded(wait_s, config))
 
 
 def _decode_wait_s(
@@ -179,13 +184,6 @@ def _decode_wait_s(
     if room < 0 or leaving > len(times):
         return config.retry_after_s_max  # it would not fit an empty batch either
     return times[leaving - 1] - now_s
-
-
-def _reject(
-    request: Request, kind: str, reason: str, predicted: Prediction, wait_s: float,
-    config: ConductorConfig,
-) -> Reject:  # fmt: skip
-    return Reject(request.request_id, kind, reason, predicted, _bounded(wait_s, config))
 
 
 def _bounded(wait_s: float, config: ConductorConfig) -> float:

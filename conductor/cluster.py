@@ -54,7 +54,7 @@ class Worker:
         if self.failed_at_s is not None and now_s > self.failed_at_s + config.report_lag_s:
             self.failed_at_s = None
         if self.info.role == "prefill":
-            requests = report.queue_requests + report.running
+            requests = max(report.queue_requests, report.running)  # the queue's head runs
             self.queue.on_report(report.queue_tokens, requests, now_s, config.report_lag_s)
             return
         self.batch.on_report(report, now_s, config.report_lag_s)

@@ -6,9 +6,11 @@ report replaces what it covers:
 
     joined now = foreign + min(covered, reported) + fresh
 
-`foreign` is what the report counted beyond our covered charges (other fronts, replays). The `min`
-makes a finished request leave at once and a lost finish harmless: an idle worker's next report
-brings its count to zero whatever is still charged, so no worker stays "full" by mistake.
+`foreign` is what the report counted beyond our own charges: requests from before a restart of the
+conductor, or from another front. A fresh request may or may not be in a report; ours are assumed
+to be, so that none counts twice. The `min` makes a finished request leave at once and a lost finish
+harmless: an idle worker's next report brings its count to zero whatever is still charged, so no
+worker stays "full" by mistake.
 
 Load at a later moment (Mooncake, "Early Rejection Based on Prediction", the system-level form):
 add the coming requests whose prefill ends before then, take away those that will have decoded for
@@ -126,14 +128,16 @@ class DecodeBatch:
             self._tallies["fresh"].add(charge, -1)
             charge.stage = "covered"
             self._tallies["covered"].add(charge, 1)
-        covered = self._tallies["covered"]
         self._reported = Tally(
             report.running + report.queue_requests, report.context_tokens, report.pages_used
         )
+        covered, fresh = self._tallies["covered"], self._tallies["fresh"]
+        # A worker reserves pages for a request while its prefill still runs.
+        pages = covered.pages + fresh.pages + self._tallies["coming"].pages
         self._foreign = Tally(
-            max(0, self._reported.sequences - covered.sequences),
-            max(0, self._reported.context_tokens - covered.context_tokens),
-            max(0, self._reported.pages - covered.pages),
+            max(0, self._reported.sequences - covered.sequences - fresh.sequences),
+            max(0, self._reported.context_tokens - covered.context_tokens - fresh.context_tokens),
+            max(0, self._reported.pages - pages),
         )
 
     def load_now(self) -> Load:

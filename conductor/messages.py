@@ -53,7 +53,8 @@ class Reject:
     """The request is not taken. `kind` is for machines, `reason` for people.
 
     Kinds: no_prefill_worker, no_decode_worker (nothing alive to call), too_large (no worker could
-    ever hold it), decode_full, ttft_slo, tbt_slo (a prediction against its limit).
+    ever hold it), prefill_full, decode_full (bounded queues and batches), ttft_slo, tbt_slo (a
+    prediction against its limit).
     """
 
     request_id: str

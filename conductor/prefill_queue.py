@@ -1,15 +1,18 @@
 """The predicted work in front of a new request at one prefill worker.
 
 Two sources know about it. The conductor knows at once, and in detail, what it routed itself (one
-*charge* per request, with its cached prefix); the worker's report knows what is really left,
-including what other fronts sent, but up to a second late. They are joined so that nothing counts
-twice and nothing goes below zero:
+*charge* per request, with its cached prefix); the worker's report knows how much of it is left and
+what came from elsewhere, but late. They are joined so that nothing counts twice and nothing goes
+below zero:
 
 - A charge is *covered* by a report if it is at least report_lag_s older: the worker had it.
-- The report's uncached tokens are laid over the covered charges. More than they hold: the rest is
-  *foreign* work. Fewer: the worker is further than predicted, and because it works first come
-  first served, the first charges are the ones that shrank.
-- Charges that the report cannot know stay as predicted.
+- Fewer requests there than covered charges: the first ones are done, the worker is first come
+  first served. Fewer tokens than the rest of the covered charges hold: the first of them shrink.
+- More requests there than all our charges: the others are *foreign* (from before a restart of the
+  conductor, or from another front), with the tokens that ours cannot account for.
+- Charges that the report cannot know, and what it leaves open, stay as predicted. A worker counts
+  a prompt that has not been looked up yet as wholly uncached, so "more tokens than predicted" says
+  nothing.
 
 Between reports only the work at the head shrinks with time, down to zero and no further: a request
 that takes longer than predicted does not eat the time of those behind it.
@@ -130,19 +133,22 @@ class PrefillQueue:
         """
         self._settle(now_s)
         covered = [c for c in self._charges.values() if c.charged_at_s <= now_s - report_lag_s]
-        own_tokens = sum(charge.new_tokens for charge in covered)
-        done_tokens = max(0, own_tokens - queue_tokens)
-        for charge in covered:
+        done = max(0, len(covered) - requests)
+        for charge in covered[:done]:
+            charge.done_tokens, charge.remaining_s = charge.new_tokens, 0.0
+        done_tokens = sum(charge.new_tokens for charge in covered[done:]) - queue_tokens
+        for charge in covered[done:] if done_tokens >= 0 else ():
             charge.done_tokens = min(charge.new_tokens, done_tokens)
             done_tokens -= charge.done_tokens
             charge.remaining_s = self._remaining_s(charge)
-        foreign_tokens = max(0, queue_tokens - own_tokens)
-        foreign_requests = max(0, requests - len(covered))
-        self._foreign_requests = max(foreign_requests, 1 if foreign_tokens else 0)
+        self._foreign_requests = max(0, requests - len(self._charges))
         self._foreign_s = 0.0
-        if foreign_tokens:  # equal lengths assumed: a report does not tell them apart
-            mean_tokens = foreign_tokens / self._foreign_requests
-            self._foreign_s = self._foreign_requests * self._estimate.seconds(mean_tokens, 0)
+        if self._foreign_requests:  # equal lengths assumed: a report does not tell them apart
+            ours = sum(
+                charge.prefix_tokens + charge.new_tokens for charge in self._charges.values()
+            )
+            each = max(0, queue_tokens - ours) / self._foreign_requests
+            self._foreign_s = self._foreign_requests * self._estimate.seconds(each, 0)
         self._recount()
 
     def _remaining_s(self, charge: PrefillCharge) -> float:

@@ -57,6 +57,7 @@ class PrefillOption:
     transfer_s: float
     prefill_s: float
     start_s: float  # queue + transfer + prefill: the first token, before the hand-over
+    has_room: bool  # its queue is bounded
 
 
 @dataclass(slots=True)
@@ -95,30 +96,25 @@ def prefill_option(
     cluster: Cluster, worker: Worker, request: Request, match: PrefixMatch, now_s: float
 ) -> PrefillOption:
     """Fetch or compute at this worker, by the balancing threshold."""
-    config, info = cluster.config, worker.info
+    config, info, prompt_tokens = cluster.config, worker.info, request.prompt_tokens
     ratio = worker.speed_ratio(now_s, config)
-    queue_s = worker.queue.work_s(now_s) * ratio
     local = match.blocks_by_holder.get(info.node_id, 0)
-    cached = cached_tokens(local, info.block_tokens, request.prompt_tokens)
-    compute_s = ratio * worker.prefill_estimate.seconds(request.prompt_tokens - cached, cached)
-    option = PrefillOption(
-        worker, queue_s, local, 0, None, cached, 0.0, compute_s, queue_s + compute_s
-    )
-    best = match.best_blocks
+    cached = cached_tokens(local, info.block_tokens, prompt_tokens)
+    prefill_s = ratio * worker.prefill_estimate.seconds(prompt_tokens - cached, cached)
+    move_s, fetch_blocks, fetch_node = 0.0, 0, None
     fetches = config.routing_policy == "kvcache_centric"
-    if not fetches or best <= local * config.kvcache_balancing_threshold:
-        return option
-    fetched = cached_tokens(best, info.block_tokens, request.prompt_tokens)
-    source = best_source(cluster, worker, match, best - local, now_s)
-    if source is None or fetched == cached:
-        return option
-    move_s, node_id = source
-    rest_s = ratio * worker.prefill_estimate.seconds(request.prompt_tokens - fetched, fetched)
-    if config.fetch_must_pay and move_s + rest_s >= compute_s:
-        return option
+    if fetches and match.best_blocks > local * config.kvcache_balancing_threshold:
+        fetched = cached_tokens(match.best_blocks, info.block_tokens, prompt_tokens)
+        rest_s = ratio * worker.prefill_estimate.seconds(prompt_tokens - fetched, fetched)
+        source = best_source(cluster, worker, match, match.best_blocks - local, now_s)
+        pays = source is not None and source[0] + rest_s < prefill_s
+        if source is not None and fetched > cached and (pays or not config.fetch_must_pay):
+            move_s, fetch_node = source
+            fetch_blocks, cached, prefill_s = match.best_blocks - local, fetched, rest_s
+    queue_s = ratio * worker.queue.work_s(now_s)
     return PrefillOption(
-        worker, queue_s, local, best - local, node_id, fetched, move_s, rest_s,
-        queue_s + move_s + rest_s,
+        worker, queue_s, local, fetch_blocks, fetch_node, cached, move_s, prefill_s,
+        start_s=queue_s + move_s + prefill_s, has_room=worker.queue.requests < info.slots_max,
     )  # fmt: skip
 
 
@@ -241,10 +237,11 @@ def choose_pair(options: Options, request: Request, config: ConductorConfig) -> 
 
     Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
     """
+    prefills = [prefill for prefill in options.prefills if prefill.has_room] or options.prefills
     decodes = [decode for decode in options.decodes if decode.has_room] or options.decodes
     pairs = [
         pair_up(prefill, choose_decode(prefill, decodes, request, config), request, config)
-        for prefill in finalists(options.prefills, request, config)
+        for prefill in finalists(prefills, request, config)
     ]
     limit_s = within(min(pair.predicted.ttft_s for pair in pairs), config)
     return next(pair for pair in pairs if pair.predicted.ttft_s <= limit_s)

@@ -32,10 +32,21 @@ def test_a_report_counts_a_known_request_once() -> None:
     assert made.load_now() == (2, 230, 4)
 
 
-def test_a_request_that_joined_just_before_a_report_is_added_to_it() -> None:
-    made = joined("a", now_s=0.9)
-    made.on_report(report("d0", running=1, context_tokens=50, pages_used=1), 1.0, 0.2)
-    assert made.load_now() == (2, 150, 3), "the reported one is somebody else's"
+def test_a_request_that_joined_just_before_a_report_counts_once_whether_it_is_in_it_or_not() -> (
+    None
+):
+    for known in (0, 1):
+        made = joined("a", now_s=0.9)
+        said = report("d0", running=known, context_tokens=100 * known, pages_used=2 * known)
+        made.on_report(said, 1.0, 0.2)
+        assert made.load_now() == (1, 100, 2)
+
+
+def test_pages_that_are_reserved_while_the_prefill_runs_count_once() -> None:
+    made = DecodeBatch()
+    made.charge("a", 100, 7, 5.0)
+    made.on_report(report("d0", pages_used=7), 1.0, 0.2)
+    assert made.load_now() == (0, 0, 0) and made.load_reserved() == (1, 100, 7)
 
 
 def test_a_finished_request_leaves_at_once_although_it_was_reported() -> None:

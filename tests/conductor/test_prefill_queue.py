@@ -59,6 +59,24 @@ def test_work_of_other_fronts_comes_first_and_fades() -> None:
     assert made.work_s(2.1) == pytest.approx(0.2), "ours began when the foreign work was done"
 
 
+def test_a_prompt_that_the_worker_has_not_looked_up_yet_is_not_taken_for_foreign_work() -> None:
+    made = queue()
+    made.charge("running", 300, 0, 0.0)
+    made.charge("cached", 1, 999, 0.0)
+    made.on_report(300 + 1_000, 2, 0.2, 0.2)
+    assert made.requests == 2
+    assert made.work_s(0.2) == pytest.approx(0.101), "time has passed, nothing else is known"
+
+
+def test_fewer_requests_than_charges_means_that_the_first_are_done() -> None:
+    made = queue()
+    made.charge("a", 300, 0, 0.0)
+    made.charge("b", 200, 0, 0.0)
+    made.charge("c", 100, 900, 0.0)
+    made.on_report(1_000, 1, 0.2, 0.2)
+    assert made.work_s(0.2) == pytest.approx(0.1), "only c is left"
+
+
 def test_what_was_really_cached_replaces_the_prediction() -> None:
     made = queue()
     made.charge("a", 100, 900, 0.0)

@@ -68,7 +68,7 @@ def test_a_worker_that_failed_this_request_is_not_tried_again_by_it() -> None:
     nobody = frozenset({("p0", "w1"), ("p1", "w1")})
     refused = made.on_request(prompt("r9", "a*3", excluded_workers=nobody), 0.0)
     assert isinstance(refused, Reject) and refused.kind == "no_prefill_worker"
-    assert "2 x just failed this request" in refused.reason
+    assert "2 x excluded by this request" in refused.reason
 
 
 def test_a_burst_of_unrelated_requests_is_spread_over_both_pools() -> None:
@@ -96,8 +96,8 @@ def test_workers_of_different_speed_share_a_burst_by_their_speed() -> None:
     slow, fast = (0.0, 0.003, 0.0), (0.0, 0.001, 0.0)
     events: list[Event] = [
         NodeUp(node("s0")),
-        WorkerUp(worker("p0", "prefill", "s0", prefill_coefficients=slow)),
-        WorkerUp(worker("p1", "prefill", "s0", prefill_coefficients=fast)),
+        WorkerUp(worker("p0", "prefill", "s0", prefill_coefficients=slow, slots_max=99)),
+        WorkerUp(worker("p1", "prefill", "s0", prefill_coefficients=fast, slots_max=99)),
         WorkerUp(worker("d0", "decode", "s0", slots_max=99)),
     ]
     made, to_fast = conductor(events), 0

@@ -91,7 +91,8 @@ class ToyFleet:
                 WorkerUp(worker(
                     f"{role[0]}{n}", role, f"s{first + n}", block_tokens=TRACE_BLOCK_TOKENS,
                     block_bytes=TRACE_BLOCK_TOKENS * TOKEN_BYTES, context_tokens_max=1_000_000,
-                    pages_max=10_000, slots_max=64, prefill_coefficients=PREFILL.coefficients,
+                    pages_max=10_000, slots_max=64 if role == "decode" else 10_000,
+                    prefill_coefficients=PREFILL.coefficients,
                     decode_coefficients=DECODE.coefficients, transfer_latency_s=0.002,
                     transfer_bytes_per_s=dict.fromkeys(nodes, LINK_BYTES_PER_S),
                 ))
@@ -202,7 +203,8 @@ class ToyFleet:
     def report(self) -> None:
         said = []
         for number, queue in enumerate(self.queues):
-            tokens = sum(j.request.prompt_tokens - j.route.cached_tokens for j in queue)
+            # As the real worker does: what it has not looked up yet counts as uncached.
+            tokens = sum(job.request.prompt_tokens for job in queue)
             computing = self.computing[number]
             if computing is not None:
                 start_s, seconds, new_tokens = computing
@@ -211,7 +213,10 @@ class ToyFleet:
             running = int(computing is not None)
             said.append(
                 report(
-                    f"p{number}", queue_requests=len(queue), queue_tokens=tokens, running=running
+                    f"p{number}",
+                    queue_requests=len(queue) + running,
+                    queue_tokens=tokens,
+                    running=running,
                 )
             )
         for number, batch in enumerate(self.batches):
