@@ -93,7 +93,7 @@ class Store:
         self._buffers: list[ByteArray] = []
         self._headers = HeaderReader(self._nodes)
         try:
-            self._own = self._attach()
+            self._own = self._attach(None)
         except BaseException:
             self._nodes.close()
             raise
@@ -101,8 +101,8 @@ class Store:
 
     # ---- the own node
 
-    def _attach(self) -> _Own:
-        """Map and format the own node as it is now."""
+    def _attach(self, before: _Own | None) -> _Own:
+        """Format the own node as it is now, and map it unless this life of it is mapped."""
         self._nodes.refresh()
         info = self._nodes.find(self.node_id)
         if info is None:
@@ -111,20 +111,22 @@ class Store:
                 f"mooncake_store.node --node-id {self.node_id} ...) or correct store_node"
             )
         shape = self._directory.attach(self.node_id, self._fingerprint, self.layout.block_bytes)
+        if before is not None and before.info.incarnation == info.incarnation:
+            return _Own(info, before.segment, shape)  # only the directory restarted
         segment = Segment.open(info.segment_path, info.segment_bytes)
         self._nodes.register(segment.view)
         return _Own(info, segment, shape)
 
     def _attach_again(self, before: _Own) -> None:
-        """After NodeNotAttached: format again, and map the new segment if the node restarted."""
+        """After NodeNotAttached: the own node restarted, or the directory did."""
         with self._attaching:
             if self._own is not before:
                 return  # another thread did it
-            after = self._attach()
+            self._own = self._attach(before)
             log.warning("node_id=%s attached again", self.node_id)
-            self._own = after
-            self._nodes.unregister(before.segment.view)
-            before.segment.close()
+            if self._own.segment is not before.segment:
+                self._nodes.unregister(before.segment.view)
+                before.segment.close()
 
     def register_buffer(self, buffer: ByteArray) -> None:
         """The engine's KV pool (uint8, contiguous): NIXL reads land in it without a copy."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mooncake_store.directory import Directory
 from mooncake_store.errors import NodeUnknown, StoreUnavailable
 from mooncake_store.layout import HEADER_BYTES, KvLayout
 from mooncake_store.membership import NodeInfo
@@ -337,6 +338,25 @@ def test_allocating_on_a_node_that_is_down_says_full_and_recovers(mapped: World,
     mapped.start("s0")
     put(store, keys)
     assert len(store.lookup(keys, "reader", 60.0)) == 2
+
+
+def test_a_restarted_directory_costs_the_blocks_but_not_the_mapping(
+    mapped: World, seed: int
+) -> None:
+    keys, (store, pool) = keys_of(3, seed), mapped.store("s0")
+    put(store, keys)
+    [slot, *_] = store.allocate(keys_of(1, seed + 1), "writer", 60.0).slots
+    assert slot is not None
+    view = store.slot_view(slot)
+    mapped.directory.directory = Directory(epoch=2)
+    for node in mapped.nodes.values():
+        mapped.directory.up(node.info)
+    assert store.lookup(keys, "reader", 60.0) == []
+    put(store, keys)
+    copies = choose(store.lookup(keys, "reader", 60.0), "s0")
+    assert all(store.read(copies, pool, [0, BLOCK, 2 * BLOCK], DEADLINE_S))
+    assert store.slot_view(slot).ctypes.data == view.ctypes.data, "mapped once more for nothing"
+    assert store.commit([(keys[0], slot, 1)], "writer", 60.0) == [False], "of an earlier epoch"
 
 
 def test_only_a_silent_directory_is_an_error(mapped: World, seed: int) -> None:

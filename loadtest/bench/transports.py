@@ -1,0 +1,173 @@
+"""Bytes per second out of a storage node's segment: memcpy (the limit), mapped, NIXL.
+
+    python -m loadtest.bench.transports [--block-kib 128] [--blocks 64] [--segment-mib 256]
+
+Starts a directory and two storage nodes as processes, fills one, and reads random blocks of it into
+a pool, as a worker of the other node does: looked up, copied and verified (xxh3). The blocks are
+spread over the whole segment, so the CPU's cache does not help. memcpy copies the same pattern from
+the same segment and verifies nothing; it is the most that one core can do. Rounds of the three take
+turns, because the machine may be busy now and idle a second later.
+
+Not here: the server around it (reuse.py), the shape of the answer (result.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from loadtest.bench.result import Cell, Result
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.layout import HEADER_BYTES, KvLayout
+from mooncake_store.segment import Segment
+from mooncake_store.slots import Copy
+from mooncake_store.store import Store, checksum
+
+POOL_BLOCKS = 512
+DEADLINE_S = 10.0
+LEASE_S = 600.0
+
+
+@contextlib.contextmanager
+def site(full_bytes: int, own_bytes: int) -> Iterator[DirectoryClient]:
+    """A directory and the nodes `full` and `own`, until the block ends."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
+        address = f"ipc://{folder}/directory"
+
+        def start(module: str, *arguments: str) -> None:
+            command = [sys.executable, "-m", f"mooncake_store.{module}", *arguments]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            stack.callback(process.terminate)
+            assert process.stdout is not None
+            if not process.stdout.readline().startswith("ready"):
+                raise RuntimeError(f"{module} did not start; its reason is above")
+
+        start("directory_server", "--address", address, "--events", f"ipc://{folder}/events")
+        for node_id, size_bytes in (("full", full_bytes), ("own", own_bytes)):
+            path = f"/dev/shm/mooncake-bench-{os.getpid()}-{node_id}"
+            start(
+                "node", "--node-id", node_id, "--directory", address, "--die-with-parent",
+                "--segment-bytes", str(size_bytes), "--segment-path", path,
+            )  # fmt: skip
+        yield stack.enter_context(DirectoryClient(address))
+
+
+def fill(store: Store, blocks: int, chance: np.random.Generator) -> list[Copy]:
+    """Put that many random blocks into the store's own node."""
+    keys = [secrets.token_bytes(16) for _ in range(blocks)]
+    given = store.allocate(keys, "bench", LEASE_S)
+    rows = []
+    for key, slot in zip(keys, given.slots, strict=True):
+        assert slot is not None, "the segment is too small for its own blocks"
+        view = store.slot_view(slot)
+        view[:] = chance.integers(0, 256, view.size, dtype=np.uint8)
+        rows.append((key, slot, checksum(view)))
+    assert all(store.commit(rows, "bench", LEASE_S))
+    return [places[0] for places in store.lookup(keys, "bench", LEASE_S)]
+
+
+def median_s(rounds: int, ways: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """Seconds of each way, taking turns; the first round is thrown away."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            seconds = way()
+            if turn:
+                found[name].append(seconds)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def measure(
+    layout: KvLayout, blocks: int, total_blocks: int, rounds: int, seed: int
+) -> list[dict[str, Cell]]:
+    chance = np.random.default_rng(seed)
+    block_bytes = layout.block_bytes
+    full_bytes = total_blocks * (block_bytes + HEADER_BYTES) + 2 * 4096
+    own_bytes = 8 * (block_bytes + 4096)
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(site(full_bytes, own_bytes))
+
+        def store(node_id: str, transports: str) -> Store:
+            made = Store(directory, node_id, "bench", layout, transports)
+            stack.callback(made.close)
+            return made
+
+        copies = fill(store("full", "mapped"), total_blocks, chance)
+        info = next(info for info in directory.nodes() if info.node_id == "full")
+        shape = directory.attach("full", "bench", block_bytes)
+        source = stack.enter_context(Segment.open(info.segment_path))
+        pool = np.ones(POOL_BLOCKS * block_bytes, np.uint8)
+        readers = {name: store("own", name) for name in ("mapped", "nixl")}
+        for reader in readers.values():
+            reader.register_buffer(pool)
+
+        def pattern() -> tuple[list[Copy], list[int]]:
+            chosen = chance.choice(total_blocks, blocks, replace=False).tolist()
+            pages = chance.choice(POOL_BLOCKS, blocks, replace=False).tolist()
+            return [copies[index] for index in chosen], [page * block_bytes for page in pages]
+
+        def copy() -> float:
+            chosen, offsets = pattern()
+            starts = [shape.slot_offset_bytes(copy.slot) for copy in chosen]
+            started_s = time.perf_counter()
+            for start, offset in zip(starts, offsets, strict=True):
+                pool[offset : offset + block_bytes] = source.view[start : start + block_bytes]
+            return time.perf_counter() - started_s
+
+        def read(name: str) -> float:
+            chosen, offsets = pattern()
+            started_s = time.perf_counter()
+            arrived = readers[name].read(chosen, pool, offsets, DEADLINE_S)
+            seconds = time.perf_counter() - started_s
+            assert all(arrived), f"{name}: {arrived.count(False)} of {blocks} blocks missing"
+            return seconds
+
+        ways = {"memcpy": copy, "mapped": lambda: read("mapped"), "nixl": lambda: read("nixl")}
+        seconds = median_s(rounds, ways)
+    return [
+        {
+            "transport": name,
+            "block_bytes": block_bytes,
+            "blocks": blocks,
+            "microseconds": round(value * 1e6, 1),
+            "gb_per_s": round(blocks * block_bytes / value / 1e9, 3),
+            "over_memcpy": round(seconds["memcpy"] / value, 3),
+        }
+        for name, value in seconds.items()
+    ]
+
+
+def main(
+    block_kib: Annotated[int, typer.Option(min=4, help="Size of a block.")] = 128,
+    blocks: Annotated[int, typer.Option(min=1, max=POOL_BLOCKS, help="Blocks per read.")] = 64,
+    segment_mib: Annotated[int, typer.Option(min=1, help="They are spread over it.")] = 256,
+    rounds: Annotated[int, typer.Option(min=3, help="Reads of each kind.")] = 60,
+    seed: Annotated[int, typer.Option(help="Which blocks are read.")] = 1,
+) -> None:
+    """Read blocks of another storage node in each way; the last line is JSON."""
+    console = Console(stderr=True, highlight=False)
+    started_s = time.perf_counter()
+    layout = KvLayout(layers=4, kv_heads=1, head_dim=block_kib * 8, dtype="float32", block_tokens=4)
+    assert layout.block_bytes == block_kib * 1024
+    total_blocks = max(blocks, segment_mib * 1024 // block_kib)
+    with console.status("measuring ..."):
+        rows = measure(layout, blocks, total_blocks, rounds, seed)
+    Result("transports", time.perf_counter() - started_s, rows, []).print()
+
+
+if __name__ == "__main__":
+    typer.run(main)
