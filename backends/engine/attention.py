@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from backends.engine import causal_attention
 from backends.engine.kv_memory import KvMemory
 from backends.engine.step_plan import LastGroup, PrefillSpan, StepPlan
 
@@ -24,6 +25,8 @@ class PagedAttention:
         self.kv_heads = layout.kv_heads
         self.shared = heads // layout.kv_heads  # query heads per KV head
         self.head_dim = layout.head_dim
+        # Reused by every layer and step: fresh memory of this size costs page faults each time.
+        self._gathered = memory.page_rows[0].new_empty((0, memory.page_rows[0].shape[1]))
 
     def write(self, layer: int, token_rows: torch.Tensor, kv: torch.Tensor) -> None:
         """kv [tokens, 2 * kv_heads, head_dim]: K heads, then V heads."""
@@ -59,6 +62,8 @@ class PagedAttention:
 
     def _prefill(self, layer: int, span: PrefillSpan, queries: torch.Tensor) -> torch.Tensor:
         keys, values = self._gather(layer, span.page_rows, 1, span.end)
+        if causal_attention.serves(queries):
+            return causal_attention.causal_attention(queries, keys[0], values[0], span.start)
         shape = (self.kv_heads, self.shared, span.end, self.head_dim)
         # KV heads are the batch, query heads of one KV head the heads (K and V with stride 0).
         rows = queries.view(span.tokens, self.kv_heads, self.shared, self.head_dim)
@@ -74,8 +79,13 @@ class PagedAttention:
     def _gather(
         self, layer: int, page_rows: torch.Tensor, works: int, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [works, kv_heads, tokens, head_dim] from the pages, in order."""
-        gathered = self.memory.page_rows[layer].index_select(0, page_rows)
+        """K and V [works, kv_heads, tokens, head_dim], in order; valid until the next call."""
+        if len(page_rows) > len(self._gathered):
+            self._gathered = self.memory.page_rows[0].new_empty(
+                (2 * len(page_rows), self.memory.page_rows[0].shape[1])
+            )
+        gathered = self._gathered[: len(page_rows)]
+        torch.index_select(self.memory.page_rows[layer], 0, page_rows, out=gathered)
         keys, values = gathered.view(2, works, self.kv_heads, -1, self.head_dim).unbind(0)
         return keys[:, :, :tokens], values[:, :, :tokens]
 
