@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,13 +26,15 @@ import numpy.typing as npt
 
 from mooncake_store.errors import TransferFailed
 from mooncake_store.membership import NodeInfo
-from mooncake_store.nixl_agent import make_agent, nixl_errors
+from mooncake_store.nixl_agent import NixlUnavailable, make_agent, nixl_errors
 from mooncake_store.segment import ByteArray
 from mooncake_store.transport import LocalSpan, Span
 
 Offsets = npt.NDArray[np.uint64]
 
 PREPARED_MAX = 128  # lists kept per lane; a list is a few dozen bytes, strided
+REFUSED_S = 1.0  # each refused connection leaks a socket inside UCX: do not insist
+REFUSED_MAX = 64
 _LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for the local side
 INDEX_MAX = 2**31 - 1  # indices travel as int32
 
@@ -77,6 +80,7 @@ class Lane:
         self._registered: dict[Region, Any] = {}
         self._peers: dict[str, Peer] = {}  # node_id -> its present life
         self._retired: list[Peer] = []  # earlier lives that still have transfers under way
+        self._refused: dict[str, float] = {}  # agent name -> when to try again
         self._prepared: OrderedDict[tuple[str, int, int, int], Any] = OrderedDict()
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -84,7 +88,13 @@ class Lane:
         for region in regions:
             if region not in self._registered:
                 whole = [(region.address, region.size_bytes, 0, "")]
-                self._registered[region] = self._agent.register_memory(whole, "DRAM")
+                try:
+                    self._registered[region] = self._agent.register_memory(whole, "DRAM")
+                except self._errors as error:
+                    raise NixlUnavailable(
+                        f"cannot register {region.size_bytes} bytes with NIXL ({error}): RDMA "
+                        "needs as much locked memory, see ulimit -l"
+                    ) from error
 
     def unregister(self, region: Region) -> None:
         memory = self._registered.pop(region, None)
@@ -114,10 +124,15 @@ class Lane:
     def _add(self, node: NodeInfo) -> str:
         if not node.agent_metadata:
             raise TransferFailed(f"node {node.node_id} serves mapped memory only, not NIXL")
+        if time.monotonic() < self._refused.get(node.agent_name, 0.0):
+            raise TransferFailed(f"node {node.node_id} refused a connection a moment ago")
         try:
             name = self._agent.add_remote_agent(node.agent_metadata)
             self._agent.make_connection(name)
         except self._errors as error:
+            while len(self._refused) >= REFUSED_MAX:
+                del self._refused[next(iter(self._refused))]
+            self._refused[node.agent_name] = time.monotonic() + REFUSED_S
             raise TransferFailed(f"cannot connect to node {node.node_id}: {error}") from error
         return name.decode() if isinstance(name, bytes) else str(name)
 

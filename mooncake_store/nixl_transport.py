@@ -59,6 +59,7 @@ class NixlTransport:
         assert buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.flags.c_contiguous
         with self._lock:
             self._regions = [*self._regions, Region(buffer)]
+        self._take_lane(time.monotonic() + 60.0).lock.release()  # complain now if it cannot be
 
     def unregister(self, buffer: ByteArray) -> None:
         address = int(buffer.ctypes.data)
@@ -165,7 +166,11 @@ class NixlTransport:
             lane = lanes[threading.get_ident() % len(lanes)]
             if not lane.lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
                 raise TransferTimeout("every NIXL lane of this process is busy; nothing was moved")
-        lane.register(regions)
+        try:
+            lane.register(regions)
+        except BaseException:
+            lane.lock.release()
+            raise
         return lane
 
     def _new_lane(self) -> Lane:
