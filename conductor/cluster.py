@@ -16,6 +16,7 @@ Not here: choosing among workers (routing.py), where blocks are (mooncake_store.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from conductor.config import ConductorConfig
@@ -46,6 +47,7 @@ class Worker:
         self.reported_at_s = now_s  # registering is the first sign of life
         self.is_draining = False
         self.failed_at_s: float | None = None
+        self._prefilled_at_s = -math.inf  # when its last prefill ended
         self.routed_at = 0  # number of the last request routed here, 0 before the first
 
     def on_report(self, report: WorkerReport, now_s: float, config: ConductorConfig) -> None:
@@ -58,9 +60,16 @@ class Worker:
             self.queue.on_report(report.queue_tokens, requests, now_s, config.report_lag_s)
             return
         self.batch.on_report(report, now_s, config.report_lag_s)
-        if report.running and report.step_s > 0:
-            estimated_s = self.decode_estimate.step_s(report.running, report.context_tokens)
-            self.speed.learn(report.step_s, estimated_s, now_s)
+        estimated_s = self.decode_estimate.step_s(report.running, report.context_tokens)
+        if report.running and report.step_s > 0 and estimated_s > 0:
+            self.speed.learn(report.step_s / estimated_s, 1.0, now_s)
+
+    def prefilled(self, began_s: float, seconds: float, estimated_s: float, now_s: float) -> None:
+        """Learn from a prefill. Prompts that shared steps each say the seconds of all of them, so
+        time that an earlier one has already accounted for does not count again."""
+        free_s = max(began_s, self._prefilled_at_s)
+        self.speed.learn(min(seconds, max(0.0, now_s - free_s)), estimated_s, now_s)
+        self._prefilled_at_s = now_s
 
     def speed_ratio(self, now_s: float, config: ConductorConfig) -> float:
         return self.speed.at(now_s) if config.learn_speed else 1.0
@@ -211,11 +220,13 @@ class Cluster:
             self._drop_send(flight.route)
             flight.prefill.queue.drop(request_id, now_s)
             flight.decode.batch.drop(request_id)
-            if flight.joined_at_s is not None:
-                # A cancelled answer leaves the batch too, so it belongs into the expectation.
-                decoded_s = max(now_s - flight.joined_at_s, 1e-3)
-                self.decode_s += RESIDENCE_WEIGHT * (decoded_s - self.decode_s)
         return flight
+
+    def learn_decode(self, flight: Flight, now_s: float) -> None:
+        """A cancelled answer leaves the batch too, so it belongs into the expectation."""
+        if flight.joined_at_s is not None:
+            decoded_s = max(now_s - flight.joined_at_s, 1e-3)
+            self.decode_s += RESIDENCE_WEIGHT * (decoded_s - self.decode_s)
 
     def overdue_flights(self, now_s: float) -> list[str]:
         """Requests that nobody finished for request_s_max; oldest first."""

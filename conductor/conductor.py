@@ -249,12 +249,15 @@ class Conductor:
         # The ratio is about computing, so a cache that was colder than predicted must not count.
         new_tokens = max(1, flight.prompt_tokens - cached_tokens)
         estimated_s = flight.prefill.prefill_estimate.seconds(new_tokens, cached_tokens)
-        flight.prefill.speed.learn(seconds, estimated_s, now_s)
+        began_s = flight.routed_at_s + predicted.transfer_s
+        flight.prefill.prefilled(began_s, seconds, estimated_s, now_s)
 
     def on_finished(self, request_id: str, now_s: float) -> None:
         """Done, failed or cancelled: drop all that is charged for it. Again is harmless."""
         now_s = self._advance(now_s)
-        self._cluster.drop(request_id, now_s)
+        flight = self._cluster.drop(request_id, now_s)
+        if flight is not None:
+            self._cluster.learn_decode(flight, now_s)
 
     def on_worker_failed(self, worker_id: str, incarnation: str, now_s: float) -> None:
         """A call to it failed. The mark lasts until its next report or failed_mark_s."""
@@ -297,7 +300,7 @@ class Conductor:
         """Every known worker, as the conductor sees it now."""
         now_s = max(now_s, self._now_s)
         found = []
-        for key, worker in sorted(self._cluster.workers.items()):
+        for _, worker in sorted(self._cluster.workers.items()):
             is_prefill = worker.info.role == "prefill"
             why_not = self._cluster.why_not(worker, now_s)
             load = worker.batch.load_now()
@@ -307,7 +310,6 @@ class Conductor:
                 worker.queue.requests if is_prefill else load.sequences,
                 worker.speed_ratio(now_s, self.config),
             ))  # fmt: skip
-            assert key == worker.key
         return found
 
     def check(self) -> None:

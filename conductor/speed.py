@@ -1,12 +1,13 @@
 """How much slower or faster a worker is than its calibration says.
 
 A worker measures its coefficients when it starts, alone. Later it shares cores, caches and links,
-so a step takes longer by a factor that moves slowly. The conductor sees both sides (the seconds it
-estimated and the seconds that were measured) and keeps their ratio, smoothed.
+so work takes longer by a factor that moves slowly. The conductor sees both sides (the seconds it
+estimated and the seconds that were measured) and keeps the ratio of their recent sums. Sums, not a
+mean of ratios: ten prompts that shared one step count as one piece of work.
 
-The ratio fades towards 1 while nothing is measured. Without that, a worker whose first prompt was
-slow (a cold cache, a page fault) would never be chosen again on a quiet cluster, and so would
-never get the chance to be measured anew.
+Old sums fade, and PRIOR keeps the ratio near 1 while little is measured. Without that, a worker
+whose first prompt was slow (a cold cache, a page fault) would never be chosen again on a quiet
+cluster, and so would never get the chance to be measured anew.
 
 Not here: fitting coefficients (estimates.py).
 """
@@ -16,28 +17,36 @@ from __future__ import annotations
 import math
 
 RATIO_MAX = 4.0  # beyond, the calibration is wrong rather than the moment
-WEIGHT = 0.2  # of one measurement
+OUTLIER_MAX = 10.0  # one measurement counts as at most so many times its estimate
+PRIOR = 0.5  # as much work as this was as estimated
 HALF_LIFE_S = 30.0
 
 
 class SpeedRatio:
-    """Measured seconds / estimated seconds; 1.0 until something was measured."""
+    """Measured / estimated; 1.0 until something was measured."""
 
     def __init__(self) -> None:
-        self._ratio = 1.0
+        self._measured = 0.0
+        self._estimated = 0.0
         self._at_s = -math.inf
 
-    def learn(self, measured_s: float, estimated_s: float, now_s: float) -> None:
-        if measured_s <= 0 or estimated_s <= 0:
+    def learn(self, measured: float, estimated: float, now_s: float) -> None:
+        """Work of one kind that was estimated as `estimated` took `measured`, in any one unit."""
+        if estimated <= 0 or measured < 0:
             return
-        seen = min(RATIO_MAX, max(1 / RATIO_MAX, measured_s / estimated_s))
-        before = self.at(now_s)
-        self._ratio = before + WEIGHT * (seen - before)
+        kept = self._kept(now_s)
+        self._measured = self._measured * kept + min(measured, OUTLIER_MAX * estimated)
+        self._estimated = self._estimated * kept + estimated
         self._at_s = now_s
 
     def at(self, now_s: float) -> float:
         """The ratio to expect at `now_s`."""
-        if self._ratio == 1.0:
+        if not self._estimated:
             return 1.0
-        fading = math.pow(2.0, -max(0.0, now_s - self._at_s) / HALF_LIFE_S)
-        return 1.0 + (self._ratio - 1.0) * fading
+        kept = self._kept(now_s)
+        ratio = (self._measured * kept + PRIOR) / (self._estimated * kept + PRIOR)
+        return min(RATIO_MAX, max(1 / RATIO_MAX, ratio))
+
+    def _kept(self, now_s: float) -> float:
+        """The share of the sums that has not faded since the last measurement."""
+        return math.pow(2.0, -max(0.0, now_s - self._at_s) / HALF_LIFE_S)

@@ -290,11 +290,23 @@ def test_a_worker_that_proves_slow_is_predicted_slower_and_given_another_chance_
 
     usual_s = predicted_s("r0", 0.0)
     for number in range(1, 20):
-        made.on_request(prompt(f"s{number}", "a*9"), 1.0)
-        made.on_prefill_finished(f"s{number}", 1.0, 0, 3 * usual_s)
-        made.on_finished(f"s{number}", 1.0)
-    assert predicted_s("r1", 1.0) == pytest.approx(3 * usual_s, rel=0.05)
-    assert predicted_s("r2", 601.0) == pytest.approx(usual_s, rel=0.05)
+        name, now_s = f"s{number}", number * 10 * usual_s
+        made.on_request(prompt(name, "a*9"), now_s)
+        made.on_prefill_finished(name, now_s + 3 * usual_s, 0, 3 * usual_s)
+        made.on_finished(name, now_s + 3 * usual_s)
+    assert predicted_s("r1", 200 * usual_s) == pytest.approx(3 * usual_s, rel=0.2)
+    assert predicted_s("r2", 200 * usual_s + 600.0) == pytest.approx(usual_s, rel=0.05)
+
+
+def test_prompts_that_shared_their_steps_do_not_make_a_worker_look_slow() -> None:
+    made = conductor(fleet(prefills=1, decodes=1, nodes=1, slots_max=99), report_s_max=999.0)
+    decisions = [made.on_request(prompt(f"r{n}", prompt_tokens=50), 0.0) for n in range(10)]
+    assert all(isinstance(decision, Route) for decision in decisions)
+    together_s = 10 * 0.06
+    for number in range(10):
+        made.on_prefill_finished(f"r{number}", together_s, 0, together_s)
+    (status,) = (s for s in made.status(together_s) if s.role == "prefill")
+    assert status.speed_ratio == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_bad_config_is_a_mistake_of_the_shell() -> None:
