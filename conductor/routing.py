@@ -20,8 +20,8 @@ slow step costs at every token, so the hand-over is spread over the tokens it wi
 
 Predictions within tie_ratio of each other are equal, because the estimates are no better than
 that. Equal decode workers: the one with fewer requests, where the node of the prefill worker
-counts as one fewer (it reads mapped memory), so that locality never outweighs balance by more
-than one request. Equal prefill workers: fewer requests, then the one that got its last request
+counts as one fewer (it reads mapped memory), so that locality outweighs at most one request of
+imbalance. Equal prefill workers: fewer requests, then the one that got its last request
 longest ago, then the smaller name. So an idle cluster is used evenly, and in a fixed order.
 
 Everything here is a function of the cluster's state and changes nothing. Not here: whether the

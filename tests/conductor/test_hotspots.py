@@ -93,6 +93,16 @@ def test_a_suggestion_on_its_way_is_not_repeated_until_it_is_given_up() -> None:
     assert len(hot.suggest(index, ["s0", "s1"], 6.0)) == 1, "what was on its way there is lost"
 
 
+def test_copies_on_their_way_count_towards_the_maximum() -> None:
+    hot, index = setup(hot_hits_per_s=0.01, hot_copies_max=3)
+    hold(index, "s0", "a*1")
+    for _ in range(1_000):
+        hot.note(keys("a*1"), 1, 0.0)
+    nodes = [f"s{n}" for n in range(8)]
+    made = [hot.suggest(index, nodes, 0.0) for _ in range(4)]
+    assert [[s.target_node for s in each] for each in made] == [["s1"], ["s2"], [], []]
+
+
 def test_what_nobody_has_any_more_cannot_be_copied() -> None:
     hot, index = setup(hot_hits_per_s=0.01)
     for _ in range(100):
