@@ -33,16 +33,18 @@ class PagedAttention:
         self.memory.token_rows[layer].index_put_((token_rows,), kv)
 
     def all_tokens(self, layer: int, plan: StepPlan, queries: torch.Tensor) -> torch.Tensor:
-        """queries [tokens, heads, head_dim] -> [tokens, heads * head_dim]."""
+        """queries [rows of the plan, heads, head_dim] -> [rows, heads * head_dim]."""
         if not plan.prefills:
             return self.last_tokens(layer, plan.decodes, queries)
-        parts = []
+        out = queries.new_empty(len(queries), self.heads * self.head_dim)
         if plan.decodes:
             works = plan.prefills[0].first
-            parts.append(self.last_tokens(layer, plan.decodes, queries[:works]))
+            out[:works] = self.last_tokens(layer, plan.decodes, queries[:works])
         for span in plan.prefills:
-            parts.append(self._prefill(layer, span, queries[span.first : span.first + span.tokens]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            rows = slice(span.first, span.first + span.tokens)
+            self._prefill(layer, span, queries[rows], out[rows])
+        out[plan.tokens :].zero_()
+        return out
 
     def last_tokens(
         self, layer: int, groups: list[LastGroup], queries: torch.Tensor
@@ -55,31 +57,37 @@ class PagedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _last(self, layer: int, group: LastGroup, queries: torch.Tensor) -> torch.Tensor:
-        keys, values = self._gather(layer, group.page_rows, group.works, group.context_tokens)
+        keys, values = self._gather(layer, group.page_rows, group.works)
+        keys, values = keys[:, :, : group.context_tokens], values[:, :, : group.context_tokens]
         rows = queries.reshape(group.works, self.kv_heads, self.shared, self.head_dim)
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask)
         return out.reshape(group.works, -1)
 
-    def _prefill(self, layer: int, span: PrefillSpan, queries: torch.Tensor) -> torch.Tensor:
-        keys, values = self._gather(layer, span.page_rows, 1, span.end)
-        if causal_attention.serves(queries):
-            return causal_attention.causal_attention(queries, keys[0], values[0], span.start)
-        shape = (self.kv_heads, self.shared, span.end, self.head_dim)
+    def _prefill(
+        self, layer: int, span: PrefillSpan, queries: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Attention of a span into its rows of `out`."""
+        keys, values = self._gather(layer, span.page_rows, 1)
         # KV heads are the batch, query heads of one KV head the heads (K and V with stride 0).
-        rows = queries.view(span.tokens, self.kv_heads, self.shared, self.head_dim)
-        out = F.scaled_dot_product_attention(
+        grouped = (span.tokens, self.kv_heads, self.shared, self.head_dim)
+        rows, target = queries.view(grouped), out.view(grouped)
+        if causal_attention.serves(queries):
+            causal_attention.causal_attention(rows, keys[0], values[0], span.start, target)
+            return
+        shape = (self.kv_heads, self.shared, span.end, self.head_dim)
+        seen = F.scaled_dot_product_attention(
             rows.permute(1, 2, 0, 3),
-            keys[0].unsqueeze(1).expand(shape),
-            values[0].unsqueeze(1).expand(shape),
+            keys[0, :, : span.end].unsqueeze(1).expand(shape),
+            values[0, :, : span.end].unsqueeze(1).expand(shape),
             attn_mask=_causal_mask(span, queries) if span.start else None,
             is_causal=span.start == 0,
         )
-        return out.permute(2, 0, 1, 3).reshape(span.tokens, -1)
+        target.copy_(seen.permute(2, 0, 1, 3))
 
     def _gather(
-        self, layer: int, page_rows: torch.Tensor, works: int, tokens: int
+        self, layer: int, page_rows: torch.Tensor, works: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [works, kv_heads, tokens, head_dim], in order; valid until the next call."""
+        """K and V [works, kv_heads, tokens of the pages, head_dim]; valid until the next call."""
         if len(page_rows) > len(self._gathered):
             self._gathered = self.memory.page_rows[0].new_empty(
                 (2 * len(page_rows), self.memory.page_rows[0].shape[1])
@@ -87,7 +95,7 @@ class PagedAttention:
         gathered = self._gathered[: len(page_rows)]
         torch.index_select(self.memory.page_rows[layer], 0, page_rows, out=gathered)
         keys, values = gathered.view(2, works, self.kv_heads, -1, self.head_dim).unbind(0)
-        return keys[:, :, :tokens], values[:, :, :tokens]
+        return keys, values
 
 
 def _causal_mask(span: PrefillSpan, like: torch.Tensor) -> torch.Tensor:

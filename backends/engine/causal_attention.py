@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from backends.engine import onednn
+from backends.engine.step_plan import CONTEXT_STEP_TOKENS, rounded_up
 
 QUERIES_MIN = 128  # below it the calls per tile cost more than they save
 TILE_ROWS = 256  # rows of scores (queries x heads that share a KV head) at once: fits the L2 cache
@@ -25,31 +26,38 @@ def serves(queries: torch.Tensor) -> bool:
 
 
 def causal_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int
-) -> torch.Tensor:
-    """queries [n, heads, D] of the tokens start.. over keys, values [kv_heads, start + n, D].
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    out: torch.Tensor,
+) -> None:
+    """queries and out [n, kv_heads, shared, D], of the tokens start.. of a request.
 
-    Returns [n, heads * D].
+    keys and values [kv_heads, context, D]; the context is `start + n`, rounded up to whole
+    CONTEXT_STEP_TOKENS with anything finite.
     """
-    tokens, heads, head_dim = queries.shape
-    kv_heads = len(keys)
-    shared = heads // kv_heads
-    grouped = queries.view(tokens, kv_heads, shared, head_dim)
-    rows = (grouped * head_dim**-0.5).transpose(0, 1).reshape(kv_heads, tokens * shared, head_dim)
-    out = torch.empty_like(grouped, memory_format=torch.contiguous_format)
+    tokens, kv_heads, shared, head_dim = queries.shape
+    rows = (queries * head_dim**-0.5).transpose(0, 1).reshape(kv_heads, tokens * shared, head_dim)
     tile = max(1, TILE_ROWS // shared)
-    # Row r of a tile is query r // shared: it must not see what comes after it in the tile.
-    later = torch.full((tile, tile), -torch.inf).triu_(1).repeat_interleave(shared, 0)
+    # Row r of a tile is query r // shared: it must not see what comes after it.
+    later = torch.full((tile, tile + CONTEXT_STEP_TOKENS), -torch.inf).triu_(1)
+    later = later.repeat_interleave(shared, 0)
     for kv_head in range(kv_heads):
-        for first in range(0, tokens, tile):
-            last = min(first + tile, tokens)
-            end = start + last
-            scores = onednn.product(
-                rows[kv_head, first * shared : last * shared], keys[kv_head, :end]
-            )
-            width = last - first
-            scores[:, start + first :].add_(later[: width * shared, :width])
-            weights = torch.softmax(scores, dim=-1)
-            seen = onednn.product(weights, values[kv_head, :end].t())
-            out[first:last, kv_head] = seen.view(width, shared, head_dim)
-    return out.view(tokens, heads * head_dim)
+        for first, last in _tiles(tokens, tile):
+            end = rounded_up(start + last, CONTEXT_STEP_TOKENS)
+            own = slice(first * shared, last * shared)
+            scores = onednn.product(rows[kv_head, own], keys[kv_head, :end])
+            own_scores = scores[:, start + first :]
+            own_scores.add_(later[: len(own_scores), : own_scores.shape[1]])
+            seen = onednn.product(torch.softmax(scores, dim=-1), values[kv_head, :end].t())
+            out[first:last, kv_head] = seen.view(last - first, shared, head_dim)
+
+
+def _tiles(tokens: int, tile: int) -> list[tuple[int, int]]:
+    """Ranges that cover all tokens, all of one size: the last one goes back over its neighbour.
+
+    A part of a tile would be another shape, and oneDNN compiles for each (see rounded_rows).
+    """
+    firsts = [*range(0, tokens - tile, tile), max(0, tokens - tile)]
+    return [(first, min(first + tile, tokens)) for first in firsts]

@@ -26,6 +26,8 @@ Integers = NDArray[np.int64]
 # Works of unlike context in one padded group waste memory traffic, another group costs a few
 # calls per layer: about 40 us, or the time to gather this much KV of one layer (measured on CPU).
 PADDING_BYTES_MAX = 512 * 1024
+# Prefill gathers its context up to a multiple of this, for the same reason as rounded_rows.
+CONTEXT_STEP_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class PrefillSpan:
     first: int  # row of its first token
     tokens: int
     start: int
-    page_rows: torch.Tensor  # [2 * kv_heads * pages]
+    page_rows: torch.Tensor  # [2 * kv_heads * pages], the pages rounded up to whole tiles
 
     @property
     def end(self) -> int:
@@ -55,8 +57,9 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    token_ids: torch.Tensor  # [tokens]
-    positions: torch.Tensor  # [tokens]
+    tokens: int
+    token_ids: torch.Tensor  # [tokens, rounded up: what is beyond them is computed for nothing]
+    positions: torch.Tensor  # the same shape
     token_rows: torch.Tensor  # [tokens, 2 * kv_heads] rows of KvMemory.token_rows
     decodes: list[LastGroup]  # the works of one token: row of a token == index of its work
     prefills: list[PrefillSpan]
@@ -97,9 +100,12 @@ def plan_step(
     rest = _groups(works[decode_works:], tables[decode_works:], decode_works, layout, device)
     pages, fresh_pages = _written(works, tables, block_tokens)
     is_decode_only = decode_works == len(works)
+    tokens = len(token_ids)
+    extra_rows = 0 if is_decode_only else rounded_rows(tokens) - tokens
     return StepPlan(
-        token_ids=_tensor(token_ids, device),
-        positions=_tensor(positions, device),
+        tokens=tokens,
+        token_ids=_tensor(np.pad(token_ids, (0, extra_rows)), device),
+        positions=_tensor(np.pad(positions, (0, extra_rows)), device),
         token_rows=_tensor(_token_rows(positions, counts, tables, layout), device),
         decodes=decodes,
         prefills=_spans(works, tables, decode_works, layout, device),
@@ -109,6 +115,15 @@ def plan_step(
         pages=pages,
         fresh_pages=fresh_pages,
     )
+
+
+def rounded_rows(rows: int) -> int:
+    """A few numbers of rows instead of any.
+
+    A library that compiles a kernel for each new shape (oneDNN: 0.3 ms each, a millisecond per
+    step) would otherwise do so for nearly every prompt length.
+    """
+    return rounded_up(rows, 8 if rows <= 64 else 16 if rows <= 256 else 32)
 
 
 def _check_range(name: str, values: Integers, limit: int) -> None:
@@ -122,6 +137,10 @@ def _positions(works: list[Work], counts: list[int]) -> Integers:
     if len(works) == len(counts) == sum(counts):
         return np.array([work.start for work in works], dtype=np.int64)
     return np.concatenate([np.arange(work.start, work.end) for work in works])
+
+
+def rounded_up(tokens: int, step: int) -> int:
+    return (tokens + step - 1) // step * step
 
 
 def _token_rows(
@@ -202,7 +221,10 @@ def _spans(
 ) -> list[PrefillSpan]:
     spans, first = [], decode_works
     for work, table in zip(works[decode_works:], tables[decode_works:], strict=True):
-        rows = _tensor(_page_rows(table[None], layout), device)
+        # What is beyond the end is masked; any page of its own will do, it only must be finite.
+        width = blocks_touched(rounded_up(work.end, CONTEXT_STEP_TOKENS), layout.block_tokens)
+        pages = np.pad(table, (0, width - len(table)), mode="edge")
+        rows = _tensor(_page_rows(pages[None], layout), device)
         spans.append(PrefillSpan(first, len(work.token_ids), work.start, rows))
         first += len(work.token_ids)
     return spans

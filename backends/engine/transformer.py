@@ -42,7 +42,7 @@ class Transformer:
         layers = self.weights.layers
         for index, layer in enumerate(layers):
             qkv = self._qkv(layer, hidden, cosines, sines)
-            self.attention.write(index, plan.token_rows, qkv[:, self._heads :])
+            self.attention.write(index, plan.token_rows, qkv[: plan.tokens, self._heads :])
             if on_layer is not None:
                 on_layer(index)
             queries = qkv[:, : self._heads]
