@@ -17,7 +17,7 @@ from typing import Any
 from backends.errors import RequestInvalid
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
-from conductor.messages import Replicate, Reject, Request, Route
+from conductor.messages import Reject, Request, Route
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.event_feed import EventFeed
 from mooncake_store.events import WorkerDown, WorkerUp
@@ -44,7 +44,6 @@ class ClusterView:
         self._lock = threading.Lock()
         self._conductor = Conductor(config)
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
-        self._suggestions: list[Replicate] = []
         self._is_closing = threading.Event()
         self.client = DirectoryClient(directory)
         self._feed = EventFeed(directory, events, self._on_snapshot, self._on_events)

@@ -20,7 +20,6 @@ from backends.worker_protocol import DecodeRequest, DecodeUpdate
 from mooncake_store.block_keys import block_keys, chain_seed, extend_keys
 
 
-
 class DecodeClient(Protocol):
     def decoded(self, token_ids: list[int], update: DecodeUpdate) -> None: ...
     def fail(self, error: Exception) -> None: ...
@@ -134,6 +133,7 @@ class DecodeJob:
             queue_s=self.queue_s,
             load_s=self.load_s,
             loaded_early_blocks=self.loaded_early_blocks,
+            read_bytes=self.arrival.read_bytes if self.arrival is not None else {},
         )
         return DecodeMessage(list(pending.token_ids), update)
 

@@ -174,7 +174,10 @@ class DecodeWorker:
     def _load_announced(self, letter: LayersReady) -> None:
         with self._lock:
             arrival = self._arrivals.get(letter.request_id)
-            if arrival is None or not arrival.pages or letter.request_id in self._jobs:
+            if arrival is None and letter.request_id in self._jobs:
+                # The request came meanwhile; its own loading stands behind this letter in line.
+                arrival = self._jobs[letter.request_id].arrival
+            if arrival is None or not arrival.pages:
                 return
             arrival.is_loading = True
         try:

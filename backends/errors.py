@@ -46,7 +46,7 @@ class RequestInvalid(ServingError):
 
     def __init__(self, problems: Sequence[str] | str) -> None:
         found = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("; ".join(found))
+        super().__init__(" | ".join(found))
 
 
 class WorkerUnavailable(ServingError):

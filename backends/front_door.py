@@ -98,7 +98,6 @@ class FrontDoor:
             client.fail(error)
         finally:
             self.live.discard(live)
-            self.cluster.finished(live.request_id)
             self.counts[outcome] = self.counts.get(outcome, 0) + 1
 
     def _serve(
@@ -114,17 +113,15 @@ class FrontDoor:
             vocabulary_tokens=self._tokenizer.vocabulary_tokens,
             output_tokens_default=self._config.output_tokens_default,
         )
-        request = front_request.parse(
-            inputs, parameters, live.request_id, self._tokenizer, limits
-        )
+        request = front_request.parse(inputs, parameters, live.request_id, self._tokenizer, limits)
         if request.describe:
             client.send(describe(served, limits), is_final=True)
             return
         answer = StreamedAnswer(request, client) if request.is_stream else WholeAnswer(
             request, client)  # fmt: skip
-        Generation(
-            request, live, self.cluster, self._call, self._tokenizer, answer.add
-        ).run(served, self._config.attempts_max)
+        Generation(request, live, self.cluster, self._call, self._tokenizer, answer.add).run(
+            served, self._config.attempts_max
+        )
         answer.finish()
 
     def _wait_served(self) -> Served:
@@ -138,7 +135,7 @@ class FrontDoor:
     def _tell_workers_to_stop(self, live: LiveRequest) -> None:
         for worker_id in live.worker_ids:
             for inbox in self.cluster.inboxes(worker_id):
-                self._outbox.send(inbox, Stop(live.request_id, "the client went away"))
+                self._outbox.send(inbox, Stop(live.worker_request_id, "the client went away"))
 
 
 class StreamedAnswer:

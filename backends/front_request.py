@@ -14,7 +14,7 @@ limit and what to do. The rules for what is not said:
 | `return_num_input_tokens`, `return_num_output_tokens` | the counts are always there |
 | request id | a fresh one |
 | parameter `tenant` | "": shares cached KV with all who name none |
-| parameter `priority` | 0 |
+| parameter `request_priority` (Triton keeps `priority` for itself) | 0 |
 | parameters `prefill_worker`, `decode_worker` | the conductor chooses |
 | parameter `describe` | false; true needs no prompt |
 
@@ -159,7 +159,7 @@ class _Options:
         self._parameters = parameters
         self._reader = reader
         reader.note_some([_unknown(name) for name in parameters if not _is_known(name)])
-        self.priority = self._integer("priority", PRIORITY_MAX)
+        self.priority = self._integer("request_priority", PRIORITY_MAX)
         self.tenant = self._text("tenant")
         self.prefill_worker = self._text("prefill_worker")
         self.decode_worker = self._text("decode_worker")

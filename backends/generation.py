@@ -60,6 +60,7 @@ class Generation:
         self._call = call
         self._tokenizer = tokenizer
         self._send = send
+        self._id = live.request_id
         self._started_s = time.monotonic()
         self._released: list[int] = []  # tokens the client has
         self._cached_tokens = 0  # of the first prefill: what the client is told
@@ -73,15 +74,18 @@ class Generation:
             self._request.prefill_worker, self._request.decode_worker
         )
         for attempt in range(1, attempts_max + 1):
+            # Its own id: what a lost worker still does for one try must not touch the next.
+            self._id = self._live.worker_request_id = f"{self._live.request_id}-{attempt}"
             try:
                 self._attempt(served)
                 return
             except (WorkerUnavailable, KvMissing) as error:
                 self._live.check()
-                log.warning("request %s, try %d: %s", self._live.request_id, attempt, error)
-                self._cluster.finished(self._live.request_id)
+                log.warning("request %s: %s", self._id, error)
                 if attempt == attempts_max:
                     raise
+            finally:
+                self._cluster.finished(self._id)
 
     def _attempt(self, served: Served) -> None:
         token_ids = np.concatenate([self._request.prompt_ids, np.array(self._released, np.int32)])
@@ -107,7 +111,7 @@ class Generation:
         seed = chain_seed(served.fingerprint, cache_salt=request.cache_salt)
         decision = self._cluster.decide(
             Request(
-                request_id=self._live.request_id,
+                request_id=self._id,
                 prompt_tokens=len(token_ids),
                 block_keys=block_keys(token_ids, served.block_tokens, seed),
                 output_tokens_max=request.sampling.max_tokens - len(self._released),
@@ -125,7 +129,7 @@ class Generation:
         request = self._request
         self._live.check()
         call = PrefillRequest(
-            request_id=self._live.request_id,
+            request_id=self._id,
             prompt_tokens=len(request.prompt_ids),
             sampling=request.sampling,
             cache_salt=request.cache_salt,
@@ -141,15 +145,13 @@ class Generation:
             self._worker_failed(route.prefill.worker_id, route.prefill.incarnation)
             raise
         self._live.check()
-        self._cluster.prefill_finished(
-            self._live.request_id, reply.cached_tokens, reply.compute_s
-        )
+        self._cluster.prefill_finished(self._id, reply.cached_tokens, reply.compute_s)
         return first, reply
 
     def _decode(self, route: Route, reply: PrefillReply, token_ids: np.ndarray) -> None:
         request = self._request
         call = DecodeRequest(
-            request_id=self._live.request_id,
+            request_id=self._id,
             prompt_tokens=len(request.prompt_ids),
             sampling=request.sampling,
             cache_salt=request.cache_salt,
@@ -175,9 +177,7 @@ class Generation:
             self.ttft_s = time.monotonic() - self._started_s
         if emission.token_ids or emission.text or finish_reason:
             new_tokens = len(emission.token_ids)
-            self._send(
-                Message(emission, new_tokens, finish_reason, self._cached_tokens, decision)
-            )
+            self._send(Message(emission, new_tokens, finish_reason, self._cached_tokens, decision))
 
     def _finish_reason(self, token_id: int, is_stopped: bool) -> str:
         sampling = self._request.sampling

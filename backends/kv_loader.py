@@ -6,7 +6,8 @@ are announced, and the rest when the request itself arrives. Not here: the way o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +27,7 @@ class Arrival:
     layers_of: dict[int, set[int]] = field(default_factory=dict)  # block -> layers that are here
     identity: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # block -> its slot
     is_loading: bool = False  # the loader writes into the pages
+    read_bytes: dict[str, int] = field(default_factory=dict)  # by transport
 
     def note(self, ref: BlockRef, layers: Sequence[int]) -> None:
         place = (ref.node_id, ref.slot, ref.generation)
@@ -60,6 +62,15 @@ class KvLoader:
         arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
         return arrived.index(False) if False in arrived else len(arrived)
 
+    @contextlib.contextmanager
+    def _counting(self, arrival: Arrival) -> Iterator[None]:
+        """Attribute the bytes read meanwhile to `arrival`: decode loads in one thread only."""
+        before = {name: counted.read_bytes for name, counted in self._store.counters().items()}
+        yield
+        for name, counted in self._store.counters().items():
+            if moved := counted.read_bytes - before.get(name, 0):
+                arrival.read_bytes[name] = arrival.read_bytes.get(name, 0) + moved
+
     def load_announced(self, arrival: Arrival, letter: LayersReady) -> None:
         """One announced layer (or whole blocks); what does not arrive is read later, in full."""
         refs = [ref for ref in letter.blocks if ref.index < len(arrival.pages)]
@@ -69,14 +80,15 @@ class KvLoader:
         offsets = [arrival.pages[ref.index] * self._layout.block_bytes for ref in refs]
         whole = letter.layer < 0
         layers = range(self._layout.layers) if whole else range(letter.layer, letter.layer + 1)
-        if whole:
-            arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
-        else:
-            sums = dict(zip((ref.index for ref in letter.blocks), letter.checksums, strict=False))
-            arrived = self._store.read(
-                copies, self._pool, offsets, self._deadline_s, layers,
-                [sums[ref.index] for ref in refs],
-            )  # fmt: skip
+        sums = dict(zip((ref.index for ref in letter.blocks), letter.checksums, strict=False))
+        with self._counting(arrival):
+            if whole:
+                arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
+            else:
+                arrived = self._store.read(
+                    copies, self._pool, offsets, self._deadline_s, layers,
+                    [sums[ref.index] for ref in refs],
+                )  # fmt: skip
         for ref, is_here in zip(refs, arrived, strict=True):
             if is_here:
                 arrival.note(ref, layers)
@@ -88,7 +100,8 @@ class KvLoader:
             return []
         copies = [Copy(ref.node_id, ref.slot, ref.generation, ref.checksum) for ref in missing]
         offsets = [arrival.pages[ref.index] * self._layout.block_bytes for ref in missing]
-        arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
+        with self._counting(arrival):
+            arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
         return [ref.index for ref, is_here in zip(missing, arrived, strict=True) if not is_here]
 
     def pending_pages(self) -> set[int]:

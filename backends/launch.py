@@ -167,9 +167,7 @@ class Launcher:
     def _environment(self, triton: environment.TritonInstall) -> dict[str, str]:
         env = dict(os.environ)
         libraries = [str(environment.libpython_folder()), *map(str, triton.library_folders)]
-        env["LD_LIBRARY_PATH"] = ":".join(
-            [*libraries, *filter(None, [env.get("LD_LIBRARY_PATH")])]
-        )
+        env["LD_LIBRARY_PATH"] = ":".join([*libraries, *filter(None, [env.get("LD_LIBRARY_PATH")])])
         env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
         env["PYTHONUNBUFFERED"] = "1"
         env.pop("PYTHONHOME", None)
@@ -189,7 +187,8 @@ class Launcher:
             f"--grpc-address={options.address}", f"--grpc-port={options.grpc_port}",
             f"--metrics-address={options.address}", f"--metrics-port={options.metrics_port}",
             "--model-control-mode=poll", "--repository-poll-secs=1", "--exit-timeout-secs=8",
-            "--exit-on-error=false", "--disable-auto-complete-config", "--strict-readiness=false", "--allow-gpu-metrics=false",
+            "--exit-on-error=false", "--disable-auto-complete-config",
+            "--strict-readiness=false", "--allow-gpu-metrics=false",
             f"--backend-config=python,shm-region-prefix-name={self.name}-triton",
             *(f"--backend-config={name},shm-region-prefix-name={self.name}-{name}"
               for name in staging.OUR_BACKENDS),

@@ -23,6 +23,7 @@ class LiveRequest:
 
     def __init__(self, request_id: str, client: Watched) -> None:
         self.request_id = request_id  # unique, ours; clients may repeat theirs
+        self.worker_request_id = request_id  # what its workers call it at the moment
         self.client = client
         self.is_cancelled = False
         self.worker_ids: tuple[str, ...] = ()  # who must be told to stop

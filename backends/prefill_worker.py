@@ -27,6 +27,7 @@ from backends.errors import Cancelled, Overloaded, RequestInvalid, WorkerUnavail
 from backends.kv_loader import KvLoader
 from backends.kv_writer import BlockPut, KvWriter
 from backends.page_guard import PageGuard
+from backends.prefix_claims import PrefixClaims
 from backends.prefix_loading import PrefixLoading
 from backends.worker import Worker
 from backends.worker_config import PrefillConfig
@@ -75,6 +76,8 @@ class PrefillWorker:
         self._config = config
         self._lock = threading.Condition()
         self._jobs: dict[str, PrefillJob] = {}
+        self._claims = PrefixClaims()
+        self._set_aside: list[PrefillJob] = []  # until a block that they lack is there
         self._is_closing = False
         self._step_s = 0.0
         self.tokens_by_path = {"computed": 0, "local": 0, "fetched": 0}
@@ -104,7 +107,9 @@ class PrefillWorker:
         """Queue a prompt; the client is answered from another thread. Raises ServingError."""
         limit, vocabulary = self.worker.context_tokens_max, self._engine.vocabulary_tokens
         if not 1 <= len(ids) <= limit:
-            raise RequestInvalid(f"the prompt has {len(ids)} tokens; this worker takes 1 to {limit}")
+            raise RequestInvalid(
+                f"the prompt has {len(ids)} tokens; this worker takes 1 to {limit}"
+            )
         if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
             raise RequestInvalid(f"input_ids must be 0 to {vocabulary - 1}")
         seed = chain_seed(self.worker.fingerprint, cache_salt=request.cache_salt)
@@ -155,6 +160,7 @@ class PrefillWorker:
         with self._lock:
             self._batching.check()
             self._pages.check()
+            self._claims.check()
 
     def close(self, timeout_s: float) -> None:
         """Finish what was accepted (at most `timeout_s`), then leave the cluster."""
@@ -184,19 +190,9 @@ class PrefillWorker:
         started_s = time.monotonic()
         job.queue_s = started_s - job.submitted_s
         self.worker.owners.hold(job.request_id, started_s)
-        put = job.put
         try:
-            if not job.is_stopped:
-                loaded = self._prefixes.load(
-                    put.keys, put.pages, job.request.fetch_blocks, job.request_id
-                )
-                put.first_block = blocks = len(loaded.copies)
-                put.refs = {i: BlockRef(i, *copy) for i, copy in enumerate(loaded.copies)}
-                job.fetched_blocks = loaded.fetched_blocks
-                # One token at least is computed: its logits are what the request came for.
-                job.cached_tokens = min(blocks * self._block_tokens, len(job.token_ids) - 1)
-                self._engine.import_pages(put.pages[:blocks])
-                self._writer.then(lambda: self._writer.tell_cached(put))
+            if not job.is_stopped and not self._load_prefix(job):
+                return  # waits for another prompt's blocks; loaded again when they are there
         except StoreError as error:  # without the store there is no hand-over
             self._fail(job, WorkerUnavailable(f"store: {error}"))
             return
@@ -210,6 +206,41 @@ class PrefillWorker:
             if job.request_id in self._jobs:
                 self._batching.start(job.request_id, job.cached_tokens)
                 self._lock.notify_all()
+
+    def _load_prefix(self, job: PrefillJob) -> bool:
+        """False: another prompt is bringing the next block, the job was set aside."""
+        put = job.put
+        found = self._prefixes.find(put.keys, job.request_id)
+        with self._lock:
+            if not self._claims.claim(put.keys[len(found.own) :], job.request_id):
+                job.is_loading = False
+                self._set_aside.append(job)
+                return False
+        loaded = self._prefixes.load(
+            put.keys, found, put.pages, job.request.fetch_blocks, job.request_id
+        )
+        put.first_block = blocks = len(loaded.copies)
+        put.refs = {i: BlockRef(i, *copy) for i, copy in enumerate(loaded.copies)}
+        job.fetched_blocks = loaded.fetched_blocks
+        # One token at least is computed: its logits are what the request came for.
+        job.cached_tokens = min(blocks * self._block_tokens, len(job.token_ids) - 1)
+        self._engine.import_pages(put.pages[:blocks])
+        self._writer.then(lambda: self._writer.tell_cached(put))
+        self._settle(job, put.keys[:blocks])
+        return True
+
+    def _settle(self, job: PrefillJob, keys: Sequence[bytes] | None) -> None:
+        """Blocks (None: all) of this job are in the store, or given up: others may look again."""
+        with self._lock:
+            if keys is None:
+                self._claims.settle_all(job.request_id)
+            else:
+                self._claims.settle(keys, job.request_id)
+            waiting, self._set_aside = self._set_aside, []
+            for other in waiting:
+                if other.request_id in self._jobs and not other.is_stopped:
+                    other.is_loading = True
+                    self._loaders.submit(self._load, other)
 
     # -- the rest is computed
 
@@ -249,6 +280,7 @@ class PrefillWorker:
         self.worker.owners.release(job.request_id)
         with self._lock:
             self._pages.release(pages)
+        self._settle(job, None)
         job.client.fail(Cancelled("stopped"))
 
     def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
@@ -273,6 +305,8 @@ class PrefillWorker:
             job.compute_s += step_s
             if blocks:
                 self._writer.blocks_done(job.put, blocks)
+                keys = job.put.keys[blocks.start : blocks.stop]
+                self._writer.then(lambda job=job, keys=keys: self._settle(job, keys))  # type: ignore[misc]
             if chunk.is_last:
                 token_id = self._sample(job, logits[row])
                 job.computed_at_s = time.monotonic()
@@ -281,7 +315,9 @@ class PrefillWorker:
     def _blocks_finished(self, chunk: Chunk, job: PrefillJob) -> range:
         """Blocks that this chunk fills (or ends the prompt in) and that the store lacks."""
         end = chunk.start + chunk.tokens
-        stop = blocks_touched(end, self._block_tokens) if chunk.is_last else end // self._block_tokens
+        stop = (
+            blocks_touched(end, self._block_tokens) if chunk.is_last else end // self._block_tokens
+        )
         return range(max(job.put.first_block, chunk.start // self._block_tokens), stop)
 
     def _sample(self, job: PrefillJob, logits: np.ndarray) -> int:
@@ -327,6 +363,7 @@ class PrefillWorker:
                 return False
             self._pages.release(self._batching.remove(job.request_id))
             self._lock.notify_all()
+        self._settle(job, None)
         if keep_leases:
             self.worker.owners.drop(job.request_id)
         else:

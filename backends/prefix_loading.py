@@ -15,6 +15,14 @@ from mooncake_store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """What the directory knows of a prompt's leading blocks; leased to the request."""
+
+    copies: list[tuple[Copy, ...]]  # of each block, up to the first that nobody has
+    own: list[Copy]  # on the own node, up to the first that it lacks
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedPrefix:
     """Leading blocks that are in the pages now, each with its copy on the own node."""
 
@@ -23,6 +31,8 @@ class LoadedPrefix:
 
 
 class PrefixLoading:
+    """Raises StoreError when the directory does not answer."""
+
     def __init__(
         self, store: Store, loader: KvLoader, node_id: str, lease_s: float, deadline_s: float
     ) -> None:
@@ -32,24 +42,30 @@ class PrefixLoading:
         self._lease_s = lease_s
         self._deadline_s = deadline_s
 
+    def find(self, keys: Sequence[bytes], owner: str) -> FoundPrefix:
+        copies = self._store.lookup(keys, owner, self._lease_s) if keys else []
+        return FoundPrefix(copies, self._on_own_node(copies))
+
     def load(
-        self, keys: Sequence[bytes], pages: Sequence[int], fetch_blocks: int, owner: str
+        self,
+        keys: Sequence[bytes],
+        found: FoundPrefix,
+        pages: Sequence[int],
+        fetch_blocks: int,
+        owner: str,
     ) -> LoadedPrefix:
-        """Leases everything that it returns to `owner`; raises StoreError without a directory."""
-        if not keys:
-            return LoadedPrefix([], 0)
-        found = self._store.lookup(keys, owner, self._lease_s)
-        own = self._on_own_node(found)
-        fetched = 0
-        if fetch_blocks and len(own) < len(found):
-            fetched = self._fetch(keys, found, len(own), fetch_blocks, owner)
+        """Fetch at most `fetch_blocks` beyond the own copies, then read all into `pages`."""
+        own, fetched = found.own, 0
+        if fetch_blocks and len(own) < len(found.copies):
+            span = slice(len(own), min(len(own) + fetch_blocks, len(found.copies)))
+            remote = [copies[0] for copies in found.copies[span]]
+            fetched = self._store.fetch(keys[span], remote, owner, self._lease_s, self._deadline_s)
             if fetched:
-                own = self._on_own_node(self._store.lookup(keys, owner, self._lease_s))
+                own = self.find(keys, owner).own
         arrived = self._loader.load_copies(own, pages)
         return LoadedPrefix(own[:arrived], fetched)
 
     def _on_own_node(self, found: Sequence[tuple[Copy, ...]]) -> list[Copy]:
-        """One copy per leading block, as far as the own node has them all."""
         own = []
         for copies in found:
             mine = [copy for copy in copies if copy.node_id == self._node_id]
@@ -57,15 +73,3 @@ class PrefixLoading:
                 break
             own.append(mine[0])
         return own
-
-    def _fetch(
-        self,
-        keys: Sequence[bytes],
-        found: Sequence[tuple[Copy, ...]],
-        local_blocks: int,
-        fetch_blocks: int,
-        owner: str,
-    ) -> int:
-        span = slice(local_blocks, min(local_blocks + fetch_blocks, len(found)))
-        remote = [copies[0] for copies in found[span]]  # each non-empty: lookup stops at a miss
-        return self._store.fetch(keys[span], remote, owner, self._lease_s, self._deadline_s)

@@ -64,7 +64,7 @@ class RepositoryWatch:
 
 def refusals(log_text: str) -> list[str]:
     """The messages of models that failed to load, as they stand in Triton's log."""
-    pattern = r'failed to load \'([^\']+)\' version \d+: (.*?)(?=\n[EWIF]\d{4} |\Z)'
+    pattern = r"failed to load \'([^\']+)\' version \d+: (.*?)(?=\n[EWIF]\d{4} |\Z)"
     found = re.findall(pattern, log_text, flags=re.DOTALL)
     return [f"{name}: {tidy_reason(text)}" for name, text in found]
 

@@ -92,7 +92,7 @@ OUTPUTS = (
 
 # Request parameters (KServe `parameters`) that mean something; others are refused by name.
 PARAMETERS = {
-    "priority": "int: higher is served first when the conductor must choose",
+    "request_priority": "int: higher is served first when the conductor must choose",
     "tenant": "string: salts the cache keys, so tenants never share KV",
     "prefill_worker": "string: use this prefill worker (debugging, benchmarks)",
     "decode_worker": "string: use this decode worker (debugging, benchmarks)",

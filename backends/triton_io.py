@@ -214,39 +214,47 @@ def call_model(
 
 
 class Metrics:
-    """Named Prometheus metrics on Triton's metrics port, labelled with the model."""
+    """Named Prometheus metrics on Triton's metrics port, labelled with the model.
+
+    For one thread (that of MetricsLoop).
+    """
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         self._families: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        self._gauges: dict[int, Any] = {}
+        self._counted: dict[int, float] = {}  # what of each counter this process has added
 
     def gauge(self, name: str, help_text: str, value: float, **labels: str) -> None:
-        self._metric(name, help_text, pb.MetricFamily.GAUGE, labels).set(float(value))
+        metric = self._metric(name, help_text, pb.MetricFamily.GAUGE, labels)
+        metric.set(float(value))
+        self._gauges[id(metric)] = metric
 
     def counter_to(self, name: str, help_text: str, total: float, **labels: str) -> None:
-        """Raise a counter to `total`, which its owner counts."""
-        metric = self._metric(name, help_text, pb.MetricFamily.COUNTER, labels)
-        with self._lock:
-            missing = total - metric.value()
-            if missing > 0:
-                metric.increment(missing)
+        """Raise a counter by what its owner counted since the last call.
 
-    def count(self, name: str, help_text: str, amount: float = 1.0, **labels: str) -> None:
-        self._metric(name, help_text, pb.MetricFamily.COUNTER, labels).increment(amount)
+        Triton keeps a counter when a model is reloaded, while the new process counts from 0.
+        """
+        metric = self._metric(name, help_text, pb.MetricFamily.COUNTER, labels)
+        missing = total - self._counted.get(id(metric), 0.0)
+        if missing > 0:
+            metric.increment(missing)
+            self._counted[id(metric)] = total
+
+    def clear(self) -> None:
+        """A model that is gone uses nothing: Triton would show its last gauges for ever."""
+        for metric in self._gauges.values():
+            metric.set(0.0)
 
     def _metric(self, name: str, help_text: str, kind: Any, labels: dict[str, str]) -> Any:
         key = (name, tuple(sorted(labels.items())))
-        with self._lock:
-            if key not in self._metrics:
-                if name not in self._families:
-                    self._families[name] = pb.MetricFamily(
-                        name=name, description=help_text, kind=kind
-                    )
-                family = self._families[name]
-                self._metrics[key] = family.Metric(labels={"model": self._model, **labels})
-            return self._metrics[key]
+        if key not in self._metrics:
+            if name not in self._families:
+                self._families[name] = pb.MetricFamily(name=name, description=help_text, kind=kind)
+            family = self._families[name]
+            self._metrics[key] = family.Metric(labels={"model": self._model, **labels})
+        return self._metrics[key]
 
 
 class MetricsLoop:
@@ -263,8 +271,10 @@ class MetricsLoop:
         self._thread.start()
 
     def close(self) -> None:
+        """After the subject has closed."""
         self._is_closing.set()
         self._thread.join(timeout=2.0)
+        self._metrics.clear()
 
     def _run(self) -> None:
         while not self._is_closing.wait(self.PERIOD_S):

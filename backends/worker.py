@@ -38,9 +38,7 @@ class Letters(Protocol):
 
 def make_engine(config: WorkerConfig, folder: Path) -> Engine:
     if config.engine == "tensorrt_llm":
-        raise ConfigError(
-            "engine tensorrt_llm is not part of this version; use engine 'torch'"
-        )
+        raise ConfigError("engine tensorrt_llm is not part of this version; use engine 'torch'")
     from backends.engine.torch_engine import TorchEngine
 
     return TorchEngine.load(

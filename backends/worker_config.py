@@ -80,7 +80,9 @@ class PrefillConfig(WorkerConfig):
 
     def problems(self) -> list[str]:
         found = WorkerConfig.problems(self)
-        if self.chunk_tokens < 1 or (self.block_tokens > 0 and self.chunk_tokens % self.block_tokens):
+        if self.chunk_tokens < 1 or (
+            self.block_tokens > 0 and self.chunk_tokens % self.block_tokens
+        ):
             found.append(
                 f"chunk_tokens ({self.chunk_tokens}) must be a positive multiple of block_tokens "
                 f"({self.block_tokens}), or a chunk would end inside a block"

@@ -246,12 +246,14 @@ class TritonClient:
             tensor = triton.InferInput(name, list(array.shape), datatype)
             tensor.set_data_from_numpy(array)
             inputs.append(tensor)
+        parameters = dict(request.parameters)
+        if request.priority:
+            parameters["request_priority"] = request.priority
         return {
             "model_name": self.model,
             "inputs": inputs,
             "request_id": request.request_id,
-            "priority": request.priority,
-            "parameters": dict(request.parameters),
+            "parameters": parameters,
         }
 
 

@@ -41,6 +41,6 @@ class TritonPythonModel:
         return None  # decoupled: every answer leaves through its reply
 
     def finalize(self):
-        self.metrics.close()
         self.front.close(timeout_s=30.0)
+        self.metrics.close()
         self.cluster.close()

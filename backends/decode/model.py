@@ -39,5 +39,5 @@ class TritonPythonModel:
         return None  # decoupled: every answer leaves through its reply
 
     def finalize(self):
-        self.metrics.close()
         self.worker.close(timeout_s=30.0)
+        self.metrics.close()

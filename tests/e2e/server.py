@@ -76,14 +76,14 @@ def tensor(name: str, value: Any, datatype: str | None = None) -> triton.InferIn
 class Stream:
     """One request over its own gRPC stream; may be left in the middle."""
 
-    def __init__(self, url: str, model: str, inputs: Mapping[str, Any],
+    def __init__(self, url: str, model: str, inputs: Sequence[triton.InferInput],
                  parameters: Mapping[str, Any] | None = None) -> None:  # fmt: skip
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._client = triton.InferenceServerClient(url)
         self._client.start_stream(lambda result, error: self._messages.put((result, error)))
         try:
             self._client.async_stream_infer(
-                model, [tensor(name, value) for name, value in inputs.items()],
+                model, list(inputs),
                 enable_empty_final_response=True, parameters=dict(parameters or {}),
             )  # fmt: skip
         except BaseException:
@@ -165,7 +165,8 @@ class Server:
 
     def stream(self, model: str = "conductor", parameters: Mapping[str, Any] | None = None,
                **inputs: Any) -> Stream:  # fmt: skip
-        return Stream(self.addresses.grpc, model, inputs, parameters)
+        tensors = [tensor(name, value) for name, value in inputs.items()]
+        return Stream(self.addresses.grpc, model, tensors, parameters)
 
     def ask(self, model: str = "conductor", parameters: Mapping[str, Any] | None = None,
             **inputs: Any) -> Answer:  # fmt: skip

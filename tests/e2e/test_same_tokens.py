@@ -84,9 +84,7 @@ def case(
     chosen = CHECKPOINTS[request.param]
     checkpoint = DEMO
     if chosen is not None:
-        checkpoint = make_checkpoint(
-            chosen[0], folder / "checkpoint", vocab_size=352, **chosen[1]
-        )
+        checkpoint = make_checkpoint(chosen[0], folder / "checkpoint", vocab_size=352, **chosen[1])
         write_checkpoint(checkpoint, byte_level(), {"eos_token": EOS})
     tokenizer = Tokenizer.load(checkpoint)
     chance = random.Random(11)

@@ -1,0 +1,76 @@
+"""A client that goes away in the middle of a stream frees everything within a second."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+
+import pytest
+
+from tests.e2e.server import Server, wait_until
+
+TOKENS = 4000  # minutes of decoding: nothing ends by itself during these tests
+
+
+def wait_busy(server: Server) -> None:
+    wait_until(
+        lambda: server.metric("mooncake_slots_used") and server.metric("mooncake_pages_used"),
+        "a decode worker to be at work",
+    )
+
+
+def assert_freed_within_a_second(server: Server, left_s: float) -> None:
+    wait_until(server.is_idle, "pages, slots and leases to be free", deadline_s=5.0)
+    took_s = time.monotonic() - left_s
+    print(f"freed after {took_s:.2f} s")
+    assert took_s < 1.0 + 0.5, "the metrics port itself is refreshed every 0.2 s"
+
+
+def leave_over_grpc(server: Server) -> None:
+    stream = server.stream(text_input="It was", max_tokens=TOKENS, end_id=-1, stream=True)
+    for _ in range(3):
+        assert stream.next() is not None
+    wait_busy(server)
+    stream.leave()
+
+
+def leave_over_http(server: Server) -> None:
+    host, port = server.addresses.http.split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    body = {"text_input": "It was", "max_tokens": TOKENS, "end_id": -1, "stream": True}
+    connection.request("POST", "/v2/models/conductor/generate_stream", json.dumps(body))
+    response = connection.getresponse()
+    assert response.read(200)
+    wait_busy(server)
+    response.close()
+    connection.close()
+
+
+@pytest.mark.parametrize("leave", [leave_over_grpc, leave_over_http])
+def test_a_client_that_leaves_frees_pages_slot_and_leases(demo: Server, leave) -> None:
+    wait_until(demo.is_idle, "an idle start")
+    leave(demo)
+    assert_freed_within_a_second(demo, time.monotonic())
+
+
+def test_a_client_that_leaves_during_prefill_frees_everything(demo: Server) -> None:
+    wait_until(demo.is_idle, "an idle start")
+    prompt = [20 + (index * index) % 2000 for index in range(8000)]
+    stream = demo.stream(input_ids=prompt, max_tokens=100, end_id=-1, stream=True)
+    wait_until(lambda: demo.metric("mooncake_queue_tokens"), "prefill to begin")
+    stream.leave()
+    assert_freed_within_a_second(demo, time.monotonic())
+
+
+def test_neighbours_of_a_client_that_leaves_get_their_whole_answers(demo: Server) -> None:
+    streams = [
+        demo.stream(text_input=f"{n} times", max_tokens=60, end_id=-1, stream=True)
+        for n in range(8)
+    ]
+    for stream in streams[::2]:
+        stream.next()
+        stream.leave()
+    answers = [stream.all() for stream in streams[1::2]]
+    assert [len(answer.output_ids) for answer in answers] == [60] * 4
+    wait_until(demo.is_idle, "pages, slots and leases to be free")

@@ -1,0 +1,131 @@
+"""Changing the model repository while it serves: copy, edit, break, remove. Nothing is lost."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Answer, Server, running, wait_until
+
+B = 64
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
+    yield from running(tmp_path_factory.mktemp("edits"), state_dir, {})
+
+
+def prompt(number: int, tokens: int = 4 * B + 1) -> list[int]:
+    return [20 + (number * 7919 + index * index * (number + 1)) % 2000 for index in range(tokens)]
+
+
+def ask(server: Server, number: int, **parameters: str) -> Answer:
+    return server.ask(
+        input_ids=prompt(number), max_tokens=8, end_id=-1, return_decision=True,
+        parameters=parameters,
+    )  # fmt: skip
+
+
+class Load:
+    """Requests one after the other, in a few threads, until told to stop."""
+
+    def __init__(self, server: Server, threads: int = 3) -> None:
+        self.answers: list[Answer] = []
+        self._server = server
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(threads)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(60.0)
+
+    def _run(self, first: int) -> None:
+        number = 100 + first
+        while not self._is_over.is_set():
+            self.answers.append(ask(self._server, number))
+            number += 10
+
+    def wait_for_more(self, count: int) -> None:
+        target = len(self.answers) + count
+        wait_until(lambda: len(self.answers) >= target, f"{count} more answers", 60.0)
+
+
+def assert_all_answered(load: Load) -> None:
+    errors = [answer.error for answer in load.answers if answer.error]
+    assert not errors, errors
+    assert all(len(answer.output_ids) == 8 for answer in load.answers)
+
+
+def test_a_copied_worker_folder_serves_within_ten_seconds(server: Server) -> None:
+    started_s = time.monotonic()
+    shutil.copytree(server.repository / "prefill_0", server.repository / "prefill_2")
+
+    def is_served_by_it() -> bool:
+        answer = ask(server, 1, prefill_worker="prefill_2")
+        return not answer.error and answer.decision["prefill"] == "prefill_2"
+
+    wait_until(is_served_by_it, "prefill_2 to answer", 20.0)
+    took_s = time.monotonic() - started_s
+    print(f"prefill_2 answered after {took_s:.1f} s")
+    assert took_s < 10.0
+
+
+def test_an_edit_under_load_loses_no_request_and_no_cached_block(server: Server) -> None:
+    assert not ask(server, 2).error
+    with Load(server) as load:
+        load.wait_for_more(5)
+        server.edit("prefill_0", "chunk_tokens", "256")
+        server.edit("decode_1", "slots", "16")
+        server.edit("conductor", "ttft_slo_s", "29")
+        for model in ("prefill_0", "decode_1", "conductor"):
+            wait_until(lambda m=model: server.triton_log().count(f"successfully loaded '{m}'") >= 2,
+                       f"{model} to be reloaded", 40.0)  # fmt: skip
+        load.wait_for_more(15)
+    assert_all_answered(load)
+    assert ask(server, 2).cached_tokens == 4 * B, "KV outlives the workers that computed it"
+    wait_until(server.is_idle, "pages, slots and leases to be free")
+
+
+def test_a_wrong_edit_keeps_the_old_settings_and_names_every_mistake(server: Server) -> None:
+    for name, value in (("chunk_tokens", "100"), ("threads", "zero"), ("dtype", "int3")):
+        server.edit("prefill_1", name, value)
+    path = server.repository / "prefill_1" / "config.pbtxt"
+    path.write_text(path.read_text().replace('key: "lease_s"', 'key: "leese_s"'))
+
+    def said() -> str:
+        text = server.log.read_text(errors="replace")
+        return text if "prefill_1/config.pbtxt has" in text else ""
+
+    text = " ".join(wait_until(said, "the launcher to say what is wrong", 40.0).split())
+    for part in ("4 mistake(s)", "unknown parameter 'leese_s'", "threads is 'zero'",
+                 "dtype is 'int3'", "chunk_tokens (100)", "kept the old settings"):  # fmt: skip
+        assert part in text, (part, text)
+    answer = ask(server, 3, prefill_worker="prefill_1")
+    assert not answer.error and len(answer.output_ids) == 8
+
+
+def test_removing_a_worker_s_folder_drains_it(server: Server) -> None:
+    stream = server.stream(
+        text_input="It was", max_tokens=600, end_id=-1, stream=True,
+        parameters={"decode_worker": "decode_1"},
+    )  # fmt: skip
+    assert stream.next() is not None
+    shutil.rmtree(server.repository / "decode_1")
+    answer = stream.all()
+    assert not answer.error and len(answer.output_ids) == 599, "a running stream ends normally"
+    wait_until(lambda: not server.ready("decode_1"), "decode_1 to be gone")
+    answers = [ask(server, number) for number in range(50, 56)]
+    assert not any(answer.error for answer in answers)
+    assert {answer.decision["decode"] for answer in answers} == {"decode_0"}
+    wait_until(server.is_idle, "pages, slots and leases to be free")
