@@ -1,0 +1,11 @@
+"""One thread of torch: on busy cores two of them wait for each other, ten times longer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
