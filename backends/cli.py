@@ -98,11 +98,15 @@ def run_until_stopped(launcher: object) -> None:
     )
     options = launcher.options
     watch = RepositoryWatch(options.model_repository, launcher.http_url, launcher.triton_log)
-    watch.new_refusals()  # what was logged before we were ready is not news
+    watch.news()  # what was logged before we were ready is not news
     while True:
         launcher.check_children()
-        for refusal in watch.new_refusals():
-            console.print(f"[bold yellow]kept the old settings of[/] {refusal}", soft_wrap=True)
+        for load in watch.news():
+            if load.reason:
+                console.print(f"[bold yellow]kept the old settings of {load.model}[/]:")
+                console.print(load.reason, markup=False, soft_wrap=True)
+            else:
+                console.print(f"{load.model} serves with the settings in its config.pbtxt")
         time.sleep(0.5)
 
 

@@ -31,7 +31,7 @@ from backends.repository import ModelState, RepositoryWatch
 SHM = Path("/dev/shm")
 SHM_PREFIX = "mooncake-"
 TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
-STOP_S_MAX = 12.0
+STOP_S_MAX = 9.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +100,18 @@ class Launcher:
         """Until every model of the repository serves; raises with what the models said if not."""
         watch = RepositoryWatch(self.options.model_repository, self.http_url, self.triton_log)
         give_up_s = time.monotonic() + self.options.ready_s_max
+        refusals: dict[str, None] = {}  # in order, each once: Triton tries again and again
         while True:
             self.check_children()
             states = watch.states()
+            refusals |= {f"{load.model}: {load.reason}": None
+                         for load in watch.news() if load.reason}  # fmt: skip
+            if refusals and states:  # Triton answers only after it tried every model once
+                raise environment.EnvironmentProblem(
+                    "these models did not load:\n" + "\n".join(refusals)
+                )
             if states and all(state.is_ready for state in states):
                 return states
-            failed = [state for state in states if state.reason]
-            if failed:
-                raise environment.EnvironmentProblem(
-                    "these models did not load:\n"
-                    + "\n".join(f"{state.name}: {state.reason}" for state in failed)
-                )
             if time.monotonic() > give_up_s:
                 waiting = ", ".join(state.name for state in states if not state.is_ready)
                 raise environment.EnvironmentProblem(
@@ -186,7 +187,7 @@ class Launcher:
             f"--http-address={options.address}", f"--http-port={options.http_port}",
             f"--grpc-address={options.address}", f"--grpc-port={options.grpc_port}",
             f"--metrics-address={options.address}", f"--metrics-port={options.metrics_port}",
-            "--model-control-mode=poll", "--repository-poll-secs=1", "--exit-timeout-secs=8",
+            "--model-control-mode=poll", "--repository-poll-secs=1", "--exit-timeout-secs=5",
             "--exit-on-error=false", "--disable-auto-complete-config",
             "--strict-readiness=false", "--allow-gpu-metrics=false",
             f"--backend-config=python,shm-region-prefix-name={self.name}-triton",

@@ -18,7 +18,6 @@ from pathlib import Path
 class ModelState:
     name: str
     is_ready: bool
-    reason: str = ""  # why the newest attempt to load failed; "" while none has
 
 
 class RepositoryWatch:
@@ -29,6 +28,7 @@ class RepositoryWatch:
         self._index_url = f"{http_url}/v2/repository/index"
         self._log_path = log_path
         self._log_offset = 0
+        self._refused: dict[str, str] = {}  # model -> why its newest edit was refused
 
     def expected(self) -> list[str]:
         return sorted(p.parent.name for p in self._repository.glob("*/config.pbtxt"))
@@ -41,36 +41,57 @@ class RepositoryWatch:
                 index = json.load(answer)
         except (urllib.error.URLError, OSError, ValueError):
             return []
-        newest = {entry["name"]: entry for entry in index}
-        states = []
-        for name in self.expected():
-            entry = newest.get(name, {})
-            is_failed = entry.get("state") == "UNAVAILABLE"
-            reason = tidy_reason(entry.get("reason", "")) if is_failed else ""
-            states.append(ModelState(name, entry.get("state") == "READY", reason))
-        return states
+        ready = {entry["name"] for entry in index if entry.get("state") == "READY"}
+        return [ModelState(name, name in ready) for name in self.expected()]
 
-    def new_refusals(self) -> list[str]:
-        """Configuration refusals that appeared in the log since the last call."""
+    def news(self) -> list[Load]:
+        """Loads and refusals since the last call. Triton tries a refused model again at every
+        poll; the same refusal is reported once, until the model has loaded or fails otherwise."""
         try:
             with self._log_path.open("rb") as log:
                 log.seek(self._log_offset)
-                text = log.read().decode(errors="replace")
-                self._log_offset = log.tell()
+                whole_lines = log.read().rpartition(b"\n")[0]
+                self._log_offset += len(whole_lines)
         except OSError:
             return []
-        return refusals(text)
+        found = []
+        for load in loads(whole_lines.decode(errors="replace")):
+            if load.reason and self._refused.get(load.model) == load.reason:
+                continue
+            self._refused.pop(load.model, None)
+            if load.reason:
+                self._refused[load.model] = load.reason
+            found.append(load)
+        return found
 
 
-def refusals(log_text: str) -> list[str]:
-    """The messages of models that failed to load, as they stand in Triton's log."""
-    pattern = r"failed to load \'([^\']+)\' version \d+: (.*?)(?=\n[EWIF]\d{4} |\Z)"
-    found = re.findall(pattern, log_text, flags=re.DOTALL)
-    return [f"{name}: {tidy_reason(text)}" for name, text in found]
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Triton loaded a model, or refused to."""
+
+    model: str
+    reason: str = ""  # why not; "" when it is loaded
+
+
+LOAD = re.compile(
+    r"successfully loaded '(?P<loaded>[^']+)'"
+    r"|failed to load '(?P<refused>[^']+)' version \d+: (?P<reason>.*?)(?=\n[EWIF]\d{4} |\Z)",
+    flags=re.DOTALL,
+)
+
+
+def loads(log_text: str) -> list[Load]:
+    """What Triton's log says of loading models, in its order."""
+    return [
+        Load(match["loaded"]) if match["loaded"] else Load(
+            match["refused"], tidy_reason(match["reason"]))
+        for match in LOAD.finditer(log_text)
+    ]  # fmt: skip
 
 
 def tidy_reason(reason: str) -> str:
     """Drop the traceback and status words that Triton wraps around a model's own message."""
-    reason = re.sub(r"^(Internal|Invalid argument|Unavailable): ", "", reason.strip())
+    reason = reason.strip().removesuffix('"').replace("\\n", "\n")  # the log escapes line ends
+    reason = re.sub(r"^(Internal|Invalid argument|Unavailable): ", "", reason)
     reason = re.sub(r"\n\nAt:\n.*", "", reason, flags=re.DOTALL)
     return re.sub(r"^(\w+Error|TritonModelException|ConfigError): ", "", reason.strip())

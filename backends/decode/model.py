@@ -6,8 +6,7 @@ backends/decode_worker.py, which knows nothing of Triton.
 
 import msgspec
 
-from backends import triton_io, worker_metrics
-from backends.decode_worker import DecodeWorker
+from backends import triton_io
 from backends.worker_config import DecodeConfig, read_config
 from backends.worker_protocol import DecodeRequest
 
@@ -18,6 +17,10 @@ class TritonPythonModel:
         try:
             model, raw, count = triton_io.parameters(args)
             config = read_config(DecodeConfig, model, raw, count)
+            # Not before: Triton tries a wrong config.pbtxt again every second.
+            from backends import worker_metrics
+            from backends.decode_worker import DecodeWorker
+
             self.worker = DecodeWorker(model, config, triton_io.repository_of(args))
         except Exception as error:  # edge: the reason goes to the operator, without a traceback
             raise triton_io.load_error(error) from None

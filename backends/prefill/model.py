@@ -6,8 +6,7 @@ backends/prefill_worker.py, which knows nothing of Triton.
 
 import msgspec
 
-from backends import triton_io, worker_metrics
-from backends.prefill_worker import PrefillWorker
+from backends import triton_io
 from backends.worker_config import PrefillConfig, read_config
 from backends.worker_protocol import PrefillRequest
 
@@ -18,6 +17,10 @@ class TritonPythonModel:
         try:
             model, raw, count = triton_io.parameters(args)
             config = read_config(PrefillConfig, model, raw, count)
+            # Not before: Triton tries a wrong config.pbtxt again every second.
+            from backends import worker_metrics
+            from backends.prefill_worker import PrefillWorker
+
             self.worker = PrefillWorker(model, config, triton_io.repository_of(args))
         except Exception as error:  # edge: the reason goes to the operator, without a traceback
             raise triton_io.load_error(error) from None

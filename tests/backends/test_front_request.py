@@ -41,7 +41,8 @@ def test_only_a_prompt_is_needed_and_every_default_is_filled_in() -> None:
 
 def test_everything_that_may_be_said_arrives() -> None:
     request = ask(
-        {"tenant": "blue", "request_priority": -3, "prefill_worker": "prefill_1", "decode_worker": "d",
+        {"tenant": "blue", "request_priority": -3, "prefill_worker": "prefill_1",
+         "decode_worker": "d",
          "triton_enable_empty_final_response": True},
         max_tokens=9, min_tokens=2, stream=True, stream_interval=4, temperature=0.7, top_k=5,
         top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=-0.5, frequency_penalty=0.5,

@@ -113,6 +113,14 @@ def test_a_wrong_edit_keeps_the_old_settings_and_names_every_mistake(server: Ser
         assert part in text, (part, text)
     answer = ask(server, 3, prefill_worker="prefill_1")
     assert not answer.error and len(answer.output_ids) == 8
+    for name, value in (("chunk_tokens", "128"), ("threads", "1"), ("dtype", "float32")):
+        server.edit("prefill_1", name, value)
+    path.write_text(path.read_text().replace('key: "leese_s"', 'key: "lease_s"'))
+    wait_until(
+        lambda: "prefill_1 serves with the settings" in server.log.read_text(errors="replace"),
+        "the mended settings to be taken", 40.0,
+    )  # fmt: skip
+    assert server.log.read_text(errors="replace").count("4 mistake(s)") == 1
 
 
 def test_removing_a_worker_s_folder_drains_it(server: Server) -> None:

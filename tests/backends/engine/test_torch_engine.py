@@ -71,6 +71,11 @@ def test_the_context_is_bounded_by_the_pages(checkpoint: Path) -> None:
     assert TorchEngine.load(checkpoint, pages_max=5, block_tokens=B).context_tokens_max == 80
 
 
+def test_more_pages_than_memory_is_refused_with_numbers(checkpoint: Path) -> None:
+    with pytest.raises(MemoryError, match="1000000000 KV pages need .* use fewer pages"):
+        TorchEngine.load(checkpoint, pages_max=10**9, block_tokens=B)
+
+
 def test_kv_copied_into_other_pages_of_another_engine_goes_on_with_the_same_tokens(
     checkpoint: Path, engine: TorchEngine
 ) -> None:

@@ -1,0 +1,36 @@
+"""Triton's log, turned into what an operator should read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backends.repository import Load, RepositoryWatch, loads
+
+LINE = (
+    "E1121 02:49:20.655238 8564 model_lifecycle.cc:642] \"failed to load 'prefill_1' version 1: "
+    "Internal: TritonModelException: prefill_1/config.pbtxt has 1 mistake(s):\\n  - threads is "
+    "'zero'; expected int\\n\\nAt:\\n  /models/model.py(21): initialize\\n\"\n"
+)
+NEXT = "I1121 02:49:20.655251 8564 model_lifecycle.cc:777] \"failed to load 'prefill_1'\"\n"
+
+
+REFUSED = Load(
+    "prefill_1", "prefill_1/config.pbtxt has 1 mistake(s):\n  - threads is 'zero'; expected int"
+)
+LOADED = "I1121 02:49:20.594856 8564 model_lifecycle.cc:839] \"successfully loaded 'prefill_1'\"\n"
+
+
+def test_a_refusal_is_the_model_s_own_message_without_the_wrapping() -> None:
+    assert loads(LINE + NEXT + LOADED) == [REFUSED, Load("prefill_1")]
+
+
+def test_each_refusal_is_reported_once_until_the_model_has_loaded(tmp_path: Path) -> None:
+    log = tmp_path / "triton.log"
+    watch = RepositoryWatch(tmp_path, "http://127.0.0.1:9", log)
+    assert watch.news() == []
+    log.write_text(LINE[:60])
+    assert watch.news() == [], "a line that is still being written waits"
+    log.write_text((LINE + NEXT) * 3)
+    assert watch.news() == [REFUSED]
+    log.write_text((LINE + NEXT) * 3 + LOADED + LINE + NEXT)
+    assert watch.news() == [Load("prefill_1"), REFUSED]
