@@ -71,7 +71,7 @@ class PagedAttention:
         # KV heads are the batch, query heads of one KV head the heads (K and V with stride 0).
         grouped = (span.tokens, self.kv_heads, self.shared, self.head_dim)
         rows, target = queries.view(grouped), out.view(grouped)
-        if causal_attention.serves(queries):
+        if causal_attention.serves(queries, span.end):
             causal_attention.causal_attention(rows, keys[0], values[0], span.start, target)
             return
         shape = (self.kv_heads, self.shared, span.end, self.head_dim)

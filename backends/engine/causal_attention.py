@@ -16,13 +16,18 @@ import torch
 from backends.engine import onednn
 from backends.engine.step_plan import CONTEXT_STEP_TOKENS, rounded_up
 
-QUERIES_MIN = 128  # below it the calls per tile cost more than they save
+# With less to do, the calls per tile cost more than they save: even at 128 queries, 8 heads and no
+# context before them, or at 16 queries and 1,024 tokens.
+QUERIES_MIN = 32
+SCORES_MIN = 128 * 128 * 8
 TILE_ROWS = 256  # rows of scores (queries x heads that share a KV head) at once: fits the L2 cache
 
 
-def serves(queries: torch.Tensor) -> bool:
+def serves(queries: torch.Tensor, context_tokens: int) -> bool:
     """Worth using for these queries [tokens, heads, head_dim]."""
-    return len(queries) >= QUERIES_MIN and onednn.serves(queries)
+    tokens, heads, _ = queries.shape
+    is_large = tokens >= QUERIES_MIN and tokens * heads * context_tokens >= SCORES_MIN
+    return is_large and onednn.serves(queries)
 
 
 def causal_attention(
@@ -39,7 +44,7 @@ def causal_attention(
     """
     tokens, kv_heads, shared, head_dim = queries.shape
     rows = (queries * head_dim**-0.5).transpose(0, 1).reshape(kv_heads, tokens * shared, head_dim)
-    tile = max(1, TILE_ROWS // shared)
+    tile = max(1, min(TILE_ROWS // shared, 1 << (tokens.bit_length() - 1)))
     # Row r of a tile is query r // shared: it must not see what comes after it.
     later = torch.full((tile, tile + CONTEXT_STEP_TOKENS), -torch.inf).triu_(1)
     later = later.repeat_interleave(shared, 0)
