@@ -6,7 +6,7 @@ each running request together. Not here: workers, which hand over KV between eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ def generate_tokens(
     params: SamplingParams | Sequence[SamplingParams],
     chunk_tokens: int = 512,
     slots_max: int = 16,
-) -> Iterator[tuple[int, int]]:
+) -> Generator[tuple[int, int], None, None]:
     """(index of the prompt, token) as they come. Leaving early gives the pages back."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     sequences = {

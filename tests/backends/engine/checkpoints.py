@@ -49,7 +49,7 @@ def make_checkpoint(
     **overrides: Any,
 ) -> Path:
     """Write a random model of this family; `overrides` are keys of its config."""
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config_class, model_class = FAMILIES[family]
     values = {**SMALL, **overrides}
     if family == "qwen3":
@@ -92,4 +92,4 @@ def load_reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="eager"
     )
-    return model.eval()
+    return model.eval()  # type: ignore[no-untyped-call]

@@ -12,12 +12,14 @@ from backends.engine.pages import PagePool
 BLOCK_TOKENS = 16
 
 
-def prefill(pages: int = 64, chunk_tokens: int = 64, slots: int = 8, waiting: int = 8):
+def prefill(
+    pages: int = 64, chunk_tokens: int = 64, slots: int = 8, waiting: int = 8
+) -> tuple[PagePool, PrefillBatching]:
     pool = PagePool(pages)
     return pool, PrefillBatching(pool, BLOCK_TOKENS, chunk_tokens, slots, waiting)
 
 
-def decode(pages: int = 64, slots: int = 8, waiting: int = 8):
+def decode(pages: int = 64, slots: int = 8, waiting: int = 8) -> tuple[PagePool, DecodeBatching]:
     pool = PagePool(pages)
     return pool, DecodeBatching(pool, BLOCK_TOKENS, slots, waiting)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.engine.calibration import REPEATS, measure_decode, measure_prefill
 from backends.engine.interface import Work
@@ -23,7 +24,7 @@ class NotingEngine:
 
     def forward(
         self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
-    ) -> np.ndarray:
+    ) -> NDArray[np.float32]:
         self.steps.append(batch)
         used = [page for work in batch for page in work.pages]
         assert len(used) == len(set(used)), "works must not share pages"

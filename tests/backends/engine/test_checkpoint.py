@@ -34,7 +34,7 @@ def problems_of(path: Path, **values: Any) -> list[str]:
     return caught.value.problems
 
 
-def edit_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(path / "model.safetensors")
     edit(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from backends.engine.sampling import adjusted_logits, distribution, sample, uniform
+from backends.engine.sampling import Floats, adjusted_logits, distribution, sample, uniform
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
 
 VOCABULARY = 500
@@ -30,7 +30,7 @@ def params(**values: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 20, "temperature": 1.0, **values})
 
 
-def random_logits(seed: int, spread: float = 3.0) -> np.ndarray:
+def random_logits(seed: int, spread: float = 3.0) -> Floats:
     return np.random.default_rng(seed).normal(0, spread, VOCABULARY).astype(np.float32)
 
 
@@ -70,14 +70,15 @@ def test_three_hundred_random_requests_agree_with_transformers(seed: int) -> Non
         )
         history = torch.tensor([prompt + output])
         expected = torch.softmax(
-            processors(given, len(prompt))(history, torch.from_numpy(logits)[None]), dim=-1
+            processors(given, len(prompt))(history, torch.from_numpy(logits)[None]),  # type: ignore
+            dim=-1,
         )[0].numpy()
         scores = adjusted_logits(logits, given, len(output), prompt, output)
         ours = [whole_distribution(scores, variant) for variant in within_rounding(given)]
         assert any(np.allclose(mine, expected, atol=2e-5) for mine in ours), f"case {case}: {given}"
 
 
-def whole_distribution(scores: np.ndarray, given: SamplingParams) -> np.ndarray:
+def whole_distribution(scores: Floats, given: SamplingParams) -> Floats:
     probabilities = np.zeros(VOCABULARY)
     token_ids, kept = distribution(scores, given)
     probabilities[token_ids] = kept / kept.sum()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.generate import generate, generate_tokens
@@ -40,7 +41,7 @@ def prompt_of(tokens: int, seed: int = 1) -> list[int]:
     return [chance.randrange(320) for _ in range(tokens)]
 
 
-def block(engine: Engine, page: int) -> np.ndarray:
+def block(engine: Engine, page: int) -> NDArray[np.uint8]:
     size = engine.layout.block_bytes
     return engine.kv_pool[page * size : (page + 1) * size]
 
@@ -72,7 +73,7 @@ def test_the_context_is_bounded_by_the_pages(checkpoint: Path) -> None:
 
 
 def test_more_pages_than_memory_is_refused_with_numbers(checkpoint: Path) -> None:
-    with pytest.raises(MemoryError, match="1000000000 KV pages need .* use fewer pages"):
+    with pytest.raises(MemoryError, match=r"1000000000 KV pages need .* use fewer pages"):
         TorchEngine.load(checkpoint, pages_max=10**9, block_tokens=B)
 
 
@@ -98,7 +99,7 @@ def test_kv_copied_into_other_pages_of_another_engine_goes_on_with_the_same_toke
 
 def test_each_layer_is_in_the_pool_when_it_is_announced(engine: TorchEngine) -> None:
     works = [Work(prompt_of(40), 0, [4, 2, 9]), Work([7], 20, [6, 5]), Work(prompt_of(9), 3, [1])]
-    seen: list[tuple[int, np.ndarray]] = []
+    seen: list[tuple[int, NDArray[np.uint8]]] = []
     shape = (96, engine.layout.layers, engine.layout.layer_bytes)
 
     def on_layer(layer: int) -> None:
