@@ -37,6 +37,7 @@ HASHED_BYTES_MAX = 256 * 1024**2
 SAMPLES_PER_TENSOR = 16
 SAMPLE_BYTES = 4096
 
+COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints keep what RoPE computes anyway
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -72,7 +73,10 @@ class Checkpoint:
         return cls(folder, entries)
 
     def problems(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Which of these tensors are missing or of another shape or dtype."""
+        """Which of these tensors are missing or wrong, and which others the model would lack.
+
+        A bias or a layer that config.json does not mention would silently not be computed.
+        """
         found = []
         for name, shape in shapes.items():
             entry = self.entries.get(name)
@@ -85,6 +89,9 @@ class Checkpoint:
             elif entry.dtype not in SCALAR_BYTES:
                 known = ", ".join(SCALAR_BYTES)
                 found.append(f"tensor {name} is {entry.dtype}; the engine reads {known}")
+        for name in sorted(self.entries.keys() - shapes.keys()):
+            if name.startswith("model.") and not name.endswith(COMPUTED_SUFFIX):
+                found.append(f"tensor {name} is not part of the model in config.json")
         return found
 
     def read(self, name: str) -> NDArray[np.uint8]:

@@ -208,6 +208,9 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
     if not isinstance(given, dict):
         found.append(f"config.json: rope_parameters or rope_scaling must be an object: {given!r}")
         given = {}
+    if any(isinstance(value, dict) for value in given.values()):
+        found.append("config.json: RoPE that differs between layers is not supported")
+        return RopeConfig(1.0)
     merged = {"rope_theta": raw.get("rope_theta"), **given}
     if merged["rope_theta"] is None:
         merged["rope_theta"] = 10_000.0

@@ -53,6 +53,7 @@ def poison(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
 
 
+EXTRA_BIAS = "model.layers.0.self_attn.q_proj.bias"
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "cut short": (lambda path: truncate(path, 200_000), "model.safetensors is cut short: it has"),
     "cut in the header": (lambda path: truncate(path, 100), "it has no whole header"),
@@ -113,6 +114,16 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda path: edit_config(path, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
         "rope type 'yarn' is not supported",
     ),
+    "rope per layer type": (
+        lambda path: edit_config(path, rope_parameters={"full_attention": {"rope_theta": 1e6}}),
+        "RoPE that differs between layers is not supported",
+    ),
+    "a bias that the config does not mention": (
+        lambda path: edit_weights(
+            path, lambda tensors: tensors.update({EXTRA_BIAS: torch.ones(64)})
+        ),
+        f"tensor {EXTRA_BIAS} is not part of the model in config.json",
+    ),
     "heads": (
         lambda path: edit_config(path, num_attention_heads=3, head_dim=16),
         "num_attention_heads (3) must be a multiple of num_key_value_heads (2)",
@@ -158,6 +169,16 @@ def test_problems_of_dtype_config_and_files_are_listed_at_once(tmp_path: Path) -
     edit_config(tmp_path, use_sliding_window=True, hidden_act="relu", num_hidden_layers=-1)
     (tmp_path / "model.safetensors").unlink()
     assert len(problems_of(tmp_path, dtype="int8")) == 5
+
+
+def test_a_long_list_of_problems_is_shown_in_part(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    edit_config(tmp_path, num_hidden_layers=5)
+    with pytest.raises(CheckpointError, match="and 7 more") as caught:
+        load(tmp_path)
+    assert len(caught.value.problems) == 27
+    edit_config(tmp_path, num_hidden_layers=1)
+    assert len(problems_of(tmp_path)) == 9, "a layer more than the config knows is wrong too"
 
 
 def test_missing_and_damaged_shards_are_listed_at_once(tmp_path: Path) -> None:
