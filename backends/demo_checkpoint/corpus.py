@@ -32,7 +32,7 @@ _HEADING = re.compile(r"(CHAPTER|Chapter|VOLUME|BOOK|[Bb]y Jane Austen|THE END|F
 def load_chapters(cache: Path) -> list[Chapter]:
     """All chapters of both sources; fetches what the cache folder lacks."""
     cache.mkdir(parents=True, exist_ok=True)
-    books = _austen_books(_fetch_austen(cache)) + [_melville_book(_fetch_melville(cache))]
+    books = [*_austen_books(_fetch_austen(cache)), _melville_book(_fetch_melville(cache))]
     chapters = [chapter for paragraphs in books for chapter in _split_chapters(paragraphs)]
     assert len(chapters) > 300, f"only {len(chapters)} chapters found, expected about 400"
     return chapters
