@@ -7,6 +7,7 @@ The stock wrapper, as measured with nixl 1.5.1 on a machine without RDMA:
   agent gets none, it makes progress when it polls;
 * it logs to stdout and goes on without a transport when a plugin is missing: every warning of
   the wrapper becomes NixlUnavailable here, and stdout stays the program's own;
+* its agents may abort the process when they are destroyed, so they never are (make_agent);
 * it dies with a filesystem error when HOME is unreadable, and with a segmentation fault at exit
   when Debian's libibverbs is installed too (UCX_MODULES=^ib, or os._exit on RDMA hosts).
 
@@ -19,10 +20,13 @@ Not here: moving bytes (nixl_transport.py).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import logging
 import os
+import sys
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,9 @@ from typing import Any
 from mooncake_store.errors import StoreError
 
 NODE_PROGRESS_DELAY_US = 1000
+# Without a GPU the package `nixl` imports torch (0.7 s, 150 MB) to ask for a CUDA version, and then
+# takes the first of these: so they are asked first.
+_CPU_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
 _making = threading.Lock()
 
 
@@ -49,8 +56,10 @@ def prepare_environment() -> None:
     if not has_rdma():
         os.environ.setdefault("UCX_MODULES", "^ib")
     # 8 KiB by default; 128 KiB doubles a READ over TCP (the responder's setting counts too).
-    os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", "128K")
-    os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", "128K")
+    # UCX refuses to start when RX is smaller than TX, so who sets one gets the other too.
+    segment = os.environ.get("UCX_TCP_TX_SEG_SIZE") or os.environ.get("UCX_TCP_RX_SEG_SIZE", "128K")
+    os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", segment)
+    os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", segment)
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its warnings go to stdout otherwise
     home = os.environ.get("HOME")
@@ -75,7 +84,7 @@ def load_nixl() -> Any:
     prepare_environment()
     raises_in_handlers = logging.raiseExceptions
     try:
-        api = importlib.import_module("nixl._api")
+        api = _import_first(_CPU_MODULES if not _has_gpu_stack() else ("nixl._api",))
     except (ImportError, OSError) as error:
         raise NixlUnavailable(
             f"cannot import nixl ({error}): pip install --no-deps nixl nixl-cu12 (CPU hosts too), "
@@ -87,6 +96,19 @@ def load_nixl() -> Any:
     logger.handlers[:] = [_RaiseOnWarning()]
     logger.propagate = False
     return api
+
+
+def _has_gpu_stack() -> bool:
+    """Is there a GPU driver, or torch, by which the package nixl picks its build?"""
+    return "torch" in sys.modules or os.path.exists("/proc/driver/nvidia")
+
+
+def _import_first(names: Sequence[str]) -> Any:
+    """The first of these modules that is installed."""
+    for name in names[:-1]:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    return importlib.import_module(names[-1])
 
 
 @lru_cache(maxsize=1)
@@ -101,6 +123,10 @@ def make_agent(name: str, has_progress_thread: bool) -> Any:
     """A nixl_agent with the UCX backend, not thread-safe (SYNC_NONE): its owner has a lock.
 
     `name` must be unique in time too: a peer refuses a name that it already knows.
+
+    An agent is never destroyed. Destroying one whose peer has died may abort the process (UCX
+    1.23: "arbiter.c:36 Assertion `ucs_arbiter_group_is_empty(group)' failed"), at exit too. So it
+    is given a reference that nobody takes back; closed lanes are used again (nixl_transport.py).
     """
     api = load_nixl()
     failures: tuple[type[Exception], ...] = (*nixl_errors(), RuntimeError)
@@ -121,6 +147,7 @@ def make_agent(name: str, has_progress_thread: bool) -> Any:
             f"NIXL's UCX backend does not start ({error}); UCX_TLS={os.environ.get('UCX_TLS')}: "
             "leave UCX_TLS unset, or name tcp in it (errors of a peer are seen over tcp only)"
         ) from error
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
     return agent
 
 
@@ -139,13 +166,13 @@ class NodeAgent:
     def __init__(self, name: str, address: int, size_bytes: int) -> None:
         self.name = name
         self._agent = make_agent(name, has_progress_thread=True)
-        self._memory = self._agent.register_memory([(address, size_bytes, 0, "")], "DRAM")
+        self._memory: Any = self._agent.register_memory([(address, size_bytes, 0, "")], "DRAM")
         self.metadata: bytes = self._agent.get_agent_metadata()
 
     def close(self) -> None:
-        """Deregister and drop the agent; twice is harmless. Peers see a disconnect."""
-        if self._agent is None:
+        """Deregister. Twice is harmless. Peers see a disconnect when the process ends."""
+        if self._memory is None:
             return
         with contextlib.suppress(*nixl_errors()):
             self._agent.deregister_memory(self._memory)
-        self._agent = None
+        self._memory = None

@@ -74,6 +74,7 @@ class Lane:
     def __init__(self, name: str) -> None:
         self.lock = threading.Lock()
         self.zombies: list[Transfer] = []
+        self.has_failed = False  # a connection broke once: do not hand this lane on
         self._errors = nixl_errors()
         self._failures: tuple[type[Exception], ...] = (*self._errors, TransferFailed)
         self._agent = make_agent(name, has_progress_thread=False)
@@ -191,7 +192,7 @@ class Lane:
                 raise TransferFailed("NIXL reports an error")
         except self._failures as error:
             self._end(transfer)
-            transfer.peer.is_broken = True
+            transfer.peer.is_broken = self.has_failed = True
             raise TransferFailed(
                 f"transfer with {transfer.peer.agent_name} failed: {error}; the node is gone or "
                 "cut off"
@@ -305,12 +306,14 @@ class Lane:
         for handle in self._prepared.values():
             self._release(handle)
         self._prepared.clear()
-        with contextlib.suppress(*self._errors):
-            for peer in [*self._peers.values(), *self._retired]:
+        for peer in [*self._peers.values(), *self._retired]:
+            with contextlib.suppress(*self._errors):
                 self._agent.remove_remote_agent(peer.agent_name)
-            for memory in self._registered.values():
+        for memory in self._registered.values():
+            with contextlib.suppress(*self._errors):
                 self._agent.deregister_memory(memory)
         self._peers.clear()
         self._retired.clear()
         self._registered.clear()
+        self._refused.clear()
         return True

@@ -35,7 +35,9 @@ LANES_MAX = 4
 SPIN_S = 0.002  # poll without sleeping for this long: a TCP transfer of a few MB
 POLL_S = 0.0001  # then this often: a silent peer must not cost a core
 
-_abandoned: list[Lane] = []  # lanes closed with zombies: their memory must outlive the process
+_keeping = threading.Lock()
+_spare: list[Lane] = []  # closed in good health: the next transport uses them
+_abandoned: list[Lane] = []  # closed with zombies: their memory must outlive them
 
 
 class NixlTransport:
@@ -174,6 +176,9 @@ class NixlTransport:
         return lane
 
     def _new_lane(self) -> Lane:
+        with _keeping:
+            if _spare:
+                return _spare.pop()
         return Lane(f"{self._prefix}-{next(self._names)}")
 
     def pending_targets(self) -> list[LocalSpan]:
@@ -201,5 +206,9 @@ class NixlTransport:
             lanes, self._lanes = self._lanes, []
         for lane in lanes:
             with lane.lock:
-                if not lane.close():
+                is_empty = lane.close()
+            with _keeping:
+                if not is_empty:
                     _abandoned.append(lane)
+                elif not lane.has_failed:
+                    _spare.append(lane)

@@ -5,6 +5,7 @@ It has the methods of DirectoryClient and gives every call the real clock.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ class InProcessDirectory:
     def __init__(self) -> None:
         self.directory = Directory(epoch=1)
         self.is_down = False
+        self._lock = threading.Lock()
         self.asked: list[str] = []  # the verbs, in order
 
     def __getattr__(self, verb: str) -> Any:
@@ -28,8 +30,9 @@ class InProcessDirectory:
         def ask(*arguments: Any, **named: Any) -> Any:
             if self.is_down:
                 raise StoreUnavailable("the directory is down")
-            self.asked.append(verb)
-            return method(*arguments, **named, now_s=time.monotonic())
+            with self._lock:  # as the server: one request after the other
+                self.asked.append(verb)
+                return method(*arguments, **named, now_s=time.monotonic())
 
         return ask
 
