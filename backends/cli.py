@@ -96,18 +96,18 @@ def run_until_stopped(launcher: object) -> None:
         '\'{"text_input": "It is a truth", "max_tokens": 32, "stream": true}\'',
         soft_wrap=True,
     )
-    options = launcher.options
-    watch = RepositoryWatch(options.model_repository, launcher.http_url, launcher.triton_log)
+    watch = RepositoryWatch(launcher.mirror.target, launcher.http_url, launcher.triton_log)
     watch.news()  # what was logged before we were ready is not news
     while True:
-        launcher.check_children()
+        for model in launcher.tend():
+            console.print(f"[bold yellow]the process of {model} died[/], starting it again")
         for load in watch.news():
             if load.reason:
                 console.print(f"[bold yellow]kept the old settings of {load.model}[/]:")
                 console.print(load.reason, markup=False, soft_wrap=True)
             else:
                 console.print(f"{load.model} serves with the settings in its config.pbtxt")
-        time.sleep(0.5)
+        time.sleep(0.3)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from backends.errors import RequestInvalid
+from backends.inbox import Outbox
+from backends.worker_protocol import CopyBlocks
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
-from conductor.messages import Reject, Request, Route
+from conductor.messages import Reject, Replicate, Request, Route
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.event_feed import EventFeed
 from mooncake_store.events import WorkerDown, WorkerUp
@@ -40,10 +42,14 @@ class Served:
 class ClusterView:
     """Thread-safe door to the Conductor, kept up to date from the directory."""
 
-    def __init__(self, config: ConductorConfig, directory: str, events: str) -> None:
+    def __init__(
+        self, config: ConductorConfig, directory: str, events: str, outbox: Outbox
+    ) -> None:
+        self.on_worker_down: Callable[[str, str], None] = lambda *_: None  # set by the front
         self._lock = threading.Lock()
         self._conductor = Conductor(config)
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
+        self._outbox = outbox
         self._is_closing = threading.Event()
         self.client = DirectoryClient(directory)
         self._feed = EventFeed(directory, events, self._on_snapshot, self._on_events)
@@ -124,15 +130,31 @@ class ClusterView:
             self._conductor.on_snapshot(snapshot, time.monotonic())
 
     def _on_events(self, events: Sequence[Any]) -> None:
+        gone = []
         with self._lock:
             for event in events:
                 if isinstance(event, WorkerUp):
                     self._workers[(event.info.worker_id, event.info.incarnation)] = event.info
                 elif isinstance(event, WorkerDown):
                     self._workers.pop((event.worker_id, event.incarnation), None)
+                    gone.append((event.worker_id, event.incarnation))
             self._conductor.on_events(events, time.monotonic())
+        for lost in gone:
+            self.on_worker_down(*lost)
 
     def _tick_loop(self) -> None:
         while not self._is_closing.wait(TICK_S):
             with self._lock:
-                self._conductor.on_tick(time.monotonic())
+                suggestions = self._conductor.on_tick(time.monotonic())
+                workers = list(self._workers.values())
+            for suggestion in suggestions:
+                self._carry_out(suggestion, workers)
+
+    def _carry_out(self, suggestion: Replicate, workers: Sequence[WorkerInfo]) -> None:
+        """Ask a prefill worker of the target node to bring the blocks."""
+        for worker in workers:
+            if worker.role == "prefill" and worker.node_id == suggestion.target_node:
+                log.info("replicate %s", suggestion)
+                letter = CopyBlocks(list(suggestion.block_keys), suggestion.reason)
+                self._outbox.send(worker.inbox, letter)
+                return

@@ -39,8 +39,10 @@ class DecodeJob:
         client: DecodeClient,
         tokenizer: Tokenizer,
         fingerprint: str,
+        incarnation: str,
         block_tokens: int,
     ) -> None:
+        self._incarnation = incarnation
         self.request = request
         self.client = client
         self.submitted_s = time.monotonic()
@@ -126,6 +128,7 @@ class DecodeJob:
         pending = merge(self._pending) if self._pending else Emission((), "")
         self._pending = []
         update = DecodeUpdate(
+            incarnation=self._incarnation,
             text=pending.text,
             context_ids=list(pending.context_ids),
             cut_bytes=pending.cut_bytes,

@@ -31,7 +31,7 @@ from backends.page_guard import PageGuard
 from backends.tokenizer import Tokenizer
 from backends.worker import Worker
 from backends.worker_config import DecodeConfig, checkpoint_folder
-from backends.worker_protocol import DecodeRequest, LayersReady, Stop
+from backends.worker_protocol import DecodeRequest, LayersReady, Letter, Stop
 from mooncake_store.errors import StoreError
 from mooncake_store.membership import WorkerReport
 
@@ -79,8 +79,10 @@ class DecodeWorker:
             raise RequestInvalid(
                 f"prompt and max_tokens ask for {tokens_max} tokens; this worker takes {limit}"
             )
-        job = DecodeJob(request, ids, client, self._tokenizer, self.worker.fingerprint,
-                        self._config.block_tokens)  # fmt: skip
+        job = DecodeJob(
+            request, ids, client, self._tokenizer, self.worker.fingerprint,
+            self.worker.incarnation, self._config.block_tokens,
+        )  # fmt: skip
         with self._lock:
             if self._is_closing:
                 raise WorkerUnavailable(f"{self.worker.worker_id} is shutting down")
@@ -152,12 +154,16 @@ class DecodeWorker:
 
     # -- KV comes in
 
-    def _on_letter(self, letter: LayersReady | Stop) -> None:
+    def _on_letter(self, letter: Letter) -> None:
         if not self._is_ready.is_set():
             return
         if isinstance(letter, Stop):
             self.stop(letter.request_id)
-            return
+        elif isinstance(letter, LayersReady):
+            self._on_layers(letter)
+
+    def _on_layers(self, letter: LayersReady) -> None:
+        """Reserve a place for a request that is still in prefill, and read ahead."""
         request_id = letter.request_id
         with self._lock:
             if request_id in self._jobs or self._arrivals.is_refused(request_id):

@@ -7,12 +7,14 @@ Not here: Triton's API (triton_io.py), retries and workers (generation.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,16 +49,22 @@ class FrontDoor:
     """Serves requests until closed; `counts` are for the metrics page."""
 
     def __init__(
-        self, config: FrontConfig, tokenizer: Tokenizer, cluster: ClusterView, call: Call
+        self,
+        config: FrontConfig,
+        tokenizer: Tokenizer,
+        cluster: ClusterView,
+        call: Call,
+        outbox: Outbox,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self.cluster = cluster
         self._call = call
-        self._outbox = Outbox()
+        self._outbox = outbox
         self.live = LiveRequests(config.cancel_poll_s, self._tell_workers_to_stop)
         self._pool = ThreadPoolExecutor(config.requests_max, thread_name_prefix="request")
         self.counts: dict[str, int] = {}
+        cluster.on_worker_down = self._worker_down
 
     def submit(
         self, inputs: dict[str, np.ndarray], parameters: dict[str, Any], client: Client
@@ -77,7 +85,6 @@ class FrontDoor:
             time.sleep(0.02)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.live.close()
-        self._outbox.close()
 
     def _run(
         self,
@@ -86,9 +93,52 @@ class FrontDoor:
         parameters: dict[str, Any],
         client: Client,
     ) -> None:
-        outcome = "answered"
+        with self._ending(live, client):
+            served = self._wait_served()
+            limits = Limits(
+                context_tokens_max=served.context_tokens_max,
+                vocabulary_tokens=self._tokenizer.vocabulary_tokens,
+                output_tokens_default=self._config.output_tokens_default,
+            )
+            request = front_request.parse(
+                inputs, parameters, live.request_id, self._tokenizer, limits
+            )
+            if request.describe:
+                client.send(describe(served, limits), is_final=True)
+                raise Answered
+            answer = (StreamedAnswer if request.is_stream else WholeAnswer)(request, client)
+            generation = Generation(
+                request, live, self.cluster, self._call, self._tokenizer, answer.add,
+                self._config.attempts_max,
+            )  # fmt: skip
+            live.run = Running(generation, answer, client, served)
+        if live.run is not None:
+            self._drive(live)
+
+    def _drive(self, live: LiveRequest) -> None:
+        """Run the request (on); the thread that completes it ends it."""
+        running = live.run
+        assert isinstance(running, Running)
+        with self._ending(live, running.client):
+            if running.generation.run(running.served):
+                running.answer.finish()
+                raise Answered
+
+    def _worker_down(self, worker_id: str, incarnation: str) -> None:
+        """Take requests away from threads that wait for a worker that is gone."""
+        for live in self.live.all():
+            if live.run is not None and live.run.lost(worker_id, incarnation):
+                log.warning("%s is gone, request %s goes on", worker_id, live.request_id)
+                self._pool.submit(self._drive, live)
+
+    @contextlib.contextmanager
+    def _ending(self, live: LiveRequest, client: Client) -> Iterator[None]:
+        """Whatever ends a request inside is told to the client and counted, once."""
         try:
-            self._serve(live, inputs, parameters, client)
+            yield
+            return  # not over: it runs on, here or in another thread
+        except Answered:
+            outcome = "answered"
         except Cancelled:
             outcome = "cancelled"
             client.finish()
@@ -96,33 +146,9 @@ class FrontDoor:
             kind = error.kind if isinstance(error, Overloaded) else ""
             outcome = f"rejected_{kind}" if kind else type(error).__name__
             client.fail(error)
-        finally:
-            self.live.discard(live)
-            self.counts[outcome] = self.counts.get(outcome, 0) + 1
-
-    def _serve(
-        self,
-        live: LiveRequest,
-        inputs: dict[str, np.ndarray],
-        parameters: dict[str, Any],
-        client: Client,
-    ) -> None:
-        served = self._wait_served()
-        limits = Limits(
-            context_tokens_max=served.context_tokens_max,
-            vocabulary_tokens=self._tokenizer.vocabulary_tokens,
-            output_tokens_default=self._config.output_tokens_default,
-        )
-        request = front_request.parse(inputs, parameters, live.request_id, self._tokenizer, limits)
-        if request.describe:
-            client.send(describe(served, limits), is_final=True)
-            return
-        answer = StreamedAnswer(request, client) if request.is_stream else WholeAnswer(
-            request, client)  # fmt: skip
-        Generation(request, live, self.cluster, self._call, self._tokenizer, answer.add).run(
-            served, self._config.attempts_max
-        )
-        answer.finish()
+        live.run = None
+        self.live.discard(live)
+        self.counts[outcome] = self.counts.get(outcome, 0) + 1
 
     def _wait_served(self) -> Served:
         give_up_s = time.monotonic() + SERVED_WAIT_S
@@ -136,6 +162,23 @@ class FrontDoor:
         for worker_id in live.worker_ids:
             for inbox in self.cluster.inboxes(worker_id):
                 self._outbox.send(inbox, Stop(live.worker_request_id, "the client went away"))
+
+
+class Answered(Exception):
+    """The request is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request that was understood, with what is needed to run it on in another thread."""
+
+    generation: Generation
+    answer: StreamedAnswer | WholeAnswer
+    client: Client
+    served: Served
+
+    def lost(self, worker_id: str, incarnation: str) -> bool:
+        return self.generation.lost(worker_id, incarnation)
 
 
 class StreamedAnswer:

@@ -4,12 +4,17 @@ A try starts from the prompt and whatever the client already has: sampling is a 
 (logits, seed, position), so a second try goes on with the very tokens that the first would have
 produced, and finds most of their KV in the store.
 
+Triton never ends the answer stream of a worker process that was killed: the thread that reads it
+waits for ever. So when the directory says that a worker is gone, `lost` takes the request away
+from that thread, and another one runs it on.
+
 Not here: parsing and answering (front_door.py), the choice of workers (conductor/).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,7 +30,7 @@ from backends.text_stream import Emission, TextStream, merge
 from backends.token_bytes import CONTEXT_TOKENS
 from backends.tokenizer import Tokenizer
 from backends.worker_protocol import DecodeRequest, DecodeUpdate, PrefillReply, PrefillRequest
-from conductor.messages import Reject, Request, Route
+from conductor.messages import Reject, Request, Route, WorkerRef
 from mooncake_store.block_keys import block_keys, chain_seed
 
 log = logging.getLogger(__name__)
@@ -42,6 +47,19 @@ class Message:
     decision: dict[str, object] | None = None
 
 
+@dataclass(slots=True)
+class Try:
+    """One attempt at the rest of a request, by one pair of workers."""
+
+    request_id: str  # its own: what a lost worker still does must not touch the next try
+    worker_id: str = ""  # who is at it now
+    incarnation: str = ""  # which life of it: the routed one, until the worker itself tells
+
+
+class Superseded(Exception):
+    """Another thread runs this request on; this one must not touch it any more."""
+
+
 class Generation:
     """Runs one request; `send` is called with each Message, in order."""
 
@@ -53,6 +71,7 @@ class Generation:
         call: worker_calls.Call,
         tokenizer: Tokenizer,
         send: Callable[[Message], None],
+        attempts_max: int,
     ) -> None:
         self._request = request
         self._live = live
@@ -60,37 +79,64 @@ class Generation:
         self._call = call
         self._tokenizer = tokenizer
         self._send = send
-        self._id = live.request_id
+        self._attempts_max = attempts_max
+        self._tries = 0
+        self._lock = threading.Lock()
+        self._try: Try | None = None
         self._started_s = time.monotonic()
         self._released: list[int] = []  # tokens the client has
         self._cached_tokens = 0  # of the first prefill: what the client is told
         self._failed: set[tuple[str, str]] = set()
-        self._pinned_out: frozenset[tuple[str, str]] = frozenset()
+        self._pinned_out = cluster.excluded_by_pins(request.prefill_worker, request.decode_worker)
         self.ttft_s: float | None = None
 
-    def run(self, served: Served, attempts_max: int) -> None:
-        """Until the answer is complete; raises ServingError when no try succeeded."""
-        self._pinned_out = self._cluster.excluded_by_pins(
-            self._request.prefill_worker, self._request.decode_worker
-        )
-        for attempt in range(1, attempts_max + 1):
-            # Its own id: what a lost worker still does for one try must not touch the next.
-            self._id = self._live.worker_request_id = f"{self._live.request_id}-{attempt}"
+    def run(self, served: Served) -> bool:
+        """Until the answer is complete; raises ServingError when no try succeeded.
+
+        False: the request was taken away from this thread (`lost`).
+        """
+        while True:
+            self._tries += 1
+            mine = Try(f"{self._live.request_id}-{self._tries}")
+            self._live.worker_request_id = mine.request_id
+            with self._lock:
+                self._try = mine
             try:
-                self._attempt(served)
-                return
+                self._attempt(served, mine)
+                return True
+            except Superseded:
+                return False
             except (WorkerUnavailable, KvMissing) as error:
+                if self._try is not mine:
+                    return False
                 self._live.check()
-                log.warning("request %s: %s", self._id, error)
-                if attempt == attempts_max:
+                log.warning("request %s: %s", mine.request_id, error)
+                if self._tries >= self._attempts_max:
                     raise
             finally:
-                self._cluster.finished(self._id)
+                self._cluster.finished(mine.request_id)
 
-    def _attempt(self, served: Served) -> None:
+    def lost(self, worker_id: str, incarnation: str) -> bool:
+        """A worker process is gone. True: it was at this request, and `run` must be called again.
+
+        While a config.pbtxt reloads, another process than the routed one may be at work. Then a
+        request is taken from a healthy worker, which costs time and nothing else.
+        """
+        with self._lock:
+            current = self._try
+            if current is None or (current.worker_id, current.incarnation) != (
+                worker_id, incarnation
+            ):  # fmt: skip
+                return False
+            self._try = None
+            self._failed.add((worker_id, incarnation))
+            self._cluster.finished(current.request_id)
+            return True
+
+    def _attempt(self, served: Served, mine: Try) -> None:
         token_ids = np.concatenate([self._request.prompt_ids, np.array(self._released, np.int32)])
-        route = self._decide(served, token_ids)
-        first, reply = self._prefill(route, token_ids)
+        route = self._decide(served, token_ids, mine)
+        first, reply = self._prefill(route, token_ids, mine)
         if not self._released:
             self._cached_tokens = reply.cached_tokens
         sampling = self._request.sampling
@@ -102,16 +148,16 @@ class Generation:
         reason = self._finish_reason(first, emission.is_stopped)
         if reason:
             emission = merge([emission, text.finish()])
-        self._emit(emission, reason, self._explain(route, reply))
+        self._emit(mine, emission, reason, self._explain(route, reply))
         if not reason:
-            self._decode(route, reply, np.append(token_ids, np.int32(first)))
+            self._decode(route, reply, np.append(token_ids, np.int32(first)), mine)
 
-    def _decide(self, served: Served, token_ids: np.ndarray) -> Route:
+    def _decide(self, served: Served, token_ids: np.ndarray, mine: Try) -> Route:
         request = self._request
         seed = chain_seed(served.fingerprint, cache_salt=request.cache_salt)
         decision = self._cluster.decide(
             Request(
-                request_id=self._id,
+                request_id=mine.request_id,
                 prompt_tokens=len(token_ids),
                 block_keys=block_keys(token_ids, served.block_tokens, seed),
                 output_tokens_max=request.sampling.max_tokens - len(self._released),
@@ -125,11 +171,12 @@ class Generation:
         self._live.worker_ids = (decision.prefill.worker_id, decision.decode.worker_id)
         return decision
 
-    def _prefill(self, route: Route, token_ids: np.ndarray) -> tuple[int, PrefillReply]:
+    def _prefill(self, route: Route, token_ids: np.ndarray, mine: Try) -> tuple[int, PrefillReply]:
         request = self._request
         self._live.check()
+        self._now_at(mine, route.prefill)
         call = PrefillRequest(
-            request_id=self._id,
+            request_id=mine.request_id,
             prompt_tokens=len(request.prompt_ids),
             sampling=request.sampling,
             cache_salt=request.cache_salt,
@@ -145,13 +192,14 @@ class Generation:
             self._worker_failed(route.prefill.worker_id, route.prefill.incarnation)
             raise
         self._live.check()
-        self._cluster.prefill_finished(self._id, reply.cached_tokens, reply.compute_s)
+        self._cluster.prefill_finished(mine.request_id, reply.cached_tokens, reply.compute_s)
         return first, reply
 
-    def _decode(self, route: Route, reply: PrefillReply, token_ids: np.ndarray) -> None:
+    def _decode(self, route: Route, reply: PrefillReply, token_ids: np.ndarray, mine: Try) -> None:
         request = self._request
+        self._now_at(mine, route.decode)
         call = DecodeRequest(
-            request_id=self._id,
+            request_id=mine.request_id,
             prompt_tokens=len(request.prompt_ids),
             sampling=request.sampling,
             cache_salt=request.cache_salt,
@@ -163,21 +211,33 @@ class Generation:
                 self._call, route.decode.worker_id, call, token_ids
             ):
                 self._live.check()
+                mine.incarnation = update.incarnation
                 extra = decode_facts(update) if update.finish_reason else None
-                self._emit(emission_of(ids, update), update.finish_reason, extra)
+                self._emit(mine, emission_of(ids, update), update.finish_reason, extra)
         except WorkerUnavailable:
             self._worker_failed(route.decode.worker_id, route.decode.incarnation)
             raise
 
+    def _now_at(self, mine: Try, worker: WorkerRef) -> None:
+        with self._lock:
+            if self._try is not mine:
+                raise Superseded
+            mine.worker_id, mine.incarnation = worker.worker_id, worker.incarnation
+
     def _emit(
-        self, emission: Emission, finish_reason: str, decision: dict[str, object] | None
+        self, mine: Try, emission: Emission, finish_reason: str, decision: dict[str, object] | None
     ) -> None:
-        self._released += emission.token_ids
-        if self.ttft_s is None:
-            self.ttft_s = time.monotonic() - self._started_s
-        if emission.token_ids or emission.text or finish_reason:
-            new_tokens = len(emission.token_ids)
-            self._send(Message(emission, new_tokens, finish_reason, self._cached_tokens, decision))
+        with self._lock:
+            if self._try is not mine:
+                raise Superseded
+            self._released += emission.token_ids
+            if self.ttft_s is None:
+                self.ttft_s = time.monotonic() - self._started_s
+            if emission.token_ids or emission.text or finish_reason:
+                new_tokens = len(emission.token_ids)
+                self._send(
+                    Message(emission, new_tokens, finish_reason, self._cached_tokens, decision)
+                )
 
     def _finish_reason(self, token_id: int, is_stopped: bool) -> str:
         sampling = self._request.sampling

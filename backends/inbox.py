@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from backends.worker_protocol import LayersReady, Stop, decode_inbox, encode
+from backends.worker_protocol import Letter, decode_inbox, encode
 
 log = logging.getLogger(__name__)
 LETTERS_MAX = 10_000  # queued per peer; more are dropped
@@ -25,7 +25,7 @@ POLL_MS = 200
 class Inbox:
     """Receives letters in a thread of its own and hands each to `on_letter`."""
 
-    def __init__(self, address: str, on_letter: Callable[[LayersReady | Stop], None]) -> None:
+    def __init__(self, address: str, on_letter: Callable[[Letter], None]) -> None:
         self.address = address
         self._on_letter = on_letter
         self._socket = zmq.Context.instance().socket(zmq.PULL)
@@ -61,7 +61,7 @@ class Outbox:
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._lock = threading.Lock()
 
-    def send(self, address: str, letter: LayersReady | Stop) -> None:
+    def send(self, address: str, letter: Letter) -> None:
         data = encode(letter)
         with self._lock:
             socket = self._sockets.get(address)

@@ -25,8 +25,10 @@ from types import FrameType
 import psutil
 
 from backends import environment, staging
+from backends.mirror import RepositoryMirror
 from backends.processes import Child
 from backends.repository import ModelState, RepositoryWatch
+from backends.stub_watch import StubWatch
 
 SHM = Path("/dev/shm")
 SHM_PREFIX = "mooncake-"
@@ -65,6 +67,10 @@ class Launcher:
         self.log_dir = self.state_dir / f"logs-{options.http_port}"
         # Socket paths are limited to 107 bytes, so they do not lie under state_dir.
         self.socket_dir = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
+        self.mirror = RepositoryMirror(
+            options.model_repository, self.state_dir / f"repository-{options.http_port}"
+        )
+        self._stubs: StubWatch | None = None
         self.directory_address = f"ipc://{self.socket_dir}/directory"
         self.events_address = f"ipc://{self.socket_dir}/events"
 
@@ -94,11 +100,13 @@ class Launcher:
         for node in nodes:
             node.wait_for_line("ready", 60.0)
         staged = staging.stage(triton, self.state_dir / f"backends-{options.http_port}")
-        self._child("triton", self._triton_command(triton, staged), env)
+        self.mirror.sync(is_first=True)
+        child = self._child("triton", self._triton_command(triton, staged), env)
+        self._stubs = StubWatch(child.pid)
 
     def wait_ready(self) -> list[ModelState]:
         """Until every model of the repository serves; raises with what the models said if not."""
-        watch = RepositoryWatch(self.options.model_repository, self.http_url, self.triton_log)
+        watch = RepositoryWatch(self.mirror.target, self.http_url, self.triton_log)
         give_up_s = time.monotonic() + self.options.ready_s_max
         refusals: dict[str, None] = {}  # in order, each once: Triton tries again and again
         while True:
@@ -119,6 +127,19 @@ class Launcher:
                     f"{waiting or 'Triton'}; see {self.triton_log}"
                 )
             time.sleep(0.1)
+
+    def tend(self) -> list[str]:
+        """Call it often while serving: carries edits over, restarts workers whose process died.
+
+        Returns the models that are being restarted.
+        """
+        self.check_children()
+        assert self._stubs is not None, "tend() before start()"
+        died = self._stubs.died({path.name for path in self.mirror.target.iterdir()})
+        for model in died:
+            self.mirror.revive(model)
+        self.mirror.sync()
+        return died
 
     def check_children(self) -> None:
         for child in self.children:
@@ -176,13 +197,14 @@ class Launcher:
         env["MOONCAKE_EVENTS"] = self.events_address
         env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
         env["MOONCAKE_STATE"] = str(self.state_dir)
+        env["MOONCAKE_REPOSITORY"] = str(self.mirror.source)
         return env
 
     def _triton_command(self, triton: environment.TritonInstall, staged: Path) -> list[str]:
         options = self.options
         return [
             str(triton.server),
-            f"--model-repository={options.model_repository.resolve()}",
+            f"--model-repository={self.mirror.target}",
             f"--backend-directory={staged}",
             f"--http-address={options.address}", f"--http-port={options.http_port}",
             f"--grpc-address={options.address}", f"--grpc-port={options.grpc_port}",

@@ -18,6 +18,12 @@ class Watched(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
+class RunningRequest(Protocol):
+    """What the front needs of a request when a worker is lost (front_door.Running)."""
+
+    def lost(self, worker_id: str, incarnation: str) -> bool: ...
+
+
 class LiveRequest:
     """One request between arrival and answer."""
 
@@ -27,6 +33,7 @@ class LiveRequest:
         self.client = client
         self.is_cancelled = False
         self.worker_ids: tuple[str, ...] = ()  # who must be told to stop
+        self.run: RunningRequest | None = None  # once it is understood
 
     def check(self) -> None:
         if self.is_cancelled:
@@ -48,6 +55,10 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._live)
 
+    def all(self) -> list[LiveRequest]:
+        with self._lock:
+            return list(self._live.values())
+
     def add(self, request: LiveRequest) -> None:
         with self._lock:
             self._live[request.request_id] = request
@@ -62,9 +73,7 @@ class LiveRequests:
 
     def _watch(self) -> None:
         while not self._is_closing.wait(self._poll_s):
-            with self._lock:
-                live = list(self._live.values())
-            for request in live:
+            for request in self.all():
                 if not request.is_cancelled and request.client.is_cancelled():
                     request.is_cancelled = True
                 # Told again at every turn: the first letter may have come before the request.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +32,14 @@ from backends.prefix_claims import PrefixClaims
 from backends.prefix_loading import PrefixLoading
 from backends.worker import Worker
 from backends.worker_config import PrefillConfig
-from backends.worker_protocol import BlockRef, LayersReady, PrefillReply, PrefillRequest, Stop
+from backends.worker_protocol import (
+    BlockRef,
+    CopyBlocks,
+    Letter,
+    PrefillReply,
+    PrefillRequest,
+    Stop,
+)
 from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import blocks_touched
@@ -179,9 +187,18 @@ class PrefillWorker:
         self._writer.close()
         self.worker.leave()
 
-    def _on_letter(self, letter: LayersReady | Stop) -> None:
+    def _on_letter(self, letter: Letter) -> None:
         if isinstance(letter, Stop):
             self.stop(letter.request_id)
+        elif isinstance(letter, CopyBlocks) and not self._is_closing:
+            self._loaders.submit(self._copy, letter)
+
+    def _copy(self, letter: CopyBlocks) -> None:
+        try:
+            arrived = self._prefixes.copy(letter.keys, f"copy-{uuid.uuid4().hex}")
+            log.info("copied blocks=%d of %d: %s", arrived, len(letter.keys), letter.reason)
+        except StoreError as error:
+            log.warning("a hot prefix was not copied: %s", error)
 
     # -- the prefix comes in
 

@@ -65,6 +65,16 @@ class PrefixLoading:
         arrived = self._loader.load_copies(own, pages)
         return LoadedPrefix(own[:arrived], fetched)
 
+    def copy(self, keys: Sequence[bytes], owner: str) -> int:
+        """Bring consecutive blocks to the own node for later requests; how many are there."""
+        copies = self._store.lookup(keys, owner, self._lease_s)
+        places = [places[0] for places in copies]
+        arrived = self._store.fetch(
+            keys[: len(places)], places, owner, self._lease_s, self._deadline_s
+        )
+        self._store.release(owner)
+        return arrived
+
     def _on_own_node(self, found: Sequence[tuple[Copy, ...]]) -> list[Copy]:
         own = []
         for copies in found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -54,15 +55,21 @@ def start_logging() -> None:
 def parameters(args: Mapping[str, str]) -> tuple[str, dict[str, str], int]:
     """(model name, `parameters` of its config.pbtxt, number of instances)."""
     config = json.loads(args["model_config"])
-    raw = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+    # Names with a leading underscore are the launcher's own (mirror.py).
+    raw = {
+        key: value["string_value"]
+        for key, value in config.get("parameters", {}).items()
+        if not key.startswith("_")
+    }
     count = sum(int(group.get("count", 1)) for group in config.get("instance_group", [])) or 1
     return args["model_name"], raw, count
 
 
 def repository_of(args: Mapping[str, str]) -> str:
-    """The model repository (the folder above the model's own)."""
+    """The operator's model repository; under the launcher Triton itself polls a mirror of it."""
     path = Path(args["model_repository"])
-    return str(path.parent if path.name == args["model_name"] else path)
+    polled = path.parent if path.name == args["model_name"] else path
+    return os.environ.get("MOONCAKE_REPOSITORY", str(polled))
 
 
 def load_error(error: Exception) -> Exception:

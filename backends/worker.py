@@ -14,14 +14,13 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from backends import machine_profile
 from backends.engine.interface import Engine
 from backends.errors import ConfigError
 from backends.inbox import Inbox, Outbox
 from backends.worker_config import WorkerConfig, checkpoint_folder
-from backends.worker_protocol import LayersReady, Stop
+from backends.worker_protocol import Letter
 from mooncake_store import layout as kv_layout
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import StoreError
@@ -30,10 +29,6 @@ from mooncake_store.store import Store
 
 log = logging.getLogger(__name__)
 REPORT_S = 0.5
-
-
-class Letters(Protocol):
-    def __call__(self, letter: LayersReady | Stop) -> None: ...
 
 
 def make_engine(config: WorkerConfig, folder: Path) -> Engine:
@@ -57,7 +52,7 @@ class Worker:
         config: WorkerConfig,
         repository: str,
         slots_max: int,
-        on_letter: Letters,
+        on_letter: Callable[[Letter], None],
         make_report: Callable[[], WorkerReport],
     ) -> None:
         self.worker_id = worker_id

@@ -3,7 +3,7 @@
 Two channels. *Calls* are requests to the models `prefill_*` and `decode_*` (BLS inside one Triton,
 gRPC from elsewhere): token ids travel as a tensor, the rest as one MessagePack string. The *inbox*
 is a ZeroMQ socket of each worker for what must reach one very process rather than "whoever serves
-that model now": stop a request, and hand-over progress from prefill to decode.
+that model now": stop a request, hand-over progress from prefill to decode, copy a hot prefix.
 Not here: the store's protocol (mooncake_store/protocol.py).
 """
 
@@ -70,6 +70,7 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
 class DecodeUpdate(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):
     """One message of the answer stream; the tokens travel beside it as a tensor."""
 
+    incarnation: str  # of the process that is at work
     text: str
     context_ids: list[int]
     cut_bytes: int
@@ -100,8 +101,15 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     reason: str
 
 
-InboxMessage = LayersReady | Stop
-_decode_inbox = msgspec.msgpack.Decoder(InboxMessage)
+class CopyBlocks(msgspec.Struct, frozen=True, tag="copy"):
+    """Bring a hot prefix to your node (conductor -> a prefill worker of that node)."""
+
+    keys: list[bytes]  # consecutive blocks of one prefix
+    reason: str
+
+
+Letter = LayersReady | Stop | CopyBlocks
+_decode_inbox = msgspec.msgpack.Decoder(Letter)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -109,6 +117,6 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encode(message)
 
 
-def decode_inbox(data: bytes) -> LayersReady | Stop:
+def decode_inbox(data: bytes) -> Letter:
     """Raises msgspec.DecodeError on anything else."""
     return _decode_inbox.decode(data)

@@ -8,6 +8,7 @@ import os
 from backends import front_metrics, triton_io
 from backends.cluster_view import ClusterView
 from backends.front_door import FrontDoor
+from backends.inbox import Outbox
 from backends.tokenizer import Tokenizer
 from backends.worker_config import FrontConfig, checkpoint_folder, read_configs
 from conductor.config import ConductorConfig
@@ -21,12 +22,16 @@ class TritonPythonModel:
             config, deciding = read_configs((FrontConfig, ConductorConfig), model, raw, count)
             folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
             tokenizer = Tokenizer.load(folder)
+            self.outbox = Outbox()
             self.cluster = ClusterView(
-                deciding, os.environ["MOONCAKE_DIRECTORY"], os.environ["MOONCAKE_EVENTS"]
+                deciding,
+                os.environ["MOONCAKE_DIRECTORY"],
+                os.environ["MOONCAKE_EVENTS"],
+                self.outbox,
             )
         except Exception as error:  # edge: the reason goes to the operator, without a traceback
             raise triton_io.load_error(error) from None
-        self.front = FrontDoor(config, tokenizer, self.cluster, triton_io.call_model)
+        self.front = FrontDoor(config, tokenizer, self.cluster, triton_io.call_model, self.outbox)
         self.metrics = triton_io.MetricsLoop(model, front_metrics.front, self.front)
 
     def execute(self, requests):
@@ -44,3 +49,4 @@ class TritonPythonModel:
         self.front.close(timeout_s=30.0)
         self.metrics.close()
         self.cluster.close()
+        self.outbox.close()

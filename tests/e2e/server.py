@@ -235,7 +235,7 @@ def leftovers(server: Server) -> list[str]:
             arguments = (folder / "cmdline").read_bytes().decode(errors="replace")
         except OSError:
             continue
-        if prefix in arguments or str(server.repository) in arguments:
+        if prefix in arguments or f"repository-{server.addresses.http.split(':')[1]}" in arguments:
             mine.append(f"{folder.name}: {arguments[:120]}")
     return files + mine
 

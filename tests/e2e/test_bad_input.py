@@ -90,7 +90,7 @@ def stubs_of(server: Server) -> dict[str, psutil.Process]:
     """The process of each model, by the model's name."""
     found = {}
     for process in psutil.Process(server.process.pid).children(recursive=True):
-        arguments = process.cmdline()
+        arguments = [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
         if len(arguments) > 1 and "triton_python_backend_stub" in arguments[0]:
             found[Path(arguments[1]).parents[1].name] = process
     return found

@@ -135,3 +135,14 @@ def test_tenants_share_no_kv(demo: Server, prompt: list[int]) -> None:
     assert cached("a") == 0
     assert cached("b") == 0
     assert cached("a") == 16 * B
+
+
+def test_a_hot_prefix_is_copied_to_the_other_node_without_a_request_there(
+    demo: Server, prompt: list[int]
+) -> None:
+    with ThreadPoolExecutor(8) as pool:  # 160 hits fading over a minute: two a second
+        list(
+            pool.map(lambda _: ask(demo, prompt, "prefill_0", "decode_0", max_tokens=1), range(160))
+        )
+    wait_until(lambda: {"s0", "s1"} in holders(demo, prompt), "a hot block to be copied to s1")
+    wait_until(demo.is_idle, "pages, slots and leases to be free")

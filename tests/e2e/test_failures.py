@@ -1,0 +1,71 @@
+"""A worker process that is killed costs nobody their answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.server import Answer, Server, running, take, wait_until
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
+    yield from running(tmp_path_factory.mktemp("failures"), state_dir, {})
+
+
+def stub_of(server: Server, model: str) -> psutil.Process:
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        if not is_zombie and f"/{model}/1/model.py" in " ".join(process.cmdline()):
+            return process
+    raise AssertionError(f"{model} has no process")
+
+
+def ask(server: Server, prompt: list[int], tokens: int) -> Answer:
+    return server.ask(input_ids=prompt, max_tokens=tokens, end_id=-1, return_decision=True)
+
+
+def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(server: Server) -> None:
+    prompt = [30 + 7 * n % 1900 for n in range(150)]
+    alone = ask(server, prompt, 300)
+    stream = server.stream(
+        input_ids=prompt, max_tokens=300, end_id=-1, return_decision=True, stream=True,
+        temperature=0.0,
+    )  # fmt: skip
+    answer = Answer()
+    for _ in range(40):
+        take(answer, stream.next())
+    stub_of(server, answer.decision["decode"]).kill()
+    rest = stream.all()
+    assert not rest.error, rest.error
+    assert answer.output_ids + rest.output_ids == alone.output_ids
+    assert answer.text + rest.text == alone.text
+
+
+def test_requests_are_answered_when_a_prefill_worker_is_killed(server: Server) -> None:
+    prompts = [[50 + (n * 31 + i * i) % 1900 for i in range(1500)] for n in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        pending = [pool.submit(ask, server, prompt, 8) for prompt in prompts]
+        wait_until(lambda: server.metric("mooncake_queue_tokens"), "prefill to be at work")
+        stub_of(server, "prefill_0").kill()
+        answers = [future.result() for future in pending]
+    assert not [answer.error for answer in answers if answer.error]
+    assert [len(answer.output_ids) for answer in answers] == [8] * 8
+
+
+def test_killed_workers_are_started_again_by_the_launcher(server: Server) -> None:
+    def is_back(worker: str) -> bool:
+        role = worker.split("_")[0]
+        answer = server.ask(
+            input_ids=[40, 41, 42], max_tokens=2, end_id=-1, return_decision=True,
+            parameters={f"{role}_worker": worker},
+        )  # fmt: skip
+        return not answer.error and answer.decision[role] == worker
+
+    for worker in ("prefill_0", "decode_0", "decode_1"):
+        wait_until(lambda w=worker: is_back(w), f"{worker} to serve again", 60.0)
+    wait_until(server.is_idle, "pages, slots and leases to be free")
