@@ -27,6 +27,7 @@ from backends.engine.sampling import sample
 from backends.errors import Cancelled, KvMissing, Overloaded, RequestInvalid, WorkerUnavailable
 from backends.kv_loader import KvLoader
 from backends.kv_writer import KvWriter
+from backends.ordered_sender import OrderedSender
 from backends.page_guard import PageGuard
 from backends.tokenizer import Tokenizer
 from backends.worker import Worker
@@ -62,9 +63,9 @@ class DecodeWorker:
         self._loader = KvLoader(store, layout, pool, config.transfer_s_max)
         self._pages = PageGuard(self._engine.pages, self._loader.pending_pages)
         self._writer = KvWriter(store, layout, pool, self.worker.outbox, config.lease_s)
-        # One thread each: letters and the request that they belong to stay in order.
+        # One thread: letters and the request that they belong to stay in order.
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="kv-loader")
-        self._sending = ThreadPoolExecutor(1, thread_name_prefix="sender")
+        self._sender = OrderedSender(2 * config.slots + 8)
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -88,6 +89,8 @@ class DecodeWorker:
                 raise WorkerUnavailable(f"{self.worker.worker_id} is shutting down")
             if request.request_id in self._jobs:
                 raise RequestInvalid(f"request id {request.request_id} is being served already")
+            if self._arrivals.is_refused(request.request_id):
+                raise Cancelled("it was stopped before it came")
             if not self._arrivals.has(request.request_id) and not self._reserve(
                 request.request_id, tokens_max
             ):
@@ -145,7 +148,9 @@ class DecodeWorker:
         self._thread.join(timeout=5.0)
         self._loading.shutdown(wait=True, cancel_futures=True)
         self._writer.close()
-        self._sending.shutdown(wait=True)
+        while self._sender.pending_requests and time.monotonic() < give_up_s:
+            time.sleep(0.02)
+        self._sender.close(is_waiting=False)
         self.worker.leave()
 
     def _reserve(self, request_id: str, tokens_max: int) -> bool:
@@ -261,7 +266,8 @@ class DecodeWorker:
             self._pages.release(pages)
         for job in [j for j in self._jobs.values() if j.is_stopped and not j.is_loading]:
             self._arrivals.discard(job.request_id)
-            self._end(job, error=Cancelled("stopped"))
+            job.finish_reason = "cancelled"
+            self._end(job)
 
     def _step(self, jobs: Sequence[DecodeJob]) -> None:
         started_s = time.monotonic()
@@ -285,7 +291,7 @@ class DecodeWorker:
             if job.finish_reason:
                 self._end(job)
             elif job.has_message:
-                self._sending.submit(job.send, job.take_message())
+                self._send(job)
 
     def _end(self, job: DecodeJob, error: Exception | None = None) -> None:
         """Free everything of a job, then answer; the writer's work on its pages comes first."""
@@ -296,9 +302,13 @@ class DecodeWorker:
             self._lock.notify_all()
         self._writer.then(lambda: self._freed(job, pages))
         if error is None:
-            self._sending.submit(job.send, job.take_message())
+            self._send(job)
         else:
-            self._sending.submit(job.client.fail, error)
+            self._sender.send(job.request_id, lambda: job.client.fail(error))
+
+    def _send(self, job: DecodeJob) -> None:
+        message = job.take_message()
+        self._sender.send(job.request_id, lambda: job.send(message))
 
     def _freed(self, job: DecodeJob, pages: list[int]) -> None:
         self.worker.owners.release(job.request_id)

@@ -12,8 +12,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,6 +63,7 @@ class FrontDoor:
         self._outbox = outbox
         self.live = LiveRequests(config.cancel_poll_s, self._tell_workers_to_stop)
         self._pool = ThreadPoolExecutor(config.requests_max, thread_name_prefix="request")
+        self._running: set[Future[None]] = set()
         self.counts: dict[str, int] = {}
         cluster.on_worker_down = self._worker_down
 
@@ -76,13 +77,18 @@ class FrontDoor:
             return
         live = LiveRequest(uuid.uuid4().hex, client)
         self.live.add(live)
-        self._pool.submit(self._run, live, inputs, parameters, client)
+        self._start(self._run, live, inputs, parameters, client)
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        """In a thread of the pool; `close` waits for it."""
+        future = self._pool.submit(work, *arguments)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
 
     def close(self, timeout_s: float) -> None:
-        """Let running requests end; whatever still runs after `timeout_s` is told to stop."""
-        give_up_s = time.monotonic() + timeout_s
-        while len(self.live) and time.monotonic() < give_up_s:
-            time.sleep(0.02)
+        """Let every thread come to its end (at most `timeout_s`): clients get their answers, and
+        no worker is left sending to a process that is gone."""
+        wait(list(self._running), timeout=timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.live.close()
 
@@ -127,9 +133,11 @@ class FrontDoor:
     def _worker_down(self, worker_id: str, incarnation: str) -> None:
         """Take requests away from threads that wait for a worker that is gone."""
         for live in self.live.all():
+            stale_id = live.worker_request_id
             if live.run is not None and live.run.lost(worker_id, incarnation):
                 log.warning("%s is gone, request %s goes on", worker_id, live.request_id)
-                self._pool.submit(self._drive, live)
+                self._stop(stale_id, live.worker_ids, "it goes on elsewhere")
+                self._start(self._drive, live)
 
     @contextlib.contextmanager
     def _ending(self, live: LiveRequest, client: Client) -> Iterator[None]:
@@ -159,9 +167,12 @@ class FrontDoor:
         return served
 
     def _tell_workers_to_stop(self, live: LiveRequest) -> None:
-        for worker_id in live.worker_ids:
+        self._stop(live.worker_request_id, live.worker_ids, "the client went away")
+
+    def _stop(self, worker_request_id: str, worker_ids: Sequence[str], reason: str) -> None:
+        for worker_id in worker_ids:
             for inbox in self.cluster.inboxes(worker_id):
-                self._outbox.send(inbox, Stop(live.worker_request_id, "the client went away"))
+                self._outbox.send(inbox, Stop(worker_request_id, reason))
 
 
 class Answered(Exception):

@@ -13,6 +13,7 @@ Not here: parsing and answering (front_door.py), the choice of workers (conducto
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -207,13 +208,13 @@ class Generation:
             stream_interval=request.stream_interval if request.is_stream else 0,
         )
         try:
-            for ids, update in worker_calls.decode(
-                self._call, route.decode.worker_id, call, token_ids
-            ):
-                self._live.check()
-                mine.incarnation = update.incarnation
-                extra = decode_facts(update) if update.finish_reason else None
-                self._emit(mine, emission_of(ids, update), update.finish_reason, extra)
+            messages = worker_calls.decode(self._call, route.decode.worker_id, call, token_ids)
+            with contextlib.closing(messages):  # reads to the end whatever happens
+                for ids, update in messages:
+                    self._live.check()
+                    mine.incarnation = update.incarnation
+                    extra = decode_facts(update) if update.finish_reason else None
+                    self._emit(mine, emission_of(ids, update), update.finish_reason, extra)
         except WorkerUnavailable:
             self._worker_failed(route.decode.worker_id, route.decode.incarnation)
             raise

@@ -112,6 +112,7 @@ class Launcher:
         while True:
             self.check_children()
             states = watch.states()
+            self._check_services()
             refusals |= {f"{load.model}: {load.reason}": None
                          for load in watch.news() if load.reason}  # fmt: skip
             if refusals and states:  # Triton answers only after it tried every model once
@@ -127,6 +128,12 @@ class Launcher:
                     f"{waiting or 'Triton'}; see {self.triton_log}"
                 )
             time.sleep(0.1)
+
+    def _check_services(self) -> None:
+        """Triton goes on without a service whose port was taken after our own check."""
+        for line in self.triton_log.read_text(errors="replace").splitlines():
+            if "failed to start" in line and "service" in line:
+                raise environment.EnvironmentProblem(line.partition('] "')[2].rstrip('" '))
 
     def tend(self) -> list[str]:
         """Call it often while serving: carries edits over, restarts workers whose process died.

@@ -36,6 +36,7 @@ from backends.worker_protocol import (
     REQUEST_STOP,
     DecodeUpdate,
     PrefillReply,
+    WorkerFailure,
     encode,
 )
 
@@ -169,6 +170,10 @@ class WorkerReply(Reply):
         body = _text(encode(update))
         self.send({REPLY_IDS: ids, REPLY_BODY: body}, is_final=bool(update.finish_reason))
 
+    def fail(self, error: Exception) -> None:
+        body = _text(encode(WorkerFailure(error_message(error))))
+        self.send({REPLY_IDS: np.zeros(0, np.int32), REPLY_BODY: body}, is_final=True)
+
 
 def _text(data: bytes) -> np.ndarray:
     return np.array([data], dtype=np.object_)
@@ -191,10 +196,15 @@ def triton_error(error: Exception) -> Any:
         Overloaded: pb.TritonError.UNAVAILABLE,
         WorkerUnavailable: pb.TritonError.UNAVAILABLE,
     }
+    return pb.TritonError(error_message(error), codes.get(type(error), pb.TritonError.INTERNAL))
+
+
+def error_message(error: Exception) -> str:
+    """What the other side reads; an error that is none of ours is logged with its traceback."""
     if isinstance(error, ServingError):
-        return pb.TritonError(error.wire_message(), codes.get(type(error), pb.TritonError.INTERNAL))
+        return error.wire_message()
     log.error("internal error", exc_info=error)
-    return pb.TritonError(f"internal_error: {type(error).__name__}: {error}")
+    return f"internal_error: {type(error).__name__}: {error}"
 
 
 def call_model(
@@ -210,14 +220,33 @@ def call_model(
         model_name=model, inputs=tensors, requested_output_names=outputs, request_id=request_id
     )
     try:
-        for response in call.exec(decoupled=True):
+        responses = iter(call.exec(decoupled=True))
+    except pb.TritonModelException as error:
+        raise WorkerUnavailable(f"{model}: {error}") from None
+    # `next` by hand: a second `for` over Triton's iterator starts again, and never ends. Nor does
+    # a `next` after an error, which is always the last response.
+    has_more = True
+    try:
+        while has_more:
+            response = next(responses, None)
+            if response is None:
+                has_more = False
+                return
             if response.has_error():
+                has_more = False
                 raise from_wire(response.error().message(), model)
             found = {t.name(): t.as_numpy().reshape(-1) for t in response.output_tensors()}
             if found:
                 yield found
     except pb.TritonModelException as error:
+        has_more = False
         raise WorkerUnavailable(f"{model}: {error}") from None
+    finally:
+        # To the end, also when nobody wants the rest: should this process end while the worker
+        # still sends, Triton (2.51) would never let the worker's send return.
+        while has_more:
+            response = next(responses, None)
+            has_more = response is not None and not response.has_error()
 
 
 class Metrics:

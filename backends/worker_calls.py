@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 import numpy as np
 
-from backends.errors import WorkerUnavailable
+from backends.errors import WorkerUnavailable, from_wire
 from backends.worker_protocol import (
     REPLY_BODY,
     REPLY_IDS,
@@ -21,13 +21,14 @@ from backends.worker_protocol import (
     DecodeUpdate,
     PrefillReply,
     PrefillRequest,
+    WorkerFailure,
     encode,
 )
 
 # (model, inputs, names of outputs, request id) -> one dict of flat arrays per response
 Call = Callable[[str, Mapping[str, np.ndarray], list[str], str], Iterator[dict[str, np.ndarray]]]
-_prefilled = msgspec.msgpack.Decoder(PrefillReply)
-_decoded = msgspec.msgpack.Decoder(DecodeUpdate)
+_prefilled = msgspec.msgpack.Decoder(PrefillReply | WorkerFailure)
+_decoded = msgspec.msgpack.Decoder(DecodeUpdate | WorkerFailure)
 
 
 def as_text(data: bytes | str) -> np.ndarray:
@@ -42,7 +43,10 @@ def prefill(
     inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: as_text(encode(request))}
     reply: tuple[int, PrefillReply] | None = None
     for answer in call(worker_id, inputs, [REPLY_IDS, REPLY_BODY], request.request_id):
-        reply = int(answer[REPLY_IDS][0]), _prefilled.decode(answer[REPLY_BODY][0])
+        body = _prefilled.decode(answer[REPLY_BODY][0])
+        if isinstance(body, WorkerFailure):
+            raise from_wire(body.message, worker_id)
+        reply = int(answer[REPLY_IDS][0]), body
     if reply is None:
         raise WorkerUnavailable(f"{worker_id} ended without an answer")
     return reply
@@ -56,6 +60,8 @@ def decode(
     is_finished = False
     for answer in call(worker_id, inputs, [REPLY_IDS, REPLY_BODY], request.request_id):
         update = _decoded.decode(answer[REPLY_BODY][0])
+        if isinstance(update, WorkerFailure):
+            raise from_wire(update.message, worker_id)
         is_finished = bool(update.finish_reason)
         yield answer[REPLY_IDS], update
     if not is_finished:

@@ -81,6 +81,15 @@ class DecodeUpdate(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=Tru
     read_bytes: dict[str, int] = {}
 
 
+class WorkerFailure(msgspec.Struct, frozen=True, tag="failed"):
+    """Instead of a reply: the request failed; `message` as errors.wire_message writes it.
+
+    Not a Triton error: an error that follows other responses of a BLS call never arrives (2.51).
+    """
+
+    message: str
+
+
 class LayersReady(msgspec.Struct, frozen=True, tag="layers"):
     """Layer `layer` of these blocks is in the store (prefill -> decode inbox).
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 READY_S_MAX = 300.0
 STOP_S_MAX = 45.0
 POLL_S = 0.2
+PORT_MIN, PORT_MAX = 20_000, 32_000
 LOG_LINES_SHOWN = 20
 
 
@@ -76,13 +78,20 @@ def serving(url: str | None, arguments: Sequence[str] = ()) -> Iterator[Addresse
 
 
 def free_addresses() -> Addresses:
-    """Three ports that nobody has now; all are held until all are known, so they differ."""
+    """Three ports that nobody has now; all are held until all are known, so they differ.
+
+    Below the kernel's ephemeral range: there any outgoing connection could take one of them before
+    the server listens.
+    """
+    chance = random.Random()
     with contextlib.ExitStack() as held:
-        ports = []
-        for _ in range(3):
+        ports: list[int] = []
+        while len(ports) < 3:
             listener = held.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            ports.append(listener.getsockname()[1])
+            port = chance.randrange(PORT_MIN, PORT_MAX)
+            with contextlib.suppress(OSError):
+                listener.bind(("127.0.0.1", port))
+                ports.append(port)
     return Addresses(*(f"127.0.0.1:{port}" for port in ports))
 
 
