@@ -1,6 +1,6 @@
 """The front: a request in, messages out. Tokenises, runs a Generation, shapes the answers.
 
-A thread of a bounded pool serves one request, because a call to a worker (BLS) blocks its thread.
+A thread of a bounded pool serves one request, because a call to a worker blocks its thread.
 No decision is made here and no state outlives a request, so a fleet may run many fronts.
 Not here: Triton's API (triton_io.py), retries and workers (generation.py).
 """
@@ -24,11 +24,12 @@ from backends.cluster_view import ClusterView, Served
 from backends.errors import Cancelled, Overloaded
 from backends.front_request import FrontRequest, Limits
 from backends.generation import Generation, Message
+from backends.grpc_calls import GrpcCalls
 from backends.inbox import Outbox
 from backends.live_requests import LiveRequest, LiveRequests
 from backends.text_stream import Emission, merge
 from backends.tokenizer import Tokenizer
-from backends.worker_calls import Call, as_text
+from backends.worker_calls import as_text
 from backends.worker_config import FrontConfig
 from backends.worker_protocol import Stop
 
@@ -53,7 +54,7 @@ class FrontDoor:
         config: FrontConfig,
         tokenizer: Tokenizer,
         cluster: ClusterView,
-        call: Call,
+        call: GrpcCalls,
         outbox: Outbox,
     ) -> None:
         self._config = config
@@ -137,6 +138,7 @@ class FrontDoor:
             if live.run is not None and live.run.lost(worker_id, incarnation):
                 log.warning("%s is gone, request %s goes on", worker_id, live.request_id)
                 self._stop(stale_id, live.worker_ids, "it goes on elsewhere")
+                self._call.cancel(stale_id)  # frees the thread that waits for it
                 self._start(self._drive, live)
 
     @contextlib.contextmanager

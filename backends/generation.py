@@ -4,9 +4,9 @@ A try starts from the prompt and whatever the client already has: sampling is a 
 (logits, seed, position), so a second try goes on with the very tokens that the first would have
 produced, and finds most of their KV in the store.
 
-Triton never ends the answer stream of a worker process that was killed: the thread that reads it
-waits for ever. So when the directory says that a worker is gone, `lost` takes the request away
-from that thread, and another one runs it on.
+Triton never ends the answer stream of a worker process that was killed. So when the directory says
+that a worker is gone, `lost` takes the request away from the thread that reads that stream, and
+another one runs it on.
 
 Not here: parsing and answering (front_door.py), the choice of workers (conductor/).
 """
@@ -209,7 +209,7 @@ class Generation:
         )
         try:
             messages = worker_calls.decode(self._call, route.decode.worker_id, call, token_ids)
-            with contextlib.closing(messages):  # reads to the end whatever happens
+            with contextlib.closing(messages):  # leaving early cancels the call
                 for ids, update in messages:
                     self._live.check()
                     mine.incarnation = update.incarnation

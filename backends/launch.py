@@ -204,6 +204,8 @@ class Launcher:
         env["MOONCAKE_EVENTS"] = self.events_address
         env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
         env["MOONCAKE_STATE"] = str(self.state_dir)
+        host = "127.0.0.1" if self.options.address == "0.0.0.0" else self.options.address
+        env["MOONCAKE_GRPC"] = f"{host}:{self.options.grpc_port}"
         env["MOONCAKE_REPOSITORY"] = str(self.mirror.source)
         return env
 

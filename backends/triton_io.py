@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from backends.errors import (
     RequestInvalid,
     ServingError,
     WorkerUnavailable,
-    from_wire,
 )
 from backends.worker_protocol import (
     REPLY_BODY,
@@ -205,48 +204,6 @@ def error_message(error: Exception) -> str:
         return error.wire_message()
     log.error("internal error", exc_info=error)
     return f"internal_error: {type(error).__name__}: {error}"
-
-
-def call_model(
-    model: str, inputs: Mapping[str, np.ndarray], outputs: list[str], request_id: str
-) -> Iterator[dict[str, np.ndarray]]:
-    """Call another model of this Triton (BLS) and yield its responses as they come.
-
-    Raises WorkerUnavailable when the model is not ready or its process died, and the worker's
-    own error (by the prefix of its message) otherwise.
-    """
-    tensors = [pb.Tensor(name, value.reshape(1, -1)) for name, value in inputs.items()]
-    call = pb.InferenceRequest(
-        model_name=model, inputs=tensors, requested_output_names=outputs, request_id=request_id
-    )
-    try:
-        responses = iter(call.exec(decoupled=True))
-    except pb.TritonModelException as error:
-        raise WorkerUnavailable(f"{model}: {error}") from None
-    # `next` by hand: a second `for` over Triton's iterator starts again, and never ends. Nor does
-    # a `next` after an error, which is always the last response.
-    has_more = True
-    try:
-        while has_more:
-            response = next(responses, None)
-            if response is None:
-                has_more = False
-                return
-            if response.has_error():
-                has_more = False
-                raise from_wire(response.error().message(), model)
-            found = {t.name(): t.as_numpy().reshape(-1) for t in response.output_tensors()}
-            if found:
-                yield found
-    except pb.TritonModelException as error:
-        has_more = False
-        raise WorkerUnavailable(f"{model}: {error}") from None
-    finally:
-        # To the end, also when nobody wants the rest: should this process end while the worker
-        # still sends, Triton (2.51) would never let the worker's send return.
-        while has_more:
-            response = next(responses, None)
-            has_more = response is not None and not response.has_error()
 
 
 class Metrics:

@@ -1,6 +1,6 @@
 """Calling prefill and decode workers: our structs to tensors and back.
 
-The transport below is handed in (`call`): BLS inside one Triton, gRPC to another. Not here: what
+The transport below is handed in (`call`, grpc_calls.py). Not here: what
 to call whom for (front_door.py), what the messages mean (worker_protocol.py).
 """
 

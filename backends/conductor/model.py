@@ -8,6 +8,7 @@ import os
 from backends import front_metrics, triton_io
 from backends.cluster_view import ClusterView
 from backends.front_door import FrontDoor
+from backends.grpc_calls import GrpcCalls
 from backends.inbox import Outbox
 from backends.tokenizer import Tokenizer
 from backends.worker_config import FrontConfig, checkpoint_folder, read_configs
@@ -31,7 +32,8 @@ class TritonPythonModel:
             )
         except Exception as error:  # edge: the reason goes to the operator, without a traceback
             raise triton_io.load_error(error) from None
-        self.front = FrontDoor(config, tokenizer, self.cluster, triton_io.call_model, self.outbox)
+        self.calls = GrpcCalls(os.environ["MOONCAKE_GRPC"])
+        self.front = FrontDoor(config, tokenizer, self.cluster, self.calls, self.outbox)
         self.metrics = triton_io.MetricsLoop(model, front_metrics.front, self.front)
 
     def execute(self, requests):
@@ -50,3 +52,4 @@ class TritonPythonModel:
         self.metrics.close()
         self.cluster.close()
         self.outbox.close()
+        self.calls.close()

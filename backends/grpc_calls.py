@@ -1,0 +1,113 @@
+"""Calls to worker models over Triton's own gRPC endpoint, one stream per request.
+
+Inside one Triton a model may also call another directly (BLS). That was the first choice and is
+faster, but with several streams in several threads Triton 2.51's stub deadlocks or crashes within
+minutes (docs/decisions/0009). gRPC serves workers of this Triton and of others alike, and a call
+whose worker process died can be cancelled from here, while a BLS call waits for ever.
+
+Not here: what is called and why (worker_calls.py, generation.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from backends.errors import WorkerUnavailable, from_wire
+
+CONNECTIONS = 4  # one HTTP/2 connection is served by one thread of Triton
+OPTIONS = [
+    ("grpc.use_local_subchannel_pool", 1),  # or all channels would share one connection
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+]
+FINAL = "triton_final_response"
+
+
+class GrpcCalls:
+    """Calls `(model, inputs, outputs, request id)` as worker_calls.Call wants them."""
+
+    def __init__(self, address: str) -> None:
+        self._channels = [grpc.insecure_channel(address, OPTIONS) for _ in range(CONNECTIONS)]
+        stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._channels]
+        self._stubs = itertools.cycle(stubs)
+        self._running: dict[str, grpc.Call] = {}
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str], request_id: str
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """One dict of flat arrays per response. Raises ServingError; WorkerUnavailable if lost.
+
+        Leaving early cancels the call.
+        """
+        with self._lock:
+            stub = next(self._stubs)
+        call = stub.ModelStreamInfer(iter([_request(model, inputs, outputs, request_id)]))
+        with self._lock:
+            self._running[request_id] = call
+        try:
+            for response in call:
+                if response.error_message:
+                    raise from_wire(response.error_message, model)
+                if response.infer_response.raw_output_contents:
+                    yield _outputs(response.infer_response)
+                if response.infer_response.parameters[FINAL].bool_param:
+                    return
+        except grpc.RpcError as error:
+            raise WorkerUnavailable(f"{model}: {error.code()} {error.details()}") from None
+        finally:
+            call.cancel()
+            with self._lock:
+                if self._running.get(request_id) is call:
+                    del self._running[request_id]
+
+    def cancel(self, request_id: str) -> None:
+        """End this request's call now; who reads it gets WorkerUnavailable."""
+        with self._lock:
+            call = self._running.get(request_id)
+        if call is not None:
+            call.cancel()
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+
+def _request(
+    model: str, inputs: Mapping[str, np.ndarray], outputs: list[str], request_id: str
+) -> service_pb2.ModelInferRequest:
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, value in inputs.items():
+        is_text = value.dtype == np.object_
+        request.inputs.add(
+            name=name, datatype="BYTES" if is_text else "INT32", shape=[1, value.size]
+        )
+        raw = _packed(value) if is_text else np.ascontiguousarray(value, np.int32).tobytes()
+        request.raw_input_contents.append(raw)
+    for name in outputs:
+        request.outputs.add(name=name)
+    return request
+
+
+def _packed(values: np.ndarray) -> bytes:
+    """BYTES elements as KServe wants them: each behind its length."""
+    return b"".join(struct.pack("<I", len(value)) + value for value in values)
+
+
+def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.datatype == "BYTES":
+            (length,) = struct.unpack_from("<I", raw)
+            found[output.name] = np.array([raw[4 : 4 + length]], dtype=np.object_)
+        else:
+            found[output.name] = np.frombuffer(raw, np.int32)
+    return found
