@@ -53,7 +53,13 @@ def serve(
 ) -> None:
     """Start directory, storage nodes and Triton on this machine, until Ctrl-C."""
     from backends.environment import EnvironmentProblem
-    from backends.launch import Launcher, ServeOptions, Stopped, signals_as_exceptions
+    from backends.launch import (
+        Launcher,
+        ServeOptions,
+        Stopped,
+        ignore_signals,
+        signals_as_exceptions,
+    )
     from backends.processes import ChildDied
 
     options = ServeOptions(
@@ -73,6 +79,7 @@ def serve(
             console.print(f"[bold red]cannot serve[/]: {problem}", markup=True, soft_wrap=True)
             status = 1
         finally:
+            ignore_signals()
             launcher.stop()
     sys.exit(status)
 
@@ -100,7 +107,7 @@ def run_until_stopped(launcher: object) -> None:
     watch.news()  # what was logged before we were ready is not news
     while True:
         for model in launcher.tend():
-            console.print(f"[bold yellow]the process of {model} died[/], starting it again")
+            console.print(f"[bold yellow]{model} died, starting it again[/]")
         for load in watch.news():
             if load.reason:
                 console.print(f"[bold yellow]kept the old settings of {load.model}[/]:")

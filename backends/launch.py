@@ -136,17 +136,21 @@ class Launcher:
                 raise environment.EnvironmentProblem(line.partition('] "')[2].rstrip('" '))
 
     def tend(self) -> list[str]:
-        """Call it often while serving: carries edits over, restarts workers whose process died.
+        """Call it often while serving: carries edits over, starts again what died.
 
-        Returns the models that are being restarted.
+        Whatever it is, the others find it again by themselves, and KV stays in nodes that live.
+        Returns what is started again; ChildDied when something does not stay up.
         """
-        self.check_children()
         assert self._stubs is not None, "tend() before start()"
+        restarted = [child for child in self.children if child.restart_if_dead()]
+        for child in restarted:
+            if child.name == "triton":
+                self._stubs = StubWatch(child.pid)
         died = self._stubs.died({path.name for path in self.mirror.target.iterdir()})
         for model in died:
             self.mirror.revive(model)
         self.mirror.sync()
-        return died
+        return [child.name for child in restarted] + died
 
     def check_children(self) -> None:
         for child in self.children:
@@ -237,17 +241,24 @@ def remove_leftovers() -> None:
                 path.unlink()
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def ignore_signals() -> None:
+    """From here on nothing interrupts the clean-up."""
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP raise Stopped, once; later ones are ignored while stopping."""
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        for each in wanted:
-            signal.signal(each, signal.SIG_IGN)
+        ignore_signals()
         raise Stopped(signal.Signals(number).name)
 
-    before = {each: signal.signal(each, stop) for each in wanted}
+    before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
     try:
         yield
     finally:

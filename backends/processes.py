@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0
 
 
 def _die_with_parent() -> None:
@@ -36,11 +37,31 @@ class Child:
     ) -> None:
         self.name = name
         self.log_path = log_path
-        with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                list(command), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                cwd=cwd, env=dict(env), start_new_session=True, preexec_fn=_die_with_parent,
+        self._command, self._cwd, self._env = list(command), cwd, dict(env)
+        log_path.write_bytes(b"")
+        self._restarted_s: list[float] = []
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                cwd=self._cwd, env=self._env, start_new_session=True,
+                preexec_fn=_die_with_parent,
             )  # fmt: skip
+
+    def restart_if_dead(self) -> bool:
+        """Start it again when it ended; ChildDied when it keeps ending."""
+        if self._process.poll() is None:
+            return False
+        now_s = time.monotonic()
+        recent = [each for each in self._restarted_s if now_s - each < RESTARTS_WITHIN_S]
+        if len(recent) >= RESTARTS_MAX:
+            self.check_alive()
+        self._restarted_s = [*recent, now_s]
+        self._kill_group()
+        self._process = self._start()
+        return True
 
     @property
     def pid(self) -> int:
@@ -86,7 +107,10 @@ class Child:
             ended = True
         except subprocess.TimeoutExpired:
             ended = False
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._kill_group()
         self._process.wait()
         return ended
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)

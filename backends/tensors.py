@@ -92,11 +92,12 @@ OUTPUTS = (
 
 # Request parameters (KServe `parameters`) that mean something; others are refused by name.
 PARAMETERS = {
-    "request_priority": "int: higher is served first when the conductor must choose",
+    "request_priority": "int: below 0 is rejected earlier under load",
     "tenant": "string: salts the cache keys, so tenants never share KV",
     "prefill_worker": "string: use this prefill worker (debugging, benchmarks)",
     "decode_worker": "string: use this decode worker (debugging, benchmarks)",
-    "describe": "bool: answer with what is served, as JSON, instead of generating",
+    "describe": "bool: answer with what is served, as JSON, instead of generating; Triton wants "
+    "one input all the same, stream say",
 }
 # Set by Triton's own front ends, not by users.
 TRITON_PARAMETERS = {"triton_enable_empty_final_response", "binary_data_output", "headers"}

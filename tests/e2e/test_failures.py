@@ -1,4 +1,4 @@
-"""A worker process that is killed costs nobody their answer."""
+"""Processes that are killed: requests go on elsewhere, and whatever died is started again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tritonclient.grpc as triton
 
 from tests.e2e.server import Answer, Server, running, take, wait_until
 
@@ -69,3 +70,41 @@ def test_killed_workers_are_started_again_by_the_launcher(server: Server) -> Non
     for worker in ("prefill_0", "decode_0", "decode_1"):
         wait_until(lambda w=worker: is_back(w), f"{worker} to serve again", 60.0)
     wait_until(server.is_idle, "pages, slots and leases to be free")
+
+
+@pytest.mark.parametrize(
+    "name", ["mooncake_store.directory_server", "--node-id s1", "tritonserver"]
+)
+def test_whatever_is_killed_is_started_again_and_serves(server: Server, name: str) -> None:
+    prompt = [60 + 11 * n % 1800 for n in range(200)]
+    expected = ask(server, prompt, 8)
+    assert not expected.error, expected.error
+    [victim] = [p for p in processes(server) if name in " ".join(p.cmdline()[:8])]
+    victim.kill()
+    wait_until(
+        lambda: "died, starting it again" in server.log.read_text(errors="replace"),
+        "the launcher's word",
+    )
+
+    def is_served_by_both() -> bool:
+        try:
+            answers = [
+                server.ask(input_ids=prompt, max_tokens=8, end_id=-1, return_decision=True,
+                           parameters={"prefill_worker": f"prefill_{n}",
+                                       "decode_worker": f"decode_{1 - n}"})
+                for n in (0, 1)
+            ]  # fmt: skip
+        except (OSError, triton.InferenceServerException):  # Triton itself is not back yet
+            return False
+        return all(answer.output_ids == expected.output_ids for answer in answers)
+
+    wait_until(is_served_by_both, f"all workers to serve after {name} was killed", 90.0)
+
+
+def restarts(server: Server) -> int:
+    return server.log.read_text(errors="replace").count("died, starting it again")
+
+
+def processes(server: Server) -> list[psutil.Process]:
+    every = psutil.Process(server.process.pid).children(recursive=True)
+    return [process for process in every if process.status() != psutil.STATUS_ZOMBIE]

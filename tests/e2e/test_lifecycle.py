@@ -92,13 +92,14 @@ def test_a_killed_launcher_takes_everything_with_it(serve: Callable[..., Server]
     after.stop()
 
 
-def test_a_triton_that_is_killed_ends_serving_with_its_last_words(
+def test_ctrl_c_during_the_cleanup_of_a_failed_start_leaves_nothing(
     serve: Callable[..., Server],
 ) -> None:
-    server = serve()
-    [triton] = [p for p in children(server) if p.name() == "tritonserver"]
-    triton.kill()
-    assert_refused(server, "triton ended with status -9")
+    server = serve(wait=False, parameters={"slots": "0"})
+    wait_until(lambda: "cannot serve" in server.log.read_text(), "the refusal", 60.0)
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGINT)
+    assert_refused(server, "slots is 0")
 
 
 def test_a_taken_port_is_named_with_the_remedy(serve: Callable[..., Server]) -> None:
