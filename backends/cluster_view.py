@@ -27,6 +27,7 @@ from mooncake_store.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
+UNHEARD_S_MAX = 5.0  # the directory's own lease on workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class ClusterView:
         self._lock = threading.Lock()
         self._conductor = Conductor(config)
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
+        self._unheard_s: dict[tuple[str, str], float] = {}
         self._outbox = outbox
         self._is_closing = threading.Event()
         self.client = DirectoryClient(directory)
@@ -125,9 +127,14 @@ class ClusterView:
         self.client.close()
 
     def _on_snapshot(self, snapshot: Any) -> None:
+        now_s = time.monotonic()
         with self._lock:
+            before = self._workers.keys()
             self._workers = {(w.worker_id, w.incarnation): w for w in snapshot.workers}
-            self._conductor.on_snapshot(snapshot, time.monotonic())
+            # A directory that restarted hears of its workers one by one: wait before calling
+            # those that are not in its snapshot lost.
+            self._unheard_s |= dict.fromkeys(before - self._workers.keys(), now_s)
+            self._conductor.on_snapshot(snapshot, now_s)
 
     def _on_events(self, events: Sequence[Any]) -> None:
         gone = []
@@ -147,8 +154,22 @@ class ClusterView:
             with self._lock:
                 suggestions = self._conductor.on_tick(time.monotonic())
                 workers = list(self._workers.values())
+                lost = self._never_heard_again(time.monotonic())
+            for worker_id, incarnation in lost:
+                self.on_worker_down(worker_id, incarnation)
             for suggestion in suggestions:
                 self._carry_out(suggestion, workers)
+
+    def _never_heard_again(self, now_s: float) -> list[tuple[str, str]]:
+        """Workers that a new directory should have heard of by now; with the lock held."""
+        self._unheard_s = {
+            worker: since_s for worker, since_s in self._unheard_s.items()
+            if worker not in self._workers
+        }  # fmt: skip
+        lost = [w for w, since_s in self._unheard_s.items() if now_s - since_s > UNHEARD_S_MAX]
+        for worker in lost:
+            del self._unheard_s[worker]
+        return lost
 
     def _carry_out(self, suggestion: Replicate, workers: Sequence[WorkerInfo]) -> None:
         """Ask a prefill worker of the target node to bring the blocks."""

@@ -209,7 +209,7 @@ class Generation:
         )
         try:
             messages = worker_calls.decode(self._call, route.decode.worker_id, call, token_ids)
-            with contextlib.closing(messages):  # leaving early cancels the call
+            with contextlib.closing(messages):  # reads to the end whatever happens
                 for ids, update in messages:
                     self._live.check()
                     mine.incarnation = update.incarnation

@@ -10,6 +10,7 @@ Not here: what is called and why (worker_calls.py, generation.py).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 import threading
@@ -27,7 +28,6 @@ OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 ]
-FINAL = "triton_final_response"
 
 
 class GrpcCalls:
@@ -45,7 +45,9 @@ class GrpcCalls:
     ) -> Iterator[dict[str, np.ndarray]]:
         """One dict of flat arrays per response. Raises ServingError; WorkerUnavailable if lost.
 
-        Leaving early cancels the call.
+        Leaving early waits for the worker to end the stream (it is told to stop by a letter):
+        Triton 2.51 keeps a model from unloading after a call to it was cancelled. `cancel` is for
+        workers that are gone.
         """
         with self._lock:
             stub = next(self._stubs)
@@ -58,12 +60,12 @@ class GrpcCalls:
                     raise from_wire(response.error_message, model)
                 if response.infer_response.raw_output_contents:
                     yield _outputs(response.infer_response)
-                if response.infer_response.parameters[FINAL].bool_param:
-                    return
         except grpc.RpcError as error:
             raise WorkerUnavailable(f"{model}: {error.code()} {error.details()}") from None
         finally:
-            call.cancel()
+            with contextlib.suppress(grpc.RpcError):
+                for _ in call:
+                    pass
             with self._lock:
                 if self._running.get(request_id) is call:
                     del self._running[request_id]
@@ -84,7 +86,6 @@ def _request(
     model: str, inputs: Mapping[str, np.ndarray], outputs: list[str], request_id: str
 ) -> service_pb2.ModelInferRequest:
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    request.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in inputs.items():
         is_text = value.dtype == np.object_
         request.inputs.add(
