@@ -24,6 +24,7 @@ format: $(READY)
 
 bench: $(READY)  ## measure what README.md and docs/measurements.md quote
 	$(BIN)/python -m loadtest.bench.reuse $(ARGS)
+	$(BIN)/python -m loadtest.bench.transports
 
 setup: $(READY)
 
