@@ -1,10 +1,10 @@
 """`mooncake serve`: everything on one machine, started in order, stopped in order.
 
 Directory, then storage nodes, then Triton with its models; ready when every model is. Whatever
-ends the launcher (Ctrl-C, SIGTERM, a child that dies, a model that does not load), its processes
-end too and its files in /dev/shm and its sockets are removed. Not here: checks of the machine
-(environment.py), the staged backends (staging.py), child processes (processes.py), what Triton
-says of its models (repository.py).
+ends the launcher (Ctrl-C, SIGTERM, a child that keeps dying, a model that does not load at the
+start), its processes end too and its files in /dev/shm and its sockets are removed.
+Not here: checks of the machine (environment.py), the staged backends (staging.py), child
+processes (processes.py), what Triton says of its models (repository.py).
 """
 
 from __future__ import annotations
@@ -149,8 +149,15 @@ class Launcher:
         died = self._stubs.died({path.name for path in self.mirror.target.iterdir()})
         for model in died:
             self.mirror.revive(model)
+            if 'backend: "conductor"' in self.mirror.config(model):
+                # Triton would leave the clients of its streams waiting for ever, and may abort
+                # when the model is started again: better an error at once and a fresh Triton.
+                self._triton().kill()
         self.mirror.sync()
         return [child.name for child in restarted] + died
+
+    def _triton(self) -> Child:
+        return next(child for child in self.children if child.name == "triton")
 
     def check_children(self) -> None:
         for child in self.children:

@@ -33,6 +33,11 @@ class RepositoryMirror:
         """Let Triton start this model once more, with the same settings."""
         self._lives[model] = self._lives.get(model, 0) + 1
 
+    def config(self, model: str) -> str:
+        """The config.pbtxt that Triton sees; "" when the model is gone."""
+        path = self.target / model / "config.pbtxt"
+        return path.read_text() if path.exists() else ""
+
     def sync(self, is_first: bool = False) -> None:
         """Bring the mirror up to date; cheap, for a call every few hundred milliseconds."""
         wanted = {path.name for path in self.source.iterdir() if path.is_dir()}

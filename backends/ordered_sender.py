@@ -1,8 +1,8 @@
 """Answers leave in order per request, and a request whose receiver is stuck holds up no other.
 
-Sending a response to a model that called us (BLS) blocks until Triton has delivered it; when the
-calling process was killed, for ever. So each request's messages are sent by one thread at a time
-out of a pool, and never by the engine's thread. Not here: what is sent.
+Sending a response blocks until Triton has taken it, and a receiver that is stuck or gone may make
+that long. So each request's messages are sent by one thread at a time out of a pool, and never by
+the engine's thread. Not here: what is sent.
 """
 
 from __future__ import annotations

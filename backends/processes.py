@@ -91,6 +91,11 @@ class Child:
                                 f"{self.log_path}:\n{self.last_lines(15)}")  # fmt: skip
             time.sleep(0.02)
 
+    def kill(self) -> None:
+        """End it and its process group now; `restart_if_dead` may start it again."""
+        self._kill_group()
+        self._process.wait()
+
     def terminate(self) -> None:
         """Ask it to end (SIGTERM); returns at once."""
         with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
 """What the front and the workers say to each other.
 
-Two channels. *Calls* are requests to the models `prefill_*` and `decode_*` (BLS inside one Triton,
-gRPC from elsewhere): token ids travel as a tensor, the rest as one MessagePack string. The *inbox*
+Two channels. *Calls* are requests to the models `prefill_*` and `decode_*` over gRPC
+(grpc_calls.py): token ids travel as a tensor, the rest as one MessagePack string. The *inbox*
 is a ZeroMQ socket of each worker for what must reach one very process rather than "whoever serves
 that model now": stop a request, hand-over progress from prefill to decode, copy a hot prefix.
 Not here: the store's protocol (mooncake_store/protocol.py).
@@ -84,7 +84,8 @@ class DecodeUpdate(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=Tru
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failed"):
     """Instead of a reply: the request failed; `message` as errors.wire_message writes it.
 
-    Not a Triton error: an error that follows other responses of a BLS call never arrives (2.51).
+    Not a Triton error: those lose their class on the way, and by BLS an error that follows other
+    responses never arrives (2.51).
     """
 
     message: str

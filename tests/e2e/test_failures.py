@@ -101,6 +101,23 @@ def test_whatever_is_killed_is_started_again_and_serves(server: Server, name: st
     wait_until(is_served_by_both, f"all workers to serve after {name} was killed", 90.0)
 
 
+def test_clients_hear_at_once_when_the_conductor_s_own_process_is_killed(server: Server) -> None:
+    stream = server.stream(text_input="It was", max_tokens=4000, end_id=-1, stream=True)
+    assert stream.next() is not None
+    stub_of(server, "conductor").kill()
+    with pytest.raises(triton.InferenceServerException):
+        while stream.next(timeout_s=20.0) is not None:
+            pass
+    wait_until(lambda: answers_again(server), "the conductor to serve again", 60.0)
+
+
+def answers_again(server: Server) -> bool:
+    try:
+        return len(ask(server, [40, 41, 42], 3).output_ids) == 3
+    except (OSError, triton.InferenceServerException):
+        return False
+
+
 def restarts(server: Server) -> int:
     return server.log.read_text(errors="replace").count("died, starting it again")
 

@@ -16,14 +16,14 @@ def test_a_replayed_trace_is_answered_and_finds_what_an_unlimited_cache_would(
     demo: Server, seed: int
 ) -> None:
     command = [
-        sys.executable, "-m", "backends.cli", "replay", str(EXTRACT), "--requests", "60",
+        sys.executable, "-m", "backends.cli", "replay", str(EXTRACT), "--requests", "32",
         "--length-scale", "0.06", "--speed", "100", "--url", demo.addresses.grpc, "--json",
         "--seed", str(seed % 1000),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
-    assert (result["completed"], result["errors_by_kind"]) == (60, {})
+    assert (result["completed"], result["errors_by_kind"]) == (32, {})
     assert result["rejections_by_reason"] == {}
     assert result["ideal_cached_tokens"] > 0, "the extract must share prefixes"
     assert result["cached_over_ideal"] >= 0.9
