@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,6 @@ def test_every_parameter_is_known_valid_and_explained(model: str) -> None:
     raw = {name: value.string_value for name, value in config.parameters.items()}
     read_configs(CONFIGS[model], model, raw)
     lines = (REPOSITORY / model / "config.pbtxt").read_text().splitlines()
-    for above, line in zip(lines, lines[1:], strict=False):
+    for above, line in itertools.pairwise(lines):
         if line.startswith("parameters"):
             assert above.startswith("# "), f"{model}: say what this does: {line}"

@@ -17,7 +17,7 @@ def test_a_replayed_trace_is_answered_and_finds_what_an_unlimited_cache_would(
 ) -> None:
     command = [
         sys.executable, "-m", "backends.cli", "replay", str(EXTRACT), "--requests", "32",
-        "--length-scale", "0.06", "--speed", "100", "--url", demo.addresses.grpc, "--json",
+        "--length-scale", "0.06", "--speed", "400", "--url", demo.addresses.grpc, "--json",
         "--seed", str(seed % 1000),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
