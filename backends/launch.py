@@ -202,7 +202,7 @@ class Launcher:
         needed = options.store_bytes * len(options.nodes) + TRITON_SHM_BYTES
         found = list(environment.problems(triton, ports, needed, threads_wanted=400))
         if found:
-            raise environment.EnvironmentProblem("\n".join(f"  - {line}" for line in found))
+            raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
 
     def _environment(self, triton: environment.TritonInstall) -> dict[str, str]:
         env = dict(os.environ)
