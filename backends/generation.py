@@ -89,7 +89,6 @@ class Generation:
         self._cached_tokens = 0  # of the first prefill: what the client is told
         self._failed: set[tuple[str, str]] = set()
         self._pinned_out = cluster.excluded_by_pins(request.prefill_worker, request.decode_worker)
-        self.ttft_s: float | None = None
 
     def run(self, served: Served) -> bool:
         """Until the answer is complete; raises ServingError when no try succeeded.
@@ -232,8 +231,6 @@ class Generation:
             if self._try is not mine:
                 raise Superseded
             self._released += emission.token_ids
-            if self.ttft_s is None:
-                self.ttft_s = time.monotonic() - self._started_s
             if emission.token_ids or emission.text or finish_reason:
                 new_tokens = len(emission.token_ids)
                 self._send(

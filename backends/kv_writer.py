@@ -51,9 +51,6 @@ class BlockPut:
     refs: dict[int, BlockRef] = field(default_factory=dict)
     error: Exception | None = None
 
-    def key_of(self, index: int) -> bytes:
-        return self.keys[index] if index < len(self.keys) else object_key(self.request_id, index)
-
 
 class KvWriter:
     """Puts blocks of one engine into one node, in a thread of its own, in order."""

@@ -30,7 +30,7 @@ from backends.kv_writer import BlockPut, KvWriter
 from backends.page_guard import PageGuard
 from backends.prefix_claims import PrefixClaims
 from backends.prefix_loading import PrefixLoading
-from backends.worker import Worker
+from backends.worker import IDLE_WAIT_S, Worker, finish_jobs
 from backends.worker_config import PrefillConfig
 from backends.worker_protocol import (
     BlockRef,
@@ -48,7 +48,6 @@ from mooncake_store.membership import WorkerReport
 log = logging.getLogger(__name__)
 LOADERS = 2
 STEP_SMOOTHING = 0.2  # weight of the newest step in the reported mean
-IDLE_WAIT_S = 0.1
 
 
 class PrefillClient(Protocol):
@@ -173,15 +172,8 @@ class PrefillWorker:
     def close(self, timeout_s: float) -> None:
         """Finish what was accepted (at most `timeout_s`), then leave the cluster."""
         give_up_s = time.monotonic() + timeout_s
-        with self._lock:
-            self._is_closing = True
-            self._lock.notify_all()
-            while self._jobs and time.monotonic() < give_up_s:
-                self._lock.wait(IDLE_WAIT_S)
-            left = list(self._jobs.values())
-            self._jobs.clear()
-        for job in left:
-            job.client.fail(WorkerUnavailable(f"{self.worker.worker_id} is shutting down"))
+        self._is_closing = True
+        finish_jobs(self._lock, self._jobs, give_up_s, self.worker.worker_id)
         self._thread.join(timeout=5.0)
         self._loaders.shutdown(wait=True, cancel_futures=True)
         self._writer.close()

@@ -74,10 +74,6 @@ class Tokenizer:
         known = [token_id for token_id in token_ids if token_id >= 0]
         return str(self._backend.decode(known, skip_special_tokens=skip_special))
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
-
     def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a chat, up to where the assistant's answer begins.
 

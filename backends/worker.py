@@ -12,12 +12,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
+from typing import Any
 
 from backends import machine_profile
 from backends.engine.interface import Engine
-from backends.errors import ConfigError
+from backends.errors import ConfigError, WorkerUnavailable
 from backends.inbox import Inbox, Outbox
 from backends.worker_config import WorkerConfig, checkpoint_folder
 from backends.worker_protocol import Letter
@@ -29,6 +30,7 @@ from mooncake_store.store import Store
 
 log = logging.getLogger(__name__)
 REPORT_S = 0.5
+IDLE_WAIT_S = 0.1
 
 
 def make_engine(config: WorkerConfig, folder: Path) -> Engine:
@@ -135,6 +137,20 @@ class Worker:
                 self.owners.renew_due(time.monotonic())
             except StoreError as error:
                 log.warning("report failed: %s", error)
+
+
+def finish_jobs(
+    lock: threading.Condition, jobs: MutableMapping[str, Any], give_up_s: float, worker_id: str
+) -> None:
+    """Wake the engine thread and wait until it has emptied `jobs`; fail what is left then."""
+    with lock:
+        lock.notify_all()
+        while jobs and time.monotonic() < give_up_s:
+            lock.wait(IDLE_WAIT_S)
+        left = list(jobs.values())
+        jobs.clear()
+    for job in left:
+        job.client.fail(WorkerUnavailable(f"{worker_id} is shutting down"))
 
 
 class LeaseKeeper:

@@ -99,9 +99,6 @@ class Admission:
         """A request of so many tokens would be admitted by an empty engine."""
         return blocks_touched(tokens, self._block_tokens) <= self._pool.pages_max
 
-    def pages_of(self, request_id: str) -> list[int]:
-        return self._pages[request_id]
-
     def _add(self, request_id: str, tokens: int) -> bool:
         assert request_id not in self._waiting and request_id not in self._pages, request_id
         assert tokens > 0 and self.can_ever_fit(tokens), (request_id, tokens)
