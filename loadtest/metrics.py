@@ -50,6 +50,7 @@ class RequestRecord:
     cached_tokens: int | None = None  # None: the server did not say
     finish_reason: str = ""
     decision: Mapping[str, object] | None = None
+    workload: str = ""  # which of a mix: "chat", "burst", ...
 
     @property
     def lag_s(self) -> float:
@@ -130,7 +131,7 @@ def summarize(
 ) -> Summary:
     """`ideal_cached_tokens`: request index -> cached tokens of an unlimited cache (reuse.py)."""
     done = [record for record in records if record.outcome == COMPLETED]
-    duration_s = _duration_s(records)
+    duration_s = run_duration_s(records)
     per_s = 1.0 / duration_s if duration_s > 0 else 0.0
     input_tokens = sum(record.prompt_tokens for record in done)
     output_tokens = sum(len(record.token_times_s) for record in done)
@@ -174,7 +175,8 @@ def is_late(lag_s: Spread | None, ttft_s: Spread | None) -> bool:
     return lag_s.p99 > max(LAG_S_NOTICED, limit_s)
 
 
-def _duration_s(records: Sequence[RequestRecord]) -> float:
+def run_duration_s(records: Sequence[RequestRecord]) -> float:
+    """From the first sending to the last answer; 0 for no records."""
     if not records:
         return 0.0
     return max(r.finished_s for r in records) - min(r.sent_s for r in records)
