@@ -27,9 +27,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadtest.bench.counters import counter_sum, fetch_page
+from loadtest.addresses import Addresses
 from loadtest.bench.result import Cell, Result, Target
-from loadtest.bench.server import Addresses, ServerFailed, serving
+from loadtest.bench.server import ServerFailed, serving
+from loadtest.metrics_page import counter_sum, fetch_page
 from loadtest.run import Answer
 from loadtest.server_info import describe_server
 from loadtest.triton_client import GenerateRequest, ServerError, TritonClient

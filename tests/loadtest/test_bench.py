@@ -8,20 +8,10 @@ import json
 import pytest
 from rich.console import Console
 
-from loadtest.bench.counters import counter_sum
+from loadtest.addresses import Addresses, addresses_of
 from loadtest.bench.result import Result, Target, shown
 from loadtest.bench.reuse import targets
-from loadtest.bench.server import Addresses, addresses_of, free_addresses
-
-PAGE = """# HELP mooncake_transfer_bytes_total Bytes
-# TYPE mooncake_transfer_bytes_total counter
-mooncake_transfer_bytes_total{model="prefill_0",transport="nixl"} 1000
-mooncake_transfer_bytes_total{model="prefill_1",transport="nixl"} 2.5e+03
-mooncake_transfer_bytes_total{model="prefill_1",transport="mapped"} 7
-mooncake_transfer_bytes_totally_other 9
-nv_inference_count{model="a b, \\"c\\"",version="1"} 4
-up 1
-"""
+from loadtest.bench.server import free_addresses
 
 
 def test_a_result_ends_with_one_line_of_json_in_the_common_shape() -> None:
@@ -61,15 +51,6 @@ def test_a_missing_value_needs_a_reason_and_infinity_is_no_value() -> None:
 def test_cells_are_shown_as_people_read_them() -> None:
     cells = (None, True, "a", 0.123456, 1_234_567, 1_234.5)
     assert list(map(shown, cells)) == ["-", "True", "a", "0.1235", "1,234,567", "1,234"]
-
-
-def test_a_counter_is_summed_over_the_series_that_carry_the_labels() -> None:
-    name = "mooncake_transfer_bytes_total"
-    assert counter_sum(PAGE, name, {"transport": "nixl"}) == 3_500
-    assert counter_sum(PAGE, name) == 3_507
-    assert counter_sum(PAGE, name, {"transport": "tcp"}) is None
-    assert counter_sum(PAGE, "up") == 1
-    assert counter_sum(PAGE, "nv_inference_count", {"version": "1"}) == 4
 
 
 def test_the_other_ports_follow_from_the_grpc_port() -> None:
