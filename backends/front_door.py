@@ -200,12 +200,8 @@ class StreamedAnswer:
     def __init__(self, request: FrontRequest, client: Client) -> None:
         self._request = request
         self._client = client
-        self._is_first = True
 
     def add(self, message: Message) -> None:
-        if self._is_first and self._request.includes_prompt:
-            message.emission = with_prompt(self._request, message.emission)
-        self._is_first = False
         is_final = bool(message.finish_reason)
         self._client.send(
             outputs(message, len(self._request.prompt_ids), self._request.wants_decision),

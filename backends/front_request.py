@@ -9,7 +9,7 @@ limit and what to do. The rules for what is not said:
 | sampling, length, stop words, end | see the table in front_sampling.py |
 | `stream` | false: one response with everything |
 | `stream_interval` | 1: one response per token; means nothing without `stream` |
-| `exclude_input_in_output` | true; only an explicit false puts the prompt before the answer |
+| `exclude_input_in_output` | true; an explicit false puts the prompt before an answer not streamed |
 | `return_decision`, `return_perf_metrics` | false |
 | `return_num_input_tokens`, `return_num_output_tokens` | the counts are always there |
 | request id | a fresh one |
@@ -100,16 +100,17 @@ def parse(
     excludes_prompt = not reader.has("exclude_input_in_output") or reader.flag(
         "exclude_input_in_output"
     )
+    includes_prompt = not excludes_prompt and not is_stream
     request = FrontRequest(
         request_id=_request_id(request_id, reader) or new_id(),
         prompt_ids=prompt_ids,
-        prompt_text="" if excludes_prompt else delta(tokenizer, [], prompt_ids.tolist(), False),
+        prompt_text=delta(tokenizer, [], prompt_ids.tolist(), False) if includes_prompt else "",
         sampling=sampling,
         is_stream=is_stream,
         stream_interval=stream_interval,
         wants_decision=reader.flag("return_decision"),
         wants_perf=reader.flag("return_perf_metrics"),
-        includes_prompt=not excludes_prompt,
+        includes_prompt=includes_prompt,
         cache_salt=options.tenant,
         priority=options.priority,
         prefill_worker=options.prefill_worker,

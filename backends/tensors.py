@@ -90,6 +90,10 @@ OUTPUTS = (
     Tensor("sequence_index", "INT32"),
 )
 
+# TensorRT-LLM sends these without the batch dimension, one string for each sequence, and its
+# clients read `text_output[0]` as the string.
+UNBATCHED_OUTPUTS = {"text_output"}
+
 # Request parameters (KServe `parameters`) that mean something; others are refused by name.
 PARAMETERS = {
     "request_priority": "int: below 0 is rejected earlier under load",
@@ -117,6 +121,7 @@ def refusals(inputs: dict[str, np.ndarray]) -> list[str]:
             continue
         asks = tensor.neutral is None or any(item != tensor.neutral for item in value.ravel())
         if asks:
-            only = "" if tensor.neutral is None else f"; leave it out or send {tensor.neutral!r}"
+            neutral = "nothing in it" if tensor.neutral == b"" else tensor.neutral
+            only = "" if neutral is None else f"; leave it out or send {neutral}"
             found.append(f"{tensor.name} is not supported by this server{only}")
     return found

@@ -27,13 +27,14 @@ from backends.errors import (
     ServingError,
     WorkerUnavailable,
 )
+from backends.tensors import UNBATCHED_OUTPUTS
 from backends.worker_protocol import (
     REPLY_BODY,
     REPLY_IDS,
     REQUEST_BODY,
     REQUEST_IDS,
     REQUEST_STOP,
-    DecodeUpdate,
+    DecodeReply,
     PrefillReply,
     WorkerFailure,
     encode,
@@ -101,9 +102,7 @@ class Reply:
         self._is_closed = False
 
     def send(self, outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None:
-        """One response; every array gets the batch dimension that max_batch_size 1 asks for."""
-        tensors = [pb.Tensor(name, value.reshape(1, -1)) for name, value in outputs.items()]
-        self._send(pb.InferenceResponse(output_tensors=tensors), is_final)
+        self._send(response(outputs), is_final)
 
     def finish(self) -> None:
         with self._lock:
@@ -164,10 +163,9 @@ class WorkerReply(Reply):
         ids = np.array([token_id], np.int32)
         self.send({REPLY_IDS: ids, REPLY_BODY: _text(encode(reply))}, is_final=True)
 
-    def decoded(self, token_ids: list[int], update: DecodeUpdate) -> None:
+    def decoded(self, token_ids: list[int], reply: DecodeReply) -> None:
         ids = np.array(token_ids, np.int32)
-        body = _text(encode(update))
-        self.send({REPLY_IDS: ids, REPLY_BODY: body}, is_final=bool(update.finish_reason))
+        self.send({REPLY_IDS: ids, REPLY_BODY: _text(encode(reply))}, is_final=True)
 
     def fail(self, error: Exception) -> None:
         body = _text(encode(WorkerFailure(error_message(error))))
@@ -179,9 +177,12 @@ def _text(data: bytes) -> np.ndarray:
 
 
 def response(outputs: Mapping[str, np.ndarray]) -> Any:
-    """A whole response of a model that answers each request once."""
+    """One response; all but a few arrays get the batch dimension that max_batch_size 1 asks for."""
     return pb.InferenceResponse(
-        [pb.Tensor(name, value.reshape(1, -1)) for name, value in outputs.items()]
+        [
+            pb.Tensor(name, value if name in UNBATCHED_OUTPUTS else value.reshape(1, -1))
+            for name, value in outputs.items()
+        ]
     )
 
 

@@ -89,6 +89,13 @@ def test_prompts_come_as_text_ids_or_messages() -> None:
 def test_the_prompt_precedes_the_answer_only_if_it_is_explicitly_not_excluded() -> None:
     request = ask(text_input="hello é", exclude_input_in_output=False)
     assert request.includes_prompt and request.prompt_text == "hello é"
+    assert not ask(text_input="hello é").includes_prompt
+
+
+def test_the_prompt_never_precedes_a_streamed_answer() -> None:
+    """As in TensorRT-LLM, whose own client adds up the streamed pieces and expects no prompt."""
+    request = ask(text_input="hello é", stream=True, exclude_input_in_output=False)
+    assert not request.includes_prompt and not request.prompt_text
 
 
 def test_describe_needs_no_prompt() -> None:
