@@ -9,7 +9,7 @@ limit and what to do. The rules for what is not said:
 | sampling, length, stop words, end | see the table in front_sampling.py |
 | `stream` | false: one response with everything |
 | `stream_interval` | 1: one response per token; means nothing without `stream` |
-| `exclude_input_in_output` | true; an explicit false puts the prompt before an answer not streamed |
+| `exclude_input_in_output` | true; false puts the prompt before an answer that is not streamed |
 | `return_decision`, `return_perf_metrics` | false |
 | `return_num_input_tokens`, `return_num_output_tokens` | the counts are always there |
 | request id | a fresh one |
