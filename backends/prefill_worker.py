@@ -66,7 +66,6 @@ class PrefillJob:
     submitted_s: float
     cached_tokens: int = 0
     fetched_blocks: int = 0
-    queue_s: float = 0.0
     load_s: float = 0.0
     compute_s: float = 0.0
     computed_at_s: float = 0.0
@@ -76,6 +75,13 @@ class PrefillJob:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def queue_s(self) -> float:
+        """Of a computed prompt, all that was neither loading nor computing: waiting for a loader,
+        for another prompt's blocks, and, loaded, while the engine computed other prompts."""
+        waited_s = self.computed_at_s - self.submitted_s - self.load_s - self.compute_s
+        return max(0.0, waited_s)
 
 
 class PrefillWorker:
@@ -197,7 +203,6 @@ class PrefillWorker:
     def _load(self, job: PrefillJob) -> None:
         """In a loader's thread: the cached prefix into the job's pages."""
         started_s = time.monotonic()
-        job.queue_s = started_s - job.submitted_s
         self.worker.owners.hold(job.request_id, started_s)
         try:
             if not job.is_stopped and not self._load_prefix(job):
