@@ -4,7 +4,7 @@ Reads the trace, asks the server what fits, refuses what does not before anythin
 the open loop and prints a summary. Ctrl-C stops the sending and prints the summary of what is done.
 
 Not here: sending (run.py), what the numbers mean (metrics.py), how they are printed (tables.py),
-prompts (workloads.py).
+prompts (workloads.py), the report as a page (report/).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
@@ -23,10 +24,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadtest import tables
+from loadtest.addresses import addresses_of
 from loadtest.metrics import COMPLETED, RequestRecord, Summary, summarize
+from loadtest.open_loop import WallClock
+from loadtest.recording import Recording, Sample, slim
 from loadtest.reuse import ideal_cached_tokens
 from loadtest.run import Run, SendOptions, send_all
+from loadtest.sampler import Sampler
 from loadtest.server_info import ServerDescription, describe_server
+from loadtest.slo import Slo, goodput
 from loadtest.trace import TraceError, TraceRow, read_trace
 from loadtest.triton_client import CHANNELS, REQUEST_S_MAX, ServerError, TritonClient
 from loadtest.workloads import TokenSource, TooLong, plan, too_long
@@ -47,6 +53,17 @@ class Settings:
     length_scale: float
     speed: float
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What the run leaves besides its summary."""
+
+    rows: Path | None = None
+    report: Path | None = None
+    metrics_url: str | None = None  # None: the server's load is not sampled
+    slo: Slo | None = None
+    as_json: bool = False
 
 
 def ideal_of(run: Run, block_tokens: int) -> dict[int, int]:
@@ -94,7 +111,36 @@ async def _describe(options: SendOptions, chosen: Mapping[str, int | None]) -> S
         return await describe_server(client, chosen)
 
 
-def _run_with_progress(run: Run, options: SendOptions, console: Console) -> None:
+def recording_of(
+    run: Run,
+    settings: Settings,
+    options: SendOptions,
+    slo: Slo | None,
+    ideal: Mapping[int, int],
+    samples: Sequence[Sample],
+    started_at: datetime,
+) -> Recording:
+    """The run as a file keeps it."""
+    described = dataclasses.asdict(settings) | {"trace": settings.trace.name}
+    described |= dataclasses.asdict(options) | {
+        "planned": len(run.planned), "cancelled": run.started - len(run.records),
+        "is_interrupted": run.is_interrupted,
+    }  # fmt: skip
+    return Recording(
+        name="replay",
+        title=f"Replay of {settings.trace.name} at {settings.speed:g}x to {options.url}",
+        started_at=started_at.isoformat(timespec="seconds"),
+        settings=described,
+        requests=slim(sorted(run.records, key=lambda record: record.index)),
+        samples=list(samples),
+        slo=slo,
+        ideal_cached_tokens=dict(ideal),
+    )
+
+
+def _run_with_progress(
+    run: Run, options: SendOptions, metrics_url: str | None, console: Console
+) -> list[Sample]:
     columns = (
         TextColumn("replay"),
         BarColumn(),
@@ -102,6 +148,7 @@ def _run_with_progress(run: Run, options: SendOptions, console: Console) -> None
         TimeElapsedColumn(),
         TextColumn("in flight {task.fields[in_flight]}, not served {task.fields[bad]}"),
     )
+    samplers: list[Sampler] = []
     with Progress(*columns, console=console, refresh_per_second=4) as progress:
         bar = progress.add_task("replay", total=len(run.planned), in_flight=0, bad=0)
 
@@ -111,7 +158,18 @@ def _run_with_progress(run: Run, options: SendOptions, console: Console) -> None
             bad = progress.tasks[0].fields["bad"] + is_bad
             progress.update(bar, completed=ended, in_flight=run.started - ended, bad=bad)
 
-        asyncio.run(send_all(run, options, on_change))
+        async def send() -> None:
+            clock = WallClock()
+            if metrics_url is not None:
+                samplers.append(Sampler(metrics_url, clock.now_s))
+                samplers[0].start()
+            await send_all(run, options, clock, on_change)
+
+        asyncio.run(send())
+    samples = [sample for sampler in samplers for sample in sampler.stop()]
+    if samplers and not samples:
+        console.print(f"no samples of the server: {samplers[0].problem}", style="yellow")
+    return samples
 
 
 def replay(
@@ -136,6 +194,22 @@ def replay(
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Write one JSON line per request, with its decision.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the run as one HTML page, for people and programs.")
+    ] = None,
+    metrics_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Server's metrics page for the report; by default the port after gRPC's. "
+            '"none" does not ask.'
+        ),
+    ] = None,
+    slo_ttft_s: Annotated[
+        float | None, typer.Option(min=0.0, help="Count goodput: TTFT at most this.")
+    ] = None,
+    slo_tbt_s: Annotated[
+        float | None, typer.Option(min=0.0, help="Count goodput: TBT at most this.")
     ] = None,
     block_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a KV block; asked of the server.")
@@ -167,16 +241,21 @@ def replay(
         "vocabulary_tokens": vocabulary,
     }
     settings = Settings(trace, requests, length_scale, speed, seed)
-    options = SendOptions(url, model, ignore_eos, timeout_s, channels, out is not None)
-    raise typer.Exit(carry_out(settings, options, chosen, out, as_json))
+    is_explained = out is not None or report is not None
+    options = SendOptions(url, model, ignore_eos, timeout_s, channels, is_explained)
+    slo = Slo(slo_ttft_s, slo_tbt_s)
+    outputs = Outputs(
+        rows=out,
+        report=report,
+        metrics_url=_sampled_url(metrics_url, url) if report is not None else None,
+        slo=slo if slo != Slo() else None,
+        as_json=as_json,
+    )
+    raise typer.Exit(carry_out(settings, options, chosen, outputs))
 
 
 def carry_out(
-    settings: Settings,
-    options: SendOptions,
-    chosen: Mapping[str, int | None],
-    out: Path | None,
-    as_json: bool,
+    settings: Settings, options: SendOptions, chosen: Mapping[str, int | None], outputs: Outputs
 ) -> int:
     """The whole command; returns its exit status."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
@@ -184,31 +263,46 @@ def carry_out(
         rows = read_trace(settings.trace, settings.requests_max)
         server = asyncio.run(_describe(options, chosen))
         run = prepare(rows, server, settings)
+        for path in filter(None, (outputs.rows, outputs.report)):
+            path.open("ab").close()  # refused now rather than after the run
     except (OSError, TraceError, ServerError, ReplayRefused) as error:
         errors.print(f"cannot replay: {error}", style="bold red", markup=False, soft_wrap=True)
         return 1
     for name in server.assumed:
         value = getattr(server, name)
         errors.print(f"the server does not say its {name}; assuming {value:,}", style="yellow")
-    _run_with_progress(run, options, errors)
+    started_at = datetime.now(timezone.utc)
+    samples = _run_with_progress(run, options, outputs.metrics_url, errors)
     ideal = ideal_of(run, server.block_tokens)
     summary = summarize(run.records, ideal)
     console.print(tables.summary_tables(summary))
+    if outputs.slo is not None:
+        console.print(tables.goodput_line(goodput(run.records, outputs.slo), outputs.slo))
     if run.is_interrupted:
         console.print(
             f"Interrupted: {run.started} of {len(run.planned)} requests had been sent; the "
             f"{run.started - len(run.records)} without an answer were cancelled and do not count."
         )
-    if out is not None:
-        write_rows(out, run, ideal)
-    if as_json:
-        print(json.dumps(json_line(run, summary, settings)))
+    if outputs.rows is not None:
+        write_rows(outputs.rows, run, ideal)
+    if outputs.report is not None:
+        from loadtest.report.page import write_report  # draws: loads matplotlib
+
+        write_report(
+            recording_of(run, settings, options, outputs.slo, ideal, samples, started_at),
+            outputs.report,
+        )
+        console.print(f"report: {outputs.report}", soft_wrap=True)
+    if outputs.as_json:
+        print(json.dumps(json_line(run, summary, settings, outputs.slo)))
     if run.is_interrupted:
         return 130
     return 0 if summary.completed else 1
 
 
-def json_line(run: Run, summary: Summary, settings: Settings) -> dict[str, object]:
+def json_line(
+    run: Run, summary: Summary, settings: Settings, slo: Slo | None = None
+) -> dict[str, object]:
     line: dict[str, object] = {
         "name": "replay",
         "trace": settings.trace.name,
@@ -219,7 +313,20 @@ def json_line(run: Run, summary: Summary, settings: Settings) -> dict[str, objec
         "cancelled": run.started - len(run.records),
         "is_interrupted": run.is_interrupted,
     }
+    if slo is not None:
+        line["slo"] = dataclasses.asdict(slo)
+        line["goodput"] = dataclasses.asdict(goodput(run.records, slo))
     return line | dataclasses.asdict(summary)
+
+
+def _sampled_url(chosen: str | None, grpc_url: str) -> str | None:
+    """The page to sample: as chosen, none, or where it is by convention."""
+    if chosen is not None:
+        return chosen if chosen != "none" else None
+    try:
+        return addresses_of(grpc_url).metrics_url
+    except ValueError as error:
+        raise typer.BadParameter(f"--url: {error}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

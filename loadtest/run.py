@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
-from loadtest.open_loop import Clock, WallClock, run_open_loop
+from loadtest.open_loop import Clock, run_open_loop
 from loadtest.triton_client import (
     GenerateRequest,
     Rejected,
@@ -113,10 +113,10 @@ async def send_one(
     )
 
 
-async def send_all(run: Run, options: SendOptions, on_change: Callable[[Run], None]) -> None:
-    """Send everything; SIGINT ends it early. Fills `run`."""
-    clock = WallClock()
-
+async def send_all(
+    run: Run, options: SendOptions, clock: Clock, on_change: Callable[[Run], None]
+) -> None:
+    """Send everything; SIGINT ends it early. Fills `run`. The run begins at the clock's zero."""
     async with TritonClient(options.url, options.model, options.channels, clock.now_s) as client:
 
         async def send(index: int) -> None:

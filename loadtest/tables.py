@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loadtest.metrics import LAG_SHARE_MAX, Spread, Summary
+from loadtest.slo import Goodput, Slo
 
 
 def duration(seconds: float) -> str:
@@ -34,6 +35,18 @@ def summary_tables(summary: Summary) -> Group:
             parts.append(_kinds(title, kinds))
     parts += [Text(warning, style="bold yellow") for warning in warnings(summary)]
     return Group(*parts)
+
+
+def goodput_line(found: Goodput, slo: Slo) -> str:
+    return (
+        f"goodput: {found.requests:,} requests ({found.share:.1%} of those sent, "
+        f"{found.requests_per_s:.3g} per second) met {slo_text(slo)}"
+    )
+
+
+def slo_text(slo: Slo) -> str:
+    limits = (("TTFT", slo.ttft_s), ("TBT", slo.tbt_s))
+    return " and ".join(f"{name} <= {duration(s)}" for name, s in limits if s is not None)
 
 
 def warnings(summary: Summary) -> Iterator[str]:
