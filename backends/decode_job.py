@@ -6,7 +6,6 @@ Only the state of one request; the batch is decode_worker.py's.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,19 +15,13 @@ from backends.kv_writer import BlockPut
 from backends.text_stream import Emission, TextStream, merge
 from backends.token_bytes import CONTEXT_TOKENS
 from backends.tokenizer import Tokenizer
-from backends.worker_protocol import DecodeRequest, DecodeUpdate
+from backends.worker_protocol import DecodeReply, DecodeRequest, TokenUpdate
 from mooncake_store.block_keys import block_keys, chain_seed, extend_keys
 
 
 class DecodeClient(Protocol):
-    def decoded(self, token_ids: list[int], update: DecodeUpdate) -> None: ...
+    def decoded(self, token_ids: list[int], reply: DecodeReply) -> None: ...
     def fail(self, error: Exception) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeMessage:
-    token_ids: list[int]
-    update: DecodeUpdate
 
 
 class DecodeJob:
@@ -72,6 +65,8 @@ class DecodeJob:
         # The front has emitted what this yields, by the same pure function.
         self._text.push([self.token_ids[-1]])
         self._pending: list[Emission] = []
+        self._pending_tokens = 0
+        self._tokens_before = 0  # of the next message
 
     @property
     def request_id(self) -> str:
@@ -116,19 +111,27 @@ class DecodeJob:
         if self.finish_reason:
             emission = merge([emission, self._text.finish()])
         self._pending.append(emission)
+        self._pending_tokens += len(emission.token_ids)
 
     @property
-    def has_message(self) -> bool:
+    def has_update(self) -> bool:
         """Enough tokens for a message have come together (stream_interval 0: only the end)."""
-        interval = self.request.stream_interval
-        waiting = sum(len(emission.token_ids) for emission in self._pending)
-        return interval > 0 and waiting >= interval
+        return 0 < self.request.stream_interval <= self._pending_tokens
 
-    def take_message(self) -> DecodeMessage:
-        pending = merge(self._pending) if self._pending else Emission((), "")
-        self._pending = []
-        update = DecodeUpdate(
+    def take_update(self) -> TokenUpdate:
+        """The tokens since the last message."""
+        before, pending = self._take_pending()
+        return TokenUpdate(
+            self.request_id, before, list(pending.token_ids), pending.text,
+            list(pending.context_ids), pending.cut_bytes,
+        )  # fmt: skip
+
+    def reply(self) -> None:
+        """The end: the rest of the tokens, and how it went."""
+        before, pending = self._take_pending()
+        reply = DecodeReply(
             incarnation=self._incarnation,
+            tokens_before=before,
             text=pending.text,
             context_ids=list(pending.context_ids),
             cut_bytes=pending.cut_bytes,
@@ -138,7 +141,11 @@ class DecodeJob:
             loaded_early_blocks=self.loaded_early_blocks,
             read_bytes=self.arrival.read_bytes if self.arrival is not None else {},
         )
-        return DecodeMessage(list(pending.token_ids), update)
+        self.client.decoded(list(pending.token_ids), reply)
 
-    def send(self, message: DecodeMessage) -> None:
-        self.client.decoded(message.token_ids, message.update)
+    def _take_pending(self) -> tuple[int, Emission]:
+        pending = merge(self._pending) if self._pending else Emission((), "")
+        before = self._tokens_before
+        self._tokens_before += len(pending.token_ids)
+        self._pending, self._pending_tokens = [], 0
+        return before, pending

@@ -2,9 +2,9 @@
 
 The hand-over starts early: prefill announces layers while it computes, and they are read into
 reserved pages (arrivals.py). When the request itself comes, the rest is read and it joins the
-running batch. Threads: the engine thread computes one token per running request and step, one
-loader reads KV in, the writer puts generated blocks, the sender tells clients; `_lock` guards
-jobs, batching and pages.
+running batch. Threads: the engine thread computes one token per running request and step and
+writes one letter per front with them, one loader reads KV in, the writer puts generated blocks,
+the repliers end requests; `_lock` guards jobs, batching and pages.
 
 Not here: Triton (decode/model.py), the text of tokens (text_stream.py).
 """
@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -27,12 +28,18 @@ from backends.engine.sampling import sample
 from backends.errors import Cancelled, KvMissing, Overloaded, RequestInvalid, WorkerUnavailable
 from backends.kv_loader import KvLoader
 from backends.kv_writer import KvWriter
-from backends.ordered_sender import OrderedSender
 from backends.page_guard import PageGuard
 from backends.tokenizer import Tokenizer
 from backends.worker import IDLE_WAIT_S, Worker, finish_jobs
 from backends.worker_config import DecodeConfig, checkpoint_folder
-from backends.worker_protocol import DecodeRequest, LayersReady, Letter, Stop
+from backends.worker_protocol import (
+    DecodeRequest,
+    LayersReady,
+    Letter,
+    Stop,
+    Tokens,
+    TokenUpdate,
+)
 from mooncake_store.errors import StoreError
 from mooncake_store.membership import WorkerReport
 
@@ -64,7 +71,9 @@ class DecodeWorker:
         self._writer = KvWriter(store, layout, pool, self.worker.outbox, config.lease_s)
         # One thread: letters and the request that they belong to stay in order.
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="kv-loader")
-        self._sender = OrderedSender(2 * config.slots + 8)
+        # Many: a reply blocks until Triton has taken it.
+        self._repliers = ThreadPoolExecutor(config.slots + 8, thread_name_prefix="replier")
+        self._replies: set[Future[None]] = set()
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -140,9 +149,8 @@ class DecodeWorker:
         self._thread.join(timeout=5.0)
         self._loading.shutdown(wait=True, cancel_futures=True)
         self._writer.close()
-        while self._sender.pending_requests and time.monotonic() < give_up_s:
-            time.sleep(0.02)
-        self._sender.close(is_waiting=False)
+        wait(list(self._replies), timeout=max(0.0, give_up_s - time.monotonic()))
+        self._repliers.shutdown(wait=False, cancel_futures=True)
         self.worker.leave()
 
     def _reserve(self, request_id: str, tokens_max: int) -> bool:
@@ -279,11 +287,14 @@ class DecodeWorker:
         self.tokens_generated += len(jobs)
         with self._lock:
             self._batching.computed([job.request_id for job in jobs])
+        updates: dict[str, list[TokenUpdate]] = defaultdict(list)
         for job in jobs:
             if job.finish_reason:
                 self._end(job)
-            elif job.has_message:
-                self._send(job)
+            elif job.has_update:
+                updates[job.request.reply_inbox].append(job.take_update())
+        for inbox, of_front in updates.items():
+            self.worker.outbox.send(inbox, Tokens(self.worker.incarnation, of_front))
 
     def _end(self, job: DecodeJob, error: Exception | None = None) -> None:
         """Free everything of a job, then answer; the writer's work on its pages comes first."""
@@ -294,13 +305,20 @@ class DecodeWorker:
             self._lock.notify_all()
         self._writer.then(lambda: self._freed(job, pages))
         if error is None:
-            self._send(job)
+            self._reply(job.reply)
         else:
-            self._sender.send(job.request_id, lambda: job.client.fail(error))
+            self._reply(lambda: job.client.fail(error))
 
-    def _send(self, job: DecodeJob) -> None:
-        message = job.take_message()
-        self._sender.send(job.request_id, lambda: job.send(message))
+    def _reply(self, action: Callable[[], None]) -> None:
+        """Not in the engine's thread, which must not wait for Triton."""
+        reply = self._repliers.submit(action)
+        self._replies.add(reply)
+        reply.add_done_callback(self._replied)
+
+    def _replied(self, reply: Future[None]) -> None:
+        self._replies.discard(reply)
+        if not reply.cancelled() and (error := reply.exception()) is not None:
+            log.error("a reply was not sent", exc_info=error)
 
     def _freed(self, job: DecodeJob, pages: list[int]) -> None:
         self.worker.owners.release(job.request_id)

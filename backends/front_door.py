@@ -2,48 +2,39 @@
 
 A thread of a bounded pool serves one request, because a call to a worker blocks its thread.
 No decision is made here and no state outlives a request, so a fleet may run many fronts.
-Not here: Triton's API (triton_io.py), retries and workers (generation.py).
+Not here: Triton's API (triton_io.py), retries and workers (generation.py), the tensors of an
+answer (front_answer.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from backends import front_request
 from backends.cluster_view import ClusterView, Served
 from backends.errors import Cancelled, Overloaded
-from backends.front_request import FrontRequest, Limits
-from backends.generation import Generation, Message
+from backends.front_answer import Client, StreamedAnswer, WholeAnswer, describe
+from backends.front_request import Limits
+from backends.generation import Generation
 from backends.grpc_calls import GrpcCalls
 from backends.inbox import Outbox
 from backends.live_requests import LiveRequest, LiveRequests
-from backends.text_stream import Emission, merge
+from backends.token_streams import TokenStreams
 from backends.tokenizer import Tokenizer
-from backends.worker_calls import as_text
 from backends.worker_config import FrontConfig
 from backends.worker_protocol import Stop
 
 log = logging.getLogger(__name__)
 SERVED_WAIT_S = 2.0  # a front that starts together with its workers waits this long for them
-
-
-class Client(Protocol):
-    """The answer stream of one request (triton_io.Reply)."""
-
-    def send(self, outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None: ...
-    def finish(self) -> None: ...
-    def fail(self, error: Exception) -> None: ...
-    def is_cancelled(self) -> bool: ...
 
 
 class FrontDoor:
@@ -55,12 +46,14 @@ class FrontDoor:
         tokenizer: Tokenizer,
         cluster: ClusterView,
         call: GrpcCalls,
+        streams: TokenStreams,
         outbox: Outbox,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self.cluster = cluster
         self._call = call
+        self._streams = streams
         self._outbox = outbox
         self.live = LiveRequests(config.cancel_poll_s, self._tell_workers_to_stop)
         self._pool = ThreadPoolExecutor(config.requests_max, thread_name_prefix="request")
@@ -111,12 +104,12 @@ class FrontDoor:
                 inputs, parameters, live.request_id, self._tokenizer, limits
             )
             if request.describe:
-                client.send(describe(served, limits), is_final=True)
+                client.send(describe(served, limits, client.outputs), is_final=True)
                 raise Answered
             answer = (StreamedAnswer if request.is_stream else WholeAnswer)(request, client)
             generation = Generation(
-                request, live, self.cluster, self._call, self._tokenizer, answer.add,
-                self._config.attempts_max,
+                request, live, self.cluster, self._call, self._streams, self._tokenizer,
+                answer.add, self._config.attempts_max,
             )  # fmt: skip
             live.run = Running(generation, answer, client, served)
         if live.run is not None:
@@ -192,98 +185,3 @@ class Running:
 
     def lost(self, worker_id: str, incarnation: str) -> bool:
         return self.generation.lost(worker_id, incarnation)
-
-
-class StreamedAnswer:
-    """One response per message."""
-
-    def __init__(self, request: FrontRequest, client: Client) -> None:
-        self._request = request
-        self._client = client
-
-    def add(self, message: Message) -> None:
-        is_final = bool(message.finish_reason)
-        self._client.send(
-            outputs(message, len(self._request.prompt_ids), self._request.wants_decision),
-            is_final,
-        )
-
-    def finish(self) -> None:
-        self._client.finish()
-
-
-class WholeAnswer:
-    """Everything in exactly one response, which /generate insists on."""
-
-    def __init__(self, request: FrontRequest, client: Client) -> None:
-        self._request = request
-        self._client = client
-        self._messages: list[Message] = []
-
-    def add(self, message: Message) -> None:
-        self._messages.append(message)
-
-    def finish(self) -> None:
-        whole = merge([message.emission for message in self._messages])
-        if self._request.includes_prompt:
-            whole = with_prompt(self._request, whole)
-        decision: dict[str, object] = {}
-        for message in self._messages:
-            decision |= message.decision or {}
-        last = self._messages[-1]
-        message = Message(
-            whole,
-            sum(each.output_tokens for each in self._messages),
-            last.finish_reason,
-            last.cached_tokens,
-            decision,
-        )
-        self._client.send(
-            outputs(message, len(self._request.prompt_ids), self._request.wants_decision),
-            is_final=True,
-        )
-
-
-def with_prompt(request: FrontRequest, emission: Emission) -> Emission:
-    """The emission with the prompt in front (exclude_input_in_output explicitly false)."""
-    text = request.prompt_text + emission.text
-    return Emission(
-        token_ids=(*request.prompt_ids.tolist(), *emission.token_ids),
-        text=text,
-        cut_bytes=-1 if emission.cut_bytes < 0 else len(text.encode()),
-        is_stopped=emission.is_stopped,
-    )
-
-
-def outputs(message: Message, prompt_tokens: int, wants_decision: bool) -> dict[str, np.ndarray]:
-    """The tensors of one response; all of tensors.OUTPUTS, as an ensemble demands."""
-    emission = message.emission
-    decision = b""
-    if wants_decision and message.decision:
-        decision = json.dumps(message.decision).encode()
-    return {
-        "text_output": as_text(emission.text.encode()),
-        "output_ids": np.array(emission.token_ids, np.int32),
-        "context_ids": np.array(emission.context_ids, np.int32),
-        "text_cut_bytes": np.array([emission.cut_bytes], np.int32),
-        "num_input_tokens": np.array([prompt_tokens], np.int32),
-        "num_output_tokens": np.array([message.output_tokens], np.int32),
-        "cached_tokens": np.array([message.cached_tokens], np.int32),
-        "finish_reason": as_text(message.finish_reason.encode()),
-        "decision": as_text(decision),
-        "batch_index": np.zeros(1, np.int32),
-        "sequence_index": np.zeros(1, np.int32),
-    }
-
-
-def describe(served: Served, limits: Limits) -> dict[str, np.ndarray]:
-    """What is served, as JSON in text_output: for load generators and people."""
-    facts = {
-        "block_tokens": served.block_tokens,
-        "context_tokens_max": served.context_tokens_max,
-        "vocabulary_tokens": limits.vocabulary_tokens,
-        "workers": list(served.workers),
-        "fingerprint": served.fingerprint,
-    }
-    text = Emission((), json.dumps(facts))
-    return outputs(Message(text, 0, "described"), prompt_tokens=0, wants_decision=False)

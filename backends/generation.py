@@ -13,7 +13,6 @@ Not here: parsing and answering (front_door.py), the choice of workers (conducto
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -29,8 +28,9 @@ from backends.front_request import FrontRequest
 from backends.live_requests import LiveRequest
 from backends.text_stream import Emission, TextStream, merge
 from backends.token_bytes import CONTEXT_TOKENS
+from backends.token_streams import TokenStreams
 from backends.tokenizer import Tokenizer
-from backends.worker_protocol import DecodeRequest, DecodeUpdate, PrefillReply, PrefillRequest
+from backends.worker_protocol import DecodeReply, DecodeRequest, PrefillReply, PrefillRequest
 from conductor.messages import Reject, Request, Route, WorkerRef
 from mooncake_store.block_keys import block_keys, chain_seed
 
@@ -70,6 +70,7 @@ class Generation:
         live: LiveRequest,
         cluster: ClusterView,
         call: worker_calls.Call,
+        streams: TokenStreams,
         tokenizer: Tokenizer,
         send: Callable[[Message], None],
         attempts_max: int,
@@ -78,6 +79,7 @@ class Generation:
         self._live = live
         self._cluster = cluster
         self._call = call
+        self._streams = streams
         self._tokenizer = tokenizer
         self._send = send
         self._attempts_max = attempts_max
@@ -205,18 +207,23 @@ class Generation:
             cache_salt=request.cache_salt,
             blocks=reply.blocks,
             stream_interval=request.stream_interval if request.is_stream else 0,
+            reply_inbox=self._streams.address,
         )
+
+        def deliver(incarnation: str, emission: Emission) -> None:
+            self._live.check()
+            mine.incarnation = incarnation
+            self._emit(mine, emission, "", None)
+
         try:
-            messages = worker_calls.decode(self._call, route.decode.worker_id, call, token_ids)
-            with contextlib.closing(messages):  # reads to the end whatever happens
-                for ids, update in messages:
-                    self._live.check()
-                    mine.incarnation = update.incarnation
-                    extra = decode_facts(update) if update.finish_reason else None
-                    self._emit(mine, emission_of(ids, update), update.finish_reason, extra)
+            with self._streams.reading(mine.request_id, deliver) as stream:
+                ids, end = worker_calls.decode(self._call, route.decode.worker_id, call, token_ids)
+                stream.wait(end.tokens_before)
         except WorkerUnavailable:
             self._worker_failed(route.decode.worker_id, route.decode.incarnation)
             raise
+        self._live.check()
+        self._emit(mine, emission_of(ids, end), end.finish_reason, decode_facts(end))
 
     def _now_at(self, mine: Try, worker: WorkerRef) -> None:
         with self._lock:
@@ -270,17 +277,17 @@ class Generation:
         }
 
 
-def emission_of(ids: np.ndarray, update: DecodeUpdate) -> Emission:
+def emission_of(ids: np.ndarray, end: DecodeReply) -> Emission:
     return Emission(
-        token_ids=tuple(ids.tolist()), text=update.text, cut_bytes=update.cut_bytes,
-        is_stopped=update.finish_reason == "stop_word", context_ids=tuple(update.context_ids),
+        token_ids=tuple(ids.tolist()), text=end.text, cut_bytes=end.cut_bytes,
+        is_stopped=end.finish_reason == "stop_word", context_ids=tuple(end.context_ids),
     )  # fmt: skip
 
 
-def decode_facts(update: DecodeUpdate) -> dict[str, object]:
+def decode_facts(end: DecodeReply) -> dict[str, object]:
     return {
-        "decode_queue_s": update.queue_s,
-        "decode_load_s": update.load_s,
-        "loaded_early_blocks": update.loaded_early_blocks,
-        "decode_read_bytes": update.read_bytes,
+        "decode_queue_s": end.queue_s,
+        "decode_load_s": end.load_s,
+        "loaded_early_blocks": end.loaded_early_blocks,
+        "decode_read_bytes": end.read_bytes,
     }

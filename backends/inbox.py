@@ -1,8 +1,9 @@
-"""The worker's own letter box, and the way to write to another's.
+"""A process's own letter box, and the way to write to another's.
 
 A ZeroMQ PULL socket per worker *process* (a model name may be served by two processes while a
-config.pbtxt reloads). What the letters say is in worker_protocol.py. Losing a letter is harmless:
-hand-over progress only saves time, and a stop is sent again while the request lives.
+config.pbtxt reloads) and per front. What the letters say is in worker_protocol.py. Losing a letter
+is harmless: hand-over progress only saves time, a stop is sent again while the request lives, and
+lost tokens are noticed (token_streams.py).
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from backends.worker_protocol import Letter, decode_inbox, encode
 
 log = logging.getLogger(__name__)
 LETTERS_MAX = 10_000  # queued per peer; more are dropped
+READ_AT_ONCE_MAX = 256
 POLL_MS = 200
 
 
 class Inbox:
-    """Receives letters in a thread of its own and hands each to `on_letter`."""
+    """Receives letters in a thread of its own; `on_letters` gets all that wait, in order."""
 
-    def __init__(self, address: str, on_letter: Callable[[Letter], None]) -> None:
+    def __init__(self, address: str, on_letters: Callable[[list[Letter]], None]) -> None:
         self.address = address
-        self._on_letter = on_letter
+        self._on_letters = on_letters
         self._socket = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(LETTERS_MAX)
         self._socket.bind(address)
@@ -44,12 +46,21 @@ class Inbox:
             if not self._socket.poll(POLL_MS):
                 continue
             try:
-                self._on_letter(decode_inbox(self._socket.recv()))
-            except msgspec.MsgspecError as error:
-                log.warning("dropped a letter that cannot be read: %s", error)
+                self._on_letters(self._waiting())
             except Exception:  # edge: one bad letter must not close the letter box
-                log.exception("a letter failed")
+                log.exception("letters failed")
         self._socket.close(linger=0)
+
+    def _waiting(self) -> list[Letter]:
+        letters: list[Letter] = []
+        with contextlib.suppress(zmq.Again):
+            for _ in range(READ_AT_ONCE_MAX):
+                data = self._socket.recv(zmq.NOBLOCK)
+                try:
+                    letters.append(decode_inbox(data))
+                except msgspec.MsgspecError as error:
+                    log.warning("dropped a letter that cannot be read: %s", error)
+        return letters
 
 
 class Outbox:

@@ -75,7 +75,7 @@ UNSUPPORTED_INPUTS = (
     Tensor("use_draft_logits", "BOOL", neutral=False),
 )
 
-# Every response has all of these: an ensemble step may not leave one out.
+# A response has those that its client asked for (front_answer.names_sent).
 OUTPUTS = (
     Tensor("text_output", "STRING", (-1,)),
     Tensor("output_ids", "INT32", (-1,)),
@@ -89,6 +89,8 @@ OUTPUTS = (
     Tensor("batch_index", "INT32"),
     Tensor("sequence_index", "INT32"),
 )
+
+FOR_POSTPROCESSING = {"context_ids", "text_cut_bytes"}  # of no use to anybody else
 
 # TensorRT-LLM sends these without the batch dimension, one string for each sequence, and its
 # clients read `text_output[0]` as the string.

@@ -54,6 +54,8 @@ class Emission:
 def merge(emissions: Sequence[Emission]) -> Emission:
     """Consecutive emissions as one, for a message that carries several tokens."""
     assert emissions
+    if len(emissions) == 1:
+        return emissions[0]
     text = "".join(emission.text for emission in emissions)
     is_cut = any(emission.cut_bytes >= 0 for emission in emissions)
     return Emission(

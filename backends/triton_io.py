@@ -98,6 +98,7 @@ class Reply:
 
     def __init__(self, request: Any) -> None:
         self._sender = request.get_response_sender()
+        self.outputs = frozenset(request.requested_output_names())  # all, if none was named
         self._lock = threading.Lock()
         self._is_closed = False
 

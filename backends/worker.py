@@ -80,7 +80,8 @@ class Worker:
         self.store.register_buffer(self.engine.kv_pool)
         self.outbox = Outbox()
         sockets = os.environ["MOONCAKE_SOCKETS"]
-        self.inbox = Inbox(f"ipc://{sockets}/{worker_id}-{self.incarnation}", on_letter)
+        self._on_letter = on_letter
+        self.inbox = Inbox(f"ipc://{sockets}/{worker_id}-{self.incarnation}", self._on_letters)
         profile = machine_profile.load_or_measure(
             self.engine, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )
@@ -106,6 +107,13 @@ class Worker:
         self._make_report = make_report
         self._is_closing = threading.Event()
         self._reporter = threading.Thread(target=self._report_loop, name="reports", daemon=True)
+
+    def _on_letters(self, letters: list[Letter]) -> None:
+        for letter in letters:
+            try:
+                self._on_letter(letter)
+            except Exception:  # edge: one bad letter must not take its neighbours along
+                log.exception("a letter failed: %s", type(letter).__name__)
 
     def join(self) -> None:
         """Register, or raise with the reason why the pool refuses this worker."""

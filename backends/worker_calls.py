@@ -17,8 +17,8 @@ from backends.worker_protocol import (
     REPLY_IDS,
     REQUEST_BODY,
     REQUEST_IDS,
+    DecodeReply,
     DecodeRequest,
-    DecodeUpdate,
     PrefillReply,
     PrefillRequest,
     WorkerFailure,
@@ -28,7 +28,7 @@ from backends.worker_protocol import (
 # (model, inputs, names of outputs, request id) -> one dict of flat arrays per response
 Call = Callable[[str, Mapping[str, np.ndarray], list[str], str], Iterator[dict[str, np.ndarray]]]
 _prefilled = msgspec.msgpack.Decoder(PrefillReply | WorkerFailure)
-_decoded = msgspec.msgpack.Decoder(DecodeUpdate | WorkerFailure)
+_decoded = msgspec.msgpack.Decoder(DecodeReply | WorkerFailure)
 
 
 def as_text(data: bytes | str) -> np.ndarray:
@@ -54,15 +54,15 @@ def prefill(
 
 def decode(
     call: Call, worker_id: str, request: DecodeRequest, token_ids: np.ndarray
-) -> Iterator[tuple[np.ndarray, DecodeUpdate]]:
-    """(new token ids, update) per message; the last one has a finish_reason."""
+) -> tuple[np.ndarray, DecodeReply]:
+    """(the last token ids, the rest of the reply); raises ServingError."""
     inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: as_text(encode(request))}
-    is_finished = False
+    reply: tuple[np.ndarray, DecodeReply] | None = None
     for answer in call(worker_id, inputs, [REPLY_IDS, REPLY_BODY], request.request_id):
-        update = _decoded.decode(answer[REPLY_BODY][0])
-        if isinstance(update, WorkerFailure):
-            raise from_wire(update.message, worker_id)
-        is_finished = bool(update.finish_reason)
-        yield answer[REPLY_IDS], update
-    if not is_finished:
+        body = _decoded.decode(answer[REPLY_BODY][0])
+        if isinstance(body, WorkerFailure):
+            raise from_wire(body.message, worker_id)
+        reply = answer[REPLY_IDS], body
+    if reply is None:
         raise WorkerUnavailable(f"{worker_id} ended in the middle of a request")
+    return reply

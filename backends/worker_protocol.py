@@ -1,9 +1,10 @@
 """What the front and the workers say to each other.
 
 Two channels. *Calls* are requests to the models `prefill_*` and `decode_*` over gRPC
-(grpc_calls.py): token ids travel as a tensor, the rest as one MessagePack string. The *inbox*
-is a ZeroMQ socket of each worker for what must reach one very process rather than "whoever serves
-that model now": stop a request, hand-over progress from prefill to decode, copy a hot prefix.
+(grpc_calls.py): token ids travel as a tensor, the rest as one MessagePack string. *Letters* go
+to the inbox of one very process, rather than to "whoever serves that model now": stop a request,
+hand-over progress from prefill to decode, copy a hot prefix, and the tokens of all streams that a
+front has at a decode worker, one letter per step (token_streams.py).
 Not here: the store's protocol (mooncake_store/protocol.py).
 """
 
@@ -64,17 +65,19 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
     sampling: SamplingParams
     cache_salt: str
     blocks: list[BlockRef]
-    stream_interval: int  # tokens per message; 0: one message at the end
+    stream_interval: int  # tokens per message; 0: all with the reply
+    reply_inbox: str  # of the front: where messages before the reply go
 
 
-class DecodeUpdate(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):
-    """One message of the answer stream; the tokens travel beside it as a tensor."""
+class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):
+    """The end of a request and its last tokens, which travel beside it as a tensor."""
 
-    incarnation: str  # of the process that is at work
+    incarnation: str  # of the process that was at work
+    tokens_before: int  # decoded ones that letters have brought, or will
     text: str
     context_ids: list[int]
     cut_bytes: int
-    finish_reason: str = ""
+    finish_reason: str
     queue_s: float = 0.0
     load_s: float = 0.0
     loaded_early_blocks: int = 0  # handed over layer by layer before the request came
@@ -118,7 +121,25 @@ class CopyBlocks(msgspec.Struct, frozen=True, tag="copy"):
     reason: str
 
 
-Letter = LayersReady | Stop | CopyBlocks
+class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request, in the order of decoding."""
+
+    request_id: str
+    tokens_before: int  # decoded ones of this request: tells a lost letter
+    token_ids: list[int]
+    text: str
+    context_ids: list[int]
+    cut_bytes: int
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """What a step brought for the streams of one front (decode worker -> the front)."""
+
+    incarnation: str
+    updates: list[TokenUpdate]
+
+
+Letter = LayersReady | Stop | CopyBlocks | Tokens
 _decode_inbox = msgspec.msgpack.Decoder(Letter)
 _encode = msgspec.msgpack.Encoder().encode
 

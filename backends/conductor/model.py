@@ -4,12 +4,14 @@ Translation only. Serving a request is in backends/front_door.py, deciding in co
 """
 
 import os
+import uuid
 
 from backends import front_metrics, triton_io
 from backends.cluster_view import ClusterView
 from backends.front_door import FrontDoor
 from backends.grpc_calls import GrpcCalls
 from backends.inbox import Outbox
+from backends.token_streams import TokenStreams
 from backends.tokenizer import Tokenizer
 from backends.worker_config import FrontConfig, checkpoint_folder, read_configs
 from conductor.config import ConductorConfig
@@ -33,7 +35,11 @@ class TritonPythonModel:
         except Exception as error:  # edge: the reason goes to the operator, without a traceback
             raise triton_io.load_error(error) from None
         self.calls = GrpcCalls(os.environ["MOONCAKE_GRPC"])
-        self.front = FrontDoor(config, tokenizer, self.cluster, self.calls, self.outbox)
+        sockets = os.environ["MOONCAKE_SOCKETS"]
+        self.streams = TokenStreams(f"ipc://{sockets}/{model}-{uuid.uuid4().hex[:12]}")
+        self.front = FrontDoor(
+            config, tokenizer, self.cluster, self.calls, self.streams, self.outbox
+        )
         self.metrics = triton_io.MetricsLoop(model, front_metrics.front, self.front)
 
     def execute(self, requests):
@@ -53,3 +59,4 @@ class TritonPythonModel:
         self.cluster.close()
         self.outbox.close()
         self.calls.close()
+        self.streams.close()

@@ -127,9 +127,9 @@ def take(answer: Answer, result: Any) -> None:
     answer.text += result.as_numpy("text_output").reshape(-1)[0].decode()
     answer.finish_reason = result.as_numpy("finish_reason").reshape(-1)[0].decode()
     answer.cached_tokens = int(result.as_numpy("cached_tokens").reshape(-1)[0])
-    decision = result.as_numpy("decision").reshape(-1)[0]
-    if decision:
-        answer.decision |= json.loads(decision)
+    decision = result.as_numpy("decision")  # there if the request wanted one
+    if decision is not None and (text := decision.reshape(-1)[0]):
+        answer.decision |= json.loads(text)
 
 
 class Server:

@@ -1,0 +1,229 @@
+"""What Triton, the front and the hand-over add to the bare engine, for a user at the client.
+
+    python -m loadtest.bench.overhead [--url 127.0.0.1:8001]
+
+Two comparisons, each in turns on the same cores within one run, medians over rounds:
+
+    ttft   a short prompt whose KV is cached: the client's time to the first token, against the
+           bare engine computing the same tokens over KV that is in its pages already
+    tbt    8 streams at once on one decode worker, against the bare engine with a batch of the
+           same 8 prompts in this process, with as many threads as the worker has
+
+TBT of a stream here is its mean: (last token - first token of the full batch) / tokens between.
+A token counts when its message arrives; a message may carry several, so single intervals would say
+more about the packing than about the speed. How many a message carries is in the rows.
+
+Not here: starting the server (server.py), the shape of the answer (result.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from backends.engine.generate import generate_tokens
+from backends.engine.interface import Work
+from backends.engine.sampling import sample
+from backends.engine.sampling_params import SamplingParams
+from backends.engine.torch_engine import TorchEngine
+from loadtest.bench.result import Cell, Result, Target
+from loadtest.bench.server import ServerFailed, serving
+from loadtest.server_info import describe_server
+from loadtest.triton_client import GenerateRequest, ServerError, TritonClient
+from loadtest.workloads import TokenIds, TokenSource
+
+TTFT_ADDED_S_GOAL = 0.010
+TBT_RATIO_GOAL = 1.2
+STREAMS = 8
+CHECKPOINT = Path(__file__).resolve().parents[2] / "backends" / "demo_checkpoint"
+PINNED = {"prefill_worker": "prefill_0", "decode_worker": "decode_0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large what is measured is, in tokens."""
+
+    short_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When the tokens of one stream came, and how they were packed."""
+
+    times_s: list[float]  # one per token
+    messages: int
+
+
+def tbt_s(streams: Sequence[Arrivals]) -> float:
+    """Median over the streams of the mean interval while all of them ran."""
+    begin_s = max(stream.times_s[0] for stream in streams)
+    end_s = min(stream.times_s[-1] for stream in streams)
+    means = []
+    for stream in streams:
+        times_s = [t for t in stream.times_s if begin_s <= t <= end_s]
+        if len(times_s) > 1 and times_s[-1] > times_s[0]:
+            means.append((times_s[-1] - times_s[0]) / (len(times_s) - 1))
+    assert len(means) == len(streams), "the streams did not run together; ask for more tokens"
+    return statistics.median(means)
+
+
+class BareEngine:
+    """The engine of the workers in this process, and nothing else."""
+
+    def __init__(self, block_tokens: int, threads: int, shape: Shape) -> None:
+        tokens = STREAMS * (shape.prompt_tokens + shape.output_tokens) + shape.short_tokens
+        pages = tokens // block_tokens + 2 * STREAMS + 2
+        self._engine = TorchEngine.load(CHECKPOINT, pages, block_tokens, threads=threads)
+        self._block_tokens = block_tokens
+
+    def ttft_s(self, prompt: TokenIds) -> float:
+        """Of a prompt whose full blocks are in pages; at least one token is computed."""
+        cached = min(len(prompt) // self._block_tokens * self._block_tokens, len(prompt) - 1)
+        pages = self._engine.pages.take(len(prompt) // self._block_tokens + 1)
+        try:
+            self._engine.forward([Work(prompt[:cached].tolist(), 0, pages)])
+            started_s = time.perf_counter()
+            logits = self._engine.forward([Work(prompt[cached:].tolist(), cached, pages)])
+            sample(logits[0], SamplingParams(max_tokens=1), 0, [], [])
+            return time.perf_counter() - started_s
+        finally:
+            self._engine.pages.release(pages)
+
+    def tbt_s(self, prompts: Sequence[TokenIds], output_tokens: int) -> float:
+        params = SamplingParams(max_tokens=output_tokens, min_tokens=output_tokens)
+        streams = [Arrivals([], 0) for _ in prompts]
+        ids = [prompt.tolist() for prompt in prompts]
+        for index, _ in generate_tokens(self._engine, ids, params, slots_max=len(prompts)):
+            streams[index].times_s.append(time.perf_counter())
+        return tbt_s(streams)
+
+
+async def stream(
+    client: TritonClient, name: str, prompt: TokenIds, output_tokens: int
+) -> tuple[float, Arrivals]:
+    """One request, pinned; (when it was sent, what arrived)."""
+    request = GenerateRequest(
+        request_id=name, input_ids=prompt, max_tokens=output_tokens, min_tokens=output_tokens,
+        end_id=-1, parameters=PINNED,
+    )  # fmt: skip
+    times_s: list[float] = []
+    messages = 0
+    sent_s = time.perf_counter()
+    async for event in client.generate(request):
+        messages += 1
+        times_s += [event.time_s] * len(event.output_ids)
+    assert len(times_s) == output_tokens, f"{len(times_s)} tokens of {output_tokens}"
+    return sent_s, Arrivals(times_s, messages)
+
+
+async def client_ttft_s(client: TritonClient, prompt: TokenIds) -> float:
+    sent_s, arrivals = await stream(client, "ttft", prompt, 2)
+    return arrivals.times_s[0] - sent_s
+
+
+async def together(
+    client: TritonClient, prompts: Sequence[TokenIds], output_tokens: int
+) -> list[Arrivals]:
+    each = [stream(client, f"tbt-{i}", p, output_tokens) for i, p in enumerate(prompts)]
+    return [arrivals for _, arrivals in await asyncio.gather(*each)]
+
+
+async def client_tbt(
+    client: TritonClient, prompts: Sequence[TokenIds], output_tokens: int
+) -> tuple[float, float]:
+    """(TBT, tokens per message) of streams that run together.
+
+    Sent twice: the first time brings the prompts into the cache, so that all decode at once then.
+    """
+    await together(client, prompts, 2)
+    arrived = await together(client, prompts, output_tokens)
+    messages = sum(arrivals.messages for arrivals in arrived)
+    return tbt_s(arrived), len(prompts) * output_tokens / messages
+
+
+async def measure(
+    grpc: str, shape: Shape, threads: int, seed: int, console: Console
+) -> list[dict[str, Cell]]:
+    rows: list[dict[str, Cell]] = []
+    async with TritonClient(grpc, "conductor", channels=STREAMS) as client:
+        server = await describe_server(client, {})
+        source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
+        engine = BareEngine(server.block_tokens, threads, shape)
+        short = source.fresh(0, shape.short_tokens)
+        await client_ttft_s(client, short)  # from here on it is cached
+        for index in range(1, shape.rounds + 1):
+            prompts = [
+                source.fresh(index * STREAMS + i, shape.prompt_tokens) for i in range(STREAMS)
+            ]
+            with console.status(f"round {index} of {shape.rounds} ..."):
+                bare_ttft_s = statistics.median(engine.ttft_s(short) for _ in range(11))
+                ttft_s = statistics.median([await client_ttft_s(client, short) for _ in range(11)])
+                bare_tbt_s = engine.tbt_s(prompts, shape.output_tokens)
+                served_tbt_s, packed = await client_tbt(client, prompts, shape.output_tokens)
+            rows.append({
+                "round": index,
+                "engine_ttft_ms": round(bare_ttft_s * 1e3, 3),
+                "ttft_ms": round(ttft_s * 1e3, 3),
+                "engine_tbt_ms": round(bare_tbt_s * 1e3, 3),
+                "tbt_ms": round(served_tbt_s * 1e3, 3),
+                "tokens_per_message": round(packed, 2),
+            })  # fmt: skip
+    return rows
+
+
+def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
+    def median(name: str) -> float:
+        return float(np.median([row[name] for row in rows]))
+
+    added_s = (median("ttft_ms") - median("engine_ttft_ms")) / 1e3
+    ratio = median("tbt_ms") / median("engine_tbt_ms")
+    return [
+        Target("ttft_added_s", round(added_s, 6), "<=", TTFT_ADDED_S_GOAL),
+        Target("tbt_over_engine", round(ratio, 4), "<=", TBT_RATIO_GOAL),
+    ]
+
+
+def main(
+    url: Annotated[
+        str | None, typer.Option(help="gRPC address of a running server; default: start one.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Medians are over them.")] = 7,
+    short_tokens: Annotated[int, typer.Option(min=65, help="Of the cached prompt.")] = 350,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each of the 8 prompts.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=64, help="Of each of the 8 answers.")] = 256,
+    threads: Annotated[int, typer.Option(min=1, help="As in the workers' config.pbtxt.")] = 1,
+    seed: Annotated[
+        int | None, typer.Option(help="Tokens of the prompts; random by default, so always fresh.")
+    ] = None,
+) -> None:
+    """Measure what serving adds to the bare engine; the last line is JSON."""
+    console = Console(stderr=True, highlight=False)
+    seed = secrets.randbits(62) if seed is None else seed
+    shape = Shape(short_tokens, prompt_tokens, output_tokens, rounds)
+    started_s = time.perf_counter()
+    try:
+        with console.status("waiting for the server ...") as waiting, serving(url) as addresses:
+            waiting.stop()
+            console.print(f"{rounds} rounds, --seed {seed}")
+            rows = asyncio.run(measure(addresses.grpc, shape, threads, seed, console))
+    except (ServerFailed, ServerError, OSError, ValueError) as error:
+        console.print(f"cannot measure: {error}", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    Result("overhead", time.perf_counter() - started_s, rows, targets(rows)).print()
+
+
+if __name__ == "__main__":
+    typer.run(main)
