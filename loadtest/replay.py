@@ -27,6 +27,7 @@ from loadtest import tables
 from loadtest.addresses import addresses_of
 from loadtest.metrics import COMPLETED, RequestRecord, Summary, summarize
 from loadtest.open_loop import WallClock
+from loadtest.protocol import CHANNELS, REQUEST_S_MAX, ServerError
 from loadtest.recording import Recording, Sample, slim
 from loadtest.reuse import ideal_cached_tokens
 from loadtest.run import Run, SendOptions, send_all
@@ -34,7 +35,7 @@ from loadtest.sampler import Sampler
 from loadtest.server_info import ServerDescription, describe_server
 from loadtest.slo import Slo, goodput
 from loadtest.trace import TraceError, TraceRow, read_trace
-from loadtest.triton_client import CHANNELS, REQUEST_S_MAX, ServerError, TritonClient
+from loadtest.triton_client import TritonClient
 from loadtest.workloads import TokenSource, TooLong, plan, too_long
 
 LINES_SHOWN_MAX = 10

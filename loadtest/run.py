@@ -11,15 +11,11 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
+from loadtest.answer import Answer, ending
+from loadtest.metrics import RequestRecord
 from loadtest.open_loop import Clock, run_open_loop
-from loadtest.triton_client import (
-    GenerateRequest,
-    Rejected,
-    ServerError,
-    TokenEvent,
-    TritonClient,
-)
+from loadtest.protocol import GenerateRequest, ServerError
+from loadtest.triton_client import TritonClient
 from loadtest.workloads import PlannedRequest
 
 IN_FLIGHT_MAX = 4_096
@@ -47,25 +43,6 @@ class Run:
     is_interrupted: bool = False
 
 
-@dataclass(slots=True)
-class Answer:
-    """What of one request's answer has arrived so far."""
-
-    token_times_s: list[float] = field(default_factory=list)
-    output_ids: list[int] = field(default_factory=list)
-    cached_tokens: int | None = None
-    finish_reason: str = ""
-    decision: dict[str, object] = field(default_factory=dict)
-
-    def add(self, event: TokenEvent) -> None:
-        self.token_times_s += [event.time_s] * len(event.output_ids)
-        self.output_ids += event.output_ids
-        if self.cached_tokens is None:
-            self.cached_tokens = event.cached_tokens
-        self.finish_reason = event.finish_reason or self.finish_reason
-        self.decision |= event.decision or {}  # the last response adds what decode knows
-
-
 def to_send(request: PlannedRequest, options: SendOptions) -> GenerateRequest:
     """The request for the server; with `ignore_eos` its answer has exactly the trace's length."""
     return GenerateRequest(
@@ -83,16 +60,13 @@ async def send_one(
 ) -> RequestRecord:
     """Send one request to its end; every way of ending is a record, except being cancelled."""
     sent_s = clock.now_s()
-    answer = Answer()
-    outcome, kind, message, retry_after_s = COMPLETED, "", "", None
+    answer, error = Answer(), None
     try:
         async for event in client.generate(to_send(request, options), options.timeout_s):
             answer.add(event)
-    except Rejected as error:
-        outcome, kind, message = REJECTED, error.kind, error.message
-        retry_after_s = error.retry_after_s
-    except ServerError as error:
-        outcome, kind, message = FAILED, error.kind, error.message
+    except ServerError as server_error:
+        error = server_error
+    end = ending(error)
     return RequestRecord(
         index=request.index,
         request_id=f"replay-{request.index}",
@@ -101,10 +75,10 @@ async def send_one(
         finished_s=clock.now_s(),
         prompt_tokens=len(request.prompt_ids),
         output_tokens_asked=request.output_tokens,
-        outcome=outcome,
-        kind=kind,
-        message=message,
-        retry_after_s=retry_after_s,
+        outcome=end.outcome,
+        kind=end.kind,
+        message=end.message,
+        retry_after_s=end.retry_after_s,
         token_times_s=tuple(answer.token_times_s),
         output_ids=tuple(answer.output_ids),
         cached_tokens=answer.cached_tokens,

@@ -12,12 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.triton_client import (
-    PROBE_S_MAX,
-    GenerateRequest,
-    ServerError,
-    TritonClient,
-)
+from loadtest.protocol import GenerateRequest, ServerError
+from loadtest.triton_client import PROBE_S_MAX, TritonClient
 
 ASSUMED = {"block_tokens": 64, "context_tokens_max": 8_192, "vocabulary_tokens": 2_048}
 ASSUMED_SPECIAL_TOKEN_IDS = tuple(range(16))  # the demo's are 0, 1 and 2

@@ -28,12 +28,13 @@ import typer
 from rich.console import Console
 
 from loadtest.addresses import Addresses
+from loadtest.answer import Answer
 from loadtest.bench.result import Cell, Result, Target
 from loadtest.bench.server import ServerFailed, serving
 from loadtest.metrics_page import counter_sum, fetch_page
-from loadtest.run import Answer
+from loadtest.protocol import GenerateRequest, ServerError
 from loadtest.server_info import describe_server
-from loadtest.triton_client import GenerateRequest, ServerError, TritonClient
+from loadtest.triton_client import TritonClient
 from loadtest.workloads import TokenIds, TokenSource
 
 RATIO_GOAL = 0.35

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from loadtest import tables
 from loadtest.metrics import COMPLETED, FAILED, REJECTED, Summary, summarize
+from loadtest.protocol import GenerateRequest, Rejected, ServerError, TokenEvent
 from loadtest.replay import ReplayRefused, Settings, ideal_of, json_line, main, prepare, write_rows
 from loadtest.run import Run, SendOptions, send_one
 from loadtest.server_info import ServerDescription, description
 from loadtest.trace import read_trace
-from loadtest.triton_client import GenerateRequest, Rejected, ServerError, TokenEvent, TritonClient
+from loadtest.triton_client import TritonClient
 from loadtest.workloads import PlannedRequest
 
 DATA = Path(__file__).parents[1] / "data"

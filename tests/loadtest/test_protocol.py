@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from loadtest.triton_client import (
+from loadtest.protocol import (
     GenerateRequest,
     Rejected,
     ServerError,
     TokenEvent,
+    json_body,
+    parse_json,
     parse_response,
     server_error,
     tensors,
@@ -99,3 +101,34 @@ def test_other_errors_are_told_by_their_prefix(message: str, kind: str) -> None:
     error = server_error(message)
     assert type(error) is ServerError
     assert (error.kind, error.message) == (kind, message)
+
+
+def test_over_http_a_request_is_the_same_tensors_as_json_without_its_id() -> None:
+    request = GenerateRequest(
+        "r", input_ids=np.array([5, 6, 7]), max_tokens=4, return_decision=True, priority=-1,
+        parameters={"tenant": "a"},
+    )  # fmt: skip
+    assert json.loads(json_body(request)) == {
+        "input_ids": [5, 6, 7], "max_tokens": 4, "stream": True, "return_decision": True,
+        "request_priority": -1, "tenant": "a",
+    }  # fmt: skip
+    assert json.loads(json_body(GenerateRequest("r", text_input="Grüße")))["text_input"] == "Grüße"
+
+
+def test_an_http_event_says_the_same_as_a_grpc_response() -> None:
+    outputs = {
+        "output_ids": [1, 70_000], "text_output": "né", "finish_reason": "length",
+        "cached_tokens": 64, "num_input_tokens": 100, "decision": json.dumps({"prefill": "p0"}),
+    }  # fmt: skip
+    same = outputs | {"cached_tokens": [64], "num_input_tokens": [100]}
+    assert parse_json(outputs, 1.5) == parse_response(response(**same), 1.5)
+
+
+def test_an_http_event_with_a_single_token_carries_a_bare_number() -> None:
+    assert parse_json({"output_ids": 7, "decision": ""}, 1.0) == TokenEvent(1.0, (7,))
+
+
+def test_an_error_event_over_http_is_raised() -> None:
+    with pytest.raises(Rejected, match="predicted TTFT") as raised:
+        parse_json({"error": "rejected kind=ttft retry_after_s=2.5: predicted TTFT 4 s"}, 1.0)
+    assert raised.value.retry_after_s == 2.5
