@@ -3,18 +3,24 @@
 Nothing is loaded from anywhere and no script runs; the page itself forbids it, because it shows
 messages and names that came from a server.
 
-Not here: the pictures (pictures/), what the numbers mean (loadtest/metrics.py), two runs on one
-page (comparison_page.py).
+Not here: what stands on the page (contents.py), two runs on one page (comparison.py).
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from loadtest.recording import Recording, RecordingError, from_bytes, to_bytes
+from loadtest.report import rows
+from loadtest.report.contents import notes, sections
+from loadtest.report.numbers import summary_of
+from loadtest.slo import goodput
+from loadtest.tables import duration, slo_text, warnings
 
 EMBEDDED = re.compile(
     rb'<script type="application/x-mooncake-recording">\s*([A-Za-z0-9+/=]+)\s*</script>'
@@ -22,9 +28,28 @@ EMBEDDED = re.compile(
 
 
 def write_report(recording: Recording, path: Path) -> None:
-    template = environment().get_template("report.html")
-    html = template.render(recording=recording, embedded=to_bytes(recording).decode())
-    path.write_text(html, encoding="utf-8")
+    """The page of one run; OSError when `path` cannot be written."""
+    path.write_text(page_of(recording), encoding="utf-8")
+
+
+def page_of(recording: Recording) -> str:
+    summary = summary_of(recording)
+    return rendered(
+        "report.html",
+        run=recording,
+        summary=summary,
+        rejected=sum(summary.rejections_by_reason.values()),
+        failed=sum(summary.errors_by_kind.values()),
+        goodput=goodput(recording.requests, recording.slo) if recording.slo else None,
+        slo=slo_text(recording.slo) if recording.slo else "",
+        notes=[*notes(recording), *warnings(summary)],
+        sections=sections(recording),
+        settings=rows.settings_of(recording),
+        workloads=rows.workloads(recording),
+        refusals=rows.refusals(recording.requests),
+        slowest=rows.slowest(recording.requests),
+        embedded=to_bytes(recording).decode(),
+    )
 
 
 def read_report(path: Path) -> Recording:
@@ -42,11 +67,21 @@ def read_report(path: Path) -> Recording:
         raise RecordingError(f"{path}: {error}") from None
 
 
-def environment() -> Environment:
-    return Environment(
+def rendered(template: str, **values: Any) -> str:
+    """Everything but pictures is escaped."""
+    environment = Environment(
         loader=PackageLoader("loadtest.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {
+        "duration": lambda seconds: "–" if seconds is None else duration(seconds),
+        "count": lambda number: "–" if number is None else f"{number:,}",
+        "share": lambda number: "–" if number is None else f"{number:.1%}",
+        "rate": lambda number: f"{number:,.0f}" if number >= 1_000 else f"{number:.3g}",
+        "setting": lambda value: "not set" if value is None else str(value),
+        "svg": Markup,
+    }
+    return environment.get_template(template).render(**values)

@@ -1,0 +1,128 @@
+"""A run as a list of named numbers: what a comparison compares. Pure arithmetic on a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from loadtest.metrics import Spread, Summary, summarize
+from loadtest.recording import Recording
+from loadtest.report.phases import PHASES, mean_of, measured
+from loadtest.slo import goodput
+from loadtest.tables import duration
+
+LOWER, HIGHER, NEITHER = "lower", "higher", ""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """`value` is None where it was not measured."""
+
+    name: str  # in JSON
+    label: str  # for people
+    unit: str  # count | s | share | per_s | ratio
+    value: float | None
+    better: str = NEITHER
+
+    @property
+    def text(self) -> str:
+        return shown(self.value, self.unit)
+
+
+def shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return "not measured"
+    if unit == "s":
+        return duration(value) if value >= 0 else f"-{duration(-value)}"
+    if unit == "share":
+        return f"{value:.1%}"
+    if unit == "count":
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+
+
+def summary_of(recording: Recording) -> Summary:
+    return summarize(recording.requests, recording.ideal_cached_tokens)
+
+
+def numbers(recording: Recording) -> list[Number]:
+    summary = summary_of(recording)
+    return [
+        *_counts(summary),
+        *_goodput(recording),
+        *_rates(summary),
+        *_spread("ttft", "TTFT", summary.ttft_s),
+        *_spread("tbt", "TBT", summary.tbt_s),
+        *_spread("latency", "whole request", summary.latency_s),
+        *_cached(summary),
+        *_phases(recording),
+        *_refusals(summary),
+        Number("sender_lag_p99_s", "sender lag p99", "s",
+               summary.sender_lag_s.p99 if summary.sender_lag_s else None, LOWER),
+    ]  # fmt: skip
+
+
+def _counts(summary: Summary) -> Iterator[Number]:
+    requests = summary.requests
+    rejected = sum(summary.rejections_by_reason.values())
+    failed = sum(summary.errors_by_kind.values())
+    yield Number("requests", "requests sent", "count", requests)
+    for name, count, better in (
+        ("answered", summary.completed, HIGHER), ("rejected", rejected, LOWER),
+        ("failed", failed, LOWER),
+    ):  # fmt: skip
+        share = count / requests if requests else None
+        yield Number(name, f"{name} requests", "count", count, better)
+        yield Number(f"{name}_share", f"{name}, of those sent", "share", share, better)
+    yield Number("duration_s", "first sending to last answer", "s", summary.duration_s)
+
+
+def _goodput(recording: Recording) -> Iterator[Number]:
+    found = goodput(recording.requests, recording.slo) if recording.slo else None
+    yield Number("goodput_share", "goodput, of those sent", "share",
+                 found.share if found else None, HIGHER)  # fmt: skip
+    yield Number("goodput_per_s", "goodput, requests per second", "per_s",
+                 found.requests_per_s if found else None, HIGHER)  # fmt: skip
+
+
+def _rates(summary: Summary) -> Iterator[Number]:
+    yield Number("requests_per_s", "answered requests per second", "per_s",
+                 summary.requests_per_s, HIGHER)  # fmt: skip
+    yield Number("input_tokens_per_s", "prompt tokens per second", "per_s",
+                 summary.input_tokens_per_s, HIGHER)  # fmt: skip
+    yield Number("output_tokens_per_s", "generated tokens per second", "per_s",
+                 summary.output_tokens_per_s, HIGHER)  # fmt: skip
+    yield Number("input_tokens", "prompt tokens", "count", summary.input_tokens)
+    yield Number("output_tokens", "generated tokens", "count", summary.output_tokens)
+    yield Number("short_outputs", "answers shorter than asked", "count", summary.short_outputs)
+
+
+def _spread(name: str, label: str, spread: Spread | None) -> Iterator[Number]:
+    for part in ("mean", "p50", "p90", "p99", "max"):
+        value = getattr(spread, part) if spread else None
+        yield Number(f"{name}_{part}_s", f"{label} {part}", "s", value, LOWER)
+
+
+def _cached(summary: Summary) -> Iterator[Number]:
+    yield Number("cached_tokens", "cached prompt tokens", "count", summary.cached_tokens)
+    yield Number("hit_rate", "hit rate", "share", summary.hit_rate, HIGHER)
+    yield Number("ideal_hit_rate", "hit rate of an unlimited cache", "share",
+                 summary.ideal_hit_rate)  # fmt: skip
+    yield Number("cached_over_ideal", "cached / unlimited", "ratio", summary.cached_over_ideal,
+                 HIGHER)  # fmt: skip
+
+
+def _phases(recording: Recording) -> Iterator[Number]:
+    found = measured(recording.requests)
+    mean = mean_of([phases.all for phases in found]) if found else {}
+    for phase in PHASES:
+        name = f"phase_{phase.replace('-', '')}_mean_s"
+        yield Number(name, f"{phase}, mean per request", "s", mean.get(phase), LOWER)
+
+
+def _refusals(summary: Summary) -> Iterator[Number]:
+    for what, kinds in (
+        ("rejected", summary.rejections_by_reason), ("failed", summary.errors_by_kind),
+    ):  # fmt: skip
+        for kind, count in kinds.items():
+            yield Number(f"{what}:{kind}", f"{what}: {kind}", "count", count, LOWER)

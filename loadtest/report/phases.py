@@ -1,0 +1,135 @@
+"""Where a request's time went, from the times in its record and its decision. Pure arithmetic.
+
+    queue      waiting at the prefill worker                        \\
+    transfer   its cached prefix into the pages of the engine        | until the first token,
+    prefill    computing the rest of the prompt                      | with `put_s` of the hand-over
+    hand-over  its KV into the store, waiting at the decode worker, /  and what is elsewhere
+               and from the store into the pages of that engine
+    decode     from the first token to the last, without the hand-over in between
+    elsewhere  what is left of the time that the client waited: the conductor, Triton, the network,
+               the client itself
+
+A request without a decision, or whose decision lacks these times, was not measured: None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from loadtest.metrics import COMPLETED, RequestRecord
+
+PHASES = ("queue", "transfer", "prefill", "hand-over", "decode", "elsewhere")
+GROUPS_MAX = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Of one request, in seconds; none is negative."""
+
+    ttft_s: float
+    latency_s: float
+    queue_s: float
+    transfer_s: float
+    prefill_s: float
+    put_s: float
+    decode_wait_s: float
+    decode_s: float
+
+    @property
+    def all(self) -> dict[str, float]:
+        """Of the whole request, by the names in PHASES."""
+        found = {
+            "queue": self.queue_s,
+            "transfer": self.transfer_s,
+            "prefill": self.prefill_s,
+            "hand-over": self.put_s + self.decode_wait_s,
+            "decode": self.decode_s,
+        }
+        return found | {"elsewhere": max(0.0, self.latency_s - sum(found.values()))}
+
+    @property
+    def until_first_token(self) -> dict[str, float]:
+        found = {
+            "queue": self.queue_s,
+            "transfer": self.transfer_s,
+            "prefill": self.prefill_s,
+            "hand-over": self.put_s,
+        }
+        return found | {"elsewhere": max(0.0, self.ttft_s - sum(found.values()))}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Requests of similar TTFT, and the mean of each phase over them."""
+
+    requests: int
+    ttft_s: float  # median of the group
+    phases_s: dict[str, float]
+
+
+def phases_of(record: RequestRecord) -> Phases | None:
+    """None unless it was completed and its decision says where the time went."""
+    decision = record.decision
+    if record.outcome != COMPLETED or record.ttft_s is None or decision is None:
+        return None
+    queue_s, transfer_s, prefill_s, put_s = (
+        seconds(decision, name) for name in ("queue_s", "load_s", "prefill_s", "put_s")
+    )
+    if queue_s is None or transfer_s is None or prefill_s is None or put_s is None:
+        return None
+    # An answer of one token never reaches a decode worker and has neither of these.
+    wait_s = sum(seconds(decision, name) or 0.0 for name in ("decode_queue_s", "decode_load_s"))
+    between_tokens_s = record.token_times_s[-1] - record.token_times_s[0]
+    return Phases(
+        ttft_s=record.ttft_s,
+        latency_s=record.latency_s,
+        queue_s=queue_s,
+        transfer_s=transfer_s,
+        prefill_s=prefill_s,
+        put_s=put_s,
+        decode_wait_s=wait_s,
+        decode_s=max(0.0, between_tokens_s - wait_s),
+    )
+
+
+def measured(records: Sequence[RequestRecord]) -> list[Phases]:
+    return [phases for record in records if (phases := phases_of(record)) is not None]
+
+
+def mean_of(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each phase over requests; there must be some."""
+    assert found, "a mean of nothing"
+    return {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+
+
+def by_ttft(found: Sequence[Phases], groups_max: int = GROUPS_MAX) -> list[Group]:
+    """Deciles: from the fastest tenth of the requests to the slowest, as equal as can be."""
+    ordered = sorted(found, key=lambda phases: phases.ttft_s)
+    count = min(groups_max, len(ordered))
+    borders = [len(ordered) * i // count for i in range(count + 1)] if count else []
+    parts = [ordered[a:b] for a, b in pairwise(borders)]
+    return [
+        Group(
+            requests=len(part),
+            ttft_s=part[len(part) // 2].ttft_s,
+            phases_s=mean_of([phases.until_first_token for phases in part]),
+        )
+        for part in parts
+    ]
+
+
+def seconds(decision: Mapping[str, object], name: str) -> float | None:
+    """A time that the server said; None when it is none (what a server says is not trusted)."""
+    value = decision.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) and value >= 0 else None
+
+
+def predicted_ttft_s(record: RequestRecord) -> float | None:
+    """What the conductor expected when it chose the workers."""
+    predicted = (record.decision or {}).get("predicted")
+    return seconds(predicted, "ttft_s") if isinstance(predicted, Mapping) else None

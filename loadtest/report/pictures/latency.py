@@ -1,0 +1,115 @@
+"""How TTFT and TBT are distributed over requests, as cumulative shares on a logarithmic axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from loadtest.metrics import spread
+from loadtest.report.pictures.style import (
+    MANY,
+    NAMED,
+    Picture,
+    drawn,
+    label,
+    legend,
+    not_measured,
+    percent_axis,
+    seconds_scale,
+)
+from loadtest.tables import duration
+
+POINTS_MAX = 400
+CURVES_MAX = len(MANY)
+FLOOR_S = 1e-6  # a logarithm needs more than zero
+
+
+def distribution(
+    title: str, what: str, values_s: Mapping[str, Sequence[float]], slo_s: float | None = None
+) -> Picture:
+    """One curve for each name in `values_s`; with a single one its percentiles are marked."""
+    curves = {name: np.sort(values) for name, values in values_s.items() if len(values)}
+    if not curves:
+        return not_measured(title, f"no answered request has a {title}.")
+    left_out = max(0, len(curves) - CURVES_MAX)
+    by_count = sorted(curves, key=lambda name: -len(curves[name]))[:CURVES_MAX]
+    curves = {name: curves[name] for name in curves if name in by_count}
+    everything = np.concatenate(list(curves.values()))
+    positive = everything[everything > 0]
+    low_s = max(FLOOR_S, float(positive.min()) if len(positive) else FLOOR_S)
+    high_s = max(low_s, float(everything.max()), slo_s or 0.0)
+    zeros = int(len(everything) - len(positive))
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        seconds_scale(axes, "x", low_s / 1.3, high_s * 1.6)
+        axes.set_ylim(0.0, 1.04)
+        percent_axis(axes)
+        axes.set_xlabel(f"{title} (logarithmic)")
+        axes.set_ylabel("share of answered requests")
+        for (name, values), colour in zip(curves.items(), MANY, strict=False):
+            _curve(axes, np.maximum(values, low_s / 1.3), colour, legend_text(name, values))
+        if len(curves) > 1:
+            legend(axes, columns=1)
+        else:
+            _marks(axes, everything, low_s / 1.3)
+        if slo_s is not None:
+            _level(axes, slo_s, everything, has_legend=len(curves) > 1)
+
+    caption = (
+        f"{what} Each point of the curve: this share of the answered requests had a {title} of at "
+        "most this."
+    )
+    if slo_s is not None:
+        caption += f" Dashed: the service level of {duration(slo_s)}."
+    if zeros:
+        caption += f" {zeros:,} at 0 (tokens in one message) are drawn at the left edge."
+    if left_out:
+        caption += f" {left_out} more with fewer requests are left out."
+    alt = f"{title}: " + "; ".join(legend_text(name, values) for name, values in curves.items())
+    return drawn(title, caption, alt, draw)
+
+
+def legend_text(name: str, values: np.ndarray) -> str:
+    found = spread(values.tolist())
+    assert found is not None
+    percentiles = ((50, found.p50), (90, found.p90), (99, found.p99))
+    text = "  ".join(f"p{number} {duration(value)}" for number, value in percentiles)
+    return f"{label(name)} ({len(values):,}): {text}" if name else text
+
+
+def _curve(axes: Axes, values: np.ndarray, colour: str, name: str) -> None:
+    """Exact steps, or of many requests as many points as can be seen."""
+    shares = np.arange(1, len(values) + 1) / len(values)
+    if len(values) > POINTS_MAX:
+        kept = np.unique(np.linspace(0, len(values) - 1, POINTS_MAX).astype(int))
+        values, shares = values[kept], shares[kept]
+    axes.step(
+        np.concatenate([values[:1], values]),
+        np.concatenate([[0.0], shares]),
+        where="post", color=colour, label=name, solid_joinstyle="round",
+    )  # fmt: skip
+
+
+def _marks(axes: Axes, values: np.ndarray, floor_s: float) -> None:
+    """The percentiles, each with its value to the right, where a rising curve never is."""
+    for number, dy in ((50, -4), (90, -4), (99, -11)):
+        value = max(float(np.percentile(values, number)), floor_s)
+        share = number / 100
+        axes.plot([value], [share], "o", color=NAMED["blue"], markersize=4.5)
+        axes.annotate(
+            f"p{number}  {duration(value)}", (value, share), xytext=(8, dy),
+            textcoords="offset points", fontsize=9,
+        )  # fmt: skip
+
+
+def _level(axes: Axes, slo_s: float, values: np.ndarray, has_legend: bool) -> None:
+    within = float(np.mean(values <= slo_s))
+    axes.axvline(slo_s, color=NAMED["vermilion"], linestyle=(0, (4, 3)), linewidth=1.2)
+    axes.annotate(
+        f"level {duration(slo_s)}\n{within:.1%} within", (slo_s, 0.04), xytext=(-5, 0),
+        textcoords="offset points", ha="right", fontsize=8.5, color=NAMED["muted"],
+    )  # fmt: skip
