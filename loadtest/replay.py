@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from loadtest import replay_options as options
 from loadtest import tables
 from loadtest.addresses import addresses_of
 from loadtest.metrics import COMPLETED, RequestRecord, Summary, summarize
@@ -107,40 +107,40 @@ def write_rows(path: Path, run: Run, ideal: Mapping[int, int]) -> None:
             file.write(json.dumps(row_of(record, ideal)) + "\n")
 
 
-async def _describe(options: SendOptions, chosen: Mapping[str, int | None]) -> ServerDescription:
-    async with TritonClient(options.url, options.model, channels=1) as client:
+async def _describe(sending: SendOptions, chosen: Mapping[str, int | None]) -> ServerDescription:
+    async with TritonClient(sending.url, sending.model, channels=1) as client:
         return await describe_server(client, chosen)
 
 
 def recording_of(
     run: Run,
     settings: Settings,
-    options: SendOptions,
-    slo: Slo | None,
+    sending: SendOptions,
+    outputs: Outputs,
     ideal: Mapping[int, int],
     samples: Sequence[Sample],
     started_at: datetime,
 ) -> Recording:
     """The run as a file keeps it."""
     described = dataclasses.asdict(settings) | {"trace": settings.trace.name}
-    described |= dataclasses.asdict(options) | {
+    described |= dataclasses.asdict(sending) | {
         "planned": len(run.planned), "cancelled": run.started - len(run.records),
-        "is_interrupted": run.is_interrupted,
+        "is_interrupted": run.is_interrupted, "metrics_url": outputs.metrics_url,
     }  # fmt: skip
     return Recording(
         name="replay",
-        title=f"Replay of {settings.trace.name} at {settings.speed:g}x to {options.url}",
+        title=f"Replay of {settings.trace.name} at {settings.speed:g}x to {sending.url}",
         started_at=started_at.isoformat(timespec="seconds"),
         settings=described,
         requests=slim(sorted(run.records, key=lambda record: record.index)),
         samples=list(samples),
-        slo=slo,
+        slo=outputs.slo,
         ideal_cached_tokens=dict(ideal),
     )
 
 
 def _run_with_progress(
-    run: Run, options: SendOptions, metrics_url: str | None, console: Console
+    run: Run, sending: SendOptions, metrics_url: str | None, console: Console
 ) -> list[Sample]:
     columns = (
         TextColumn("replay"),
@@ -164,7 +164,7 @@ def _run_with_progress(
             if metrics_url is not None:
                 samplers.append(Sampler(metrics_url, clock.now_s))
                 samplers[0].start()
-            await send_all(run, options, clock, on_change)
+            await send_all(run, sending, clock, on_change)
 
         asyncio.run(send())
     samples = [sample for sampler in samplers for sample in sampler.stop()]
@@ -174,67 +174,36 @@ def _run_with_progress(
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Trace in the published JSONL format.")],
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Send only the first N requests of the trace.")
-    ] = None,
-    length_scale: Annotated[
-        float, typer.Option(help="Prompts and answers are this much of the trace's lengths.")
-    ] = 1.0,
-    speed: Annotated[float, typer.Option(help="2 sends twice as fast as the trace.")] = 1.0,
-    url: Annotated[str, typer.Option(help="gRPC address of the server.")] = "127.0.0.1:8001",
-    model: Annotated[str, typer.Option(help="Model to send to.")] = "conductor",
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63, help="Other seed, other tokens, same sharing.")
-    ] = 0,
-    ignore_eos: Annotated[
-        bool, typer.Option(help="Answers are as long as the trace's, whatever is generated.")
-    ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as one JSON line, last.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Write one JSON line per request, with its decision.")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Write the run as one HTML page, for people and programs.")
-    ] = None,
-    metrics_url: Annotated[
-        str | None,
-        typer.Option(
-            help="Server's metrics page for the report; by default the port after gRPC's. "
-            '"none" does not ask.'
-        ),
-    ] = None,
-    slo_ttft_s: Annotated[
-        float | None, typer.Option(min=0.0, help="Count goodput: TTFT at most this.")
-    ] = None,
-    slo_tbt_s: Annotated[
-        float | None, typer.Option(min=0.0, help="Count goodput: TBT at most this.")
-    ] = None,
-    block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a KV block; asked of the server.")
-    ] = None,
-    context_tokens: Annotated[
-        int | None, typer.Option(min=2, help="The server's context; asked of the server.")
-    ] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(min=32, help="Number of token ids; asked of the server.")
-    ] = None,
-    timeout_s: Annotated[
-        float, typer.Option(min=0.1, help="A request without a complete answer has failed.")
-    ] = REQUEST_S_MAX,
-    channels: Annotated[
-        int, typer.Option(min=1, max=64, help="gRPC connections; requests take turns.")
-    ] = CHANNELS,
+    trace: options.Trace,
+    requests: options.Requests = None,
+    length_scale: options.LengthScale = 1.0,
+    speed: options.Speed = 1.0,
+    url: options.Url = "127.0.0.1:8001",
+    model: options.Model = "conductor",
+    seed: options.Seed = 0,
+    ignore_eos: options.IgnoreEos = True,
+    as_json: options.AsJson = False,
+    out: options.Out = None,
+    report: options.Report = None,
+    metrics_url: options.MetricsUrl = None,
+    slo_ttft_s: options.SloTtft = None,
+    slo_tbt_s: options.SloTbt = None,
+    block_tokens: options.BlockTokens = None,
+    context_tokens: options.ContextTokens = None,
+    vocabulary: options.Vocabulary = None,
+    timeout_s: options.Timeout = REQUEST_S_MAX,
+    channels: options.Channels = CHANNELS,
 ) -> None:
     """Send a request trace to a running server at its own times, and print what came of it.
 
     Each hash id of the trace becomes the same tokens wherever it occurs, so prompts share exactly
     the prefixes that the trace's requests shared. loadtest/README.md explains every number.
     """
-    for name, value in (("--length-scale", length_scale), ("--speed", speed)):
-        if not (math.isfinite(value) and value > 0):
+    for name, value in (
+        ("--length-scale", length_scale), ("--speed", speed),
+        ("--slo-ttft-s", slo_ttft_s), ("--slo-tbt-s", slo_tbt_s),
+    ):  # fmt: skip
+        if value is not None and not (math.isfinite(value) and value > 0):
             raise typer.BadParameter(f"{name} is {value}; it must be a positive number")
     chosen = {
         "block_tokens": block_tokens,
@@ -243,7 +212,7 @@ def replay(
     }
     settings = Settings(trace, requests, length_scale, speed, seed)
     is_explained = out is not None or report is not None
-    options = SendOptions(url, model, ignore_eos, timeout_s, channels, is_explained)
+    sending = SendOptions(url, model, ignore_eos, timeout_s, channels, is_explained)
     slo = Slo(slo_ttft_s, slo_tbt_s)
     outputs = Outputs(
         rows=out,
@@ -252,17 +221,17 @@ def replay(
         slo=slo if slo != Slo() else None,
         as_json=as_json,
     )
-    raise typer.Exit(carry_out(settings, options, chosen, outputs))
+    raise typer.Exit(carry_out(settings, sending, chosen, outputs))
 
 
 def carry_out(
-    settings: Settings, options: SendOptions, chosen: Mapping[str, int | None], outputs: Outputs
+    settings: Settings, sending: SendOptions, chosen: Mapping[str, int | None], outputs: Outputs
 ) -> int:
     """The whole command; returns its exit status."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         rows = read_trace(settings.trace, settings.requests_max)
-        server = asyncio.run(_describe(options, chosen))
+        server = asyncio.run(_describe(sending, chosen))
         run = prepare(rows, server, settings)
         for path in filter(None, (outputs.rows, outputs.report)):
             path.open("ab").close()  # refused now rather than after the run
@@ -273,7 +242,7 @@ def carry_out(
         value = getattr(server, name)
         errors.print(f"the server does not say its {name}; assuming {value:,}", style="yellow")
     started_at = datetime.now(timezone.utc)
-    samples = _run_with_progress(run, options, outputs.metrics_url, errors)
+    samples = _run_with_progress(run, sending, outputs.metrics_url, errors)
     ideal = ideal_of(run, server.block_tokens)
     summary = summarize(run.records, ideal)
     console.print(tables.summary_tables(summary))
@@ -290,7 +259,7 @@ def carry_out(
         from loadtest.report.page import write_report  # draws: loads matplotlib
 
         write_report(
-            recording_of(run, settings, options, outputs.slo, ideal, samples, started_at),
+            recording_of(run, settings, sending, outputs, ideal, samples, started_at),
             outputs.report,
         )
         console.print(f"report: {outputs.report}", soft_wrap=True)
