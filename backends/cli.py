@@ -126,6 +126,15 @@ def replay(context: typer.Context) -> None:
     sys.exit(replay_main(context.args))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+             add_help_option=False)  # fmt: skip
+def report(context: typer.Context) -> None:
+    """Print the numbers of a run's report, or compare two (`mooncake report --help`)."""
+    from loadtest.report.command import main as report_main
+
+    sys.exit(report_main(context.args))
+
+
 def main() -> None:
     app()
 

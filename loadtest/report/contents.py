@@ -5,7 +5,7 @@ Not here: how a picture is drawn (pictures/), how the page looks (templates/).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loadtest.recording import Recording
 from loadtest.report import rows
@@ -20,6 +20,7 @@ from loadtest.slo import Slo
 class Section:
     heading: str
     pictures: list[Picture]
+    phases: list[rows.Phase] = field(default_factory=list)  # a table beside the pictures
 
 
 def sections(recording: Recording) -> list[Section]:
@@ -40,12 +41,10 @@ def sections(recording: Recording) -> list[Section]:
             pools.prefill(recording), pools.decode(recording),
         ]),
         Section("Where the time went", [
-            where.first_token(found), where.whole_request(found),
-        ]),
-        Section("Admission", [
-            prediction.ttft(records),
-            refusals.by_prompt_length(records),
-            refusals.by_reason(rejections, len(records)),
+            where.first_token(found), where.whole_request(found), prediction.ttft(records),
+        ], rows.phases(found)),
+        Section("Served or not", [
+            refusals.by_prompt_length(records), refusals.by_reason(rejections, len(records)),
         ]),
     ]  # fmt: skip
 

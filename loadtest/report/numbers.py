@@ -33,7 +33,7 @@ def shown(value: float | None, unit: str) -> str:
     if value is None:
         return "not measured"
     if unit == "s":
-        return duration(value) if value >= 0 else f"-{duration(-value)}"
+        return duration(value)
     if unit == "share":
         return f"{value:.1%}"
     if unit == "count":
@@ -66,27 +66,27 @@ def _counts(summary: Summary) -> Iterator[Number]:
     requests = summary.requests
     rejected = sum(summary.rejections_by_reason.values())
     failed = sum(summary.errors_by_kind.values())
-    yield Number("requests", "requests sent", "count", requests)
+    yield Number("requests", "requests", "count", requests)
     for name, count, better in (
         ("answered", summary.completed, HIGHER), ("rejected", rejected, LOWER),
         ("failed", failed, LOWER),
     ):  # fmt: skip
         share = count / requests if requests else None
-        yield Number(name, f"{name} requests", "count", count, better)
-        yield Number(f"{name}_share", f"{name}, of those sent", "share", share, better)
-    yield Number("duration_s", "first sending to last answer", "s", summary.duration_s)
+        yield Number(name, name, "count", count, better)
+        yield Number(f"{name}_share", f"{name}, share", "share", share, better)
+    yield Number("duration_s", "time of the run", "s", summary.duration_s)
 
 
 def _goodput(recording: Recording) -> Iterator[Number]:
     found = goodput(recording.requests, recording.slo) if recording.slo else None
-    yield Number("goodput_share", "goodput, of those sent", "share",
+    yield Number("goodput_share", "goodput, share", "share",
                  found.share if found else None, HIGHER)  # fmt: skip
-    yield Number("goodput_per_s", "goodput, requests per second", "per_s",
+    yield Number("goodput_per_s", "goodput per second", "per_s",
                  found.requests_per_s if found else None, HIGHER)  # fmt: skip
 
 
 def _rates(summary: Summary) -> Iterator[Number]:
-    yield Number("requests_per_s", "answered requests per second", "per_s",
+    yield Number("requests_per_s", "answers per second", "per_s",
                  summary.requests_per_s, HIGHER)  # fmt: skip
     yield Number("input_tokens_per_s", "prompt tokens per second", "per_s",
                  summary.input_tokens_per_s, HIGHER)  # fmt: skip
@@ -94,7 +94,7 @@ def _rates(summary: Summary) -> Iterator[Number]:
                  summary.output_tokens_per_s, HIGHER)  # fmt: skip
     yield Number("input_tokens", "prompt tokens", "count", summary.input_tokens)
     yield Number("output_tokens", "generated tokens", "count", summary.output_tokens)
-    yield Number("short_outputs", "answers shorter than asked", "count", summary.short_outputs)
+    yield Number("short_outputs", "short answers", "count", summary.short_outputs)
 
 
 def _spread(name: str, label: str, spread: Spread | None) -> Iterator[Number]:
@@ -106,7 +106,7 @@ def _spread(name: str, label: str, spread: Spread | None) -> Iterator[Number]:
 def _cached(summary: Summary) -> Iterator[Number]:
     yield Number("cached_tokens", "cached prompt tokens", "count", summary.cached_tokens)
     yield Number("hit_rate", "hit rate", "share", summary.hit_rate, HIGHER)
-    yield Number("ideal_hit_rate", "hit rate of an unlimited cache", "share",
+    yield Number("ideal_hit_rate", "unlimited hit rate", "share",
                  summary.ideal_hit_rate)  # fmt: skip
     yield Number("cached_over_ideal", "cached / unlimited", "ratio", summary.cached_over_ideal,
                  HIGHER)  # fmt: skip
@@ -117,7 +117,7 @@ def _phases(recording: Recording) -> Iterator[Number]:
     mean = mean_of([phases.all for phases in found]) if found else {}
     for phase in PHASES:
         name = f"phase_{phase.replace('-', '')}_mean_s"
-        yield Number(name, f"{phase}, mean per request", "s", mean.get(phase), LOWER)
+        yield Number(name, f"{phase}, mean", "s", mean.get(phase), LOWER)
 
 
 def _refusals(summary: Summary) -> Iterator[Number]:

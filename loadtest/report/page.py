@@ -3,28 +3,27 @@
 Nothing is loaded from anywhere and no script runs; the page itself forbids it, because it shows
 messages and names that came from a server.
 
-Not here: what stands on the page (contents.py), two runs on one page (comparison.py).
+Not here: what stands on the page (contents.py), reading it back (embedded.py), two runs on one
+page (comparison.py).
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from loadtest.recording import Recording, RecordingError, from_bytes, to_bytes
+from loadtest.recording import Recording, to_bytes
 from loadtest.report import rows
 from loadtest.report.contents import notes, sections
+from loadtest.report.embedded import read_report
 from loadtest.report.numbers import summary_of
 from loadtest.slo import goodput
 from loadtest.tables import duration, slo_text, warnings
 
-EMBEDDED = re.compile(
-    rb'<script type="application/x-mooncake-recording">\s*([A-Za-z0-9+/=]+)\s*</script>'
-)
+__all__ = ["page_of", "read_report", "rendered", "write_report"]
 
 
 def write_report(recording: Recording, path: Path) -> None:
@@ -52,21 +51,6 @@ def page_of(recording: Recording) -> str:
     )
 
 
-def read_report(path: Path) -> Recording:
-    """Raises RecordingError with the path and the reason."""
-    try:
-        page = path.read_bytes()
-    except OSError as error:
-        raise RecordingError(f"{path}: {error.strerror or error}") from None
-    found = EMBEDDED.findall(page)
-    if not found:
-        raise RecordingError(f"{path}: no report of a run: it holds no recording")
-    try:
-        return from_bytes(found[-1])  # the page ends with it; whatever came before is text
-    except RecordingError as error:
-        raise RecordingError(f"{path}: {error}") from None
-
-
 def rendered(template: str, **values: Any) -> str:
     """Everything but pictures is escaped."""
     environment = Environment(
@@ -81,7 +65,7 @@ def rendered(template: str, **values: Any) -> str:
         "count": lambda number: "–" if number is None else f"{number:,}",
         "share": lambda number: "–" if number is None else f"{number:.1%}",
         "rate": lambda number: f"{number:,.0f}" if number >= 1_000 else f"{number:.3g}",
-        "setting": lambda value: "not set" if value is None else str(value),
+        "setting": rows.setting_text,
         "svg": Markup,
     }
     return environment.get_template(template).render(**values)

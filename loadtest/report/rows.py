@@ -8,9 +8,18 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, Summary, summarize
+from loadtest.metrics import (
+    COMPLETED,
+    FAILED,
+    REJECTED,
+    RequestRecord,
+    Spread,
+    Summary,
+    spread,
+    summarize,
+)
 from loadtest.recording import Recording, Setting
-from loadtest.report.phases import phases_of, predicted_ttft_s
+from loadtest.report.phases import PHASES, Phases, phases_of, predicted_ttft_s
 from loadtest.tables import duration
 
 SLOWEST_MAX = 12
@@ -38,6 +47,16 @@ class Refusal:
     first_s: float
     retry_after: str
     message: str  # of the first of them
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase over all requests that were measured."""
+
+    name: str
+    spread: Spread
+    total_s: float
+    share: float  # of all the time that these requests took
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +92,18 @@ def workloads(recording: Recording) -> list[Workload]:
 
 def by_workload(recording: Recording, field: str) -> dict[str, list[float]]:
     """The values of `field` (ttft_s, tbt_s) of answered requests, by workload."""
-    found: dict[str, list[float]] = defaultdict(list)
+    parts: dict[str, list[RequestRecord]] = defaultdict(list)
     for record in recording.requests:
-        value = getattr(record, field)
-        if record.outcome == COMPLETED and value is not None:
-            found[record.workload].append(value)
-    if len(found) > 1:
-        return {name or "unnamed": values for name, values in sorted(found.items())}
-    return {"": next(iter(found.values()))} if found else {}
+        parts[record.workload].append(record)
+    if len(parts) < 2:
+        return {"": values_of(recording.requests, field)}
+    return {name or "unnamed": values_of(part, field) for name, part in sorted(parts.items())}
+
+
+def values_of(records: Sequence[RequestRecord], field: str) -> list[float]:
+    """Of the answered requests that have one."""
+    values = (getattr(record, field) for record in records if record.outcome == COMPLETED)
+    return [value for value in values if value is not None]
 
 
 def refusals(records: Sequence[RequestRecord]) -> list[Refusal]:
@@ -104,6 +127,18 @@ def refusals(records: Sequence[RequestRecord]) -> list[Refusal]:
             )
         )
     return sorted(found, key=lambda row: (row.outcome != FAILED, -row.requests, row.kind))
+
+
+def phases(found: Sequence[Phases]) -> list[Phase]:
+    """Empty when no request was measured."""
+    rows = []
+    whole_s = sum(sum(one.all.values()) for one in found)
+    for name in PHASES:
+        values = [one.all[name] for one in found]
+        if (over := spread(values)) is not None:
+            total_s = sum(values)
+            rows.append(Phase(name, over, total_s, total_s / whole_s if whole_s else 0.0))
+    return rows
 
 
 def slowest(records: Sequence[RequestRecord]) -> list[Slow]:
@@ -148,6 +183,10 @@ def settings_of(recording: Recording) -> dict[str, Setting]:
     if recording.slo is not None:
         found |= {"slo_ttft_s": recording.slo.ttft_s, "slo_tbt_s": recording.slo.tbt_s}
     return found
+
+
+def setting_text(value: Setting) -> str:
+    return "not set" if value is None else str(value)
 
 
 def cut(text: str, letters_max: int) -> str:

@@ -7,17 +7,20 @@ many of its slots are used, whatever the models are called.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from loadtest.metrics_page import series_of
 from loadtest.recording import Sample
 
-QUEUE_REQUESTS = "mooncake_queue_requests"
+QUEUE_REQUESTS = "mooncake_requests_waiting"
 QUEUE_TOKENS = "mooncake_queue_tokens"
-SLOTS_USED = "mooncake_slots_used"
+SLOTS_USED = "mooncake_requests_running"
+CONTEXT_TOKENS = "mooncake_context_tokens"
 PAGES_USED = "mooncake_pages_used"
 PAGES_MAX = "mooncake_pages_max"
 PROMPT_TOKENS = "mooncake_prompt_tokens_total"
@@ -50,28 +53,34 @@ def gauge(samples: Sequence[Sample], name: str, by: str = "model") -> list[Line]
 
 
 def rate(samples: Sequence[Sample], name: str, by: str = "model") -> list[Line]:
-    """A counter's growth per second, at the later of each two samples.
+    """A counter's growth per second since the sample before; NaN at the first, where none was.
 
-    A counter that fell was started anew with its worker: what it counted before that is unknown,
-    so that there is no point.
+    A counter that fell was started anew with its worker. What it had counted by then is unknown,
+    and so is the rate: NaN.
     """
     return [_rate(line) for line in gauge(samples, name, by) if len(line.times_s) > 1]
 
 
 def _rate(line: Line) -> Line:
-    steps = [
-        (after_s, (after - before) / (after_s - before_s))
-        for before_s, after_s, before, after in zip(
-            line.times_s, line.times_s[1:], line.values, line.values[1:], strict=False
-        )
+    times_s, totals = line.times_s, line.values
+    rates = [
+        (after - before) / (after_s - before_s)
         if after >= before and after_s > before_s
+        else math.nan
+        for (before_s, after_s), (before, after) in zip(
+            pairwise(times_s), pairwise(totals), strict=True
+        )
     ]
-    return Line(line.label, tuple(s for s, _ in steps), tuple(value for _, value in steps))
+    return Line(line.label, times_s, (math.nan, *rates))
 
 
 def share(used: Sequence[Line], limits: Sequence[Line]) -> list[Line]:
     """Each line divided by the limit of the same label at the same time."""
-    limit_at = {(line.label, s): v for line in limits for s, v in zip(line.times_s, line.values)}  # noqa: B905
+    limit_at = {
+        (line.label, time_s): value
+        for line in limits
+        for time_s, value in zip(line.times_s, line.values, strict=True)
+    }
     found = []
     for line in used:
         points = [
@@ -89,7 +98,7 @@ def prefill_workers(samples: Sequence[Sample]) -> set[str]:
 
 
 def decode_workers(samples: Sequence[Sample]) -> set[str]:
-    return {line.label for line in gauge(samples, SLOTS_USED)}
+    return {line.label for line in gauge(samples, CONTEXT_TOKENS)}
 
 
 def only(lines: Iterable[Line], labels: set[str]) -> list[Line]:

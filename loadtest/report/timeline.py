@@ -15,7 +15,7 @@ from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
 
 Numbers = npt.NDArray[np.float64]
 
-BINS_MAX = 60
+BINS_MAX = 45
 ROUND_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1_800, 3_600)
 IN_FLIGHT_POINTS_MAX = 300
 

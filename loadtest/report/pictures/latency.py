@@ -46,18 +46,17 @@ def distribution(
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         seconds_scale(axes, "x", low_s / 1.3, high_s * 1.6)
-        axes.set_ylim(0.0, 1.04)
         percent_axis(axes)
         axes.set_xlabel(f"{title} (logarithmic)")
         axes.set_ylabel("share of answered requests")
         for (name, values), colour in zip(curves.items(), MANY, strict=False):
-            _curve(axes, np.maximum(values, low_s / 1.3), colour, legend_text(name, values))
-        if len(curves) > 1:
-            legend(axes, columns=1)
-        else:
+            text = legend_text(name, values) if len(curves) > 1 else "_"
+            _curve(axes, np.maximum(values, low_s / 1.3), colour, text)
+        if len(curves) == 1:
             _marks(axes, everything, low_s / 1.3)
         if slo_s is not None:
-            _level(axes, slo_s, everything, has_legend=len(curves) > 1)
+            _level(axes, slo_s, everything)
+        legend(axes, columns=1 if len(curves) > 1 else 4)
 
     caption = (
         f"{what} Each point of the curve: this share of the answered requests had a {title} of at "
@@ -70,7 +69,12 @@ def distribution(
     if left_out:
         caption += f" {left_out} more with fewer requests are left out."
     alt = f"{title}: " + "; ".join(legend_text(name, values) for name, values in curves.items())
-    return drawn(title, caption, alt, draw)
+    return drawn(title, caption, alt, draw, height_in(len(curves)))
+
+
+def height_in(curves: int) -> float:
+    """The legend of several curves is above them, a line for each."""
+    return 3.1 if curves == 1 else 3.1 + 0.19 * curves
 
 
 def legend_text(name: str, values: np.ndarray) -> str:
@@ -95,21 +99,18 @@ def _curve(axes: Axes, values: np.ndarray, colour: str, name: str) -> None:
 
 
 def _marks(axes: Axes, values: np.ndarray, floor_s: float) -> None:
-    """The percentiles, each with its value to the right, where a rising curve never is."""
-    for number, dy in ((50, -4), (90, -4), (99, -11)):
-        value = max(float(np.percentile(values, number)), floor_s)
-        share = number / 100
-        axes.plot([value], [share], "o", color=NAMED["blue"], markersize=4.5)
-        axes.annotate(
-            f"p{number}  {duration(value)}", (value, share), xytext=(8, dy),
-            textcoords="offset points", fontsize=9,
+    """The percentiles as points of the curve; their values stand in the legend, never on it."""
+    for number, marker in ((50, "o"), (90, "s"), (99, "^")):
+        value = float(np.percentile(values, number))
+        axes.plot(
+            [max(value, floor_s)], [number / 100], marker, color=NAMED["blue"], markersize=6,
+            label=f"p{number} {duration(value)}", clip_on=False,
         )  # fmt: skip
 
 
-def _level(axes: Axes, slo_s: float, values: np.ndarray, has_legend: bool) -> None:
+def _level(axes: Axes, slo_s: float, values: np.ndarray) -> None:
     within = float(np.mean(values <= slo_s))
-    axes.axvline(slo_s, color=NAMED["vermilion"], linestyle=(0, (4, 3)), linewidth=1.2)
-    axes.annotate(
-        f"level {duration(slo_s)}\n{within:.1%} within", (slo_s, 0.04), xytext=(-5, 0),
-        textcoords="offset points", ha="right", fontsize=8.5, color=NAMED["muted"],
+    axes.axvline(
+        slo_s, color=NAMED["vermilion"], linestyle=(0, (4, 3)), linewidth=1.3,
+        label=f"level {duration(slo_s)}: {within:.1%} within",
     )  # fmt: skip

@@ -7,13 +7,20 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
-from loadtest.report.pictures.style import OUTCOMES, Picture, drawn, label, legend, not_measured
+from loadtest.report.pictures.style import (
+    OUTCOMES,
+    Picture,
+    count_axis,
+    drawn,
+    label,
+    legend,
+    not_measured,
+)
 
 REASONS_MAX = 8
-LENGTH_BINS_MAX = 10
+LENGTH_BINS_MAX = 13
 NAMES = {"answered": COMPLETED, "rejected": REJECTED, "failed": FAILED}
 
 
@@ -36,7 +43,7 @@ def by_reason(rejections: Mapping[str, int], requests: int) -> Picture:
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
         axes.margins(x=0.1)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        count_axis(axes.xaxis)
         axes.set_xlabel("requests")
 
     caption = (
@@ -76,7 +83,7 @@ def by_prompt_length(records: Sequence[RequestRecord]) -> Picture:
         axes.tick_params(axis="x", length=0, labelsize=8)
         axes.grid(False, axis="x")
         axes.margins(y=0.1)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        count_axis(axes.yaxis)
         axes.set_xlabel("prompt tokens, from")
         axes.set_ylabel("requests")
         legend(axes, columns=3)

@@ -18,9 +18,17 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 from loadtest.tables import duration
 
@@ -50,6 +58,7 @@ PHASES = {
     "hand-over": NAMED["orange"], "decode": NAMED["pink"], "elsewhere": NAMED["pale"],
 }  # fmt: skip
 LABEL_LETTERS_MAX = 24
+STEPS = (1, 2, 2.5, 5, 10)  # of ticks on ordinary axes
 
 SETTINGS: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -173,9 +182,33 @@ def seconds_scale(axes: Axes, which: str, low_s: float, high_s: float) -> None:
 
 
 def percent_axis(axes: Axes) -> None:
+    """From 0 to 100 %, so that pictures of shares can be compared at a glance."""
+    axes.set_ylim(0.0, 1.04)
+    axes.yaxis.set_major_locator(FixedLocator([0.0, 0.25, 0.5, 0.75, 1.0]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
 
 
+def count_axis(axis: Axis) -> None:
+    """Whole numbers, with commas."""
+    axis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1, steps=STEPS))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def duration_axis(axis: Axis) -> None:
+    """Times on an ordinary axis that begins at 0."""
+    axis.set_major_locator(MaxNLocator(nbins=6, steps=STEPS))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: duration(value) if value else "0"))
+
+
 def time_axis(axes: Axes, end_s: float) -> None:
+    """The time of the run: seconds, of a long one minutes or hours."""
+    unit, unit_s = next(
+        (unit, size_s)
+        for unit, size_s in (("hours", 3_600), ("minutes", 60), ("seconds", 1))
+        if end_s >= 3 * size_s or size_s == 1
+    )
     axes.set_xlim(0.0, max(end_s, 1e-3))
-    axes.set_xlabel("seconds since the run began")
+    steps = MaxNLocator(nbins=8, steps=STEPS).tick_values(0.0, max(end_s, 1e-3) / unit_s)
+    axes.xaxis.set_major_locator(FixedLocator([step * unit_s for step in steps]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit_s:g}"))
+    axes.set_xlabel(f"{unit} since the run began")

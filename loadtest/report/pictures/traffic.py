@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.recording import Recording, Sample
+from loadtest.recording import Recording
 from loadtest.report import series
 from loadtest.report.pictures.style import (
     NAMED,
     OUTCOMES,
     Picture,
+    count_axis,
     drawn,
     legend,
     not_measured,
@@ -20,6 +22,7 @@ from loadtest.report.pictures.style import (
     percent_axis,
     time_axis,
 )
+from loadtest.report.series import Line
 from loadtest.report.timeline import Bins, bins_of, end_s, hit_rate, in_flight, per_second
 from loadtest.tables import duration
 
@@ -47,11 +50,13 @@ def requests(recording: Recording) -> Picture:
             )  # fmt: skip
         top.set_ylabel("requests per second")
         top.set_ylim(bottom=0.0)
+        count_axis(top.yaxis)
         legend(top, columns=4)
         bottom.step(times_s, counts, where="post", color=NAMED["slate"])
         bottom.fill_between(times_s, counts, step="post", color=NAMED["pale"], alpha=0.5, lw=0)
         bottom.set_ylabel("in flight")
         bottom.set_ylim(bottom=0.0)
+        count_axis(bottom.yaxis)
         time_axis(bottom, end_s(records))
 
     caption = (
@@ -67,10 +72,10 @@ def requests(recording: Recording) -> Picture:
 
 def cache(recording: Recording) -> Picture:
     title = "Cache hits over time"
-    records, samples = recording.requests, recording.samples
+    records = recording.requests
     bins = bins_of(records, bins_max=30)
     found = hit_rate(records, bins, recording.ideal_cached_tokens)
-    paths = series.rate(samples, series.PROMPT_TOKENS, by="path")
+    paths = series.rate(recording.samples, series.PROMPT_TOKENS, by="path")
     if found is None and not paths:
         return not_measured(title, "no answer said what was cached, and no samples were taken.")
 
@@ -83,16 +88,16 @@ def cache(recording: Recording) -> Picture:
                 _dots(top, bins, found.ideal, "unlimited cache", NAMED["slate"], "_", 9)
             _dots(top, bins, found.rate, "cached", NAMED["green"], "o", 4.5)
             legend(top, columns=2)
-        top.set_ylim(0.0, 1.04)
         percent_axis(top)
         top.set_ylabel("of prompt tokens")
         if paths:
-            _paths(bottom, samples)
+            _paths(bottom, paths)
             legend(bottom, columns=3)
         else:
             _say(bottom, "no samples of the server")
         bottom.set_ylabel("prompt tokens/s")
         bottom.set_ylim(bottom=0.0)
+        count_axis(bottom.yaxis)
         time_axis(bottom, end_s(records))
 
     caption = (
@@ -110,7 +115,9 @@ def cache(recording: Recording) -> Picture:
     return drawn(title, caption, f"Hit rate: {alt}.", draw, TWO_PANELS_IN)
 
 
-def _dots(axes, bins: Bins, rates: np.ndarray, name: str, colour: str, marker: str, size: float):
+def _dots(
+    axes: Axes, bins: Bins, rates: np.ndarray, name: str, colour: str, marker: str, size: float
+) -> None:
     middles_s = (bins.edges_s[:-1] + bins.edges_s[1:]) / 2
     axes.plot(
         middles_s, rates, marker, color=colour, label=name, markersize=size,
@@ -118,21 +125,19 @@ def _dots(axes, bins: Bins, rates: np.ndarray, name: str, colour: str, marker: s
     )  # fmt: skip
 
 
-def _paths(axes, samples: Sequence[Sample]) -> None:
-    lines = {line.label: line for line in series.rate(samples, series.PROMPT_TOKENS, by="path")}
-    times_s = sorted({s for line in lines.values() for s in line.times_s})
-    known = {
-        name: dict(zip(line.times_s, line.values, strict=True)) for name, line in lines.items()
-    }
-    names = [name for name in PATHS if name in lines]
-    heights = [[known[name].get(s, 0.0) for s in times_s] for name in names]
+def _paths(axes: Axes, lines: Sequence[Line]) -> None:
+    """Stacked rates; each holds since the sample before, and is 0 where it is unknown."""
+    times_s = sorted({time_s for line in lines for time_s in line.times_s})
+    known = {line.label: dict(zip(line.times_s, line.values, strict=True)) for line in lines}
+    names = [name for name in PATHS if name in known]
+    heights = [np.nan_to_num([known[name].get(s, 0.0) for s in times_s]) for name in names]
     axes.stackplot(
         times_s, heights, labels=names, colors=[PATHS[name] for name in names], linewidth=0,
         step="pre",
     )  # fmt: skip
 
 
-def _say(axes, text: str) -> None:
+def _say(axes: Axes, text: str) -> None:
     axes.text(
         0.5, 0.5, f"not measured: {text}", transform=axes.transAxes, ha="center", va="center",
         color=NAMED["muted"],

@@ -13,6 +13,7 @@ from loadtest.report.pictures.style import (
     PHASES,
     Picture,
     drawn,
+    duration_axis,
     label,
     not_measured,
 )
@@ -34,7 +35,8 @@ def first_token(found: Sequence[Phases]) -> Picture:
         axes.set_xticks(range(len(groups)), [duration(group.ttft_s) for group in groups])
         axes.tick_params(axis="x", labelsize=8, length=0)
         axes.set_xlabel("median TTFT of each group, from the fastest requests to the slowest")
-        axes.set_ylabel("mean seconds per request")
+        axes.set_ylabel("mean time per request")
+        duration_axis(axes.yaxis)
         handles(figure, axes)
 
     many = f"{len(found):,} requests in {len(groups)} groups of equal size"
@@ -77,7 +79,8 @@ def compared(title: str, bars: Mapping[str, Mapping[str, float]], caption: str) 
         axes.set_yticks(range(len(bars)), [label(name) for name in bars])
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
-        axes.set_xlabel("mean seconds per request")
+        axes.set_xlabel("mean time per request")
+        duration_axis(axes.xaxis)
         for place, phases_s in enumerate(bars.values()):
             total_s = sum(phases_s.values())
             axes.annotate(
