@@ -8,7 +8,7 @@ limit and what to do. The rules for what is not said:
 | prompt | exactly one of `text_input`, `input_ids`, `messages` is needed (front_prompt.py) |
 | sampling, length, stop words, end | see the table in front_sampling.py |
 | `stream` | false: one response with everything |
-| `stream_interval` | 1: one response per token; means nothing without `stream` |
+| `stream_interval` | 1 token per response, or more while the front has too many to send |
 | `exclude_input_in_output` | true; false puts the prompt before an answer that is not streamed |
 | `return_decision`, `return_perf_metrics` | false |
 | `return_num_input_tokens`, `return_num_output_tokens` | the counts are always there |
@@ -65,6 +65,7 @@ class FrontRequest:
     sampling: SamplingParams
     is_stream: bool
     stream_interval: int  # tokens per response; 0: one response at the end
+    is_paced: bool  # the client chose no interval: a response may carry more tokens
     wants_decision: bool
     wants_perf: bool
     includes_prompt: bool
@@ -96,7 +97,7 @@ def parse(
     sampling = front_sampling.read(
         reader, tokenizer.eos_ids, sampling_limits, limits.output_tokens_default
     )
-    is_stream, stream_interval = _streaming(reader)
+    is_stream, stream_interval, is_paced = _streaming(reader)
     excludes_prompt = not reader.has("exclude_input_in_output") or reader.flag(
         "exclude_input_in_output"
     )
@@ -108,6 +109,7 @@ def parse(
         sampling=sampling,
         is_stream=is_stream,
         stream_interval=stream_interval,
+        is_paced=is_paced,
         wants_decision=reader.flag("return_decision"),
         wants_perf=reader.flag("return_perf_metrics"),
         includes_prompt=includes_prompt,
@@ -139,12 +141,12 @@ def read_prompt(reader: InputReader, tokenizer: Tokenizer, limits: Limits) -> np
     return front_prompt.read(reader, tokenizer, limits.vocabulary_tokens, limits.text_bytes_max)
 
 
-def _streaming(reader: InputReader) -> tuple[bool, int]:
+def _streaming(reader: InputReader) -> tuple[bool, int, bool]:
     is_stream = reader.flag("stream")
     interval = reader.integer("stream_interval")
     if interval is not None and not 1 <= interval <= STREAM_INTERVAL_MAX:
         reader.note(f"stream_interval is {interval}; use 1 to {STREAM_INTERVAL_MAX} tokens")
-    return is_stream, (interval or 1) if is_stream else 0
+    return is_stream, (interval or 1) if is_stream else 0, interval is None
 
 
 def _request_id(request_id: str, reader: InputReader) -> str:

@@ -216,14 +216,15 @@ class Generation:
             self._emit(mine, emission, "", None)
 
         try:
-            with self._streams.reading(mine.request_id, deliver) as stream:
+            with self._streams.reading(mine.request_id, deliver, request.is_paced) as stream:
                 ids, end = worker_calls.decode(self._call, route.decode.worker_id, call, token_ids)
-                stream.wait(end.tokens_before)
+                rest = stream.rest(end.tokens_before)
         except WorkerUnavailable:
             self._worker_failed(route.decode.worker_id, route.decode.incarnation)
             raise
         self._live.check()
-        self._emit(mine, emission_of(ids, end), end.finish_reason, decode_facts(end))
+        last = merge([*rest, emission_of(ids, end)])
+        self._emit(mine, last, end.finish_reason, decode_facts(end))
 
     def _now_at(self, mine: Try, worker: WorkerRef) -> None:
         with self._lock:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable
 
@@ -25,9 +26,12 @@ POLL_MS = 200
 
 
 class Inbox:
-    """Receives letters in a thread of its own; `on_letters` gets all that wait, in order."""
+    """Receives letters in a thread of its own; `on_letters` gets all that wait, in order.
 
-    def __init__(self, address: str, on_letters: Callable[[list[Letter]], None]) -> None:
+    It may return the seconds after which it wants to be called again even if no letter comes.
+    """
+
+    def __init__(self, address: str, on_letters: Callable[[list[Letter]], float | None]) -> None:
         self.address = address
         self._on_letters = on_letters
         self._socket = zmq.Context.instance().socket(zmq.PULL)
@@ -42,11 +46,14 @@ class Inbox:
         self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
+        again_s: float | None = None
         while not self._is_closing.is_set():
-            if not self._socket.poll(POLL_MS):
+            wait_ms = POLL_MS if again_s is None else min(POLL_MS, math.ceil(again_s * 1e3))
+            if not self._socket.poll(wait_ms) and again_s is None:
                 continue
+            again_s = None
             try:
-                self._on_letters(self._waiting())
+                again_s = self._on_letters(self._waiting())
             except Exception:  # edge: one bad letter must not close the letter box
                 log.exception("letters failed")
         self._socket.close(linger=0)

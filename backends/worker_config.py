@@ -175,6 +175,7 @@ class FrontConfig:
     attempts_max: int = 3  # pairs of workers to try before a request fails
     cancel_poll_s: float = 0.1  # how often clients are checked for having gone away
     output_tokens_default: int = 256  # max_tokens where a request names none
+    messages_per_s_max: int = 0  # to all streaming clients; 0: by the cores of this machine
 
     def problems(self) -> list[str]:
         found = [] if self.checkpoint else ["checkpoint must be 'demo' or a Hugging Face folder"]
@@ -183,6 +184,8 @@ class FrontConfig:
                 found.append(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.requests_max > 4096:
             found.append(f"requests_max is {self.requests_max}; at most 4096 (a thread for each)")
+        if self.messages_per_s_max < 0:
+            found.append(f"messages_per_s_max is {self.messages_per_s_max}; use 0 for automatic")
         if not 0.01 <= self.cancel_poll_s <= 1.0:
             found.append(f"cancel_poll_s is {self.cancel_poll_s}; use 0.01 to 1.0")
         return found

@@ -11,7 +11,7 @@ from backends.cluster_view import ClusterView
 from backends.front_door import FrontDoor
 from backends.grpc_calls import GrpcCalls
 from backends.inbox import Outbox
-from backends.token_streams import TokenStreams
+from backends.token_streams import TokenStreams, messages_per_s_affordable
 from backends.tokenizer import Tokenizer
 from backends.worker_config import FrontConfig, checkpoint_folder, read_configs
 from conductor.config import ConductorConfig
@@ -36,7 +36,10 @@ class TritonPythonModel:
             raise triton_io.load_error(error) from None
         self.calls = GrpcCalls(os.environ["MOONCAKE_GRPC"])
         sockets = os.environ["MOONCAKE_SOCKETS"]
-        self.streams = TokenStreams(f"ipc://{sockets}/{model}-{uuid.uuid4().hex[:12]}")
+        self.streams = TokenStreams(
+            f"ipc://{sockets}/{model}-{uuid.uuid4().hex[:12]}",
+            config.messages_per_s_max or messages_per_s_affordable(),
+        )
         self.front = FrontDoor(
             config, tokenizer, self.cluster, self.calls, self.streams, self.outbox
         )

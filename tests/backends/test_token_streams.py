@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import uuid
@@ -26,7 +27,7 @@ def update(request_id: str, before: int, *token_ids: int) -> TokenUpdate:
 
 @pytest.fixture
 def streams(tmp_path: Path) -> Iterator[TokenStreams]:
-    made = TokenStreams(f"ipc://{tmp_path}/{uuid.uuid4().hex[:8]}")
+    made = TokenStreams(f"ipc://{tmp_path}/{uuid.uuid4().hex[:8]}", messages_per_s_max=500)
     yield made
     made.close()
 
@@ -38,93 +39,154 @@ def outbox() -> Iterator[Outbox]:
     made.close()
 
 
-def test_every_stream_gets_its_tokens_in_order(
-    streams: TokenStreams, outbox: Outbox, seed: int
+class Receiver:
+    """What was delivered of one stream."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.text = ""
+        self.deliveries: list[tuple[int, ...]] = []
+
+    def __call__(self, incarnation: str, emission: Emission) -> None:
+        assert incarnation == LIFE
+        self.deliveries.append(tuple(emission.token_ids))
+        self.add(emission)
+
+    def add(self, emission: Emission) -> None:
+        self.ids += emission.token_ids
+        self.text += emission.text
+
+
+@pytest.mark.parametrize("is_paced", [True, False])
+def test_every_stream_gets_its_tokens_once_and_in_order(
+    streams: TokenStreams, outbox: Outbox, seed: int, is_paced: bool
 ) -> None:
     chance = random.Random(seed)
     names = [f"r{number}" for number in range(8)]
     sent: dict[str, list[int]] = {name: [] for name in names}
-    got: dict[str, list[int]] = {name: [] for name in names}
-    texts: dict[str, str] = dict.fromkeys(names, "")
-
-    def deliver(name: str, emission: Emission) -> None:
-        got[name] += emission.token_ids
-        texts[name] += emission.text
-
-    opened = [
-        streams.reading(name, lambda _, emission, name=name: deliver(name, emission))
-        for name in names
-    ]
-    reading = [each.__enter__() for each in opened]
-    for _ in range(200):
-        updates = []
-        for name in chance.sample(names, chance.randint(1, len(names))):
-            new = [chance.randrange(1000) for _ in range(chance.randint(1, 3))]
-            updates.append(update(name, len(sent[name]), *new))
-            sent[name] += new
-        outbox.send(streams.address, Tokens(LIFE, updates))
-    for name, stream in zip(names, reading, strict=True):
-        stream.wait(len(sent[name]))
-    for each in opened:
-        each.__exit__(None, None, None)
-    assert got == sent
-    assert texts == {name: "".join(f"<{token}>" for token in sent[name]) for name in names}
+    receivers = {name: Receiver() for name in names}
+    with contextlib.ExitStack() as opened:
+        reading = {
+            name: opened.enter_context(streams.reading(name, receivers[name], is_paced))
+            for name in names
+        }
+        for _ in range(300):
+            updates = []
+            for name in chance.sample(names, chance.randint(1, len(names))):
+                new = [chance.randrange(1000) for _ in range(chance.randint(1, 3))]
+                updates.append(update(name, len(sent[name]), *new))
+                sent[name] += new
+            outbox.send(streams.address, Tokens(LIFE, updates))
+        for name, stream in reading.items():
+            for emission in stream.rest(len(sent[name])):
+                receivers[name].add(emission)
+    assert {name: receivers[name].ids for name in names} == sent
+    for name in names:
+        assert receivers[name].text == "".join(f"<{token}>" for token in sent[name])
 
 
-def test_what_waits_is_delivered_together() -> None:
-    delivered: list[Emission] = []
-    stream = TokenStream("a", lambda _, emission: delivered.append(emission))
-    stream.take(LIFE, [update("a", 0, 1), update("a", 1, 2, 3)])
-    assert [emission.token_ids for emission in delivered] == [(1, 2, 3)]
-    stream.wait(3)
+def test_tokens_that_come_within_the_gap_share_a_message_and_none_waits_longer() -> None:
+    receiver = Receiver()
+    stream = TokenStream("a", receiver, is_paced=True)
+    assert stream.deliver_due(0.0, gap_s=0.1) is None, "nothing has come"
+    for number in range(20):  # a token every 30 ms
+        stream.take(LIFE, update("a", number, number))
+        stream.deliver_due(number * 0.03, gap_s=0.1)
+    assert receiver.deliveries[0] == (0,), "the first one does not wait"
+    assert {len(ids) for ids in receiver.deliveries[1:]} == {4}
+    last_s = 16 * 0.03
+    assert stream.deliver_due(last_s + 0.09, gap_s=0.1) == pytest.approx(0.01)
+    assert stream.deliver_due(last_s + 0.1, gap_s=0.1) is None
+    assert receiver.ids == list(range(20))
+
+
+def test_a_stream_whose_client_chose_an_interval_is_not_paced() -> None:
+    receiver = Receiver()
+    stream = TokenStream("a", receiver, is_paced=False)
+    for number in range(3):
+        stream.take(LIFE, update("a", number, number))
+        assert stream.deliver_due(number * 0.001, gap_s=0.1) is None
+    assert receiver.deliveries == [(0,), (1,), (2,)]
+
+
+def test_what_waits_is_delivered_when_it_is_due_even_if_no_letter_comes(
+    streams: TokenStreams, outbox: Outbox
+) -> None:
+    arrived = threading.Event()
+    seen: list[int] = []
+
+    def deliver(_: str, emission: Emission) -> None:
+        seen.extend(emission.token_ids)
+        if len(seen) == 2:
+            arrived.set()
+
+    with streams.reading("a", deliver, is_paced=True):
+        outbox.send(streams.address, Tokens(LIFE, [update("a", 0, 1)]))
+        outbox.send(streams.address, Tokens(LIFE, [update("a", 1, 2)]))
+        assert arrived.wait(10)
+    assert seen == [1, 2]
+
+
+def test_what_waits_at_the_end_is_handed_over_and_not_delivered() -> None:
+    receiver = Receiver()
+    stream = TokenStream("a", receiver, is_paced=True)
+    for number in range(3):
+        stream.take(LIFE, update("a", number, number))
+        stream.deliver_due(0.0, gap_s=1.0)
+    assert [tuple(emission.token_ids) for emission in stream.rest(3)] == [(1,), (2,)]
+    assert stream.deliver_due(9.0, gap_s=0.0) is None
+    assert receiver.deliveries == [(0,)]
 
 
 def test_a_lost_letter_is_noticed_and_nothing_after_it_is_delivered() -> None:
-    delivered: list[Emission] = []
-    stream = TokenStream("a", lambda _, emission: delivered.append(emission))
-    stream.take(LIFE, [update("a", 0, 1)])
-    stream.take(LIFE, [update("a", 2, 3)])
-    stream.take(LIFE, [update("a", 3, 4)])
-    assert [emission.token_ids for emission in delivered] == [(1,)]
+    receiver = Receiver()
+    stream = TokenStream("a", receiver, is_paced=True)
+    for before, token_id in ((0, 1), (2, 3), (3, 4)):
+        stream.take(LIFE, update("a", before, token_id))
+        stream.deliver_due(before, gap_s=0.0)
+    assert receiver.deliveries == [(1,)]
     with pytest.raises(WorkerUnavailable, match="token 1 of a is missing, 2 came"):
-        stream.wait(4)
+        stream.rest(4)
 
 
 def test_letters_that_never_come_are_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("backends.token_streams.LETTERS_S_MAX", 0.01)
-    stream = TokenStream("a", lambda *_: None)
-    stream.take(LIFE, [update("a", 0, 1)])
+    stream = TokenStream("a", Receiver(), is_paced=True)
+    stream.take(LIFE, update("a", 0, 1))
     with pytest.raises(WorkerUnavailable, match="1 of 2 tokens of a arrived"):
-        stream.wait(2)
+        stream.rest(2)
 
 
 def test_a_failed_delivery_reaches_the_one_who_waits_and_no_other_stream(
     streams: TokenStreams, outbox: Outbox
 ) -> None:
-    got: list[int] = []
+    good = Receiver()
 
     def fail(_: str, emission: Emission) -> None:
         raise ValueError(f"no room for {emission.token_ids}")
 
     with (
-        streams.reading("bad", fail) as bad,
-        streams.reading("good", lambda _, emission: got.extend(emission.token_ids)) as good,
+        streams.reading("bad", fail, is_paced=False) as failing,
+        streams.reading("good", good, is_paced=False) as working,
     ):
         outbox.send(streams.address, Tokens(LIFE, [update("bad", 0, 1), update("good", 0, 2)]))
-        good.wait(1)
+        outbox.send(streams.address, Tokens(LIFE, [update("bad", 1, 1), update("good", 1, 3)]))
+        for emission in working.rest(2):
+            good.add(emission)
         with pytest.raises(ValueError, match="no room"):
-            bad.wait(1)
-    assert got == [2]
+            failing.rest(2)
+    assert good.ids == [2, 3]
 
 
 def test_tokens_for_nobody_and_other_letters_are_dropped(
     streams: TokenStreams, outbox: Outbox
 ) -> None:
-    arrived = threading.Event()
-    with streams.reading("a", lambda *_: arrived.set()) as stream:
+    receiver = Receiver()
+    with streams.reading("a", receiver, is_paced=False) as stream:
         outbox.send(streams.address, Stop("a", "not for a front"))
         outbox.send(streams.address, Tokens(LIFE, [update("gone", 0, 1), update("a", 0, 1)]))
-        stream.wait(1)
-    assert arrived.is_set()
+        for emission in stream.rest(1):
+            receiver.add(emission)
+    assert receiver.ids == [1]
