@@ -72,6 +72,11 @@ class ClusterView:
             workers=tuple(sorted({worker.worker_id for worker in workers})),
         )
 
+    def workers_live(self, role: str) -> int:
+        """Names, not processes: while a worker reloads it has two."""
+        with self._lock:
+            return len({w.worker_id for w in self._workers.values() if w.role == role})
+
     def inboxes(self, worker_id: str) -> list[str]:
         """Of every live process of a worker: two while its config.pbtxt reloads."""
         with self._lock:

@@ -44,7 +44,6 @@ from mooncake_store.errors import StoreError
 from mooncake_store.membership import WorkerReport
 
 log = logging.getLogger(__name__)
-STEP_SMOOTHING = 0.2  # weight of the newest step in the reported mean
 
 
 class DecodeWorker:
@@ -53,7 +52,6 @@ class DecodeWorker:
         self._lock = threading.Condition()
         self._jobs: dict[str, DecodeJob] = {}
         self._is_closing = False
-        self._step_s = 0.0
         self.tokens_generated = 0
         self._tokenizer = Tokenizer.load(checkpoint_folder(config.checkpoint, repository))
         self._arrivals = Arrivals(ttl_s=config.lease_s)
@@ -131,7 +129,7 @@ class DecodeWorker:
                 running=self._batching.running,
                 pages_used=self._pages.used_pages,
                 context_tokens=self._batching.context_tokens,
-                step_s=self._step_s,
+                step_s=self.worker.steps.recent_s,
                 is_draining=self._is_closing,
             )
 
@@ -218,6 +216,8 @@ class DecodeWorker:
             log.exception("loading %s failed", job.request_id)
             error = problem
         job.load_s = time.monotonic() - started_s
+        self.worker.observations.observe("mooncake_decode_queue_seconds", job.queue_s)
+        self.worker.observations.observe("mooncake_handover_load_seconds", job.load_s)
         self.worker.owners.release(job.request_id)
         with self._lock:
             job.is_loading = False
@@ -283,7 +283,7 @@ class DecodeWorker:
             )  # fmt: skip
             job.append(token_id)
         step_s = time.monotonic() - started_s
-        self._step_s += STEP_SMOOTHING * (step_s - self._step_s)
+        self.worker.steps.took(step_s)
         self.tokens_generated += len(jobs)
         with self._lock:
             self._batching.computed([job.request_id for job in jobs])

@@ -24,10 +24,12 @@ from backends.cluster_view import ClusterView, Served
 from backends.errors import Cancelled, Overloaded
 from backends.front_answer import Client, StreamedAnswer, WholeAnswer, describe
 from backends.front_request import Limits
-from backends.generation import Generation
+from backends.generation import Generation, Message
 from backends.grpc_calls import GrpcCalls
 from backends.inbox import Outbox
 from backends.live_requests import LiveRequest, LiveRequests
+from backends.observations import Observations
+from backends.request_times import RequestTimes
 from backends.token_streams import TokenStreams
 from backends.tokenizer import Tokenizer
 from backends.worker_config import FrontConfig
@@ -38,7 +40,7 @@ SERVED_WAIT_S = 2.0  # a front that starts together with its workers waits this 
 
 
 class FrontDoor:
-    """Serves requests until closed; `counts` are for the metrics page."""
+    """Serves requests until closed; `observations` are for the metrics page."""
 
     def __init__(
         self,
@@ -58,18 +60,22 @@ class FrontDoor:
         self.live = LiveRequests(config.cancel_poll_s, self._tell_workers_to_stop)
         self._pool = ThreadPoolExecutor(config.requests_max, thread_name_prefix="request")
         self._running: set[Future[None]] = set()
-        self.counts: dict[str, int] = {}
+        self.observations = Observations()
         cluster.on_worker_down = self._worker_down
 
     def submit(
         self, inputs: dict[str, np.ndarray], parameters: dict[str, Any], client: Client
     ) -> None:
+        now_s = time.monotonic()
+        times = RequestTimes(self.observations, now_s)
         if len(self.live) >= self._config.requests_max:
-            client.fail(Overloaded(
+            full = Overloaded(
                 "front_full", f"{len(self.live)} requests are in flight, requests_max is "
-                f"{self._config.requests_max}", 1.0))  # fmt: skip
+                f"{self._config.requests_max}", 1.0)  # fmt: skip
+            times.ended(full, now_s)
+            client.fail(full)
             return
-        live = LiveRequest(uuid.uuid4().hex, client)
+        live = LiveRequest(uuid.uuid4().hex, client, times)
         self.live.add(live)
         self._start(self._run, live, inputs, parameters, client)
 
@@ -107,9 +113,15 @@ class FrontDoor:
                 client.send(describe(served, limits, client.outputs), is_final=True)
                 raise Answered
             answer = (StreamedAnswer if request.is_stream else WholeAnswer)(request, client)
+            live.times.is_stream = request.is_stream
+
+            def send(message: Message) -> None:
+                answer.add(message)
+                live.times.sent(message.output_tokens, time.monotonic())
+
             generation = Generation(
-                request, live, self.cluster, self._call, self._streams, self._tokenizer,
-                answer.add, self._config.attempts_max,
+                request, live, self.cluster, self._call, self._streams, self._tokenizer, send,
+                self._config.attempts_max,
             )  # fmt: skip
             live.run = Running(generation, answer, client, served)
         if live.run is not None:
@@ -137,21 +149,21 @@ class FrontDoor:
     @contextlib.contextmanager
     def _ending(self, live: LiveRequest, client: Client) -> Iterator[None]:
         """Whatever ends a request inside is told to the client and counted, once."""
+        problem: Exception | None = None
         try:
             yield
             return  # not over: it runs on, here or in another thread
         except Answered:
-            outcome = "answered"
-        except Cancelled:
-            outcome = "cancelled"
+            pass
+        except Cancelled as error:
+            problem = error
             client.finish()
         except Exception as error:  # edge: one bad request must not fail its neighbours
-            kind = error.kind if isinstance(error, Overloaded) else ""
-            outcome = f"rejected_{kind}" if kind else type(error).__name__
+            problem = error
             client.fail(error)
         live.run = None
         self.live.discard(live)
-        self.counts[outcome] = self.counts.get(outcome, 0) + 1
+        live.times.ended(problem, time.monotonic())
 
     def _wait_served(self) -> Served:
         give_up_s = time.monotonic() + SERVED_WAIT_S

@@ -1,22 +1,51 @@
-"""What the conductor model shows on Triton's metrics port. Not here: Triton's metric API."""
+"""What the conductor model shows on Triton's metrics port: where each number comes from.
+
+`MetricsLoop` calls `front` a few times a second. Not here: what the names mean (metric_table.py).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from backends.front_door import FrontDoor
-from backends.worker_metrics import MetricSink
+from backends.metric_page import MetricPage
+from backends.store_watch import StoreWatch
 
 
-def front(sink: MetricSink, door: FrontDoor) -> None:
-    sink.gauge("mooncake_requests_live", "requests in flight at this front", len(door.live))
-    for outcome, count in list(door.counts.items()):
-        sink.counter_to("mooncake_requests_total", "requests ended, by outcome", count,
-                        outcome=outcome)  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What `front` reads."""
+
+    door: FrontDoor
+    store: StoreWatch
+    started_at_s: float  # Unix time
+
+
+def front(page: MetricPage, subject: Front, now_s: float) -> None:
+    door = subject.door
+    page.take(door.observations.drain())
+    page.gauge("mooncake_start_time_seconds", subject.started_at_s, now_s)
+    page.gauge("mooncake_requests_live", len(door.live), now_s)
     stats = door.cluster.stats()
-    for kind, count in stats.rejected.items():
-        sink.counter_to("mooncake_rejections_total", "requests rejected early, by kind", count,
-                        kind=kind)  # fmt: skip
-    sink.counter_to("mooncake_routed_total", "requests routed", stats.routed)
-    sink.counter_to("mooncake_fetches_total", "requests whose prefix was fetched from another node",
-                    stats.fetches)  # fmt: skip
-    sink.gauge("mooncake_ttft_error", "recent mean relative error of predicted TTFT",
-               stats.ttft_error)  # fmt: skip
+    page.counter_to("mooncake_routed_total", stats.routed)
+    page.counter_to("mooncake_fetches_total", stats.fetches)
+    page.counter_to("mooncake_replicated_blocks_total", stats.replicated_blocks)
+    for role in ("prefill", "decode"):
+        page.gauge("mooncake_workers_live", door.cluster.workers_live(role), now_s, role=role)
+    store(page, subject.store, now_s)
+
+
+def store(page: MetricPage, watch: StoreWatch, now_s: float) -> None:
+    """Nothing while the directory does not answer: its gauges go to 0 then."""
+    seen = watch.seen
+    if seen is None:
+        return
+    page.gauge("mooncake_store_leases", seen.leases, now_s)
+    for node in seen.nodes:
+        labels = {"node": node.node_id}
+        used_bytes = node.used_slots * node.block_bytes
+        page.gauge("mooncake_store_bytes_used", used_bytes, now_s, **labels)
+        page.gauge("mooncake_store_bytes_max", node.segment_bytes, now_s, **labels)
+        page.gauge("mooncake_store_blocks", node.ready_slots, now_s, **labels)
+    for node_id, evictions in watch.evictions.items():
+        page.counter_to("mooncake_store_evictions_total", evictions, node=node_id)

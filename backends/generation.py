@@ -99,6 +99,8 @@ class Generation:
         """
         while True:
             self._tries += 1
+            if self._tries > 1:
+                self._live.times.retried()
             mine = Try(f"{self._live.request_id}-{self._tries}")
             self._live.worker_request_id = mine.request_id
             with self._lock:
@@ -138,7 +140,9 @@ class Generation:
     def _attempt(self, served: Served, mine: Try) -> None:
         token_ids = np.concatenate([self._request.prompt_ids, np.array(self._released, np.int32)])
         route = self._decide(served, token_ids, mine)
+        decided_s = time.monotonic()
         first, reply = self._prefill(route, token_ids, mine)
+        self._live.times.prefilled(route.predicted, time.monotonic() - decided_s)
         if not self._released:
             self._cached_tokens = reply.cached_tokens
         sampling = self._request.sampling

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from backends.errors import Cancelled
+from backends.request_times import RequestTimes
 
 
 class Watched(Protocol):
@@ -27,10 +28,11 @@ class RunningRequest(Protocol):
 class LiveRequest:
     """One request between arrival and answer."""
 
-    def __init__(self, request_id: str, client: Watched) -> None:
+    def __init__(self, request_id: str, client: Watched, times: RequestTimes) -> None:
         self.request_id = request_id  # unique, ours; clients may repeat theirs
         self.worker_request_id = request_id  # what its workers call it at the moment
         self.client = client
+        self.times = times
         self.is_cancelled = False
         self.worker_ids: tuple[str, ...] = ()  # who must be told to stop
         self.run: RunningRequest | None = None  # once it is understood

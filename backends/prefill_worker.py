@@ -16,8 +16,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -28,6 +26,7 @@ from backends.errors import Cancelled, Overloaded, RequestInvalid, WorkerUnavail
 from backends.kv_loader import KvLoader
 from backends.kv_writer import BlockPut, KvWriter
 from backends.page_guard import PageGuard
+from backends.prefill_job import PrefillClient, PrefillJob
 from backends.prefix_claims import PrefixClaims
 from backends.prefix_loading import PrefixLoading
 from backends.worker import IDLE_WAIT_S, Worker, finish_jobs
@@ -36,7 +35,6 @@ from backends.worker_protocol import (
     BlockRef,
     CopyBlocks,
     Letter,
-    PrefillReply,
     PrefillRequest,
     Stop,
 )
@@ -47,41 +45,6 @@ from mooncake_store.membership import WorkerReport
 
 log = logging.getLogger(__name__)
 LOADERS = 2
-STEP_SMOOTHING = 0.2  # weight of the newest step in the reported mean
-
-
-class PrefillClient(Protocol):
-    def prefilled(self, token_id: int, reply: PrefillReply) -> None: ...
-    def fail(self, error: Exception) -> None: ...
-
-
-@dataclass(slots=True)
-class PrefillJob:
-    """One prompt, from submit to answer."""
-
-    request: PrefillRequest
-    token_ids: np.ndarray
-    client: PrefillClient
-    put: BlockPut
-    submitted_s: float
-    cached_tokens: int = 0
-    fetched_blocks: int = 0
-    load_s: float = 0.0
-    compute_s: float = 0.0
-    computed_at_s: float = 0.0
-    is_loading: bool = False  # a loader writes into its pages
-    is_stopped: bool = False
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def queue_s(self) -> float:
-        """Of a computed prompt, all that was neither loading nor computing: waiting for a loader,
-        for another prompt's blocks, and, loaded, while the engine computed other prompts."""
-        waited_s = self.computed_at_s - self.submitted_s - self.load_s - self.compute_s
-        return max(0.0, waited_s)
 
 
 class PrefillWorker:
@@ -92,8 +55,6 @@ class PrefillWorker:
         self._claims = PrefixClaims()
         self._set_aside: list[PrefillJob] = []  # until a block that they lack is there
         self._is_closing = False
-        self._step_s = 0.0
-        self.tokens_by_path = {"computed": 0, "local": 0, "fetched": 0}
         self.worker = Worker(
             "prefill", worker_id, config, repository, config.queue_requests_max,
             self._on_letter, self.report,
@@ -164,7 +125,7 @@ class PrefillWorker:
                 running=self._batching.admitted,
                 pages_used=self._pages.used_pages,
                 context_tokens=0,
-                step_s=self._step_s,
+                step_s=self.worker.steps.recent_s,
                 is_draining=self._is_closing,
             )
 
@@ -312,7 +273,7 @@ class PrefillWorker:
 
         logits = self._engine.forward(works, on_layer)
         step_s = time.monotonic() - started_s
-        self._step_s += STEP_SMOOTHING * (step_s - self._step_s)
+        self.worker.steps.took(step_s)
         with self._lock:
             self._batching.computed(chunks)
         for row, (chunk, job, blocks) in enumerate(zip(chunks, jobs, finished, strict=True)):
@@ -347,22 +308,8 @@ class PrefillWorker:
         if put.error is not None:
             self._fail(job, put.error)
             return
-        block_bytes = self._engine.layout.block_bytes
-        fetched_tokens = min(job.fetched_blocks * self._block_tokens, job.cached_tokens)
-        self.tokens_by_path["computed"] += len(job.token_ids) - job.cached_tokens
-        self.tokens_by_path["fetched"] += fetched_tokens
-        self.tokens_by_path["local"] += job.cached_tokens - fetched_tokens
-        reply = PrefillReply(
-            incarnation=self.worker.incarnation,
-            cached_tokens=job.cached_tokens,
-            fetched_blocks=job.fetched_blocks,
-            fetched_bytes=job.fetched_blocks * block_bytes,
-            blocks=[put.refs[index] for index in sorted(put.refs)],
-            queue_s=job.queue_s,
-            load_s=job.load_s,
-            compute_s=job.compute_s,
-            put_s=time.monotonic() - job.computed_at_s,
-        )
+        reply = job.reply(self.worker.incarnation, self._engine.layout.block_bytes)
+        job.observe(reply, self._block_tokens, self.worker.observations)
         if self._forget(job, keep_leases=bool(job.request.decode_inbox)):
             job.client.prefilled(token_id, reply)
 

@@ -2,7 +2,7 @@
 
 Requests become plain dicts of flat numpy arrays, replies become responses, errors become Triton
 errors with the right code, `parameters` of config.pbtxt become a config object. Everything else
-in this package runs under plain pytest. Metrics with Triton's custom-metric API are here too.
+in this package runs under plain pytest. Metrics become series on Triton's metrics port.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from backends.errors import (
     ServingError,
     WorkerUnavailable,
 )
+from backends.metric_page import MetricPage
+from backends.metric_table import Metric
+from backends.metrics_loop import MetricsLoop, Publish
 from backends.tensors import UNBATCHED_OUTPUTS
 from backends.worker_protocol import (
     REPLY_BODY,
@@ -208,72 +211,25 @@ def error_message(error: Exception) -> str:
     return f"internal_error: {type(error).__name__}: {error}"
 
 
-class Metrics:
-    """Named Prometheus metrics on Triton's metrics port, labelled with the model.
-
-    For one thread (that of MetricsLoop).
-    """
+class MetricSeries:
+    """Makes series on Triton's metrics port, labelled with the model (metric_page.py)."""
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
-        self._families: dict[str, Any] = {}
-        self._gauges: dict[int, Any] = {}
-        self._counted: dict[int, float] = {}  # what of each counter this process has added
+        self._families: dict[str, Any] = {}  # a family that is forgotten takes its series along
 
-    def gauge(self, name: str, help_text: str, value: float, **labels: str) -> None:
-        metric = self._metric(name, help_text, pb.MetricFamily.GAUGE, labels)
-        metric.set(float(value))
-        self._gauges[id(metric)] = metric
-
-    def counter_to(self, name: str, help_text: str, total: float, **labels: str) -> None:
-        """Raise a counter by what its owner counted since the last call.
-
-        Triton keeps a counter when a model is reloaded, while the new process counts from 0.
-        """
-        metric = self._metric(name, help_text, pb.MetricFamily.COUNTER, labels)
-        missing = total - self._counted.get(id(metric), 0.0)
-        if missing > 0:
-            metric.increment(missing)
-            self._counted[id(metric)] = total
-
-    def clear(self) -> None:
-        """A model that is gone uses nothing: Triton would show its last gauges for ever."""
-        for metric in self._gauges.values():
-            metric.set(0.0)
-
-    def _metric(self, name: str, help_text: str, kind: Any, labels: dict[str, str]) -> Any:
-        key = (name, tuple(sorted(labels.items())))
-        if key not in self._metrics:
-            if name not in self._families:
-                self._families[name] = pb.MetricFamily(name=name, description=help_text, kind=kind)
-            family = self._families[name]
-            self._metrics[key] = family.Metric(labels={"model": self._model, **labels})
-        return self._metrics[key]
+    def __call__(self, metric: Metric, labels: dict[str, str]) -> Any:
+        if metric.name not in self._families:
+            kind = getattr(pb.MetricFamily, metric.kind.upper())
+            self._families[metric.name] = pb.MetricFamily(
+                name=metric.name, description=metric.meaning, kind=kind
+            )
+        family, labels = self._families[metric.name], {"model": self._model, **labels}
+        if metric.kind == "histogram":
+            return family.Metric(labels=labels, buckets=list(metric.buckets))
+        return family.Metric(labels=labels)
 
 
-class MetricsLoop:
-    """Publishes one model's metrics a few times a second."""
-
-    PERIOD_S = 0.2
-
-    def __init__(self, model: str, publish: Callable[[Metrics, Any], None], subject: Any) -> None:
-        self._metrics = Metrics(model)
-        self._publish = publish
-        self._subject = subject
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """After the subject has closed."""
-        self._is_closing.set()
-        self._thread.join(timeout=2.0)
-        self._metrics.clear()
-
-    def _run(self) -> None:
-        while not self._is_closing.wait(self.PERIOD_S):
-            try:
-                self._publish(self._metrics, self._subject)
-            except Exception:  # edge: numbers on a page must not take the model down
-                log.exception("metrics were not published")
+def metrics_loop(model: str, publisher: str, publish: Publish, subject: Any) -> MetricsLoop:
+    """Publishes `subject` until closed; `publisher` is the backend whose metrics these are."""
+    return MetricsLoop(lambda: MetricPage(publisher, MetricSeries(model)), publish, subject)

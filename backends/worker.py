@@ -18,8 +18,11 @@ from typing import Any
 
 from backends import machine_profile
 from backends.engine.interface import Engine
+from backends.engine.occupation import Occupation
 from backends.errors import ConfigError, WorkerUnavailable
 from backends.inbox import Inbox, Outbox
+from backends.observations import Observations
+from backends.step_times import StepTimes
 from backends.worker_config import WorkerConfig, checkpoint_folder
 from backends.worker_protocol import Letter
 from mooncake_store import layout as kv_layout
@@ -104,6 +107,11 @@ class Worker:
             transfer_latency_s=0.001,
         )
         self.owners = LeaseKeeper(self.store, config.lease_s)
+        self.started_at_s = time.time()
+        self.observations = Observations()
+        self.steps = StepTimes()
+        self.occupation = Occupation(time.monotonic())
+        self.engine.pages.on_change = lambda used: self.occupation.changed(used, time.monotonic())
         self._make_report = make_report
         self._is_closing = threading.Event()
         self._reporter = threading.Thread(target=self._report_loop, name="reports", daemon=True)

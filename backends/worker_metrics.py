@@ -1,55 +1,63 @@
-"""What a worker shows on Triton's metrics port: names, units, where each number comes from.
+"""What a worker shows on Triton's metrics port: where each number comes from.
 
-`MetricsLoop` (triton_io.py) calls these a few times a second. Not here: Triton's metric API.
+`MetricsLoop` calls these a few times a second. Not here: what the names mean (metric_table.py).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from backends.decode_worker import DecodeWorker
+from backends.metric_page import MetricPage
 from backends.prefill_worker import PrefillWorker
 from backends.worker import Worker
+from mooncake_store.membership import WorkerReport
 
 
-class MetricSink(Protocol):
-    def gauge(self, name: str, help_text: str, value: float, **labels: str) -> None: ...
-    def counter_to(self, name: str, help_text: str, total: float, **labels: str) -> None: ...
-
-
-def prefill(sink: MetricSink, worker: PrefillWorker) -> None:
-    common(sink, worker.worker)
+def prefill(page: MetricPage, worker: PrefillWorker, now_s: float) -> None:
     report = worker.report()
-    sink.gauge("mooncake_queue_requests", "requests waiting or being worked on, not decoding",
-               report.queue_requests)  # fmt: skip
-    sink.gauge("mooncake_queue_tokens", "prompt tokens not computed yet", report.queue_tokens)
-    sink.gauge("mooncake_pages_used", "pages of the engine's KV memory in use", report.pages_used)
-    for path, tokens in worker.tokens_by_path.items():
-        sink.counter_to("mooncake_prompt_tokens_total",
-                        "prompt tokens by how their KV came: computed, local, fetched",
-                        tokens, path=path)  # fmt: skip
+    common(page, worker.worker, report, now_s)
+    waiting = report.queue_requests - report.running
+    page.gauge("mooncake_requests_waiting", waiting, now_s)
+    page.gauge("mooncake_requests_running", report.running, now_s)
+    page.gauge("mooncake_queue_tokens", report.queue_tokens, now_s)
 
 
-def decode(sink: MetricSink, worker: DecodeWorker) -> None:
-    common(sink, worker.worker)
+def decode(page: MetricPage, worker: DecodeWorker, now_s: float) -> None:
     report = worker.report()
-    sink.gauge("mooncake_queue_requests", "requests waiting or being worked on, not decoding",
-               report.queue_requests)  # fmt: skip
-    sink.gauge("mooncake_slots_used", "requests in the running batch", report.running)
-    sink.gauge("mooncake_pages_used", "pages of the engine's KV memory in use", report.pages_used)
-    sink.gauge("mooncake_context_tokens", "KV tokens of the running batch", report.context_tokens)
-    sink.counter_to("mooncake_output_tokens_total", "tokens decoded", worker.tokens_generated)
+    common(page, worker.worker, report, now_s)
+    page.gauge("mooncake_requests_waiting", report.queue_requests, now_s)
+    page.gauge("mooncake_requests_running", report.running, now_s)
+    page.gauge("mooncake_context_tokens", report.context_tokens, now_s)
+    page.counter_to("mooncake_output_tokens_total", worker.tokens_generated)
 
 
-def common(sink: MetricSink, worker: Worker) -> None:
-    sink.gauge("mooncake_pages_max", "pages of the engine's KV memory", worker.info.pages_max)
-    sink.gauge("mooncake_leases_held", "requests whose blocks this worker keeps leased",
-               len(worker.owners))  # fmt: skip
-    for transport, counters in worker.store.counters().items():
-        for direction in ("read", "write"):
-            sink.counter_to(
-                "mooncake_transfer_bytes_total", "bytes moved between store and this worker",
-                getattr(counters, f"{direction}_bytes"), transport=transport, direction=direction,
-            )  # fmt: skip
-        sink.counter_to("mooncake_transfer_failures_total", "transfers that failed or timed out",
-                        counters.failures + counters.timeouts, transport=transport)  # fmt: skip
+def common(page: MetricPage, worker: Worker, report: WorkerReport, now_s: float) -> None:
+    page.take(worker.observations.drain())
+    info = worker.info
+    page.gauge("mooncake_worker_info", 1, now_s, role=info.role, node=info.node_id,
+               fingerprint=info.fingerprint, block_tokens=str(info.block_tokens))  # fmt: skip
+    page.gauge("mooncake_start_time_seconds", worker.started_at_s, now_s)
+    page_bytes = info.block_bytes  # a page is a block (docs/decisions/0002)
+    page.gauge("mooncake_pages_used", report.pages_used, now_s)
+    page.gauge("mooncake_pages_max", info.pages_max, now_s)
+    page.gauge("mooncake_kv_bytes_used", report.pages_used * page_bytes, now_s)
+    page.gauge("mooncake_kv_bytes_max", info.pages_max * page_bytes, now_s)
+    page.counter_to("mooncake_kv_occupation_byte_seconds_total",
+                    worker.occupation.page_seconds(now_s) * page_bytes)  # fmt: skip
+    page.counter_to("mooncake_steps_total", worker.steps.steps)
+    page.counter_to("mooncake_step_seconds_total", worker.steps.total_s)
+    page.gauge("mooncake_leases_held", len(worker.owners), now_s)
+    transfers(page, worker)
+
+
+def transfers(page: MetricPage, worker: Worker) -> None:
+    for transport, counted in worker.store.counters().items():
+        for direction, number, moved in (
+            ("read", counted.reads, counted.read_bytes),
+            ("write", counted.writes, counted.write_bytes),
+        ):
+            labels = {"transport": transport, "direction": direction}
+            page.counter_to("mooncake_transfers_total", number, **labels)
+            page.counter_to("mooncake_transfer_bytes_total", moved, **labels)
+        page.counter_to("mooncake_transfer_seconds_total", counted.seconds, transport=transport)
+        page.counter_to("mooncake_transfer_failures_total",
+                        counted.failures + counted.timeouts, transport=transport)  # fmt: skip

@@ -61,4 +61,4 @@ class WorkerModel:
         request_class = PrefillRequest if is_prefill else DecodeRequest
         self._parse = msgspec.msgpack.Decoder(request_class).decode
         self._worker = worker_class(model, config, triton_io.repository_of(args))
-        self._metrics = triton_io.MetricsLoop(model, publish, self._worker)
+        self._metrics = triton_io.metrics_loop(model, self.role, publish, self._worker)

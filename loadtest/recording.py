@@ -27,7 +27,7 @@ class Sample(msgspec.Struct, frozen=True):
     """The server's own gauges and counters at one moment.
 
     `values` are the series of its metrics page whose name begins with `mooncake_`, as they stand
-    there: `mooncake_queue_requests{model="prefill_0"}`. Buckets of histograms are left out, their
+    there: `mooncake_requests_waiting{model="prefill_0"}`. Buckets of histograms are left out, their
     `_sum` and `_count` are in.
     """
 

@@ -4,6 +4,7 @@ Translation only. Serving a request is in backends/front_door.py, deciding in co
 """
 
 import os
+import time
 import uuid
 
 from backends import front_metrics, triton_io
@@ -11,6 +12,7 @@ from backends.cluster_view import ClusterView
 from backends.front_door import FrontDoor
 from backends.grpc_calls import GrpcCalls
 from backends.inbox import Outbox
+from backends.store_watch import StoreWatch
 from backends.token_streams import TokenStreams, messages_per_s_affordable
 from backends.tokenizer import Tokenizer
 from backends.worker_config import FrontConfig, checkpoint_folder, read_configs
@@ -19,6 +21,7 @@ from conductor.config import ConductorConfig
 
 class TritonPythonModel:
     def initialize(self, args):
+        started_at_s = time.time()
         triton_io.start_logging()
         try:
             model, raw, count = triton_io.parameters(args)
@@ -43,7 +46,9 @@ class TritonPythonModel:
         self.front = FrontDoor(
             config, tokenizer, self.cluster, self.calls, self.streams, self.outbox
         )
-        self.metrics = triton_io.MetricsLoop(model, front_metrics.front, self.front)
+        self.store = StoreWatch(self.cluster.client)
+        shown = front_metrics.Front(self.front, self.store, started_at_s)
+        self.metrics = triton_io.metrics_loop(model, "conductor", front_metrics.front, shown)
 
     def execute(self, requests):
         for request in requests:
@@ -59,6 +64,7 @@ class TritonPythonModel:
     def finalize(self):
         self.front.close(timeout_s=30.0)
         self.metrics.close()
+        self.store.close()
         self.cluster.close()
         self.outbox.close()
         self.calls.close()

@@ -11,7 +11,7 @@ that a late transfer may still write is the worker's to keep: it releases it whe
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class PagePool:
@@ -20,6 +20,7 @@ class PagePool:
         self.pages_max = pages_max
         self._free = list(range(pages_max))  # a heap
         self._is_taken = bytearray(pages_max)
+        self.on_change: Callable[[int], None] = lambda used_pages: None  # for who keeps account
 
     @property
     def free_pages(self) -> int:
@@ -38,6 +39,7 @@ class PagePool:
         for page in taken:
             assert not self._is_taken[page], f"page {page} was free and taken"
             self._is_taken[page] = 1
+        self.on_change(self.used_pages)
         return taken
 
     def release(self, pages: Sequence[int]) -> None:
@@ -45,6 +47,7 @@ class PagePool:
             assert self._is_taken[page], f"page {page} released twice"
             self._is_taken[page] = 0
             heapq.heappush(self._free, page)
+        self.on_change(self.used_pages)
 
     def check(self) -> None:
         """Prove the invariants. Tests call it after every step, a worker when it is idle."""

@@ -200,8 +200,9 @@ class Server:
         """No page, slot or lease is in use, as the workers' own metrics say."""
         return not any(
             self.metric(name)
-            for name in ("mooncake_pages_used", "mooncake_slots_used", "mooncake_leases_held",
-                         "mooncake_requests_live", "mooncake_queue_requests")
+            for name in ("mooncake_pages_used", "mooncake_requests_running",
+                         "mooncake_requests_waiting", "mooncake_leases_held",
+                         "mooncake_requests_live")
         )  # fmt: skip
 
     def ready(self, model: str) -> bool:

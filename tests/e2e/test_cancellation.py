@@ -15,7 +15,7 @@ TOKENS = 4000  # minutes of decoding: nothing ends by itself during these tests
 
 def wait_busy(server: Server) -> None:
     wait_until(
-        lambda: server.metric("mooncake_slots_used") and server.metric("mooncake_pages_used"),
+        lambda: server.metric("mooncake_context_tokens") and server.metric("mooncake_pages_used"),
         "a decode worker to be at work",
     )
 

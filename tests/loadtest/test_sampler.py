@@ -15,7 +15,7 @@ GOOD = """# TYPE mooncake_pages_used gauge
 mooncake_pages_used{model="prefill_0"} 3
 mooncake_ttft_seconds_bucket{le="0.1"} 4
 mooncake_ttft_seconds_sum 0.5
-mooncake_ttft_error NaN
+mooncake_queue_tokens NaN
 nv_inference_count 9
 """
 
