@@ -47,6 +47,9 @@ def serve(
         Path, typer.Option(help="Logs, staged backends and this machine's measured speeds.")
     ] = Path(".mooncake"),
     ready_s_max: Annotated[float, typer.Option(help="Give up when not ready after this.")] = 300.0,
+    self_check: Annotated[
+        bool, typer.Option(help="Every process proves its invariants each second, or ends.")
+    ] = False,
     triton_arg: Annotated[
         list[str] | None, typer.Option(help="Passed to tritonserver as it is; repeatable.")
     ] = None,
@@ -66,7 +69,8 @@ def serve(
         model_repository=model_repository, address=address, http_port=http_port,
         grpc_port=grpc_port, metrics_port=metrics_port,
         nodes=tuple(filter(None, nodes.split(","))), store_bytes=parse_bytes(store_bytes),
-        state_dir=state_dir, ready_s_max=ready_s_max, triton_args=tuple(triton_arg or ()),
+        state_dir=state_dir, ready_s_max=ready_s_max, is_self_checked=self_check,
+        triton_args=tuple(triton_arg or ()),
     )  # fmt: skip
     launcher = Launcher(options)
     status = 0

@@ -29,6 +29,7 @@ from backends.mirror import RepositoryMirror
 from backends.processes import Child
 from backends.repository import ModelState, RepositoryWatch
 from backends.stub_watch import StubWatch
+from mooncake_store import self_check
 
 SHM = Path("/dev/shm")
 SHM_PREFIX = "mooncake-"
@@ -49,6 +50,7 @@ class ServeOptions:
     store_bytes: int = 1 << 30  # of each storage node
     state_dir: Path = Path(".mooncake")
     ready_s_max: float = 300.0
+    is_self_checked: bool = False
     triton_args: tuple[str, ...] = field(default=())
 
 
@@ -86,7 +88,8 @@ class Launcher:
         directory = self._child(
             "directory",
             [*python, "mooncake_store.directory_server", "--address", self.directory_address,
-             "--events", self.events_address], env)  # fmt: skip
+             "--events", self.events_address,
+             *(["--self-check"] if options.is_self_checked else [])], env)  # fmt: skip
         directory.wait_for_line("ready", 20.0)
         nodes = [
             self._child(
@@ -215,6 +218,7 @@ class Launcher:
         env["MOONCAKE_EVENTS"] = self.events_address
         env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
         env["MOONCAKE_STATE"] = str(self.state_dir)
+        env[self_check.VARIABLE] = "1" if self.options.is_self_checked else "0"
         host = "127.0.0.1" if self.options.address == "0.0.0.0" else self.options.address
         env["MOONCAKE_GRPC"] = f"{host}:{self.options.grpc_port}"
         env["MOONCAKE_REPOSITORY"] = str(self.mirror.source)

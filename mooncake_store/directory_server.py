@@ -34,6 +34,7 @@ from mooncake_store.directory import Directory
 from mooncake_store.errors import RequestInvalid, StoreError
 from mooncake_store.events import Event, NodeDown, NodeUp, WorkerDown, WorkerUp
 from mooncake_store.protocol import Kind
+from mooncake_store.self_check import SelfCheck
 
 TICK_S = 0.1
 HEARTBEAT_S = 1.0
@@ -70,8 +71,11 @@ class TurnClock:
 class DirectoryServer:
     """A Directory behind a ROUTER socket, with its events on a PUB socket."""
 
-    def __init__(self, directory: Directory, address: str, events_address: str) -> None:
+    def __init__(
+        self, directory: Directory, address: str, events_address: str, is_self_checked: bool = False
+    ) -> None:
         self.directory = directory
+        self._self_check = SelfCheck(directory.check, is_self_checked)
         self._clock = TurnClock()
         self._decoder = msgspec.msgpack.Decoder(protocol.AnyRequest)
         self._encoder = msgspec.msgpack.Encoder()
@@ -129,6 +133,7 @@ class DirectoryServer:
         if now_s >= self._tick_due_s:
             self.directory.tick(now_s)
             self._tick_due_s = now_s + TICK_S
+            self._self_check.run(now_s)
         self._publish()
         if self._has_new_subscriber() or now_s >= self._heartbeat_due_s:
             self._heartbeat_due_s = now_s + HEARTBEAT_S
@@ -228,6 +233,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--address", required=True, help="for requests: ipc://... or tcp://...")
     parser.add_argument("--events", required=True, help="for the event stream, likewise")
+    parser.add_argument(
+        "--self-check", action="store_true", help="prove the invariants every second, or end"
+    )
     parser.add_argument("--log-level", default="INFO", help="of the lines on stderr (INFO)")
     for option in fields(DirectoryConfig):
         parser.add_argument(
@@ -249,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Milliseconds since 1970: later lives have larger epochs, and generations that are new.
     directory = Directory(time.time_ns() // 1_000_000, config)
     try:
-        server = DirectoryServer(directory, options.address, options.events)
+        server = DirectoryServer(directory, options.address, options.events, options.self_check)
     except AddressTaken as error:
         print(f"directory: {error}", file=sys.stderr)
         return 1
