@@ -24,6 +24,7 @@ from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.event_feed import EventFeed
 from mooncake_store.events import WorkerDown, WorkerUp
 from mooncake_store.membership import WorkerInfo
+from mooncake_store.self_check import SelfCheck, is_switched_on
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
@@ -52,6 +53,7 @@ class ClusterView:
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
         self._unheard_s: dict[tuple[str, str], float] = {}
         self._outbox = outbox
+        self.self_check = SelfCheck(self._check, is_switched_on())
         self._is_closing = threading.Event()
         self.client = DirectoryClient(directory)
         self._feed = EventFeed(directory, events, self._on_snapshot, self._on_events)
@@ -125,6 +127,10 @@ class ClusterView:
         with self._lock:
             return self._conductor.stats()
 
+    def _check(self) -> None:
+        with self._lock:
+            self._conductor.check()
+
     def close(self) -> None:
         self._is_closing.set()
         self._feed.close()
@@ -160,6 +166,7 @@ class ClusterView:
                 suggestions = self._conductor.on_tick(time.monotonic())
                 workers = list(self._workers.values())
                 lost = self._never_heard_again(time.monotonic())
+            self.self_check.run(time.monotonic())
             for worker_id, incarnation in lost:
                 self.on_worker_down(worker_id, incarnation)
             for suggestion in suggestions:

@@ -56,7 +56,14 @@ class DecodeWorker:
         self._tokenizer = Tokenizer.load(checkpoint_folder(config.checkpoint, repository))
         self._arrivals = Arrivals(ttl_s=config.lease_s)
         self.worker = Worker(
-            "decode", worker_id, config, repository, config.slots, self._on_letter, self.report
+            "decode",
+            worker_id,
+            config,
+            repository,
+            config.slots,
+            self._on_letter,
+            self.report,
+            self.check,
         )
         self._engine, store = self.worker.engine, self.worker.store
         layout, pool = self._engine.layout, self._engine.kv_pool

@@ -57,7 +57,7 @@ class PrefillWorker:
         self._is_closing = False
         self.worker = Worker(
             "prefill", worker_id, config, repository, config.queue_requests_max,
-            self._on_letter, self.report,
+            self._on_letter, self.report, self.check,
         )  # fmt: skip
         self._engine, store = self.worker.engine, self.worker.store
         self._block_tokens = config.block_tokens

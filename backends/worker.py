@@ -29,6 +29,7 @@ from mooncake_store import layout as kv_layout
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.membership import WorkerInfo, WorkerReport
+from mooncake_store.self_check import SelfCheck, is_switched_on
 from mooncake_store.store import Store
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Worker:
         slots_max: int,
         on_letter: Callable[[Letter], None],
         make_report: Callable[[], WorkerReport],
+        check: Callable[[], None],
     ) -> None:
         self.worker_id = worker_id
         self.config = config
@@ -113,6 +115,7 @@ class Worker:
         self.occupation = Occupation(time.monotonic())
         self.engine.pages.on_change = lambda used: self.occupation.changed(used, time.monotonic())
         self._make_report = make_report
+        self.self_check = SelfCheck(check, is_switched_on())
         self._is_closing = threading.Event()
         self._reporter = threading.Thread(target=self._report_loop, name="reports", daemon=True)
 
@@ -151,6 +154,7 @@ class Worker:
                     log.warning("the directory does not know us (any more): registering again")
                     self.directory.register_worker(self.info)
                 self.owners.renew_due(time.monotonic())
+                self.self_check.run(time.monotonic())
             except StoreError as error:
                 log.warning("report failed: %s", error)
 

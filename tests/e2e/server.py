@@ -149,7 +149,7 @@ class Server:
         self.process: subprocess.Popen[bytes] = bench_server.start(
             self.addresses,
             ["--model-repository", str(self.repository), "--state-dir", str(state_dir),
-             "--store-bytes", "128M", *arguments],
+             "--store-bytes", "128M", "--self-check", *arguments],
             self.log,
         )  # fmt: skip
         if wait:
