@@ -1,0 +1,1 @@
+"""Public load generators, unchanged, against a running server; their TTFT beside the server's."""

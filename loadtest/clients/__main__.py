@@ -1,0 +1,165 @@
+"""`python -m loadtest.clients`: public load generators, unchanged, against a server.
+
+Installs each into an environment of its own, runs it, prints its own table, and compares its TTFT
+with the server's. Not here: what each is told (aiperf.py, genai_perf.py, curl.py, replay.py).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from loadtest.addresses import Addresses
+from loadtest.bench.result import Result
+from loadtest.bench.server import ServerFailed, serving
+from loadtest.clients import aiperf, curl, genai_perf, replay
+from loadtest.clients.agreement import Agreement, between_runs
+from loadtest.clients.environment import ENVIRONMENTS, PROJECT, ClientFailed, environment
+from loadtest.clients.load import Load, Report
+from loadtest.clients.replay import ScaledTrace
+from loadtest.clients.scaled_trace import write_scaled
+from loadtest.clients.server_ttft import rise, totals
+from loadtest.trace import TraceError, read_trace
+
+REQUIREMENTS = {
+    aiperf.NAME: aiperf.REQUIREMENTS,
+    genai_perf.NAME: genai_perf.REQUIREMENTS,
+    "curl": (),
+}
+MODELS = ("conductor", "ensemble")
+WIDTH = 130  # of tables in a file or a pipe
+Run = Callable[[], Report]
+
+
+def installed(clients: Sequence[str], parent: Path, console: Console) -> dict[str, Path]:
+    """Client -> the folder of its programs."""
+    found: dict[str, Path] = {}
+    for client in clients:
+        if requirements := REQUIREMENTS[client]:
+            with console.status(f"installing {' '.join(requirements)} (1.3 GB, one minute) ..."):
+                made = environment(client, requirements, parent)
+            if made.install_s:
+                console.print(f"installed {' '.join(requirements)} in {made.install_s:.0f} s")
+            found[client] = made.bin
+    return found
+
+
+def aiperf_runs(binaries: Path, load: Load, out: Path, trace: ScaledTrace) -> list[Run]:
+    """The template endpoint on both models, then the trace, then the same trace by our client."""
+
+    def synthetic(model: str) -> Run:
+        return lambda: aiperf.run(binaries, load, model, out / f"aiperf-{model}", None, ())
+
+    def replayed() -> Report:
+        scaled = out / "trace.jsonl"
+        rows = read_trace(trace.path)
+        block_tokens = write_scaled(rows, trace.length_scale, trace.speed, scaled)
+        more = ("--isl-block-size", str(block_tokens))
+        return aiperf.run(binaries, load, MODELS[0], out / "aiperf-trace", scaled, more)
+
+    def ours() -> Report:
+        return replay.run(load, MODELS[0], out / "mooncake-replay", trace)
+
+    return [*map(synthetic, MODELS), replayed, ours]
+
+
+def genai_perf_runs(binaries: Path, load: Load, out: Path) -> list[Run]:
+    def of(model: str, backend: str) -> Run:
+        folder = out / f"genai-perf-{model}-{backend}"
+        return lambda: genai_perf.run(binaries, load, model, backend, folder, ())
+
+    return [of(model, backend) for model in MODELS for backend in genai_perf.BACKENDS]
+
+
+def compared(run: Run, addresses: Addresses, console: Console) -> Agreement:
+    before = totals(addresses.metrics_url)
+    with console.status("running ..."):
+        report = run()
+    title = f"{report.client}, {report.model}, {report.workload}"
+    console.print(f"\n== {title}\n{report.table}", markup=False, soft_wrap=True)
+    return Agreement(report, rise(addresses.metrics_url, before, report.requests))
+
+
+def show_curl(addresses: Addresses, console: Console) -> None:
+    for call in curl.CALLS:
+        answer = curl.send(call, addresses.http)
+        text = f"\n# {call.title}\n$ {curl.shown(call, addresses.http)}\n{answer.text}"
+        console.print(f"{text}\n[status {answer.status}]", markup=False, soft_wrap=True)
+
+
+def main(
+    clients: Annotated[
+        list[str] | None, typer.Argument(help=f"Which of {', '.join(REQUIREMENTS)}; default: all.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="gRPC address of a running server; default: start one.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=2, help="Requests of each synthetic run.")] = 40,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
+    input_tokens: Annotated[int, typer.Option(min=8, help="Length of each prompt.")] = 1_024,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 32,
+    trace: Annotated[
+        Path, typer.Option(help="A trace in Mooncake's format, for aiperf's fixed schedule.")
+    ] = PROJECT / "tests" / "data" / "conversation_turns.jsonl",
+    length_scale: Annotated[float, typer.Option(help="As of mooncake replay.")] = 0.25,
+    speed: Annotated[float, typer.Option(help="As of mooncake replay.")] = 100.0,
+    tokenizer: Annotated[
+        Path, typer.Option(help="Hugging Face folder of the served model's tokenizer.")
+    ] = PROJECT / "backends" / "demo_checkpoint",
+    environments: Annotated[
+        Path, typer.Option(help="Where the clients are installed, each in its own environment.")
+    ] = ENVIRONMENTS,
+    out: Annotated[
+        Path | None, typer.Option(help="New folder for the clients' own files; default: in /tmp.")
+    ] = None,
+) -> None:
+    """Run public load generators, unchanged, and compare their TTFT with the server's own.
+
+    The last line is one JSON object: a row for each run, and by how much it disagrees.
+    """
+    chosen = list(dict.fromkeys(clients or REQUIREMENTS))
+    if unknown := set(chosen) - set(REQUIREMENTS):
+        names = ", ".join(sorted(unknown))
+        raise typer.BadParameter(f"no such client: {names}; choose of {', '.join(REQUIREMENTS)}")
+    for name, value in (("--length-scale", length_scale), ("--speed", speed)):
+        if not (math.isfinite(value) and value > 0):
+            raise typer.BadParameter(f"{name} is {value}; it must be a positive number")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    scaled = ScaledTrace(trace.resolve(), length_scale, speed)
+    started_s = time.perf_counter()
+    agreements: list[Agreement] = []
+    try:
+        folder = (out or Path(tempfile.mkdtemp(prefix="mooncake-clients-"))).resolve()
+        binaries = installed(chosen, environments, console)
+        with serving(url) as addresses:
+            load = Load(
+                addresses, tokenizer.resolve(), requests, concurrency, input_tokens, output_tokens
+            )
+            runs: list[Run] = []
+            if aiperf.NAME in chosen:
+                runs += aiperf_runs(binaries[aiperf.NAME], load, folder, scaled)
+            if genai_perf.NAME in chosen:
+                runs += genai_perf_runs(binaries[genai_perf.NAME], load, folder)
+            agreements += [compared(run, addresses, console) for run in runs]
+            if "curl" in chosen:
+                show_curl(addresses, console)
+    except (ClientFailed, ServerFailed, TraceError, OSError, ValueError) as error:
+        Console(stderr=True).print(f"cannot run: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    rows = [agreement.row() for agreement in agreements]
+    targets = [*(agreement.target() for agreement in agreements), *between_runs(agreements)]
+    console.print(f"\nfiles of the clients: {folder}")
+    Result("clients", time.perf_counter() - started_s, rows, targets).print(console)
+
+
+if __name__ == "__main__":
+    typer.run(main)

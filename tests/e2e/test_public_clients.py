@@ -1,0 +1,186 @@
+"""Clients that others wrote get what they read: TensorRT-LLM's and genai-perf's requests, curl.
+
+The tensors are those that NVIDIA's `end_to_end_grpc_client.py` and genai-perf send: the same names,
+types, shapes [1, 1], requested outputs, and the same way to read the answer. aiperf and genai-perf
+themselves run here where `make clients` has installed them; that takes a minute each.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import np_to_triton_dtype
+
+from loadtest.clients import aiperf, curl, genai_perf
+from loadtest.clients.environment import ENVIRONMENTS, PROJECT
+from loadtest.clients.load import Load
+from loadtest.clients.scaled_trace import write_scaled
+from loadtest.trace import read_trace
+from tests.e2e.server import Server, wait_until
+
+MODELS = ["conductor", "ensemble"]
+PROMPT = "It is a truth universally acknowledged"
+TOKENS = 12
+
+
+def tensorrt_llm_request(stream: bool, **more: Any) -> dict[str, np.ndarray]:
+    """What end_to_end_grpc_client.py sends when it is told nothing but a prompt and a length."""
+    sent = {
+        "text_input": np.array([[PROMPT]], object),
+        "max_tokens": np.array([[TOKENS]], np.int32),
+        "stream": np.array([[stream]], bool),
+        "beam_width": np.array([[1]], np.int32),
+        "temperature": np.array([[1.0]], np.float32),
+        "exclude_input_in_output": np.array([[False]], bool),
+    }
+    return sent | more
+
+
+def answers(
+    server: Server, model: str, sent: dict[str, np.ndarray], outputs: Sequence[str] = ()
+) -> list[triton.InferResult]:
+    """Every response of one stream; without `outputs` all are asked for, as perf_analyzer does."""
+    inputs = []
+    for name, array in sent.items():
+        inputs.append(triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array)
+    found: list[triton.InferResult] = []
+    errors: list[Exception] = []
+    with triton.InferenceServerClient(server.addresses.grpc) as client:
+        asked = outputs or [each.name for each in client.get_model_metadata(model).outputs]
+        client.start_stream(
+            lambda result, error: errors.append(error) if error else found.append(result)
+        )
+        client.async_stream_infer(
+            model, inputs, outputs=[triton.InferRequestedOutput(name) for name in asked],
+            enable_empty_final_response=not outputs,
+        )  # fmt: skip
+        client.stop_stream()  # waits for the last response
+    assert not errors, errors
+    return [result for result in found if result.get_response().outputs]
+
+
+def text_of(results: list[triton.InferResult]) -> str:
+    """As TensorRT-LLM's client reads it: the tensor has one dimension."""
+    return "".join(result.as_numpy("text_output")[0].decode("utf-8") for result in results)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tensorrt_llms_client_gets_a_text_streamed_and_whole(demo: Server, model: str) -> None:
+    whole = answers(demo, model, tensorrt_llm_request(False), ("text_output",))
+    streamed = answers(demo, model, tensorrt_llm_request(True), ("text_output",))
+    assert len(whole) == 1 and len(streamed) > 1
+    assert text_of(whole).startswith(PROMPT), "the prompt was not excluded"
+    assert text_of(streamed) == text_of(whole)[len(PROMPT) :], "never streamed, as by TensorRT-LLM"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tensorrt_llms_client_may_send_everything_it_knows(demo: Server, model: str) -> None:
+    sent = tensorrt_llm_request(
+        True,
+        num_return_sequences=np.array([[1]], np.int32),
+        stop_words=np.array([["\n\n\n"]], object),
+        repetition_penalty=np.array([[1.0]], np.float32),
+        presence_penalty=np.array([[0.0]], np.float32),
+        frequency_penalty=np.array([[0.0]], np.float32),
+        end_id=np.array([[0]], np.int32),
+        pad_id=np.array([[0]], np.int32),
+    )
+    outputs = ("text_output", "sequence_index", "batch_index")
+    results = answers(demo, model, sent, outputs)
+    assert text_of(results) == text_of(answers(demo, model, tensorrt_llm_request(True)))
+    assert {r.as_numpy(name)[0][0] for r in results for name in outputs[1:]} == {0}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("backend", genai_perf.BACKENDS)
+def test_genai_perf_gets_as_many_tokens_as_it_asks_for(
+    demo: Server, model: str, backend: str
+) -> None:
+    sent = {
+        "text_input": np.array([[PROMPT]], object),
+        "exclude_input_in_output": np.array([[True]], bool),
+        "stream": np.array([[True]], bool),
+    }
+    lengths = {
+        "tensorrtllm": {
+            "max_tokens": np.array([[TOKENS]], np.int32),
+            "min_length": np.array([[TOKENS]], np.int32),
+        },
+        "vllm": {
+            "sampling_parameters": np.array(
+                [[json.dumps({"max_tokens": str(TOKENS), "min_tokens": str(TOKENS)})]], object
+            )
+        },
+    }
+    results = answers(demo, model, sent | lengths[backend])
+    tokens = [int(result.as_numpy("num_output_tokens")[0][0]) for result in results]
+    assert sum(tokens) == TOKENS and len(tokens) == TOKENS
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_perf_analyzer_finds_the_statistics_and_the_configuration_it_needs(
+    demo: Server, model: str
+) -> None:
+    def successes() -> int:
+        found = client.get_inference_statistics(model).model_stats[0]
+        return int(found.inference_stats.success.count)
+
+    with triton.InferenceServerClient(demo.addresses.grpc) as client:
+        assert client.get_model_config(model).config.model_transaction_policy.decoupled
+        before = successes()
+        answers(demo, model, tensorrt_llm_request(True))
+        wait_until(lambda: successes() > before, "the request to be counted")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl on the PATH")
+@pytest.mark.parametrize("call", curl.CALLS, ids=lambda call: call.title)
+def test_curl_gets_what_it_asks_for(demo: Server, call: curl.Call) -> None:
+    answer = curl.send(call, demo.addresses.http)
+    if call.body.get("max_tokens") == 0:
+        assert answer.status == 400
+        assert json.loads(answer.text)["error"].startswith("invalid_request: max_tokens is 0")
+        return
+    assert answer.status == 200
+    lines = answer.text.split("\n\n") if call.body.get("stream") else [f"data: {answer.text}"]
+    messages = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert len(messages) == (call.body["max_tokens"] if call.body.get("stream") else 1)
+    assert sum(m["num_output_tokens"] for m in messages) == call.body.get("max_tokens", 8)
+    assert "".join(m["text_output"] for m in messages) and messages[-1]["finish_reason"] == "length"
+
+
+def installed(name: str) -> Path:
+    binaries = ENVIRONMENTS / name / "bin"
+    if not (binaries.parent / "installed.txt").exists():
+        pytest.skip(f"{name} is not installed; `make clients` does that, in a minute")
+    return binaries
+
+
+def small_load(server: Server) -> Load:
+    return Load(server.addresses, PROJECT / "backends" / "demo_checkpoint", 4, 2, 64, 8)
+
+
+def test_aiperf_replays_a_trace_when_it_is_installed(demo: Server, tmp_path: Path) -> None:
+    binaries = installed(aiperf.NAME)
+    rows = read_trace(PROJECT / "tests" / "data" / "conversation_turns.jsonl", 4)
+    block_tokens = write_scaled(rows, 0.1, 1_000.0, tmp_path / "trace.jsonl")
+    more = ("--isl-block-size", str(block_tokens))
+    trace = tmp_path / "trace.jsonl"
+    report = aiperf.run(binaries, small_load(demo), "conductor", tmp_path / "out", trace, more)
+    assert report.requests == 4 and report.ttft_ms_mean > 0
+    assert "Time to First Token" in report.table
+
+
+def test_genai_perf_runs_when_it_is_installed(demo: Server, tmp_path: Path) -> None:
+    binaries = installed(genai_perf.NAME)
+    load, out = small_load(demo), tmp_path / "out"
+    report = genai_perf.run(binaries, load, "ensemble", "tensorrtllm", out, ())
+    assert report.requests == 4 and report.ttft_ms_mean > 0
+    assert "Time To First Token" in report.table

@@ -1,0 +1,163 @@
+"""Installing, running and reading public clients, without any of them and without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtest.addresses import addresses_of
+from loadtest.clients import aiperf, genai_perf
+from loadtest.clients.agreement import Agreement, between_runs
+from loadtest.clients.environment import ClientFailed, environment
+from loadtest.clients.load import Load, Report
+from loadtest.clients.process import run_client
+from loadtest.clients.scaled_trace import write_scaled
+from loadtest.clients.server_ttft import Totals
+from loadtest.trace import TRACE_BLOCK_TOKENS, read_trace
+from loadtest.workloads import TokenSource, plan
+
+TRACE = Path(__file__).resolve().parents[1] / "data" / "conversation_turns.jsonl"
+LOAD = Load(addresses_of("127.0.0.1:8001"), Path("tokenizer"), 40, 2, 512, 32)
+
+
+def report(mean_ms: float, requests: int = 40, client: str = "aiperf") -> Report:
+    return Report(client, "conductor", "trace", requests, mean_ms, mean_ms, "")
+
+
+def test_a_client_agrees_within_15_percent_of_the_servers_mean() -> None:
+    server = Totals(40, 4.0)  # 100 ms each
+    for mean_ms, met in ((114.9, True), (86.0, True), (116.0, False), (84.0, False)):
+        assert Agreement(report(mean_ms), server).target().is_met is met
+
+
+def test_runs_that_did_not_serve_the_same_requests_are_not_compared() -> None:
+    found = Agreement(report(100.0), Totals(41, 4.1))
+    assert found.ratio is None and found.row()["client_over_server"] is None
+    assert found.target().is_met is None and "41 requests" in found.target().why
+
+
+def test_a_server_that_counted_nothing_is_no_division_by_zero() -> None:
+    found = Agreement(report(100.0), Totals(0, 0.0))
+    assert found.row()["server_ttft_ms_mean"] is None and found.target().is_met is None
+
+
+def test_two_clients_of_one_trace_are_compared_only_when_both_ran() -> None:
+    server = Totals(40, 4.0)
+    alone = [Agreement(report(100.0), server)]
+    assert between_runs(alone) == []
+    (target,) = between_runs([*alone, Agreement(report(125.0, client="mooncake replay"), server)])
+    assert target.value == pytest.approx(0.2) and target.is_met is False
+
+
+@pytest.mark.parametrize("length_scale", [1.0, 0.25, 0.02])
+def test_a_scaled_trace_has_the_lengths_and_times_of_our_own_replay(
+    tmp_path: Path, length_scale: float
+) -> None:
+    rows = read_trace(TRACE)
+    path = tmp_path / "scaled.jsonl"
+    block_tokens = write_scaled(rows, length_scale, 100.0, path)
+    assert block_tokens == round(TRACE_BLOCK_TOKENS * length_scale)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    planned = plan(rows, TokenSource(2_048), length_scale, 100.0)
+    assert [line["input_length"] for line in lines] == [len(each.prompt_ids) for each in planned]
+    assert [line["output_length"] for line in lines] == [each.output_tokens for each in planned]
+    for line, each, row in zip(lines, planned, rows, strict=True):
+        assert line["timestamp"] == pytest.approx(each.due_s * 1_000.0, abs=0.51)
+        blocks = len(line["hash_ids"])
+        assert tuple(line["hash_ids"]) == row.hash_ids
+        assert (blocks - 1) * block_tokens < line["input_length"] <= blocks * block_tokens
+
+
+def test_an_environment_is_made_once_and_anew_when_something_else_is_wanted(tmp_path: Path) -> None:
+    made = environment("client", ("pip",), tmp_path)
+    assert made.install_s > 0 and (made.bin / "pip").exists()
+    assert environment("client", ("pip",), tmp_path).install_s == 0
+    with pytest.raises(ClientFailed, match=r"cannot install pip ./no-such-package; it needs a"):
+        environment("client", ("pip", "./no-such-package"), tmp_path)
+    assert not (made.folder / "installed.txt").exists(), "half an installation is none"
+
+
+def test_a_client_that_fails_shows_the_end_of_what_it_said(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('first'); raise SystemExit('it was the port')"]
+    with pytest.raises(ClientFailed, match=r"(?s)ended with status 1; .*it was the port"):
+        run_client(command, tmp_path, 60.0, {})
+
+
+def test_a_client_that_hangs_is_ended_with_the_processes_it_started(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, sys; "
+        "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    with pytest.raises(ClientFailed, match="ran over 2 s"):
+        run_client([sys.executable, "-c", program], tmp_path, 2.0, {})
+    child = int((tmp_path / "output.txt").read_text())
+    with pytest.raises(ProcessLookupError):
+        wait_for_end(child)
+
+
+def wait_for_end(process_id: int) -> None:
+    """Ends by ProcessLookupError, or with the deadline of the test."""
+    while True:
+        os.kill(process_id, 0)
+        status = Path(f"/proc/{process_id}/stat")
+        if status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z":
+            raise ProcessLookupError
+
+
+def test_aiperf_is_told_the_model_the_stream_and_the_template(tmp_path: Path) -> None:
+    told = aiperf.arguments(LOAD, "ensemble", tmp_path, None)
+    assert told[told.index("--custom-endpoint") + 1] == "/v2/models/ensemble/generate_stream"
+    assert f"payload_template:{tmp_path / 'template.jinja'}" in told
+    assert told[told.index("--url") + 1] == "http://127.0.0.1:8000" and "--isl" in told
+    replaying = aiperf.arguments(LOAD, "conductor", tmp_path, tmp_path / "trace.jsonl")
+    assert "--fixed-schedule" in replaying and "--isl" not in replaying
+
+
+def test_aiperfs_own_figures_and_table_are_read(tmp_path: Path) -> None:
+    found = {
+        "time_to_first_token": {"unit": "ms", "avg": 98.6, "p50": 96.5},
+        "request_count": {"unit": "requests", "avg": 40.0},
+        "error_summary": [],
+    }
+    (tmp_path / aiperf.EXPORT).write_text(json.dumps(found))
+    console = (
+        "  NVIDIA AIPerf | LLM Metrics: Effective  \n┏━┓\n  NVIDIA AIPerf | LLM Metrics   \n"
+        "│ Time to First Token (ms) │\n\n╭─── GPU Telemetry ───╮\n"
+    )
+    (tmp_path / aiperf.CONSOLE).write_text(console)
+    read = aiperf.read_report(tmp_path, "conductor", "synthetic")
+    assert (read.requests, read.ttft_ms_mean, read.ttft_ms_p50) == (40, 98.6, 96.5)
+    assert read.table == "NVIDIA AIPerf | LLM Metrics\n│ Time to First Token (ms) │"
+    found["error_summary"] = [{"error_details": {"code": 400}, "count": 3}]
+    (tmp_path / aiperf.EXPORT).write_text(json.dumps(found))
+    with pytest.raises(ClientFailed, match=r'aiperf had errors.*"code": 400'):
+        aiperf.read_report(tmp_path, "conductor", "synthetic")
+
+
+def test_genai_perfs_own_figures_and_table_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "ensemble-triton-vllm-concurrency2"
+    folder.mkdir()
+    found = {"time_to_first_token": {"avg": 97.4, "p50": 95.0}, "request_count": {"avg": 40.0}}
+    (folder / "profile_export_genai_perf.json").write_text(json.dumps(found))
+    said = f"[10:00:00] INFO Loading\n   {genai_perf.TABLE_TITLE}   \n│ TTFT │\n[10:00:01] INFO x\n"
+    read = genai_perf.read_report(tmp_path, "ensemble", "vllm", said)
+    assert (read.requests, read.ttft_ms_mean) == (40, 97.4)
+    assert read.table == f"{genai_perf.TABLE_TITLE}\n│ TTFT │"
+    with pytest.raises(ClientFailed, match="wrote 0 reports"):
+        genai_perf.read_report(folder, "ensemble", "vllm", said)
+
+
+def test_a_perf_analyzer_that_does_not_start_says_which_libraries_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(ClientFailed, match="does not start"):
+        genai_perf.lend_libraries(tmp_path / "bin")
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "perf_analyzer"
+    program.write_text("#!/bin/sh\necho 'libb64.so.0d: cannot open' >&2\nexit 127\n")
+    program.chmod(0o755)
+    with pytest.raises(ClientFailed, match=r"(?s)libb64.so.0d: cannot open.*apt-get install"):
+        genai_perf.lend_libraries(tmp_path / "bin")
