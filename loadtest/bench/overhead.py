@@ -11,7 +11,8 @@ Two comparisons, each in turns on the same cores within one run, medians over ro
 
 TBT of a stream here is its mean: (last token - first token of the full batch) / tokens between.
 A token counts when its message arrives; a message may carry several, so single intervals would say
-more about the packing than about the speed. How many a message carries is in the rows.
+more about the packing than about the speed. How many a message carries is in the rows, and so is
+the CPU time that each process spends for one step of the 8 streams.
 
 Not here: starting the server (server.py), the shape of the answer (result.py).
 """
@@ -36,6 +37,7 @@ from backends.engine.interface import Work
 from backends.engine.sampling import sample
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch_engine import TorchEngine
+from loadtest.bench.cpu_time import CpuTime
 from loadtest.bench.result import Cell, Result, Target
 from loadtest.bench.server import ServerFailed, serving
 from loadtest.server_info import describe_server
@@ -45,6 +47,8 @@ from loadtest.workloads import TokenIds, TokenSource
 TTFT_ADDED_S_GOAL = 0.010
 TBT_RATIO_GOAL = 1.2
 STREAMS = 8
+TTFTS = 11  # in each round
+CPU_MS_SHOWN = 0.05
 CHECKPOINT = Path(__file__).resolve().parents[2] / "backends" / "demo_checkpoint"
 PINNED = {"prefill_worker": "prefill_0", "decode_worker": "decode_0"}
 
@@ -88,19 +92,18 @@ class BareEngine:
         pages = tokens // block_tokens + 2 * STREAMS + 2
         self._engine = TorchEngine.load(CHECKPOINT, pages, block_tokens, threads=threads)
         self._block_tokens = block_tokens
+        self._short_pages: list[int] = []
 
     def ttft_s(self, prompt: TokenIds) -> float:
         """Of a prompt whose full blocks are in pages; at least one token is computed."""
         cached = min(len(prompt) // self._block_tokens * self._block_tokens, len(prompt) - 1)
-        pages = self._engine.pages.take(len(prompt) // self._block_tokens + 1)
-        try:
-            self._engine.forward([Work(prompt[:cached].tolist(), 0, pages)])
-            started_s = time.perf_counter()
-            logits = self._engine.forward([Work(prompt[cached:].tolist(), cached, pages)])
-            sample(logits[0], SamplingParams(max_tokens=1), 0, [], [])
-            return time.perf_counter() - started_s
-        finally:
-            self._engine.pages.release(pages)
+        if not self._short_pages:
+            self._short_pages = self._engine.pages.take(len(prompt) // self._block_tokens + 1)
+            self._engine.forward([Work(prompt[:cached].tolist(), 0, self._short_pages)])
+        started_s = time.perf_counter()
+        work = Work(prompt[cached:].tolist(), cached, self._short_pages)
+        sample(self._engine.forward([work])[0], SamplingParams(max_tokens=1), 0, [], [])
+        return time.perf_counter() - started_s
 
     def tbt_s(self, prompts: Sequence[TokenIds], output_tokens: int) -> float:
         params = SamplingParams(max_tokens=output_tokens, min_tokens=output_tokens)
@@ -129,6 +132,15 @@ async def stream(
     return sent_s, Arrivals(times_s, messages)
 
 
+async def ttfts_s(engine: BareEngine, client: TritonClient, short: TokenIds) -> tuple[float, float]:
+    """Medians of (bare engine, client), in turns: both find caches that the other has used."""
+    bare_s, served_s = [], []
+    for _ in range(TTFTS):
+        bare_s.append(engine.ttft_s(short))
+        served_s.append(await client_ttft_s(client, short))
+    return statistics.median(bare_s), statistics.median(served_s)
+
+
 async def client_ttft_s(client: TritonClient, prompt: TokenIds) -> float:
     sent_s, arrivals = await stream(client, "ttft", prompt, 2)
     return arrivals.times_s[0] - sent_s
@@ -142,14 +154,15 @@ async def together(
 
 
 async def client_tbt(
-    client: TritonClient, prompts: Sequence[TokenIds], output_tokens: int
+    client: TritonClient, prompts: Sequence[TokenIds], output_tokens: int, cpu: CpuTime
 ) -> tuple[float, float]:
     """(TBT, tokens per message) of streams that run together.
 
     Sent twice: the first time brings the prompts into the cache, so that all decode at once then.
     """
     await together(client, prompts, 2)
-    arrived = await together(client, prompts, output_tokens)
+    with cpu.measuring():
+        arrived = await together(client, prompts, output_tokens)
     messages = sum(arrivals.messages for arrivals in arrived)
     return tbt_s(arrived), len(prompts) * output_tokens / messages
 
@@ -158,6 +171,7 @@ async def measure(
     grpc: str, shape: Shape, threads: int, seed: int, console: Console
 ) -> list[dict[str, Cell]]:
     rows: list[dict[str, Cell]] = []
+    cpu = CpuTime(grpc)
     async with TritonClient(grpc, "conductor", channels=STREAMS) as client:
         server = await describe_server(client, {})
         source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
@@ -169,10 +183,9 @@ async def measure(
                 source.fresh(index * STREAMS + i, shape.prompt_tokens) for i in range(STREAMS)
             ]
             with console.status(f"round {index} of {shape.rounds} ..."):
-                bare_ttft_s = statistics.median(engine.ttft_s(short) for _ in range(11))
-                ttft_s = statistics.median([await client_ttft_s(client, short) for _ in range(11)])
+                bare_ttft_s, ttft_s = await ttfts_s(engine, client, short)
                 bare_tbt_s = engine.tbt_s(prompts, shape.output_tokens)
-                served_tbt_s, packed = await client_tbt(client, prompts, shape.output_tokens)
+                served_tbt_s, packed = await client_tbt(client, prompts, shape.output_tokens, cpu)
             rows.append({
                 "round": index,
                 "engine_ttft_ms": round(bare_ttft_s * 1e3, 3),
@@ -181,12 +194,18 @@ async def measure(
                 "tbt_ms": round(served_tbt_s * 1e3, 3),
                 "tokens_per_message": round(packed, 2),
             })  # fmt: skip
+    steps = shape.rounds * shape.output_tokens
+    rows += [
+        {"process": name, "cpu_ms_per_step": round(seconds * 1e3 / steps, 3)}
+        for name, seconds in sorted(cpu.seconds.items(), key=lambda item: -item[1])
+        if seconds * 1e3 / steps >= CPU_MS_SHOWN
+    ]
     return rows
 
 
 def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
     def median(name: str) -> float:
-        return float(np.median([row[name] for row in rows]))
+        return float(np.median([row[name] for row in rows if name in row]))
 
     added_s = (median("ttft_ms") - median("engine_ttft_ms")) / 1e3
     ratio = median("tbt_ms") / median("engine_tbt_ms")

@@ -1,0 +1,271 @@
+"""Does anything grow, or stay behind? Locust for minutes, then mixed requests, one server.
+
+    python -m loadtest.bench.leaks [--seconds 300] [--users 20] [--mixed 1000]
+
+Starts its own server with `--self-check`: every process proves its invariants each second, and ends
+when one is broken. Then
+
+    load     Locust's users of every workload for `--seconds`. Of each process the median resident
+             memory of the last minute is compared with that of the second minute (the first one
+             fills caches and thread pools), likewise threads and file descriptors.
+    mixed    good, wrong and abandoned requests in random order, twice: the first time fills what
+             only they use, around the second one threads and descriptors are compared at rest.
+    at rest  no request, page, slot or lease is held, by the server's own metrics.
+
+Not here: reading processes (process_watch.py), the kinds of requests (mixed_requests.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from backends.metric_table import METRICS
+from loadtest.addresses import Addresses
+from loadtest.bench import server
+from loadtest.bench.mixed_requests import Mixed, send_mixed
+from loadtest.bench.process_watch import Look, ProcessWatch
+from loadtest.bench.result import Cell, Result, Target
+from loadtest.metrics_page import fetch_page, series_key, series_of
+from loadtest.server_info import ServerDescription, describe_server
+from loadtest.triton_client import TritonClient
+
+RSS_RATIO_GOAL = 1.03
+WINDOW_S = 60.0
+REST_S_MAX = 20.0
+IN_FLIGHT_MAX = 24
+LOCUST_FILE = Path(__file__).resolve().parents[1] / "locustfile.py"
+
+Looks = Mapping[tuple[str, int], Sequence[Look]]
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The two minutes that are compared, by the clock of the looks."""
+
+    second: tuple[float, float]
+    last: tuple[float, float]
+
+
+def within(looks: Sequence[Look], window: tuple[float, float]) -> list[Look]:
+    return [look for look in looks if window[0] <= look.time_s <= window[1]]
+
+
+def load_rows(looks: Looks, windows: Windows) -> list[dict[str, Cell]]:
+    """One row per process: medians of both windows. A process that was not in both has no ratio."""
+    rows: list[dict[str, Cell]] = []
+    for (name, pid), seen in sorted(looks.items()):
+        early, late = within(seen, windows.second), within(seen, windows.last)
+        if not early and not late:
+            continue  # older or younger than what is compared: a helper that came and went
+        row: dict[str, Cell] = {"phase": "load", "process": name, "pid": pid}
+        for field, unit in (("rss_bytes", 2**20), ("threads", 1), ("descriptors", 1)):
+            label = "rss_mib" if field == "rss_bytes" else field
+            for when, window in (("second", early), ("last", late)):
+                values = [getattr(look, field) for look in window]
+                row[f"{label}_{when}"] = (
+                    round(statistics.median(values) / unit, 2) if values else None
+                )
+        is_whole = bool(early and late)
+        row["rss_ratio"] = round(_rss(late) / _rss(early), 4) if is_whole else None
+        rows.append(row)
+    return rows
+
+
+def _rss(looks: Sequence[Look]) -> float:
+    return float(statistics.median(look.rss_bytes for look in looks))
+
+
+def rest_rows(before: Looks, after: Looks) -> list[dict[str, Cell]]:
+    """One row per process around the mixed requests; each looked at once, at rest."""
+    rows: list[dict[str, Cell]] = []
+    for name, pid in sorted(before.keys() | after.keys()):
+        row: dict[str, Cell] = {"phase": "mixed", "process": name, "pid": pid}
+        for when, looks in (("second", before), ("last", after)):
+            seen = looks.get((name, pid))
+            row[f"rss_mib_{when}"] = round(seen[-1].rss_bytes / 2**20, 2) if seen else None
+            row[f"threads_{when}"] = seen[-1].threads if seen else None
+            row[f"descriptors_{when}"] = seen[-1].descriptors if seen else None
+        rows.append(row)
+    return rows
+
+
+def growth_targets(rows: Sequence[Mapping[str, Cell]], phase: str) -> list[Target]:
+    """Worst growth over the processes; null when one came or went meanwhile."""
+    of_phase = [row for row in rows if row["phase"] == phase]
+    short = [
+        f"{row['process']} ({row['pid']})" for row in of_phase
+        if row["threads_second"] is None or row["threads_last"] is None
+    ]  # fmt: skip
+    targets = []
+    why = f"came or went meanwhile: {', '.join(short)}" if short else ""
+    if not of_phase:
+        why = "no process was looked at"
+    for what in ("threads", "descriptors"):
+        value = None if why else max(_difference(row, what) for row in of_phase)
+        targets.append(Target(f"{phase}_{what}_grown", value, "<=", 0, why))
+    if phase == "load":
+        ratios = [row["rss_ratio"] for row in of_phase]
+        worst = None if why else max(r for r in ratios if isinstance(r, float))
+        targets.append(Target("load_rss_last_over_second", worst, "<=", RSS_RATIO_GOAL, why))
+    return targets
+
+
+def _difference(row: Mapping[str, Cell], what: str) -> float:
+    last, second = row[f"{what}_last"], row[f"{what}_second"]
+    assert isinstance(last, int | float) and isinstance(second, int | float)
+    return float(last - second)
+
+
+def in_use(page: str) -> dict[str, float]:
+    """Series of the metrics page that should be 0 at rest, and are not."""
+    names = tuple(name for name, metric in METRICS.items() if metric.is_use)
+    lines = [line for line in page.splitlines() if line.startswith(names)]
+    assert lines, "the metrics page shows none of the gauges that tell use"
+    return {series_key(s): s.value for s in series_of(lines) if s.name in names and s.value != 0}
+
+
+def wait_rest(addresses: Addresses) -> dict[str, float]:
+    """What is still in use after REST_S_MAX; empty as soon as nothing is."""
+    give_up_s = time.monotonic() + REST_S_MAX
+    while (used := in_use(fetch_page(addresses.metrics_url))) and time.monotonic() < give_up_s:
+        time.sleep(0.5)
+    return used
+
+
+def run_locust(addresses: Addresses, users: int, seconds: float, seed: int, log: Path) -> int:
+    """Its exit status: 1 for failures; rejections and slow answers are not judged here."""
+    command = [
+        sys.executable, "-m", "locust", "-f", str(LOCUST_FILE), "--headless", "--only-summary",
+        "--host", addresses.grpc, "-u", str(users), "-r", str(users), "-t", f"{seconds:.0f}s",
+        "--workload", "chat:3,shared:1,document:1,burst:1", "--seed", str(seed),
+        "--slo-ttft-p90", "none", "--slo-tbt-p90", "none",
+    ]  # fmt: skip
+    with log.open("wb") as output:
+        return subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False
+        ).returncode
+
+
+def one_look(pid: int) -> Looks:
+    watch = ProcessWatch(pid)
+    watch.look()
+    return watch.looks
+
+
+async def described(addresses: Addresses) -> ServerDescription:
+    async with TritonClient(addresses.grpc, channels=1) as client:
+        return await describe_server(client, {})
+
+
+@dataclass(slots=True)
+class LeakTest:
+    """The phases on one running server; rows and targets collect."""
+
+    addresses: Addresses
+    pid: int
+    seed: int
+    folder: Path
+    console: Console
+    rows: list[dict[str, Cell]]
+    targets: list[Target]
+
+    def load(self, users: int, seconds: float) -> None:
+        watch = ProcessWatch(self.pid)
+        log = self.folder / "locust.log"
+        watch.start()
+        started_s = time.perf_counter()
+        with self.console.status(f"Locust, {users} users, {seconds:.0f} s (log: {log}) ..."):
+            status = run_locust(self.addresses, users, seconds, self.seed, log)
+        ended_s = time.perf_counter()
+        watch.stop()
+        self.console.print(log.read_text(errors="replace")[-4_000:], markup=False)
+        # Locust measures unloaded requests first and lets the last ones end: both are outside.
+        begin_s = max(started_s, ended_s - seconds)
+        windows = Windows(
+            (begin_s + WINDOW_S, begin_s + 2 * WINDOW_S), (ended_s - WINDOW_S, ended_s)
+        )
+        rows = load_rows(watch.looks, windows)
+        self.rows += rows
+        self.targets += growth_targets(rows, "load")
+        self.targets.append(Target("load_locust_exit_status", float(status), "<=", 0))
+        self._rest("load")
+
+    def mixed(self, count: int) -> None:
+        vocabulary = asyncio.run(described(self.addresses)).vocabulary_tokens
+        self._send(count, vocabulary, "warming up with")
+        self._rest("warm_up")
+        before = one_look(self.pid)
+        mixed = self._send(count, vocabulary, "sending")
+        self._rest("mixed")
+        rows = rest_rows(before, one_look(self.pid))
+        self.rows += rows
+        self.targets += growth_targets(rows, "mixed")
+        self.console.print(f"mixed requests: {dict(mixed.ended)}", markup=False)
+        why = "; ".join(mixed.unexpected[:3])
+        self.targets.append(Target("mixed_unexpected", len(mixed.unexpected), "<=", 0, why))
+
+    def _send(self, count: int, vocabulary_tokens: int, verb: str) -> Mixed:
+        self.seed += 1
+        with self.console.status("") as status:
+            on_progress: Callable[[int], None] = lambda done: status.update(  # noqa: E731
+                f"{verb} {count} mixed requests: {done} ended ..."
+            )
+            return asyncio.run(
+                send_mixed(
+                    self.addresses, count, self.seed, vocabulary_tokens, IN_FLIGHT_MAX, on_progress
+                )
+            )
+
+    def _rest(self, phase: str) -> None:
+        left = wait_rest(self.addresses)
+        why = ", ".join(f"{name} {value:g}" for name, value in left.items())
+        self.targets.append(Target(f"{phase}_left_in_use", len(left), "<=", 0, why))
+
+
+def main(
+    seconds: Annotated[float, typer.Option(min=180, help="Of Locust; three minutes at least.")] = (
+        300.0
+    ),
+    users: Annotated[int, typer.Option(min=1, help="Locust's users.")] = 20,
+    mixed: Annotated[int, typer.Option(min=1, help="Mixed requests, sent twice.")] = 1_000,
+    seed: Annotated[int | None, typer.Option(help="Of everything random; random by default.")] = (
+        None
+    ),
+) -> None:
+    """Look for what grows or stays behind; the last line is JSON."""
+    console = Console(stderr=True, highlight=False)
+    seed = secrets.randbits(31) if seed is None else seed
+    console.print(f"--seed {seed}")
+    started_s = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="mooncake-leaks-") as name:
+        folder = Path(name)
+        addresses = server.free_addresses()
+        process = server.start(addresses, ["--self-check"], folder / "serve.log")
+        try:
+            server.wait_ready(addresses, server.READY_S_MAX, process, folder / "serve.log")
+            test = LeakTest(addresses, process.pid, seed, folder, console, [], [])
+            test.load(users, seconds)
+            test.mixed(mixed)
+        except (server.ServerFailed, OSError) as error:
+            console.print(f"cannot measure: {error}", style="bold red", markup=False)
+            raise typer.Exit(1) from error
+        finally:
+            server.stop(process)
+    Result("leaks", time.perf_counter() - started_s, test.rows, test.targets).print()
+
+
+if __name__ == "__main__":
+    typer.run(main)
