@@ -23,7 +23,7 @@ class Front:
 
 def front(page: MetricPage, subject: Front, now_s: float) -> None:
     door = subject.door
-    page.take(door.observations.drain())
+    page.take(door.observations)
     page.gauge("mooncake_start_time_seconds", subject.started_at_s, now_s)
     page.gauge("mooncake_requests_live", len(door.live), now_s)
     stats = door.cluster.stats()

@@ -8,13 +8,16 @@ Not here: when to publish (metrics_loop.py), which numbers (front_metrics.py, wo
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from backends.metric_table import METRICS, Kind, Metric
-from backends.observations import Observation
+from backends.observations import Observations
+
+log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
 Labels = tuple[tuple[str, str], ...]
@@ -88,10 +91,12 @@ class MetricPage:
             counter.series.increment(missing)
             counter.total = total
 
-    def take(self, observations: Iterable[Observation]) -> None:
+    def take(self, observations: Observations) -> None:
         """Values of histograms one by one, amounts of counters summed up first."""
+        if observations.is_full:
+            log.warning("so many values waited for the metrics page that some are lost")
         amounts: dict[tuple[str, Labels], float] = {}
-        for name, value, labels in observations:
+        for name, value, labels in observations.drain():
             if _metric(name).kind == "histogram":
                 self._series("histogram", name, labels).observe(_finite(name, value))
             else:

@@ -31,7 +31,7 @@ def decode(page: MetricPage, worker: DecodeWorker, now_s: float) -> None:
 
 
 def common(page: MetricPage, worker: Worker, report: WorkerReport, now_s: float) -> None:
-    page.take(worker.observations.drain())
+    page.take(worker.observations)
     info = worker.info
     page.gauge("mooncake_worker_info", 1, now_s, role=info.role, node=info.node_id,
                fingerprint=info.fingerprint, block_tokens=str(info.block_tokens))  # fmt: skip

@@ -1,0 +1,59 @@
+"""A prompt's tokens are counted by how their KV came, each once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backends.engine.sampling_params import SamplingParams
+from backends.kv_writer import BlockPut
+from backends.metric_page import MetricPage
+from backends.observations import Observations
+from backends.prefill_job import PrefillJob
+from backends.worker_protocol import PrefillRequest
+from tests.backends.test_metric_page import Triton
+
+BLOCK_TOKENS, BLOCK_BYTES = 64, 1000
+
+
+class Silent:
+    def prefilled(self, *_: object) -> None: ...
+    def fail(self, *_: object) -> None: ...
+
+
+def job(prompt_tokens: int, cached_tokens: int, fetched_blocks: int) -> PrefillJob:
+    request = PrefillRequest("r", prompt_tokens, SamplingParams(max_tokens=1), "", 0, "", 0)
+    made = PrefillJob(
+        request, np.zeros(prompt_tokens, np.int32), Silent(),
+        BlockPut("r", prompt_tokens, [], [], first_block=0), submitted_s=100.0,
+    )  # fmt: skip
+    made.cached_tokens, made.fetched_blocks = cached_tokens, fetched_blocks
+    made.load_s, made.compute_s, made.computed_at_s = 0.5, 1.0, 102.0
+    return made
+
+
+@pytest.mark.parametrize(
+    ("cached_tokens", "fetched_blocks", "expected"),
+    [
+        (0, 0, {"computed": 300, "local": 0, "fetched": 0}),
+        (256, 0, {"computed": 44, "local": 256, "fetched": 0}),
+        (256, 3, {"computed": 44, "local": 64, "fetched": 192}),
+        (256, 9, {"computed": 44, "local": 0, "fetched": 256}),  # some did not make it into pages
+    ],
+)
+def test_each_token_came_by_one_path(
+    cached_tokens: int, fetched_blocks: int, expected: dict[str, int]
+) -> None:
+    triton, observations = Triton(), Observations()
+    prompt = job(300, cached_tokens, fetched_blocks)
+    prompt.observe(prompt.reply("life", BLOCK_BYTES), BLOCK_TOKENS, observations)
+    MetricPage("prefill", triton).take(observations)
+    paths = {path: triton["mooncake_prompt_tokens_total", path] for path in expected}
+    assert paths == expected
+    assert triton["mooncake_output_tokens_total"] == 1
+    assert triton["mooncake_prefix_load_seconds"] == (1 if cached_tokens else 0)
+    assert triton["mooncake_prefill_queue_seconds"] == 1
+
+
+def test_waiting_is_what_was_neither_loading_nor_computing() -> None:
+    assert job(300, 0, 0).queue_s == pytest.approx(0.5)
