@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: serve test lint format bench setup clean
+.PHONY: serve test lint format bench clients setup clean
 
 serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
 	@exec $(BIN)/mooncake serve $(ARGS)
@@ -26,6 +26,9 @@ bench: $(READY)  ## measure what README.md and docs/measurements.md quote
 	$(BIN)/python -m loadtest.bench.reuse $(ARGS)
 	$(BIN)/python -m loadtest.bench.transports
 
+clients: $(READY)  ## public load generators, unchanged (ARGS="curl --url 127.0.0.1:8001" for some)
+	$(BIN)/python -m loadtest.clients $(ARGS)
+
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -39,4 +42,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) .mooncake build *.egg-info
+	rm -rf $(VENV) .venv-clients .mooncake build *.egg-info

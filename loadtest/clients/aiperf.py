@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from loadtest.clients import hub_cache
 from loadtest.clients.environment import ClientFailed
 from loadtest.clients.load import Load, Report
 from loadtest.clients.process import run_client
@@ -35,7 +36,7 @@ def arguments(load: Load, model: str, folder: Path, trace: Path | None) -> list[
         "--custom-endpoint", f"/v2/models/{model}/generate_stream", "--streaming",
         "--extra-inputs", f"payload_template:{folder / 'template.jinja'}",
         "--extra-inputs", "response_field:text_output",
-        "--tokenizer", str(load.tokenizer), "--artifact-dir", str(folder), "--ui", "none",
+        "--tokenizer", hub_cache.NAME, "--artifact-dir", str(folder), "--ui", "none",
         "--no-gpu-telemetry", "--no-server-metrics",
         # It starts a process per core and kind otherwise, on cores that the server wants too.
         "--workers-max", "2", "--record-processor-service-count", "1",
@@ -58,7 +59,8 @@ def run(
     folder.mkdir(parents=True)
     (folder / "template.jinja").write_text(TEMPLATE)
     command = [str(binaries / "aiperf"), *arguments(load, model, folder, trace), *more]
-    run_client(command, folder, RUN_S_MAX, {"COLUMNS": "100"})
+    variables = hub_cache.lay_out(load.tokenizer, folder / "huggingface") | {"COLUMNS": "100"}
+    run_client(command, folder, RUN_S_MAX, variables)
     return read_report(folder, model, "trace" if trace else "synthetic")
 
 

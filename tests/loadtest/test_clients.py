@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.addresses import addresses_of
-from loadtest.clients import aiperf, genai_perf
+from loadtest.clients import aiperf, genai_perf, hub_cache
 from loadtest.clients.agreement import Agreement, between_runs
 from loadtest.clients.environment import ClientFailed, environment
 from loadtest.clients.load import Load, Report
@@ -116,6 +116,18 @@ def test_aiperf_is_told_the_model_the_stream_and_the_template(tmp_path: Path) ->
     assert told[told.index("--url") + 1] == "http://127.0.0.1:8000" and "--isl" in told
     replaying = aiperf.arguments(LOAD, "conductor", tmp_path, tmp_path / "trace.jsonl")
     assert "--fixed-schedule" in replaying and "--isl" not in replaying
+
+
+def test_a_tokenizer_folder_is_found_by_its_name_in_the_cache(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    variables = hub_cache.lay_out(tokenizer, tmp_path / "home")
+    from huggingface_hub import snapshot_download  # what aiperf asks
+
+    cache = Path(variables["HF_HOME"]) / "hub"
+    found = Path(snapshot_download(hub_cache.NAME, cache_dir=cache, local_files_only=True))
+    assert found.resolve() == tokenizer.resolve() and (found / "tokenizer.json").exists()
 
 
 def test_aiperfs_own_figures_and_table_are_read(tmp_path: Path) -> None:
