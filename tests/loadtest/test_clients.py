@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import snapshot_download  # as aiperf looks a tokenizer up
 
 from loadtest.addresses import addresses_of
 from loadtest.clients import aiperf, genai_perf, hub_cache
@@ -123,8 +124,6 @@ def test_a_tokenizer_folder_is_found_by_its_name_in_the_cache(tmp_path: Path) ->
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
     variables = hub_cache.lay_out(tokenizer, tmp_path / "home")
-    from huggingface_hub import snapshot_download  # what aiperf asks
-
     cache = Path(variables["HF_HOME"]) / "hub"
     found = Path(snapshot_download(hub_cache.NAME, cache_dir=cache, local_files_only=True))
     assert found.resolve() == tokenizer.resolve() and (found / "tokenizer.json").exists()
