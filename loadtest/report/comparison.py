@@ -16,7 +16,7 @@ from loadtest.report.pictures import latency, where
 from loadtest.report.pictures.style import Picture, not_measured
 
 NAMES = ("A", "B")
-LEVELS = (("TTFT", "ttft_s"), ("TBT", "tbt_s"), ("Whole time", "latency_s"))
+LEVELS = (("TTFT", "ttft_s"), ("TBT", "tbt_s"))
 
 
 def write_comparison(a: Recording, b: Recording, files: tuple[Path, Path], path: Path) -> None:

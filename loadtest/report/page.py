@@ -23,6 +23,9 @@ from loadtest.report.numbers import summary_of
 from loadtest.slo import goodput
 from loadtest.tables import duration, slo_text, warnings
 
+# Control characters in a message: no browser shows them, and some make a page no HTML.
+UNPRINTABLE = dict.fromkeys([*range(0x09), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0)])
+
 __all__ = ["page_of", "read_report", "rendered", "write_report"]
 
 
@@ -68,4 +71,4 @@ def rendered(template: str, **values: Any) -> str:
         "setting": rows.setting_text,
         "svg": Markup,
     }
-    return environment.get_template(template).render(**values)
+    return environment.get_template(template).render(**values).translate(UNPRINTABLE)

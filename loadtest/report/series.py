@@ -1,8 +1,8 @@
 """The server's load over a run, from its samples: gauges as they are, counters as rates. Pure.
 
-A series is one metric of one worker (or of one path, transport, ...), told by a label. A worker
-counts as prefill when it says how many prompt tokens wait for it, and as decode when it says how
-many of its slots are used, whatever the models are called.
+A series is one metric of one worker (or of one path, node, ...), told by a label. A worker counts
+as prefill when it says how many prompt tokens wait for it, and as decode when it says how many KV
+tokens its running batch holds, whatever the models are called.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from itertools import pairwise
 from loadtest.metrics_page import series_of
 from loadtest.recording import Sample
 
-QUEUE_REQUESTS = "mooncake_requests_waiting"
+WAITING = "mooncake_requests_waiting"
+RUNNING = "mooncake_requests_running"
 QUEUE_TOKENS = "mooncake_queue_tokens"
-SLOTS_USED = "mooncake_requests_running"
 CONTEXT_TOKENS = "mooncake_context_tokens"
+STEP_SECONDS = "mooncake_step_seconds_total"
 PAGES_USED = "mooncake_pages_used"
 PAGES_MAX = "mooncake_pages_max"
 PROMPT_TOKENS = "mooncake_prompt_tokens_total"
 OUTPUT_TOKENS = "mooncake_output_tokens_total"
+STORE_USED = "mooncake_store_bytes_used"
+STORE_MAX = "mooncake_store_bytes_max"
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,11 @@ def per_second(records: Sequence[RequestRecord], bins: Bins) -> dict[str, Number
     return {name: counts / bins.width_s for name, counts in {"sent": sent, **ended}.items()}
 
 
+def tokens_per_second(records: Sequence[RequestRecord], bins: Bins) -> Numbers:
+    """Generated tokens that reached a client, also those of answers that broke off later."""
+    return bins.counts([s for record in records for s in record.token_times_s]) / bins.width_s
+
+
 def in_flight(records: Sequence[RequestRecord]) -> tuple[Numbers, Numbers]:
     """(times, requests sent and not ended); of a long run the largest in each short interval."""
     moments = np.array(

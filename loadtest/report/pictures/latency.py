@@ -50,12 +50,12 @@ def distribution(
         axes.set_xlabel(f"{title} (logarithmic)")
         axes.set_ylabel("share of answered requests")
         for (name, values), colour in zip(curves.items(), MANY, strict=False):
-            text = legend_text(name, values) if len(curves) > 1 else "_"
+            text = legend_text(name, values, slo_s) if len(curves) > 1 else "_"
             _curve(axes, np.maximum(values, low_s / 1.3), colour, text)
         if len(curves) == 1:
             _marks(axes, everything, low_s / 1.3)
         if slo_s is not None:
-            _level(axes, slo_s, everything)
+            _level(axes, slo_s, everything if len(curves) == 1 else None)
         legend(axes, columns=1 if len(curves) > 1 else 4)
 
     caption = (
@@ -68,7 +68,8 @@ def distribution(
         caption += f" {zeros:,} at 0 (tokens in one message) are drawn at the left edge."
     if left_out:
         caption += f" {left_out} more with fewer requests are left out."
-    alt = f"{title}: " + "; ".join(legend_text(name, values) for name, values in curves.items())
+    words = (legend_text(name, values, slo_s) for name, values in curves.items())
+    alt = f"{title}: {'; '.join(words)}."
     return drawn(title, caption, alt, draw, height_in(len(curves)))
 
 
@@ -77,11 +78,13 @@ def height_in(curves: int) -> float:
     return 3.1 if curves == 1 else 3.1 + 0.19 * curves
 
 
-def legend_text(name: str, values: np.ndarray) -> str:
+def legend_text(name: str, values: np.ndarray, slo_s: float | None) -> str:
     found = spread(values.tolist())
     assert found is not None
     percentiles = ((50, found.p50), (90, found.p90), (99, found.p99))
-    text = "  ".join(f"p{number} {duration(value)}" for number, value in percentiles)
+    text = ", ".join(f"p{number} {duration(value)}" for number, value in percentiles)
+    if slo_s is not None:
+        text += f", {np.mean(values <= slo_s):.1%} within {duration(slo_s)}"
     return f"{label(name)} ({len(values):,}): {text}" if name else text
 
 
@@ -108,9 +111,10 @@ def _marks(axes: Axes, values: np.ndarray, floor_s: float) -> None:
         )  # fmt: skip
 
 
-def _level(axes: Axes, slo_s: float, values: np.ndarray) -> None:
-    within = float(np.mean(values <= slo_s))
+def _level(axes: Axes, slo_s: float, values: np.ndarray | None) -> None:
+    """Of several curves each says itself how much of it is within."""
+    within = "" if values is None else f": {np.mean(values <= slo_s):.1%} within"
     axes.axvline(
         slo_s, color=NAMED["vermilion"], linestyle=(0, (4, 3)), linewidth=1.3,
-        label=f"level {duration(slo_s)}: {within:.1%} within",
+        label=f"level {duration(slo_s)}{within}",
     )  # fmt: skip

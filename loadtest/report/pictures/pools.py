@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,7 +20,6 @@ from loadtest.report.pictures.style import (
     count_axis,
     drawn,
     label,
-    legend,
     not_measured,
     panels,
     percent_axis,
@@ -28,10 +28,15 @@ from loadtest.report.pictures.style import (
 from loadtest.report.series import Line
 from loadtest.report.timeline import end_s
 
-THREE_PANELS_IN = 5.0
+PANEL_IN, AROUND_IN = 1.15, 0.75
 LINES_MAX = 4  # more workers than that are shown as a band
 DOTS_MAX = 120  # of more samples the dots would be a line of their own
 STYLES = ("-", (0, (4, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+
+USE = (
+    "the share of time that its engine computed (a step counts when it ends, so a long one may "
+    "show as over 100 %), and the share of its engine's KVCache memory (in pages) that is taken."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +52,47 @@ class Panel:
 def prefill(recording: Recording) -> Picture:
     samples = recording.samples
     workers = series.prefill_workers(samples)
-    panels_ = [
-        Panel("requests", of(samples, series.QUEUE_REQUESTS, workers)),
+    rows = [
+        *requests(samples, workers),
         Panel("tokens to compute", of(samples, series.QUEUE_TOKENS, workers)),
-        Panel("pages in use", pages(samples, workers), is_share=True),
+        *use(samples, workers),
     ]
     caption = (
-        "Requests waiting at or being computed by each prefill worker; tokens of their prompts "
-        "that are not computed yet; pages of its engine's KVCache memory in use."
+        "Of each prefill worker: requests waiting for pages, requests that have them, tokens of "
+        f"the prompts of both that are not computed yet, {USE}"
     )
-    return pool("Prefill workers", workers, panels_, caption, recording)
+    return pool("Prefill workers", workers, rows, caption, recording)
 
 
 def decode(recording: Recording) -> Picture:
     samples = recording.samples
     workers = series.decode_workers(samples)
-    generated = series.only(series.rate(samples, series.OUTPUT_TOKENS), workers)
-    panels_ = [
-        Panel("running requests", of(samples, series.SLOTS_USED, workers)),
-        Panel("tokens per second", generated, is_rate=True),
-        Panel("pages in use", pages(samples, workers), is_share=True),
+    rows = [
+        *requests(samples, workers),
+        Panel("tokens/s", rate_of(samples, series.OUTPUT_TOKENS, workers), is_rate=True),
+        *use(samples, workers),
     ]
     caption = (
-        "Requests in the running batch of each decode worker; tokens that it generated per "
-        "second, between two samples; pages of its engine's KVCache memory in use."
+        "Of each decode worker: requests waiting to be in the running batch, requests in it, "
+        f"tokens generated per second, {USE}"
     )
-    return pool("Decode workers", workers, panels_, caption, recording)
+    return pool("Decode workers", workers, rows, caption, recording)
+
+
+def requests(samples: Sequence[Sample], workers: set[str]) -> list[Panel]:
+    return [
+        Panel("waiting", of(samples, series.WAITING, workers)),
+        Panel("running", of(samples, series.RUNNING, workers)),
+    ]
+
+
+def use(samples: Sequence[Sample], workers: set[str]) -> list[Panel]:
+    used, most = of(samples, series.PAGES_USED, workers), of(samples, series.PAGES_MAX, workers)
+    busy = rate_of(samples, series.STEP_SECONDS, workers)
+    return [
+        Panel("busy", busy, is_share=True, is_rate=True),
+        Panel("pages", series.share(used, most), is_share=True),
+    ]
 
 
 def pool(
@@ -86,16 +106,16 @@ def pool(
     def draw(figure: Figure) -> None:
         axes = panels(figure, len(rows))
         for place, row in zip(axes, rows, strict=True):
-            _draw(place, row)
+            plot(place, row)
             place.set_ylabel(row.name)
             place.margins(y=0.1)
             place.set_ylim(bottom=0.0)
             if row.is_share:
-                percent_axis(place)
+                percent_axis(place, peak_of(row.lines) or 0.0)
             else:
                 count_axis(place.yaxis)
-        if axes[0].get_legend_handles_labels()[1]:
-            legend(axes[0], columns=LINES_MAX)
+        handles, names = max((place.get_legend_handles_labels() for place in axes), key=len_of)
+        figure.legend(handles, names, loc="outside upper left", ncols=LINES_MAX)
         time_axis(axes[-1], until_s)
         figure.align_ylabels(axes)
 
@@ -109,7 +129,13 @@ def pool(
         caption += "least to the most loaded."
     caption += f" {len(recording.samples)} samples of the server's metrics page; what happened "
     caption += "between two of them is not seen, except in rates."
-    return drawn(title, caption, f"{title}: largest values: {peaks}.", draw, THREE_PANELS_IN)
+    return drawn(
+        title, caption, f"{title}: largest values: {peaks}.", draw, AROUND_IN + PANEL_IN * len(rows)
+    )
+
+
+def len_of(handles_and_names: tuple[list[Any], list[str]]) -> int:
+    return len(handles_and_names[1])
 
 
 def peak_of(lines: Sequence[Line]) -> float | None:
@@ -121,12 +147,12 @@ def of(samples: Sequence[Sample], name: str, workers: set[str]) -> list[Line]:
     return series.only(series.gauge(samples, name), workers)
 
 
-def pages(samples: Sequence[Sample], workers: set[str]) -> list[Line]:
-    used, most = of(samples, series.PAGES_USED, workers), of(samples, series.PAGES_MAX, workers)
-    return series.share(used, most)
+def rate_of(samples: Sequence[Sample], name: str, workers: set[str]) -> list[Line]:
+    return series.only(series.rate(samples, name), workers)
 
 
-def _draw(axes: Axes, row: Panel) -> None:
+def plot(axes: Axes, row: Panel) -> None:
+    """A line for each worker, or the band in which all are."""
     if peak_of(row.lines) is None:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center",
                   color=NAMED["muted"])  # fmt: skip

@@ -118,6 +118,9 @@ def drawn(
         figure = Figure(figsize=(width_in, height_in), layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure)
+        # Placed once and now: left to savefig, everything is drawn and placed twice.
+        figure.get_layout_engine().execute(figure)
+        figure.set_layout_engine(None)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return Picture(title, caption, svg=inline(text.getvalue(), alt))
@@ -181,9 +184,9 @@ def seconds_scale(axes: Axes, which: str, low_s: float, high_s: float) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def percent_axis(axes: Axes) -> None:
+def percent_axis(axes: Axes, peak: float = 1.0) -> None:
     """From 0 to 100 %, so that pictures of shares can be compared at a glance."""
-    axes.set_ylim(0.0, 1.04)
+    axes.set_ylim(0.0, 1.04 * max(1.0, peak))
     axes.yaxis.set_major_locator(FixedLocator([0.0, 0.25, 0.5, 0.75, 1.0]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
 

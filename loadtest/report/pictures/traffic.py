@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from loadtest.recording import Recording
 from loadtest.report import series
+from loadtest.report.pictures.pools import Panel, plot
 from loadtest.report.pictures.style import (
     NAMED,
     OUTCOMES,
@@ -23,10 +24,18 @@ from loadtest.report.pictures.style import (
     time_axis,
 )
 from loadtest.report.series import Line
-from loadtest.report.timeline import Bins, bins_of, end_s, hit_rate, in_flight, per_second
+from loadtest.report.timeline import (
+    Bins,
+    bins_of,
+    end_s,
+    hit_rate,
+    in_flight,
+    per_second,
+    tokens_per_second,
+)
 from loadtest.tables import duration
 
-TWO_PANELS_IN = 4.1
+THREE_PANELS_IN = 5.2
 PATHS = {"computed": NAMED["blue"], "local": NAMED["green"], "fetched": NAMED["sky"]}
 
 
@@ -38,10 +47,11 @@ def requests(recording: Recording) -> Picture:
     bins = bins_of(records)
     rates = per_second(records, bins)
     times_s, counts = in_flight(records)
+    tokens = tokens_per_second(records, bins)
     ended = [name for name in ("answered", "rejected", "failed") if rates[name].any()]
 
     def draw(figure: Figure) -> None:
-        top, bottom = panels(figure, 2)
+        top, middle, bottom = panels(figure, 3)
         for name in ("sent", *ended):
             style = {"linestyle": (0, (2, 1.2))} if name == "sent" else {}
             top.stairs(
@@ -52,22 +62,27 @@ def requests(recording: Recording) -> Picture:
         top.set_ylim(bottom=0.0)
         count_axis(top.yaxis)
         legend(top, columns=4)
-        bottom.step(times_s, counts, where="post", color=NAMED["slate"])
-        bottom.fill_between(times_s, counts, step="post", color=NAMED["pale"], alpha=0.5, lw=0)
-        bottom.set_ylabel("in flight")
-        bottom.set_ylim(bottom=0.0)
-        count_axis(bottom.yaxis)
+        middle.step(times_s, counts, where="post", color=NAMED["slate"])
+        middle.fill_between(times_s, counts, step="post", color=NAMED["pale"], alpha=0.5, lw=0)
+        middle.set_ylabel("in flight")
+        bottom.stairs(tokens, bins.edges_s, color=NAMED["pink"], linewidth=1.4)
+        bottom.set_ylabel("tokens/s")
+        for axes in (middle, bottom):
+            axes.set_ylim(bottom=0.0)
+            count_axis(axes.yaxis)
         time_axis(bottom, end_s(records))
+        figure.align_ylabels()
 
     caption = (
-        "Above: requests sent, and requests that ended in each way, per second (in steps of "
-        f"{duration(bins.width_s)}). Below: requests sent and not yet ended."
+        "From above: requests sent, and requests that ended in each way, per second (in steps of "
+        f"{duration(bins.width_s)}); requests sent and not yet ended; generated tokens that "
+        "reached the clients per second."
     )
     alt = (
         f"{len(records):,} requests in {duration(end_s(records))}; at most "
         f"{int(counts.max()):,} in flight at once."
     )
-    return drawn(title, caption, alt, draw, TWO_PANELS_IN)
+    return drawn(title, caption, alt, draw, THREE_PANELS_IN)
 
 
 def cache(recording: Recording) -> Picture:
@@ -76,11 +91,15 @@ def cache(recording: Recording) -> Picture:
     bins = bins_of(records, bins_max=30)
     found = hit_rate(records, bins, recording.ideal_cached_tokens)
     paths = series.rate(recording.samples, series.PROMPT_TOKENS, by="path")
-    if found is None and not paths:
+    store = series.share(
+        series.gauge(recording.samples, series.STORE_USED, by="node"),
+        series.gauge(recording.samples, series.STORE_MAX, by="node"),
+    )
+    if found is None and not paths and not store:
         return not_measured(title, "no answer said what was cached, and no samples were taken.")
 
     def draw(figure: Figure) -> None:
-        top, bottom = panels(figure, 2)
+        top, middle, bottom = panels(figure, 3)
         if found is None:
             _say(top, "no answer said what was cached")
         else:
@@ -91,28 +110,36 @@ def cache(recording: Recording) -> Picture:
         percent_axis(top)
         top.set_ylabel("of prompt tokens")
         if paths:
-            _paths(bottom, paths)
-            legend(bottom, columns=3)
+            _paths(middle, paths)
+            legend(middle, columns=3)
         else:
-            _say(bottom, "no samples of the server")
-        bottom.set_ylabel("prompt tokens/s")
-        bottom.set_ylim(bottom=0.0)
-        count_axis(bottom.yaxis)
+            _say(middle, "no samples of the server")
+        middle.set_ylabel("prompt tokens/s")
+        middle.set_ylim(bottom=0.0)
+        count_axis(middle.yaxis)
+        if store:
+            plot(bottom, Panel("store", store, is_share=True))
+            legend(bottom, columns=4)
+        else:
+            _say(bottom, "no samples of the storage nodes")
+        bottom.set_ylabel("store in use")
+        percent_axis(bottom)
         time_axis(bottom, end_s(records))
+        figure.align_ylabels()
 
     caption = (
-        f"Above: of the prompts sent in each {duration(bins.width_s)}, the share of tokens that "
-        "was not computed but cached; an unlimited cache is a cache of full blocks that evicts "
-        "nothing. Below: prompt tokens per second by how their KVCache came: computed, from the "
-        "worker's own storage node (local) or from another one (fetched), from the server's "
-        "counters."
+        f"From above: of the prompts sent in each {duration(bins.width_s)}, the share of tokens "
+        "that was not computed but cached, and what an unlimited cache (full blocks, nothing "
+        "evicted) would have had; prompt tokens per second by how their KVCache came: computed, "
+        "from the worker's own storage node (local) or from another one (fetched); the share of "
+        "each storage node's memory that holds blocks."
     )
     alt = "not said by the answers"
     if found is not None:
         told = [r for r in records if r.cached_tokens is not None and r.outcome == "completed"]
         cached = sum(r.cached_tokens or 0 for r in told)
         alt = f"{cached:,} of {sum(r.prompt_tokens for r in told):,} prompt tokens were cached"
-    return drawn(title, caption, f"Hit rate: {alt}.", draw, TWO_PANELS_IN)
+    return drawn(title, caption, f"Hit rate: {alt}.", draw, THREE_PANELS_IN)
 
 
 def _dots(

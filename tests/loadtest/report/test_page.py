@@ -1,20 +1,90 @@
-"""A run's page: what it holds, and that it is the run's file."""
+"""A run's page: it is the run's file, shows odd runs honestly, and trusts nothing that it shows."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib
 import pytest
 
-from loadtest.recording import RecordingError
-from loadtest.report.page import read_report, write_report
-from tests.loadtest.test_recording import recording
+from loadtest.metrics import COMPLETED, FAILED, REJECTED
+from loadtest.recording import Recording, RecordingError, Sample
+from loadtest.report.page import page_of, read_report, write_report
+from loadtest.report.pictures.refusals import by_prompt_length
+from loadtest.slo import Slo
+from tests.loadtest.report.runs import DECISION, answered, full, recording, sample, unserved
+
+VOID = {"meta", "br", "link"}
 
 
-def test_the_page_is_the_runs_file(tmp_path: Path) -> None:
+class Page(HTMLParser):
+    """Fails on tags that do not close; collects what a test wants to know."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.scripts: list[str | None] = []
+        self.alts: list[str] = []
+        self.text: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append(found.get("type"))
+        if tag == "svg":
+            assert found["role"] == "img"
+            self.alts.append(found["aria-label"] or "")
+        for name in ("src", "href", "xlink:href"):
+            self.addresses += [found[name] or ""] if name in found else []
+        assert not any(name.startswith("on") for name in found), found
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    return page_of(full())
+
+
+@pytest.fixture(scope="module")
+def page(html: str) -> Page:
+    return Page(html)
+
+
+def words(page: Page) -> str:
+    return " ".join(" ".join(page.text).split())
+
+
+def test_the_page_is_the_runs_file_and_the_same_run_gives_the_same_page(
+    tmp_path: Path, html: str
+) -> None:
     path = tmp_path / "run.html"
-    write_report(recording(), path)
-    assert read_report(path) == recording()
+    write_report(full(), path)
+    assert read_report(path) == full()
+    assert path.read_text() == html
 
 
 def test_a_file_that_is_no_report_is_refused_with_its_path(tmp_path: Path) -> None:
@@ -27,3 +97,180 @@ def test_a_file_that_is_no_report_is_refused_with_its_path(tmp_path: Path) -> No
     path.write_text('<script type="application/x-mooncake-recording">AAAA</script>')
     with pytest.raises(RecordingError, match=r"run\.html: not a recording"):
         read_report(path)
+
+
+def test_everything_that_was_measured_is_on_the_page(page: Page) -> None:
+    text = words(page)
+    assert len(page.alts) == 11 and all(page.alts)
+    assert "Not measured" not in text and "not measured" not in text
+    for expected in (
+        "TTFT", "TBT", "Requests over time", "Cache hits over time", "Prefill workers",
+        "Decode workers", "Where the time to the first token went", "Where the whole time went",
+        "Predicted and actual TTFT", "Outcomes by prompt length", "Rejections by reason",
+        "no complete answer in time", "Slowest requests", "chat", "burst",
+    ):  # fmt: skip
+        assert expected in text, expected
+    assert "8 of 12" in text and "8 met TTFT ≤ 1 s and TBT ≤ 200 ms" not in text
+    assert "0 met TTFT ≤ 1 s and TBT ≤ 200 ms" in text  # every TBT is 250 ms
+    assert "unlimited cache: 80.0%" in text
+
+
+def test_the_pictures_say_their_numbers_in_words(page: Page) -> None:
+    alts = " | ".join(page.alts)
+    assert "burst (4): p50 500 ms" in alts and "100.0% within 1 s" in alts
+    assert "512 of 800 prompt tokens were cached" in alts
+    assert "ttft_slo: 2; decode_full: 1" in alts
+    assert "waiting 3, running 1, tokens to compute 500" in alts and "pages 25%" in alts
+    assert "tokens/s 20, busy 50%" in alts
+    assert "the median actual TTFT is 1.25 times the predicted one" in alts
+
+
+def test_nothing_is_loaded_and_nothing_runs(page: Page, html: str) -> None:
+    assert page.scripts == ["application/x-mooncake-recording"]
+    assert all(address.startswith("#") for address in page.addresses)
+    assert "default-src 'none'" in html
+    assert "http://" not in html.replace("http://www.w3.org/", "")
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"' {{ 7*7 }} $\\frac{1}$"
+
+
+def test_text_from_a_server_stays_text() -> None:
+    run = recording(
+        [
+            answered(0, request_id=HOSTILE, workload=HOSTILE, decision={**DECISION, "x": HOSTILE}),
+            answered(1, workload="_hidden", decision={**DECISION, "prefill": HOSTILE}),
+            unserved(2, FAILED, HOSTILE, HOSTILE),
+            unserved(3, REJECTED, HOSTILE + "\x00\x1b[31m\n日本", HOSTILE),
+        ],
+        title=HOSTILE, name=HOSTILE, settings={HOSTILE: HOSTILE},
+        samples=[sample(0.0), sample(1.0), Sample(2.0, {
+            f'mooncake_queue_tokens{{model={json.dumps(HOSTILE)}}}': 1.0, HOSTILE: 2.0,
+        })],
+    )  # fmt: skip
+    html = page_of(run)
+    found = Page(html)  # well formed, no handler, nothing loaded
+    assert found.scripts == ["application/x-mooncake-recording"]
+    assert all(address.startswith("#") for address in found.addresses)
+    assert "alert(1)" in words(found) and "{{ 7*7 }}" in words(found)
+    assert "<img" not in html and "\x00" not in html and "\x1b" not in html
+
+
+def test_a_message_cannot_pass_for_the_recording(tmp_path: Path) -> None:
+    forged = '<script type="application/x-mooncake-recording">AAAA</script>'
+    run = recording([answered(0), unserved(1, FAILED, "x", forged)], title=forged)
+    write_report(run, tmp_path / "run.html")
+    assert read_report(tmp_path / "run.html") == run
+
+
+def many(count: int) -> Recording:
+    lengths = [1, 7, 60, 500, 4_000, 100_000]
+    return recording(
+        [
+            answered(
+                i, sent_s=i / 100, prompt_tokens=lengths[i % 6], workload=f"load-{i % 9}",
+                token_times_s=(i / 100 + 0.01 * (1 + i % 50), i / 100 + 1.0),
+            )
+            for i in range(count)
+        ],
+        samples=[
+            Sample(float(s), {
+                f'{name}{{model="p{i}"}}': float(s * i)
+                for i in range(6) for name in ("mooncake_queue_tokens", "mooncake_pages_used")
+            })
+            for s in range(300)
+        ],
+    )  # fmt: skip
+
+
+ODD: dict[str, tuple[Recording, list[str]]] = {
+    "no request at all": (
+        recording([]),
+        ["No request ended in this run", "no request was sent", "no answered request has a TTFT"],
+    ),
+    "one request": (recording([answered(0)]), ["1 of 1", "1 requests in 1 groups"]),
+    "one request of one token, at once": (
+        recording([answered(0, token_times_s=(0.0,), finished_s=0.0, decision=None)]),
+        ["1 at 0", "no answered request has a TBT"],
+    ),
+    "nothing answered": (
+        recording([unserved(0, REJECTED, "decode_full"), unserved(1, FAILED, "unreachable")]),
+        ["0 of 2", "no request was answered", "no answered request has a TTFT"],
+    ),
+    "no samples": (recording([answered(0)]), ["no samples of the server"]),
+    "samples of something else": (
+        recording([answered(0)], samples=[Sample(0.0, {"mooncake_other": 1.0})]),
+        ["its metrics page names no such worker"],
+    ),
+    "one sample": (recording([answered(0)], samples=[sample(0.5)]), ["1 samples"]),
+    "no decision": (
+        recording([answered(0, decision=None)]),
+        ["a decision has to be asked for", "no answered request has a decision"],
+    ),
+    "no hit rate": (
+        recording([answered(0, cached_tokens=None)]),
+        ["no answer said what was cached", "not measured: no answer said it"],
+    ),
+    "a simulated run": (
+        recording([answered(i) for i in range(5)], name="simulate", started_at=""),
+        ["simulate, 5 requests"],
+    ),
+    "everything at the same moment": (
+        recording([answered(0, token_times_s=(0.5, 0.5)) for _ in range(20)], slo=Slo(0.5, None)),
+        ["20 at 0 (tokens in one message)"],
+    ),
+    "interrupted": (
+        recording([answered(0)], settings={"is_interrupted": True, "cancelled": 3}),
+        ["This run was interrupted; 3 requests"],
+    ),
+    "days": (
+        recording([answered(i, sent_s=i * 9_000.0, finished_s=i * 9_000.0 + 2,
+                            token_times_s=(i * 9_000.0 + 1,)) for i in range(30)]),
+        ["30 requests in"],
+    ),
+    "more than can be drawn": (many(3_000), ["more with fewer requests are left out",
+                                             "the mean of 6 workers", "points are drawn"]),
+    "answers without an outcome that is known": (
+        recording([answered(0, outcome="lost"), answered(1)]), ["1 of 2"],
+    ),
+    "a prompt of unknown length": (
+        recording([answered(0, prompt_tokens=0), answered(1, prompt_tokens=0)]), ["2 of 2"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_run_has_a_page_that_says_what_was_not_measured(name: str, tmp_path: Path) -> None:
+    run, expected = ODD[name]
+    write_report(run, tmp_path / "run.html")
+    assert read_report(tmp_path / "run.html") == run
+    text = words(Page((tmp_path / "run.html").read_text()))
+    for phrase in expected:
+        assert phrase in text, phrase
+    assert "nan" not in text.lower().split() and "inf" not in text.lower().split()
+
+
+def test_a_number_that_is_none_is_never_shown(tmp_path: Path) -> None:
+    odd = {**DECISION, "ttft_s": math.nan, "predicted": {"ttft_s": math.inf}}
+    text = words(Page(page_of(recording([answered(0, decision=odd)]))))
+    assert "no answered request has a decision with a predicted TTFT" in text
+
+
+def test_drawing_leaves_no_trace_in_matplotlib() -> None:
+    before = dict(matplotlib.rcParams)
+    assert by_prompt_length(full().requests).svg
+    assert dict(matplotlib.rcParams) == before
+    code = (
+        "import sys; import loadtest.report.page, loadtest.report.comparison\n"
+        "print('matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_slowest_requests_come_with_their_decision() -> None:
+    slow = answered(3, token_times_s=(3.9,), request_id="slow-one")
+    run = recording([answered(0), answered(1), dataclasses.replace(slow, outcome=COMPLETED)])
+    text = words(Page(page_of(run)))
+    assert text.index("slow-one") < text.index("r-0")
+    assert "prefill_0 → decode_1" in text and '"decode_load_s": 0.03' in text
