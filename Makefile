@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 ARGS ?=
+USERS ?= 5
+SECONDS ?= 60
 
-.PHONY: serve test lint format bench clients setup clean
+.PHONY: serve test lint format bench clients loadtest setup clean
 
 serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
 	@exec $(BIN)/mooncake serve $(ARGS)
@@ -28,6 +30,9 @@ bench: $(READY)  ## measure what README.md and docs/measurements.md quote
 
 clients: $(READY)  ## public load generators, unchanged (ARGS="curl --url 127.0.0.1:8001" for some)
 	$(BIN)/python -m loadtest.clients $(ARGS)
+
+loadtest: $(READY)  ## users for a while, and a report (USERS=20 SECONDS=60 ARGS="--workload chat")
+	@exec $(BIN)/python -m loadtest.swarm --users $(USERS) --seconds $(SECONDS) $(ARGS)
 
 setup: $(READY)
 
