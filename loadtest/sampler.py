@@ -21,17 +21,25 @@ from loadtest.metrics_page import FETCH_S_MAX, fetch_page, series_key, series_of
 from loadtest.recording import Sample
 
 PREFIX = "mooncake_"
+SETTLE_S = 0.5  # a server brings its page up to date a few times a second, not at once
 
 
 class Sampler:
     """`start()`, then `stop()` once, which takes a last sample and returns them all."""
 
-    def __init__(self, metrics_url: str, now_s: Callable[[], float], period_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        metrics_url: str,
+        now_s: Callable[[], float],
+        period_s: float = 1.0,
+        settle_s: float = SETTLE_S,
+    ) -> None:
         assert period_s > 0, f"period_s {period_s} must be positive"
         self.metrics_url = metrics_url
         self.problem = ""  # why the latest page that could not be read was not
         self._now_s = now_s
         self._period_s = period_s
+        self._settle_s = settle_s
         self._cuts: list[tuple[float, list[str]]] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="sampler", daemon=True)
@@ -41,7 +49,7 @@ class Sampler:
 
     def stop(self) -> list[Sample]:
         self._is_over.set()
-        self._thread.join(2 * FETCH_S_MAX)
+        self._thread.join(self._settle_s + 2 * FETCH_S_MAX)
         return [
             sample for time_s, lines in list(self._cuts) if (sample := self._parse(time_s, lines))
         ]
@@ -50,6 +58,8 @@ class Sampler:
         due_s = time.monotonic()
         while True:
             is_last = self._is_over.is_set()
+            if is_last:
+                time.sleep(self._settle_s)
             self._take()
             if is_last:
                 return

@@ -48,10 +48,10 @@ def serving(pages: list[str | None]) -> Iterator[tuple[str, threading.Event]]:
         thread.join(10.0)
 
 
-def sampled(pages: list[str | None], period_s: float = NEVER_S) -> tuple[Sampler, list]:
+def sampled(pages: list[str | None]) -> tuple[Sampler, list]:
     clock = itertools.count(10)
     with serving(pages) as (url, is_asked):
-        sampler = Sampler(url, lambda: float(next(clock)), period_s)
+        sampler = Sampler(url, lambda: float(next(clock)), NEVER_S, settle_s=0.0)
         sampler.start()
         assert is_asked.wait(10.0)
         return sampler, sampler.stop()
@@ -86,7 +86,7 @@ def test_a_page_that_cannot_be_read_is_left_out_and_said() -> None:
 def test_a_server_that_is_not_there_gives_no_samples_and_no_error() -> None:
     with serving([GOOD]) as (url, _):
         pass  # nobody listens there any more
-    sampler = Sampler(url, lambda: 0.0, NEVER_S)
+    sampler = Sampler(url, lambda: 0.0, NEVER_S, settle_s=0.0)
     sampler.start()
     assert sampler.stop() == []
     assert url in sampler.problem

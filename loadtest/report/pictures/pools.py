@@ -54,7 +54,7 @@ def prefill(recording: Recording) -> Picture:
     workers = series.prefill_workers(samples)
     rows = [
         *requests(samples, workers),
-        Panel("tokens to compute", of(samples, series.QUEUE_TOKENS, workers)),
+        Panel("tokens left", of(samples, series.QUEUE_TOKENS, workers)),
         *use(samples, workers),
     ]
     caption = (

@@ -39,7 +39,7 @@ def by_reason(rejections: Mapping[str, int], requests: int) -> Picture:
         )
         axes.bar_label(bars, [f"{count:,}" for _, count in shown], padding=4)
         axes.set_yticks(range(len(shown)), [label(name) for name, _ in shown])
-        axes.set_ylim(max(len(shown), 4) - 0.5, -0.5)
+        axes.set_ylim(max(len(shown), 3) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
         axes.margins(x=0.1)
@@ -51,7 +51,7 @@ def by_reason(rejections: Mapping[str, int], requests: int) -> Picture:
         "it chose not to serve them and said when to come again."
     )
     alt = "; ".join(f"{name}: {count:,}" for name, count in shown)
-    return drawn(title, caption, f"Rejections: {alt}.", draw)
+    return drawn(title, caption, f"Rejections: {alt}.", draw, 1.0 + 0.35 * max(len(shown), 3))
 
 
 def by_prompt_length(records: Sequence[RequestRecord]) -> Picture:

@@ -187,7 +187,8 @@ def seconds_scale(axes: Axes, which: str, low_s: float, high_s: float) -> None:
 def percent_axis(axes: Axes, peak: float = 1.0) -> None:
     """From 0 to 100 %, so that pictures of shares can be compared at a glance."""
     axes.set_ylim(0.0, 1.04 * max(1.0, peak))
-    axes.yaxis.set_major_locator(FixedLocator([0.0, 0.25, 0.5, 0.75, 1.0]))
+    ticks = [0.0, 0.25, 0.5, 0.75, 1.0] if peak <= 1.1 else [0.0, 0.5, 1.0, 1.5, 2.0]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
 
 

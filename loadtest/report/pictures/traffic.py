@@ -131,7 +131,8 @@ def cache(recording: Recording) -> Picture:
         f"From above: of the prompts sent in each {duration(bins.width_s)}, the share of tokens "
         "that was not computed but cached, and what an unlimited cache (full blocks, nothing "
         "evicted) would have had; prompt tokens per second by how their KVCache came: computed, "
-        "from the worker's own storage node (local) or from another one (fetched); the share of "
+        "from the worker's own storage node (local) or from another one (fetched), each prompt at "
+        "its end; the share of "
         "each storage node's memory that holds blocks."
     )
     alt = "not said by the answers"

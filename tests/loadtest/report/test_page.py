@@ -120,7 +120,7 @@ def test_the_pictures_say_their_numbers_in_words(page: Page) -> None:
     assert "burst (4): p50 500 ms" in alts and "100.0% within 1 s" in alts
     assert "512 of 800 prompt tokens were cached" in alts
     assert "ttft_slo: 2; decode_full: 1" in alts
-    assert "waiting 3, running 1, tokens to compute 500" in alts and "pages 25%" in alts
+    assert "waiting 3, running 1, tokens left 500" in alts and "pages 25%" in alts
     assert "tokens/s 20, busy 50%" in alts
     assert "the median actual TTFT is 1.25 times the predicted one" in alts
 
