@@ -217,7 +217,7 @@ def replay(
     outputs = Outputs(
         rows=out,
         report=report,
-        metrics_url=_sampled_url(metrics_url, url) if report is not None else None,
+        metrics_url=sampled_url(metrics_url, url) if report is not None else None,
         slo=slo if slo != Slo() else None,
         as_json=as_json,
     )
@@ -289,7 +289,7 @@ def json_line(
     return line | dataclasses.asdict(summary)
 
 
-def _sampled_url(chosen: str | None, grpc_url: str) -> str | None:
+def sampled_url(chosen: str | None, grpc_url: str) -> str | None:
     """The page to sample: as chosen, none, or where it is by convention."""
     if chosen is not None:
         return chosen if chosen != "none" else None

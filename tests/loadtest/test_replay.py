@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 from collections.abc import AsyncIterator
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,22 @@ from rich.console import Console
 from loadtest import tables
 from loadtest.metrics import COMPLETED, FAILED, REJECTED, Summary, summarize
 from loadtest.protocol import GenerateRequest, Rejected, ServerError, TokenEvent
-from loadtest.replay import ReplayRefused, Settings, ideal_of, json_line, main, prepare, write_rows
+from loadtest.recording import Sample, from_bytes, to_bytes
+from loadtest.replay import (
+    Outputs,
+    ReplayRefused,
+    Settings,
+    ideal_of,
+    json_line,
+    main,
+    prepare,
+    recording_of,
+    sampled_url,
+    write_rows,
+)
 from loadtest.run import Run, SendOptions, send_one
 from loadtest.server_info import ServerDescription, description
+from loadtest.slo import Slo
 from loadtest.trace import read_trace
 from loadtest.triton_client import TritonClient
 from loadtest.workloads import PlannedRequest
@@ -192,3 +206,53 @@ def test_the_command_line_wins_over_the_server_and_the_rest_is_assumed_by_name()
     assert (found.block_tokens, found.context_tokens_max) == (32, 4_096)
     assert found.assumed == ("vocabulary_tokens",)
     assert found.special_token_ids == (0, 1)
+
+
+def test_the_recording_of_a_run_holds_what_a_report_needs() -> None:
+    run = served(prepare(read_trace(SETTINGS.trace, 5), SERVER, SETTINGS))
+    run.records.reverse()  # as they ended
+    outputs = Outputs(report=Path("run.html"), metrics_url="http://x/metrics", slo=Slo(1.0))
+    samples = [Sample(0.0, {"mooncake_a": 1.0})]
+    started_at = datetime(2025, 1, 1, tzinfo=timezone.utc)
+    found = recording_of(run, SETTINGS, OPTIONS, outputs, ideal_of(run, 64), samples, started_at)
+    assert from_bytes(to_bytes(found)) == found
+    assert [record.index for record in found.requests] == [0, 1, 2, 3, 4]
+    assert (found.started_at, found.slo) == ("2025-01-01T00:00:00+00:00", Slo(1.0))
+    assert found.settings["trace"] == SETTINGS.trace.name, "a file's folder is nobody's business"
+    assert found.settings["metrics_url"] == "http://x/metrics"
+    assert summarize(found.requests, found.ideal_cached_tokens) == summarize(
+        run.records, ideal_of(run, 64)
+    )
+
+
+def test_goodput_is_in_the_json_line_only_when_a_level_was_given() -> None:
+    run = served(prepare(read_trace(SETTINGS.trace, 5), SERVER, SETTINGS))
+    summary = summarize(run.records)
+    assert "goodput" not in json_line(run, summary, SETTINGS)
+    line = json_line(run, summary, SETTINGS, Slo(ttft_s=0.5))
+    assert line["slo"] == {"ttft_s": 0.5, "tbt_s": None}
+    assert line["goodput"]["requests"] == 0, "every TTFT is 1 s"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--slo-ttft-s", "0"], "--slo-ttft-s is 0.0; it must be a positive number"),
+        (["--slo-tbt-s", "nan"], "--slo-tbt-s is nan; it must be a positive number"),
+        (["--report", "x.html", "--url", "localhost"], "'localhost' is not a gRPC address"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(
+    options: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(SETTINGS.trace), *options])
+    assert ended.value.code == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert why in said
+
+
+def test_the_page_to_sample_follows_from_the_servers_address_unless_told() -> None:
+    assert sampled_url(None, "10.0.0.1:8001") == "http://10.0.0.1:8002/metrics"
+    assert sampled_url("http://proxy/m", "10.0.0.1:8001") == "http://proxy/m"
+    assert sampled_url("none", "nowhere") is None
