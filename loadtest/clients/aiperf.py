@@ -7,6 +7,7 @@ JSON a template makes. Not here: installing (environment.py), scaling a trace (s
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def arguments(load: Load, model: str, folder: Path, trace: Path | None) -> list[
         "--no-gpu-telemetry", "--no-server-metrics",
         # It starts a process per core and kind otherwise, on cores that the server wants too.
         "--workers-max", "2", "--record-processor-service-count", "1",
+        # Without one, a hash id is the same text in every run: the second run would be cached.
+        "--random-seed", str(secrets.randbits(31)),
     ]  # fmt: skip
     if trace is not None:
         return [

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import secrets
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +78,7 @@ def arguments(load: Load, model: str, backend: str, folder: Path) -> list[str]:
         "--isl", str(load.input_tokens), "--osl", str(load.output_tokens),
         "--output-tokens-mean-deterministic", "--concurrency", str(load.concurrency),
         # Its default seed is 0: the prompts of the run before would be in the server's cache.
-        "--random-seed", str(int.from_bytes(os.urandom(3), "little")),
+        "--random-seed", str(secrets.randbits(31)),
         "--artifact-dir", str(folder),
     ]  # fmt: skip
 
