@@ -17,9 +17,9 @@ from loadtest.slo import Goodput, Slo
 
 def duration(seconds: float) -> str:
     """Three significant digits in the unit a person would use."""
-    if seconds < 0.9995:
+    if abs(seconds) < 0.9995:
         return f"{seconds * 1_000:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 1_000 else f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if abs(seconds) < 1_000 else f"{seconds:,.0f} s"
 
 
 def summary_tables(summary: Summary) -> Group:
@@ -65,8 +65,8 @@ def warnings(summary: Summary) -> Iterator[str]:
         )
     if summary.short_outputs:
         yield (
-            f"{summary.short_outputs} answers were shorter than the trace's (an end token, or a "
-            "limit of the server)."
+            f"{summary.short_outputs:,} answers were shorter than asked (an end token, or a limit "
+            "of the server)."
         )
 
 

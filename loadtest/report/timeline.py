@@ -5,6 +5,7 @@ Time is cut into bins of one round width, so that a picture has at most BINS_MAX
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,27 +17,37 @@ from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
 Numbers = npt.NDArray[np.float64]
 
 BINS_MAX = 45
-ROUND_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1_800, 3_600)
+ROUND_S = (
+    0.001, 0.01, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1_800.0,
+    3_600.0,
+)  # fmt: skip
 IN_FLIGHT_POINTS_MAX = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
+    """From the run's begin to its end; all of one width, except the last, which may differ."""
+
     width_s: float
-    count: int
+    edges_s: Numbers
 
     @property
-    def edges_s(self) -> Numbers:
-        return np.arange(self.count + 1) * self.width_s
+    def count(self) -> int:
+        return len(self.edges_s) - 1
 
     def counts(self, times_s: Sequence[float]) -> Numbers:
-        """How many fall into each bin; a time before the run's begin counts to the first."""
-        places = np.clip(np.asarray(times_s, dtype=float) // self.width_s, 0, self.count - 1)
-        return np.bincount(places.astype(int), minlength=self.count).astype(float)
+        """How many fall into each bin; what lies outside the run counts to its first or last."""
+        return np.bincount(self._places(times_s), minlength=self.count).astype(float)
 
     def sums(self, times_s: Sequence[float], values: Sequence[float]) -> Numbers:
-        places = np.clip(np.asarray(times_s, dtype=float) // self.width_s, 0, self.count - 1)
-        return np.bincount(places.astype(int), weights=values, minlength=self.count)
+        return np.bincount(self._places(times_s), weights=values, minlength=self.count)
+
+    def per_second(self, times_s: Sequence[float]) -> Numbers:
+        return self.counts(times_s) / np.diff(self.edges_s)
+
+    def _places(self, times_s: Sequence[float]) -> npt.NDArray[np.int64]:
+        inner = self.edges_s[1:-1]
+        return np.searchsorted(inner, np.asarray(times_s, dtype=float), side="right")
 
 
 def end_s(records: Sequence[RequestRecord]) -> float:
@@ -44,28 +55,34 @@ def end_s(records: Sequence[RequestRecord]) -> float:
 
 
 def bins_of(records: Sequence[RequestRecord], bins_max: int = BINS_MAX) -> Bins:
-    """From the run's begin to its last answer."""
-    duration_s = end_s(records)
-    widths = (0.001, 0.01, 0.1, 0.2, 0.5, *ROUND_S)
-    width_s = next((w for w in widths if duration_s / w <= bins_max), None)
-    if width_s is None:  # days: whole hours
-        width_s = 3_600.0 * int(np.ceil(duration_s / 3_600.0 / bins_max))
-    return Bins(float(width_s), max(1, int(np.ceil(duration_s / width_s))))
+    """From the run's begin to its last answer, in steps of a round width.
+
+    What is left at the end is a bin of its own when it is at least half as wide as the others;
+    less would be a rate over a moment, so it belongs to the bin before.
+    """
+    duration_s = max(end_s(records), ROUND_S[0])
+    width_s = next((width_s for width_s in ROUND_S if duration_s / width_s <= bins_max), None)
+    if width_s is None:  # weeks: whole hours
+        width_s = 3_600.0 * math.ceil(duration_s / 3_600.0 / bins_max)
+    full = int(duration_s / width_s)
+    is_rest_wide = duration_s - full * width_s >= width_s / 2
+    inner = np.arange(1, full + (1 if is_rest_wide else 0)) * width_s
+    return Bins(float(width_s), np.array([0.0, *inner, duration_s]))
 
 
 def per_second(records: Sequence[RequestRecord], bins: Bins) -> dict[str, Numbers]:
     """Requests sent, and requests that ended in each way, per second in each bin."""
     ended = {
-        name: bins.counts([record.finished_s for record in records if record.outcome == outcome])
+        name: [record.finished_s for record in records if record.outcome == outcome]
         for name, outcome in (("answered", COMPLETED), ("rejected", REJECTED), ("failed", FAILED))
     }
-    sent = bins.counts([record.sent_s for record in records])
-    return {name: counts / bins.width_s for name, counts in {"sent": sent, **ended}.items()}
+    times_s = {"sent": [record.sent_s for record in records], **ended}
+    return {name: bins.per_second(values) for name, values in times_s.items()}
 
 
 def tokens_per_second(records: Sequence[RequestRecord], bins: Bins) -> Numbers:
     """Generated tokens that reached a client, also those of answers that broke off later."""
-    return bins.counts([s for record in records for s in record.token_times_s]) / bins.width_s
+    return bins.per_second([s for record in records for s in record.token_times_s])
 
 
 def in_flight(records: Sequence[RequestRecord]) -> tuple[Numbers, Numbers]:

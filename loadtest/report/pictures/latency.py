@@ -68,7 +68,7 @@ def distribution(
         caption += f" {zeros:,} at 0 (tokens in one message) are drawn at the left edge."
     if left_out:
         caption += f" {left_out} more with fewer requests are left out."
-    words = (legend_text(name, values, slo_s) for name, values in curves.items())
+    words = (in_words(name, values, slo_s) for name, values in curves.items())
     alt = f"{title}: {'; '.join(words)}."
     return drawn(title, caption, alt, draw, height_in(len(curves)))
 
@@ -78,14 +78,22 @@ def height_in(curves: int) -> float:
     return 3.1 if curves == 1 else 3.1 + 0.19 * curves
 
 
-def legend_text(name: str, values: np.ndarray, slo_s: float | None) -> str:
+def in_words(name: str, values: np.ndarray, slo_s: float | None) -> str:
     found = spread(values.tolist())
     assert found is not None
     percentiles = ((50, found.p50), (90, found.p90), (99, found.p99))
     text = ", ".join(f"p{number} {duration(value)}" for number, value in percentiles)
     if slo_s is not None:
         text += f", {np.mean(values <= slo_s):.1%} within {duration(slo_s)}"
-    return f"{label(name)} ({len(values):,}): {text}" if name else text
+    return f"{name} ({len(values):,}): {text}" if name else text
+
+
+def legend_text(name: str, values: np.ndarray, slo_s: float | None) -> str:
+    """Of one curve of several, short: a table near the picture has the other percentiles."""
+    text = f"{label(name)}: p90 {duration(float(np.percentile(values, 90)))}"
+    if slo_s is not None:
+        text += f", {np.mean(values <= slo_s):.1%} within {duration(slo_s)}"
+    return text
 
 
 def _curve(axes: Axes, values: np.ndarray, colour: str, name: str) -> None:

@@ -99,8 +99,8 @@ def pool(
     title: str, workers: set[str], rows: Sequence[Panel], caption: str, recording: Recording
 ) -> Picture:
     if not workers:
-        why = "its metrics page names no such worker" if recording.samples else "no samples"
-        return not_measured(title, f"{why} of the server.")
+        why = "the samples name none." if recording.samples else "no samples of the server."
+        return not_measured(title, why)
     until_s = max(end_s(recording.requests), recording.samples[-1].time_s)
 
     def draw(figure: Figure) -> None:

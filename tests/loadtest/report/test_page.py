@@ -200,7 +200,7 @@ ODD: dict[str, tuple[Recording, list[str]]] = {
     "no samples": (recording([answered(0)]), ["no samples of the server"]),
     "samples of something else": (
         recording([answered(0)], samples=[Sample(0.0, {"mooncake_other": 1.0})]),
-        ["its metrics page names no such worker"],
+        ["the samples name none"],
     ),
     "one sample": (recording([answered(0)], samples=[sample(0.5)]), ["1 samples"]),
     "no decision": (
