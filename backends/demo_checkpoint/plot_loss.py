@@ -1,6 +1,6 @@
 """Draw loss.png from the loss.csv that train.py writes.
 
-Apart from training because only this file needs matplotlib, which the project does not install.
+Apart from training, because it is drawn again without training again.
 
     python backends/demo_checkpoint/plot_loss.py backends/demo_checkpoint
 """

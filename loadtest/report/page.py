@@ -30,11 +30,17 @@ __all__ = ["page_of", "read_report", "rendered", "write_report"]
 
 
 def write_report(recording: Recording, path: Path) -> None:
-    """The page of one run; OSError when `path` cannot be written."""
-    path.write_text(page_of(recording), encoding="utf-8")
+    """The page of one run; OSError when `path` cannot be written.
+
+    First without a picture: should drawing fail, a long run is not lost with it.
+    """
+    embedded = to_bytes(recording).decode()
+    bare = rendered("bare.html", run=recording, embedded=embedded)
+    path.write_text(bare, encoding="utf-8")
+    path.write_text(page_of(recording, embedded), encoding="utf-8")
 
 
-def page_of(recording: Recording) -> str:
+def page_of(recording: Recording, embedded: str) -> str:
     summary = summary_of(recording)
     return rendered(
         "report.html",
@@ -50,7 +56,7 @@ def page_of(recording: Recording) -> str:
         workloads=rows.workloads(recording),
         refusals=rows.refusals(recording.requests),
         slowest=rows.slowest(recording.requests),
-        embedded=to_bytes(recording).decode(),
+        embedded=embedded,
     )
 
 

@@ -14,8 +14,9 @@ import matplotlib
 import pytest
 
 from loadtest.metrics import COMPLETED, FAILED, REJECTED
-from loadtest.recording import Recording, RecordingError, Sample
-from loadtest.report.page import page_of, read_report, write_report
+from loadtest.recording import Recording, RecordingError, Sample, to_bytes
+from loadtest.report import page as pages
+from loadtest.report.page import read_report, write_report
 from loadtest.report.pictures.refusals import by_prompt_length
 from loadtest.slo import Slo
 from tests.loadtest.report.runs import DECISION, answered, full, recording, sample, unserved
@@ -74,6 +75,10 @@ def page(html: str) -> Page:
     return Page(html)
 
 
+def page_of(run: Recording) -> str:
+    return pages.page_of(run, to_bytes(run).decode())
+
+
 def words(page: Page) -> str:
     return " ".join(" ".join(page.text).split())
 
@@ -97,6 +102,19 @@ def test_a_file_that_is_no_report_is_refused_with_its_path(tmp_path: Path) -> No
     path.write_text('<script type="application/x-mooncake-recording">AAAA</script>')
     with pytest.raises(RecordingError, match=r"run\.html: not a recording"):
         read_report(path)
+
+
+def test_a_run_is_not_lost_when_its_pictures_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(run: Recording) -> list:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pages, "sections", broken)
+    with pytest.raises(ZeroDivisionError):
+        write_report(full(), tmp_path / "run.html")
+    assert read_report(tmp_path / "run.html") == full()
+    assert "were not drawn" in words(Page((tmp_path / "run.html").read_text()))
 
 
 def test_everything_that_was_measured_is_on_the_page(page: Page) -> None:
