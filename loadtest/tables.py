@@ -26,7 +26,7 @@ def summary_tables(summary: Summary) -> Group:
     parts: list[Table | Text] = [_counts(summary)]
     times = [("TTFT", summary.ttft_s), ("TBT", summary.tbt_s), ("whole request", summary.latency_s)]
     if any(spread for _, spread in times):
-        parts.append(_times([*times, ("sender lag", summary.sender_lag_s)]))
+        parts.append(_times([*times, ("sender lag", lag_s(summary))]))
     for title, kinds in (
         ("errors by kind", summary.errors_by_kind),
         ("rejections by reason", summary.rejections_by_reason),
@@ -35,6 +35,12 @@ def summary_tables(summary: Summary) -> Group:
             parts.append(_kinds(title, kinds))
     parts += [Text(warning, style="bold yellow") for warning in warnings(summary)]
     return Group(*parts)
+
+
+def lag_s(summary: Summary) -> Spread | None:
+    """None where nothing was due at a time of its own: who waits for an answer is not late."""
+    spread = summary.sender_lag_s
+    return spread if spread is not None and (spread.max or spread.mean) else None
 
 
 def goodput_line(found: Goodput, slo: Slo) -> str:

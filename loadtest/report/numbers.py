@@ -9,7 +9,7 @@ from loadtest.metrics import Spread, Summary, summarize
 from loadtest.recording import Recording
 from loadtest.report.phases import PHASES, mean_of, measured
 from loadtest.slo import goodput
-from loadtest.tables import duration
+from loadtest.tables import duration, lag_s
 
 LOWER, HIGHER, NEITHER = "lower", "higher", ""
 
@@ -58,7 +58,7 @@ def numbers(recording: Recording) -> list[Number]:
         *_phases(recording),
         *_refusals(summary),
         Number("sender_lag_p99_s", "sender lag p99", "s",
-               summary.sender_lag_s.p99 if summary.sender_lag_s else None, LOWER),
+               lag.p99 if (lag := lag_s(summary)) else None, LOWER),
     ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from loadtest.report.contents import notes, sections
 from loadtest.report.embedded import read_report
 from loadtest.report.numbers import summary_of
 from loadtest.slo import goodput
-from loadtest.tables import duration, slo_text, warnings
+from loadtest.tables import duration, lag_s, slo_text, warnings
 
 # Control characters in a message: no browser shows them, and some make a page no HTML.
 UNPRINTABLE = dict.fromkeys([*range(0x09), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0)])
@@ -46,6 +46,7 @@ def page_of(recording: Recording, embedded: str) -> str:
         "report.html",
         run=recording,
         summary=summary,
+        lag_s=lag_s(summary),
         rejected=sum(summary.rejections_by_reason.values()),
         failed=sum(summary.errors_by_kind.values()),
         goodput=goodput(recording.requests, recording.slo) if recording.slo else None,

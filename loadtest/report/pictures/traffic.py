@@ -65,7 +65,7 @@ def requests(recording: Recording) -> Picture:
         middle.step(times_s, counts, where="post", color=NAMED["slate"])
         middle.fill_between(times_s, counts, step="post", color=NAMED["pale"], alpha=0.5, lw=0)
         middle.set_ylabel("in flight")
-        bottom.stairs(tokens, bins.edges_s, color=NAMED["pink"], linewidth=1.4)
+        bottom.stairs(tokens, bins.edges_s, baseline=None, color=NAMED["pink"], linewidth=1.4)
         bottom.set_ylabel("tokens/s")
         for axes in (middle, bottom):
             axes.set_ylim(bottom=0.0)
@@ -127,13 +127,15 @@ def cache(recording: Recording) -> Picture:
         time_axis(bottom, end_s(records))
         figure.align_ylabels()
 
+    unlimited = ""
+    if found is not None and found.ideal is not None:
+        unlimited = ", and what an unlimited cache (full blocks, nothing evicted) would have had"
     caption = (
         f"From above: of the prompts sent in each {duration(bins.width_s)}, the share of tokens "
-        "that was not computed but cached, and what an unlimited cache (full blocks, nothing "
-        "evicted) would have had; prompt tokens per second by how their KVCache came: computed, "
-        "from the worker's own storage node (local) or from another one (fetched), each prompt at "
-        "its end; the share of "
-        "each storage node's memory that holds blocks."
+        f"that was not computed but cached{unlimited}; prompt tokens per second by how their "
+        "KVCache came: computed, from the worker's own storage node (local) or from another one "
+        "(fetched), each prompt at its end; the share of each storage node's memory that holds "
+        "blocks."
     )
     alt = "not said by the answers"
     if found is not None:

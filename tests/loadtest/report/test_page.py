@@ -286,6 +286,12 @@ def test_drawing_leaves_no_trace_in_matplotlib() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
+def test_users_who_are_due_at_no_time_of_their_own_are_not_on_time_either(page: Page) -> None:
+    assert "sender lag" not in words(page)
+    late = recording([answered(0, due_s=-0.5), answered(1)])
+    assert "sender lag" in words(Page(page_of(late)))
+
+
 def test_the_slowest_requests_come_with_their_decision() -> None:
     slow = answered(3, token_times_s=(3.9,), request_id="slow-one")
     run = recording([answered(0), answered(1), dataclasses.replace(slow, outcome=COMPLETED)])
