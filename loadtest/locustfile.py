@@ -14,6 +14,7 @@ from loadtest.swarm import gevent_grpc  # noqa: F401  isort: skip  before anythi
 from locust import events
 from locust.runners import MasterRunner, WorkerRunner
 
+from loadtest.swarm import interrupts
 from loadtest.swarm.master import MasterSession
 from loadtest.swarm.options import add_options
 from loadtest.swarm.session import DecidingSession
@@ -34,7 +35,8 @@ events.init_command_line_parser.add_listener(add_options)
 
 @events.init.add_listener
 def start(environment: Any, **_: Any) -> None:
+    interrupts.to_main_greenlet()
     roles = {MasterRunner: MasterSession, WorkerRunner: WorkerSession}
     session = roles.get(type(environment.runner), DecidingSession)(environment)
-    SwarmUser.session = session
+    SwarmUser.join(session)
     session.start()

@@ -48,7 +48,7 @@ class MasterSession(DecidingSession):
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
         self._parts: list[str] = []  # workers at the beginning, each with its part of a trace
-        self._progress_of: dict[str, Parcel] = {}
+        self._trace_of: dict[str, TraceProgress] = {}
         self._undrained: set[str] = set()
         self.runner.register_message(ASK, self._asked)
         self.runner.register_message(DRAINED, self._drained)
@@ -57,24 +57,22 @@ class MasterSession(DecidingSession):
 
     def make_run(self, preparation: Preparation, clock: RunClock) -> Run:
         self._parts = self._present()
-        self._progress_of = {}
+        self._trace_of = {}
         run = super().make_run(preparation, clock)
         run.trace = None  # its workers have it
         return run
 
-    def trace_progress(self) -> TraceProgress:
-        parcels = [self._progress_of.get(worker) for worker in self._parts]
-        known = [parcel for parcel in parcels if parcel is not None]
+    def trace_progress(self) -> list[TraceProgress]:
         present = set(self._present())
-        return TraceProgress(
-            sent=sum(parcel.trace_sent for parcel in known),
-            sending=sum(parcel.trace_sending for parcel in known),
-            # a worker that is gone sends no more
-            is_over=all(
-                worker not in present or (parcel is not None and parcel.trace_is_over)
-                for worker, parcel in zip(self._parts, parcels, strict=True)
-            ),
-        )
+        gone = TraceProgress(sent=len(self.trace_due_s), is_over=True)  # it sends no more
+        return [
+            self._trace_of.get(worker, TraceProgress()) if worker in present else gone
+            for worker in self._parts
+        ]
+
+    def stop_users(self) -> None:
+        """A mere stop would make workers wait for the next run; the quit after it misses them."""
+        self.runner.quit()
 
     def _present(self) -> list[str]:
         clients = self.runner.clients
@@ -106,11 +104,12 @@ class MasterSession(DecidingSession):
             log.warning("records of another run came from %s and were left out", worker)
             return
         self.run.records.merge(parcel)
-        self._progress_of[worker] = parcel
+        if parcel.trace is not None:
+            self._trace_of[worker] = parcel.trace
 
     def _drain(self, environment: Any, **_: Any) -> None:
         """Let users end and their last records come."""
-        if self.run is None:
+        if self.run is None or self.is_hurried:
             return
         self._undrained = set(self._present())
         for worker in self._undrained:

@@ -11,6 +11,7 @@ import dataclasses
 import msgspec
 
 from loadtest.metrics import RequestRecord
+from loadtest.swarm.trace_share import TraceProgress
 
 
 class Parcel(msgspec.Struct, frozen=True):
@@ -19,9 +20,7 @@ class Parcel(msgspec.Struct, frozen=True):
     run_id: str
     records: list[RequestRecord]
     cancelled: int
-    trace_sent: int = 0
-    trace_sending: int = 0
-    trace_is_over: bool = False
+    trace: TraceProgress | None = None
 
 
 class Records:

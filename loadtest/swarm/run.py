@@ -63,11 +63,8 @@ class Run:
 
     def parcel(self) -> Parcel:
         """What happened since the last one, for the master."""
-        records, cancelled = self.records.take()
-        if self.trace is None:
-            return Parcel(self.run_id, records, cancelled)
-        trace = self.trace
-        return Parcel(self.run_id, records, cancelled, trace.sent, trace.sending, trace.is_over)
+        trace = self.trace.progress() if self.trace is not None else None
+        return Parcel(self.run_id, *self.records.take(), trace)
 
 
 def trace_share(

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 10.0
 EXIT_CANNOT_START = 2
 EXIT_MISSED = 1
+EXIT_INTERRUPTED = 130
 
 
 class Session:
@@ -60,6 +61,7 @@ class DecidingSession(Session):
         self._preparation: Preparation | None = None  # of this run
         self._sampler: Sampler | None = None
         self._progress: gevent.Greenlet | None = None
+        self.is_hurried = False
         self._is_headless = environment.parsed_options.headless
         environment.events.test_start.add_listener(self.begin)
         environment.events.test_stop.add_listener(self.end)
@@ -76,6 +78,8 @@ class DecidingSession(Session):
         except (CannotStart, SettingsError) as error:
             log.error("cannot start: %s", error)
             sys.exit(EXIT_CANNOT_START)
+        except KeyboardInterrupt:
+            sys.exit(EXIT_INTERRUPTED)
 
     def begin(self, environment: Any, **_: Any) -> None:
         """At Locust's test_start: users come when this returns."""
@@ -115,11 +119,10 @@ class DecidingSession(Session):
             run.trace = trace_share(settings, facts, preparation.rows, 0, 1)
         return run
 
-    def trace_progress(self) -> TraceProgress:
+    def trace_progress(self) -> list[TraceProgress]:
+        """Of each process that sends a part."""
         trace = self.run.trace if self.run is not None else None
-        if trace is None:
-            return TraceProgress(0, 0, False)
-        return TraceProgress(trace.sent, trace.sending, trace.is_over)
+        return [trace.progress() if trace is not None else TraceProgress()]
 
     def end(self, environment: Any, **_: Any) -> None:
         """At Locust's test_stop: the last user has gone."""
@@ -142,10 +145,15 @@ class DecidingSession(Session):
         if self.run is None:
             return
         try:
-            self.runner.stop()
+            self.stop_users()
         except KeyboardInterrupt:  # once more: without the grace
+            self.is_hurried = True
             environment.stop_timeout = 0
-            self.runner.stop()
+            self.stop_users()
+
+    def stop_users(self) -> None:
+        """And end the run with them."""
+        self.runner.stop()
 
     def _set_shape(self) -> None:
         from loadtest.swarm.shapes import TraceShape  # knows this file

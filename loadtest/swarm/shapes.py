@@ -36,10 +36,11 @@ class TraceShape(LoadTestShape):
             return 1, SPAWNED_PER_S
         if run.run_id != self._run_id:
             self._run_id, self._users = run.run_id, 1
-        progress = self._session.trace_progress()
+        parts = self._session.trace_progress()
         run_s_max = self._options.run_time
-        if progress.is_over or (run_s_max and run.clock.now_s() >= run_s_max):
+        is_time_over = bool(run_s_max) and run.clock.now_s() >= run_s_max
+        if is_time_over or all(part.is_over for part in parts):
             return None
-        needed = users_needed(self._session.trace_due_s, progress, run.clock.now_s())
+        needed = users_needed(self._session.trace_due_s, parts, run.clock.now_s())
         self._users = max(self._users, needed)
         return self._users, SPAWNED_PER_S

@@ -17,12 +17,13 @@ from loadtest.trace import TraceRow
 from loadtest.workloads import PlannedRequest, TokenSource, scaled_lengths
 
 AHEAD_S = 6.0  # users are there this long before their row is due: a worker reports every 3 s
+LEAD_S = 3.0  # and for the first rows this long: Locust asks a shape once a second
 USERS_MAX = 4_096
 
 
 def due_times_s(rows: Sequence[TraceRow], speed: float) -> list[float]:
-    """When each row is due, the first at 0 s."""
-    return [(row.timestamp_ms - rows[0].timestamp_ms) / 1_000.0 / speed for row in rows]
+    """When each row is due, the first at LEAD_S."""
+    return [LEAD_S + (row.timestamp_ms - rows[0].timestamp_ms) / 1e3 / speed for row in rows]
 
 
 class TraceShare:
@@ -62,17 +63,26 @@ class TraceShare:
     def is_over(self) -> bool:
         return self.sent == len(self._mine) and self.sending == 0
 
+    def progress(self) -> TraceProgress:
+        return TraceProgress(self.sent, self.sending, self.is_over)
+
 
 @dataclass(frozen=True, slots=True)
 class TraceProgress:
-    """Of all processes together."""
+    """Of one process's part."""
 
-    sent: int
-    sending: int
-    is_over: bool
+    sent: int = 0
+    sending: int = 0
+    is_over: bool = False
 
 
-def users_needed(due_s: Sequence[float], progress: TraceProgress, now_s: float) -> int:
-    """Those that are sending, and one for each row that is due soon and not sent."""
-    due_soon = bisect_right(due_s, now_s + AHEAD_S) - progress.sent
-    return min(USERS_MAX, max(1, progress.sending + max(0, due_soon)))
+def users_needed(due_s: Sequence[float], parts: Sequence[TraceProgress], now_s: float) -> int:
+    """In each process those that are sending, and one for each row that is due soon and not sent.
+
+    Locust spreads users evenly over processes, so all get as many as the busiest needs.
+    """
+    needed = 1
+    for number, part in enumerate(parts):
+        due_soon = bisect_right(due_s[number :: len(parts)], now_s + AHEAD_S) - part.sent
+        needed = max(needed, part.sending + due_soon)
+    return min(USERS_MAX, needed * len(parts))

@@ -13,6 +13,7 @@ import random
 from typing import TYPE_CHECKING, ClassVar
 
 import gevent
+from gevent.event import Event
 from locust import User, task
 from locust.exception import StopUser
 
@@ -28,13 +29,20 @@ IDLE_S = 3_600.0  # a user that has nothing left to do; stopping the run wakes i
 
 
 class SwarmUser(User):
-    """Any of ours. `session` is this process's; locustfile.py makes it known."""
+    """Any of ours, of this process's one session."""
 
     abstract = True
     workload: ClassVar[str]
     session: ClassVar[Session]
+    _has_session: ClassVar[Event] = Event()
+
+    @classmethod
+    def join(cls, session: Session) -> None:
+        SwarmUser.session = session
+        cls._has_session.set()
 
     def on_start(self) -> None:
+        self._has_session.wait()  # a master may send users before its worker is set up
         run = self.session.run_for_user()
         if run is None:  # it is over already
             raise StopUser

@@ -8,6 +8,7 @@ from typing import Any
 import gevent
 import msgspec
 from gevent.event import Event
+from locust.runners import STATE_INIT
 
 from loadtest.swarm.master import ASK, BEGIN, DRAIN, DRAINED, PARCEL, Begin
 from loadtest.swarm.preparation import make_sender, read_rows, read_settings
@@ -33,7 +34,9 @@ class WorkerSession(Session):
         environment.events.quitting.add_listener(self._quit)
 
     def start(self) -> None:
-        """Nothing: the master says when a run begins, and which options it has."""
+        """The master says when a run begins. It may have done so while this was being set up."""
+        if self.runner.worker_state != STATE_INIT:
+            self._ask(self.environment)
 
     def run_for_user(self) -> Run | None:
         """Waits: Locust starts the first users before the master's answer is here."""
@@ -82,6 +85,9 @@ class WorkerSession(Session):
         run = self.run
         assert run is not None
         self.runner.stop()
+        # Told to stop, Locust would now wait as long again before it is ready for the next run;
+        # with that run the master says anew how long the grace is.
+        self.environment.stop_timeout = 0
         if self.run is run:
             self.runner.send_message(DRAINED, packed(run.parcel()))
             self.run = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from loadtest.metrics import COMPLETED, RequestRecord
 from loadtest.swarm.records import Parcel, Records, packed, unpacked
+from loadtest.swarm.trace_share import TraceProgress
 
 
 def record(due_s: float, request_id: str = "r", index: int = 0) -> RequestRecord:
@@ -15,7 +16,7 @@ def record(due_s: float, request_id: str = "r", index: int = 0) -> RequestRecord
 
 
 def test_a_parcel_arrives_as_it_left() -> None:
-    parcel = Parcel("run", [record(0.5), record(1 / 3)], 2, 7, 1, True)
+    parcel = Parcel("run", [record(0.5), record(1 / 3)], 2, TraceProgress(7, 1))
     assert unpacked(packed(parcel)) == parcel
 
 

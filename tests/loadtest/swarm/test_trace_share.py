@@ -9,6 +9,7 @@ import pytest
 
 from loadtest.swarm.trace_share import (
     AHEAD_S,
+    LEAD_S,
     USERS_MAX,
     TraceProgress,
     TraceShare,
@@ -30,8 +31,8 @@ def share(part: int = 0, parts: int = 1) -> TraceShare:
 def test_alone_it_sends_what_a_replay_sends_at_the_same_times() -> None:
     taken = list(iter(share().take, None))
     for mine, theirs in zip(taken, plan(ROWS, SOURCE, SCALE, SPEED), strict=True):
-        assert (mine.index, mine.line, mine.due_s, mine.output_tokens) == (
-            theirs.index, theirs.line, theirs.due_s, theirs.output_tokens,
+        assert (mine.index, mine.line, pytest.approx(mine.due_s), mine.output_tokens) == (
+            theirs.index, theirs.line, theirs.due_s + LEAD_S, theirs.output_tokens,
         )  # fmt: skip
         np.testing.assert_array_equal(mine.prompt_ids, theirs.prompt_ids)
 
@@ -69,13 +70,19 @@ def test_users_are_those_that_send_and_one_for_each_row_due_soon(
     now_s: float, sent: int, sending: int, users: int
 ) -> None:
     due_s = [0.0, 1.0, 2.0, 100.0]
-    assert users_needed(due_s, TraceProgress(sent, sending, False), now_s) == users
+    assert users_needed(due_s, [TraceProgress(sent, sending)], now_s) == users
+
+
+def test_every_worker_gets_as_many_users_as_the_busiest_needs() -> None:
+    due_s = [0.0, 1.0, 2.0, 3.0, 100.0]  # rows 0, 2, 4 and rows 1, 3
+    idle, busy = TraceProgress(sent=3), TraceProgress(sent=1, sending=4)
+    assert users_needed(due_s, [idle, busy], 0.0) == 2 * (4 + 1)
 
 
 def test_the_users_follow_the_bursts_of_a_trace_and_stay_bounded() -> None:
     due_s = due_times_s(ROWS, SPEED)
-    assert due_s[0] == 0.0
-    everything = TraceProgress(0, 0, False)
-    assert users_needed(due_s, everything, due_s[-1]) == 30
-    assert users_needed([0.0] * 10_000, everything, 0.0) == USERS_MAX
-    assert users_needed([0.0, AHEAD_S + 1.0], everything, 0.0) == 1
+    assert due_s[0] == LEAD_S
+    nothing = [TraceProgress()]
+    assert users_needed(due_s, nothing, due_s[-1]) == 30
+    assert users_needed([0.0] * 10_000, nothing, 0.0) == USERS_MAX
+    assert users_needed([0.0, AHEAD_S + 1.0], nothing, 0.0) == 1
