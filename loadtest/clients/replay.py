@@ -33,7 +33,7 @@ def run(load: Load, model: str, folder: Path, trace: ScaledTrace) -> Report:
         "--length-scale", str(trace.length_scale), "--speed", str(trace.speed),
     ]  # fmt: skip
     said = run_client(command, folder, RUN_S_MAX, {"COLUMNS": "100"})
-    table, _, last = said.strip().rpartition("\n")
+    *lines, last = said.strip().splitlines()
     found = json.loads(last)
     ttft_s = found["ttft_s"]
     return Report(
@@ -43,5 +43,11 @@ def run(load: Load, model: str, folder: Path, trace: ScaledTrace) -> Report:
         found["completed"],
         ttft_s["mean"] * 1_000.0,
         ttft_s["p50"] * 1_000.0,
-        table[table.index("requests") :] if "requests" in table else table,
+        tables_of(lines),
     )
+
+
+def tables_of(lines: list[str]) -> str:
+    """What it printed after its progress: from the line "N of N requests completed" on."""
+    first = next((at for at, line in enumerate(lines) if "requests completed" in line), 0)
+    return "\n".join(line.rstrip() for line in lines[first:])

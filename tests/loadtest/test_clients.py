@@ -17,6 +17,7 @@ from loadtest.clients.environment import ClientFailed, environment
 from loadtest.clients.load import Load, Report
 from loadtest.clients.process import run_client
 from loadtest.clients.scaled_trace import write_scaled
+from loadtest.clients.replay import tables_of
 from loadtest.clients.server_ttft import Totals
 from loadtest.trace import TRACE_BLOCK_TOKENS, read_trace
 from loadtest.workloads import TokenSource, plan
@@ -161,6 +162,11 @@ def test_genai_perfs_own_figures_and_table_are_read(tmp_path: Path) -> None:
     assert read.table == f"{genai_perf.TABLE_TITLE}\n│ TTFT │"
     with pytest.raises(ClientFailed, match="wrote 0 reports"):
         genai_perf.read_report(folder, "ensemble", "vllm", said)
+
+
+def test_the_tables_of_a_replay_are_read_without_its_progress() -> None:
+    said = ["replay ━━━ 31/32", "replay ━━━ 32/32", "   32 of 32 requests completed  ", "┏━┓"]
+    assert tables_of(said) == "   32 of 32 requests completed\n┏━┓"
 
 
 def test_a_perf_analyzer_that_does_not_start_says_which_libraries_it_needs(tmp_path: Path) -> None:
