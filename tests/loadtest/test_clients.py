@@ -16,8 +16,8 @@ from loadtest.clients.agreement import Agreement, between_runs
 from loadtest.clients.environment import ClientFailed, environment
 from loadtest.clients.load import Load, Report
 from loadtest.clients.process import run_client
-from loadtest.clients.scaled_trace import write_scaled
 from loadtest.clients.replay import tables_of
+from loadtest.clients.scaled_trace import write_scaled
 from loadtest.clients.server_ttft import Totals
 from loadtest.trace import TRACE_BLOCK_TOKENS, read_trace
 from loadtest.workloads import TokenSource, plan
