@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from loadtest.metrics import RequestRecord
-from loadtest.slo import Slo
+from loadtest.slo import Goodput, Slo, goodput
 
 FORMAT = 1
 Setting = str | int | float | bool | None
@@ -45,8 +45,16 @@ class Recording(msgspec.Struct):
     requests: list[RequestRecord]
     samples: list[Sample] = []
     slo: Slo | None = None  # what goodput is counted with
+    slo_by_workload: dict[str, Slo] = {}  # of a mix with different levels; then `slo` is None
     ideal_cached_tokens: dict[int, int] | None = None  # request index -> unlimited cache's (reuse)
     format: int = FORMAT
+
+
+def goodput_of(recording: Recording) -> Goodput | None:
+    """None when no service level was set."""
+    if recording.slo is None and not recording.slo_by_workload:
+        return None
+    return goodput(recording.requests, recording.slo or Slo(), recording.slo_by_workload)
 
 
 class RecordingError(Exception):

@@ -6,7 +6,7 @@ token has no TBT and is judged by its TTFT alone. Rejected and failed requests m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from loadtest.metrics import COMPLETED, RequestRecord, run_duration_s
@@ -40,8 +40,12 @@ class Goodput:
     share: float
 
 
-def goodput(records: Sequence[RequestRecord], slo: Slo) -> Goodput:
-    good = sum(slo.is_met(record) for record in records)
+def goodput(
+    records: Sequence[RequestRecord], slo: Slo, slo_by_workload: Mapping[str, Slo] | None = None
+) -> Goodput:
+    """`slo_by_workload` goes before `slo` for the workloads that it names."""
+    by_workload = slo_by_workload or {}
+    good = sum(by_workload.get(record.workload, slo).is_met(record) for record in records)
     duration_s = run_duration_s(records)
     return Goodput(
         requests=good,

@@ -43,14 +43,17 @@ def lag_s(summary: Summary) -> Spread | None:
     return spread if spread is not None and (spread.max or spread.mean) else None
 
 
-def goodput_line(found: Goodput, slo: Slo) -> str:
+def goodput_line(found: Goodput, slo: Slo | None) -> str:
     return (
         f"goodput: {found.requests:,} requests ({found.share:.1%} of those sent, "
         f"{found.requests_per_s:.3g} per second) met {slo_text(slo)}"
     )
 
 
-def slo_text(slo: Slo) -> str:
+def slo_text(slo: Slo | None) -> str:
+    """None: of a mix, whose workloads each have their own."""
+    if slo is None:
+        return "the level of their workload"
     limits = (("TTFT", slo.ttft_s), ("TBT", slo.tbt_s))
     return " and ".join(f"{name} <= {duration(s)}" for name, s in limits if s is not None)
 

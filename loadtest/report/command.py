@@ -13,12 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from loadtest import tables
-from loadtest.recording import Recording, RecordingError
+from loadtest.recording import Recording, RecordingError, goodput_of
 from loadtest.report import rows
 from loadtest.report.compare import Compared, compare
 from loadtest.report.embedded import read_report
 from loadtest.report.numbers import numbers, summary_of
-from loadtest.slo import goodput
 
 
 def report(
@@ -94,8 +93,8 @@ def _write(files: Sequence[Path], runs: Sequence[Recording], out: Path) -> None:
 
 def _one(run: Recording) -> Group:
     parts = [Text(run.title, style="bold"), tables.summary_tables(summary_of(run))]
-    if run.slo is not None:
-        parts.append(Text(tables.goodput_line(goodput(run.requests, run.slo), run.slo)))
+    if (found := goodput_of(run)) is not None:
+        parts.append(Text(tables.goodput_line(found, run.slo)))
     return Group(*parts)
 
 

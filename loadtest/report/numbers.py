@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loadtest.metrics import Spread, Summary, summarize
-from loadtest.recording import Recording
+from loadtest.recording import Recording, goodput_of
 from loadtest.report.phases import PHASES, mean_of, measured
-from loadtest.slo import goodput
 from loadtest.tables import duration, lag_s
 
 LOWER, HIGHER, NEITHER = "lower", "higher", ""
@@ -78,7 +77,7 @@ def _counts(summary: Summary) -> Iterator[Number]:
 
 
 def _goodput(recording: Recording) -> Iterator[Number]:
-    found = goodput(recording.requests, recording.slo) if recording.slo else None
+    found = goodput_of(recording)
     yield Number("goodput_share", "goodput, share", "share",
                  found.share if found else None, HIGHER)  # fmt: skip
     yield Number("goodput_per_s", "goodput per second", "per_s",

@@ -15,12 +15,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from loadtest.recording import Recording, to_bytes
+from loadtest.recording import Recording, goodput_of, to_bytes
 from loadtest.report import rows
 from loadtest.report.contents import notes, sections
 from loadtest.report.embedded import read_report
 from loadtest.report.numbers import summary_of
-from loadtest.slo import goodput
 from loadtest.tables import duration, lag_s, slo_text, warnings
 
 # Control characters in a message: no browser shows them, and some make a page no HTML.
@@ -49,8 +48,8 @@ def page_of(recording: Recording, embedded: str) -> str:
         lag_s=lag_s(summary),
         rejected=sum(summary.rejections_by_reason.values()),
         failed=sum(summary.errors_by_kind.values()),
-        goodput=goodput(recording.requests, recording.slo) if recording.slo else None,
-        slo=slo_text(recording.slo) if recording.slo else "",
+        goodput=goodput_of(recording),
+        slo=slo_text(recording.slo),
         notes=[*notes(recording), *warnings(summary)],
         sections=sections(recording),
         settings=rows.settings_of(recording),

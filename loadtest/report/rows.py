@@ -180,8 +180,10 @@ def differing(
 def settings_of(recording: Recording) -> dict[str, Setting]:
     """Everything that a run was asked to do, with its service level."""
     found: dict[str, Setting] = dict(recording.settings)
-    if recording.slo is not None:
-        found |= {"slo_ttft_s": recording.slo.ttft_s, "slo_tbt_s": recording.slo.tbt_s}
+    levels = {"": recording.slo} if recording.slo is not None else {}
+    levels |= {f" of {name}": slo for name, slo in recording.slo_by_workload.items()}
+    for name, slo in levels.items():
+        found |= {f"slo_ttft_s{name}": slo.ttft_s, f"slo_tbt_s{name}": slo.tbt_s}
     return found
 
 

@@ -61,14 +61,11 @@ def recording_of(
     for name, alone in ended.preparation.unloaded.items():
         described[f"unloaded_ttft_s of {name}"] = alone.ttft_s
         described[f"unloaded_tbt_s of {name}"] = alone.tbt_s
-    for name, slo in slo_of.items():
-        described[f"slo_ttft_s of {name}"], described[f"slo_tbt_s of {name}"] = (
-            slo.ttft_s,
-            slo.tbt_s,
-        )
     ideal = ideal_of(ended, records) if settings.is_trace else None
     if ideal is None:
         described["users"] = ended.users
+    levels = list({*slo_of.values()} - {Slo()}) or [None]
+    is_mixed = len({*slo_of.values()}) > 1
     return Recording(
         name="locust",
         title=f"Locust: {mix_text(settings.mix)} to {settings.model} at {described['url']}",
@@ -76,15 +73,10 @@ def recording_of(
         settings=described | {"cancelled": ended.run.records.cancelled},
         requests=slim(records),
         samples=list(ended.samples),
-        slo=common_slo(slo_of),
+        slo=None if is_mixed else levels[0],
+        slo_by_workload=dict(slo_of) if is_mixed else {},
         ideal_cached_tokens=ideal,
     )
-
-
-def common_slo(slo_of: Mapping[str, Slo]) -> Slo | None:
-    """The limits of all workloads, when they are the same."""
-    found = set(slo_of.values())
-    return found.pop() if len(found) == 1 else None
 
 
 def ideal_of(ended: Ended, records: Sequence[RequestRecord]) -> dict[int, int]:

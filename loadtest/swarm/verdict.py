@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, run_duration_s, spread
-from loadtest.slo import Slo
+from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, spread
+from loadtest.slo import Slo, goodput
 from loadtest.swarm.settings import Limit, MinGoodput
 
 TTFT_ADVICE = (
@@ -88,7 +88,7 @@ def judge(
     records: Sequence[RequestRecord],
     slo_of: Mapping[str, Slo],
     unloaded: Mapping[str, Unloaded],
-    goodput: MinGoodput,
+    least: MinGoodput,
 ) -> Verdict:
     """`slo_of` names every workload of the run."""
     checks = [_answered(records), *_failures(records)]
@@ -100,7 +100,7 @@ def judge(
             f"{name}: P90 TTFT", [r.ttft_s for r in done], slo.ttft_s, ttft_s, TTFT_ADVICE
         )
         checks += _p90(f"{name}: P90 TBT", [r.tbt_s for r in done], slo.tbt_s, tbt_s, TBT_ADVICE)
-    return Verdict((*checks, *_goodput(records, slo_of, goodput)))
+    return Verdict((*checks, *_goodput(records, slo_of, least)))
 
 
 def _answered(records: Sequence[RequestRecord]) -> Check:
@@ -148,16 +148,12 @@ def _p90(
 def _goodput(
     records: Sequence[RequestRecord], slo_of: Mapping[str, Slo], least: MinGoodput
 ) -> list[Check]:
-    no_limit = Slo()
-    good = sum(slo_of.get(record.workload, no_limit).is_met(record) for record in records)
+    good = goodput(records, Slo(), slo_of)
     found = []
     if least.requests_per_s is not None:
-        duration_s = run_duration_s(records)
-        rate = good / duration_s if duration_s > 0 else 0.0
-        text = f"goodput {rate:.3g} requests/s, at least {least.requests_per_s:.3g}"
-        found.append(Check(rate >= least.requests_per_s, text, GOODPUT_ADVICE))
+        text = f"goodput {good.requests_per_s:.3g} requests/s, at least {least.requests_per_s:.3g}"
+        found.append(Check(good.requests_per_s >= least.requests_per_s, text, GOODPUT_ADVICE))
     if least.share is not None:
-        share = good / len(records) if records else 0.0
-        text = f"goodput {share:.1%} of the requests, at least {least.share:.1%}"
-        found.append(Check(share >= least.share, text, GOODPUT_ADVICE))
+        text = f"goodput {good.share:.1%} of the requests, at least {least.share:.1%}"
+        found.append(Check(good.share >= least.share, text, GOODPUT_ADVICE))
     return found

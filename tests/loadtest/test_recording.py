@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import gzip
 
+import msgspec
 import pytest
 
 from loadtest.metrics import COMPLETED, REJECTED, RequestRecord
-from loadtest.recording import Recording, RecordingError, Sample, from_bytes, slim, to_bytes
+from loadtest.recording import (
+    Recording,
+    RecordingError,
+    Sample,
+    from_bytes,
+    goodput_of,
+    slim,
+    to_bytes,
+)
 from loadtest.slo import Slo, goodput
 
 
@@ -69,3 +79,17 @@ def test_goodput_counts_completed_requests_within_both_limits() -> None:
     assert found.requests_per_s == 2 / 4.0
     assert goodput(records, Slo()).requests == 4
     assert goodput([], Slo()).share == 0.0
+
+
+def test_the_workloads_of_a_mix_may_have_levels_of_their_own() -> None:
+    records = [
+        dataclasses.replace(record(0, times=(1.5, 1.6)), workload="chat"),
+        dataclasses.replace(record(1, times=(3.5, 3.6)), workload="document"),
+    ]
+    mixed = msgspec.structs.replace(
+        recording(), requests=records, slo=None,
+        slo_by_workload={"chat": Slo(ttft_s=0.2), "document": Slo(ttft_s=3.0)},
+    )  # fmt: skip
+    found = goodput_of(from_bytes(to_bytes(mixed)))
+    assert found is not None and found.requests == 1
+    assert goodput_of(msgspec.structs.replace(mixed, slo_by_workload={})) is None
