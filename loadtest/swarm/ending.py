@@ -64,8 +64,9 @@ def recording_of(
     ideal = ideal_of(ended, records) if settings.is_trace else None
     if ideal is None:
         described["users"] = ended.users
-    levels = list({*slo_of.values()} - {Slo()}) or [None]
-    is_mixed = len({*slo_of.values()}) > 1
+    levels = {*slo_of.values()}
+    is_mixed = len(levels) > 1
+    common = None if is_mixed or levels == {Slo()} else levels.pop()
     return Recording(
         name="locust",
         title=f"Locust: {mix_text(settings.mix)} to {settings.model} at {described['url']}",
@@ -73,7 +74,7 @@ def recording_of(
         settings=described | {"cancelled": ended.run.records.cancelled},
         requests=slim(records),
         samples=list(ended.samples),
-        slo=None if is_mixed else levels[0],
+        slo=common,
         slo_by_workload=dict(slo_of) if is_mixed else {},
         ideal_cached_tokens=ideal,
     )

@@ -97,12 +97,13 @@ class DecidingSession(Session):
         self.trace_due_s = due_times_s(preparation.rows, settings.trace.speed)
         environment.stats.clear_all()  # its clock ran while the server was measured
         clock = RunClock(time.time())
+        run = self.make_run(preparation, clock)
         if settings.metrics_url is not None:
             self._sampler = Sampler(settings.metrics_url, clock.now_s)
             self._sampler.start()
         if self._is_headless and environment.parsed_options.only_summary:
             self._progress = gevent.spawn(self._show_progress)
-        self.run = self.make_run(preparation, clock)
+        self.run = run
 
     def make_run(self, preparation: Preparation, clock: RunClock) -> Run:
         settings, facts = preparation.settings, preparation.facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +19,15 @@ SMALL = (  # short pauses and texts: much happens in little time
     "--system-tokens", "300", "--document-tokens", "600", "--document-questions", "2",
     "--burst-requests", "3", "--burst-every-s", "1.5", "--unloaded-requests", "2",
 )  # fmt: skip
+DRIVER = (sys.executable, "-m", "loadtest.swarm")  # what `make loadtest` runs
 LENIENT = ("--slo-ttft-p90", "60", "--slo-tbt-p90", "60")  # where speed is not the question
 RUN_S_MAX = 120.0
 
 
-def command(server: Server, protocol: str = "grpc") -> list[str]:
-    addresses = server.addresses
-    host = addresses.grpc if protocol == "grpc" else f"http://{addresses.http}"
+def command(server: Server) -> list[str]:
     return [
         sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--only-summary",
-        "--host", host, "--protocol", protocol, "--metrics-url", addresses.metrics_url,
+        "--host", server.addresses.grpc, "--metrics-url", server.addresses.metrics_url,
     ]  # fmt: skip
 
 
@@ -61,14 +61,16 @@ def outputs(folder: Path) -> list[str]:
 
 
 def headless(
-    server: Server, folder: Path, *arguments: str, users: int = 5, seconds: int = 4,
-    protocol: str = "grpc",
-) -> Outcome:  # fmt: skip
+    server: Server, folder: Path, *arguments: str, users: int = 5, seconds: int = 4
+) -> Outcome:
+    return ended(folder, [
+        *command(server), "--headless", "--users", str(users), "--spawn-rate", "10",
+        "--run-time", f"{seconds}s", *SMALL, *outputs(folder), *arguments,
+    ])  # fmt: skip
+
+
+def ended(folder: Path, whole_command: Sequence[str]) -> Outcome:
     done = subprocess.run(
-        [
-            *command(server, protocol), "--headless", "--users", str(users), "--spawn-rate", "10",
-            "--run-time", f"{seconds}s", *SMALL, *outputs(folder), *arguments,
-        ],
-        capture_output=True, text=True, timeout=RUN_S_MAX, check=False,
-    )  # fmt: skip
+        whole_command, capture_output=True, text=True, timeout=RUN_S_MAX, check=False
+    )
     return outcome(done.returncode, done.stderr, folder)

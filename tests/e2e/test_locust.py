@@ -42,9 +42,15 @@ def test_five_users_over_grpc_are_answered_and_counted_and_reported(
     wait_until(demo.is_idle, "pages, slots and leases to be free")
 
 
-def test_a_user_over_http_is_answered_by_the_ensemble(demo: Server, tmp_path: Path) -> None:
-    arguments = ("--workload", "chat", "--target-model", "ensemble", *LENIENT)
-    run = headless(demo, tmp_path, *arguments, users=1, protocol="http")
+def test_one_user_of_make_loadtest_over_http_is_answered_by_the_ensemble(
+    demo: Server, tmp_path: Path
+) -> None:
+    run = locusts.ended(tmp_path, [
+        *locusts.DRIVER, "--users", "1", "--seconds", "4", "--protocol", "http",
+        "--host", f"http://{demo.addresses.http}", "--metrics-url", demo.addresses.metrics_url,
+        "--target-model", "ensemble", "--workload", "chat",
+        *SMALL, *LENIENT, *locusts.outputs(tmp_path),
+    ])  # fmt: skip
     assert (run.status, run.failures) == (0, 0), run.log
     turns = [record for record in run.recording.requests if record.outcome == COMPLETED]
     assert len(turns) == len(run.recording.requests) >= 2
