@@ -20,7 +20,7 @@ from loadtest.addresses import Addresses
 from loadtest.bench.result import Result
 from loadtest.bench.server import ServerFailed, serving
 from loadtest.clients import aiperf, curl, genai_perf, replay
-from loadtest.clients.agreement import Agreement, between_runs
+from loadtest.clients.agreement import Agreement
 from loadtest.clients.environment import ENVIRONMENTS, PROJECT, ClientFailed, environment
 from loadtest.clients.load import Load, Report
 from loadtest.clients.replay import ScaledTrace
@@ -101,7 +101,7 @@ def main(
     url: Annotated[
         str | None, typer.Option(help="gRPC address of a running server; default: start one.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=2, help="Requests of each synthetic run.")] = 40,
+    requests: Annotated[int, typer.Option(min=2, help="Requests of each synthetic run.")] = 60,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
     input_tokens: Annotated[int, typer.Option(min=8, help="Length of each prompt.")] = 1_024,
     output_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 32,
@@ -156,7 +156,7 @@ def main(
         Console(stderr=True).print(f"cannot run: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     rows = [agreement.row() for agreement in agreements]
-    targets = [*(agreement.target() for agreement in agreements), *between_runs(agreements)]
+    targets = [agreement.target() for agreement in agreements]
     console.print(f"\nfiles of the clients: {folder}")
     Result("clients", time.perf_counter() - started_s, rows, targets).print(console)
 

@@ -7,7 +7,6 @@ soon the client reads. Not here: asking either of them (server_ttft.py, aiperf.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadtest.bench.result import Cell, Target
@@ -15,7 +14,6 @@ from loadtest.clients.load import Report
 from loadtest.clients.server_ttft import Totals
 
 DISAGREEMENT_GOAL = 0.15
-TRACE = "trace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +53,3 @@ class Agreement:
         name = f"{report.client} {report.model} {report.workload} ttft_disagreement"
         value = None if self.ratio is None else abs(self.ratio - 1.0)
         return Target(name, value, "<=", DISAGREEMENT_GOAL, self.doubt)
-
-
-def between_runs(agreements: Sequence[Agreement]) -> list[Target]:
-    """The same trace by two clients, one after the other: the means that each of them saw."""
-    found = {
-        each.report.client: each.report for each in agreements if each.report.workload == TRACE
-    }
-    if set(found) != {"aiperf", "mooncake replay"}:
-        return []
-    ratio = found["aiperf"].ttft_ms_mean / found["mooncake replay"].ttft_ms_mean
-    name = "aiperf against mooncake replay, same trace, ttft_disagreement"
-    return [Target(name, abs(ratio - 1.0), "<=", DISAGREEMENT_GOAL)]

@@ -39,8 +39,10 @@ def arguments(load: Load, model: str, folder: Path, trace: Path | None) -> list[
         "--extra-inputs", "response_field:text_output",
         "--tokenizer", hub_cache.NAME, "--artifact-dir", str(folder), "--ui", "none",
         "--no-gpu-telemetry", "--no-server-metrics",
-        # It starts a process per core and kind otherwise, on cores that the server wants too.
-        "--workers-max", "2", "--record-processor-service-count", "1",
+        # It starts a process per core and kind otherwise, on cores that the server wants too, and
+        # each begins with a slow request: its own imports and connection.
+        "--workers-max", str(1 if load.concurrency == 1 else 2),
+        "--record-processor-service-count", "1",
         # Without one, a hash id is the same text in every run: the second run would be cached.
         "--random-seed", str(secrets.randbits(31)),
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download  # as aiperf looks a tokenizer up
 
 from loadtest.addresses import addresses_of
 from loadtest.clients import aiperf, genai_perf, hub_cache
-from loadtest.clients.agreement import Agreement, between_runs
+from loadtest.clients.agreement import Agreement
 from loadtest.clients.environment import ClientFailed, environment
 from loadtest.clients.load import Load, Report
 from loadtest.clients.process import run_client
@@ -45,14 +45,6 @@ def test_runs_that_did_not_serve_the_same_requests_are_not_compared() -> None:
 def test_a_server_that_counted_nothing_is_no_division_by_zero() -> None:
     found = Agreement(report(100.0), Totals(0, 0.0))
     assert found.row()["server_ttft_ms_mean"] is None and found.target().is_met is None
-
-
-def test_two_clients_of_one_trace_are_compared_only_when_both_ran() -> None:
-    server = Totals(40, 4.0)
-    alone = [Agreement(report(100.0), server)]
-    assert between_runs(alone) == []
-    (target,) = between_runs([*alone, Agreement(report(125.0, client="mooncake replay"), server)])
-    assert target.value == pytest.approx(0.2) and target.is_met is False
 
 
 @pytest.mark.parametrize("length_scale", [1.0, 0.25, 0.02])
