@@ -211,12 +211,17 @@ def error_message(error: Exception) -> str:
     return f"internal_error: {type(error).__name__}: {error}"
 
 
+# Never let go of before the process ends: a metric or family that Python forgets while its model
+# lives corrupts the memory of the whole server (2.51, docs/decisions/0010).
+_METRICS_FOR_EVER: list[Any] = []
+
+
 class MetricSeries:
     """Makes series on Triton's metrics port, labelled with the model (metric_page.py)."""
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._families: dict[str, Any] = {}  # a family that is forgotten takes its series along
+        self._families: dict[str, Any] = {}
 
     def __call__(self, metric: Metric, labels: dict[str, str]) -> Any:
         if metric.name not in self._families:
@@ -224,10 +229,12 @@ class MetricSeries:
             self._families[metric.name] = pb.MetricFamily(
                 name=metric.name, description=metric.meaning, kind=kind
             )
+            _METRICS_FOR_EVER.append(self._families[metric.name])
         family, labels = self._families[metric.name], {"model": self._model, **labels}
-        if metric.kind == "histogram":
-            return family.Metric(labels=labels, buckets=list(metric.buckets))
-        return family.Metric(labels=labels)
+        buckets = {"buckets": list(metric.buckets)} if metric.kind == "histogram" else {}
+        series = family.Metric(labels=labels, **buckets)
+        _METRICS_FOR_EVER.append(series)
+        return series
 
 
 def metrics_loop(model: str, publisher: str, publish: Publish, subject: Any) -> MetricsLoop:
