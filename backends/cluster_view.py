@@ -21,6 +21,7 @@ from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
 from conductor.messages import Reject, Replicate, Request, Route
 from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.errors import StoreError
 from mooncake_store.event_feed import EventFeed
 from mooncake_store.events import WorkerDown, WorkerUp
 from mooncake_store.membership import WorkerInfo
@@ -117,6 +118,13 @@ class ClusterView:
     def finished(self, request_id: str) -> None:
         with self._lock:
             self._conductor.on_finished(request_id, time.monotonic())
+
+    def release(self, owner: str) -> None:
+        """Nobody reads the blocks of this try any more; without a directory its leases run out."""
+        try:
+            self.client.release(owner)
+        except StoreError as error:
+            log.warning("leases of %s run out by themselves: %s", owner, error)
 
     def worker_failed(self, worker_id: str, incarnation: str) -> None:
         with self._lock:

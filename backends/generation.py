@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -30,7 +30,13 @@ from backends.text_stream import Emission, TextStream, merge
 from backends.token_bytes import CONTEXT_TOKENS
 from backends.token_streams import TokenStreams
 from backends.tokenizer import Tokenizer
-from backends.worker_protocol import DecodeReply, DecodeRequest, PrefillReply, PrefillRequest
+from backends.worker_protocol import (
+    DecodeReply,
+    DecodeRequest,
+    FirstToken,
+    PrefillReply,
+    PrefillRequest,
+)
 from conductor.messages import Reject, Request, Route, WorkerRef
 from mooncake_store.block_keys import block_keys, chain_seed
 
@@ -53,8 +59,13 @@ class Try:
     """One attempt at the rest of a request, by one pair of workers."""
 
     request_id: str  # its own: what a lost worker still does must not touch the next try
+    context_ids: list[int] = field(default_factory=list)  # the last tokens before its first one
     worker_id: str = ""  # who is at it now
     incarnation: str = ""  # which life of it: the routed one, until the worker itself tells
+    begin_lock: threading.Lock = field(default_factory=threading.Lock)
+    is_begun: bool = False  # its first token was emitted, or that failed with `problem`
+    begun_at_s: float = 0.0
+    problem: Exception | None = None
 
 
 class Superseded(Exception):
@@ -140,23 +151,67 @@ class Generation:
     def _attempt(self, served: Served, mine: Try) -> None:
         token_ids = np.concatenate([self._request.prompt_ids, np.array(self._released, np.int32)])
         route = self._decide(served, token_ids, mine)
+        mine.context_ids = token_ids[-CONTEXT_TOKENS:].tolist()
         decided_s = time.monotonic()
-        first, reply = self._prefill(route, token_ids, mine)
-        self._live.times.prefilled(route.predicted, time.monotonic() - decided_s)
+        is_taken_over = False
+        try:
+            with self._streams.expecting(mine.request_id, lambda letter: self._early(mine, letter)):
+                first, reply = self._prefill(route, token_ids, mine)
+            self._live.times.prefilled(route.predicted, time.monotonic() - decided_s)
+            untold = self._explain(mine, route, reply)
+            if not self._begin(mine, first, reply, untold):
+                self._decode(route, reply, np.append(token_ids, np.int32(first)), mine, untold)
+                is_taken_over = True
+        finally:
+            if not is_taken_over:  # prefill kept leases for a decode worker that never came
+                self._cluster.release(mine.request_id)
+
+    def _early(self, mine: Try, letter: FirstToken) -> None:
+        """In the letters' thread: the first token ahead of the reply. It ends nothing."""
+        with mine.begin_lock:
+            if mine.is_begun:
+                return
+            mine.is_begun = True
+            try:
+                reason, _ = self._emit_first(mine, letter.token_id, letter.cached_tokens, {})
+                assert not reason, f"{letter} ends the answer: {reason}"
+            except Exception as error:  # edge: for the thread that waits for the reply
+                mine.problem = error
+
+    def _begin(self, mine: Try, first: int, reply: PrefillReply, untold: dict[str, object]) -> str:
+        """The first token, unless it is out already; returns why the answer ends with it, or "".
+
+        What the client has not been told of the decision goes along, and is taken out of `untold`.
+        """
+        with mine.begin_lock:
+            if mine.problem is not None:
+                raise mine.problem
+            if mine.is_begun:
+                return ""
+            mine.is_begun = True
+            untold["ttft_s"] = time.monotonic() - self._started_s
+            reason, is_told = self._emit_first(mine, first, reply.cached_tokens, dict(untold))
+            if is_told:  # it was not held back as the begin of a stop word
+                untold.clear()
+            return reason
+
+    def _emit_first(
+        self, mine: Try, token_id: int, cached_tokens: int, decision: dict[str, object]
+    ) -> tuple[str, bool]:
+        """(Why the answer ends with this token, or ""; whether a message left.)"""
         if not self._released:
-            self._cached_tokens = reply.cached_tokens
+            self._cached_tokens = cached_tokens
         sampling = self._request.sampling
         text = TextStream(
-            self._tokenizer, token_ids[-CONTEXT_TOKENS:].tolist(), sampling.stop_words,
+            self._tokenizer, mine.context_ids, sampling.stop_words,
             sampling.end_ids, max(sampling.min_tokens - len(self._released), 0),
         )  # fmt: skip
-        emission = text.push([first])
-        reason = self._finish_reason(first, emission.is_stopped)
+        emission = text.push([token_id])
+        reason = self._finish_reason(token_id, emission.is_stopped)
         if reason:
             emission = merge([emission, text.finish()])
-        self._emit(mine, emission, reason, self._explain(route, reply))
-        if not reason:
-            self._decode(route, reply, np.append(token_ids, np.int32(first)), mine)
+        mine.begun_at_s = time.monotonic()
+        return reason, self._emit(mine, emission, reason, decision)
 
     def _decide(self, served: Served, token_ids: np.ndarray, mine: Try) -> Route:
         request = self._request
@@ -189,6 +244,7 @@ class Generation:
             fetch_blocks=route.fetch_blocks,
             decode_inbox=route.decode.inbox if request.sampling.max_tokens > 1 else "",
             reserve_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
+            reply_inbox=self._streams.address,
         )
         try:
             first, reply = worker_calls.prefill(
@@ -201,7 +257,14 @@ class Generation:
         self._cluster.prefill_finished(mine.request_id, reply.cached_tokens, reply.compute_s)
         return first, reply
 
-    def _decode(self, route: Route, reply: PrefillReply, token_ids: np.ndarray, mine: Try) -> None:
+    def _decode(
+        self,
+        route: Route,
+        reply: PrefillReply,
+        token_ids: np.ndarray,
+        mine: Try,
+        untold: dict[str, object],
+    ) -> None:
         request = self._request
         self._now_at(mine, route.decode)
         call = DecodeRequest(
@@ -217,7 +280,9 @@ class Generation:
         def deliver(incarnation: str, emission: Emission) -> None:
             self._live.check()
             mine.incarnation = incarnation
-            self._emit(mine, emission, "", None)
+            told = dict(untold)
+            untold.clear()
+            self._emit(mine, emission, "", told)
 
         try:
             with self._streams.reading(mine.request_id, deliver, request.is_paced) as stream:
@@ -228,7 +293,7 @@ class Generation:
             raise
         self._live.check()
         last = merge([*rest, emission_of(ids, end)])
-        self._emit(mine, last, end.finish_reason, decode_facts(end))
+        self._emit(mine, last, end.finish_reason, untold | decode_facts(end))
 
     def _now_at(self, mine: Try, worker: WorkerRef) -> None:
         with self._lock:
@@ -237,17 +302,18 @@ class Generation:
             mine.worker_id, mine.incarnation = worker.worker_id, worker.incarnation
 
     def _emit(
-        self, mine: Try, emission: Emission, finish_reason: str, decision: dict[str, object] | None
-    ) -> None:
+        self, mine: Try, emission: Emission, finish_reason: str, decision: dict[str, object]
+    ) -> bool:
+        """Whether there was anything to send."""
         with self._lock:
             if self._try is not mine:
                 raise Superseded
             self._released += emission.token_ids
-            if emission.token_ids or emission.text or finish_reason:
-                new_tokens = len(emission.token_ids)
-                self._send(
-                    Message(emission, new_tokens, finish_reason, self._cached_tokens, decision)
-                )
+            if not (emission.token_ids or emission.text or finish_reason):
+                return False
+            new_tokens = len(emission.token_ids)
+            self._send(Message(emission, new_tokens, finish_reason, self._cached_tokens, decision))
+            return True
 
     def _finish_reason(self, token_id: int, is_stopped: bool) -> str:
         sampling = self._request.sampling
@@ -261,7 +327,7 @@ class Generation:
         self._failed.add((worker_id, incarnation))
         self._cluster.worker_failed(worker_id, incarnation)
 
-    def _explain(self, route: Route, reply: PrefillReply) -> dict[str, object]:
+    def _explain(self, mine: Try, route: Route, reply: PrefillReply) -> dict[str, object]:
         """Why this pair, what was predicted and what came of it; the `decision` output."""
         return {
             "prefill": route.prefill.worker_id,
@@ -274,7 +340,7 @@ class Generation:
             "fetch_node": route.fetch_node,
             "fetched_blocks": reply.fetched_blocks,
             "fetched_bytes": reply.fetched_bytes,
-            "ttft_s": time.monotonic() - self._started_s,
+            "ttft_s": mine.begun_at_s - self._started_s,
             "queue_s": reply.queue_s,
             "load_s": reply.load_s,
             "prefill_s": reply.compute_s,

@@ -13,7 +13,7 @@ import numpy as np
 
 from backends.kv_writer import BlockPut
 from backends.observations import Observations
-from backends.worker_protocol import PrefillReply, PrefillRequest
+from backends.worker_protocol import FirstToken, PrefillReply, PrefillRequest
 
 
 class PrefillClient(Protocol):
@@ -46,6 +46,15 @@ class PrefillJob:
         for another prompt's blocks, and, loaded, while the engine computed other prompts."""
         waited_s = self.computed_at_s - self.submitted_s - self.load_s - self.compute_s
         return max(0.0, waited_s)
+
+    def first_token(self, token_id: int) -> FirstToken | None:
+        """What the client may have before the reply; None when the token could end the answer."""
+        sampling = self.request.sampling
+        output_tokens = len(self.token_ids) - self.request.prompt_tokens + 1
+        is_last = output_tokens >= sampling.max_tokens or token_id in sampling.end_ids
+        if not self.request.reply_inbox or is_last or sampling.stop_words:
+            return None
+        return FirstToken(self.request_id, token_id, self.cached_tokens)
 
     def reply(self, incarnation: str, block_bytes: int) -> PrefillReply:
         """After its last block was committed."""

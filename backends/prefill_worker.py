@@ -60,6 +60,7 @@ class PrefillWorker:
             self._on_letter, self.report, self.check,
         )  # fmt: skip
         self._engine, store = self.worker.engine, self.worker.store
+        store.expect_threads(LOADERS)
         self._block_tokens = config.block_tokens
         layout, pool = self._engine.layout, self._engine.kv_pool
         self._batching = PrefillBatching(
@@ -285,6 +286,8 @@ class PrefillWorker:
             if chunk.is_last:
                 token_id = self._sample(job, logits[row])
                 job.computed_at_s = time.monotonic()
+                if letter := job.first_token(token_id):
+                    self.worker.outbox.send(job.request.reply_inbox, letter)
                 self._writer.then(lambda job=job, token=token_id: self._answer(job, token))  # type: ignore[misc]
 
     def _blocks_finished(self, chunk: Chunk, job: PrefillJob) -> range:

@@ -1,4 +1,6 @@
-"""Tokens on their way from decode workers to the streams of this front.
+"""Tokens on their way from workers to the streams of this front.
+
+A prefill worker writes a letter with the first token while it still puts the KV into the store.
 
 A decode worker writes one letter per step with the new tokens of all requests that it decodes for
 this front: a message per token through Triton costs more CPU than the token (docs/measurements.md).
@@ -24,7 +26,7 @@ from collections.abc import Callable, Iterator
 from backends.errors import WorkerUnavailable
 from backends.inbox import Inbox
 from backends.text_stream import Emission, merge
-from backends.worker_protocol import Letter, Tokens, TokenUpdate
+from backends.worker_protocol import FirstToken, Letter, Tokens, TokenUpdate
 
 log = logging.getLogger(__name__)
 LETTERS_S_MAX = 5.0  # between the end of a call and the last letter that it speaks of
@@ -109,11 +111,21 @@ class TokenStreams:
     def __init__(self, address: str, messages_per_s_max: float) -> None:
         self._messages_per_s_max = messages_per_s_max
         self._streams: dict[str, TokenStream] = {}
+        self._expected: dict[str, Callable[[FirstToken], None]] = {}
         self._inbox = Inbox(address, self._on_letters)
 
     @property
     def address(self) -> str:
         return self._inbox.address
+
+    @contextlib.contextmanager
+    def expecting(self, request_id: str, on_first: Callable[[FirstToken], None]) -> Iterator[None]:
+        """The first token of `request_id` may come while the block runs; it need not."""
+        self._expected[request_id] = on_first
+        try:
+            yield
+        finally:
+            del self._expected[request_id]
 
     @contextlib.contextmanager
     def reading(self, request_id: str, deliver: Deliver, is_paced: bool) -> Iterator[TokenStream]:
@@ -130,7 +142,10 @@ class TokenStreams:
     def _on_letters(self, letters: list[Letter]) -> float | None:
         """Seconds until something that waits is due."""
         for letter in letters:
-            if isinstance(letter, Tokens):
+            if isinstance(letter, FirstToken):
+                if on_first := self._expected.get(letter.request_id):
+                    on_first(letter)
+            elif isinstance(letter, Tokens):
                 for update in letter.updates:
                     # Tokens of a request that is over, or goes on elsewhere, are nobody's.
                     if stream := self._streams.get(update.request_id):

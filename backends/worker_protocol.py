@@ -42,6 +42,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     cache_salt: str
     fetch_blocks: int  # how many leading blocks may be copied from other nodes
     decode_inbox: str  # where layers may be announced while they are computed; "" for nowhere
+    reply_inbox: str  # of the front: where a FirstToken may go ahead of the reply; "" for nowhere
     reserve_tokens: int  # KV that the decode worker should make room for
 
 
@@ -139,7 +140,18 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     updates: list[TokenUpdate]
 
 
-Letter = LayersReady | Stop | CopyBlocks | Tokens
+class FirstToken(msgspec.Struct, frozen=True, tag="first"):
+    """A prompt is computed (prefill worker -> the front), while its KV is still being put.
+
+    Only when the token does not end the answer, whatever its text.
+    """
+
+    request_id: str
+    token_id: int
+    cached_tokens: int
+
+
+Letter = LayersReady | Stop | CopyBlocks | Tokens | FirstToken
 _decode_inbox = msgspec.msgpack.Decoder(Letter)
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -3,8 +3,9 @@
 A transport owns up to LANES_MAX *lanes*: a lane is one NIXL agent with a lock around each of its
 calls. Over CMA a post copies all bytes before it returns (the GIL is released), so one agent
 serves one thread: two threads moved 9.7 GB/s through one locked agent and 17.8 GB/s through two
-(128 KiB x 64, cold). A further lane is made when a thread finds every lane busy; it costs 5 ms
-once. Over TCP a post returns at once and the lock is free between polls.
+(128 KiB x 64, cold). A further lane is made when a thread finds every lane busy, unless
+`make_lanes` has made them before. Over TCP a post returns at once and the lock is free between
+polls.
 
 A transfer that misses its deadline cannot be revoked: NIXL writes into the target even after the
 handle is released and the peer removed (measured). So its handle and buffers become a *zombie*,
@@ -62,6 +63,13 @@ class NixlTransport:
         with self._lock:
             self._regions = [*self._regions, Region(buffer)]
         self._take_lane(time.monotonic() + 60.0).lock.release()  # complain now if it cannot be
+
+    def make_lanes(self, count: int) -> None:
+        """Have so many now, and not in the middle of a request: each has some ten descriptors."""
+        assert 1 <= count <= LANES_MAX, count
+        with self._lock:
+            while 0 < len(self._lanes) < count:
+                self._lanes.append(self._new_lane())
 
     def unregister(self, buffer: ByteArray) -> None:
         address = int(buffer.ctypes.data)

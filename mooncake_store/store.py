@@ -134,6 +134,11 @@ class Store:
         self._buffers.append(buffer)
         self._nodes.register(buffer.reshape(-1))
 
+    def expect_threads(self, count: int) -> None:
+        """So many threads will move bytes at once; called once, before they do."""
+        if self._nodes.nixl is not None:
+            self._nodes.nixl.make_lanes(count)
+
     # ---- the directory's verbs
 
     def lookup(self, keys: Sequence[bytes], owner: str, lease_s: float) -> list[tuple[Copy, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from backends.kv_writer import BlockPut
 from backends.metric_page import MetricPage
 from backends.observations import Observations
 from backends.prefill_job import PrefillJob
-from backends.worker_protocol import PrefillRequest
+from backends.worker_protocol import FirstToken, PrefillRequest
 from tests.backends.test_metric_page import Triton
 
 BLOCK_TOKENS, BLOCK_BYTES = 64, 1000
@@ -21,10 +23,14 @@ class Silent:
     def fail(self, *_: object) -> None: ...
 
 
-def job(prompt_tokens: int, cached_tokens: int, fetched_blocks: int) -> PrefillJob:
-    request = PrefillRequest("r", prompt_tokens, SamplingParams(max_tokens=1), "", 0, "", 0)
+def job(
+    prompt_tokens: int, cached_tokens: int, fetched_blocks: int, released_tokens: int = 0,
+    inbox: str = "", **sampling: Any,
+) -> PrefillJob:  # fmt: skip
+    params = SamplingParams(**({"max_tokens": 1} | sampling))
+    request = PrefillRequest("r", prompt_tokens, params, "", 0, "", inbox, 0)
     made = PrefillJob(
-        request, np.zeros(prompt_tokens, np.int32), Silent(),
+        request, np.zeros(prompt_tokens + released_tokens, np.int32), Silent(),
         BlockPut("r", prompt_tokens, [], [], first_block=0), submitted_s=100.0,
     )  # fmt: skip
     made.cached_tokens, made.fetched_blocks = cached_tokens, fetched_blocks
@@ -57,3 +63,25 @@ def test_each_token_came_by_one_path(
 
 def test_waiting_is_what_was_neither_loading_nor_computing() -> None:
     assert job(300, 0, 0).queue_s == pytest.approx(0.5)
+
+
+INBOX = "ipc://front"
+
+
+def test_the_first_token_goes_ahead_when_the_answer_surely_goes_on() -> None:
+    letter = job(300, 256, 0, inbox=INBOX, max_tokens=2).first_token(7)
+    assert letter == FirstToken("r", 7, 256)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"inbox": "", "max_tokens": 9},
+        {"inbox": INBOX, "max_tokens": 1},
+        {"inbox": INBOX, "max_tokens": 4, "released_tokens": 3},
+        {"inbox": INBOX, "max_tokens": 9, "end_ids": (7,)},
+        {"inbox": INBOX, "max_tokens": 9, "stop_words": ("x",)},
+    ],
+)
+def test_a_token_that_could_end_the_answer_comes_with_the_reply(asked: dict[str, Any]) -> None:
+    assert job(300, 0, 0, **asked).first_token(7) is None

@@ -15,7 +15,7 @@ from backends.errors import WorkerUnavailable
 from backends.inbox import Outbox
 from backends.text_stream import Emission
 from backends.token_streams import TokenStream, TokenStreams
-from backends.worker_protocol import Stop, Tokens, TokenUpdate
+from backends.worker_protocol import FirstToken, Stop, Tokens, TokenUpdate
 
 LIFE = "life-1"
 
@@ -190,3 +190,19 @@ def test_tokens_for_nobody_and_other_letters_are_dropped(
         for emission in stream.rest(1):
             receiver.add(emission)
     assert receiver.ids == [1]
+
+
+def test_a_first_token_reaches_whoever_expects_it_and_nobody_else(
+    streams: TokenStreams, outbox: Outbox
+) -> None:
+    came: list[FirstToken] = []
+    receiver = Receiver()
+    with (
+        streams.expecting("a", came.append),
+        streams.reading("b", receiver, is_paced=False) as later,
+    ):
+        outbox.send(streams.address, FirstToken("gone", 1, 0))
+        outbox.send(streams.address, FirstToken("a", 2, 64))
+        outbox.send(streams.address, Tokens(LIFE, [update("b", 0, 3)]))
+        later.rest(1)
+    assert came == [FirstToken("a", 2, 64)]

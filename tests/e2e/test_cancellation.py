@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import time
 
 import pytest
@@ -61,6 +62,29 @@ def test_a_client_that_leaves_during_prefill_frees_everything(demo: Server) -> N
     wait_until(lambda: demo.metric("mooncake_queue_tokens"), "prefill to begin")
     stream.leave()
     assert_freed_within_a_second(demo, time.monotonic())
+
+
+def test_clients_that_leave_at_any_moment_leave_no_lease_in_the_store(
+    demo: Server, seed: int
+) -> None:
+    """Also between prefill and decode, when neither worker is at the request. Leases that nobody
+    releases would end by themselves after lease_s, 30 s: later than this waits."""
+    chance = random.Random(seed)
+    wait_until(demo.is_idle, "an idle start")
+    for number in range(60):
+        prompt = [chance.randrange(20, 2000) for _ in range(200)]
+        stream = demo.stream(input_ids=prompt, max_tokens=50, end_id=-1, stream=True)
+        until_s = time.monotonic() + chance.random() * 0.06
+        wait_until(lambda until_s=until_s: time.monotonic() > until_s, "the client to leave")
+        stream.leave()
+        if number == 0:
+            wait_until(
+                lambda: demo.metric("mooncake_store_leases") is not None, "leases to be counted"
+            )
+    wait_until(demo.is_idle, "pages, slots and leases to be free")
+    wait_until(
+        lambda: demo.metric("mooncake_store_leases") == 0, "no lease in the store", deadline_s=12.0
+    )
 
 
 def test_neighbours_of_a_client_that_leaves_get_their_whole_answers(demo: Server) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -118,3 +119,19 @@ def test_prepared_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             lane._prepare("NIXL_INIT_AGENT", region.address, region.size_bytes, length, 0)
         assert [key[2] for key in lane._prepared] == [256, 512, 64]
         assert lane.close() and not lane._prepared
+
+
+def test_lanes_that_were_made_before_are_the_ones_that_threads_get() -> None:
+    transport = NixlTransport()
+    try:
+        transport.make_lanes(2)
+        transport.make_lanes(1)  # never fewer than there are
+        lanes = list(transport._lanes)
+        assert len(lanes) == 2
+        taken = [transport._take_lane(time.monotonic() + 5.0) for _ in range(2)]
+        assert {id(lane) for lane in taken} == {id(lane) for lane in lanes}
+        for lane in taken:
+            lane.lock.release()
+        assert transport._lanes == lanes
+    finally:
+        transport.close()
