@@ -6,50 +6,54 @@ import os
 
 import pytest
 
-from loadtest.bench.leaks import Windows, growth_targets, in_use, load_rows, rest_rows
+from loadtest.bench.leaks import Windows, in_use, load_rows, rest_rows, rest_targets, rss_target
 from loadtest.bench.process_watch import Look, ProcessWatch
 
 WINDOWS = Windows(second=(60.0, 120.0), last=(240.0, 300.0))
 KEY = ("decode_0", 7)
 
 
-def looks(rss_per_s: float = 0.0, threads_late: int = 9, until_s: int = 300) -> list[Look]:
-    return [
-        Look(float(t), int(1e8 + rss_per_s * t), 9 if t < 200 else threads_late, 30)
-        for t in range(until_s + 1)
-    ]
+def looks(rss_per_s: float = 0.0, until_s: int = 300) -> list[Look]:
+    return [Look(float(t), int(1e8 + rss_per_s * t), 9, 30) for t in range(until_s + 1)]
 
 
-def verdicts(seen: list[Look]) -> dict[str, bool | None]:
-    targets = growth_targets(load_rows({KEY: seen}, WINDOWS), "load")
-    return {target.name: target.is_met for target in targets}
+def at_rest(threads: int = 9, descriptors: int = 30) -> dict[tuple[str, int], list[Look]]:
+    return {KEY: [Look(0.0, 10**8, threads, descriptors)], ("node s0", 8): looks()[:1]}
 
 
-def test_a_process_that_stays_as_it_is_passes() -> None:
-    assert set(verdicts(looks()).values()) == {True}
+def test_memory_that_stays_as_it_is_passes() -> None:
+    assert rss_target(load_rows({KEY: looks()}, WINDOWS)).is_met is True
 
 
 def test_four_percent_of_memory_between_the_minutes_are_a_leak_and_two_are_not() -> None:
-    assert verdicts(looks(rss_per_s=1e8 * 0.045 / 180))["load_rss_last_over_second"] is False
-    assert verdicts(looks(rss_per_s=1e8 * 0.02 / 180))["load_rss_last_over_second"] is True
+    leaking = load_rows({KEY: looks(1e8 * 0.045 / 180), ("other", 8): looks()}, WINDOWS)
+    assert rss_target(leaking).is_met is False
+    assert "decode_0" in rss_target(leaking).why
+    assert rss_target(load_rows({KEY: looks(1e8 * 0.02 / 180)}, WINDOWS)).is_met is True
 
 
-def test_one_more_thread_is_a_leak() -> None:
-    found = verdicts(looks(threads_late=10))
-    assert found["load_threads_grown"] is False
-    assert found["load_descriptors_grown"] is True
+def test_one_more_thread_at_rest_is_a_leak() -> None:
+    threads, descriptors = rest_targets("mixed", rest_rows("mixed", at_rest(), at_rest(10)))
+    assert (threads.is_met, descriptors.is_met) == (False, True)
+    assert "decode_0" in threads.why
+
+
+def test_fewer_threads_of_one_process_do_not_make_up_for_another_s() -> None:
+    after = at_rest(descriptors=31) | {("node s0", 8): [Look(0.0, 10**8, 1, 1)]}
+    _, descriptors = rest_targets("mixed", rest_rows("mixed", at_rest(), after))
+    assert descriptors.value == 1
 
 
 def test_a_process_that_died_is_no_pass() -> None:
-    rows = load_rows({KEY: looks(until_s=200), ("conductor", 8): looks()}, WINDOWS)
-    targets = growth_targets(rows, "load")
-    assert {target.is_met for target in targets} == {None}
-    assert "decode_0 (7)" in targets[0].why
+    target = rss_target(load_rows({KEY: looks(until_s=200), ("other", 8): looks()}, WINDOWS))
+    assert target.is_met is None
+    assert "decode_0 (7)" in target.why
 
 
 def test_a_process_restarted_between_two_looks_at_rest_is_no_pass() -> None:
-    rows = rest_rows({KEY: looks()[:1]}, {("decode_0", 9): looks()[:1]})
-    assert {target.is_met for target in growth_targets(rows, "mixed")} == {None}
+    rows = rest_rows("mixed", {KEY: looks()[:1]}, {("decode_0", 9): looks()[:1]})
+    assert {target.is_met for target in rest_targets("mixed", rows)} == {None}
+    assert {target.is_met for target in rest_targets("mixed", [])} == {None}
 
 
 def test_what_is_in_use_is_told_and_totals_are_not() -> None:
