@@ -47,11 +47,11 @@ class Sizes:
     """How much users send and how long they think. The defaults suit the demo model."""
 
     think_s: float = 3.0
-    answer_tokens: int = 48
+    answer_tokens: int = 64
     question_tokens: int = 40
     chat_turns: int = 8
     system_tokens: int = 1_024
-    document_tokens: int = 3_000
+    document_tokens: int = 2_000
     document_questions: int = 4
     burst_requests: int = 4
     burst_every_s: float = 10.0

@@ -126,8 +126,13 @@ def test_asked_again_without_an_answer_a_user_repeats_itself(name: str) -> None:
 
 
 def test_lengths_are_about_what_was_asked_for() -> None:
-    assert turns("document", 1)[0].prompt_tokens == pytest.approx(3_040, rel=0.05)
-    assert turns("shared", 1)[0].prompt_tokens == pytest.approx(1_064, rel=0.1)
+    asked = SIZES.question_tokens
+    assert turns("document", 1)[0].prompt_tokens == pytest.approx(
+        SIZES.document_tokens + asked, rel=0.05
+    )
+    assert turns("shared", 1)[0].prompt_tokens == pytest.approx(
+        SIZES.system_tokens + asked, rel=0.1
+    )
 
 
 def test_bursts_are_at_common_moments() -> None:
