@@ -121,6 +121,21 @@ def run_until_stopped(launcher: object) -> None:
         time.sleep(0.3)
 
 
+@app.command()
+def status(
+    metrics_url: Annotated[
+        str, typer.Option(help="Triton's metrics page.")
+    ] = "http://127.0.0.1:8002/metrics",
+    interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, and exit.")] = False,
+) -> None:
+    """Show what a running server does: pools, queues, latency, hit rate, rejections, storage."""
+    from backends.status import watch
+
+    sys.exit(watch.status(metrics_url, interval_s, once, as_json))
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
              add_help_option=False)  # fmt: skip
 def replay(context: typer.Context) -> None:

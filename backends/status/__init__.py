@@ -1,0 +1,1 @@
+"""`mooncake status`: what a running server says of itself, in a terminal."""
