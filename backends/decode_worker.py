@@ -44,6 +44,7 @@ from mooncake_store.errors import StoreError
 from mooncake_store.membership import WorkerReport
 
 log = logging.getLogger(__name__)
+REPLIERS = 8
 
 
 class DecodeWorker:
@@ -76,8 +77,8 @@ class DecodeWorker:
         self._writer = KvWriter(store, layout, pool, self.worker.outbox, config.lease_s)
         # One thread: letters and the request that they belong to stay in order.
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="kv-loader")
-        # Many: a reply blocks until Triton has taken it.
-        self._repliers = ThreadPoolExecutor(config.slots + 8, thread_name_prefix="replier")
+        # Several: a reply blocks until Triton has taken it.
+        self._repliers = ThreadPoolExecutor(REPLIERS, thread_name_prefix="replier")
         self._replies: set[Future[None]] = set()
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -27,7 +27,7 @@ class DirectoryConfig:
     workers_max: int = 4_096
     owners_max: int = 100_000
     leases_max: int = 4_000_000
-    events_max: int = 131_072
+    events_max: int = 8_192
 
     def problems(self) -> list[str]:
         """Every mistake at once, each with its limit."""

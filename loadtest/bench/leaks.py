@@ -5,13 +5,12 @@
 Starts its own server with `--self-check`: every process proves its invariants each second, and ends
 when one is broken. Storage nodes are small, so that they are full and evict after a minute. Then
 
-    warm_up  mixed requests: they fill thread pools and open connections.
-    load     Locust's users of the default mix for `--seconds`. Of each process the median resident
-             memory of the last minute is compared with that of the second minute, the first one
-             fills the store. Threads and file descriptors are compared at rest, before and after;
-             how many there were under load, which go with the requests in flight, is in the rows.
-    mixed    good, wrong and abandoned requests in random order, as in the warm-up. Threads and
-             descriptors are compared at rest again.
+    warm_up  mixed requests, more at once than later: they fill thread pools and open connections.
+    load     Locust's users of the default mix for `--seconds`. Of each process the medians of the
+             last minute are compared with those of the second minute (the first one fills the
+             store): resident memory, threads, file descriptors.
+    mixed    good, wrong and abandoned requests in random order; threads and descriptors at rest are
+             compared, before and after.
 
 After each phase no request, page, slot or lease may be held, by the server's own metrics.
 
@@ -21,6 +20,7 @@ Not here: reading processes (process_watch.py), the kinds of requests (mixed_req
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import statistics
 import subprocess
@@ -49,6 +49,7 @@ RSS_RATIO_GOAL = 1.03
 WINDOW_S = 60.0
 REST_S_MAX = 20.0
 IN_FLIGHT_MAX = 24
+REST = ("before", "after")
 STORE_BYTES = "96M"
 LOCUST_FILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 
@@ -116,11 +117,13 @@ def _doubt(rows: Sequence[Mapping[str, Cell]], *columns: str) -> str:
     return f"came or went meanwhile: {', '.join(short)}" if short else ""
 
 
-def rest_targets(phase: str, rows: Sequence[Mapping[str, Cell]]) -> list[Target]:
-    """The process that grew most, at rest; null when one came or went meanwhile."""
+def growth_targets(
+    phase: str, rows: Sequence[Mapping[str, Cell]], first: str, then: str
+) -> list[Target]:
+    """The process that grew most between two looks; null when one came or went meanwhile."""
     targets = []
     for what in ("threads", "descriptors"):
-        before, after = f"{what}_before", f"{what}_after"
+        before, after = f"{what}_{first}", f"{what}_{then}"
         if why := _doubt(rows, before, after):
             targets.append(Target(f"{phase}_{what}_grown", None, "<=", 0, why))
             continue
@@ -201,7 +204,6 @@ class LeakTest:
     targets: list[Target]
 
     def load(self, users: int, seconds: float) -> None:
-        before = one_look(self.pid)
         watch = ProcessWatch(self.pid)
         log = self.folder / "locust.log"
         watch.start()
@@ -219,19 +221,20 @@ class LeakTest:
         rows = load_rows(watch.looks, windows)
         self.rows += rows
         self.targets.append(rss_target(rows))
+        self.targets += growth_targets("load", rows, "second", "last")
         self.targets.append(Target("load_locust_exit_status", float(status), "<=", 0))
-        self._rest("load", before)
+        self._rest("load", None)
 
     def warm_up(self, count: int) -> None:
-        self._send("warm_up", count)
+        self._send("warm_up", count, 2 * IN_FLIGHT_MAX)
         self._rest("warm_up", None)
 
     def mixed(self, count: int) -> None:
         before = one_look(self.pid)
-        self._send("mixed", count)
+        self._send("mixed", count, IN_FLIGHT_MAX)
         self._rest("mixed", before)
 
-    def _send(self, phase: str, count: int) -> None:
+    def _send(self, phase: str, count: int, in_flight_max: int) -> None:
         self.seed += 1
         vocabulary_tokens = asyncio.run(described(self.addresses)).vocabulary_tokens
         with self.console.status("") as status:
@@ -240,9 +243,10 @@ class LeakTest:
             )
             mixed = asyncio.run(
                 send_mixed(
-                    self.addresses, count, self.seed, vocabulary_tokens, IN_FLIGHT_MAX, on_progress
+                    self.addresses, count, self.seed, vocabulary_tokens, in_flight_max, on_progress
                 )
             )
+        gc.collect()  # closes our side of the connections
         self.console.print(f"{phase}: {dict(mixed.ended)}", markup=False)
         why = "; ".join(mixed.unexpected[:3])
         self.targets.append(Target(f"{phase}_unexpected", len(mixed.unexpected), "<=", 0, why))
@@ -255,7 +259,7 @@ class LeakTest:
         if before is not None:
             rows = rest_rows(phase, before, self._settled(before))
             self.rows += rows
-            self.targets += rest_targets(phase, rows)
+            self.targets += growth_targets(phase, rows, *REST)
 
     def _settled(self, before: Looks) -> Looks:
         """Threads and connections end a moment after their request: look until none is too many."""
@@ -263,7 +267,7 @@ class LeakTest:
         while True:
             looks = one_look(self.pid)
             is_settled = all(
-                target.is_met for target in rest_targets("", rest_rows("", before, looks))
+                target.is_met for target in growth_targets("", rest_rows("", before, looks), *REST)
             )
             if is_settled or time.monotonic() > give_up_s:
                 return looks

@@ -6,7 +6,15 @@ import os
 
 import pytest
 
-from loadtest.bench.leaks import Windows, in_use, load_rows, rest_rows, rest_targets, rss_target
+from loadtest.bench.leaks import (
+    REST,
+    Windows,
+    growth_targets,
+    in_use,
+    load_rows,
+    rest_rows,
+    rss_target,
+)
 from loadtest.bench.process_watch import Look, ProcessWatch
 
 WINDOWS = Windows(second=(60.0, 120.0), last=(240.0, 300.0))
@@ -33,14 +41,22 @@ def test_four_percent_of_memory_between_the_minutes_are_a_leak_and_two_are_not()
 
 
 def test_one_more_thread_at_rest_is_a_leak() -> None:
-    threads, descriptors = rest_targets("mixed", rest_rows("mixed", at_rest(), at_rest(10)))
+    threads, descriptors = growth_targets(
+        "mixed", rest_rows("mixed", at_rest(), at_rest(10)), *REST
+    )
     assert (threads.is_met, descriptors.is_met) == (False, True)
     assert "decode_0" in threads.why
 
 
+def test_more_threads_in_the_last_minute_than_in_the_second_are_a_leak() -> None:
+    seen = [Look(look.time_s, look.rss_bytes, 9 + (look.time_s > 200), 30) for look in looks()]
+    threads, descriptors = growth_targets("load", load_rows({KEY: seen}, WINDOWS), "second", "last")
+    assert (threads.is_met, descriptors.is_met) == (False, True)
+
+
 def test_fewer_threads_of_one_process_do_not_make_up_for_another_s() -> None:
     after = at_rest(descriptors=31) | {("node s0", 8): [Look(0.0, 10**8, 1, 1)]}
-    _, descriptors = rest_targets("mixed", rest_rows("mixed", at_rest(), after))
+    _, descriptors = growth_targets("mixed", rest_rows("mixed", at_rest(), after), *REST)
     assert descriptors.value == 1
 
 
@@ -52,8 +68,8 @@ def test_a_process_that_died_is_no_pass() -> None:
 
 def test_a_process_restarted_between_two_looks_at_rest_is_no_pass() -> None:
     rows = rest_rows("mixed", {KEY: looks()[:1]}, {("decode_0", 9): looks()[:1]})
-    assert {target.is_met for target in rest_targets("mixed", rows)} == {None}
-    assert {target.is_met for target in rest_targets("mixed", [])} == {None}
+    assert {target.is_met for target in growth_targets("mixed", rows, *REST)} == {None}
+    assert {target.is_met for target in growth_targets("mixed", [], *REST)} == {None}
 
 
 def test_what_is_in_use_is_told_and_totals_are_not() -> None:
