@@ -28,7 +28,8 @@ PURE_STORE = {
     "layout", "leases", "membership", "nodes", "prefix_index", "slots", "status", "workers",
 }  # fmt: skip
 PURE_BACKENDS = {
-    "backends/engine/batching.py", "backends/engine/pages.py", "backends/engine/sequence.py",
+    "backends/engine/batching.py", "backends/engine/occupation.py", "backends/engine/pages.py",
+    "backends/engine/sequence.py", "backends/metric_table.py", "backends/observations.py",
 }  # fmt: skip
 ONE_FILE_ONLY = {
     "nixl": {"mooncake_store/nixl_agent.py", "mooncake_store/nixl_transport.py"},
