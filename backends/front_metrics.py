@@ -30,6 +30,7 @@ def front(page: MetricPage, subject: Front, now_s: float) -> None:
     page.counter_to("mooncake_routed_total", stats.routed)
     page.counter_to("mooncake_fetches_total", stats.fetches)
     page.counter_to("mooncake_replicated_blocks_total", stats.replicated_blocks)
+    page.counter_to("mooncake_self_checks_total", door.cluster.self_check.passed)
     for role in ("prefill", "decode"):
         page.gauge("mooncake_workers_live", door.cluster.workers_live(role), now_s, role=role)
     store(page, subject.store, now_s)

@@ -187,6 +187,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "counted at each taking and giving back."),
         gauge("mooncake_leases_held", "requests", WORKERS,
               "Requests whose blocks in the store this worker keeps leased.", is_use=True),
+        counter("mooncake_self_checks_total", "checks", (FRONT, *WORKERS),
+                "Self-checks that passed, with `mooncake serve --self-check` only; one that fails "
+                "ends its process."),
     ),
     "Transfers between a worker and the storage nodes": (
         counter("mooncake_transfers_total", "transfers", WORKERS,

@@ -50,6 +50,7 @@ WINDOW_S = 60.0
 REST_S_MAX = 20.0
 IN_FLIGHT_MAX = 24
 REST = ("before", "after")
+SELF_CHECKS = "mooncake_self_checks_total"
 STORE_BYTES = "96M"
 LOCUST_FILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 
@@ -158,6 +159,12 @@ def in_use(page: str) -> dict[str, float]:
     return {series_key(s): s.value for s in series_of(lines) if s.name in names and s.value != 0}
 
 
+def self_checks(page: str) -> dict[str, float]:
+    """Model -> self-checks that passed."""
+    lines = [line for line in page.splitlines() if line.startswith(SELF_CHECKS)]
+    return {series.labels["model"]: series.value for series in series_of(lines)}
+
+
 def wait_rest(addresses: Addresses) -> dict[str, float]:
     """What is still in use after REST_S_MAX; empty as soon as nothing is."""
     give_up_s = time.monotonic() + REST_S_MAX
@@ -224,6 +231,14 @@ class LeakTest:
         self.targets += growth_targets("load", rows, "second", "last")
         self.targets.append(Target("load_locust_exit_status", float(status), "<=", 0))
         self._rest("load", None)
+
+    def checks(self) -> None:
+        """A failed one would have ended its process, which the other targets tell."""
+        passed = self_checks(fetch_page(self.addresses.metrics_url))
+        fewest = min(passed, key=lambda model: passed[model], default=None)
+        why = "no model shows any" if fewest is None else f"{fewest}, of {len(passed)} models"
+        value = None if fewest is None else passed[fewest]
+        self.targets.append(Target("self_checks_passed", value, ">=", 1, why))
 
     def warm_up(self, count: int) -> None:
         self._send("warm_up", count, 2 * IN_FLIGHT_MAX)
@@ -300,6 +315,7 @@ def main(
             test.warm_up(mixed)
             test.load(users, seconds)
             test.mixed(mixed)
+            test.checks()
         except (server.ServerFailed, OSError) as error:
             console.print(f"cannot measure: {error}", style="bold red", markup=False)
             raise typer.Exit(1) from error

@@ -128,6 +128,11 @@ def a_streamed_answer(server: Server) -> Iterator[None]:
     yield
 
 
+@cause("self_checks_total")
+def time_passes(server: Server) -> Iterator[None]:
+    yield  # the servers of these tests run with --self-check
+
+
 @cause("requests_live", "requests_running", "context_tokens", "pages_used", "kv_bytes_used")
 def a_stream_that_goes_on(server: Server) -> Iterator[None]:
     stream = server.stream(text_input="It was", max_tokens=4000, end_id=-1, stream=True)
