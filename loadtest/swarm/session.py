@@ -20,14 +20,14 @@ from typing import Any
 import gevent
 from locust.exception import StopTest
 
-from loadtest.metrics import spread
 from loadtest.sampler import Sampler
-from loadtest.swarm.ending import Ended, finish
+from loadtest.swarm.ending import Ended, is_reported, judged
 from loadtest.swarm.preparation import Preparation, make_sender, prepare, read_settings
 from loadtest.swarm.probe import CannotStart
+from loadtest.swarm.progress import Progress
 from loadtest.swarm.run import Run, trace_share
 from loadtest.swarm.run_clock import RunClock
-from loadtest.swarm.settings import SettingsError
+from loadtest.swarm.settings import HOST, SettingsError
 from loadtest.swarm.trace_share import TraceProgress, due_times_s
 from loadtest.swarm.users import USERS
 
@@ -70,6 +70,7 @@ class DecidingSession(Session):
     def start(self) -> None:
         """When Locust has started. Without a web page, prepare before its clock runs."""
         options = self.environment.parsed_options
+        self.environment.host = self.environment.host or HOST  # the web page shows it
         try:
             if read_settings(self.environment).is_trace:
                 self._set_shape()
@@ -136,10 +137,11 @@ class DecidingSession(Session):
         samples = self._sampler.stop() if self._sampler is not None else []
         if self._sampler is not None and not samples:
             log.warning("no samples of the server: %s", self._sampler.problem)
-        users = self.runner.target_user_count
-        verdict = finish(Ended(run, self._preparation, samples, users))
-        environment.process_exit_code = None if verdict.is_passed else EXIT_MISSED
+        ended = Ended(run, self._preparation, samples, self.runner.target_user_count)
         self._sampler = self._progress = self._preparation = None
+        environment.process_exit_code = None if judged(ended).is_passed else EXIT_MISSED
+        if not is_reported(ended):
+            environment.process_exit_code = EXIT_MISSED
 
     def quit(self, environment: Any, **_: Any) -> None:
         """Before Locust decides on its exit code. After Ctrl-C users may still be there."""
@@ -164,23 +166,9 @@ class DecidingSession(Session):
         self.environment.shape_class = shape
 
     def _show_progress(self) -> None:
+        progress = Progress()
         while True:
             gevent.sleep(PROGRESS_EVERY_S)
-            if self.run is not None:
-                log.info("%s", progress_line(self.run, self.runner.user_count))
-
-
-def progress_line(run: Run, users: int) -> str:
-    records = run.records.all
-    ended = {"completed": 0, "rejected": 0, "failed": 0}
-    for record in records:
-        ended[record.outcome] += 1
-    done = [record for record in records if record.outcome == "completed"]
-    text = (
-        f"{run.clock.now_s():.0f} s: {users} users, {ended['completed']} answered, "
-        f"{ended['rejected']} rejected, {ended['failed']} failed"
-    )
-    for name, values in (("TTFT", [r.ttft_s for r in done]), ("TBT", [r.tbt_s for r in done])):
-        if (found := spread(values)) is not None:
-            text += f", {name} P90 {found.p90 * 1e3:.1f} ms"
-    return text
+            if (run := self.run) is not None:
+                users = self.runner.user_count
+                log.info("%s", progress.line(run.records.all, run.clock.now_s(), users))
