@@ -23,7 +23,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from backends.metric_table import METRICS
-from tests.e2e.server import Answer, Server, running, wait_until
+from tests.e2e.server import Answer, Server, running, take, wait_until
 
 B = 64  # block_tokens
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]  # (name, labels) -> value
@@ -199,10 +199,12 @@ def a_worker_that_is_added(server: Server) -> Iterator[None]:
 @cause("retries_total", "workers_live", "start_time_seconds", is_rough=True)
 def a_worker_that_is_killed_while_it_decodes(server: Server) -> Iterator[None]:
     stream = server.stream(
-        text_input="It was", max_tokens=600, end_id=-1, stream=True, return_decision=True
+        text_input="It was", max_tokens=1500, end_id=-1, stream=True, return_decision=True
     )
-    decision = stream.next().as_numpy("decision").reshape(-1)[0]
-    stub_of(server, "decode_0" if b'"decode": "decode_0"' in decision else "decode_1").kill()
+    answer = Answer()
+    while "decode" not in answer.decision:
+        take(answer, stream.next())
+    stub_of(server, answer.decision["decode"]).kill()
     yield
     assert not (rest := stream.all()).error, rest.error
     wait_until_all_serve(server)
