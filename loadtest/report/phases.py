@@ -1,10 +1,10 @@
 """Where a request's time went, from the times in its record and its decision. Pure arithmetic.
 
-    queue      waiting at the prefill worker                        \\
-    transfer   its cached prefix into the pages of the engine        | until the first token,
-    prefill    computing the rest of the prompt                      | with `put_s` of the hand-over
-    hand-over  its KV into the store, waiting at the decode worker, /  and what is elsewhere
-               and from the store into the pages of that engine
+    queue      waiting at the prefill worker                  \\
+    transfer   its cached prefix into the pages of the engine  | until the first token, with what
+    prefill    computing the rest of the prompt               /  is elsewhere by then
+    hand-over  its KV into the store, waiting at the decode worker, and from the store into the
+               pages of that engine; the first token is out before it
     decode     from the first token to the last, without the hand-over in between
     elsewhere  what is left of the time that the client waited: the conductor, Triton, the network,
                the client itself
@@ -56,7 +56,6 @@ class Phases:
             "queue": self.queue_s,
             "transfer": self.transfer_s,
             "prefill": self.prefill_s,
-            "hand-over": self.put_s,
         }
         return found | {"elsewhere": max(0.0, self.ttft_s - sum(found.values()))}
 
@@ -91,7 +90,7 @@ def phases_of(record: RequestRecord) -> Phases | None:
         prefill_s=prefill_s,
         put_s=put_s,
         decode_wait_s=wait_s,
-        decode_s=max(0.0, between_tokens_s - wait_s),
+        decode_s=max(0.0, between_tokens_s - put_s - wait_s),
     )
 
 

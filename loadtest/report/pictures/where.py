@@ -42,8 +42,8 @@ def first_token(found: Sequence[Phases]) -> Picture:
     many = f"{len(found):,} requests in {len(groups)} groups of equal size"
     caption = (
         f"{many}, ordered by TTFT. Queue: waiting at the prefill worker; transfer: the cached "
-        "prefix into its engine; prefill: computing the rest; hand-over: the KVCache into the "
-        "store; elsewhere: conductor, Triton, network and client."
+        "prefix into its engine; prefill: computing the rest; elsewhere: conductor, Triton, "
+        "network and client."
     )
     worst = groups[-1]
     alt = f"{many}; of the slowest group: {in_words(worst.phases_s)}."

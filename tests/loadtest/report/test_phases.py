@@ -15,7 +15,7 @@ def test_the_phases_of_a_request_add_up_to_its_whole_time() -> None:
     assert sum(phases.all.values()) == pytest.approx(1.1)
     assert phases.all == pytest.approx({
         "queue": 0.1, "transfer": 0.05, "prefill": 0.2, "hand-over": 0.05 + 0.05,
-        "decode": 0.5 - 0.05, "elsewhere": 1.1 - 0.9,
+        "decode": 0.5 - 0.1, "elsewhere": 1.1 - 0.85,
     })  # fmt: skip
 
 
@@ -23,8 +23,7 @@ def test_until_the_first_token_they_add_up_to_the_ttft() -> None:
     phases = phases_of(answered())
     assert phases is not None
     assert sum(phases.until_first_token.values()) == pytest.approx(0.5)
-    assert phases.until_first_token["hand-over"] == 0.05
-    assert "decode" not in phases.until_first_token
+    assert not {"hand-over", "decode"} & phases.until_first_token.keys(), "they come after it"
 
 
 def test_no_phase_is_negative_when_clocks_disagree() -> None:
