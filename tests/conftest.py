@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import secrets
 
+import hypothesis
 import pytest
+
+# A busy machine is no failure.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
