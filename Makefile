@@ -7,7 +7,7 @@ ARGS ?=
 USERS ?= 5
 SECONDS ?= 60
 
-.PHONY: serve test lint format bench clients loadtest setup clean
+.PHONY: serve test lint format bench leaks clients loadtest setup clean
 
 serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
 	@exec $(BIN)/mooncake serve $(ARGS)
@@ -27,6 +27,10 @@ format: $(READY)
 bench: $(READY)  ## measure what README.md and docs/measurements.md quote
 	$(BIN)/python -m loadtest.bench.reuse $(ARGS)
 	$(BIN)/python -m loadtest.bench.transports
+	$(BIN)/python -m loadtest.bench.overhead
+
+leaks: $(READY)  ## ten minutes of load; what grows or stays behind (ARGS="--seconds 180" for less)
+	$(BIN)/python -m loadtest.bench.leaks $(ARGS)
 
 clients: $(READY)  ## public load generators, unchanged (ARGS="curl --url 127.0.0.1:8001" for some)
 	$(BIN)/python -m loadtest.clients $(ARGS)
