@@ -10,6 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from rich.console import Console
 from loadtest.addresses import Addresses
 from loadtest.bench.result import Result
 from loadtest.bench.server import ServerFailed, serving
-from loadtest.clients import aiperf, curl, genai_perf, replay
+from loadtest.clients import aiperf, curl, genai_perf, replay, tensorrt_llm
 from loadtest.clients.agreement import Agreement
 from loadtest.clients.environment import ENVIRONMENTS, PROJECT, ClientFailed, environment
 from loadtest.clients.load import Load, Report
@@ -31,7 +32,8 @@ from loadtest.trace import TraceError, read_trace
 REQUIREMENTS = {
     aiperf.NAME: aiperf.REQUIREMENTS,
     genai_perf.NAME: genai_perf.REQUIREMENTS,
-    "curl": (),
+    tensorrt_llm.NAME: (),
+    curl.NAME: (),
 }
 MODELS = ("conductor", "ensemble")
 WIDTH = 130  # of tables in a file or a pipe
@@ -53,9 +55,10 @@ def installed(clients: Sequence[str], parent: Path, console: Console) -> dict[st
 
 def aiperf_runs(binaries: Path, load: Load, out: Path, trace: ScaledTrace) -> list[Run]:
     """The template endpoint on both models, then the trace, then the same trace by our client."""
-
-    def synthetic(model: str) -> Run:
-        return lambda: aiperf.run(binaries, load, model, out / f"aiperf-{model}", None, ())
+    synthetic = [
+        partial(aiperf.run, binaries, load, model, out / f"aiperf-{model}", None, ())
+        for model in MODELS
+    ]
 
     def replayed() -> Report:
         scaled = out / "trace.jsonl"
@@ -64,18 +67,27 @@ def aiperf_runs(binaries: Path, load: Load, out: Path, trace: ScaledTrace) -> li
         more = ("--isl-block-size", str(block_tokens))
         return aiperf.run(binaries, load, MODELS[0], out / "aiperf-trace", scaled, more)
 
-    def ours() -> Report:
-        return replay.run(load, MODELS[0], out / "mooncake-replay", trace)
-
-    return [*map(synthetic, MODELS), replayed, ours]
+    ours = partial(replay.run, load, MODELS[0], out / "mooncake-replay", trace)
+    return [*synthetic, replayed, ours]
 
 
 def genai_perf_runs(binaries: Path, load: Load, out: Path) -> list[Run]:
-    def of(model: str, backend: str) -> Run:
+    def run(model: str, backend: str) -> Report:
         folder = out / f"genai-perf-{model}-{backend}"
-        return lambda: genai_perf.run(binaries, load, model, backend, folder, ())
+        return genai_perf.run(binaries, load, model, backend, folder, ())
 
-    return [of(model, backend) for model in MODELS for backend in genai_perf.BACKENDS]
+    return [partial(run, model, backend) for model in MODELS for backend in genai_perf.BACKENDS]
+
+
+def runs_of(
+    client: str, binaries: Path | None, load: Load, out: Path, trace: ScaledTrace
+) -> list[Run]:
+    if client == aiperf.NAME and binaries:
+        return aiperf_runs(binaries, load, out, trace)
+    if client == genai_perf.NAME and binaries:
+        return genai_perf_runs(binaries, load, out)
+    run = {tensorrt_llm.NAME: tensorrt_llm.run, curl.NAME: curl.run}[client]
+    return [partial(run, load, model) for model in MODELS]
 
 
 def compared(run: Run, addresses: Addresses, console: Console) -> Agreement:
@@ -144,14 +156,14 @@ def main(
             load = Load(
                 addresses, tokenizer.resolve(), requests, concurrency, input_tokens, output_tokens
             )
-            runs: list[Run] = []
-            if aiperf.NAME in chosen:
-                runs += aiperf_runs(binaries[aiperf.NAME], load, folder, scaled)
-            if genai_perf.NAME in chosen:
-                runs += genai_perf_runs(binaries[genai_perf.NAME], load, folder)
-            agreements += [compared(run, addresses, console) for run in runs]
-            if "curl" in chosen:
+            if curl.NAME in chosen:
                 show_curl(addresses, console)
+            runs = [
+                run
+                for client in chosen
+                for run in runs_of(client, binaries.get(client), load, folder, scaled)
+            ]
+            agreements += [compared(run, addresses, console) for run in runs]
     except (ClientFailed, ServerFailed, TraceError, OSError, ValueError) as error:
         Console(stderr=True).print(f"cannot run: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error

@@ -1,27 +1,27 @@
 """Clients that others wrote get what they read: TensorRT-LLM's and genai-perf's requests, curl.
 
 The tensors are those that NVIDIA's `end_to_end_grpc_client.py` and genai-perf send: the same names,
-types, shapes [1, 1], requested outputs, and the same way to read the answer. aiperf and genai-perf
-themselves run here where `make clients` has installed them; that takes a minute each.
+types, shapes [1, 1], requested outputs (perf_analyzer asks for all), and the same way to read the
+answer. aiperf and genai-perf themselves run here where `make clients` has installed them; that
+takes a minute each.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from tritonclient.utils import np_to_triton_dtype
 
-from loadtest.clients import aiperf, curl, genai_perf
+from loadtest.clients import aiperf, curl, genai_perf, tensorrt_llm
 from loadtest.clients.environment import ENVIRONMENTS, PROJECT
 from loadtest.clients.load import Load
 from loadtest.clients.scaled_trace import write_scaled
+from loadtest.clients.tensorrt_llm import OUTPUTS, Arrival, text_of
 from loadtest.trace import read_trace
 from tests.e2e.server import Server, wait_until
 
@@ -30,52 +30,18 @@ PROMPT = "It is a truth universally acknowledged"
 TOKENS = 12
 
 
-def tensorrt_llm_request(stream: bool, **more: Any) -> dict[str, np.ndarray]:
-    """What end_to_end_grpc_client.py sends when it is told nothing but a prompt and a length."""
-    sent = {
-        "text_input": np.array([[PROMPT]], object),
-        "max_tokens": np.array([[TOKENS]], np.int32),
-        "stream": np.array([[stream]], bool),
-        "beam_width": np.array([[1]], np.int32),
-        "temperature": np.array([[1.0]], np.float32),
-        "exclude_input_in_output": np.array([[False]], bool),
-    }
-    return sent | more
+def request(stream: bool, **more: Any) -> dict[str, Any]:
+    return tensorrt_llm.request(PROMPT, TOKENS, stream) | more
 
 
-def answers(
-    server: Server, model: str, sent: dict[str, np.ndarray], outputs: Sequence[str] = ()
-) -> list[triton.InferResult]:
-    """Every response of one stream; without `outputs` all are asked for, as perf_analyzer does."""
-    inputs = []
-    for name, array in sent.items():
-        inputs.append(triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
-        inputs[-1].set_data_from_numpy(array)
-    found: list[triton.InferResult] = []
-    errors: list[Exception] = []
+def answers(server: Server, model: str, inputs: dict[str, Any], *outputs: str) -> list[Arrival]:
     with triton.InferenceServerClient(server.addresses.grpc) as client:
-        asked = outputs or [each.name for each in client.get_model_metadata(model).outputs]
-        client.start_stream(
-            lambda result, error: errors.append(error) if error else found.append(result)
-        )
-        client.async_stream_infer(
-            model, inputs, outputs=[triton.InferRequestedOutput(name) for name in asked],
-            enable_empty_final_response=not outputs,
-        )  # fmt: skip
-        client.stop_stream()  # waits for the last response
-    assert not errors, errors
-    return [result for result in found if result.get_response().outputs]
-
-
-def text_of(results: list[triton.InferResult]) -> str:
-    """As TensorRT-LLM's client reads it: the tensor has one dimension."""
-    return "".join(result.as_numpy("text_output")[0].decode("utf-8") for result in results)
+        return tensorrt_llm.send(client, model, inputs, outputs or OUTPUTS)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_tensorrt_llms_client_gets_a_text_streamed_and_whole(demo: Server, model: str) -> None:
-    whole = answers(demo, model, tensorrt_llm_request(False), ("text_output",))
-    streamed = answers(demo, model, tensorrt_llm_request(True), ("text_output",))
+    whole, streamed = (answers(demo, model, request(stream)) for stream in (False, True))
     assert len(whole) == 1 and len(streamed) > 1
     assert text_of(whole).startswith(PROMPT), "the prompt was not excluded"
     assert text_of(streamed) == text_of(whole)[len(PROMPT) :], "never streamed, as by TensorRT-LLM"
@@ -83,7 +49,7 @@ def test_tensorrt_llms_client_gets_a_text_streamed_and_whole(demo: Server, model
 
 @pytest.mark.parametrize("model", MODELS)
 def test_tensorrt_llms_client_may_send_everything_it_knows(demo: Server, model: str) -> None:
-    sent = tensorrt_llm_request(
+    inputs = request(
         True,
         num_return_sequences=np.array([[1]], np.int32),
         stop_words=np.array([["\n\n\n"]], object),
@@ -93,10 +59,11 @@ def test_tensorrt_llms_client_may_send_everything_it_knows(demo: Server, model: 
         end_id=np.array([[0]], np.int32),
         pad_id=np.array([[0]], np.int32),
     )
-    outputs = ("text_output", "sequence_index", "batch_index")
-    results = answers(demo, model, sent, outputs)
-    assert text_of(results) == text_of(answers(demo, model, tensorrt_llm_request(True)))
-    assert {r.as_numpy(name)[0][0] for r in results for name in outputs[1:]} == {0}
+    indices = ("sequence_index", "batch_index")
+    arrivals = answers(demo, model, inputs, *OUTPUTS, *indices)
+    assert text_of(arrivals) == text_of(answers(demo, model, request(True)))
+    found = {arrival.result.as_numpy(name)[0][0] for arrival in arrivals for name in indices}
+    assert found == {0}, "read as [0][0]: these two keep the batch dimension"
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -120,8 +87,10 @@ def test_genai_perf_gets_as_many_tokens_as_it_asks_for(
             )
         },
     }
-    results = answers(demo, model, sent | lengths[backend])
-    tokens = [int(result.as_numpy("num_output_tokens")[0][0]) for result in results]
+    with triton.InferenceServerClient(demo.addresses.grpc) as client:
+        every = [output.name for output in client.get_model_metadata(model).outputs]
+        arrivals = tensorrt_llm.send(client, model, sent | lengths[backend], every, True)
+    tokens = [int(arrival.result.as_numpy("num_output_tokens")[0][0]) for arrival in arrivals]
     assert sum(tokens) == TOKENS  # on a busy machine some share a message
 
 
@@ -136,7 +105,7 @@ def test_perf_analyzer_finds_the_statistics_and_the_configuration_it_needs(
     with triton.InferenceServerClient(demo.addresses.grpc) as client:
         assert client.get_model_config(model).config.model_transaction_policy.decoupled
         before = successes()
-        answers(demo, model, tensorrt_llm_request(True))
+        answers(demo, model, request(True))
         wait_until(lambda: successes() > before, "the request to be counted")
 
 

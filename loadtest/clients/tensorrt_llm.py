@@ -1,0 +1,98 @@
+"""tritonclient with the requests that NVIDIA's clients of TensorRT-LLM's ensemble send.
+
+Names, types, shapes [1, 1] and requested outputs are those of `end_to_end_grpc_client.py`
+(tensorrtllm_backend 0.19); so is one stream for each request, closed by `stop_stream`. The
+end-to-end test sends the same. Not here: our own client (triton_client.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tritonclient.grpc as triton
+from tritonclient.utils import np_to_triton_dtype
+
+from loadtest.clients.environment import ClientFailed
+from loadtest.clients.fresh_text import fresh_texts
+from loadtest.clients.load import Load, Report
+
+NAME = "tritonclient"
+OUTPUTS = ("text_output",)
+Inputs = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    time_s: float
+    result: triton.InferResult
+
+
+def request(prompt: str, max_tokens: int, stream: bool) -> dict[str, npt.NDArray[Any]]:
+    """What that client sends when it is told nothing but a prompt and a length."""
+    return {
+        "text_input": np.array([[prompt]], object),
+        "max_tokens": np.array([[max_tokens]], np.int32),
+        "stream": np.array([[stream]], bool),
+        "beam_width": np.array([[1]], np.int32),
+        "temperature": np.array([[1.0]], np.float32),
+        "exclude_input_in_output": np.array([[False]], bool),
+    }
+
+
+def send(
+    client: triton.InferenceServerClient,
+    model: str,
+    inputs: Inputs,
+    outputs: Sequence[str] = OUTPUTS,
+    wants_empty_final: bool = False,
+) -> list[Arrival]:
+    """Every response of one stream, in order; raises ClientFailed."""
+    tensors = []
+    for name, array in inputs.items():
+        tensors.append(triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+        tensors[-1].set_data_from_numpy(array)
+    arrivals: list[Arrival] = []
+    errors: list[Exception] = []
+
+    def take(result: triton.InferResult, error: Exception | None) -> None:
+        if error is not None:
+            errors.append(error)
+        elif result.get_response().outputs:  # the last one may only say that it is the last
+            arrivals.append(Arrival(time.perf_counter(), result))
+
+    client.start_stream(take)
+    client.async_stream_infer(
+        model,
+        tensors,
+        outputs=[triton.InferRequestedOutput(name) for name in outputs],
+        enable_empty_final_response=wants_empty_final,
+    )
+    client.stop_stream()  # waits for the last response
+    if errors or not arrivals:
+        raise ClientFailed(f"{model} answered {errors[0] if errors else 'nothing'}")
+    return arrivals
+
+
+def text_of(arrivals: Sequence[Arrival]) -> str:
+    """As that client reads it: the tensor has one dimension."""
+    return "".join(each.result.as_numpy("text_output")[0].decode("utf-8") for each in arrivals)
+
+
+def run(load: Load, model: str) -> Report:
+    """Fresh prompts, streamed one after the other; raises ClientFailed."""
+    times_ms = []
+    with triton.InferenceServerClient(load.addresses.grpc) as client:
+        for prompt in fresh_texts(load):
+            inputs = request(prompt, load.output_tokens, stream=True)
+            sent_s = time.perf_counter()
+            arrivals = send(client, model, inputs)
+            times_ms.append((arrivals[0].time_s - sent_s) * 1_000.0)
+    mean_ms, p50_ms = statistics.mean(times_ms), statistics.median(times_ms)
+    table = f"first message: mean {mean_ms:.2f} ms, median {p50_ms:.2f} ms"
+    return Report(NAME, model, "synthetic", len(times_ms), mean_ms, p50_ms, table)
