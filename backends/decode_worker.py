@@ -80,6 +80,10 @@ class DecodeWorker:
         # Several: a reply blocks until Triton has taken it.
         self._repliers = ThreadPoolExecutor(REPLIERS, thread_name_prefix="replier")
         self._replies: set[Future[None]] = set()
+        begun = threading.Barrier(REPLIERS + 1)  # all its threads now, and none under load
+        for _ in range(REPLIERS):
+            self._repliers.submit(begun.wait)
+        begun.wait()
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()

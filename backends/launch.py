@@ -213,6 +213,8 @@ class Launcher:
         env["LD_LIBRARY_PATH"] = ":".join([*libraries, *filter(None, [env.get("LD_LIBRARY_PATH")])])
         env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
         env["PYTHONUNBUFFERED"] = "1"
+        # glibc gives each of many threads an arena of its own, whose free memory stays there.
+        env.setdefault("MALLOC_ARENA_MAX", "2")
         env.pop("PYTHONHOME", None)
         env["MOONCAKE_DIRECTORY"] = self.directory_address
         env["MOONCAKE_EVENTS"] = self.events_address

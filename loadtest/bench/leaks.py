@@ -20,7 +20,6 @@ Not here: reading processes (process_watch.py), the kinds of requests (mixed_req
 from __future__ import annotations
 
 import asyncio
-import gc
 import secrets
 import statistics
 import subprocess
@@ -261,7 +260,6 @@ class LeakTest:
                     self.addresses, count, self.seed, vocabulary_tokens, in_flight_max, on_progress
                 )
             )
-        gc.collect()  # closes our side of the connections
         self.console.print(f"{phase}: {dict(mixed.ended)}", markup=False)
         why = "; ".join(mixed.unexpected[:3])
         self.targets.append(Target(f"{phase}_unexpected", len(mixed.unexpected), "<=", 0, why))

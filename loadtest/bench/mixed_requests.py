@@ -21,6 +21,7 @@ from loadtest.protocol import GenerateRequest, Rejected, ServerError
 from loadtest.triton_client import TritonClient
 
 HTTP_S_MAX = 120.0
+CLOSING_S = 1.0  # gRPC closes its connections while this loop runs, or not at all
 SHARES = {"good": 5, "good http": 1, "bad": 2, "left": 2, "left http": 1}
 WAYS_TO_BE_WRONG = (
     {"input_ids": np.array([1, 2, 10**6], np.int32)},
@@ -147,4 +148,5 @@ async def send_mixed(
                 on_progress(mixed.ended.total())
 
         await asyncio.gather(*(send(number, kind) for number, kind in enumerate(kinds)))
+    await asyncio.sleep(CLOSING_S)
     return mixed
