@@ -46,8 +46,8 @@ class MinGoodput:
 class Sizes:
     """How much users send and how long they think. The defaults suit the demo model."""
 
-    think_s: float = 3.0
-    answer_tokens: int = 64
+    think_s: float = 5.0
+    answer_tokens: int = 96
     question_tokens: int = 40
     chat_turns: int = 8
     system_tokens: int = 1_024
