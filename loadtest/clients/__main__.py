@@ -26,7 +26,7 @@ from loadtest.clients.environment import ENVIRONMENTS, PROJECT, ClientFailed, en
 from loadtest.clients.load import Load, Report
 from loadtest.clients.replay import ScaledTrace
 from loadtest.clients.scaled_trace import write_scaled
-from loadtest.clients.server_ttft import rise, totals
+from loadtest.clients.server_ttft import settled_totals
 from loadtest.trace import TraceError, read_trace
 
 REQUIREMENTS = {
@@ -91,12 +91,12 @@ def runs_of(
 
 
 def compared(run: Run, addresses: Addresses, console: Console) -> Agreement:
-    before = totals(addresses.metrics_url)
+    before = settled_totals(addresses.metrics_url)
     with console.status("running ..."):
         report = run()
     title = f"{report.client}, {report.model}, {report.workload}"
     console.print(f"\n== {title}\n{report.table}", markup=False, soft_wrap=True)
-    return Agreement(report, rise(addresses.metrics_url, before, report.requests))
+    return Agreement(report, settled_totals(addresses.metrics_url) - before)
 
 
 def show_curl(addresses: Addresses, console: Console) -> None:

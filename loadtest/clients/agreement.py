@@ -1,8 +1,8 @@
 """Does a client's TTFT agree with the server's own, of the very same requests?
 
 Pure: two figures in, a row and a target out. What lies between the two: the way through Triton's
-front end and, through `ensemble`, preprocessing (both before the front's clock starts), and how
-soon the client reads. Not here: asking either of them (server_ttft.py, aiperf.py, genai_perf.py).
+front end and its Python stub, and how soon the client reads. Not here: asking either of them
+(server_ttft.py, aiperf.py, genai_perf.py).
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ class Agreement:
     @property
     def doubt(self) -> str:
         """Why the two are not about the same requests; empty when they are."""
-        if self.server.requests == self.report.requests:
+        if self.server.front.count == self.report.requests:
             return ""
         return (
-            f"the server counted {self.server.requests:.0f} requests, the client reports "
+            f"the server counted {self.server.front.count:.0f} requests, the client reports "
             f"{self.report.requests}: someone else was sending, or some failed"
         )
 
     @property
+    def server_ttft_ms(self) -> float | None:
+        return self.server.ttft_ms_mean(self.report.model)
+
+    @property
     def ratio(self) -> float | None:
-        return None if self.doubt else self.report.ttft_ms_mean / self.server.ttft_ms_mean
+        server_ms = self.server_ttft_ms
+        return None if self.doubt or not server_ms else self.report.ttft_ms_mean / server_ms
 
     def row(self) -> dict[str, Cell]:
-        server_ms = self.server.ttft_ms_mean if self.server.requests else None
+        server_ms = self.server_ttft_ms
         return {
             "client": self.report.client,
             "model": self.report.model,
@@ -51,5 +56,7 @@ class Agreement:
     def target(self) -> Target:
         report = self.report
         name = f"{report.client} {report.model} {report.workload} ttft_disagreement"
-        value = None if self.ratio is None else abs(self.ratio - 1.0)
-        return Target(name, value, "<=", DISAGREEMENT_GOAL, self.doubt)
+        if self.ratio is None:
+            why = self.doubt or "the server's own models counted nothing"
+            return Target(name, None, "<=", DISAGREEMENT_GOAL, why)
+        return Target(name, abs(self.ratio - 1.0), "<=", DISAGREEMENT_GOAL)

@@ -18,7 +18,7 @@ from loadtest.clients.load import Load, Report
 from loadtest.clients.process import run_client
 from loadtest.clients.replay import tables_of
 from loadtest.clients.scaled_trace import write_scaled
-from loadtest.clients.server_ttft import Totals
+from loadtest.clients.server_ttft import Sum, Totals, totals
 from loadtest.trace import TRACE_BLOCK_TOKENS, read_trace
 from loadtest.workloads import TokenSource, plan
 
@@ -26,25 +26,45 @@ TRACE = Path(__file__).resolve().parents[1] / "data" / "conversation_turns.jsonl
 LOAD = Load(addresses_of("127.0.0.1:8001"), Path("tokenizer"), 40, 2, 512, 32)
 
 
-def report(mean_ms: float, requests: int = 40, client: str = "aiperf") -> Report:
-    return Report(client, "conductor", "trace", requests, mean_ms, mean_ms, "")
+PAGE = """# TYPE mooncake_ttft_seconds histogram
+mooncake_ttft_seconds_count{model="conductor"} 40
+mooncake_ttft_seconds_sum{model="conductor"} 4.0
+mooncake_ttft_seconds_bucket{model="conductor",le="0.1"} 20
+nv_inference_request_success{model="preprocessing",version="1"} 10
+nv_inference_request_duration_us{model="preprocessing",version="1"} 50000
+nv_inference_request_success{model="postprocessing",version="1"} 100
+nv_inference_request_duration_us{model="postprocessing",version="1"} 100000
+"""
+SERVED = Totals(front=Sum(40, 4.0))  # 100 ms each
+
+
+def report(mean_ms: float, requests: int = 40, model: str = "conductor") -> Report:
+    return Report("aiperf", model, "synthetic", requests, mean_ms, mean_ms, "")
 
 
 def test_a_client_agrees_within_15_percent_of_the_servers_mean() -> None:
-    server = Totals(40, 4.0)  # 100 ms each
     for mean_ms, met in ((114.9, True), (86.0, True), (116.0, False), (84.0, False)):
-        assert Agreement(report(mean_ms), server).target().is_met is met
+        assert Agreement(report(mean_ms), SERVED).target().is_met is met
+
+
+def test_the_ensembles_other_models_count_only_for_its_own_requests() -> None:
+    found = totals(PAGE)
+    assert found.ttft_ms_mean("conductor") == pytest.approx(100.0)
+    assert found.ttft_ms_mean("ensemble") == pytest.approx(100.0 + 5.0 + 1.0)
+    assert (found - found).ttft_ms_mean("conductor") is None
+    assert SERVED.ttft_ms_mean("ensemble") is None, "nobody preprocessed: no guess"
 
 
 def test_runs_that_did_not_serve_the_same_requests_are_not_compared() -> None:
-    found = Agreement(report(100.0), Totals(41, 4.1))
+    found = Agreement(report(100.0), Totals(front=Sum(41, 4.1)))
     assert found.ratio is None and found.row()["client_over_server"] is None
     assert found.target().is_met is None and "41 requests" in found.target().why
 
 
-def test_a_server_that_counted_nothing_is_no_division_by_zero() -> None:
-    found = Agreement(report(100.0), Totals(0, 0.0))
-    assert found.row()["server_ttft_ms_mean"] is None and found.target().is_met is None
+def test_a_server_that_counted_nothing_is_not_agreed_with() -> None:
+    for served, model in ((Totals(), "conductor"), (SERVED, "ensemble")):
+        found = Agreement(report(100.0, model=model), served)
+        assert found.row()["server_ttft_ms_mean"] is None and found.target().is_met is None
 
 
 @pytest.mark.parametrize("length_scale", [1.0, 0.25, 0.02])
