@@ -20,13 +20,15 @@ Not here: reading processes (process_watch.py), the kinds of requests (mixed_req
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -37,7 +39,7 @@ from rich.console import Console
 from backends.metric_table import METRICS
 from loadtest.addresses import Addresses
 from loadtest.bench import server
-from loadtest.bench.mixed_requests import send_mixed
+from loadtest.bench.mixed_requests import run_mixed
 from loadtest.bench.process_watch import Look, ProcessWatch
 from loadtest.bench.result import Cell, Result, Target
 from loadtest.metrics_page import fetch_page, series_key, series_of
@@ -249,17 +251,16 @@ class LeakTest:
         self._rest("mixed", before)
 
     def _send(self, phase: str, count: int, in_flight_max: int) -> None:
+        """In a process of its own: gRPC closes the last connections of one when it ends."""
         self.seed += 1
         vocabulary_tokens = asyncio.run(described(self.addresses)).vocabulary_tokens
-        with self.console.status("") as status:
-            on_progress: Callable[[int], None] = lambda done: status.update(  # noqa: E731
-                f"{phase}: {done} of {count} mixed requests ended ..."
-            )
-            mixed = asyncio.run(
-                send_mixed(
-                    self.addresses, count, self.seed, vocabulary_tokens, in_flight_max, on_progress
-                )
-            )
+        with (
+            self.console.status(f"{phase}: {count} mixed requests ..."),
+            ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
+        ):
+            mixed = process.submit(
+                run_mixed, self.addresses, count, self.seed, vocabulary_tokens, in_flight_max
+            ).result()
         self.console.print(f"{phase}: {dict(mixed.ended)}", markup=False)
         why = "; ".join(mixed.unexpected[:3])
         self.targets.append(Target(f"{phase}_unexpected", len(mixed.unexpected), "<=", 0, why))

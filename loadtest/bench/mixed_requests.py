@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,7 +20,6 @@ from loadtest.protocol import GenerateRequest, Rejected, ServerError
 from loadtest.triton_client import TritonClient
 
 HTTP_S_MAX = 120.0
-CLOSING_S = 1.0  # gRPC closes its connections while this loop runs, or not at all
 SHARES = {"good": 5, "good http": 1, "bad": 2, "left": 2, "left http": 1}
 WAYS_TO_BE_WRONG = (
     {"input_ids": np.array([1, 2, 10**6], np.int32)},
@@ -125,7 +123,6 @@ async def send_mixed(
     seed: int,
     vocabulary_tokens: int,
     in_flight_max: int,
-    on_progress: Callable[[int], None],
 ) -> Mixed:
     """Send `count` requests; returns when the last has ended."""
     chance = random.Random(seed)
@@ -145,8 +142,13 @@ async def send_mixed(
                 mixed.ended[ended.partition(":")[0]] += 1
                 if ended.startswith("unexpected"):
                     mixed.unexpected.append(ended)
-                on_progress(mixed.ended.total())
 
         await asyncio.gather(*(send(number, kind) for number, kind in enumerate(kinds)))
-    await asyncio.sleep(CLOSING_S)
     return mixed
+
+
+def run_mixed(
+    addresses: Addresses, count: int, seed: int, vocabulary_tokens: int, in_flight_max: int
+) -> Mixed:
+    """`send_mixed` for a process that does nothing else."""
+    return asyncio.run(send_mixed(addresses, count, seed, vocabulary_tokens, in_flight_max))
