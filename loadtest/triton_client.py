@@ -18,6 +18,7 @@ import grpc
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 
+from loadtest.grpc_connection import CHANNEL_OPTIONS, connection_error
 from loadtest.protocol import (
     CHANNELS,
     REQUEST_S_MAX,
@@ -31,7 +32,6 @@ from loadtest.protocol import (
 )
 
 PROBE_S_MAX = 10.0
-MESSAGE_BYTES_MAX = 2**31 - 1
 
 
 class TritonClient:
@@ -45,16 +45,12 @@ class TritonClient:
         now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         assert channels > 0
-        options = [
-            ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-            ("grpc.use_local_subchannel_pool", 1),  # or all channels share one connection
-        ]
         self.url = url
         self.model = model
         self._now_s = now_s
         self._clients = [
-            triton_aio.InferenceServerClient(url, channel_args=options) for _ in range(channels)
+            triton_aio.InferenceServerClient(url, channel_args=CHANNEL_OPTIONS)
+            for _ in range(channels)
         ]
         self._next = itertools.cycle(self._clients)
 
@@ -95,7 +91,7 @@ class TritonClient:
                 if result.get_response().outputs:  # the last one may only say that it is the last
                     yield event
         except grpc.RpcError as error:
-            raise _connection_error(error, self.url) from error
+            raise connection_error(error, self.url) from error
         finally:
             stream.cancel()
         if not finished:
@@ -117,12 +113,3 @@ class TritonClient:
 
 async def _once(arguments: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     yield arguments
-
-
-def _connection_error(error: grpc.RpcError, url: str) -> ServerError:
-    code, details = error.code(), error.details()
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return ServerError("timeout", f"{url}: no complete answer in time")
-    if code == grpc.StatusCode.UNAVAILABLE:
-        return ServerError("unreachable", f"{url}: {details}")
-    return ServerError("server_error", f"{url}: {code.name} {details}")

@@ -16,6 +16,7 @@ from loadtest.swarm import gevent_grpc  # noqa: F401  isort: skip  before grpc
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from loadtest.grpc_connection import CHANNEL_OPTIONS, connection_error
 from loadtest.protocol import (
     CHANNELS,
     GenerateRequest,
@@ -35,22 +36,16 @@ OUTPUTS = (
     "cached_tokens",
     "decision",
 )
-MESSAGE_BYTES_MAX = 2**31 - 1
 
 
 class GrpcSender:
     """To one model of one Triton."""
 
     def __init__(self, url: str, model: str, now_s: Callable[[], float]) -> None:
-        options = [
-            ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-            ("grpc.use_local_subchannel_pool", 1),  # or all channels share one connection
-        ]
         self._url = url
         self._model = model
         self._now_s = now_s
-        self._channels = [grpc.insecure_channel(url, options) for _ in range(CHANNELS)]
+        self._channels = [grpc.insecure_channel(url, CHANNEL_OPTIONS) for _ in range(CHANNELS)]
         self._stubs = itertools.cycle(
             [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in self._channels]
         )
@@ -99,12 +94,3 @@ def infer_request(model: str, request: GenerateRequest) -> service_pb2.ModelInfe
         else:
             parameter.string_param = value
     return message
-
-
-def connection_error(error: grpc.RpcError, url: str) -> ServerError:
-    code, details = error.code(), error.details()
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return ServerError("timeout", f"{url}: no complete answer in time")
-    if code == grpc.StatusCode.UNAVAILABLE:
-        return ServerError("unreachable", f"{url}: {details}")
-    return ServerError("server_error", f"{url}: {code.name} {details}")
