@@ -44,9 +44,9 @@ def store(page: MetricPage, watch: StoreWatch, now_s: float) -> None:
     page.gauge("mooncake_store_leases", seen.leases, now_s)
     for node in seen.nodes:
         labels = {"node": node.node_id}
-        used_bytes = node.used_slots * node.block_bytes
+        used_bytes = node.used_bytes
         page.gauge("mooncake_store_bytes_used", used_bytes, now_s, **labels)
         page.gauge("mooncake_store_bytes_max", node.segment_bytes, now_s, **labels)
-        page.gauge("mooncake_store_blocks", node.ready_slots, now_s, **labels)
+        page.gauge("mooncake_store_blocks", node.ready_blocks, now_s, **labels)
     for node_id, evictions in watch.evictions.items():
         page.counter_to("mooncake_store_evictions_total", evictions, node=node_id)

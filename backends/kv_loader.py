@@ -76,7 +76,7 @@ class KvLoader:
         refs = [ref for ref in letter.blocks if ref.index < len(arrival.pages)]
         if not refs:
             return
-        copies = [Copy(ref.node_id, ref.slot, ref.generation, ref.checksum) for ref in refs]
+        copies = [self._copy(ref) for ref in refs]
         offsets = [arrival.pages[ref.index] * self._layout.block_bytes for ref in refs]
         whole = letter.layer < 0
         layers = range(self._layout.layers) if whole else range(letter.layer, letter.layer + 1)
@@ -93,12 +93,16 @@ class KvLoader:
             if is_here:
                 arrival.note(ref, layers)
 
+    def _copy(self, ref: BlockRef) -> Copy:
+        size_bytes = self._layout.block_bytes
+        return Copy(ref.node_id, ref.slot, ref.generation, ref.checksum, size_bytes)
+
     def load_rest(self, arrival: Arrival, refs: Sequence[BlockRef]) -> list[int]:
         """Whatever was not announced; returns the indices of blocks that proved missing."""
         missing = [ref for ref in refs if not arrival.has_whole(ref, self._layout.layers)]
         if not missing:
             return []
-        copies = [Copy(ref.node_id, ref.slot, ref.generation, ref.checksum) for ref in missing]
+        copies = [self._copy(ref) for ref in missing]
         offsets = [arrival.pages[ref.index] * self._layout.block_bytes for ref in missing]
         with self._counting(arrival):
             arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)

@@ -18,7 +18,7 @@ import xxhash
 
 from mooncake_store.errors import TransferFailed
 from mooncake_store.known_nodes import KnownNodes
-from mooncake_store.layout import Geometry, KvLayout, geometry
+from mooncake_store.layout import Geometry, geometry
 from mooncake_store.membership import NodeInfo
 from mooncake_store.segment import ByteArray
 from mooncake_store.slots import Copy
@@ -42,6 +42,11 @@ class Want(NamedTuple):
     target: LocalSpan
     checksums: tuple[int, ...]  # of equal consecutive parts; empty: cannot be verified
 
+    @property
+    def end_bytes(self) -> int:
+        """Where it ends inside the block."""
+        return self.start_bytes + self.target[1].length_bytes
+
     def is_whole(self) -> bool:
         """Are the bytes in the target the ones that were promised?"""
         if not self.checksums:
@@ -56,13 +61,10 @@ class Want(NamedTuple):
 
 
 class BlockReader:
-    """Reads blocks of one layout. Thread-safe."""
+    """Thread-safe."""
 
-    def __init__(
-        self, nodes: KnownNodes, layout: KvLayout, on_bad_copy: Callable[[Copy], None]
-    ) -> None:
+    def __init__(self, nodes: KnownNodes, on_bad_copy: Callable[[Copy], None]) -> None:
         self._nodes = nodes
-        self._layout = layout
         self._on_bad_copy = on_bad_copy
 
     def read(self, wants: Sequence[Want], deadline_s: float) -> list[bool]:
@@ -90,10 +92,14 @@ class BlockReader:
         """Read these blocks of one node. True: it has a new incarnation, try once more."""
         info = self._nodes.usable(node_id)
         transport = self._nodes.transport(info) if info else None
-        if info is None or transport is None:
-            return False
-        shape = geometry(info.segment_bytes, self._layout.block_bytes)
-        indices = [index for index in indices if wants[index].copy.slot < shape.slots]
+        if info is None or transport is None or info.is_ssd:
+            return False  # what lies on an SSD is restored by its node first (restorer.py)
+        shape = geometry(info.segment_bytes, info.unit_bytes)
+        indices = [
+            index
+            for index in indices
+            if shape.holds(wants[index].copy.slot, wants[index].end_bytes)
+        ]
         try:
             for part in _parts(wants, indices):
                 left_s = until_s - time.monotonic()

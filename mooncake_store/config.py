@@ -13,6 +13,9 @@ HELP = {
     "workers_max": "most live workers at once",
     "owners_max": "most requests that hold leases at once",
     "leases_max": "most leases of all requests together",
+    "hard_pin_fraction_max": "most of a holder's memory that may be pinned hard, 0 to 1",
+    "spill_fraction": "cold blocks are copied to SSD once a segment is fuller than this, 0 to 1",
+    "slow_start_s": "a new node's share of placed blocks grows to its full one in so many seconds",
     "events_max": "events kept for the stream; whoever misses more takes a snapshot",
 }
 
@@ -27,6 +30,9 @@ class DirectoryConfig:
     workers_max: int = 4_096
     owners_max: int = 100_000
     leases_max: int = 4_000_000
+    hard_pin_fraction_max: float = 0.5
+    spill_fraction: float = 0.7
+    slow_start_s: float = 60.0
     events_max: int = 8_192
 
     def problems(self) -> list[str]:

@@ -20,12 +20,14 @@ import msgspec
 import zmq
 
 from mooncake_store import protocol
+from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.errors import RequestInvalid, StoreUnavailable, named
 from mooncake_store.events import Snapshot
 from mooncake_store.layout import Geometry
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.protocol import Kind
 from mooncake_store.slots import Allocation, Copy, Slot
+from mooncake_store.spills import Spill
 from mooncake_store.status import DirectoryStats
 
 T = TypeVar("T")
@@ -39,6 +41,10 @@ _GEOMETRY = Decoder(Geometry)
 _ALLOCATION = Decoder(Allocation)
 _PLACES = Decoder(list[tuple[Copy, ...]])
 _NODES = Decoder(list[NodeInfo])
+_BYTES = Decoder(bytes)
+_NAMES = Decoder(list[str])
+_SPILLS = Decoder(list[Spill])
+_BLOCKS = Decoder(list[tuple[bytes, Copy]])
 _WORKERS = Decoder(list[WorkerInfo])
 _SNAPSHOT = Decoder(Snapshot)
 _STATS = Decoder(DirectoryStats)
@@ -86,9 +92,13 @@ class DirectoryClient:
         owner: str,
         lease_s: float,
         ephemeral: bool = False,
+        size_bytes: int = 0,
+        tenant: str = "",
     ) -> Allocation:
         """A fresh slot for each key that this node neither has nor is being written."""
-        request = protocol.Allocate(node_id, list(keys), owner, lease_s, ephemeral)
+        request = protocol.Allocate(
+            node_id, list(keys), owner, lease_s, ephemeral, size_bytes, tenant
+        )
         return self._ask(request, _ALLOCATION)
 
     def commit(
@@ -114,6 +124,58 @@ class DirectoryClient:
     def drop_copy(self, key: bytes, node_id: str, generation: int) -> bool:
         """This copy proved missing or corrupt."""
         return self._ask(protocol.DropCopy(key, node_id, generation), _BOOL)
+
+    def exist(self, keys: Sequence[bytes]) -> list[bool]:
+        """Is each of these keys anywhere? No lease, and no use of the block."""
+        packed = b"".join(keys)
+        if len(packed) != KEY_BYTES * len(keys):
+            wrong = next(key for key in keys if len(key) != KEY_BYTES)
+            raise RequestInvalid(f"a key has {KEY_BYTES} bytes, {wrong.hex()} has {len(wrong)}")
+        return [bool(found) for found in self._ask(protocol.Exist(packed), _BYTES)]
+
+    def remove(self, keys: Sequence[bytes], node_id: str = "") -> list[bool]:
+        """Give up the copies of these keys (on one node only); False for what is in use."""
+        return self._ask(protocol.Remove(list(keys), node_id), _BOOLS)
+
+    def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float = 0.0) -> list[bool]:
+        """"soft" (for ttl_s), "hard" or "none"; False where a hard pin found no room."""
+        return self._ask(protocol.PinKeys(list(keys), kind, ttl_s), _BOOLS)
+
+    # ---- upkeep
+
+    def adopt(
+        self,
+        node_id: str,
+        incarnation: str,
+        blocks: Sequence[tuple[bytes, int, int, int, int, int]],
+        is_last: bool,
+    ) -> int:
+        """What a node holds: (key, slot, generation, checksum, size_bytes, state) each."""
+        return self._ask(protocol.Adopt(node_id, incarnation, list(blocks), is_last), _INT)
+
+    def take_spills(
+        self, node_id: str, owner: str, blocks_max: int, lease_s: float
+    ) -> list[Spill]:
+        """What this node should copy to its SSD next, and where to."""
+        return self._ask(protocol.TakeSpills(node_id, owner, blocks_max, lease_s), _SPILLS)
+
+    def drain(self, node_id: str, is_on: bool = True) -> None:
+        """Give this node no new blocks (or some again)."""
+        self._ask(protocol.Drain(node_id, is_on), _NONE)
+
+    def blocks_on(
+        self, node_id: str, blocks_max: int, only_here: bool = False
+    ) -> list[tuple[bytes, Copy]]:
+        """Ready blocks of a node; `only_here`: those that no other node of its tier has."""
+        return self._ask(protocol.BlocksOn(node_id, blocks_max, only_here), _BLOCKS)
+
+    def place(self, keys: Sequence[bytes], excluded: Sequence[str] = ()) -> list[str]:
+        """Which node each key, the first of a chain, should be put on; "" when none takes any."""
+        return self._ask(protocol.Place(list(keys), list(excluded)), _NAMES)
+
+    def set_quota(self, tenant: str, quota_bytes: int) -> None:
+        """0 takes the quota away."""
+        self._ask(protocol.SetQuota(tenant, quota_bytes), _NONE)
 
     # ---- leases
 

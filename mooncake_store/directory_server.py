@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -205,7 +206,10 @@ def log_members(events: list[Event]) -> None:
     for event in events:
         if isinstance(event, NodeUp):
             info = event.info
-            log.info("node %s up, %d bytes, %s", info.node_id, info.segment_bytes, info.incarnation)
+            log.info(
+                "node %s up, %d bytes of %s, %s",
+                info.node_id, info.segment_bytes, info.tier, info.incarnation,
+            )  # fmt: skip
         elif isinstance(event, WorkerUp):
             who = event.info
             log.info("worker %s up on node %s, %s", who.worker_id, who.node_id, who.incarnation)
@@ -254,6 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
     if problems := config.problems():
         print("\n".join(f"directory: {problem}" for problem in problems), file=sys.stderr)
         return 2
+    # Ten million blocks are as many objects, none of them in a cycle: a full collection would find
+    # nothing and hold up every request for seconds. Young garbage is still collected.
+    gc.set_threshold(50_000, 20, 1_000_000)
     # Milliseconds since 1970: later lives have larger epochs, and generations that are new.
     directory = Directory(time.time_ns() // 1_000_000, config)
     try:

@@ -5,10 +5,14 @@
   x ProtocolMismatch      the other side speaks another version         -> upgrade one of the two
   x StoreUnavailable      the directory did not answer in time          -> compute without the store
   x NodeUnknown           no such storage node is registered now        -> wait until it registers
-    - NodeNotAttached     it was never formatted in this epoch          -> attach() again
+    - NodeNotAttached     it or the directory has begun anew            -> attach() again
   x StoreFull             no room, and nothing may be evicted           -> go on without storing
+    - QuotaExceeded       a tenant's share is used up and in use        -> release, or raise it
   x SegmentRefused        a segment cannot be had (in segment.py)       -> fewer bytes
-  x LayoutMismatch        another block size than the node's slots      -> same layout or other node
+  x SsdRefused            the SSD tier cannot be had                    -> other folder, --ssd-reset
+    - ManifestDamaged     ... what is on it cannot be known             -> it starts empty
+    - ManifestVersion     ... another release wrote it                  -> that one, or --ssd-reset
+  x LayoutMismatch        not even one such block fits into the node    -> a larger segment
   x FingerprintMismatch   the worker's KV does not fit its pool         -> the worker must not start
   x TransferFailed        bytes did not arrive                          -> next copy, or recompute
     - TransferTimeout     ... and may still arrive: quarantine targets
@@ -47,6 +51,22 @@ class NodeNotAttached(NodeUnknown):
 
 
 class StoreFull(StoreError):
+    pass
+
+
+class QuotaExceeded(StoreFull):
+    pass
+
+
+class SsdRefused(StoreError):
+    pass
+
+
+class ManifestDamaged(SsdRefused):
+    pass
+
+
+class ManifestVersion(SsdRefused):
     pass
 
 

@@ -21,6 +21,7 @@ Not here: where a copy lives (holder.py), who leases it (leases.py), when memory
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 
 
 class EvictionOrder:
@@ -48,6 +49,10 @@ class EvictionOrder:
     def coldest(self) -> bytes | None:
         """The copy to drop first; None when every copy is in use."""
         return next(iter(self._order), None)
+
+    def coldest_keys(self, limit: int) -> list[bytes]:
+        """The first candidates, coldest first."""
+        return list(islice(self._order, limit))
 
     def keys(self) -> list[bytes]:
         """All candidates, coldest first."""

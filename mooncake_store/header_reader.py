@@ -28,13 +28,15 @@ class HeaderReader:
         self._buffer = np.zeros(HEADER_BYTES, np.uint8)
         nodes.register(self._buffer)
 
-    def read(self, copy: Copy, block_bytes: int) -> SlotHeader | None:
+    def read(self, copy: Copy) -> SlotHeader | None:
         """The header of this copy's slot; None when it cannot be had or is none."""
         info = self._nodes.usable(copy.node_id)
         transport = self._nodes.transport(info) if info else None
-        if info is None or transport is None:
+        if info is None or transport is None or info.is_ssd:
             return None
-        shape = geometry(info.segment_bytes, block_bytes)
+        shape = geometry(info.segment_bytes, info.unit_bytes)
+        if not shape.holds(copy.slot, 0):
+            return None
         source = Span(shape.header_offset_bytes(copy.slot), HEADER_BYTES)
         with self._lock:
             target = (self._buffer, Span(0, HEADER_BYTES))

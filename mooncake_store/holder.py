@@ -1,10 +1,18 @@
-"""One storage node as the directory sees it: its slots, and the copies in them.
+"""One holder as the directory sees it: its memory, and the copies in it.
 
-A copy is *writing* (its owner fills the slot), then *ready* (others may read it), then *gone*. A
-node has at most one copy of a key. Gone copies stay in the lease table until their owners release
-them, which is why a copy carries its state.
+A holder is the DRAM segment of a storage node, or its SSD file. A copy is *writing* (its owner
+fills the slot), then *ready* (others may read it), then *gone*. A holder has at most one copy of a
+key. Gone copies stay in the lease table until their owners release them, which is why a copy
+carries its state.
 
-Not here: the key -> copies index over all nodes, leases, events (directory.py, leases.py).
+The copies of one size form a *shelf* with its own order of eviction: to make room for a block of
+that size, one block of the same size goes. Soft-pinned copies wait in a second order that is
+touched when the first is empty; hard-pinned copies are in none.
+
+Ten million copies must fit into 4 GiB, so a copy is seven words, the index (block_index.py) is the
+only dictionary that has every key, and who writes a copy is remembered for writing ones only.
+
+Not here: the key -> copies index over all holders, leases, events (copies.py, leases.py).
 """
 
 from __future__ import annotations
@@ -12,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from mooncake_store.eviction import EvictionOrder
 from mooncake_store.layout import Geometry
 from mooncake_store.membership import NodeInfo
-from mooncake_store.slots import Copy, SlotPool
+from mooncake_store.slots import Copy, Slot, SlotPool
 
 
 class CopyState(Enum):
@@ -25,97 +34,218 @@ class CopyState(Enum):
     GONE = "gone"
 
 
+class Claim(NamedTuple):
+    """A block that a holder says it has, from before this directory began."""
+
+    key: bytes
+    slot: int
+    generation: int
+    checksum: int
+    size_bytes: int
+    state: int  # layout.STATE_*
+
+
+class Pin(Enum):
+    """How a copy is held against eviction."""
+
+    NONE = "none"
+    SOFT = "soft"  # goes when nothing else is left
+    HARD = "hard"  # never goes
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """All copies of one size in one holder."""
+
+    holder: Holder
+    units: int
+    node_id: str  # of the holder; here too because every lookup asks for it
+    idle: EvictionOrder = field(default_factory=EvictionOrder)  # ready and not leased
+    soft: EvictionOrder = field(default_factory=EvictionOrder)  # ... and soft-pinned
+
+    def coldest(self) -> bytes | None:
+        key = self.idle.coldest()
+        return self.soft.coldest() if key is None else key
+
+
 @dataclass(slots=True, eq=False)
 class HeldCopy:
     """One block in one slot. Compared by identity: the same key may come back in the same slot."""
 
     key: bytes
-    holder: Holder
-    owner: str  # who writes it, or wrote it
-    is_ephemeral: bool
-    place: Copy  # its checksum is 0 until the commit
+    shelf: Shelf
+    slot: int
+    generation: int
+    size_bytes: int
+    checksum: int = 0  # until the commit
     state: CopyState = CopyState.WRITING
+    is_ephemeral: bool = False
+    pin: Pin = Pin.NONE
     leases: int = 0  # owners in the lease table that hold it
+
+    @property
+    def holder(self) -> Holder:
+        return self.shelf.holder
+
+    @property
+    def node_id(self) -> str:
+        return self.shelf.node_id
+
+    @property
+    def place(self) -> Copy:
+        return Copy(self.node_id, self.slot, self.generation, self.checksum, self.size_bytes)
+
+    @property
+    def use(self) -> Slot:
+        return Slot(self.node_id, self.slot, self.generation)
+
+    def leave_idle(self) -> None:
+        """It is leased, or gone: no candidate for eviction any more."""
+        if self.pin is Pin.NONE:
+            self.shelf.idle.discard(self.key)
+        elif self.pin is Pin.SOFT:
+            self.shelf.soft.discard(self.key)
+
+    def become_idle(self) -> None:
+        """Nobody leases it any more: it may go when room is needed, unless it is hard-pinned."""
+        if self.pin is Pin.NONE:
+            self.shelf.idle.add(self.key)
+        elif self.pin is Pin.SOFT:
+            self.shelf.soft.add(self.key)
+
+    def touch(self) -> None:
+        """It was used without a lease. Only of an idle copy."""
+        if self.pin is Pin.NONE:
+            self.shelf.idle.touch(self.key)
+        elif self.pin is Pin.SOFT:
+            self.shelf.soft.touch(self.key)
 
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """A registered storage node. Unformatted (no slots) until a worker attaches to it."""
+    """A registered holder. It takes blocks once it is *open*: what it had before is known."""
 
     info: NodeInfo
     seen_s: float
-    block_bytes: int = 0
-    fingerprint: str = ""
-    geometry: Geometry | None = None
-    pool: SlotPool = field(default_factory=lambda: SlotPool(0, iter(())))
-    copies: dict[bytes, HeldCopy] = field(default_factory=dict)  # writing and ready
-    idle: EvictionOrder = field(default_factory=EvictionOrder)  # ready and not leased
-    writing: int = 0
+    geometry: Geometry
+    pool: SlotPool
+    registered_s: float
+    is_open: bool = True
+    is_draining: bool = False
+    is_attached: bool = False  # a user of this life of it has asked for its geometry
+    fingerprint: str = ""  # of the worker that attached first; empty until then
+    block_bytes: int = 0  # of that worker
+    writing: dict[bytes, tuple[HeldCopy, str]] = field(default_factory=dict)  # key -> (_, owner)
+    shelves: dict[int, Shelf] = field(default_factory=dict)  # units of a slot -> its copies
+    pinned: dict[bytes, HeldCopy] = field(default_factory=dict)  # hard
+    pinned_units: int = 0
+    ready: int = 0
+    used_bytes: int = 0  # of blocks, ready and writing
     evictions: int = 0
+    adopted: int = 0
+    inventory: list[Claim] = field(default_factory=list)  # said so far, while it is not open
 
-    def format(
-        self, fingerprint: str, block_bytes: int, shape: Geometry, generations: Iterator[int]
-    ) -> None:
-        assert not self.copies, f"{self.info.node_id} is formatted while it holds copies"
-        self.fingerprint, self.block_bytes, self.geometry = fingerprint, block_bytes, shape
-        self.pool = SlotPool(shape.slots, generations)
+    def shelf(self, units: int) -> Shelf:
+        found = self.shelves.get(units)
+        if found is None:
+            found = self.shelves[units] = Shelf(self, units, self.info.node_id)
+        return found
 
     @property
-    def ready(self) -> int:
-        return len(self.copies) - self.writing
+    def idle_blocks(self) -> int:
+        return sum(len(shelf.idle) + len(shelf.soft) for shelf in self.shelves.values())
 
-    def reserve(self, key: bytes, owner: str, is_ephemeral: bool) -> HeldCopy | None:
-        """Give `key` a slot to be written; None when no slot is free."""
-        assert key not in self.copies, f"{key.hex()} has a slot already"
-        taken = self.pool.take()
-        if taken is None:
+    def idle_keys(self) -> Iterator[bytes]:
+        for shelf in self.shelves.values():
+            yield from shelf.idle.keys()
+            yield from shelf.soft.keys()
+
+    def reserve(
+        self, key: bytes, owner: str, size_bytes: int, generation: int, is_ephemeral: bool
+    ) -> HeldCopy | None:
+        """Give `key` a slot to be written; None when no slot of its size is free."""
+        assert key not in self.writing, f"{key.hex()} is being written already"
+        units = self.pool.units_for(size_bytes)
+        slot = self.pool.take(units)
+        if slot is None:
             return None
-        place = Copy(self.info.node_id, taken[0], taken[1], 0)
-        copy = HeldCopy(key, self, owner, is_ephemeral, place)
-        self.copies[key] = copy
-        self.writing += 1
+        copy = HeldCopy(
+            key, self.shelf(units), slot, generation, size_bytes, is_ephemeral=is_ephemeral
+        )
+        self.writing[key] = copy, owner
+        self.used_bytes += size_bytes
         return copy
 
     def writing_copy(self, key: bytes, owner: str, slot: int, generation: int) -> HeldCopy | None:
         """The copy that `owner` is writing in that slot; None when it is not, or not any more."""
-        copy = self.copies.get(key)
-        if copy is None or copy.state is not CopyState.WRITING or copy.owner != owner:
+        copy, writer = self.writing.get(key, (None, ""))
+        if copy is None or writer != owner:
             return None
-        return copy if copy.place[1:3] == (slot, generation) else None
+        return copy if (copy.slot, copy.generation) == (slot, generation) else None
 
     def publish(self, copy: HeldCopy, checksum: int) -> None:
         assert copy.state is CopyState.WRITING
-        copy.place = Copy(*copy.place[:3], checksum)
+        del self.writing[copy.key]
+        copy.checksum = checksum
         copy.state = CopyState.READY
-        self.writing -= 1
+        self.ready += 1
+
+    def set_pin(self, copy: HeldCopy, pin: Pin) -> None:
+        """Change how a ready copy is pinned."""
+        assert copy.state is CopyState.READY and copy.holder is self
+        if copy.leases == 0:
+            copy.leave_idle()
+        if copy.pin is Pin.HARD:
+            del self.pinned[copy.key]
+            self.pinned_units -= copy.shelf.units
+        copy.pin = pin
+        if pin is Pin.HARD:
+            self.pinned[copy.key] = copy
+            self.pinned_units += copy.shelf.units
+        if copy.leases == 0:
+            copy.become_idle()
 
     def remove(self, copy: HeldCopy, quarantine_until_s: float | None) -> None:
         """The copy is gone; its slot is free, at once or after the quarantine."""
-        held = self.copies.pop(copy.key)
-        assert held is copy, f"{copy.key.hex()} is held in another slot"
-        self.idle.discard(copy.key)
-        self.writing -= copy.state is CopyState.WRITING
-        copy.state = CopyState.GONE
-        _, slot, generation, _ = copy.place
-        if quarantine_until_s is None:
-            self.pool.free(slot, generation)
+        if copy.state is CopyState.WRITING:
+            del self.writing[copy.key]
         else:
-            self.pool.quarantine(slot, generation, quarantine_until_s)
+            self.ready -= 1
+            if copy.pin is Pin.HARD:
+                del self.pinned[copy.key]
+                self.pinned_units -= copy.shelf.units
+            copy.leave_idle()
+        self.used_bytes -= copy.size_bytes
+        copy.state = CopyState.GONE
+        if quarantine_until_s is None:
+            self.pool.free(copy.slot)
+        else:
+            self.pool.quarantine(copy.slot, quarantine_until_s)
 
-    def check(self) -> None:
-        """Prove the invariants."""
+    def check(self, copies: list[HeldCopy]) -> None:
+        """Prove the invariants; `copies` are the ready ones, from the index."""
         self.pool.check()
-        assert self.pool.used_slots == len(self.copies), "a slot is used without a copy"
-        states = [copy.state for copy in self.copies.values()]
-        assert CopyState.GONE not in states, "a copy is gone and held"
-        assert states.count(CopyState.WRITING) == self.writing
-        idle = set(self.idle.keys())
-        for key, copy in self.copies.items():
-            assert copy.key == key and copy.holder is self
-            node_id, slot, generation, _ = copy.place
-            assert node_id == self.info.node_id
-            assert self.pool.generation(slot) == generation, f"slot {slot} has another owner"
+        every = [*copies, *(copy for copy, _ in self.writing.values())]
+        assert len({copy.slot for copy in every}) == len(every), "two copies in one slot"
+        assert self.pool.used_units == sum(copy.shelf.units for copy in every), "a slot is lost"
+        assert {copy.slot for copy in every} <= set(self.pool.used_slots())
+        assert self.ready == len(copies)
+        assert self.used_bytes == sum(copy.size_bytes for copy in every)
+        assert all(copy.state is CopyState.WRITING for copy, _ in self.writing.values())
+        pinned = {copy.key: copy for copy in copies if copy.pin is Pin.HARD}
+        assert self.pinned == pinned, "the hard pins are miscounted"
+        assert self.pinned_units == sum(copy.shelf.units for copy in pinned.values())
+        candidates = 0
+        for copy in every:
+            assert copy.holder is self and self.shelves[copy.shelf.units] is copy.shelf
+            assert self.pool.slab_of(copy.slot).units == copy.shelf.units
             is_idle = copy.state is CopyState.READY and copy.leases == 0
-            assert (key in idle) == is_idle, f"{key.hex()} has {copy.leases} leases"
+            expected = is_idle and copy.pin is Pin.NONE
+            assert (copy.key in copy.shelf.idle) == expected, f"{copy.key.hex()}: {copy.leases}"
+            assert (copy.key in copy.shelf.soft) == (is_idle and copy.pin is Pin.SOFT)
             assert not (is_idle and copy.is_ephemeral), "an ephemeral copy without a lease"
-        assert idle <= self.copies.keys(), "a candidate for eviction is not held"
+            candidates += is_idle and copy.pin is not Pin.HARD
+        assert candidates == self.idle_blocks, "a candidate for eviction is not held"
+        for shelf in self.shelves.values():
+            shelf.idle.check()
+            shelf.soft.check()

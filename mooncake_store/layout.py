@@ -2,7 +2,8 @@
 
 A block is one array [layers, 2 (K, V), kv_heads, block_tokens, head_dim] in C order, so a layer is
 one contiguous span: it can be stored and moved as soon as it is computed. A segment is cut into
-equal slots, one block each: a region of slot headers, then a region of payloads.
+units: a region of headers, one for each unit, then a region of payloads. A block takes as many
+units as it needs (slots.py), and its header is that of its first one.
 
 Not here: who owns a slot (slots.py), what a header holds (segment.py).
 """
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-HEADER_BYTES = 64  # one cache line per slot
-SLOT_ALIGN_BYTES = 4096  # a memory page: O_DIRECT and RDMA like it, and it costs < 1 % of a block
+HEADER_BYTES = 64  # one cache line per unit
+STATE_WRITING, STATE_READY = 1, 2  # in a header: do not trust the payload; it is complete
+SLOT_ALIGN_BYTES = 4096  # payloads start at a memory page: O_DIRECT and RDMA like it
 
 
 def blocks_full(tokens: int, block_tokens: int) -> int:
@@ -110,32 +112,46 @@ def _parsed(description: str) -> dict[str, str]:
 
 
 class Geometry(NamedTuple):
-    """Where the slots of a formatted segment lie."""
+    """Where the slots of a memory lie: `units` headers, then `units` units of payload.
 
-    slot_bytes: int  # block_bytes rounded up to SLOT_ALIGN_BYTES
-    slots: int
-    headers_offset_bytes: int
+    A slot's number is that of its first unit (slots.py). A memory without headers (an SSD file,
+    whose manifest says what is where) has payload_offset_bytes = 0.
+    """
+
+    unit_bytes: int
+    units: int
     payload_offset_bytes: int
 
     def header_offset_bytes(self, slot: int) -> int:
-        assert 0 <= slot < self.slots, f"slot {slot} of {self.slots}"
-        return self.headers_offset_bytes + slot * HEADER_BYTES
+        assert 0 <= slot < self.units, f"slot {slot} of {self.units} units"
+        return slot * HEADER_BYTES
 
     def slot_offset_bytes(self, slot: int) -> int:
         """Where the payload of this slot starts, in the segment."""
-        assert 0 <= slot < self.slots, f"slot {slot} of {self.slots}"
-        return self.payload_offset_bytes + slot * self.slot_bytes
+        assert 0 <= slot < self.units, f"slot {slot} of {self.units} units"
+        return self.payload_offset_bytes + slot * self.unit_bytes
+
+    def holds(self, slot: int, size_bytes: int) -> bool:
+        """Does a block of that size in that slot lie inside the memory?"""
+        return slot >= 0 and slot * self.unit_bytes + size_bytes <= self.units * self.unit_bytes
 
 
 def _aligned(size_bytes: int) -> int:
     return (size_bytes + SLOT_ALIGN_BYTES - 1) // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES
 
 
-def geometry(segment_bytes: int, block_bytes: int) -> Geometry:
-    """The most slots that fit, headers first. `slots` is 0 when not even one does."""
-    assert segment_bytes >= 0 and block_bytes > 0, (segment_bytes, block_bytes)
-    slot_bytes = _aligned(block_bytes)
-    slots = segment_bytes // (slot_bytes + HEADER_BYTES)
-    while slots and _aligned(slots * HEADER_BYTES) + slots * slot_bytes > segment_bytes:
-        slots -= 1
-    return Geometry(slot_bytes, slots, 0, _aligned(slots * HEADER_BYTES))
+def geometry(memory_bytes: int, unit_bytes: int, has_headers: bool = True) -> Geometry:
+    """The most units that fit, headers first. `units` is 0 when not even one does."""
+    assert memory_bytes >= 0 and unit_bytes > 0, (memory_bytes, unit_bytes)
+    if not has_headers:
+        return Geometry(unit_bytes, memory_bytes // unit_bytes, 0)
+    units = memory_bytes // (unit_bytes + HEADER_BYTES)
+    while units and _aligned(units * HEADER_BYTES) + units * unit_bytes > memory_bytes:
+        units -= 1
+    return Geometry(unit_bytes, units, _aligned(units * HEADER_BYTES))
+
+
+def memory_bytes_for(blocks: int, block_bytes: int, unit_bytes: int) -> int:
+    """The least segment in which so many blocks fit at once."""
+    units = blocks * max(1, -(-block_bytes // unit_bytes))
+    return _aligned(units * HEADER_BYTES) + units * unit_bytes

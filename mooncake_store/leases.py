@@ -80,13 +80,18 @@ class LeaseTable:
                 held[copy] = depth
                 copy.leases += 1
                 if copy.leases == 1:
-                    copy.holder.idle.discard(copy.key)
+                    copy.leave_idle()
             elif held[copy] < depth:
                 held[copy] = depth
             if depth > deepest:
                 deepest = depth
         holding.next_depth = max(holding.next_depth, deepest + 1)
         self._leases += len(held) - before
+
+    def copies(self) -> Iterable[HeldCopy]:
+        """Everything that somebody leases, each once; gone copies may be among it."""
+        every = (copy for owner in self._owners.values() for copy in owner.copies)
+        return dict.fromkeys(every)  # not a set: the order must not depend on addresses
 
     def held(self, owner: str) -> list[HeldCopy]:
         """What `owner` leases; gone copies may be among it."""

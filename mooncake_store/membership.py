@@ -10,10 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+UNIT_BYTES = 4096  # where nothing else is said: a memory page
+SSD_SUFFIX = "/ssd"  # the SSD holder of node "s0" is "s0/ssd"
+
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """One life of a storage node, as it registers with the directory."""
+    """One life of a holder, as its storage node registers it with the directory.
+
+    A node with an SSD registers twice: "s0" of tier "dram" and "s0/ssd" of tier "ssd".
+    """
 
     node_id: str
     incarnation: str
@@ -23,6 +29,17 @@ class NodeInfo:
     agent_name: str  # NIXL; empty when the node serves mapped memory only
     agent_metadata: bytes
     base_address: int  # of the segment in the node's process, for NIXL
+    unit_bytes: int = UNIT_BYTES  # the grain of its memory, see slots.py
+    tier: str = "dram"  # "dram" | "ssd"
+    control: str = ""  # ZeroMQ address of the node's control socket; "" when it has none
+    data_address: str = ""  # host:port of its plain TCP server; "" when it has none
+    rack: str = ""  # a label of the operator's; nodes with one label are near each other
+    topology: str = ""  # what host_topology.py found, as JSON
+    has_inventory: bool = False  # it will say what it holds (adopt) before it takes blocks
+
+    @property
+    def is_ssd(self) -> bool:
+        return self.tier == "ssd"
 
 
 @dataclass(frozen=True, slots=True)

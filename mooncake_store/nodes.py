@@ -1,4 +1,4 @@
-"""Which storage nodes are alive, and how their segments are cut into slots.
+"""Which holders are alive, and who may join.
 
 Not here: what becomes of the copies of a node that left (directory.py).
 """
@@ -17,7 +17,8 @@ from mooncake_store.errors import (
 )
 from mooncake_store.holder import Holder
 from mooncake_store.layout import Geometry, geometry
-from mooncake_store.membership import NodeInfo
+from mooncake_store.membership import UNIT_BYTES, NodeInfo
+from mooncake_store.slots import SlotPool
 
 INFO_BYTES_MAX = 65_536  # NIXL's metadata of one registered segment is about 450 bytes
 
@@ -50,10 +51,9 @@ class NodeTable:
 
     def attached(self, node_id: str) -> Holder:
         holder = self.registered(node_id)
-        if holder.geometry is None:
+        if not holder.is_attached:
             raise NodeNotAttached(
-                f"storage node {node_id} has no slots yet (it or the directory has restarted); "
-                "attach to it again"
+                f"storage node {node_id} or the directory has begun anew; attach to it again"
             )
         return holder
 
@@ -73,6 +73,12 @@ class NodeTable:
                 f"storage node {info.node_id[:64]!r} with {info.segment_bytes} bytes: it needs a "
                 f"name, some memory, and at most {INFO_BYTES_MAX} bytes of metadata"
             )
+        is_unit = info.unit_bytes >= UNIT_BYTES and info.unit_bytes & (info.unit_bytes - 1) == 0
+        if not is_unit or info.tier not in ("dram", "ssd"):
+            raise RequestInvalid(
+                f"storage node {info.node_id}: unit_bytes is {info.unit_bytes} and tier "
+                f"{info.tier!r}; use a power of two from {UNIT_BYTES} on, and dram or ssd"
+            )
         if self._replaced.get(info.incarnation) == info.node_id:
             # Two live processes of one name would otherwise throw each other out forever.
             raise RequestInvalid(
@@ -82,9 +88,13 @@ class NodeTable:
         if info.node_id not in self._holders and len(self) >= self._config.nodes_max:
             raise StoreFull(f"nodes_max ({self._config.nodes_max}) storage nodes are registered")
 
-    def put(self, info: NodeInfo, now_s: float) -> None:
+    def put(self, info: NodeInfo, now_s: float) -> Holder:
         assert info.node_id not in self._holders
-        self._holders[info.node_id] = Holder(info, now_s)
+        shape = geometry(info.segment_bytes, info.unit_bytes, has_headers=not info.is_ssd)
+        pool = SlotPool(shape.units, info.unit_bytes)
+        holder = Holder(info, now_s, shape, pool, now_s, is_open=not info.has_inventory)
+        self._holders[info.node_id] = holder
+        return holder
 
     def take(self, node_id: str, is_replaced: bool = False) -> Holder:
         """Take the node out of the table."""
@@ -100,44 +110,21 @@ class NodeTable:
         ttl_s = self._config.node_ttl_s
         return [name for name, node in self._holders.items() if now_s - node.seen_s > ttl_s]
 
-    def attach(
-        self,
-        node_id: str,
-        fingerprint: str,
-        block_bytes: int,
-        users: dict[str, int],  # worker_id -> block_bytes of the workers on this node
-        generations: Iterator[int],
-    ) -> Geometry:
-        """Where slots of `block_bytes` lie in this node; formats it when nobody has yet."""
+    def attach(self, node_id: str, fingerprint: str, block_bytes: int) -> Geometry:
+        """Where slots lie in this node; LayoutMismatch when not one such block fits."""
         holder = self.registered(node_id)
-        if holder.geometry is not None and holder.block_bytes == block_bytes:
-            return holder.geometry
-        if holder.geometry is not None:
-            self._refuse_format(holder, block_bytes, users)
-        shape = geometry(holder.info.segment_bytes, block_bytes)
-        if shape.slots == 0:
+        if holder.pool.slots_for(holder.pool.units_for(block_bytes)) == 0:
             raise LayoutMismatch(
                 f"storage node {node_id} has {holder.info.segment_bytes} bytes, less than one "
-                f"slot of {shape.slot_bytes} bytes; give it a larger segment"
+                f"block of {block_bytes} bytes and its header; give it a larger segment"
             )
-        holder.format(fingerprint, block_bytes, shape, generations)
-        return shape
-
-    def _refuse_format(self, holder: Holder, block_bytes: int, users: dict[str, int]) -> None:
-        others = sorted(name for name, other in users.items() if other != block_bytes)
-        held = holder.pool.slots - holder.pool.free_slots
-        if held or others:
-            raise LayoutMismatch(
-                f"storage node {holder.info.node_id} is formatted for blocks of "
-                f"{holder.block_bytes} bytes and holds {held} of them (workers there: "
-                f"{', '.join(others) or 'none'}); blocks of {block_bytes} bytes do not fit. Use "
-                "the same checkpoint, dtype and block_tokens, another store_node, or restart the "
-                "storage node."
-            )
+        holder.is_attached = True
+        if not holder.fingerprint:
+            holder.fingerprint, holder.block_bytes = fingerprint, block_bytes
+        return holder.geometry
 
     def check(self) -> None:
         """Prove the invariants."""
         assert len(self) <= self._config.nodes_max >= len(self._replaced)
         for node_id, holder in self._holders.items():
             assert holder.info.node_id == node_id
-            holder.check()

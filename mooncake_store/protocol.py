@@ -34,7 +34,7 @@ from mooncake_store.events import (
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.slots import Slot
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 KEYS_MAX = 65_536  # in one request
 REQUEST_BYTES_MAX = 16 * 2**20
 
@@ -43,6 +43,8 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
 Lease = Annotated[float, msgspec.Meta(ge=0.0, le=3_600.0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+BLOCKS_MAX = msgspec.Meta(max_length=KEYS_MAX)
 
 
 class Kind(IntEnum):
@@ -121,6 +123,8 @@ class Allocate(Request, tag="allocate", frozen=True):
     owner: Name
     lease_s: Lease
     ephemeral: bool
+    size_bytes: Size = 0
+    tenant: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class Commit(Request, tag="commit", frozen=True):
@@ -142,6 +146,15 @@ class Lookup(Request, tag="lookup", frozen=True):
     prefix_only: bool
 
 
+class Exist(Request, tag="exist", frozen=True):
+    keys: Annotated[bytes, msgspec.Meta(max_length=16 * KEYS_MAX)]
+
+
+class Remove(Request, tag="remove", frozen=True):
+    keys: Keys
+    node_id: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
 class Renew(Request, tag="renew", frozen=True):
     owner: Name
     lease_s: Lease
@@ -155,6 +168,47 @@ class DropCopy(Request, tag="drop_copy", frozen=True):
     key: Key
     node_id: Name
     generation: Count
+
+
+class Adopt(Request, tag="adopt", frozen=True):
+    node_id: Name
+    incarnation: Name
+    blocks: Annotated[list[tuple[Key, Count, Count, Count, Size, Count]], BLOCKS_MAX]
+    is_last: bool
+
+
+class TakeSpills(Request, tag="take_spills", frozen=True):
+    node_id: Name
+    owner: Name
+    blocks_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
+    lease_s: Lease
+
+
+class Drain(Request, tag="drain", frozen=True):
+    node_id: Name
+    is_on: bool
+
+
+class BlocksOn(Request, tag="blocks_on", frozen=True):
+    node_id: Name
+    blocks_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
+    only_here: bool
+
+
+class Place(Request, tag="place", frozen=True):
+    keys: Keys
+    excluded: Annotated[list[Name], msgspec.Meta(max_length=1_024)] = []
+
+
+class PinKeys(Request, tag="pin", frozen=True):
+    keys: Keys
+    kind: Name
+    ttl_s: Annotated[float, msgspec.Meta(ge=0.0, le=30 * 86_400.0)]
+
+
+class SetQuota(Request, tag="set_quota", frozen=True):
+    tenant: Name
+    quota_bytes: Count
 
 
 class RegisterWorker(Request, tag="register_worker", frozen=True):
@@ -195,9 +249,18 @@ AnyRequest = (
     | Commit
     | Abandon
     | Lookup
+    | Exist
+    | Remove
     | Renew
     | Release
     | DropCopy
+    | Adopt
+    | TakeSpills
+    | Drain
+    | BlocksOn
+    | Place
+    | PinKeys
+    | SetQuota
     | RegisterWorker
     | ReportWorker
     | DeregisterWorker

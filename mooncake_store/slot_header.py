@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import xxhash
 
-from mooncake_store.layout import HEADER_BYTES
+from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING
 
-STATE_WRITING, STATE_READY = 1, 2
+__all__ = ["STATE_READY", "STATE_WRITING", "SlotHeader"]
+
 _MAGIC = b"MKVB"
 _FIELDS = struct.Struct("<4sIQ16sQQ8x")  # magic, state, generation, key, checksum, length, spare
 _SELF = struct.Struct("<Q")

@@ -1,22 +1,30 @@
-"""The slots of one segment: free, used or quarantined, each use under a fresh generation.
+"""The memory of one holder: units, cut into slots of several sizes, each used, free or resting.
 
-A generation names one use of one slot. NIXL cannot revoke access, so a late reader or writer can
-always touch a slot that has a new owner; the generation (and the checksum) is how everybody
-notices. Generations come from one counter of the whole directory, so they never repeat, neither
-after a slot is freed nor after a node came back.
+A *unit* is the grain of the memory (unit_bytes, a power of two). A *slot* is a run of units that
+holds one block; its number is that of its first unit, so whoever knows the geometry of the memory
+(layout.py) finds the bytes without asking. Slots of one size are cut from *slabs*: runs of slots
+that lie side by side, so that a size that goes away gives back memory another size can use. One
+size alone packs the memory without a gap. An empty slab goes back only when another size asks.
 
-A slot whose writer vanished is quarantined: its bytes may still be written by a transfer in
-flight, so it is not handed out again until some time has passed.
+Every use of a slot has its own generation. NIXL cannot revoke access, so a late reader or writer
+can always touch a slot that has a new owner; the generation (and the checksum) is how everybody
+notices. A slot whose writer vanished is quarantined: a transfer may still be in flight to it.
 
-Not here: what a slot holds (holder.py), where it lies in the segment (layout.py).
+Not here: what a slot holds and its generation (holder.py), which block must go when there is no
+room (eviction.py, copies.py).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
+
+SLABS_WISHED = 64  # of the first size, when it takes everything: a slab is 1/64 of the memory,
+SLAB_BYTES_MAX = 64 * 2**20  # but not more than this, unless one block is larger
+
 
 # Slot and Copy are NamedTuples, not dataclasses: a lookup of 1,000 keys makes or decodes thousands,
 # and a frozen dataclass costs five times as much to build. On the wire they are short arrays.
@@ -37,6 +45,7 @@ class Copy(NamedTuple):
     slot: int
     generation: int
     checksum: int  # xxh3_64 of the block's bytes
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,73 +61,215 @@ class Allocation:
         return self.covered < len(self.slots)
 
 
+@dataclass(slots=True, eq=False)
+class Slab:
+    """`slots` slots of `units` units each, from unit `start` on."""
+
+    start: int
+    slots: int
+    units: int
+    fresh: int = 0  # slots below this have been used once; the rest costs no list entry
+    freed: list[int] = field(default_factory=list)
+    used: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self.used < self.slots
+
+    def take(self) -> int:
+        self.used += 1
+        if self.freed:
+            return self.freed.pop()
+        self.fresh += 1
+        return self.start + (self.fresh - 1) * self.units
+
+    def give(self, slot: int) -> None:
+        self.used -= 1
+        self.freed.append(slot)
+
+
+class FreeRuns:
+    """Runs of units that belong to no slab, sorted; neighbours are joined."""
+
+    def __init__(self, units: int) -> None:
+        self.runs: list[tuple[int, int]] = [(0, units)] if units else []  # (start, length)
+
+    def carve(self, least: int, wished: int) -> tuple[int, int] | None:
+        """(start, length) of `wished` units or, of a shorter run, as much as `least` divides."""
+        fitting = (i for i, (_, length) in enumerate(self.runs) if length >= wished)
+        index = next(fitting, None)
+        if index is None:
+            index = max(range(len(self.runs)), key=lambda i: self.runs[i][1], default=None)
+            if index is None or self.runs[index][1] < least:
+                return None
+        start, length = self.runs.pop(index)
+        taken = min(wished, length // least * least)
+        if taken < length:
+            self.runs.insert(index, (start + taken, length - taken))
+        return start, taken
+
+    def cut(self, start: int, length: int) -> bool:
+        """Take exactly these units; False when they are not all free."""
+        index = bisect_right(self.runs, (start, float("inf"))) - 1
+        if index < 0:
+            return False
+        run_start, run_length = self.runs[index]
+        if start + length > run_start + run_length:
+            return False
+        left, right = start - run_start, run_start + run_length - start - length
+        pieces = [(run_start, left)] * (left > 0) + [(start + length, right)] * (right > 0)
+        self.runs[index : index + 1] = pieces
+        return True
+
+    def give(self, start: int, length: int) -> None:
+        insort(self.runs, (start, length))
+        index = bisect_right(self.runs, (start, length)) - 1
+        for i in (index, index - 1):  # join with the right neighbour, then with the left one
+            if 0 <= i < len(self.runs) - 1 and sum(self.runs[i]) == self.runs[i + 1][0]:
+                joined = self.runs[i][0], self.runs[i][1] + self.runs[i + 1][1]
+                self.runs[i : i + 2] = [joined]
+
+
 class SlotPool:
-    """Every slot is free, used or quarantined, exactly one of them."""
+    """Every unit belongs to a free run or to a slab; every slot of a slab is used or free."""
 
-    def __init__(self, slots: int, generations: Iterator[int]) -> None:
-        assert slots >= 0, f"a segment with {slots} slots"
-        self._generations = generations
-        self._current = [-1] * slots  # generation of a used slot, else -1
-        self._free = list(range(slots - 1, -1, -1))  # low slots first: they are mapped first
+    def __init__(self, units: int, unit_bytes: int) -> None:
+        assert units >= 0 < unit_bytes, f"{units} units of {unit_bytes} bytes"
+        self.units, self.unit_bytes = units, unit_bytes
+        self.used_units = self.quarantined_units = 0
+        self._runs = FreeRuns(units)
+        self._starts: list[int] = []  # of the slabs, sorted
+        self._slabs: dict[int, Slab] = {}  # start -> slab
+        self._open: dict[int, list[Slab]] = {}  # units of a slot -> slabs with room
         self._quarantine: list[tuple[float, int]] = []  # heap of (until_s, slot)
-        self._latest = -1
 
     @property
-    def slots(self) -> int:
-        return len(self._current)
+    def free_units(self) -> int:
+        return self.units - self.used_units - self.quarantined_units
 
-    @property
-    def free_slots(self) -> int:
-        return len(self._free)
+    def units_for(self, size_bytes: int) -> int:
+        return max(1, -(-size_bytes // self.unit_bytes))
 
-    @property
-    def quarantined_slots(self) -> int:
-        return len(self._quarantine)
+    def slots_for(self, units: int) -> int:
+        """How many slots of that size would fit at once, if nothing else were there."""
+        return self.units // units
 
-    @property
-    def used_slots(self) -> int:
-        return len(self._current) - len(self._free) - len(self._quarantine)
+    def take(self, units: int) -> int | None:
+        """A free slot of that many units; None when there is none."""
+        slabs = self._open.get(units)
+        if not slabs:
+            slab = self._new_slab(units)
+            if slab is None:
+                return None
+            slabs = self._open.setdefault(units, [])
+            slabs.append(slab)
+        slab = slabs[-1]
+        slot = slab.take()
+        if not slab.has_room:
+            slabs.pop()
+        self.used_units += units
+        return slot
 
-    def take(self) -> tuple[int, int] | None:
-        """A free slot and the generation of this use; None when there is no free slot."""
-        if not self._free:
-            return None
-        slot = self._free.pop()
-        generation = next(self._generations)
-        assert generation > self._latest, f"generation {generation} after {self._latest}"
-        self._latest = self._current[slot] = generation
-        return slot, generation
+    def free(self, slot: int) -> None:
+        units = self._give(slot)
+        self.used_units -= units
 
-    def free(self, slot: int, generation: int) -> None:
-        self._end_use(slot, generation)
-        self._free.append(slot)
-
-    def quarantine(self, slot: int, generation: int, until_s: float) -> None:
-        """End this use, but do not hand the slot out before `until_s`."""
-        self._end_use(slot, generation)
+    def quarantine(self, slot: int, until_s: float) -> None:
+        """This use has ended, but the slot is not handed out before `until_s`."""
+        units = self.slab_of(slot).units
+        self.used_units -= units
+        self.quarantined_units += units
         heappush(self._quarantine, (until_s, slot))
 
     def end_quarantines(self, now_s: float) -> None:
         while self._quarantine and self._quarantine[0][0] <= now_s:
-            self._free.append(heappop(self._quarantine)[1])
+            self.quarantined_units -= self._give(heappop(self._quarantine)[1])
 
-    def _end_use(self, slot: int, generation: int) -> None:
-        current = self._current[slot]
-        assert current == generation, f"slot {slot} is at generation {current}, not {generation}"
-        self._current[slot] = -1
+    def adopt(self, slot: int, units: int) -> bool:
+        """Mark a slot as used that was in use before; False when its units are taken.
 
-    def generation(self, slot: int) -> int | None:
-        """The generation of the slot's present use; None when it is not used."""
-        current = self._current[slot]
-        return None if current < 0 else current
+        The slabs of the life before are not known: neighbours of one size form a new one, so
+        adopt them in order of their slots.
+        """
+        if slot < 0 or slot + units > self.units or not self._runs.cut(slot, units):
+            return False
+        index = bisect_right(self._starts, slot) - 1
+        left = self._slabs[self._starts[index]] if index >= 0 else None
+        is_neighbour = left and left.units == units and left.start + left.slots * units == slot
+        if left and is_neighbour and left.fresh == left.slots:
+            left.slots, left.fresh, left.used = left.slots + 1, left.fresh + 1, left.used + 1
+        else:
+            self._add_slab(Slab(slot, 1, units, fresh=1, used=1))
+        self.used_units += units
+        return True
+
+    def slab_of(self, slot: int) -> Slab:
+        """The slab in which this slot lies."""
+        slab = self._slabs[self._starts[bisect_right(self._starts, slot) - 1]]
+        assert (slot - slab.start) % slab.units == 0, f"{slot} is no slot of {slab}"
+        return slab
+
+    def _give(self, slot: int) -> int:
+        slab = self.slab_of(slot)
+        if not slab.has_room:
+            self._open.setdefault(slab.units, []).append(slab)
+        slab.give(slot)
+        return slab.units
+
+    def _new_slab(self, units: int) -> Slab | None:
+        wished_units = min(self.units // SLABS_WISHED, SLAB_BYTES_MAX // self.unit_bytes)
+        wished = max(1, wished_units // units) * units
+        run = self._runs.carve(units, wished)
+        if run is None:
+            self._release_empty_slabs()
+            run = self._runs.carve(units, wished)
+        if run is None:
+            return None
+        slab = Slab(run[0], run[1] // units, units)
+        self._add_slab(slab)
+        return slab
+
+    def _add_slab(self, slab: Slab) -> None:
+        insort(self._starts, slab.start)
+        self._slabs[slab.start] = slab
+
+    def _release_empty_slabs(self) -> None:
+        for slabs in self._open.values():
+            for slab in [slab for slab in slabs if not slab.used]:
+                slabs.remove(slab)
+                del self._slabs[slab.start]
+                self._runs.give(slab.start, slab.slots * slab.units)
+        self._starts = sorted(self._slabs)
+
+    def used_slots(self) -> Iterator[int]:
+        """Slots that are used or resting; for proofs."""
+        for slab in self._slabs.values():
+            freed = set(slab.freed)
+            ever = range(slab.start, slab.start + slab.fresh * slab.units, slab.units)
+            yield from (slot for slot in ever if slot not in freed)
 
     def check(self) -> None:
         """Prove the invariants."""
-        idle = [*self._free, *(slot for _, slot in self._quarantine)]
-        assert len(idle) == len(set(idle)), "a slot is free or quarantined twice"
-        used = {slot for slot, current in enumerate(self._current) if current >= 0}
-        assert used.isdisjoint(idle), f"slots {sorted(used & set(idle))} are used and idle"
-        assert len(used) + len(idle) == self.slots, "a slot is lost"
-        generations = [self._current[slot] for slot in used]
-        assert len(generations) == len(set(generations)), "two slots share a generation"
-        assert max(generations, default=-1) <= self._latest, "a generation from the future"
+        pieces = sorted(
+            [*self._runs.runs, *((s.start, s.slots * s.units) for s in self._slabs.values())]
+        )
+        at = 0
+        for start, length in pieces:
+            assert start == at and length > 0, f"unit {at} is lost or doubled: {pieces}"
+            at = start + length
+        assert at == self.units, "the end of the memory is lost"
+        joined = zip(self._runs.runs, self._runs.runs[1:], strict=False)
+        assert all(sum(left) < right[0] for left, right in joined), "free neighbours are apart"
+        assert self._starts == sorted(self._slabs)
+        resting = [slot for _, slot in self._quarantine]
+        assert len(resting) == len(set(resting)), "a slot is quarantined twice"
+        assert set(resting) <= set(self.used_slots()), "a quarantined slot is free"
+        resting_units = sum(self.slab_of(slot).units for slot in resting)
+        assert resting_units == self.quarantined_units
+        busy = sum(slab.used * slab.units for slab in self._slabs.values())
+        assert busy == self.used_units + self.quarantined_units, "used units are miscounted"
+        for slab in self._slabs.values():
+            assert 0 <= slab.used <= slab.slots and slab.fresh - len(slab.freed) == slab.used
+            assert len(set(slab.freed)) == len(slab.freed), "a slot is free twice"
+            is_open = slab in self._open.get(slab.units, [])
+            assert is_open == slab.has_room, "a slab with room cannot be found, or a full one can"

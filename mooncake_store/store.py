@@ -38,7 +38,7 @@ from mooncake_store.layout import HEADER_BYTES, Geometry, KvLayout
 from mooncake_store.membership import NodeInfo
 from mooncake_store.rates import Probe
 from mooncake_store.segment import ByteArray, Segment, SegmentRefused
-from mooncake_store.slot_header import STATE_READY, SlotHeader
+from mooncake_store.slot_header import STATE_READY, STATE_WRITING, SlotHeader
 from mooncake_store.slots import Allocation, Copy, Slot
 from mooncake_store.transport import Span, TransferCounters
 
@@ -86,7 +86,7 @@ class Store:
         self._directory = directory
         self._fingerprint = fingerprint
         self._nodes = KnownNodes(directory, node_id, transports)
-        self._reader = BlockReader(self._nodes, layout, self._report_bad_copy)
+        self._reader = BlockReader(self._nodes, self._report_bad_copy)
         self._attaching = threading.Lock()
         self._recent: deque[tuple[Sequence[bytes], list[tuple[Copy, ...]]]]
         self._recent = deque(maxlen=RECENT_LOOKUPS_MAX)
@@ -155,7 +155,9 @@ class Store:
         for _ in range(2):
             own = self._own
             try:
-                given = self._directory.allocate(self.node_id, keys, owner, lease_s, ephemeral)
+                given = self._directory.allocate(
+                    self.node_id, keys, owner, lease_s, ephemeral, self.layout.block_bytes
+                )
             except NodeUnknown:
                 try:
                     self._attach_again(own)
@@ -163,9 +165,9 @@ class Store:
                     log.warning("node_id=%s cannot store: %s", self.node_id, error)
                     break
                 continue
-            for slot in given.slots:
+            for key, slot in zip(keys, given.slots, strict=True):
                 if slot is not None:  # the old block's header must not vouch for new bytes
-                    self._own.write_header(slot.slot, bytes(HEADER_BYTES))
+                    self._own.write_header(slot.slot, self._header(key, slot, 0, STATE_WRITING))
             return given
         return Allocation((None,) * len(keys), 0)
 
@@ -178,13 +180,15 @@ class Store:
         self, blocks: Sequence[tuple[bytes, Slot, int]], owner: str, lease_s: float
     ) -> list[bool]:
         """(key, slot, checksum of its whole payload) are written. False: not ours any more."""
-        own, length_bytes = self._own, self.layout.block_bytes
+        own = self._own
         rows = []
         for key, slot, digest in blocks:
-            header = SlotHeader(STATE_READY, slot.generation, key, digest, length_bytes)
-            own.write_header(slot.slot, header.pack())
+            own.write_header(slot.slot, self._header(key, slot, digest, STATE_READY))
             rows.append((key, slot.slot, slot.generation, digest))
         return self._directory.commit(self.node_id, rows, owner, lease_s)
+
+    def _header(self, key: bytes, slot: Slot, digest: int, state: int) -> bytes:
+        return SlotHeader(state, slot.generation, key, digest, self.layout.block_bytes).pack()
 
     def abandon(self, slots: Sequence[Slot], owner: str) -> None:
         """These slots will not be committed, and nothing is being written to them any more."""
@@ -300,7 +304,7 @@ class Store:
             for key, places in zip(keys, found, strict=False):
                 if copy in places:
                     return key
-        header = self._headers.read(copy, self.layout.block_bytes)
+        header = self._headers.read(copy)
         return header.key if header and header.generation == copy.generation else None
 
     # ---- numbers

@@ -24,8 +24,9 @@ STANDARD_PURE = {
     "heapq", "itertools", "math", "numpy", "struct", "typing",
 }  # fmt: skip
 PURE_STORE = {
-    "block_index", "block_keys", "config", "directory", "errors", "eviction", "events", "holder",
-    "layout", "leases", "membership", "nodes", "prefix_index", "slots", "status", "workers",
+    "block_index", "block_keys", "config", "copies", "directory", "errors", "eviction", "events",
+    "holder", "inventory", "layout", "leases", "membership", "nodes", "pins", "placement",
+    "prefix_index", "slots", "spills", "status", "tenants", "upkeep", "workers",
 }  # fmt: skip
 PURE_BACKENDS = {
     "backends/engine/batching.py", "backends/engine/occupation.py", "backends/engine/pages.py",

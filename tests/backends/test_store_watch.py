@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields
 
 from backends.store_watch import Evictions, StoreWatch
 from mooncake_store.errors import StoreUnavailable
@@ -11,11 +12,14 @@ from tests.e2e.server import wait_until
 
 
 def node(node_id: str, evictions: int, incarnation: str = "life1") -> NodeStats:
-    return NodeStats(node_id, incarnation, 1000, "f", 10, 100, 0, 0, 0, 0, 0, evictions)
+    counts = {field.name: 0 for field in fields(NodeStats)}
+    named = {"node_id": node_id, "incarnation": incarnation, "tier": "dram", "fingerprint": "f"}
+    return NodeStats(**{**counts, **named, "evictions": evictions})  # type: ignore[arg-type]
 
 
 def stats(*nodes: NodeStats, epoch: int = 1) -> DirectoryStats:
-    return DirectoryStats(epoch, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, nodes)
+    counts = {field.name: 0 for field in fields(DirectoryStats)}
+    return DirectoryStats(**{**counts, "epoch": epoch, "tenants": (), "nodes": nodes})  # type: ignore[arg-type]
 
 
 def test_evictions_before_the_first_look_were_another_s_to_count() -> None:

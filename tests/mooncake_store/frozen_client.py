@@ -76,7 +76,7 @@ def use_store(node: NodeInfo) -> None:
         directory.attach(node.node_id, "f" * 32, block)
         keys = [bytes([number]) * 16 for number in range(4)]
         given = directory.allocate(node.node_id, keys, "writer", 60.0)
-        shape = geometry(node.segment_bytes, block)
+        shape = geometry(node.segment_bytes, node.unit_bytes)
         rows = []
         for key, (_, slot, generation) in zip(keys, given.slots, strict=True):
             start = shape.slot_offset_bytes(slot)
@@ -90,7 +90,7 @@ def use_store(node: NodeInfo) -> None:
         assert store.read(copies[:1], pool, [0], 10.0) == [False], "left alone for a moment"
         store._nodes._bad.clear()  # that moment passes
         assert store.fetch(keys, copies, "reader", 60.0, 0.3) == 0
-        writing = [n.writing_slots for n in directory.stats().nodes if n.node_id == "own"]
+        writing = [n.writing_blocks for n in directory.stats().nodes if n.node_id == "own"]
         assert writing == [4], "a slot that may still be written was given up"
         assert store.pending_offsets() == [Span(3 * block, block)]
         fate = tell("timed-out")

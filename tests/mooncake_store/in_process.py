@@ -43,8 +43,12 @@ class InProcessDirectory:
         owner: str,
         lease_s: float,
         ephemeral: bool = False,
+        size_bytes: int = 0,
+        tenant: str = "",
     ) -> Any:
-        return self.__getattr__("allocate")(node_id, keys, owner, lease_s, ephemeral)
+        return self.__getattr__("allocate")(
+            node_id, keys, owner, lease_s, ephemeral, size_bytes=size_bytes, tenant=tenant
+        )
 
     def up(self, info: NodeInfo) -> NodeInfo:
         """Register a node."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mooncake_store.directory import Directory
-from mooncake_store.layout import HEADER_BYTES, KvLayout, describe, fingerprint
+from mooncake_store.holder import Holder
+from mooncake_store.layout import HEADER_BYTES, KvLayout, describe, fingerprint, geometry
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
-from mooncake_store.slots import Slot
+from mooncake_store.slots import Slot, SlotPool
 
 BLOCK_BYTES = 4096
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=32, dtype="float32", block_tokens=16)
@@ -44,6 +45,13 @@ def worker_info(
         transfer_bytes_per_s={"s0": 5e9, "s1": 2e9},
         transfer_latency_s=0.001,
     )
+
+
+def holder(slots: int = 8) -> Holder:
+    """A holder on its own, without a directory."""
+    info = node_info(slots=slots)
+    shape = geometry(info.segment_bytes, info.unit_bytes)
+    return Holder(info, 0.0, shape, SlotPool(shape.units, info.unit_bytes), 0.0)
 
 
 def report(worker_id: str = "prefill_0", incarnation: str = "w1", running: int = 1) -> WorkerReport:

@@ -21,7 +21,6 @@ from tests.mooncake_store.makers import (
     directory_with,
     node_info,
     put,
-    worker_info,
 )
 
 
@@ -39,7 +38,7 @@ def commit(directory: Directory, key: bytes, slot: Slot, owner: str, now_s: floa
 
 
 def free_slots(directory: Directory, now_s: float) -> int:
-    return directory.stats(now_s).nodes[0].free_slots
+    return directory.stats(now_s).nodes[0].free_units
 
 
 def test_a_block_is_found_only_after_its_commit() -> None:
@@ -49,7 +48,7 @@ def test_a_block_is_found_only_after_its_commit() -> None:
     assert directory.lookup([key], "r", 5.0, 0.0) == []
     assert commit(directory, key, slot, "w", 0.0)
     places = directory.lookup([key], "r", 5.0, 0.0)
-    assert places == [((slot.node_id, slot.slot, slot.generation, 99),)]
+    assert places == [((*slot, 99, BLOCK_BYTES),)]
     assert places[0][0].checksum == 99
 
 
@@ -116,7 +115,7 @@ def test_the_slot_of_a_dead_writer_rests_before_it_is_used_under_a_new_generatio
     directory.node_report("s0", "n1", 10.0)
     directory.tick(10.0)  # the lease of 10 s is over
     directory.check()
-    assert directory.stats(10.0).nodes[0].quarantined_slots == 1
+    assert directory.stats(10.0).nodes[0].quarantined_units == 1
     assert directory.allocate("s0", [second], "x", 5.0, False, 10.0).full
     quarantine_end_s = 10.0 + directory.config.quarantine_s
     directory.node_report("s0", "n1", quarantine_end_s)
@@ -132,7 +131,7 @@ def test_a_released_slot_that_was_never_committed_rests_too() -> None:
     allocated(directory, chain(1)[0])
     assert directory.release("w", 1.0)
     directory.check()
-    assert directory.stats(1.0).nodes[0].quarantined_slots == 1
+    assert directory.stats(1.0).nodes[0].quarantined_units == 1
 
 
 def test_an_abandoned_slot_is_free_at_once() -> None:
@@ -190,7 +189,7 @@ def test_a_commit_without_a_lease_leaves_the_block_idle() -> None:
     assert directory.commit("s0", [(key, slot.slot, slot.generation, 1)], "w", 0.0, 0.0) == [True]
     directory.check()
     assert directory.stats(0.0).leases == 0
-    assert directory.stats(0.0).nodes[0].idle_slots == 1
+    assert directory.stats(0.0).nodes[0].idle_blocks == 1
 
 
 def test_an_ephemeral_object_is_found_but_never_announced() -> None:
@@ -249,7 +248,7 @@ def test_the_slot_of_a_bad_copy_rests_while_others_may_read_it() -> None:
     assert slot is not None
     assert directory.drop_copy(key, "s0", slot.generation, 0.0)
     directory.check()
-    assert directory.stats(0.0).nodes[0].quarantined_slots == 1
+    assert directory.stats(0.0).nodes[0].quarantined_units == 1
     directory.release("writer", 1.0)
     directory.check()
 
@@ -326,31 +325,31 @@ def test_slots_are_had_only_after_an_attach() -> None:
         directory.allocate("s0", chain(1), "w", 5.0, False, 0.0)
 
 
-def test_another_block_size_is_refused_while_something_is_held() -> None:
+def test_blocks_of_several_sizes_share_a_memory() -> None:
     directory = directory_with("s0", slots=4)
-    first = directory.attach("s0", "print", BLOCK_BYTES, 0.0)
-    assert directory.attach("s0", "other print", BLOCK_BYTES, 0.0) == first
     put(directory, chain(1))
-    with pytest.raises(LayoutMismatch, match="blocks of 4096 bytes and holds 1 of them"):
-        directory.attach("s0", "print", 2 * BLOCK_BYTES, 0.0)
-    slot = directory.lookup(chain(1), "r", 0.0, 0.0)[0][0]
-    directory.drop_copy(chain(1)[0], "s0", slot.generation, 0.0)
-    assert directory.attach("s0", "print", 2 * BLOCK_BYTES, 0.0).slot_bytes == 2 * BLOCK_BYTES
+    given = directory.allocate(
+        "s0", chain(2, "b"), "w", 5.0, False, 0.0, size_bytes=BLOCK_BYTES + 1
+    )
+    assert [slot is not None for slot in given.slots] == [True, False], "three units of four"
+    directory.check()
+    blocks = [(chain(1, "b")[0], *given.slots[0][1:], 5)]
+    assert directory.commit("s0", blocks, "w", 5.0, 0.0) == [True]
+    (copy,) = directory.lookup(chain(1, "b"), "r", 0.0, 0.0)[0]
+    assert copy.size_bytes == BLOCK_BYTES + 1
     directory.check()
 
 
-def test_another_block_size_is_refused_while_a_worker_there_uses_the_old_one() -> None:
-    directory = directory_with("s0")
-    directory.register_worker(worker_info("prefill_0", node_id="s0"), 0.0)
-    directory.attach("s0", "print", BLOCK_BYTES, 0.0)
-    with pytest.raises(LayoutMismatch, match="workers there: prefill_0"):
-        directory.attach("s0", "print", 3 * BLOCK_BYTES, 0.0)
+def test_a_block_larger_than_the_memory_is_refused_by_name() -> None:
+    directory = directory_with("s0", slots=4)
+    with pytest.raises(RequestInvalid, match="20000 bytes is larger than the memory of s0"):
+        directory.allocate("s0", chain(1), "w", 5.0, False, 0.0, size_bytes=20_000)
 
 
 def test_a_segment_too_small_for_one_slot_is_refused() -> None:
     directory = Directory(1)
     directory.register_node(node_info("s0", slots=2), 0.0)
-    with pytest.raises(LayoutMismatch, match="less than one slot of 16384 bytes"):
+    with pytest.raises(LayoutMismatch, match="less than one block of 16384 bytes"):
         directory.attach("s0", "print", 4 * BLOCK_BYTES, 0.0)
 
 

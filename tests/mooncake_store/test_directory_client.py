@@ -35,7 +35,9 @@ def test_the_life_of_blocks_over_the_wire(client: DirectoryClient) -> None:
     client.register_node(info)
     assert client.node_report("s0", "n1")
     assert client.nodes() == [info]
-    assert client.attach("s0", "print", BLOCK_BYTES) == geometry(info.segment_bytes, BLOCK_BYTES)
+    assert client.attach("s0", "print", BLOCK_BYTES) == geometry(
+        info.segment_bytes, info.unit_bytes
+    )
     keys = chain(6)
     allocation = client.allocate("s0", keys, "writer", 30.0)
     assert isinstance(allocation, Allocation) and allocation.full and allocation.covered == 4
@@ -48,14 +50,16 @@ def test_the_life_of_blocks_over_the_wire(client: DirectoryClient) -> None:
     assert client.commit("s0", blocks, "writer", 30.0) == [True] * 3
     assert client.abandon(slots[3:], "writer") == 1
     found = client.lookup(keys, "reader", 30.0)
-    assert found == [(Copy(*slot, checksum=2**64 - 1),) for slot in slots[:3]]
+    assert found == [
+        (Copy(*slot, checksum=2**64 - 1, size_bytes=BLOCK_BYTES),) for slot in slots[:3]
+    ]
     assert isinstance(found[0][0], Copy)
     assert len(client.lookup(keys, "reader", 0.0, prefix_only=False)) == 6
     assert client.renew("reader", 30.0)
     assert client.release("writer") and not client.release("writer")
     assert client.drop_copy(keys[2], "s0", slots[2].generation)
     stats = client.stats()
-    assert (stats.blocks, stats.leases, stats.nodes[0].ready_slots) == (2, 3, 2)
+    assert (stats.blocks, stats.leases, stats.nodes[0].ready_blocks) == (2, 3, 2)
     snapshot = client.snapshot()
     assert snapshot.holders == ((keys[0], ("s0",)), (keys[1], ("s0",)))
     assert (snapshot.epoch, snapshot.sequence) == (stats.epoch, stats.sequence)

@@ -243,5 +243,5 @@ def test_everything_is_free_when_everybody_has_left(seed: int) -> None:
     stats = walk.directory.stats(walk.now_s)
     assert (stats.leases, stats.owners, stats.ephemeral) == (0, 0, 0)
     for node in stats.nodes:
-        assert (node.writing_slots, node.quarantined_slots) == (0, 0)
-        assert node.idle_slots + node.free_slots == node.slots
+        assert (node.writing_blocks, node.quarantined_units) == (0, 0)
+        assert node.idle_blocks + node.free_units == node.units

@@ -16,6 +16,7 @@ from mooncake_store.layout import (
     describe_difference,
     fingerprint,
     geometry,
+    memory_bytes_for,
 )
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", block_tokens=16)
@@ -77,15 +78,26 @@ def test_a_difference_names_each_field_and_both_values() -> None:
     assert "equal" in describe_difference(ours, ours)
 
 
-@given(segment_bytes=st.integers(0, 2**30), block_bytes=st.integers(1, 2**22))
-def test_slots_fill_a_segment_and_never_leave_it(segment_bytes: int, block_bytes: int) -> None:
-    shape = geometry(segment_bytes, block_bytes)
-    assert shape.slot_bytes % SLOT_ALIGN_BYTES == 0
-    assert 0 <= shape.slot_bytes - block_bytes < SLOT_ALIGN_BYTES
-    assert shape.payload_offset_bytes >= shape.headers_offset_bytes + shape.slots * HEADER_BYTES
+@given(segment_bytes=st.integers(0, 2**30), unit_power=st.integers(12, 22))
+def test_units_fill_a_segment_and_never_leave_it(segment_bytes: int, unit_power: int) -> None:
+    shape = geometry(segment_bytes, 2**unit_power)
+    assert shape.payload_offset_bytes >= shape.units * HEADER_BYTES
     assert shape.payload_offset_bytes % SLOT_ALIGN_BYTES == 0
-    end_bytes = shape.payload_offset_bytes + shape.slots * shape.slot_bytes
-    assert end_bytes <= segment_bytes or shape.slots == 0
-    one_more = shape.slots + 1
+    end_bytes = shape.payload_offset_bytes + shape.units * shape.unit_bytes
+    assert end_bytes <= segment_bytes or shape.units == 0
+    one_more = shape.units + 1
     headers_bytes = -(-one_more * HEADER_BYTES // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
-    assert headers_bytes + one_more * shape.slot_bytes > segment_bytes, "room for another slot"
+    assert headers_bytes + one_more * shape.unit_bytes > segment_bytes, "room for another unit"
+
+
+@given(
+    blocks=st.integers(1, 1_000), block_bytes=st.integers(1, 2**22), unit_power=st.integers(12, 18)
+)
+def test_the_least_segment_for_some_blocks_has_room_for_them(
+    blocks: int, block_bytes: int, unit_power: int
+) -> None:
+    unit_bytes = 2**unit_power
+    least_bytes = memory_bytes_for(blocks, block_bytes, unit_bytes)
+    units = -(-block_bytes // unit_bytes)
+    assert geometry(least_bytes, unit_bytes).units // units >= blocks
+    assert geometry(least_bytes - 1, unit_bytes).units // units < blocks

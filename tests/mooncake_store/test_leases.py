@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from mooncake_store.config import DirectoryConfig
-from mooncake_store.holder import CopyState, HeldCopy, Holder
+from mooncake_store.holder import CopyState, HeldCopy
 from mooncake_store.leases import LeaseTable
-from mooncake_store.slots import Copy
-from tests.mooncake_store.makers import chain, node_info
+from tests.mooncake_store.makers import chain, holder
 
 
 def copies(count: int) -> list[HeldCopy]:
-    holder = Holder(node_info(), 0.0)
-    return [HeldCopy(key, holder, "w", False, Copy("s0", 0, 0, 0)) for key in chain(count)]
+    shelf = holder().shelf(1)
+    return [HeldCopy(key, shelf, 0, 0, 4096) for key in chain(count)]
 
 
 def test_a_release_gives_copies_back_from_the_end_of_the_chain() -> None:

@@ -222,7 +222,7 @@ def test_fetch_makes_a_local_copy_and_counts_the_leading_run(world: World, seed:
     assert reader.fetch(keys, copies, "reader", 60.0, DEADLINE_S) == 6  # block 6 is corrupt
     world.directory.directory.check()
     assert world.directory.stats().ephemeral == 0
-    writing = [node.writing_slots for node in world.directory.stats().nodes]
+    writing = [node.writing_blocks for node in world.directory.stats().nodes]
     assert writing == [0, 0]  # what did not arrive was given up
 
 
@@ -373,8 +373,8 @@ def test_only_a_silent_directory_is_an_error(mapped: World, seed: int) -> None:
 
 def test_a_slot_past_the_segment_is_a_miss(mapped: World) -> None:
     store, pool = mapped.store("s0")
-    assert store.read([Copy("s1", 10**6, 1, 0)], pool, [0], DEADLINE_S) == [False]
-    assert store.read([Copy("nobody", 0, 1, 0)], pool, [0], DEADLINE_S) == [False]
+    assert store.read([Copy("s1", 10**6, 1, 0, BLOCK)], pool, [0], DEADLINE_S) == [False]
+    assert store.read([Copy("nobody", 0, 1, 0, BLOCK)], pool, [0], DEADLINE_S) == [False]
 
 
 def test_a_passed_deadline_misses_without_blaming_the_node(mapped: World, seed: int) -> None:

@@ -1,0 +1,248 @@
+"""How copies come and go: the one door through which the state of blocks changes.
+
+reserve (a slot, in state writing) -> publish (ready, indexed, announced) -> remove. Each of these
+keeps index, holder, leases, pins, quotas and the event log in step; the verbs that lead here are in
+directory.py.
+
+Room for a block of one size is made by dropping the coldest idle block of that size. When there is
+none, the size that has the most idle memory gives up a slab: the one whose blocks are all idle.
+
+Not here: verbs and their refusals (directory.py), the order of eviction (eviction.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+from mooncake_store.block_index import BlockIndex, copies_of
+from mooncake_store.config import DirectoryConfig
+from mooncake_store.events import BlockAdded, BlockRemoved, EventLog, NodeDown
+from mooncake_store.holder import CopyState, HeldCopy, Holder, Pin, Shelf
+from mooncake_store.leases import LeaseTable
+from mooncake_store.pins import PinTable
+from mooncake_store.status import Totals
+from mooncake_store.tenants import TenantTable
+
+# Generations start at epoch * 2**20 and count up over all nodes. The server's epoch is its start in
+# milliseconds, so even the generations of a restarted directory are new (below 10**9 per second).
+GENERATIONS_PER_EPOCH = 2**20
+
+
+class CopyTable:
+    """All copies, and everything that must change with them."""
+
+    def __init__(self, epoch: int, config: DirectoryConfig) -> None:
+        self.config = config
+        self.now_s = float("-inf")
+        self.blocks = BlockIndex()
+        self.leases = LeaseTable(config)
+        self.pins = PinTable()
+        self.tenants = TenantTable()
+        self.events = EventLog(config.events_max)
+        self.totals = Totals()
+        self.ephemeral = 0  # ready copies that are
+        self._generations = count(epoch * GENERATIONS_PER_EPOCH)
+
+    # ---- coming
+
+    def reserve(
+        self,
+        holder: Holder,
+        key: bytes,
+        owner: str,
+        size_bytes: int,
+        is_ephemeral: bool = False,
+        tenant: str = "",
+    ) -> HeldCopy | None:
+        """A slot for `key`, evicting what must go; None when nothing may.
+
+        QuotaExceeded when the tenant has no room and none of its own blocks may go.
+        """
+        for victim in self.tenants.victims(tenant, size_bytes) if tenant else ():
+            self.evict(victim)
+        generation = next(self._generations)
+        copy = holder.reserve(key, owner, size_bytes, generation, is_ephemeral)
+        if copy is None:
+            holder.pool.end_quarantines(self.now_s)
+            copy = holder.reserve(key, owner, size_bytes, generation, is_ephemeral)
+        if copy is None and self._make_room(holder, holder.pool.units_for(size_bytes)):
+            copy = holder.reserve(key, owner, size_bytes, generation, is_ephemeral)
+        if copy is not None and tenant:
+            self.tenants.charge(tenant, copy)
+        return copy
+
+    def publish(self, copy: HeldCopy, checksum: int) -> None:
+        """The slot is written: others may read it."""
+        copy.holder.publish(copy, checksum)
+        self.blocks.add(copy)
+        self.ephemeral += copy.is_ephemeral
+        if not copy.is_ephemeral:
+            self.events.append(BlockAdded(copy.key, copy.node_id))
+        if len(self.pins):
+            pin = self.pins.get(copy.key)
+            if pin is Pin.SOFT or (pin is Pin.HARD and self.may_pin_hard(copy)):
+                copy.pin = Pin.NONE  # set_pin moves it from there
+                copy.holder.set_pin(copy, pin)
+
+    def adopt(
+        self, holder: Holder, key: bytes, slot: int, generation: int, checksum: int, size_bytes: int
+    ) -> bool:
+        """A block that the holder had before this directory began; False when it cannot be kept."""
+        units = holder.pool.units_for(size_bytes)
+        if self.blocks.on(key, holder) is not None or key in holder.writing:
+            return False
+        if not holder.pool.adopt(slot, units):
+            return False
+        copy = HeldCopy(key, holder.shelf(units), slot, generation, size_bytes)
+        holder.writing[key] = copy, ""
+        holder.used_bytes += size_bytes
+        holder.adopted += 1
+        self.publish(copy, checksum)
+        copy.become_idle()
+        return True
+
+    # ---- room
+
+    def _make_room(self, holder: Holder, units: int) -> bool:
+        shelf = holder.shelf(units)
+        coldest = shelf.coldest()
+        if coldest is not None:
+            self.evict(self._on(coldest, holder))
+            return True
+        others = [other for other in holder.shelves.values() if other is not shelf]
+        for donor in sorted(others, key=lambda other: -len(other.idle) * other.units):
+            if self._free_slab(donor, units):
+                return True
+        return False
+
+    def _free_slab(self, donor: Shelf, units: int) -> bool:
+        """Evict the blocks of slabs that are all idle, coldest slab first, until `units` fit.
+
+        Rare (one size takes memory from another), so it may look at every idle block once.
+        """
+        holder, pool = donor.holder, donor.holder.pool
+        idle = [self._on(key, holder) for key in (*donor.idle.keys(), *donor.soft.keys())]
+        in_slab = Counter(pool.slab_of(copy.slot).start for copy in idle)
+        for start in in_slab:  # in order of the coldest block of each
+            if in_slab[start] != pool.slab_of(start).used:
+                continue  # somebody uses a block there
+            for copy in [copy for copy in idle if pool.slab_of(copy.slot).start == start]:
+                self.evict(copy)
+            slot = pool.take(units)
+            if slot is not None:
+                pool.free(slot)
+                return True
+        return False
+
+    def _on(self, key: bytes, holder: Holder) -> HeldCopy:
+        copy = self.blocks.on(key, holder)
+        assert copy is not None, f"{key.hex()} is idle on {holder.info.node_id} and not there"
+        return copy
+
+    def evict(self, copy: HeldCopy) -> None:
+        """Drop an idle copy for room."""
+        assert copy.leases == 0, f"{copy.key.hex()} is leased and would be evicted"
+        copy.holder.evictions += 1
+        self.totals.evictions += 1
+        self.remove(copy, is_certain=True)
+
+    # ---- going
+
+    def remove(self, copy: HeldCopy, is_certain: bool) -> None:
+        """Free the slot; after the quarantine when somebody may still be in it."""
+        if copy.state is CopyState.READY:
+            self._forget(copy)
+        until_s = None if is_certain else self.now_s + self.config.quarantine_s
+        copy.holder.remove(copy, until_s)
+        self.tenants.discharge(copy)
+
+    def unleased(self, copies: Iterable[HeldCopy]) -> None:
+        """These copies lost a lease, deepest first. What becomes of those that lost the last?"""
+        for copy in copies:
+            if copy.leases > 0:
+                continue
+            if copy.state is CopyState.WRITING:
+                self.remove(copy, is_certain=False)
+            elif copy.is_ephemeral:
+                self.remove(copy, is_certain=True)
+            else:
+                copy.become_idle()
+                self.tenants.used(copy)
+
+    def lose(self, holder: Holder) -> None:
+        """The holder is gone, and its memory with it."""
+        for copy in list(self.of(holder)):
+            self._forget(copy)
+            copy.state = CopyState.GONE
+            self.tenants.discharge(copy)
+        for copy, _ in holder.writing.values():
+            copy.state = CopyState.GONE
+            self.tenants.discharge(copy)
+        self.events.append(NodeDown(holder.info.node_id, holder.info.incarnation))
+
+    def of(self, holder: Holder) -> Iterator[HeldCopy]:
+        """The ready copies of this holder, found without going through the whole index."""
+        for key in holder.idle_keys():
+            yield self._on(key, holder)
+        for copy in self.leases.copies():
+            if copy.state is CopyState.READY and copy.shelf.holder is holder:
+                yield copy
+        yield from (copy for copy in holder.pinned.values() if copy.leases == 0)
+
+    def _forget(self, copy: HeldCopy) -> None:
+        self.blocks.remove(copy)
+        self.ephemeral -= copy.is_ephemeral
+        if not copy.is_ephemeral:
+            self.events.append(BlockRemoved(copy.key, copy.node_id))
+
+    # ---- pins
+
+    def may_pin_hard(self, copy: HeldCopy) -> bool:
+        holder = copy.holder
+        allowed = holder.pool.units * self.config.hard_pin_fraction_max
+        return holder.pinned_units + copy.shelf.units <= allowed
+
+    def set_pin(self, key: bytes, pin: Pin) -> bool:
+        """Pin the copies of `key`; False when a hard pin finds no room on some holder."""
+        done = True
+        for copy in copies_of(self.blocks.held.get(key)):
+            if copy.pin is pin:
+                continue
+            if pin is Pin.HARD and not self.may_pin_hard(copy):
+                done = False
+                continue
+            copy.holder.set_pin(copy, pin)
+        return done
+
+    # ---- time
+
+    def advance(self, now_s: float) -> None:
+        """Leases and soft pins that are due end."""
+        assert now_s >= self.now_s, f"the clock went from {self.now_s} back to {now_s}"
+        self.now_s = now_s
+        while (owner := self.leases.due(now_s)) is not None:
+            self.unleased(self.leases.release(owner))
+        if len(self.pins):
+            for key in self.pins.due(now_s):
+                self.set_pin(key, Pin.NONE)
+
+    def check(self, holders: Iterable[Holder]) -> None:
+        """Prove the invariants."""
+        for part in (self.blocks, self.leases, self.events, self.pins, self.tenants):
+            part.check()
+        counts = self.leases.counts()
+        ephemeral = sum(copy.is_ephemeral for copy in self.blocks.copies())
+        assert ephemeral == self.ephemeral, "the ephemeral copies are miscounted"
+        by_holder: dict[Holder, list[HeldCopy]] = {holder: [] for holder in holders}
+        for copy in self.blocks.copies():
+            by_holder[copy.holder].append(copy)
+            assert copy.pin in (Pin.NONE, self.pins.get(copy.key)), "a pin that nobody set"
+        for holder, copies in by_holder.items():
+            holder.check(copies)
+            assert set(self.of(holder)) == set(copies), "a copy would survive its holder"
+            for copy in (*copies, *(copy for copy, _ in holder.writing.values())):
+                assert copy.leases == counts.get(copy, 0)
+                if copy.state is CopyState.WRITING:
+                    assert copy.leases == 1, "a slot is written by nobody, or by two"
