@@ -24,6 +24,7 @@ import ctypes
 import importlib
 import logging
 import os
+import secrets
 import sys
 import threading
 from collections.abc import Sequence
@@ -31,7 +32,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mooncake_store.errors import StoreError
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_store.errors import StoreError, TransferFailed
 
 NODE_PROGRESS_DELAY_US = 1000
 # Without a GPU the package `nixl` imports torch (0.7 s, 150 MB) to ask for a CUDA version, and then
@@ -128,18 +132,7 @@ def make_agent(name: str, has_progress_thread: bool) -> Any:
     1.23: "arbiter.c:36 Assertion `ucs_arbiter_group_is_empty(group)' failed"), at exit too. So it
     is given a reference that nobody takes back; closed lanes are used again (nixl_transport.py).
     """
-    api = load_nixl()
-    failures: tuple[type[Exception], ...] = (*nixl_errors(), RuntimeError)
-    with _making:  # the config class is swapped for a moment; no other hook sets pthrDelay
-        stock: Any = api.nixlBind.nixlAgentConfig
-        api.nixlBind.nixlAgentConfig = _with_progress_delay(stock)
-        try:
-            config = api.nixl_agent_config(enable_prog_thread=has_progress_thread, backends=[])
-            agent = api.nixl_agent(name, config)
-        except failures as error:
-            raise NixlUnavailable(f"cannot make NIXL agent {name}: {error}") from error
-        finally:
-            api.nixlBind.nixlAgentConfig = stock
+    agent = _bare_agent(name, has_progress_thread)
     try:
         agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "num_workers": "1"})
     except nixl_errors() as error:
@@ -149,6 +142,22 @@ def make_agent(name: str, has_progress_thread: bool) -> Any:
         ) from error
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
     return agent
+
+
+def _bare_agent(name: str, has_progress_thread: bool) -> Any:
+    """A nixl_agent without a backend."""
+    api = load_nixl()
+    failures: tuple[type[Exception], ...] = (*nixl_errors(), RuntimeError)
+    with _making:  # the config class is swapped for a moment; no other hook sets pthrDelay
+        stock: Any = api.nixlBind.nixlAgentConfig
+        api.nixlBind.nixlAgentConfig = _with_progress_delay(stock)
+        try:
+            config = api.nixl_agent_config(enable_prog_thread=has_progress_thread, backends=[])
+            return api.nixl_agent(name, config)
+        except failures as error:
+            raise NixlUnavailable(f"cannot make NIXL agent {name}: {error}") from error
+        finally:
+            api.nixlBind.nixlAgentConfig = stock
 
 
 def _with_progress_delay(stock: Any) -> Any:
@@ -176,3 +185,69 @@ class NodeAgent:
         with contextlib.suppress(*nixl_errors()):
             self._agent.deregister_memory(self._memory)
         self._memory = None
+
+
+class FileAgent:
+    """NIXL's POSIX plugin between one memory and one open file. Its owner has a lock.
+
+    Unlike agents with UCX it has no peers, so it may be destroyed like any object.
+    """
+
+    def __init__(self, address: int, size_bytes: int, descriptor: int, file_bytes: int) -> None:
+        self._address, self._descriptor = address, descriptor
+        self._name = f"file-{os.getpid()}-{secrets.token_hex(4)}"
+        agent = _bare_agent(self._name, has_progress_thread=False)
+        try:
+            agent.create_backend("POSIX", {})  # it takes libaio or io_uring, whichever works here
+            regions = [
+                agent.register_memory([(address, size_bytes, 0, "")], "DRAM"),
+                agent.register_memory([(0, file_bytes, descriptor, "")], "FILE"),
+            ]
+        except nixl_errors() as error:
+            raise NixlUnavailable(f"NIXL's POSIX plugin does not work here: {error}") from error
+        self._agent: Any = agent
+        self._regions: list[Any] = regions
+
+    def post(self, operation: str, rows: npt.NDArray[np.uint64]) -> Any:
+        """Start a "READ" (file to memory) or "WRITE" of rows (memory offset, file offset, bytes).
+
+        Returns what is_done() wants.
+        """
+        memory = np.empty((len(rows), 3), np.uint64)
+        memory[:, 0] = rows[:, 0] + np.uint64(self._address)
+        memory[:, 1], memory[:, 2] = rows[:, 2], 0
+        file = np.empty((len(rows), 3), np.uint64)
+        file[:, 0], file[:, 1], file[:, 2] = rows[:, 1], rows[:, 2], self._descriptor
+        try:
+            handle = self._agent.initialize_xfer(
+                operation,
+                self._agent.get_xfer_descs(memory, "DRAM"),
+                self._agent.get_xfer_descs(file, "FILE"),
+                self._name,
+            )
+            if self._agent.transfer(handle) == "ERR":
+                raise TransferFailed(f"NIXL's POSIX plugin refuses a {operation}")
+        except nixl_errors() as error:
+            raise TransferFailed(f"NIXL's POSIX plugin: {operation}: {error}") from error
+        return handle
+
+    def is_done(self, handle: Any) -> bool:
+        """Is it complete? Then the handle is gone. TransferFailed without the plugin's errno."""
+        try:
+            state = self._agent.check_xfer_state(handle)
+            if state == "PROC":
+                return False
+            self._agent.release_xfer_handle(handle)
+        except nixl_errors() as error:
+            raise TransferFailed(f"NIXL's POSIX plugin: {error}") from error
+        if state != "DONE":
+            raise TransferFailed("NIXL's POSIX plugin says ERR")
+        return True
+
+    def close(self) -> None:
+        """Forget memory and file. Twice is harmless."""
+        regions, self._regions = self._regions, []
+        for region in regions:
+            with contextlib.suppress(*nixl_errors()):
+                self._agent.deregister_memory(region)
+        self._agent = None

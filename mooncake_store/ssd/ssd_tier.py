@@ -1,0 +1,264 @@
+"""The SSD tier of a node: blocks out of the segment into a file, and back, each one verified.
+
+    write: make_room() in the manifest -> O_DIRECT write -> the caller looks whether the block was
+           still itself -> keep() in the manifest
+    load:  manifest -> O_DIRECT read into the segment -> checksum
+
+Nothing is read back that the manifest does not list, and nothing is answered whose checksum is
+wrong: such a block is dropped, here and by the caller in the directory.
+
+A disk that fails or is full closes the tier for writing (`is_writable`) for RETRY_S; reads go on.
+The node serves from DRAM meanwhile.
+
+Not here: which blocks (the directory decides), the node's loops (spiller.py, node_control.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from mooncake_store.errors import TransferFailed, TransferTimeout
+from mooncake_store.segment import ByteArray
+from mooncake_store.ssd.block_file import IO_ALIGN_BYTES, BlockFile
+from mooncake_store.ssd.block_io import Lane, Lanes, Row, move
+from mooncake_store.ssd.manifest import Manifest
+from mooncake_store.ssd.records import Entry, Shape
+
+log = logging.getLogger("mooncake_store.ssd")
+PART_BYTES = 4 * 2**20  # verified while the next part is read
+PART_ROWS_MAX = 128
+RETRY_S = 60.0
+WRITE_S_MAX = 60.0  # a disk that needs longer for one batch is taken for broken
+
+
+class Job(NamedTuple):
+    """A block on the SSD (or to be), and where it is in the segment."""
+
+    entry: Entry
+    memory_bytes: int  # offset in the segment, page-aligned
+
+
+@dataclass
+class SsdCounters:
+    """Since this process began."""
+
+    blocks_written: int = 0
+    bytes_written: int = 0
+    blocks_loaded: int = 0
+    bytes_loaded: int = 0
+    blocks_unknown: int = 0  # asked for, not in the manifest any more
+    checksum_failures: int = 0
+    disk_errors: int = 0
+
+
+class SsdTier:
+    """Blocks in a file. write() and keep() by one thread, load() by any."""
+
+    def __init__(
+        self,
+        folder: str,
+        name: str,
+        shape: Shape,
+        memory: ByteArray,
+        must_reset: bool = False,
+        io: str = "nixl",
+    ) -> None:
+        """SsdRefused: change the options. OSError: no room or a bad disk, try again later."""
+        self.shape = shape
+        self.counters = SsdCounters()
+        self._memory = memory
+        self._closed_until_s = 0.0  # for writing
+        self._file = BlockFile(os.path.join(folder, f"{name}.blocks"), shape.capacity_bytes)
+        try:
+            path = os.path.join(folder, f"{name}.manifest")
+            self.manifest = Manifest(path, shape, must_reset)
+            self._lanes = Lanes(self._file.descriptor, memory, shape.capacity_bytes, io)
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        return self._file.path
+
+    @property
+    def is_writable(self) -> bool:
+        return time.monotonic() >= self._closed_until_s
+
+    @property
+    def state(self) -> str:
+        """For people: "direct" or "buffered", by which means, and whether it takes blocks."""
+        how = "direct" if self._file.is_direct else "buffered"
+        return f"{how}, {self._lanes.kind}" + ("" if self.is_writable else ", closed for writing")
+
+    # ---- to the disk
+
+    def write(self, jobs: Sequence[Job]) -> list[bool]:
+        """Which blocks' bytes are in the file now. They are not found there before keep()."""
+        written = [False] * len(jobs)
+        if not self.is_writable:
+            return written
+        try:
+            room = self.manifest.make_room(
+                (entry.slot, entry.generation, entry.size_bytes) for entry, _ in jobs
+            )
+        except OSError as error:
+            self._close_for_writing(error)
+            return written
+        indices = [index for index, has_room in enumerate(room) if has_room]
+        try:
+            for index, failure in self._move(True, jobs, indices, time.monotonic() + WRITE_S_MAX):
+                written[index] = failure is None
+                if failure is None:
+                    self.counters.blocks_written += 1
+                    self.counters.bytes_written += jobs[index].entry.size_bytes
+                else:
+                    self._close_for_writing(failure)
+        except TransferFailed as error:  # it hangs, or is busy with other batches for a minute
+            self._close_for_writing(error)
+        return written
+
+    def keep(self, entries: Sequence[Entry]) -> bool:
+        """From now on these are found, after a restart too. False: the manifest cannot grow."""
+        try:
+            self.manifest.put(entries)
+        except OSError as error:
+            self._close_for_writing(error)
+            return False
+        return True
+
+    def _close_for_writing(self, error: OSError | TransferFailed) -> None:
+        self.counters.disk_errors += 1
+        if self.is_writable:
+            log.warning(
+                "SSD %s takes no blocks for %g s, the node goes on with DRAM: %s",
+                self.path, RETRY_S, error,
+            )  # fmt: skip
+        self._closed_until_s = time.monotonic() + RETRY_S
+
+    # ---- from the disk
+
+    def load(self, jobs: Sequence[Job], until_s: float) -> list[bool]:
+        """Which blocks are whole in the segment now. TransferTimeout: bytes may still arrive."""
+        loaded = [False] * len(jobs)
+        indices = [index for index, job in enumerate(jobs) if self._is_known(job.entry)]
+        self.counters.blocks_unknown += len(jobs) - len(indices)
+        for index, failure in self._move(False, jobs, indices, until_s):
+            entry, start = jobs[index]
+            if failure is not None:
+                self.counters.disk_errors += 1
+                log.warning("SSD %s: slot %d cannot be read: %s", self.path, entry.slot, failure)
+            elif self.checksum(start, entry.size_bytes) != entry.checksum:
+                self._drop_corrupt(entry)
+            else:
+                loaded[index] = True
+                self.counters.blocks_loaded += 1
+                self.counters.bytes_loaded += entry.size_bytes
+        return loaded
+
+    def _is_known(self, entry: Entry) -> bool:
+        return self.manifest.table.find(entry.slot) == entry
+
+    def checksum(self, memory_bytes: int, size_bytes: int) -> int:
+        """Of a block in the segment."""
+        return xxhash.xxh3_64_intdigest(self._memory[memory_bytes : memory_bytes + size_bytes].data)
+
+    def _drop_corrupt(self, entry: Entry) -> None:
+        self.counters.checksum_failures += 1
+        log.warning(
+            "SSD %s: block %s in slot %d is corrupt, dropped",
+            self.path,
+            entry.key.hex(),
+            entry.slot,
+        )
+        try:
+            self.manifest.drop(entry.slot, entry.generation)
+        except OSError as error:  # it is forgotten in memory; after a restart it fails again
+            self._close_for_writing(error)
+
+    # ---- both ways
+
+    def _move(
+        self, is_write: bool, jobs: Sequence[Job], indices: Sequence[int], until_s: float
+    ) -> Iterator[tuple[int, OSError | None]]:
+        """Move these jobs; (index, what went wrong) of each, part by part, as parts are done.
+
+        While the caller looks at one part, the next is under way. After `until_s` nothing new is
+        started and the rest is left out.
+        """
+        parts = [
+            (part, [self._row(jobs[index]) for index in part]) for part in _parts(jobs, indices)
+        ]
+        if not parts:
+            return
+        with self._lanes.lane(until_s) as lane:
+            posted = self._post(lane, is_write, parts[0][1])
+            for number, (part, rows) in enumerate(parts):
+                error = self._wait(lane, posted, until_s)
+                is_last = number + 1 == len(parts) or time.monotonic() > until_s
+                if not is_last:
+                    posted = self._post(lane, is_write, parts[number + 1][1])
+                for index, row in zip(part, rows, strict=True):
+                    yield index, self._again(is_write, row) if error else None
+                if is_last:
+                    return
+
+    def _row(self, job: Job) -> Row:
+        size_bytes = job.entry.size_bytes
+        length_bytes = -(-size_bytes // IO_ALIGN_BYTES) * IO_ALIGN_BYTES
+        assert job.memory_bytes % IO_ALIGN_BYTES == 0, job
+        assert job.memory_bytes + length_bytes <= self._memory.nbytes, job
+        return Row(job.memory_bytes, job.entry.slot * self.shape.unit_bytes, length_bytes)
+
+    def _post(self, lane: Lane, is_write: bool, rows: Sequence[Row]) -> object:
+        try:
+            return lane.post(is_write, rows)
+        except TransferFailed as error:
+            return error
+
+    def _wait(self, lane: Lane, posted: object, until_s: float) -> Exception | None:
+        """None when the whole part is done; a timeout is raised, bytes may be under way."""
+        if isinstance(posted, TransferFailed):
+            return posted
+        try:
+            lane.wait(posted, until_s)
+        except TransferTimeout:
+            raise
+        except (OSError, TransferFailed) as error:
+            return error
+        return None
+
+    def _again(self, is_write: bool, row: Row) -> OSError | None:
+        """One row of a part that failed, by a plain call: did this one fail, and of what?"""
+        try:
+            move(self._file.descriptor, self._memory, is_write, row)
+        except OSError as error:
+            return error
+        return None
+
+    def close(self) -> None:
+        """Blocks and manifest stay. Twice is harmless."""
+        self._lanes.close()
+        self.manifest.close()
+        self._file.close()
+
+
+def _parts(jobs: Sequence[Job], indices: Sequence[int]) -> list[list[int]]:
+    """The indices in runs of about PART_BYTES."""
+    parts: list[list[int]] = []
+    part_bytes = PART_BYTES
+    for index in indices:
+        size_bytes = jobs[index].entry.size_bytes
+        if part_bytes + size_bytes > PART_BYTES or len(parts[-1]) == PART_ROWS_MAX:
+            parts.append([])
+            part_bytes = 0
+        parts[-1].append(index)
+        part_bytes += size_bytes
+    return parts
