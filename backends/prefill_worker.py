@@ -196,7 +196,7 @@ class PrefillWorker:
             put.keys, found, put.pages, job.request.fetch_blocks, job.request_id
         )
         put.first_block = blocks = len(loaded.copies)
-        put.refs = {i: BlockRef(i, *copy) for i, copy in enumerate(loaded.copies)}
+        put.refs = {i: BlockRef(i, *copy[:4]) for i, copy in enumerate(loaded.copies)}
         job.fetched_blocks = loaded.fetched_blocks
         # One token at least is computed: its logits are what the request came for.
         job.cached_tokens = min(blocks * self._block_tokens, len(job.token_ids) - 1)
