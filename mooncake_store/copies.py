@@ -95,9 +95,7 @@ class CopyTable:
             return False
         if not holder.pool.adopt(slot, units):
             return False
-        copy = HeldCopy(key, holder.shelf(units), slot, generation, size_bytes)
-        holder.writing[key] = copy, ""
-        holder.used_bytes += size_bytes
+        copy = holder.hold(key, "", slot, generation, size_bytes, is_ephemeral=False)
         holder.adopted += 1
         self.publish(copy, checksum)
         copy.become_idle()

@@ -9,8 +9,9 @@ The copies of one size form a *shelf* with its own order of eviction: to make ro
 that size, one block of the same size goes. Soft-pinned copies wait in a second order that is
 touched when the first is empty; hard-pinned copies are in none.
 
-Ten million copies must fit into 4 GiB, so a copy is seven words, the index (block_index.py) is the
-only dictionary that has every key, and who writes a copy is remembered for writing ones only.
+Ten million copies must fit into 4 GiB, so its numbers are in columns (rows.py), the index
+(block_index.py) is the only dictionary that has every key, and who writes a copy is remembered for
+writing ones only.
 
 Not here: the key -> copies index over all holders, leases, events (copies.py, leases.py).
 """
@@ -25,6 +26,7 @@ from typing import NamedTuple
 from mooncake_store.eviction import EvictionOrder
 from mooncake_store.layout import Geometry
 from mooncake_store.membership import NodeInfo
+from mooncake_store.rows import Rows
 from mooncake_store.slots import Copy, Slot, SlotPool
 
 
@@ -59,7 +61,8 @@ class Shelf:
 
     holder: Holder
     units: int
-    node_id: str  # of the holder; here too because every lookup asks for it
+    node_id: str  # of the holder, as is `rows`; here too because every lookup asks for them
+    rows: Rows
     idle: EvictionOrder = field(default_factory=EvictionOrder)  # ready and not leased
     soft: EvictionOrder = field(default_factory=EvictionOrder)  # ... and soft-pinned
 
@@ -74,10 +77,8 @@ class HeldCopy:
 
     key: bytes
     shelf: Shelf
-    slot: int
-    generation: int
+    row: int  # of slot, generation and checksum, in the shelf's rows
     size_bytes: int
-    checksum: int = 0  # until the commit
     state: CopyState = CopyState.WRITING
     is_ephemeral: bool = False
     pin: Pin = Pin.NONE
@@ -88,12 +89,22 @@ class HeldCopy:
         return self.shelf.holder
 
     @property
+    def slot(self) -> int:
+        return self.shelf.rows.slot[self.row]
+
+    @property
+    def generation(self) -> int:
+        return self.shelf.rows.generation[self.row]
+
+    @property
     def node_id(self) -> str:
         return self.shelf.node_id
 
     @property
     def place(self) -> Copy:
-        return Copy(self.node_id, self.slot, self.generation, self.checksum, self.size_bytes)
+        rows, row = self.shelf.rows, self.row
+        use = self.shelf.node_id, rows.slot[row], rows.generation[row]
+        return Copy(*use, rows.checksum[row], self.size_bytes)
 
     @property
     def use(self) -> Slot:
@@ -135,6 +146,7 @@ class Holder:
     is_attached: bool = False  # a user of this life of it has asked for its geometry
     fingerprint: str = ""  # of the worker that attached first; empty until then
     block_bytes: int = 0  # of that worker
+    rows: Rows = field(default_factory=Rows)
     writing: dict[bytes, tuple[HeldCopy, str]] = field(default_factory=dict)  # key -> (_, owner)
     shelves: dict[int, Shelf] = field(default_factory=dict)  # units of a slot -> its copies
     pinned: dict[bytes, HeldCopy] = field(default_factory=dict)  # hard
@@ -148,7 +160,7 @@ class Holder:
     def shelf(self, units: int) -> Shelf:
         found = self.shelves.get(units)
         if found is None:
-            found = self.shelves[units] = Shelf(self, units, self.info.node_id)
+            found = self.shelves[units] = Shelf(self, units, self.info.node_id, self.rows)
         return found
 
     @property
@@ -169,9 +181,21 @@ class Holder:
         slot = self.pool.take(units)
         if slot is None:
             return None
-        copy = HeldCopy(
-            key, self.shelf(units), slot, generation, size_bytes, is_ephemeral=is_ephemeral
-        )
+        return self.hold(key, owner, slot, generation, size_bytes, is_ephemeral)
+
+    def hold(
+        self,
+        key: bytes,
+        owner: str,
+        slot: int,
+        generation: int,
+        size_bytes: int,
+        is_ephemeral: bool,
+    ) -> HeldCopy:
+        """A copy in state writing, in a slot that the pool has handed out."""
+        shelf = self.shelf(self.pool.units_for(size_bytes))
+        row = self.rows.take(slot, generation)
+        copy = HeldCopy(key, shelf, row, size_bytes, is_ephemeral=is_ephemeral)
         self.writing[key] = copy, owner
         self.used_bytes += size_bytes
         return copy
@@ -186,7 +210,7 @@ class Holder:
     def publish(self, copy: HeldCopy, checksum: int) -> None:
         assert copy.state is CopyState.WRITING
         del self.writing[copy.key]
-        copy.checksum = checksum
+        self.rows.checksum[copy.row] = checksum
         copy.state = CopyState.READY
         self.ready += 1
 
@@ -217,16 +241,20 @@ class Holder:
             copy.leave_idle()
         self.used_bytes -= copy.size_bytes
         copy.state = CopyState.GONE
+        slot = copy.slot
+        self.rows.give(copy.row)
         if quarantine_until_s is None:
-            self.pool.free(copy.slot)
+            self.pool.free(slot)
         else:
-            self.pool.quarantine(copy.slot, quarantine_until_s)
+            self.pool.quarantine(slot, quarantine_until_s)
 
     def check(self, copies: list[HeldCopy]) -> None:
         """Prove the invariants; `copies` are the ready ones, from the index."""
         self.pool.check()
+        self.rows.check()
         every = [*copies, *(copy for copy, _ in self.writing.values())]
         assert len({copy.slot for copy in every}) == len(every), "two copies in one slot"
+        assert len({copy.row for copy in every}) == len(every) == len(self.rows)
         assert self.pool.used_units == sum(copy.shelf.units for copy in every), "a slot is lost"
         assert {copy.slot for copy in every} <= set(self.pool.used_slots())
         assert self.ready == len(copies)

@@ -70,7 +70,7 @@ def take(
                 copy.key,
                 copy.slot,
                 copy.generation,
-                copy.checksum,
+                copy.place.checksum,
                 copy.size_bytes,
                 target.slot,
                 target.generation,

@@ -26,7 +26,7 @@ STANDARD_PURE = {
 PURE_STORE = {
     "block_index", "block_keys", "config", "copies", "directory", "errors", "eviction", "events",
     "holder", "inventory", "layout", "leases", "membership", "nodes", "pins", "placement",
-    "prefix_index", "slots", "spills", "status", "tenants", "upkeep", "workers",
+    "prefix_index", "rows", "slots", "spills", "status", "tenants", "upkeep", "workers",
 }  # fmt: skip
 PURE_BACKENDS = {
     "backends/engine/batching.py", "backends/engine/occupation.py", "backends/engine/pages.py",

@@ -9,8 +9,8 @@ from tests.mooncake_store.makers import chain, holder
 
 
 def copies(count: int) -> list[HeldCopy]:
-    shelf = holder().shelf(1)
-    return [HeldCopy(key, shelf, 0, 0, 4096) for key in chain(count)]
+    home = holder(slots=count)
+    return [home.hold(key, "w", slot, 5, 4096, False) for slot, key in enumerate(chain(count))]
 
 
 def test_a_release_gives_copies_back_from_the_end_of_the_chain() -> None:
