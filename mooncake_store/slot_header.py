@@ -17,10 +17,10 @@ from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING
 
 __all__ = ["STATE_READY", "STATE_WRITING", "SlotHeader"]
 
-_MAGIC = b"MKVB"
-_FIELDS = struct.Struct("<4sIQ16sQQ8x")  # magic, state, generation, key, checksum, length, spare
+MAGIC = b"MKVB"
+FIELDS = struct.Struct("<4sIQ16sQQ8x")  # magic, state, generation, key, checksum, length, spare
 _SELF = struct.Struct("<Q")
-assert _FIELDS.size + _SELF.size == HEADER_BYTES, _FIELDS.size
+assert FIELDS.size + _SELF.size == HEADER_BYTES, FIELDS.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class SlotHeader:
 
     def pack(self) -> bytes:
         assert len(self.key) == 16, f"a key has 16 bytes, this one {len(self.key)}"
-        fields = _FIELDS.pack(
-            _MAGIC, self.state, self.generation, self.key, self.checksum, self.length_bytes
+        fields = FIELDS.pack(
+            MAGIC, self.state, self.generation, self.key, self.checksum, self.length_bytes
         )
         return fields + _SELF.pack(xxhash.xxh3_64_intdigest(fields))
 
@@ -44,8 +44,8 @@ class SlotHeader:
     def unpack(raw: bytes | memoryview) -> SlotHeader | None:
         """The header in these 64 bytes, or None when no whole header lies there."""
         assert len(raw) == HEADER_BYTES, f"a header has {HEADER_BYTES} bytes, got {len(raw)}"
-        magic, state, generation, key, checksum, length_bytes = _FIELDS.unpack_from(raw)
-        (own,) = _SELF.unpack_from(raw, _FIELDS.size)
-        if magic != _MAGIC or own != xxhash.xxh3_64_intdigest(bytes(raw[: _FIELDS.size])):
+        magic, state, generation, key, checksum, length_bytes = FIELDS.unpack_from(raw)
+        (own,) = _SELF.unpack_from(raw, FIELDS.size)
+        if magic != MAGIC or own != xxhash.xxh3_64_intdigest(bytes(raw[: FIELDS.size])):
             return None
         return SlotHeader(state, generation, key, checksum, length_bytes)
