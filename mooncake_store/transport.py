@@ -13,8 +13,8 @@ test_transport_contract.py runs it against each):
 * Every method may be called from several threads; the GIL is released while bytes move.
 
 Not here: which transport serves which node (known_nodes.py), the transports themselves
-(mapped_transport.py, which needs no second process and so is the twin for unit tests too, and
-nixl_transport.py).
+(mapped_transport.py, which needs no second process and so is the twin for unit tests too,
+nixl_transport.py and tcp_transport.py).
 """
 
 from __future__ import annotations

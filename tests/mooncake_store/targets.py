@@ -1,4 +1,4 @@
-"""A real process that owns a segment and answers NIXL, for the transport tests.
+"""A real process that owns a segment and answers NIXL and plain TCP, for the transport tests.
 
 Run as a module it is that process; imported it is the handle that tests hold. It knows nothing of
 the directory: mooncake_store.node is the production process.
@@ -44,7 +44,7 @@ class Target:
         said = json.loads(line)
         self.info = NodeInfo(
             node_id, self.incarnation, host_id(path), path, TARGET_BYTES, said["name"],
-            base64.b64decode(said["metadata"]), said["address"],
+            base64.b64decode(said["metadata"]), said["address"], data_address=said["data_address"],
         )  # fmt: skip
 
     def kill(self) -> None:
@@ -105,17 +105,21 @@ class TargetPool:
 def main() -> None:
     path, size_bytes, name = sys.argv[1:]
     from mooncake_store.nixl_agent import NodeAgent
+    from mooncake_store.tcp_server import TcpServer
 
     segment = Segment.create(path, int(size_bytes))
+    server = TcpServer(segment.view, "127.0.0.1", token=name.partition("#")[2].encode())
     agent = NodeAgent(name, segment.address, segment.size_bytes)
     said = {
         "name": agent.name,
         "metadata": base64.b64encode(agent.metadata).decode(),
         "address": segment.address,
+        "data_address": server.address,
     }
     print(json.dumps(said), flush=True)
     sys.stdin.read()  # until the test closes it
     agent.close()
+    server.close()
     segment.close()
     os._exit(0)
 

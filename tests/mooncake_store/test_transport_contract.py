@@ -1,6 +1,6 @@
 """The contract of transport.py, against each transport and a real second process.
 
-Not here: frozen nodes (test_frozen_node.py).
+Not here: frozen nodes (test_frozen_node.py), what only plain TCP has (test_tcp_transport.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.mapped_transport import MappedTransport
 from mooncake_store.nixl_agent import NixlUnavailable
 from mooncake_store.segment import Segment
+from mooncake_store.tcp_transport import TcpTransport
 from mooncake_store.transport import Span, Transport
 from tests.mooncake_store.targets import TARGET_BYTES, Target, TargetPool
 
@@ -29,8 +30,11 @@ DEADLINE_S = 10.0
 
 @pytest.fixture
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    made: Transport
     if request.param == "mapped":
-        made: Transport = MappedTransport()
+        made = MappedTransport()
+    elif request.param == "tcp":
+        made = TcpTransport()
     else:
         try:
             from mooncake_store.nixl_transport import NixlTransport
@@ -42,7 +46,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     made.close()
 
 
-both = pytest.mark.parametrize("transport", ["mapped", "nixl"], indirect=True)
+each = pytest.mark.parametrize("transport", ["mapped", "nixl", "tcp"], indirect=True)
 
 
 @pytest.fixture
@@ -82,7 +86,7 @@ def fit(spans: list[Span], lengths: list[int]) -> list[Span]:
     ]
 
 
-@both
+@each
 def test_random_spans_arrive_and_untouched_bytes_stay(
     transport: Transport, start: Callable[..., Target], seed: int
 ) -> None:
@@ -126,7 +130,7 @@ def test_random_spans_arrive_and_untouched_bytes_stay(
     assert (counters.failures, counters.timeouts) == (0, 0)
 
 
-@both
+@each
 @pytest.mark.parametrize("phase", [0, 192])
 def test_equal_spans_on_a_grid_arrive_in_the_given_order(
     transport: Transport, start: Callable[..., Target], seed: int, phase: int
@@ -147,7 +151,7 @@ def test_equal_spans_on_a_grid_arrive_in_the_given_order(
                 assert np.array_equal(buffer[here.offset_bytes :][:length], wanted)
 
 
-@both
+@each
 def test_a_view_of_a_registered_buffer_is_a_target_too(
     transport: Transport, start: Callable[..., Target], seed: int
 ) -> None:
@@ -162,7 +166,7 @@ def test_a_view_of_a_registered_buffer_is_a_target_too(
     assert not buffer[:4106].any() and not buffer[4606:].any()
 
 
-@both
+@each
 def test_a_span_outside_the_segment_is_refused_before_anything_moves(
     transport: Transport, start: Callable[..., Target]
 ) -> None:
@@ -185,7 +189,7 @@ def test_a_span_outside_the_segment_is_refused_before_anything_moves(
     assert transport.counters.failures == 5
 
 
-@both
+@each
 def test_a_killed_node_fails_fast_and_a_new_life_of_it_works(
     transport: Transport, start: Callable[..., Target], seed: int
 ) -> None:
@@ -210,19 +214,20 @@ def test_a_killed_node_fails_fast_and_a_new_life_of_it_works(
     assert transport.counters.failures == 2
 
 
-@both
+@each
 def test_a_node_that_was_never_there_is_a_failed_transfer(
     transport: Transport, start: Callable[..., Target]
 ) -> None:
     target = start()
-    info = replace(target.info, segment_path="/dev/shm/mooncake-no-such", agent_metadata=b"no")
+    info = replace(target.info, segment_path="/dev/shm/mooncake-no-such")
+    info = replace(info, agent_metadata=b"no", data_address="127.0.0.1:1")
     buffer = np.zeros(64, np.uint8)
     transport.register(buffer)
     with pytest.raises(TransferFailed, match="t0"):
         transport.read(info, [Span(0, 64)], [(buffer, Span(0, 64))], DEADLINE_S)
 
 
-@both
+@each
 def test_threads_may_share_a_transport(
     transport: Transport, start: Callable[..., Target], seed: int
 ) -> None:

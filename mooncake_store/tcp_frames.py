@@ -1,0 +1,134 @@
+"""How the plain TCP transport speaks: frames of version 1, and whole pieces of memory at a time.
+
+A connection begins with HELLO and its token. Then the client asks, one request after the other:
+
+    HELLO    header(count = bytes of the token)    token
+    READ     header(count = spans)    spans                 -> DONE, bytes of the spans in order
+    WRITE    header(count = spans)    spans    bytes        -> DONE, when they lie in the segment
+    answers: DONE     header(count = bytes that follow)
+             REFUSED  header(count = bytes of a text that says why)
+
+A header has 16 bytes, little-endian: magic "MKTB", version, kind (two bytes each), count (eight).
+A span is two numbers of eight bytes: where in the segment, how long.
+
+Not here: the two ends (tcp_server.py, tcp_transport.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+MAGIC, VERSION = b"MKTB", 1
+HEADER = struct.Struct("<4sHHQ")
+SPAN_BYTES = 16
+SPANS_MAX = 65_536  # in one request; the client splits longer ones
+TOKEN_BYTES_MAX = 256
+TEXT_BYTES_MAX = 4_096
+PIECES_MAX = 512  # handed to the kernel at once (it takes 1,024)
+
+
+class Kind(enum.IntEnum):
+    HELLO = 0
+    READ = 1
+    WRITE = 2
+    DONE = 3
+    REFUSED = 4
+
+
+class FrameInvalid(Exception):
+    """What came is no frame of this version; the connection cannot go on."""
+
+
+class PeerClosed(ConnectionError):
+    """The other side closed the connection in the middle of something."""
+
+
+def pack(kind: Kind, count: int, version: int = VERSION) -> bytes:
+    return HEADER.pack(MAGIC, version, kind, count)
+
+
+def unpack(raw: bytes | bytearray) -> tuple[Kind, int]:
+    """(kind, count); FrameInvalid says what came instead."""
+    magic, version, kind, count = HEADER.unpack(raw)
+    if magic != MAGIC:
+        raise FrameInvalid(f"{bytes(raw[:4])!r} is not the start of a {MAGIC.decode()} frame")
+    if version != VERSION:
+        raise FrameInvalid(
+            f"the other side speaks version {version} of the TCP transport, this one {VERSION}: "
+            "run one release on all hosts"
+        )
+    if kind not in Kind.__members__.values():
+        raise FrameInvalid(f"kind {kind} of frame is unknown")
+    return Kind(kind), count
+
+
+def pack_spans(spans: Sequence[tuple[int, int]]) -> bytes:
+    return np.array(spans, "<u8").tobytes()
+
+
+def unpack_spans(raw: bytes | bytearray) -> list[tuple[int, int]]:
+    rows: list[list[int]] = np.frombuffer(raw, "<u8").reshape(-1, 2).tolist()
+    return [(offset, length) for offset, length in rows]
+
+
+def send(connection: socket.socket, pieces: Sequence[memoryview], until_s: float) -> None:
+    """All of these pieces, in order. TimeoutError at `until_s`, OSError when it breaks."""
+    left = Pieces(pieces)
+    while batch := left.next():
+        connection.settimeout(_left_s(until_s))
+        left.moved(connection.sendmsg(batch))
+
+
+def receive(connection: socket.socket, pieces: Sequence[memoryview], until_s: float) -> None:
+    """Fill all of these pieces, in order; PeerClosed when the stream ends before."""
+    left = Pieces(pieces)
+    while batch := left.next():
+        connection.settimeout(_left_s(until_s))
+        left.moved(received(connection, batch))
+
+
+def receive_bytes(connection: socket.socket, length_bytes: int, until_s: float) -> bytearray:
+    raw = bytearray(length_bytes)
+    receive(connection, [memoryview(raw)], until_s)
+    return raw
+
+
+def received(connection: socket.socket, pieces: Sequence[memoryview]) -> int:
+    """One call of recvmsg_into; PeerClosed instead of nothing."""
+    moved_bytes = connection.recvmsg_into(pieces)[0]
+    if moved_bytes == 0:
+        raise PeerClosed("the connection was closed by the other side")
+    return moved_bytes
+
+
+class Pieces:
+    """Runs of pieces of memory for sendmsg and recvmsg, which may stop anywhere."""
+
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        self._pieces = [piece for piece in pieces if piece.nbytes]
+        self._at = 0
+
+    def next(self) -> list[memoryview]:
+        return self._pieces[self._at : self._at + PIECES_MAX]
+
+    def moved(self, moved_bytes: int) -> None:
+        while moved_bytes:
+            piece = self._pieces[self._at]
+            if moved_bytes < piece.nbytes:
+                self._pieces[self._at] = piece[moved_bytes:]
+                return
+            moved_bytes -= piece.nbytes
+            self._at += 1
+
+
+def _left_s(until_s: float) -> float:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the deadline passed")
+    return left_s
