@@ -25,7 +25,7 @@ STANDARD_PURE = {
 }  # fmt: skip
 PURE_STORE = {
     "block_index", "block_keys", "config", "copies", "directory", "errors", "eviction", "events",
-    "holder", "inventory", "layout", "leases", "membership", "nodes", "pins", "placement",
+    "holder", "inventory", "layout", "leases", "membership", "nodes", "path_cost", "pins", "placement",
     "prefix_index", "rows", "slots", "spills", "status", "tenants", "upkeep", "workers",
 }  # fmt: skip
 PURE_BACKENDS = {
