@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mooncake_store import segment as segment_module
+from mooncake_store import segment_file
+from mooncake_store.mapping import numa_nodes
 from mooncake_store.segment import Segment, SegmentRefused, host_id
 from mooncake_store.slot_header import STATE_READY, STATE_WRITING, SlotHeader
 from tests.mooncake_store.targets import ROOT
@@ -114,7 +115,7 @@ def test_too_large_for_the_filesystem_is_refused_with_the_numbers(path: str) -> 
 def test_more_than_the_memory_that_is_left_is_refused(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_module, "_memory_available_bytes", lambda: 257 * 1024**2)
+    monkeypatch.setattr(segment_file, "_memory_available_bytes", lambda: 257 * 1024**2)
     with pytest.raises(SegmentRefused, match="2 MiB of memory, 1 MiB can be had"):
         Segment.create(path, 2 * SIZE)
     with Segment.create(path, SIZE):
@@ -160,3 +161,60 @@ def test_a_header_survives_packing_and_anything_else_is_no_header(seed: int) -> 
             assert SlotHeader.unpack(bytes(torn)) is None, position
     assert SlotHeader.unpack(bytes(64)) is None
     assert SlotHeader.unpack(chance.bytes(64)) is None
+
+
+def test_several_files_are_one_linear_memory(path: str) -> None:
+    paths = [f"{path}-{name}" for name in "abc"]
+    size = 3 * SIZE + 5000
+    with Segment.create(":".join(paths), size) as owner:
+        owner.view[:] = np.arange(size, dtype=np.uint32).astype(np.uint8)
+        files = [Path(one).read_bytes() for one in paths]
+        assert sum(map(len, files)) == size and len({len(file) for file in files[:-1]}) == 1
+        assert b"".join(files) == owner.view.tobytes()
+        with Segment.open(":".join(paths), size) as guest:
+            assert np.array_equal(guest.view, owner.view) and guest.is_owner_alive()
+            boundary = len(files[0])
+            guest.view[boundary - 8 : boundary + 8] = 255
+            assert (owner.view[boundary - 8 : boundary + 8] == 255).all()
+        assert owner.address % 2**21 == 0
+    assert not any(Path(one).exists() for one in paths)
+
+
+def test_of_several_files_one_that_is_taken_leaves_none_behind(path: str) -> None:
+    process = own_elsewhere(path)
+    with process:
+        with pytest.raises(SegmentRefused, match="living process"):
+            Segment.create(f"{path}-a:{path}", SIZE)
+        assert not Path(f"{path}-a").exists() and Path(path).exists()
+
+
+def test_several_files_must_have_room_together(path: str) -> None:
+    room = os.statvfs("/dev/shm")
+    size = int(room.f_bavail * room.f_frsize * 1.5)
+    with pytest.raises(SegmentRefused, match=r"needs \d+ MiB, /dev/shm has"):
+        Segment.create(f"{path}-a:{path}-b", size)
+    with pytest.raises(SegmentRefused, match="too few for 3 files"):
+        Segment.create(f"{path}-a:{path}-b:{path}-c", 5000)
+    assert not list(Path("/dev/shm").glob(Path(path).name + "*"))
+
+
+def test_a_file_whose_memory_is_bound_to_a_numa_node_can_be_used(path: str) -> None:
+    node = numa_nodes()[0]
+    with Segment.create(f"{path}-a:{path}-b", 2 * SIZE, [node, None]) as segment:
+        segment.view[:] = 1
+    with pytest.raises(SegmentRefused, match=r"mbind to NUMA node 1000|Invalid argument"):
+        Segment.create(path, SIZE, [1000])
+
+
+@pytest.mark.parametrize("option", ["advise", "never"])
+def test_huge_pages_are_had_where_the_mount_allows_them(tmp_path: Path, option: str) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", f"size=32m,huge={option}", "none", str(tmp_path)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        with Segment.create(str(tmp_path / "s"), 8 * SIZE) as segment:
+            percent = {"advise": 100, "never": 0}[option]
+            assert segment.pages == f"{percent} % of 2048 KiB, else 4 KiB"
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
