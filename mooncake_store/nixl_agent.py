@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake_store.errors import StoreError, TransferFailed
+from mooncake_store.host_topology import preferred_ucx_devices
 
 NODE_PROGRESS_DELAY_US = 1000
 # Without a GPU the package `nixl` imports torch (0.7 s, 150 MB) to ask for a CUDA version, and then
@@ -59,6 +60,8 @@ def prepare_environment() -> None:
     """Settings that UCX and NIXL read once, when they are loaded."""
     if not has_rdma():
         os.environ.setdefault("UCX_MODULES", "^ib")
+    elif devices := preferred_ucx_devices():
+        os.environ.setdefault("UCX_NET_DEVICES", devices)
     # 8 KiB by default; 128 KiB doubles a READ over TCP (the responder's setting counts too).
     # UCX refuses to start when RX is smaller than TX, so who sets one gets the other too.
     segment = os.environ.get("UCX_TCP_TX_SEG_SIZE") or os.environ.get("UCX_TCP_RX_SEG_SIZE", "128K")

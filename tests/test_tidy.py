@@ -21,12 +21,13 @@ MAY_IMPORT = {
 }
 STANDARD_PURE = {
     "__future__", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib",
-    "heapq", "itertools", "math", "numpy", "struct", "typing",
+    "heapq", "itertools", "math", "numpy", "re", "struct", "typing",
 }  # fmt: skip
 PURE_STORE = {
-    "block_index", "block_keys", "config", "copies", "directory", "errors", "eviction", "events",
-    "holder", "inventory", "layout", "leases", "membership", "nodes", "path_cost", "pins", "placement",
-    "prefix_index", "rows", "slots", "spills", "status", "tenants", "upkeep", "workers",
+    "block_index", "block_keys", "config", "copies", "directory", "errors", "events", "eviction",
+    "holder", "inventory", "layout", "leases", "membership", "nodes", "path_cost", "pins",
+    "placement", "prefix_index", "rows", "slots", "spills", "status", "tenants", "topology",
+    "upkeep", "workers",
 }  # fmt: skip
 PURE_BACKENDS = {
     "backends/engine/batching.py", "backends/engine/occupation.py", "backends/engine/pages.py",
