@@ -14,24 +14,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import xxhash
-
-from mooncake_store.errors import TransferFailed
+from mooncake_store.checksum import checksum, copy_and_sum
+from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.known_nodes import KnownNodes
 from mooncake_store.layout import Geometry, geometry
+from mooncake_store.mapped_transport import MappedTransport
 from mooncake_store.membership import NodeInfo
-from mooncake_store.segment import ByteArray
 from mooncake_store.slots import Copy
 from mooncake_store.transport import LocalSpan, Span, Transport
 
 log = logging.getLogger("mooncake_store.store")
 BATCH_BYTES = 2 * 1024**2
 ATTEMPTS_MAX = 2  # the second one only for a node that has a new incarnation
-
-
-def checksum(view: ByteArray) -> int:
-    """xxh3_64 of a C-contiguous uint8 array."""
-    return xxhash.xxh3_64_intdigest(view.data)
 
 
 class Want(NamedTuple):
@@ -63,8 +57,14 @@ class Want(NamedTuple):
 class BlockReader:
     """Thread-safe."""
 
-    def __init__(self, nodes: KnownNodes, on_bad_copy: Callable[[Copy], None]) -> None:
+    def __init__(
+        self,
+        nodes: KnownNodes,
+        on_bad_copy: Callable[[Copy], None],
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
         self._nodes = nodes
+        self._batch_bytes = batch_bytes
         self._on_bad_copy = on_bad_copy
 
     def read(self, wants: Sequence[Want], deadline_s: float) -> list[bool]:
@@ -101,15 +101,20 @@ class BlockReader:
             if shape.holds(wants[index].copy.slot, wants[index].end_bytes)
         ]
         try:
-            for part in _parts(wants, indices):
+            for part in _parts(wants, indices, self._batch_bytes):
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     log.warning("node_id=%s deadline passed, %d blocks missed", node_id, len(part))
                     return False  # slow is not dead: the caller recomputes the rest
-                self._read_part(transport, info, shape, [wants[i] for i in part], left_s)
-                for index in part:
-                    arrived[index] = wants[index].is_whole()
-                    if not arrived[index]:
+                chosen = [wants[index] for index in part]
+                if isinstance(transport, MappedTransport):
+                    whole = _copied(transport, info, shape, chosen, left_s)
+                else:
+                    self._read_part(transport, info, shape, chosen, left_s)
+                    whole = [want.is_whole() for want in chosen]
+                for index, is_whole in zip(part, whole, strict=True):
+                    arrived[index] = is_whole
+                    if not is_whole:
                         self._on_bad_copy(wants[index].copy)
         except TransferFailed as error:
             log.warning("node_id=%s read failed: %s", node_id, error)
@@ -131,16 +136,47 @@ class BlockReader:
             Span(shape.slot_offset_bytes(copy.slot) + start_bytes, target[1].length_bytes)
             for copy, start_bytes, target, _ in wants
         ]
-        transport.read(info, sources, [want.target for want in wants], left_s)
+        with self._nodes.traffic.moving(info.node_id, sum(span.length_bytes for span in sources)):
+            transport.read(info, sources, [want.target for want in wants], left_s)
 
 
-def _parts(wants: Sequence[Want], indices: Sequence[int]) -> list[list[int]]:
-    """The indices in runs of about BATCH_BYTES."""
+def _copied(
+    transport: MappedTransport,
+    info: NodeInfo,
+    shape: Geometry,
+    wants: Sequence[Want],
+    left_s: float,
+) -> list[bool]:
+    """Copy out of a mapped segment, the checksum computed on the way: which blocks are whole."""
+    started_s = time.monotonic()
+    whole, moved_bytes = [], 0
+    with transport.owned(info) as view:
+        for want in wants:
+            buffer, (start, length_bytes) = want.target
+            far = shape.slot_offset_bytes(want.copy.slot) + want.start_bytes
+            near, source = buffer[start : start + length_bytes], view[far : far + length_bytes]
+            if len(want.checksums) == 1:
+                whole.append(copy_and_sum(near, source) == want.checksums[0])
+            else:
+                near[:] = source
+                whole.append(want.is_whole())
+            moved_bytes += length_bytes
+            if time.monotonic() - started_s > left_s:
+                raise TransferTimeout(
+                    f"node {info.node_id}: copying {moved_bytes} bytes through shared memory took "
+                    f"longer than {left_s:.3f} s: this host is short of CPU"
+                )
+    transport.note(True, moved_bytes, started_s)
+    return whole
+
+
+def _parts(wants: Sequence[Want], indices: Sequence[int], batch_bytes: int) -> list[list[int]]:
+    """The indices in runs of about `batch_bytes`."""
     parts: list[list[int]] = []
-    part_bytes = BATCH_BYTES
+    part_bytes = batch_bytes
     for index in indices:
         length_bytes = wants[index].target[1].length_bytes
-        if part_bytes + length_bytes > BATCH_BYTES:
+        if part_bytes + length_bytes > batch_bytes:
             parts.append([])
             part_bytes = 0
         parts[-1].append(index)

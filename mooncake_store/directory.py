@@ -224,6 +224,8 @@ class Directory(Upkeep):
         totals.lookup_blocks += len(keys)
         totals.hit_blocks += len(hits)
         totals.hit_ssd_blocks += sum(copies_of(held)[0].shelf.holder.info.is_ssd for held in hits)
+        if lease_s > 0 and not owner:
+            raise RequestInvalid("a lease needs an owner: name the request that will release it")
         if lease_s > 0 and hits:
             pairs = [(depth, copy) for depth, held in enumerate(hits) for copy in copies_of(held)]
             table.leases.refuse_too_many(owner, len(pairs))

@@ -10,6 +10,7 @@ Not here: following changes (event_feed.py), moving bytes (store.py).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -138,7 +139,7 @@ class DirectoryClient:
         return self._ask(protocol.Remove(list(keys), node_id), _BOOLS)
 
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float = 0.0) -> list[bool]:
-        """"soft" (for ttl_s), "hard" or "none"; False where a hard pin found no room."""
+        """ "soft" (for ttl_s), "hard" or "none"; False where a hard pin found no room."""
         return self._ask(protocol.PinKeys(list(keys), kind, ttl_s), _BOOLS)
 
     # ---- upkeep
@@ -153,9 +154,7 @@ class DirectoryClient:
         """What a node holds: (key, slot, generation, checksum, size_bytes, state) each."""
         return self._ask(protocol.Adopt(node_id, incarnation, list(blocks), is_last), _INT)
 
-    def take_spills(
-        self, node_id: str, owner: str, blocks_max: int, lease_s: float
-    ) -> list[Spill]:
+    def take_spills(self, node_id: str, owner: str, blocks_max: int, lease_s: float) -> list[Spill]:
         """What this node should copy to its SSD next, and where to."""
         return self._ask(protocol.TakeSpills(node_id, owner, blocks_max, lease_s), _SPILLS)
 
@@ -186,6 +185,20 @@ class DirectoryClient:
     def release(self, owner: str) -> bool:
         """`owner` is done with everything."""
         return self._ask(protocol.Release(owner), _BOOL)
+
+    def release_later(self, owner: str) -> None:
+        """As `release`, without waiting for the answer; when it is lost, the lease runs out."""
+        body = msgspec.msgpack.encode(protocol.Release(owner))
+        if not self._lock.acquire(timeout=self.timeout_s):
+            return
+        try:
+            if not self._is_closed:
+                self._number += 1  # its answer is passed over by the next exchange
+                frames = [protocol.pack_header(Kind.REQUEST, self._number), body]
+                with contextlib.suppress(zmq.Again):
+                    self._connected().send_multipart(frames, zmq.NOBLOCK)
+        finally:
+            self._lock.release()
 
     # ---- workers
 

@@ -1,47 +1,76 @@
-"""Reads the header of one slot of any node: whose block is that? Rare, so it is kept simple.
+"""Reads the headers of slots of any node: whose block is that, and is it still the same one?
 
 Not here: what a header is (slot_header.py).
 """
 
 from __future__ import annotations
 
-import threading
-
-import numpy as np
+from collections.abc import Sequence
 
 from mooncake_store.errors import TransferFailed
 from mooncake_store.known_nodes import KnownNodes
-from mooncake_store.layout import HEADER_BYTES, geometry
+from mooncake_store.layout import HEADER_BYTES, STATE_READY, geometry
+from mooncake_store.scratch import SIZE_BYTES, Scratch
 from mooncake_store.slot_header import SlotHeader
 from mooncake_store.slots import Copy
-from mooncake_store.transport import Span
+from mooncake_store.transport import LocalSpan, Span
 
-DEADLINE_S = 0.2
+DEADLINE_S = 0.5
+AT_ONCE_MAX = SIZE_BYTES // HEADER_BYTES
 
 
 class HeaderReader:
-    """Thread-safe: one header at a time."""
+    """Thread-safe."""
 
-    def __init__(self, nodes: KnownNodes) -> None:
+    def __init__(self, nodes: KnownNodes, scratch: Scratch) -> None:
         self._nodes = nodes
-        self._lock = threading.Lock()
-        self._buffer = np.zeros(HEADER_BYTES, np.uint8)
-        nodes.register(self._buffer)
+        self._scratch = scratch
 
     def read(self, copy: Copy) -> SlotHeader | None:
         """The header of this copy's slot; None when it cannot be had or is none."""
-        info = self._nodes.usable(copy.node_id)
+        return self.read_all([copy])[0]
+
+    def read_all(self, copies: Sequence[Copy]) -> list[SlotHeader | None]:
+        found: list[SlotHeader | None] = [None] * len(copies)
+        by_node: dict[str, list[int]] = {}
+        for index, copy in enumerate(copies):
+            by_node.setdefault(copy.node_id, []).append(index)
+        for node_id, indices in by_node.items():
+            for start in range(0, len(indices), AT_ONCE_MAX):
+                self._read_node(node_id, copies, indices[start : start + AT_ONCE_MAX], found)
+        return found
+
+    def still(self, keys: Sequence[bytes], copies: Sequence[Copy]) -> list[bool]:
+        """Does each slot still hold that very use of it, complete?"""
+        return [
+            header is not None
+            and header.state == STATE_READY
+            and (header.generation, header.key) == (copy.generation, key)
+            for key, copy, header in zip(keys, copies, self.read_all(copies), strict=True)
+        ]
+
+    def _read_node(
+        self,
+        node_id: str,
+        copies: Sequence[Copy],
+        indices: Sequence[int],
+        found: list[SlotHeader | None],
+    ) -> None:
+        info = self._nodes.usable(node_id)
         transport = self._nodes.transport(info) if info else None
-        if info is None or transport is None or info.is_ssd:
-            return None
+        if info is None or transport is None:
+            return
         shape = geometry(info.segment_bytes, info.unit_bytes)
-        if not shape.holds(copy.slot, 0):
-            return None
-        source = Span(shape.header_offset_bytes(copy.slot), HEADER_BYTES)
-        with self._lock:
-            target = (self._buffer, Span(0, HEADER_BYTES))
-            try:
-                transport.read(info, [source], [target], DEADLINE_S)
-            except TransferFailed:
-                return None
-            return SlotHeader.unpack(self._buffer.tobytes())
+        indices = [index for index in indices if shape.holds(copies[index].slot, 1)]
+        sources = [Span(shape.header_offset_bytes(copies[i].slot), HEADER_BYTES) for i in indices]
+        try:
+            with self._scratch.take(len(indices) * HEADER_BYTES) as buffer:
+                targets: list[LocalSpan] = [
+                    (buffer, Span(at * HEADER_BYTES, HEADER_BYTES)) for at in range(len(indices))
+                ]
+                transport.read(info, sources, targets, DEADLINE_S)
+                for index, (_, (start, _)) in zip(indices, targets, strict=True):
+                    raw = buffer[start : start + HEADER_BYTES].tobytes()
+                    found[index] = SlotHeader.unpack(raw)
+        except TransferFailed:
+            return

@@ -106,10 +106,13 @@ class LeaseTable:
         return True
 
     def drop(self, owner: str, copy: HeldCopy) -> None:
-        """End one lease."""
-        del self._owners[owner].copies[copy]
+        """End one lease. An owner without any is forgotten: its name may never be used again."""
+        holding = self._owners[owner]
+        del holding.copies[copy]
         copy.leases -= 1
         self._leases -= 1
+        if not holding.copies:
+            self.release(owner)
 
     def release(self, owner: str) -> list[HeldCopy]:
         """End all leases of `owner`: the copies that still exist, deepest first."""

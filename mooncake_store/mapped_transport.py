@@ -9,9 +9,10 @@ Not here: deciding that a node is on this host (store.py).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.membership import NodeInfo
@@ -105,6 +106,25 @@ class MappedTransport:
         except TransferFailed as error:
             self._tally.failed(isinstance(error, TransferTimeout))
             raise
+        self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
+
+    @contextlib.contextmanager
+    def owned(self, node: NodeInfo) -> Iterator[ByteArray]:
+        """The node's whole segment, for copies of the caller's; its owner lives before and after.
+
+        TransferFailed at the end when the node died meanwhile: what was read or written is void.
+        """
+        try:
+            segment = self.segment(node)
+            _check_alive(node, segment)
+            yield segment.view
+            _check_alive(node, segment)
+        except TransferFailed as error:
+            self._tally.failed(isinstance(error, TransferTimeout))
+            raise
+
+    def note(self, is_read: bool, moved_bytes: int, started_s: float) -> None:
+        """Count what was moved under `owned`; started_s as of time.monotonic()."""
         self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
 
     def pending_targets(self) -> list[LocalSpan]:

@@ -141,7 +141,7 @@ class Abandon(Request, tag="abandon", frozen=True):
 
 class Lookup(Request, tag="lookup", frozen=True):
     keys: Keys
-    owner: Name
+    owner: Annotated[str, msgspec.Meta(max_length=256)]  # "" with lease_s = 0 only
     lease_s: Lease
     prefix_only: bool
 

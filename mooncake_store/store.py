@@ -29,16 +29,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mooncake_store.block_reader import BlockReader, Want, checksum
+from mooncake_store.block_reader import BlockReader, Want
+from mooncake_store.checksum import checksum
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import LayoutMismatch, NodeUnknown
+from mooncake_store.fetcher import Fetcher, OwnSegment, writing_header
 from mooncake_store.header_reader import HeaderReader
 from mooncake_store.known_nodes import KnownNodes
-from mooncake_store.layout import HEADER_BYTES, Geometry, KvLayout
-from mooncake_store.membership import NodeInfo
-from mooncake_store.rates import Probe
+from mooncake_store.layout import KvLayout
+from mooncake_store.rates import PathReport, Probe
+from mooncake_store.restorer import Restorer
+from mooncake_store.scratch import Scratch
 from mooncake_store.segment import ByteArray, Segment, SegmentRefused
-from mooncake_store.slot_header import STATE_READY, STATE_WRITING, SlotHeader
+from mooncake_store.slot_header import STATE_READY, SlotHeader
 from mooncake_store.slots import Allocation, Copy, Slot
 from mooncake_store.transport import Span, TransferCounters
 
@@ -49,20 +52,10 @@ RECENT_LOOKUPS_MAX = 64  # remembered so that a bad copy can be named by its key
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _Own(OwnSegment):
     """The own node as attached: one of its incarnations, mapped."""
 
-    info: NodeInfo
     segment: Segment
-    shape: Geometry
-
-    def payload(self, slot: int, length_bytes: int) -> ByteArray:
-        start = self.shape.slot_offset_bytes(slot)
-        return self.segment.view[start : start + length_bytes]
-
-    def write_header(self, slot: int, raw: bytes) -> None:
-        start = self.shape.header_offset_bytes(slot)
-        self.segment.view[start : start + HEADER_BYTES] = np.frombuffer(raw, np.uint8)
 
 
 class Store:
@@ -91,7 +84,15 @@ class Store:
         self._recent: deque[tuple[Sequence[bytes], list[tuple[Copy, ...]]]]
         self._recent = deque(maxlen=RECENT_LOOKUPS_MAX)
         self._buffers: list[ByteArray] = []
-        self._headers = HeaderReader(self._nodes)
+        self._headers = HeaderReader(self._nodes, Scratch(self._nodes))
+        self._restorer = Restorer(directory, self._nodes)
+        self._fetcher = Fetcher(
+            directory,
+            self._reader,
+            self._restorer,
+            lambda keys, owner, lease_s, size: self.allocate(keys, owner, lease_s, False, size),
+            self._pending_in,
+        )
         try:
             self._own = self._attach(None)
         except BaseException:
@@ -112,10 +113,10 @@ class Store:
             )
         shape = self._directory.attach(self.node_id, self._fingerprint, self.layout.block_bytes)
         if before is not None and before.info.incarnation == info.incarnation:
-            return _Own(info, before.segment, shape)  # only the directory restarted
+            return _Own(info, before.view, shape, before.segment)  # only the directory restarted
         segment = Segment.open(info.segment_path, info.segment_bytes)
         self._nodes.register(segment.view)
-        return _Own(info, segment, shape)
+        return _Own(info, segment.view, shape, segment)
 
     def _attach_again(self, before: _Own) -> None:
         """After NodeNotAttached: the own node restarted, or the directory did."""
@@ -149,14 +150,23 @@ class Store:
         return found
 
     def allocate(
-        self, keys: Sequence[bytes], owner: str, lease_s: float, ephemeral: bool = False
+        self,
+        keys: Sequence[bytes],
+        owner: str,
+        lease_s: float,
+        ephemeral: bool = False,
+        size_bytes: int = 0,
     ) -> Allocation:
-        """Slots to write in the own node. Nothing covered (full) while that node is down."""
+        """Slots to write in the own node. Nothing covered (full) while that node is down.
+
+        `size_bytes`: of each block; 0 for blocks of the own layout.
+        """
+        size_bytes = size_bytes or self.layout.block_bytes
         for _ in range(2):
             own = self._own
             try:
                 given = self._directory.allocate(
-                    self.node_id, keys, owner, lease_s, ephemeral, self.layout.block_bytes
+                    self.node_id, keys, owner, lease_s, ephemeral, size_bytes
                 )
             except NodeUnknown:
                 try:
@@ -167,7 +177,7 @@ class Store:
                 continue
             for key, slot in zip(keys, given.slots, strict=True):
                 if slot is not None:  # the old block's header must not vouch for new bytes
-                    self._own.write_header(slot.slot, self._header(key, slot, 0, STATE_WRITING))
+                    self._own.write_header(slot.slot, writing_header(key, slot, size_bytes))
             return given
         return Allocation((None,) * len(keys), 0)
 
@@ -183,12 +193,11 @@ class Store:
         own = self._own
         rows = []
         for key, slot, digest in blocks:
-            own.write_header(slot.slot, self._header(key, slot, digest, STATE_READY))
+            size_bytes = self.layout.block_bytes
+            header = SlotHeader(STATE_READY, slot.generation, key, digest, size_bytes)
+            own.write_header(slot.slot, header.pack())
             rows.append((key, slot.slot, slot.generation, digest))
         return self._directory.commit(self.node_id, rows, owner, lease_s)
-
-    def _header(self, key: bytes, slot: Slot, digest: int, state: int) -> bytes:
-        return SlotHeader(state, slot.generation, key, digest, self.layout.block_bytes).pack()
 
     def abandon(self, slots: Sequence[Slot], owner: str) -> None:
         """These slots will not be committed, and nothing is being written to them any more."""
@@ -246,29 +255,12 @@ class Store:
         lease_s: float,
         deadline_s: float,
     ) -> int:
-        """Copy blocks of other nodes into the own segment and commit them there.
+        """Copy blocks of other nodes, or of SSDs, into the own segment and commit them there.
 
-        Returns how many leading keys have a copy in the own node afterwards; what arrived behind
-        a hole is given up, because nobody could find it. `copies[i]` may be a local one already.
+        Returns how many leading keys have a copy in the own node afterwards. `copies[i]` may be
+        a local one already.
         """
-        given = self.allocate(keys, owner, lease_s)
-        view, shape = self._own.segment.view, self._own.shape
-        wanted = [(i, slot) for i, slot in enumerate(given.slots) if slot is not None]
-        wants = []
-        for index, slot in wanted:
-            span = Span(shape.slot_offset_bytes(slot.slot), self.layout.block_bytes)
-            wants.append(Want(copies[index], 0, (view, span), (copies[index].checksum,)))
-        arrived = self._reader.read(wants, deadline_s)
-        run = arrived.index(False) if False in arrived else len(arrived)
-        if run:
-            blocks = [(keys[i], slot, copies[i].checksum) for i, slot in wanted[:run]]
-            self.commit(blocks, owner, lease_s)
-        late = {span.offset_bytes for span in self._pending_in(view)}
-        # A slot that may still be written stays leased; when the lease ends it is quarantined.
-        self.abandon(
-            [slot for i, slot in wanted[run:] if shape.slot_offset_bytes(slot.slot) not in late],
-            owner,
-        )
+        self._fetcher.fetch(lambda: self._own, keys, copies, owner, lease_s, deadline_s)
         found = self._directory.lookup(keys, owner, lease_s)
         local = [any(copy.node_id == self.node_id for copy in places) for places in found]
         return local.index(False) if False in local else len(local)
@@ -317,11 +309,16 @@ class Store:
         """Seconds for one small read from each node, as measure_rates() found them."""
         return dict(self._probe.latency_s)
 
+    def paths(self) -> list[PathReport]:
+        """Which transport reaches each node, and how fast, as measure_rates() found last."""
+        return self._probe.paths()
+
     def counters(self) -> dict[str, TransferCounters]:
         """What each transport moved. Filling own slots through slot_view is not a transfer."""
         return {transport.name: transport.counters for transport in self._nodes.transports()}
 
     def close(self) -> None:
         """Unmap and disconnect. Leases are not released: they belong to requests."""
+        self._restorer.close()
         self._nodes.close()
         self._own.segment.close()
