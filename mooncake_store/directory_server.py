@@ -32,8 +32,10 @@ import zmq
 from mooncake_store import protocol
 from mooncake_store.config import HELP, DirectoryConfig
 from mooncake_store.directory import Directory
+from mooncake_store.directory_metrics import DirectoryCollector
 from mooncake_store.errors import RequestInvalid, StoreError
 from mooncake_store.events import Event, NodeDown, NodeUp, WorkerDown, WorkerUp
+from mooncake_store.metrics_page import Latencies, MetricsPage, PortTaken
 from mooncake_store.protocol import Kind
 from mooncake_store.self_check import SelfCheck
 
@@ -82,6 +84,8 @@ class DirectoryServer:
         self._encoder = msgspec.msgpack.Encoder()
         self._published = directory.sequence
         self._tick_due_s = self._heartbeat_due_s = 0.0
+        self._collector: DirectoryCollector | None = None
+        self._latencies: Latencies | None = None
         self._is_stopping = False
         self._context = zmq.Context()
         self._paths: list[str] = []
@@ -107,6 +111,14 @@ class DirectoryServer:
         if address.startswith("ipc://"):
             self._paths.append(address.removeprefix("ipc://"))
         return bound
+
+    def show_metrics(self, port: int) -> MetricsPage:
+        """Show this directory's numbers to Prometheus, as they are once a second."""
+        self._collector = DirectoryCollector()
+        self._latencies = Latencies(
+            "mooncake_directory_request_seconds", "From a request read to its answer."
+        )
+        return MetricsPage(port, [self._collector, self._latencies])
 
     def stop(self) -> None:
         """Leave `run` after this turn. Safe in a signal handler."""
@@ -140,6 +152,8 @@ class DirectoryServer:
             self._heartbeat_due_s = now_s + HEARTBEAT_S
             beat = protocol.Heartbeat(self.directory.epoch, self.directory.sequence)
             self._send_event(Kind.HEARTBEAT, beat)
+            if self._collector is not None:
+                self._collector.update(self.directory.stats(now_s))
 
     def answer(self, frames: list[bytes]) -> list[bytes]:
         """The reply to a request: its result, or what was wrong with it."""
@@ -165,8 +179,13 @@ class DirectoryServer:
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise RequestInvalid(f"the request cannot be read: {error}") from error
         arguments = {name: getattr(request, name) for name in request.__struct_fields__}
-        verb = getattr(self.directory, str(request.__struct_config__.tag))
-        return verb(**arguments, now_s=self._clock.now_s())
+        name = str(request.__struct_config__.tag)
+        verb, started_s = getattr(self.directory, name), time.perf_counter()
+        try:
+            return verb(**arguments, now_s=self._clock.now_s())
+        finally:
+            if self._latencies is not None:
+                self._latencies.observe(name, time.perf_counter() - started_s)
 
     def _publish(self) -> None:
         latest = self.directory.sequence
@@ -240,6 +259,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--self-check", action="store_true", help="prove the invariants every second, or end"
     )
+    parser.add_argument(
+        "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
+    )
     parser.add_argument("--log-level", default="INFO", help="of the lines on stderr (INFO)")
     for option in fields(DirectoryConfig):
         parser.add_argument(
@@ -274,6 +296,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    page = None
+    if options.metrics_port:
+        try:
+            page = server.show_metrics(options.metrics_port)
+        except PortTaken as error:
+            print(f"directory: {error}", file=sys.stderr)
+            server.close()
+            return 1
     print(
         f"ready address={server.address} events={server.events_address} epoch={directory.epoch}",
         flush=True,
@@ -282,6 +312,8 @@ def main(arguments: list[str] | None = None) -> int:
         server.run()
     finally:
         server.close()
+        if page is not None:
+            page.close()
     return 0
 
 

@@ -30,6 +30,7 @@ from mooncake_store import tcp_frames as frames
 from mooncake_store.errors import StoreError
 from mooncake_store.segment import ByteArray
 from mooncake_store.tcp_frames import FrameInvalid, Kind, PeerClosed, Pieces
+from mooncake_store.transport import Tally, TransferCounters
 
 log = logging.getLogger("mooncake_store.tcp")
 CONNECTIONS_MAX = 256
@@ -57,6 +58,7 @@ class TcpServer:
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
         self._is_closing = False
+        self._tally = Tally()
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -74,6 +76,11 @@ class TcpServer:
     def connections(self) -> int:
         with self._lock:
             return len(self._open)
+
+    @property
+    def counters(self) -> TransferCounters:
+        """What clients have read and written here; failures are connections that broke."""
+        return self._tally.counters()
 
     def close(self) -> None:
         """Stop listening, break every connection, wait for the threads. Twice is harmless."""
@@ -122,12 +129,14 @@ class TcpServer:
                 connection.settimeout(None)  # a client may be idle for as long as it likes
                 if not connection.recv(1, socket.MSG_PEEK):
                     return
-                self._answer(connection, time.monotonic() + SILENCE_S)
+                self._answer(connection, time.monotonic())
         except (Refused, FrameInvalid) as error:
+            self._tally.failed(is_timeout=False)
             log.warning("TCP connection refused: %s", error)
             with contextlib.suppress(OSError):
                 _send_text(connection, str(error))
         except OSError as error:  # timeouts and closed peers are among them
+            self._tally.failed(isinstance(error, TimeoutError))
             log.debug("TCP connection ended: %s", error)
         finally:
             with self._lock:
@@ -148,20 +157,22 @@ class TcpServer:
             )
         frames.send(connection, [memoryview(frames.pack(Kind.DONE, 0))], until_s)
 
-    def _answer(self, connection: socket.socket, until_s: float) -> None:
+    def _answer(self, connection: socket.socket, started_s: float) -> None:
+        until_s = started_s + SILENCE_S
         header = frames.receive_bytes(connection, frames.HEADER.size, until_s)
         kind, count = frames.unpack(header)
         if kind not in (Kind.READ, Kind.WRITE) or count > frames.SPANS_MAX:
             raise Refused(f"{kind.name} of {count} spans cannot be asked for")
         raw = frames.receive_bytes(connection, count * frames.SPAN_BYTES, until_s)
         pieces = self._pieces(frames.unpack_spans(raw))
+        moved_bytes = sum(piece.nbytes for piece in pieces)
         if kind is Kind.READ:
-            moved_bytes = sum(piece.nbytes for piece in pieces)
             answer = memoryview(frames.pack(Kind.DONE, moved_bytes))
             frames.send(connection, [answer, *pieces], until_s)
         else:
             _receive_unless_given_up(connection, pieces)
             frames.send(connection, [memoryview(frames.pack(Kind.DONE, 0))], until_s)
+        self._tally.moved(kind is Kind.READ, moved_bytes, time.monotonic() - started_s)
 
     def _pieces(self, spans: list[tuple[int, int]]) -> list[memoryview]:
         memory = self._memory.data
