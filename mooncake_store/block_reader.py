@@ -75,10 +75,12 @@ class BlockReader:
         for index, want in enumerate(wants):
             by_node.setdefault(want.copy.node_id, []).append(index)
         for node_id, indices in by_node.items():
-            for _ in range(ATTEMPTS_MAX):
-                missing = [index for index in indices if not arrived[index]]
-                if not self._read_node(node_id, wants, missing, arrived, until_s):
-                    break
+            asked_bytes = sum(wants[index].target[1].length_bytes for index in indices)
+            with self._nodes.traffic.moving(node_id, asked_bytes):
+                for _ in range(ATTEMPTS_MAX):
+                    missing = [index for index in indices if not arrived[index]]
+                    if not self._read_node(node_id, wants, missing, arrived, until_s):
+                        break
         return arrived
 
     def _read_node(
@@ -136,8 +138,7 @@ class BlockReader:
             Span(shape.slot_offset_bytes(copy.slot) + start_bytes, target[1].length_bytes)
             for copy, start_bytes, target, _ in wants
         ]
-        with self._nodes.traffic.moving(info.node_id, sum(span.length_bytes for span in sources)):
-            transport.read(info, sources, [want.target for want in wants], left_s)
+        transport.read(info, sources, [want.target for want in wants], left_s)
 
 
 def _copied(

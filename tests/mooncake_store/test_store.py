@@ -95,9 +95,9 @@ class World:
         assert not list(Path("/dev/shm").glob(Path(self.prefix).name + "*"))
 
 
-@pytest.fixture(params=["mapped", "auto", "nixl"])
+@pytest.fixture(params=["mapped", "auto", "nixl", "tcp"])
 def world(request: pytest.FixtureRequest, targets: TargetPool) -> Iterator[World]:
-    if request.param != "mapped":
+    if request.param in ("auto", "nixl"):
         try:
             load_nixl()
         except NixlUnavailable as error:
@@ -154,9 +154,9 @@ def test_blocks_put_on_one_node_are_read_bytewise_equal_from_both(world: World, 
         assert all(store.read(choose(found, "s0"), buffer, offsets, DEADLINE_S))
         for key, offset in zip(keys, offsets, strict=True):
             assert np.array_equal(buffer[offset : offset + BLOCK], content(key))
-    remote = "mapped" if world.transports == "mapped" else "nixl"
+    remote = "nixl" if world.transports == "auto" else world.transports
     assert reader.counters()[remote].read_bytes == len(keys) * BLOCK
-    own = "nixl" if world.transports == "nixl" else "mapped"
+    own = "mapped" if world.transports == "auto" else world.transports
     assert writer.counters()[own].read_bytes == len(keys) * BLOCK
 
 
@@ -303,6 +303,9 @@ def test_rates_are_measured_quickly_for_every_node_that_answers(world: World) ->
     assert set(store.latencies_s()) == {"s0", "s1"}
     assert time.monotonic() - started_s < 1.0
     assert set(rates) == {"s0", "s1"} and min(rates.values()) > 1e6
+    remote = "nixl" if world.transports == "auto" else world.transports
+    assert {path.node_id: path.transport for path in store.paths()}["s1"] == remote
+    assert {path.node_id: path.bytes_per_s for path in store.paths()} == rates
     world.nodes["s1"].kill()
     assert set(store.measure_rates()) == {"s0"}
 
@@ -324,7 +327,7 @@ def test_a_worker_whose_node_is_not_registered_is_told_what_to_start(mapped: Wor
 
 
 def test_an_unknown_transport_is_refused_by_name(mapped: World) -> None:
-    with pytest.raises(ValueError, match="auto, mapped, nixl"):
+    with pytest.raises(ValueError, match="auto, mapped, nixl, tcp"):
         mapped.store("s0", "rdma")
 
 
