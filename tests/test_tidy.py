@@ -61,7 +61,7 @@ def is_pure(path: Path) -> bool:
     if path.parts[0] == "conductor":
         return True
     if path.parts[0] == "mooncake_store":
-        return path.stem in PURE_STORE
+        return path.parts[1].removesuffix(".py") in PURE_STORE
     return str(path) in PURE_BACKENDS
 
 

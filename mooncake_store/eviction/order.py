@@ -1,0 +1,60 @@
+"""The contract of an order of eviction, and what a directory promises it.
+
+    use             -> the directory calls
+    written, read   -> add(key) when the last lease ends
+    leased          -> discard(key); the next add(key) means that it was used once more
+    read, no lease  -> touch(key)
+    copied to SSD   -> discard(key), then put_back(key): moved, but nobody wanted it
+    dropped         -> evicted(key): for room; a policy may remember the name, bounded
+    gone            -> forget(key): dropped by a reader, removed, lost: the name means nothing now
+
+Deepest first: whoever uses a chain of blocks adds or touches it from its end to its start, so among
+blocks used at once the deepest is the coldest. Dropping block 3 makes blocks 4, 5, ... unreachable,
+the reverse is not true. No depth is stored.
+
+Not here: any policy.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class EvictionOrder(Protocol):
+    """The idle copies of one size on one holder, coldest first. Every call is O(1) amortised."""
+
+    def __len__(self) -> int:
+        """How many candidates there are."""
+
+    def __contains__(self, key: bytes) -> bool:
+        """Is it a candidate?"""
+
+    def add(self, key: bytes) -> None:
+        """A copy became idle: it has just been used, or written."""
+
+    def touch(self, key: bytes) -> None:
+        """A candidate was used without a lease."""
+
+    def discard(self, key: bytes) -> None:
+        """It is leased: no candidate until it is added again. Unknown keys are no mistake."""
+
+    def put_back(self, key: bytes) -> None:
+        """It is idle again without having been used: among the next to go."""
+
+    def coldest(self) -> bytes | None:
+        """The copy to drop first; None when there is no candidate."""
+
+    def coldest_keys(self, limit: int) -> list[bytes]:
+        """The first candidates, coldest first."""
+
+    def evicted(self, key: bytes) -> None:
+        """It was dropped for room: no candidate any more. Its name may be remembered."""
+
+    def forget(self, key: bytes) -> None:
+        """It is gone for another reason, leased or not: nothing about it is kept."""
+
+    def keys(self) -> list[bytes]:
+        """All candidates, coldest first."""
+
+    def check(self) -> None:
+        """Prove the invariants."""
