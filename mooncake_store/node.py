@@ -1,203 +1,281 @@
-"""The storage node: a process that owns a segment, offers it to NIXL and says that it lives.
+"""The storage node: a process that owns a segment and perhaps an SSD, and says that it lives.
 
 python -m mooncake_store.node --node-id s0 --directory ipc:///tmp/directory --segment-bytes N \\
-    --segment-path /dev/shm/mooncake-s0
+    --segment-path /dev/shm/mooncake-s0 [--ssd-path FOLDER --ssd-bytes N]
 
-It moves no bytes: workers of this node map the segment, all others read it one-sided, served by
-the NIXL agent's C++ thread. So KV outlives a worker, and the Python here only reports, once a
-second. When the directory does not know the node (it restarted, or the node was silent for too
-long) the node registers again, under the same incarnation: that names the life of this process and
-its memory, and the directory hands out fresh generations anyway. A node that was replaced by a
-newer process of the same name ends instead of fighting over the name.
+It moves no bytes between nodes: workers of this node map the segment, all others read it one-sided,
+served by the NIXL agent's C++ thread. So KV outlives a worker. What the Python here does:
 
-stdout carries one line, `ready node_id=... incarnation=... segment_bytes=...`; the log is stderr.
+- reports every second, for the segment ("s0") and for the SSD ("s0/ssd"), and tells a directory
+  that forgot them what they hold (standing.py). The incarnation stays the same: it names the life
+  of this process. A node that was replaced by a newer process of the same name ends;
+- copies cold blocks to the SSD (spiller.py);
+- answers on the control socket (node_control.py, node_verbs.py).
 
-Not here: what lies in the segment (directory.py), how clients reach it (nixl_transport.py).
+A disk that is full or broken, at start or later, costs the SSD tier: the node serves from DRAM and
+tries again each minute. Only what an operator must correct stops the start (SsdRefused).
+
+Not here: options and signals (node_main.py), what lies in the segment (directory.py).
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import logging
-import os
 import secrets
-import select
-import signal
-import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from mooncake_store.control_protocol import NodeStats
 from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable
-from mooncake_store.membership import NodeInfo
+from mooncake_store.errors import RequestInvalid, StoreError
+from mooncake_store.header_scan import Block
+from mooncake_store.layout import STATE_READY, geometry
+from mooncake_store.membership import SSD_SUFFIX, UNIT_BYTES, NodeInfo
+from mooncake_store.node_control import NodeControl
+from mooncake_store.node_verbs import NodeVerbs
 from mooncake_store.segment import Segment, host_id
+from mooncake_store.slot_memory import SlotMemory
+from mooncake_store.spiller import Spiller
+from mooncake_store.ssd.records import Shape
+from mooncake_store.ssd.ssd_tier import RETRY_S, SsdTier
+from mooncake_store.standing import Standing
 
 log = logging.getLogger("mooncake_store.node")
-REPORT_S = 1.0
-_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What an operator chooses for one storage node."""
+
+    node_id: str
+    segment_path: str  # several files are joined by ":"
+    segment_bytes: int
+    segment_numa: tuple[int, ...] = ()  # for each file, the NUMA node that its memory comes from
+    unit_bytes: int = UNIT_BYTES
+    is_mapped_only: bool = False
+    ssd_folder: str = ""  # "": no SSD
+    ssd_bytes: int = 0
+    ssd_io: str = "nixl"
+    must_reset_ssd: bool = False
+    control: str = ""  # "": no control socket
+    rack: str = ""
+
+
+class Clients(NamedTuple):
+    """Of one directory, so that no thread waits for another's answer."""
+
+    reports: DirectoryClient
+    inventories: DirectoryClient  # waits long
+    background: DirectoryClient  # for spilling and the control socket
 
 
 class StorageNode:
-    """One life of a storage node: segment, agent, registration."""
+    """One life of a storage node."""
 
     def __init__(
         self,
-        node_id: str,
-        directory: DirectoryClient,
-        segment_path: str,
-        segment_bytes: int,
-        mapped_only: bool = False,
+        options: NodeOptions,
+        clients: Clients,
+        leave: Callable[[], None],
     ) -> None:
-        self._directory = directory
-        self._segment = Segment.create(segment_path, segment_bytes)
-        self._agent = None
-        self._is_registered = False
-        incarnation = secrets.token_hex(8)
+        """`leave` ends the process."""
+        self.options = options
+        self._clients = clients
+        self._closers: list[Callable[[], None]] = []  # last opened, first closed
+        self._incarnation = secrets.token_hex(8)
+        self._standings: list[Standing] = []
+        self._tier: SsdTier | None = None
+        self._tier_retry_s = 0.0  # when to try again to get it
         try:
-            if not mapped_only:
-                from mooncake_store.nixl_agent import NodeAgent
-
-                name = f"{node_id}#{incarnation}"  # a peer refuses a name that it already knows
-                self._agent = NodeAgent(name, self._segment.address, segment_bytes)
+            self._open(leave)
         except BaseException:
-            self._segment.close()
+            self.close()
             raise
-        self.info = NodeInfo(
-            node_id=node_id,
-            incarnation=incarnation,
-            host_id=host_id(segment_path),
-            segment_path=segment_path,
-            segment_bytes=segment_bytes,
-            agent_name=self._agent.name if self._agent else "",
-            agent_metadata=self._agent.metadata if self._agent else b"",
-            base_address=self._segment.address,
+
+    def _open(self, leave: Callable[[], None]) -> None:
+        options, clients = self.options, self._clients
+        self._segment = Segment.create(
+            options.segment_path, options.segment_bytes, options.segment_numa
         )
+        log.info("node_id=%s segment pages: %s", options.node_id, self._segment.pages)
+        self._closers.append(self._segment.close)
+        shape = geometry(options.segment_bytes, options.unit_bytes)
+        self._memory = SlotMemory(self._segment.view, shape)
+        self._closers.append(self._close_tier)
+        self._open_tier()
+        self.info = self._describe()
+        self._spiller = Spiller(
+            options.node_id, self._incarnation, clients.background, self._memory, self._find_tier
+        )
+        self._verbs = NodeVerbs(
+            self.info, self._memory, clients.background, self._find_tier, self.stats, leave
+        )
+        self._standings.append(
+            Standing(self.info, clients.reports, clients.inventories, self._memory.blocks)
+        )
+        self._closers.append(self._deregister)
+        if self._tier is not None:
+            self._join_ssd(self._tier)
+        if self._control is not None:
+            self._control.serve(self._verbs.answer)
+        if options.ssd_folder:
+            self._spiller.start()
+            self._closers.append(self._spiller.close)
+
+    def _describe(self) -> NodeInfo:
+        """Start what others reach this node by: the NIXL agent, and the control socket."""
+        options, segment = self.options, self._segment
+        agent_name, agent_metadata, control = "", b"", ""
+        if not options.is_mapped_only:
+            from mooncake_store.nixl_agent import NodeAgent
+
+            agent_name = f"{options.node_id}#{self._incarnation}"  # a peer refuses a known name
+            agent = NodeAgent(agent_name, segment.address, options.segment_bytes)
+            self._closers.append(agent.close)
+            agent_metadata = agent.metadata
+        self._control: NodeControl | None = None
+        if options.control:
+            self._control = NodeControl(options.control)
+            self._closers.append(self._control.close)
+            control = self._control.address
+        return NodeInfo(
+            node_id=options.node_id,
+            incarnation=self._incarnation,
+            host_id=host_id(options.segment_path),
+            segment_path=options.segment_path,
+            segment_bytes=options.segment_bytes,
+            agent_name=agent_name,
+            agent_metadata=agent_metadata,
+            base_address=segment.address,
+            unit_bytes=options.unit_bytes,
+            control=control,
+            rack=options.rack,
+            has_inventory=True,
+        )
+
+    # ---- the SSD
+
+    def _find_tier(self) -> SsdTier | None:
+        return self._tier
+
+    def _open_tier(self) -> None:
+        """Get the SSD tier if one is wished for. SsdRefused when the options must change."""
+        options = self.options
+        if not options.ssd_folder:
+            return
+        shape = Shape(options.unit_bytes, options.ssd_bytes)
+        try:
+            self._tier = SsdTier(
+                options.ssd_folder,
+                options.node_id,
+                shape,
+                self._segment.view,
+                options.must_reset_ssd,
+                options.ssd_io,
+            )
+        except OSError as error:
+            self._tier_retry_s = time.monotonic() + RETRY_S
+            log.warning(
+                "node_id=%s goes on without its SSD in %s, next try in %g s: %s",
+                options.node_id, options.ssd_folder, RETRY_S, error,
+            )  # fmt: skip
+        else:
+            blocks = len(self._tier.manifest.table)
+            log.info("node_id=%s SSD: %s, %d blocks", options.node_id, self._tier.state, blocks)
+
+    def _join_ssd(self, tier: SsdTier) -> None:
+        info = self.info
+        ssd = NodeInfo(
+            node_id=info.node_id + SSD_SUFFIX,
+            incarnation=info.incarnation,
+            host_id=info.host_id,
+            segment_path=tier.path,
+            segment_bytes=self.options.ssd_bytes,
+            agent_name="",
+            agent_metadata=b"",
+            base_address=0,
+            unit_bytes=info.unit_bytes,
+            tier="ssd",
+            control=info.control,
+            rack=info.rack,
+            has_inventory=True,
+        )
+
+        def blocks() -> list[Block]:
+            return [(*entry, STATE_READY) for entry in tier.manifest.table.entries()]
+
+        clients = self._clients
+        self._standings.append(Standing(ssd, clients.reports, clients.inventories, blocks))
+
+    def _close_tier(self) -> None:
+        if self._tier is not None:
+            self._tier.close()
+
+    # ---- every second
 
     def report(self) -> bool:
         """Tell the directory that this node lives; register where it must. True: it knows now.
 
         RequestInvalid when a newer process has this node's name.
         """
-        info = self.info
+        is_wished = self.options.ssd_folder and self._tier is None
+        if is_wished and time.monotonic() >= self._tier_retry_s:
+            self._open_tier()
+            if self._tier is not None:
+                self._join_ssd(self._tier)
         try:
-            if self._is_registered and self._directory.node_report(info.node_id, info.incarnation):
-                return True
-            self._directory.register_node(info)
-        except StoreUnavailable as error:
-            log.warning("node_id=%s directory silent: %s", info.node_id, error)
+            for standing in self._standings:
+                standing.report()
+        except RequestInvalid:
+            raise
+        except StoreError as error:
+            log.warning("node_id=%s directory silent: %s", self.info.node_id, error)
             return False
-        if self._is_registered:
-            log.warning("node_id=%s registered again: the directory forgot it", info.node_id)
-        self._is_registered = True
         return True
 
+    def stats(self) -> NodeStats:
+        info, tier = self.info, self._tier
+        spilled = self._spiller.counters
+        wished = "not available" if self.options.ssd_folder else ""
+        return NodeStats(
+            node_id=info.node_id,
+            incarnation=info.incarnation,
+            segment_bytes=info.segment_bytes,
+            segment_pages=self._segment.pages,
+            unit_bytes=info.unit_bytes,
+            requests_waiting=self._control.waiting if self._control else 0,
+            ssd=tier.state if tier else wished,
+            ssd_bytes=self.options.ssd_bytes,
+            ssd_blocks=len(tier.manifest.table) if tier else 0,
+            spilled_blocks=spilled.blocks,
+            spilled_bytes=spilled.size_bytes,
+            spills_given_up=spilled.given_up,
+            restored_blocks=tier.counters.blocks_loaded if tier else 0,
+            restored_bytes=tier.counters.bytes_loaded if tier else 0,
+            restores_missed=self._verbs.restores_missed,
+            checksum_failures=tier.counters.checksum_failures if tier else 0,
+            disk_errors=tier.counters.disk_errors if tier else 0,
+        )
+
+    def _deregister(self) -> None:
+        try:
+            for standing in self._standings:
+                standing.close()
+        except StoreError as error:  # it will find out: our reports have ended
+            log.warning("node_id=%s not deregistered: %s", self.options.node_id, error)
+
     def close(self) -> None:
-        """Deregister, drop the agent, unlink the segment. Twice is harmless."""
-        if self._is_registered:
-            self._is_registered = False
-            try:
-                self._directory.deregister_node(self.info.node_id, self.info.incarnation)
-            except StoreError as error:  # it will find out: the lease runs out
-                log.warning("node_id=%s not deregistered: %s", self.info.node_id, error)
-        if self._agent is not None:
-            self._agent.close()
-        self._segment.close()
+        """Deregister, stop what runs, drop agent and disk, unlink the segment. Twice is harmless.
 
-
-def die_with_parent() -> None:
-    """Have the kernel send SIGTERM when the thread that started this process ends."""
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="mooncake_store.node", description="A storage node.")
-    parser.add_argument("--node-id", required=True)
-    parser.add_argument("--directory", required=True, help="address of the directory")
-    parser.add_argument("--segment-bytes", required=True, type=int, help="DRAM to offer")
-    parser.add_argument("--segment-path", help="default: /dev/shm/mooncake-<uid>-<node id>")
-    parser.add_argument("--mapped-only", action="store_true", help="no NIXL: one host only")
-    parser.add_argument(
-        "--die-with-parent",
-        action="store_true",
-        help="end when the thread that started this process ends",
-    )
-    return parser.parse_args(argv)
-
-
-class StopSignals:
-    """SIGTERM and SIGINT, noted in a pipe: no handler runs in the middle of anything.
-
-    Blocking them and waiting with sigtimedwait is not enough: numpy's threads are older than any
-    mask set here, and the kernel would give the signal to one of them, whose default is to die.
-    """
-
-    def __init__(self) -> None:
-        self._read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-
-    def wait(self, seconds: float) -> bool:
-        """Has one come, within that time or before?"""
-        return bool(select.select([self._read_end], [], [], seconds)[0])
-
-
-def run(arguments: argparse.Namespace, stop: StopSignals) -> int:
-    """Serve until a signal says stop; the exit status."""
-    node_id = arguments.node_id
-    path = arguments.segment_path or f"/dev/shm/mooncake-{os.getuid()}-{node_id}"
-    directory = DirectoryClient(arguments.directory)
-    try:
-        node = StorageNode(node_id, directory, path, arguments.segment_bytes, arguments.mapped_only)
-    except StoreError as error:
-        log.error("node_id=%s cannot start: %s", node_id, error)
-        directory.close()
-        return 1
-    is_announced = False
-    try:
-        while True:
-            if node.report() and not is_announced:
-                is_announced = True
-                print(
-                    f"ready node_id={node_id} incarnation={node.info.incarnation} "
-                    f"segment_bytes={node.info.segment_bytes}",
-                    flush=True,
-                )
-            if stop.wait(REPORT_S):
-                return 0
-    except RequestInvalid as error:
-        log.error("node_id=%s ends: %s", node_id, error)
-        return 1
-    finally:
-        node.close()
-        directory.close()
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Process entry. Ends with os._exit: UCX's own exit handlers may crash (see nixl_agent)."""
-    stop = StopSignals()
-    arguments = _arguments(argv)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
-    )
-    if arguments.die_with_parent:
-        die_with_parent()
-    status = 1
-    try:
-        status = run(arguments, stop)
-    except Exception:  # process edge: say why, and still leave through os._exit
-        log.exception("node_id=%s ends", arguments.node_id)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        What is on the SSD stays there for the next life.
+        """
+        while self._closers:
+            self._closers.pop()()
 
 
 if __name__ == "__main__":
+    from mooncake_store.node_main import main
+
     main()

@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import xxhash
@@ -43,6 +44,16 @@ class Job(NamedTuple):
 
     entry: Entry
     memory_bytes: int  # offset in the segment, page-aligned
+
+
+class Outcome(Enum):
+    """What became of a block that was to be loaded."""
+
+    WHOLE = "whole"  # in the segment, and its checksum is right
+    MISSING = "missing"  # not in the manifest (any more)
+    CORRUPT = "corrupt"  # dropped from the manifest
+    UNREADABLE = "unreadable"  # the disk says so
+    LATE = "late"  # not tried: the deadline had passed
 
 
 @dataclass
@@ -145,23 +156,26 @@ class SsdTier:
 
     # ---- from the disk
 
-    def load(self, jobs: Sequence[Job], until_s: float) -> list[bool]:
-        """Which blocks are whole in the segment now. TransferTimeout: bytes may still arrive."""
-        loaded = [False] * len(jobs)
-        indices = [index for index, job in enumerate(jobs) if self._is_known(job.entry)]
-        self.counters.blocks_unknown += len(jobs) - len(indices)
+    def load(self, jobs: Sequence[Job], until_s: float) -> list[Outcome]:
+        """Blocks into the segment. TransferTimeout: the disk hangs, bytes may still arrive."""
+        known = [self._is_known(job.entry) for job in jobs]
+        outcomes = [Outcome.LATE if is_known else Outcome.MISSING for is_known in known]
+        self.counters.blocks_unknown += known.count(False)
+        indices = [index for index, is_known in enumerate(known) if is_known]
         for index, failure in self._move(False, jobs, indices, until_s):
             entry, start = jobs[index]
             if failure is not None:
+                outcomes[index] = Outcome.UNREADABLE
                 self.counters.disk_errors += 1
                 log.warning("SSD %s: slot %d cannot be read: %s", self.path, entry.slot, failure)
             elif self.checksum(start, entry.size_bytes) != entry.checksum:
+                outcomes[index] = Outcome.CORRUPT
                 self._drop_corrupt(entry)
             else:
-                loaded[index] = True
+                outcomes[index] = Outcome.WHOLE
                 self.counters.blocks_loaded += 1
                 self.counters.bytes_loaded += entry.size_bytes
-        return loaded
+        return outcomes
 
     def _is_known(self, entry: Entry) -> bool:
         return self.manifest.table.find(entry.slot) == entry

@@ -9,75 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.errors import StoreUnavailable
 from mooncake_store.membership import NodeInfo
-from mooncake_store.node import StorageNode
+from mooncake_store.node import Clients, NodeOptions, StorageNode
 from mooncake_store.segment import Segment
 from tests.mooncake_store.in_process import InProcessDirectory
+from tests.mooncake_store.site import PATIENCE_S, SIZE, Site, ready_line
 from tests.mooncake_store.targets import ROOT
-
-SIZE = 1024**2
-PATIENCE_S = 30.0
-
-
-class Site:
-    """A directory server and storage nodes as processes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.address = f"ipc://{folder}/directory"
-        self.events = f"ipc://{folder}/events"
-        self.prefix = f"/dev/shm/mooncake-test-{os.getpid()}-{secrets.token_hex(4)}"
-        self.processes: list[subprocess.Popen[str]] = []
-        self.client = DirectoryClient(self.address, timeout_s=5.0)
-
-    def start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"mooncake_store.{module}", *arguments],
-            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        self.processes.append(process)
-        return process
-
-    def start_directory(self) -> subprocess.Popen[str]:
-        return self.start("directory_server", "--address", self.address, "--events", self.events)
-
-    def start_node(self, node_id: str, *more: str, name: str = "") -> subprocess.Popen[str]:
-        path = f"{self.prefix}-{name or node_id}"
-        return self.start(
-            "node", "--node-id", node_id, "--directory", self.address,
-            "--segment-bytes", str(SIZE), "--segment-path", path, *more,
-        )  # fmt: skip
-
-    def segments(self) -> list[str]:
-        return sorted(p.name for p in Path("/dev/shm").glob(Path(self.prefix).name + "*"))
-
-    def nodes(self, condition: Callable[[list[NodeInfo]], bool]) -> list[NodeInfo]:
-        """The registered nodes, as soon as they satisfy the condition."""
-        until_s = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                found = self.client.nodes()
-            except StoreUnavailable:
-                found = []
-            if condition(found):
-                return found
-            assert time.monotonic() < until_s, f"waited in vain; nodes: {found}"
-            select.select([], [], [], 0.02)
-
-    def close(self) -> None:
-        self.client.close()
-        for process in reversed(self.processes):
-            if process.poll() is None:
-                process.terminate()
-            process.communicate(timeout=PATIENCE_S)
-        for name in self.segments():
-            Path("/dev/shm", name).unlink()
 
 
 @pytest.fixture
@@ -85,11 +27,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
     made = Site(tmp_path)
     yield made
     made.close()
-
-
-def ready_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
 
 
 def one(found: list[NodeInfo]) -> bool:
@@ -195,7 +132,7 @@ def test_a_node_ends_when_its_launcher_dies(site: Site) -> None:
 def test_a_node_without_a_directory_keeps_trying_and_ends_when_told(site: Site) -> None:
     process = site.start_node("s0", "--mapped-only")
     assert process.stderr is not None
-    assert "directory silent" in process.stderr.readline()
+    assert any("directory silent" in line for line in iter(process.stderr.readline, ""))
     process.terminate()
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0 and site.segments() == []
@@ -204,10 +141,12 @@ def test_a_node_without_a_directory_keeps_trying_and_ends_when_told(site: Site) 
 def test_a_report_registers_again_under_the_same_incarnation() -> None:
     directory = InProcessDirectory()
     path = f"/dev/shm/mooncake-test-{os.getpid()}-{secrets.token_hex(4)}"
-    node = StorageNode("s0", directory, path, SIZE, mapped_only=True)  # type: ignore[arg-type]
+    options = NodeOptions("s0", path, SIZE, is_mapped_only=True)
+    clients = Clients(directory, directory, directory)  # type: ignore[arg-type]
+    node = StorageNode(options, clients, lambda: None)
     try:
         assert node.report() and node.report()
-        assert directory.asked == ["register_node", "node_report"]
+        assert directory.asked == ["register_node", "adopt", "node_report", "node_report"]
         directory.directory = InProcessDirectory().directory  # it restarted
         assert node.report()
         assert directory.nodes() == [node.info]

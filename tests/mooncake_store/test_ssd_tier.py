@@ -18,7 +18,7 @@ from mooncake_store.nixl_agent import NixlUnavailable
 from mooncake_store.ssd import block_io, ssd_tier
 from mooncake_store.ssd.block_io import NixlLane, ThreadLane, move
 from mooncake_store.ssd.records import Entry, Shape
-from mooncake_store.ssd.ssd_tier import Job, SsdTier
+from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier
 from tests.mooncake_store.pages import pages
 
 UNIT = 4096
@@ -60,7 +60,8 @@ class Bench:
             there.append(job._replace(memory_bytes=unit * UNIT))
             unit += SHAPE.units_of(job.entry.size_bytes)
         self.memory[at_unit * UNIT : unit * UNIT] = 0
-        loaded = self.tier.load(there, time.monotonic() + 20)
+        outcomes = self.tier.load(there, time.monotonic() + 20)
+        loaded = [outcome is Outcome.WHOLE for outcome in outcomes]
         for was, now, is_loaded in zip(jobs, there, loaded, strict=True):
             if is_loaded:
                 size_bytes = was.entry.size_bytes
@@ -178,10 +179,10 @@ def test_after_its_deadline_a_load_starts_nothing_more(
     bench.memory[400 * UNIT :] = 0
     try:
         there = [job._replace(memory_bytes=(400 + i) * UNIT) for i, job in enumerate(jobs)]
-        loaded = bench.tier.load(there, time.monotonic())
+        outcomes = bench.tier.load(there, time.monotonic())
     except TransferTimeout:
-        loaded = [False] * 4
-    assert not any(loaded[1:]) and not bench.memory[402 * UNIT :].any()
+        outcomes = [Outcome.LATE] * 4
+    assert outcomes[1:] == [Outcome.LATE] * 3 and not bench.memory[402 * UNIT :].any()
 
 
 def test_a_write_that_fails_closes_the_tier_for_a_while_and_reads_go_on(
