@@ -20,6 +20,7 @@ from mooncake_store.known_nodes import KnownNodes
 from mooncake_store.layout import Geometry, geometry
 from mooncake_store.mapped_transport import MappedTransport
 from mooncake_store.membership import NodeInfo
+from mooncake_store.movers import Movers
 from mooncake_store.slots import Copy
 from mooncake_store.transport import LocalSpan, Span, Transport
 
@@ -62,8 +63,10 @@ class BlockReader:
         nodes: KnownNodes,
         on_bad_copy: Callable[[Copy], None],
         batch_bytes: int = BATCH_BYTES,
+        movers: Movers | None = None,
     ) -> None:
         self._nodes = nodes
+        self._movers = movers or Movers(1)
         self._batch_bytes = batch_bytes
         self._on_bad_copy = on_bad_copy
 
@@ -103,21 +106,18 @@ class BlockReader:
             if shape.holds(wants[index].copy.slot, wants[index].end_bytes)
         ]
         try:
-            for part in _parts(wants, indices, self._batch_bytes):
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
-                    log.warning("node_id=%s deadline passed, %d blocks missed", node_id, len(part))
-                    return False  # slow is not dead: the caller recomputes the rest
-                chosen = [wants[index] for index in part]
-                if isinstance(transport, MappedTransport):
-                    whole = _copied(transport, info, shape, chosen, left_s)
-                else:
-                    self._read_part(transport, info, shape, chosen, left_s)
-                    whole = [want.is_whole() for want in chosen]
-                for index, is_whole in zip(part, whole, strict=True):
-                    arrived[index] = is_whole
-                    if not is_whole:
-                        self._on_bad_copy(wants[index].copy)
+            if isinstance(transport, MappedTransport):  # verifies as it copies: one part
+                parts, threads = [list(indices)], Movers(1)
+            else:
+                parts, threads = (
+                    _parts(wants, indices, self._part_bytes(wants, indices)),
+                    self._movers,
+                )
+
+            def read_part(part: list[int]) -> None:
+                self._read_part(transport, info, shape, wants, part, arrived, until_s)
+
+            threads.each(read_part, parts)
         except TransferFailed as error:
             log.warning("node_id=%s read failed: %s", node_id, error)
             self._nodes.mark_bad(info)
@@ -126,19 +126,40 @@ class BlockReader:
             return now is not None and now.incarnation != info.incarnation
         return False
 
+    def _part_bytes(self, wants: Sequence[Want], indices: Sequence[int]) -> int:
+        """So that every mover has a part, and none is longer than a batch."""
+        total_bytes = sum(wants[index].target[1].length_bytes for index in indices)
+        return min(self._batch_bytes, -(-total_bytes // self._movers.threads))
+
     def _read_part(
         self,
         transport: Transport,
         info: NodeInfo,
         shape: Geometry,
         wants: Sequence[Want],
-        left_s: float,
+        part: Sequence[int],
+        arrived: list[bool],
+        until_s: float,
     ) -> None:
-        sources = [
-            Span(shape.slot_offset_bytes(copy.slot) + start_bytes, target[1].length_bytes)
-            for copy, start_bytes, target, _ in wants
-        ]
-        transport.read(info, sources, [want.target for want in wants], left_s)
+        """Read and verify these; TransferFailed when they cannot be had."""
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:  # slow is not dead: the caller recomputes the rest
+            log.warning("node_id=%s deadline passed, %d blocks missed", info.node_id, len(part))
+            return
+        chosen = [wants[index] for index in part]
+        if isinstance(transport, MappedTransport):
+            whole = _copied(transport, info, shape, chosen, left_s)
+        else:
+            sources = [
+                Span(shape.slot_offset_bytes(copy.slot) + start_bytes, target[1].length_bytes)
+                for copy, start_bytes, target, _ in chosen
+            ]
+            transport.read(info, sources, [want.target for want in chosen], left_s)
+            whole = [want.is_whole() for want in chosen]
+        for index, is_whole in zip(part, whole, strict=True):
+            arrived[index] = is_whole
+            if not is_whole:
+                self._on_bad_copy(wants[index].copy)
 
 
 def _copied(
@@ -174,10 +195,10 @@ def _copied(
 def _parts(wants: Sequence[Want], indices: Sequence[int], batch_bytes: int) -> list[list[int]]:
     """The indices in runs of about `batch_bytes`."""
     parts: list[list[int]] = []
-    part_bytes = batch_bytes
+    part_bytes = 0
     for index in indices:
         length_bytes = wants[index].target[1].length_bytes
-        if part_bytes + length_bytes > batch_bytes:
+        if not parts or part_bytes + length_bytes > batch_bytes:
             parts.append([])
             part_bytes = 0
         parts[-1].append(index)

@@ -22,9 +22,12 @@ from mooncake_store.known_nodes import KnownNodes
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, Geometry, geometry
 from mooncake_store.mapped_transport import MappedTransport
 from mooncake_store.membership import NodeInfo
+from mooncake_store.movers import Movers
 from mooncake_store.scratch import Scratch
 from mooncake_store.slot_header import SlotHeader
 from mooncake_store.transport import LocalSpan, Span, Transport
+
+PART_BYTES = 2 * 1024**2
 
 
 class Write(NamedTuple):
@@ -42,8 +45,11 @@ class Write(NamedTuple):
 class BlockWriter:
     """Thread-safe."""
 
-    def __init__(self, nodes: KnownNodes, scratch: Scratch, is_verified: bool) -> None:
+    def __init__(
+        self, nodes: KnownNodes, scratch: Scratch, is_verified: bool, movers: Movers
+    ) -> None:
         self._nodes = nodes
+        self._movers = movers
         self._scratch = scratch
         self._is_verified = is_verified
 
@@ -102,28 +108,47 @@ class BlockWriter:
         deadline_s: float,
     ) -> list[int]:
         until_s = time.monotonic() + deadline_s
-        digests = [checksum(write.source) if self._is_verified else 0 for write in writes]
         places = [Span(shape.header_offset_bytes(write.slot), HEADER_BYTES) for write in writes]
-        with self._scratch.take(2 * len(writes) * HEADER_BYTES) as heads:
-            for i, (write, digest) in enumerate(zip(writes, digests, strict=True)):
-                pair = write.header(STATE_WRITING, 0) + write.header(STATE_READY, digest)
-                heads[2 * i * HEADER_BYTES :][: 2 * HEADER_BYTES] = np.frombuffer(pair, np.uint8)
 
-            def put_headers(which: int) -> None:
-                starts = ((2 * i + which) * HEADER_BYTES for i in range(len(writes)))
+        def put_headers(state: int, digests: Sequence[int]) -> None:
+            pairs = zip(writes, digests, strict=True)
+            raw = b"".join(write.header(state, digest) for write, digest in pairs)
+            with self._scratch.take(len(raw)) as heads:
+                heads[: len(raw)] = np.frombuffer(raw, np.uint8)
+                starts = range(0, len(raw), HEADER_BYTES)
                 sources = [(heads, Span(start, HEADER_BYTES)) for start in starts]
                 transport.write(info, sources, places, _left(until_s))
 
-            put_headers(0)
+        def put_part(part: Sequence[Write]) -> list[int]:
+            # Hashed just before they are sent: the transfer finds them in the CPU's cache.
+            digests = [checksum(write.source) if self._is_verified else 0 for write in part]
             payloads: list[LocalSpan] = [
-                (write.source, Span(0, write.source.nbytes)) for write in writes
+                (write.source, Span(0, write.source.nbytes)) for write in part
             ]
             targets = [
-                Span(shape.slot_offset_bytes(write.slot), write.source.nbytes) for write in writes
+                Span(shape.slot_offset_bytes(write.slot), write.source.nbytes) for write in part
             ]
             transport.write(info, payloads, targets, _left(until_s))
-            put_headers(1)
+            return digests
+
+        put_headers(STATE_WRITING, [0] * len(writes))
+        found = self._movers.each(put_part, _parts(writes))
+        digests = [digest for part in found for digest in part]
+        put_headers(STATE_READY, digests)
         return digests
+
+
+def _parts(writes: Sequence[Write]) -> list[list[Write]]:
+    """Runs of about PART_BYTES."""
+    parts: list[list[Write]] = []
+    part_bytes = 0
+    for write in writes:
+        if not parts or part_bytes + write.source.nbytes > PART_BYTES:
+            parts.append([])
+            part_bytes = 0
+        parts[-1].append(write)
+        part_bytes += write.source.nbytes
+    return parts
 
 
 def _left(until_s: float) -> float:

@@ -42,6 +42,7 @@ from mooncake_store.errors import RequestInvalid, StoreFull
 from mooncake_store.getter import Getter
 from mooncake_store.header_reader import HeaderReader
 from mooncake_store.known_nodes import KnownNodes
+from mooncake_store.movers import Movers
 from mooncake_store.putter import Putter
 from mooncake_store.registrations import Registrations
 from mooncake_store.replicas import Replicas
@@ -63,7 +64,10 @@ def key_of(name: str) -> bytes:
 
 
 class StoreClient:
-    """Thread-safe. `node_id`: the node of this host whose memory is mapped ("": found out)."""
+    """Thread-safe. `node_id`: the node of this host whose memory is mapped ("": found out).
+
+    `threads`: how many move the bytes of one batch of another node, and serve futures.
+    """
 
     def __init__(
         self,
@@ -74,6 +78,8 @@ class StoreClient:
         tenant: str = "",
         threads: int = 2,
     ) -> None:
+        if threads < 1:
+            raise RequestInvalid(f"threads is {threads}; at least the caller's own moves bytes")
         self.directory = DirectoryClient(address)
         self._name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
@@ -87,10 +93,11 @@ class StoreClient:
             raise
         self._registrations = Registrations(self.nodes)
         scratch = Scratch(self.nodes)
-        writer = BlockWriter(self.nodes, scratch, is_verified)
+        self._movers = Movers(threads)
+        writer = BlockWriter(self.nodes, scratch, is_verified, self._movers)
         self._putter = Putter(self.directory, self.nodes, self._registrations, writer, tenant)
         batch_bytes = BATCH_BYTES if is_verified else UNVERIFIED_BATCH_BYTES
-        reader = BlockReader(self.nodes, self._report_bad, batch_bytes)
+        reader = BlockReader(self.nodes, self._report_bad, batch_bytes, self._movers)
         self._headers = HeaderReader(self.nodes, scratch)
         self._restorer = Restorer(self.directory, self.nodes)
         self._getter = Getter(
@@ -277,6 +284,7 @@ class StoreClient:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         self._restorer.close()
+        self._movers.close()
         self.nodes.close()
         self.directory.close()
 

@@ -22,6 +22,7 @@ import zmq
 
 from mooncake_store import protocol
 from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.direct_socket import DirectClient, direct_path
 from mooncake_store.errors import RequestInvalid, StoreUnavailable, named
 from mooncake_store.events import Snapshot
 from mooncake_store.layout import Geometry
@@ -62,6 +63,8 @@ class DirectoryClient:
         self._lock = threading.Lock()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        path = direct_path(address)
+        self._direct = DirectClient(path) if path else None
         self._number = 0
         self._is_closed = False
 
@@ -195,6 +198,9 @@ class DirectoryClient:
             if not self._is_closed:
                 self._number += 1  # its answer is passed over by the next exchange
                 frames = [protocol.pack_header(Kind.REQUEST, self._number), body]
+                if self._direct is not None:
+                    self._direct.tell(frames)
+                    return
                 with contextlib.suppress(zmq.Again):
                     self._connected().send_multipart(frames, zmq.NOBLOCK)
         finally:
@@ -255,9 +261,12 @@ class DirectoryClient:
 
     def _exchange(self, body: bytes, deadline_s: float) -> list[bytes] | None:
         """Send one request and wait for its reply; None when the deadline passed."""
-        socket = self._connected()
         self._number += 1
-        socket.send_multipart([protocol.pack_header(Kind.REQUEST, self._number), body])
+        frames = [protocol.pack_header(Kind.REQUEST, self._number), body]
+        if self._direct is not None:
+            return self._direct.exchange(frames, self._number, deadline_s)
+        socket = self._connected()
+        socket.send_multipart(frames)
         while (left_s := deadline_s - time.monotonic()) > 0:
             if socket.poll(math.ceil(left_s * 1000)):
                 reply = socket.recv_multipart()
@@ -288,6 +297,8 @@ class DirectoryClient:
         return self._socket
 
     def _disconnect(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None

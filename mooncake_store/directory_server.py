@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from types import FrameType
 
@@ -31,6 +31,7 @@ import zmq
 
 from mooncake_store import protocol
 from mooncake_store.config import HELP, DirectoryConfig
+from mooncake_store.direct_socket import DirectServer, direct_path
 from mooncake_store.directory import Directory
 from mooncake_store.directory_metrics import DirectoryCollector
 from mooncake_store.errors import RequestInvalid, StoreError
@@ -89,7 +90,10 @@ class DirectoryServer:
         self._is_stopping = False
         self._context = zmq.Context()
         self._paths: list[str] = []
+        self._direct: DirectServer | None = None
         self._requests = self._bound(zmq.ROUTER, address)
+        path = direct_path(address)
+        self._direct = DirectServer(path, self.answer) if path else None
         # XPUB is PUB that also tells about new subscribers.
         self._subscribers = self._bound(zmq.XPUB, events_address)
         self.address = self._requests.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -126,16 +130,26 @@ class DirectoryServer:
 
     def run(self) -> None:
         """Turn until `stop`."""
-        poller = zmq.Poller()
-        poller.register(self._requests, zmq.POLLIN)
-        poller.register(self._subscribers, zmq.POLLIN)
         while not self._is_stopping:
             left_s = min(self._tick_due_s, self._heartbeat_due_s) - self._clock.now_s()
-            poller.poll(max(0, int(left_s * 1000) + 1))
-            self.turn()
+            ready = zmq.zmq_poll(self._polled(), max(0, int(left_s * 1000) + 1))
+            self.turn([fd for fd, _ in ready if isinstance(fd, int)])
 
-    def turn(self) -> None:
-        """Answer what waits, let time pass, publish what changed."""
+    def _polled(self) -> list[tuple[zmq.Socket[bytes] | int, int]]:
+        files = self._direct.files() if self._direct else {}
+        return [
+            (self._requests, zmq.POLLIN),
+            (self._subscribers, zmq.POLLIN),
+            *((fd, zmq.POLLIN | (zmq.POLLOUT * writes)) for fd, writes in files.items()),
+        ]
+
+    def turn(self, ready: Sequence[int] = ()) -> None:
+        """Answer what waits, let time pass, publish what changed.
+
+        `ready`: descriptors of direct sockets on which something has come.
+        """
+        if self._direct is not None and ready:
+            self._direct.serve(list(ready))
         for _ in range(REQUESTS_PER_TURN_MAX):
             try:
                 frames = self._requests.recv_multipart(zmq.NOBLOCK)
@@ -214,6 +228,8 @@ class DirectoryServer:
 
     def close(self) -> None:
         """Close the sockets and remove their files."""
+        if self._direct is not None:
+            self._direct.close()
         self._context.destroy(linger=0)
         for path in self._paths:
             with contextlib.suppress(FileNotFoundError):

@@ -61,10 +61,14 @@ class Getter:
         """Which blocks are in their targets now. What is missing is tried once more, leased."""
         request = _Request(keys, targets, offset_bytes, time.monotonic() + deadline_s)
         in_dram = [
-            tuple(copy for copy in places if not copy.node_id.endswith(SSD_SUFFIX))
+            places  # nearly always one copy, in DRAM
+            if len(places) == 1 and not places[0].node_id.endswith(SSD_SUFFIX)
+            else tuple(copy for copy in places if not copy.node_id.endswith(SSD_SUFFIX))
             for places in found
         ]
         self._try_all(request, in_dram, owner)
+        if all(request.arrived):
+            return request.arrived
         missing = [
             index
             for index, is_here in enumerate(request.arrived)
@@ -88,21 +92,22 @@ class Getter:
         self._try_all(request, found, owner)
 
     def _try_all(self, request: _Request, found: Sequence[tuple[Copy, ...]], owner: str) -> None:
-        tried: set[Copy] = set()
+        left = list(found)
         while request.left_s > 0:  # each round tries another copy of what is missing
-            left = [
-                () if is_here else tuple(copy for copy in places if copy not in tried)
-                for places, is_here in zip(found, request.arrived, strict=True)
-            ]
             best = self._nodes.choose(left)
             chosen = {index: copy for index, copy in enumerate(best) if copy is not None}
             if not chosen:
                 break
-            tried.update(chosen.values())
             ssd = {i: copy for i, copy in chosen.items() if copy.node_id.endswith(SSD_SUFFIX)}
             self._read(request, {i: copy for i, copy in chosen.items() if i not in ssd})
             if ssd and request.left_s > 0:
                 self._read_from_ssd(request, ssd, owner)
+            if all(request.arrived):
+                break
+            left = [
+                () if is_here else tuple(copy for copy in places if copy is not chosen.get(index))
+                for index, (places, is_here) in enumerate(zip(left, request.arrived, strict=True))
+            ]
 
     def _read_from_ssd(self, request: _Request, chosen: dict[int, Copy], owner: str) -> None:
         indices, left_s = list(chosen), request.left_s

@@ -68,6 +68,7 @@ T = TypeVar("T")
 
 _HEADER = struct.Struct("<2sBBHHQ")  # magic, kind, zero, version, zero, number: 16 bytes
 _MAGIC = b"MK"
+HEADER_BYTES = _HEADER.size
 
 
 def pack_header(kind: Kind, number: int, version: int = PROTOCOL_VERSION) -> bytes:

@@ -43,6 +43,16 @@ class Registrations:
         if known is not None:
             self._nodes.unregister(known)
 
+    def _covers_all(self, buffers: Sequence[ByteArray]) -> bool:
+        """Do all of these lie in one registered buffer? The common case, in one comparison."""
+        spans = [(_address(buffer), buffer.nbytes) for buffer in buffers]
+        low, high = min(spans)[0], max(start + length for start, length in spans)
+        with self._lock:
+            return any(
+                address <= low and high <= address + whole.nbytes
+                for address, whole in self._known.items()
+            )
+
     def _covers(self, buffer: ByteArray) -> bool:
         start = _address(buffer)
         with self._lock:
@@ -55,6 +65,9 @@ class Registrations:
     def covering(self, buffers: Sequence[ByteArray]) -> Iterator[None]:
         """All of these are registered until the block ends."""
         if self._nodes.nixl is None:
+            yield
+            return
+        if not buffers or self._covers_all(buffers):
             yield
             return
         new = [buffer for buffer in buffers if buffer.nbytes and not self._covers(buffer)]
@@ -74,4 +87,5 @@ class Registrations:
 
 
 def _address(buffer: ByteArray) -> int:
-    return int(buffer.ctypes.data)
+    address: int = buffer.__array_interface__["data"][0]  # half the time of buffer.ctypes.data
+    return address

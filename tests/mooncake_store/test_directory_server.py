@@ -52,7 +52,7 @@ def failure_of(frames: list[bytes]) -> protocol.Failure:
 def test_a_signal_ends_it_and_removes_its_socket_files(
     process: DirectoryProcess, tmp_path: Path, how: signal.Signals
 ) -> None:
-    assert sorted(os.listdir(tmp_path)) == ["directory", "events"]
+    assert sorted(os.listdir(tmp_path)) == ["directory", "directory.direct", "events"]
     assert process.end(how) == 0
     assert os.listdir(tmp_path) == []
 

@@ -1,0 +1,1 @@
+"""`python -m loadtest.bench.store`: the store's bytes per second beside memcpy, NIXL and peers."""

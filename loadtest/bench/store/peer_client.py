@@ -1,0 +1,91 @@
+"""Mooncake's own store client, measured as ours is. Runs in a Python that has Mooncake's wheel.
+
+Standard library, numpy and mooncake only: nothing of this project is installed there. Prints one
+JSON object: seconds of batch_get_into and batch_put_from of 16 blocks per size (medians; each get
+of 16 random keys into 16 random places), and of batch_is_exist of 1,000 keys.
+
+Not here: starting its master and node (peer.py).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+BATCH = 16
+LOCAL_BYTES = 256 * 2**20
+
+
+def measure(
+    store: Any, address: int, size: int, rounds: int, chance: np.random.Generator
+) -> dict[str, float]:
+    """Median seconds of a get and of a put of BATCH blocks of `size` bytes."""
+    places = LOCAL_BYTES // size
+    blocks = min(places, 200 * 2**20 // size) // BATCH * BATCH
+    keys = [f"k{size}_{i}" for i in range(blocks)]
+    puts, gets = [], []
+
+    def some() -> list[int]:
+        return [address + int(i) * size for i in chance.choice(places, BATCH, replace=False)]
+
+    for start in range(0, blocks, BATCH):
+        chosen, sources = keys[start : start + BATCH], some()
+        began_s = time.perf_counter()
+        codes = store.batch_put_from(chosen, sources, [size] * BATCH)
+        puts.append(time.perf_counter() - began_s)
+        assert all(code == 0 for code in codes), codes[:3]
+    for _ in range(rounds):
+        chosen = [keys[int(i)] for i in chance.choice(blocks, BATCH, replace=False)]
+        targets = some()
+        began_s = time.perf_counter()
+        codes = store.batch_get_into(chosen, targets, [size] * BATCH)
+        gets.append(time.perf_counter() - began_s)
+        assert all(code == size for code in codes), codes[:3]
+    return {"get_s": statistics.median(gets), "put_s": statistics.median(puts)}
+
+
+def main() -> None:
+    from mooncake.store import MooncakeDistributedStore
+
+    master, rounds = sys.argv[1], int(sys.argv[2])
+    store = MooncakeDistributedStore()
+    assert store.setup("127.0.0.1:17955", "P2PHANDSHAKE", 0, 512 << 20, "tcp", "", master) == 0
+    memory = mmap.mmap(-1, LOCAL_BYTES)
+    local = np.frombuffer(memory, np.uint8)
+    local[:] = 7
+    address = local.ctypes.data
+    store.register_buffer(address, LOCAL_BYTES)
+    for i in range(
+        LOCAL_BYTES // 2**24 * 8
+    ):  # touches every page of the node, or puts measure that
+        store.put_from(f"warm{i}", address, 2**24)
+    store.remove_all(True)
+    chance = np.random.default_rng(1)
+    found: dict[str, dict[str, float]] = {}
+    for size in map(int, sys.argv[3].split(",")):
+        found[str(size)] = measure(store, address, size, rounds, chance)
+        store.remove_all(True)
+    value, names = bytes(64), [f"meta{i}" for i in range(1000)]
+    for name in names:
+        store.put(name, value)
+    asked = []
+    for _ in range(200):
+        began_s = time.perf_counter()
+        codes = store.batch_is_exist(names)
+        asked.append(time.perf_counter() - began_s)
+    assert all(code == 1 for code in codes)
+    found["exist_1000"] = {"s": statistics.median(asked), "best_s": min(asked)}
+    print(json.dumps(found), flush=True)
+    store.close()
+    os._exit(0)  # its destructor may hang
+
+
+if __name__ == "__main__":
+    main()
