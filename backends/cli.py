@@ -154,6 +154,15 @@ def report(context: typer.Context) -> None:
     sys.exit(report_main(context.args))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+             add_help_option=False)  # fmt: skip
+def simulate(context: typer.Context) -> None:
+    """Run an experiment on recorded requests, without a server (`mooncake simulate --help`)."""
+    from loadtest.simulator.command import main as simulate_main
+
+    sys.exit(simulate_main(context.args))
+
+
 def main() -> None:
     app()
 

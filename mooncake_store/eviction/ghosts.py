@@ -21,6 +21,7 @@ SPARE = 1.5  # places per name
 STAMP_MASK = 2**16 - 1
 STAMPS = 512  # the memory's length is so many stamps
 NAMES_MIN = 8_192
+NAMES_MAX = 2**23  # 60 MiB
 
 
 class Ghosts:
@@ -42,8 +43,8 @@ class Ghosts:
         return len(self._marks) + 2 * len(self._stamps) + len(self._next)
 
     def resize(self, length: int) -> None:
-        """Remember so many names. A larger table starts empty; it is not made smaller."""
-        length = max(length, NAMES_MIN)
+        """Remember so many names, within bounds. A larger table starts empty; it is not made smaller."""
+        length = min(max(length, NAMES_MIN), NAMES_MAX)
         if length <= self._length:
             return
         self._length = length

@@ -1,0 +1,135 @@
+"""One holder with room for so many blocks, under a policy of eviction; requests come in order.
+
+A request does what a worker's does: it looks its chain up and leases what is there, allocates the
+rest, for which idle blocks are dropped, and releases all of it, deepest first. Two ways to do this:
+
+- BlockCache has the real order of eviction (mooncake_store/eviction) and nothing else: fast.
+- DirectoryCache drives the real Directory through its verbs, on a virtual clock. That both count
+  the same is a test (tests/loadtest/test_simulator.py).
+
+Every reference to a block of a prompt is a hit or a miss. It counts as a hit when the block is
+there *and* every block before it in its prompt: KV behind a hole cannot be used. What is there
+behind a hole is counted apart (`behind_holes`). With LRU there are no holes.
+
+Not here: what is asked of it (hit_rate.py), the best that any policy could do (optimum.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+
+from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.config import DirectoryConfig
+from mooncake_store.directory import Directory
+from mooncake_store.eviction import make_eviction
+from mooncake_store.layout import memory_bytes_for
+from mooncake_store.membership import NodeInfo
+
+NODE, OWNER, LEASE_S = "s0", "request", 60.0
+CHECKSUM = 1
+BLOCK_BYTES = 4_096  # one unit; its size decides nothing here
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    references: int
+    hits: int
+    behind_holes: int  # present, but of no use
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.hits / self.references
+
+
+def key_of(hash_id: int) -> bytes:
+    """A block's name in the store: as evenly spread as real ones, which are hashes too."""
+    return blake2b(hash_id.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
+
+
+class BlockCache:
+    """`blocks` places and an order of eviction."""
+
+    def __init__(self, blocks: int, policy: str) -> None:
+        self.blocks = blocks
+        self._order = make_eviction(policy)
+        self._there: set[bytes] = set()
+
+    def use(self, keys: Sequence[bytes]) -> list[bool]:
+        """One request; which of its blocks were there."""
+        assert len(keys) <= self.blocks, f"a request of {len(keys)} blocks does not fit"
+        there, order = self._there, self._order
+        was_there = [key in there for key in keys]
+        for key, is_there in zip(keys, was_there, strict=True):
+            if is_there:
+                order.discard(key)
+        for key, is_there in zip(keys, was_there, strict=True):
+            if is_there:
+                continue
+            if len(there) == self.blocks:
+                coldest = order.coldest()
+                assert coldest is not None
+                order.evicted(coldest)
+                there.remove(coldest)
+            there.add(key)
+        for key in reversed(keys):
+            order.add(key)
+        return was_there
+
+    def check(self) -> None:
+        self._order.check()
+        assert len(self._order) == len(self._there) <= self.blocks
+
+
+class DirectoryCache:
+    """The real Directory with one holder of `blocks` units, each of them one block."""
+
+    def __init__(self, blocks: int, policy: str) -> None:
+        block_bytes = BLOCK_BYTES
+        self._directory = Directory(1, directory_config(policy))
+        self._now_s = 0.0
+        info = NodeInfo(
+            NODE, "life1", "host", "", memory_bytes_for(blocks, block_bytes, block_bytes), "agent",
+            b"", 0, unit_bytes=block_bytes,
+        )  # fmt: skip
+        self._directory.register_node(info, self._now_s)
+        self._directory.attach(NODE, "print", block_bytes, self._now_s)
+
+    def use(self, keys: Sequence[bytes]) -> list[bool]:
+        directory, now_s = self._directory, self._now_s
+        found = directory.lookup(keys, OWNER, LEASE_S, now_s, prefix_only=False)
+        allocation = directory.allocate(NODE, keys, OWNER, LEASE_S, False, now_s)
+        assert not allocation.full, "a request does not fit"
+        written = [
+            (key, slot.slot, slot.generation, CHECKSUM)
+            for key, slot in zip(keys, allocation.slots, strict=True)
+            if slot is not None
+        ]
+        assert all(directory.commit(NODE, written, OWNER, LEASE_S, now_s))
+        directory.release(OWNER, now_s)
+        return [bool(places) for places in found]
+
+    def check(self) -> None:
+        self._directory.check()
+
+
+def directory_config(policy: str) -> DirectoryConfig:
+    """Nobody dies in this experiment; ValueError when the directory cannot have this policy."""
+    forever_s = 1e12
+    if "eviction" in {field.name for field in fields(DirectoryConfig)}:
+        return DirectoryConfig(node_ttl_s=forever_s, eviction=policy)  # type: ignore[call-arg]
+    if policy != "lru":
+        raise ValueError(f"this directory has no choice of eviction; it is lru, not {policy}")
+    return DirectoryConfig(node_ttl_s=forever_s)
+
+
+def play(cache: BlockCache | DirectoryCache, requests: Iterable[Sequence[bytes]]) -> Hits:
+    """All requests, one after the other."""
+    references = hits = present = 0
+    for keys in requests:
+        was_there = cache.use(keys)
+        references += len(keys)
+        present += sum(was_there)
+        hits += was_there.index(False) if False in was_there else len(keys)
+    return Hits(references, hits, present - hits)
