@@ -44,6 +44,8 @@ class Load(Request, tag="load", frozen=True):
 
 
 class Fetch(Request, tag="fetch", frozen=True):
+    """Copy these blocks of other nodes here: keys[i] from copies[i]."""
+
     keys: Annotated[list[Key], msgspec.Meta(max_length=BLOCKS_MAX)]
     copies: Annotated[list[Copy], msgspec.Meta(max_length=BLOCKS_MAX)]
     deadline_s: Deadline

@@ -3,14 +3,15 @@
 python -m mooncake_store.node --node-id s0 --directory ipc:///tmp/directory --segment-bytes N \\
     --segment-path /dev/shm/mooncake-s0 [--ssd-path FOLDER --ssd-bytes N]
 
-It moves no bytes between nodes: workers of this node map the segment, all others read it one-sided,
-served by the NIXL agent's C++ thread. So KV outlives a worker. What the Python here does:
+Workers of this node map the segment, all others read it one-sided, served by the NIXL agent's C++
+thread. So KV outlives a worker. What the Python here does:
 
 - reports every second, for the segment ("s0") and for the SSD ("s0/ssd"), and tells a directory
   that forgot them what they hold (standing.py). The incarnation stays the same: it names the life
   of this process. A node that was replaced by a newer process of the same name ends;
 - copies cold blocks to the SSD (spiller.py);
-- answers on the control socket (node_control.py, node_verbs.py).
+- answers on the control socket (node_control.py, node_verbs.py);
+- serves plain TCP for clients without NIXL, where asked to (tcp_server.py).
 
 A disk that is full or broken, at start or later, costs the SSD tier: the node serves from DRAM and
 tries again each minute. Only what an operator must correct stops the start (SsdRefused).
@@ -31,16 +32,22 @@ from mooncake_store.control_protocol import NodeStats
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
 from mooncake_store.header_scan import Block
+from mooncake_store.host_topology import topology_json
 from mooncake_store.layout import STATE_READY, geometry
 from mooncake_store.membership import SSD_SUFFIX, UNIT_BYTES, NodeInfo
+from mooncake_store.metrics_page import MetricsPage
 from mooncake_store.node_control import NodeControl
+from mooncake_store.node_metrics import NodeCollector
 from mooncake_store.node_verbs import NodeVerbs
+from mooncake_store.puller import Puller
 from mooncake_store.segment import Segment, host_id
 from mooncake_store.slot_memory import SlotMemory
 from mooncake_store.spiller import Spiller
 from mooncake_store.ssd.records import Shape
 from mooncake_store.ssd.ssd_tier import RETRY_S, SsdTier
 from mooncake_store.standing import Standing
+from mooncake_store.tcp_server import TcpServer
+from mooncake_store.transport import TransferCounters
 
 log = logging.getLogger("mooncake_store.node")
 
@@ -60,7 +67,9 @@ class NodeOptions:
     ssd_io: str = "nixl"
     must_reset_ssd: bool = False
     control: str = ""  # "": no control socket
+    data: str = ""  # host:port of a plain TCP server of the segment; "" for none
     rack: str = ""
+    metrics_port: int = 0  # 0: no page for Prometheus
 
 
 class Clients(NamedTuple):
@@ -109,9 +118,12 @@ class StorageNode:
         self._spiller = Spiller(
             options.node_id, self._incarnation, clients.background, self._memory, self._find_tier
         )
+        self._puller = Puller(self.info, self._memory, clients.background)
+        self._closers.append(self._puller.close)
         self._verbs = NodeVerbs(
-            self.info, self._memory, clients.background, self._find_tier, self.stats, leave
-        )
+            self.info, self._memory, clients.background, self._find_tier, self._puller, self.stats,
+            leave,
+        )  # fmt: skip
         self._standings.append(
             Standing(self.info, clients.reports, clients.inventories, self._memory.blocks)
         )
@@ -120,26 +132,22 @@ class StorageNode:
             self._join_ssd(self._tier)
         if self._control is not None:
             self._control.serve(self._verbs.answer)
+        if options.metrics_port:
+            page = MetricsPage(options.metrics_port, [NodeCollector(self.stats, self._served)])
+            self._closers.append(page.close)
         if options.ssd_folder:
             self._spiller.start()
             self._closers.append(self._spiller.close)
 
     def _describe(self) -> NodeInfo:
-        """Start what others reach this node by: the NIXL agent, and the control socket."""
+        """Start what others reach this node by, and say what it is."""
         options, segment = self.options, self._segment
-        agent_name, agent_metadata, control = "", b"", ""
-        if not options.is_mapped_only:
-            from mooncake_store.nixl_agent import NodeAgent
-
-            agent_name = f"{options.node_id}#{self._incarnation}"  # a peer refuses a known name
-            agent = NodeAgent(agent_name, segment.address, options.segment_bytes)
-            self._closers.append(agent.close)
-            agent_metadata = agent.metadata
+        agent_name, agent_metadata = self._open_agent()
+        self._data = self._open_data()
         self._control: NodeControl | None = None
         if options.control:
             self._control = NodeControl(options.control)
             self._closers.append(self._control.close)
-            control = self._control.address
         return NodeInfo(
             node_id=options.node_id,
             incarnation=self._incarnation,
@@ -150,10 +158,40 @@ class StorageNode:
             agent_metadata=agent_metadata,
             base_address=segment.address,
             unit_bytes=options.unit_bytes,
-            control=control,
+            control=self._control.address if self._control else "",
+            data_address=self._data.address if self._data else "",
             rack=options.rack,
+            topology=topology_json(),
             has_inventory=True,
         )
+
+    def _open_agent(self) -> tuple[str, bytes]:
+        """Offer the segment to NIXL; name and metadata of the agent, or nothing."""
+        options = self.options
+        if options.is_mapped_only:
+            return "", b""
+        from mooncake_store.nixl_agent import NixlUnavailable, NodeAgent
+
+        name = f"{options.node_id}#{self._incarnation}"  # a peer refuses a name that it knows
+        try:
+            agent = NodeAgent(name, self._segment.address, options.segment_bytes)
+        except NixlUnavailable as error:
+            if not options.data:
+                raise
+            log.warning("node_id=%s serves plain TCP only: %s", options.node_id, error)
+            return "", b""
+        self._closers.append(agent.close)
+        return name, agent.metadata
+
+    def _open_data(self) -> TcpServer | None:
+        if not self.options.data:
+            return None
+        host, _, port = self.options.data.rpartition(":")
+        server = TcpServer(
+            self._segment.view, host.strip("[]"), int(port), self._incarnation.encode()
+        )
+        self._closers.append(server.close)
+        return server
 
     # ---- the SSD
 
@@ -257,7 +295,12 @@ class StorageNode:
             restores_missed=self._verbs.restores_missed,
             checksum_failures=tier.counters.checksum_failures if tier else 0,
             disk_errors=tier.counters.disk_errors if tier else 0,
+            fetched_blocks=self._puller.blocks,
         )
+
+    def _served(self) -> dict[str, TransferCounters]:
+        """What this process moved for others; one-sided transfers pass it by uncounted."""
+        return {"tcp": self._data.counters} if self._data else {}
 
     def _deregister(self) -> None:
         try:

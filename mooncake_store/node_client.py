@@ -37,7 +37,6 @@ IDLE_SOCKETS_MAX = 4
 _NONE = Decoder(type(None))
 _TEXT = Decoder(str)
 _BOOLS = Decoder(list[bool])
-_INT = Decoder(int)
 _STATS = Decoder(NodeStats)
 _FAILURE = Decoder(protocol.Failure)
 
@@ -67,10 +66,13 @@ class NodeClient:
         request = control.Load(list(blocks), deadline_s)
         return self._ask(request, _BOOLS, deadline_s + MARGIN_S)
 
-    def fetch(self, keys: Sequence[bytes], copies: Sequence[Copy], deadline_s: float) -> int:
-        """Have the node copy these blocks of other nodes; how many leading keys it has then."""
+    def fetch(self, keys: Sequence[bytes], copies: Sequence[Copy], deadline_s: float) -> list[bool]:
+        """Have the node copy these blocks of other nodes; which of them it has afterwards.
+
+        The caller leases the copies meanwhile.
+        """
         request = control.Fetch(list(keys), list(copies), deadline_s)
-        return self._ask(request, _INT, deadline_s + MARGIN_S)
+        return self._ask(request, _BOOLS, deadline_s + MARGIN_S)
 
     def stats(self, timeout_s: float = TIMEOUT_S) -> NodeStats:
         return self._ask(control.AskNodeStats(), _STATS, timeout_s)

@@ -66,6 +66,15 @@ def _parser() -> argparse.ArgumentParser:
         help="where to answer clients: ipc://PATH or tcp://HOST:PORT, port 0 for any "
         "(default: with an SSD ipc://<segment path>.control, else none)",
     )
+    parser.add_argument(
+        "--data",
+        default="",
+        metavar="HOST:PORT",
+        help="serve the segment over plain TCP too, for clients without NIXL; port 0 for any",
+    )
+    parser.add_argument(
+        "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
+    )
     ssd = parser.add_argument_group("SSD tier")
     ssd.add_argument("--ssd-path", help="a folder for the blocks and their manifest")
     ssd.add_argument("--ssd-bytes", type=int, default=0, help="size of the file of blocks")
@@ -95,6 +104,8 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error("--ssd-path and --ssd-bytes go together")
     if ssd_bytes % unit_bytes:
         parser.error(f"--ssd-bytes {ssd_bytes}: use a multiple of --unit-bytes {unit_bytes}")
+    if arguments.data and not arguments.data.rpartition(":")[2].isdigit():
+        parser.error(f"--data {arguments.data}: use HOST:PORT")
     path = arguments.segment_path or f"/dev/shm/mooncake-{os.getuid()}-{arguments.node_id}"
     numa = _numa(parser, arguments.segment_numa, path.count(":") + 1)
     control = arguments.control
@@ -112,7 +123,9 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         ssd_io=arguments.ssd_io,
         must_reset_ssd=arguments.ssd_reset,
         control=control,
+        data=arguments.data,
         rack=arguments.rack,
+        metrics_port=arguments.metrics_port,
     )
 
 

@@ -3,7 +3,7 @@
 `load` brings blocks of the SSD back into the segment: their slots were allocated by the client,
 which commits them afterwards. The node writes their headers, because it is the one that knows when
 the bytes are whole. A slot whose header has a newer generation than the client names was given to
-somebody else meanwhile, and is left alone.
+somebody else meanwhile, and is left alone. `fetch` copies blocks of other nodes here (puller.py).
 
 Not here: sockets and threads (node_control.py), the disk (ssd/).
 """
@@ -18,6 +18,7 @@ from mooncake_store.control_protocol import NodeStats, Restore
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
 from mooncake_store.membership import SSD_SUFFIX, NodeInfo
+from mooncake_store.puller import Puller
 from mooncake_store.slot_header import STATE_READY, STATE_WRITING, SlotHeader
 from mooncake_store.slot_memory import SlotMemory
 from mooncake_store.ssd.records import Entry
@@ -35,11 +36,13 @@ class NodeVerbs:
         memory: SlotMemory,
         directory: DirectoryClient,
         tier: Callable[[], SsdTier | None],
+        puller: Puller,
         stats: Callable[[], NodeStats],
         leave: Callable[[], None],
     ) -> None:
         self._info, self._memory, self._directory = info, memory, directory
-        self._tier, self._stats, self._leave = tier, stats, leave
+        self._tier, self._puller = tier, puller
+        self._stats, self._leave = stats, leave
         self.restores_missed = 0
 
     def answer(self, request: control.AnyControl, came_s: float) -> object:
@@ -53,7 +56,14 @@ class NodeVerbs:
         if isinstance(request, control.Leave):
             self._leave()
             return None
-        raise RequestInvalid(f"{request.__struct_config__.tag}: this node cannot do that")
+        return self._fetch(request, came_s + request.deadline_s)
+
+    def _fetch(self, request: control.Fetch, until_s: float) -> list[bool]:
+        if len(request.keys) != len(request.copies):
+            raise RequestInvalid(
+                f"fetch has {len(request.keys)} keys and {len(request.copies)} copies: one each"
+            )
+        return self._puller.pull(request.keys, request.copies, until_s)
 
     def _load(self, blocks: list[Restore], until_s: float) -> list[bool]:
         tier = self._tier()

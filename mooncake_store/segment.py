@@ -4,8 +4,8 @@ It is one file or several (`path` then joins them with ":", in order), mapped si
 range of addresses. Several files let each lie in its own filesystem or on its own NUMA node; to all
 users the segment stays one linear memory.
 
-Huge pages are asked for, and used where the host allows them (`pages` says what was had): on a tmpfs
-that is mounted with huge=advise (mount -o remount,huge=advise /dev/shm), on a hugetlbfs always.
+Huge pages are asked for, and used where the host allows them (`pages` says what was had): on a
+tmpfs mounted with huge=advise (mount -o remount,huge=advise /dev/shm), on a hugetlbfs always.
 
 Not here: locks and room of one file (segment_file.py), addresses (mapping.py), what lies in the
 segment (layout.py, slot_header.py), who may write where (directory.py), how bytes get to another

@@ -28,6 +28,7 @@ class Site:
         self.events = f"ipc://{folder}/events"
         self.prefix = f"/dev/shm/mooncake-test-{os.getpid()}-{secrets.token_hex(4)}"
         self.processes: list[subprocess.Popen[str]] = []
+        self.directories: list[subprocess.Popen[str]] = []
         self.client = DirectoryClient(self.address, timeout_s=5.0)
 
     def start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
@@ -39,9 +40,11 @@ class Site:
         return process
 
     def start_directory(self, *more: str) -> subprocess.Popen[str]:
-        return self.start(
+        process = self.start(
             "directory_server", "--address", self.address, "--events", self.events, *more
         )
+        self.directories.append(process)
+        return process
 
     def start_node(self, node_id: str, *more: str, name: str = "") -> subprocess.Popen[str]:
         path = f"{self.prefix}-{name or node_id}"
@@ -68,7 +71,8 @@ class Site:
 
     def close(self) -> None:
         self.client.close()
-        for process in reversed(self.processes):
+        nodes_first = sorted(self.processes, key=lambda process: process in self.directories)
+        for process in nodes_first:  # they deregister
             if process.poll() is None:
                 process.terminate()
             process.communicate(timeout=PATIENCE_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,64 +9,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from mooncake_store.control_protocol import NodeStats, Restore
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
 from mooncake_store.node_client import NodeClient
-from mooncake_store.segment import Segment
-from mooncake_store.slot_header import SlotHeader
-from mooncake_store.slot_memory import SlotMemory
 from mooncake_store.slots import Copy
+from tests.mooncake_store.block_writer import BLOCK, BlockWriter
 from tests.mooncake_store.site import PATIENCE_S, SIZE, Site, pause, ready_line
 
-BLOCK = 10_000  # three units
 SSD_BYTES = 8 * SIZE
 KEYS = [bytes([i]) * 16 for i in range(40)]
 
 
-class Writer:
-    """Stores blocks in node s0 the way a worker does, and reads what is on its SSD."""
+class Writer(BlockWriter):
+    """Stores blocks in node s0, and reads what is on its SSD."""
 
     def __init__(self, site: Site, seed: int) -> None:
-        self.site, self.directory = site, site.client
-        self.chance = np.random.default_rng(seed)
-        self.payloads: dict[bytes, np.ndarray] = {}  # type: ignore[type-arg]
-        self.owners = itertools.count()
         [dram] = [info for info in site.nodes(two) if info.node_id == "s0"]
-        self.segment = Segment.open(dram.segment_path, dram.segment_bytes)
-        self.memory = SlotMemory(self.segment.view, geometry(SIZE, dram.unit_bytes))
+        super().__init__(site, dram, seed)
         self.node = NodeClient(dram.control)
-        self.attach()
-
-    def attach(self) -> None:
-        self.directory.attach("s0", "print", BLOCK)
 
     def close(self) -> None:
         self.node.close()
-        del self.memory
-        self.segment.close()
-
-    def store(self, keys: list[bytes]) -> None:
-        for key in keys:
-            payload = self.chance.integers(0, 256, BLOCK, np.uint8)
-            owner = f"w{next(self.owners)}"
-            [slot] = self.directory.allocate("s0", [key], owner, 60.0, size_bytes=BLOCK).slots
-            assert slot is not None
-            digest = xxhash.xxh3_64_intdigest(payload.data)
-            start = self.memory.shape.slot_offset_bytes(slot.slot)
-            self.write_header(key, slot.slot, slot.generation, digest, STATE_WRITING)
-            self.memory.view[start : start + BLOCK] = payload
-            self.write_header(key, slot.slot, slot.generation, digest, STATE_READY)
-            assert self.directory.commit(
-                "s0", [(key, slot.slot, slot.generation, digest)], owner, 0.0
-            ) == [True]
-            self.payloads[key] = payload
-
-    def write_header(self, key: bytes, slot: int, generation: int, digest: int, state: int) -> None:
-        self.memory.write_header(slot, SlotHeader(state, generation, key, digest, BLOCK))
+        super().close()
 
     def on_ssd(self, keys: list[bytes]) -> dict[bytes, Copy]:
         found = self.directory.lookup(keys, "looking", 0.0, prefix_only=False)
