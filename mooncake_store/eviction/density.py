@@ -28,7 +28,7 @@ from mooncake_store.eviction.recency_queue import RecencyQueue
 from mooncake_store.eviction.reuse_times import AGAIN, ONCE, ReuseTimes, bucket_of
 
 GHOSTS_PER_BLOCK = 4
-SAME_USE_SHIFT = 6  # uses closer than blocks / 2**this are one
+SAME_USE_SHIFT = 6  # uses closer than blocks / 2**this count once
 STAMP_SHIFT = 8  # a stamp is shared by blocks / 2**this uses
 
 
@@ -88,11 +88,6 @@ class Density:
         if stamp is not None:
             return self._once if self._clock - stamp < self._same_use else self._again
         return self._again if self._again.pop(key) is not None else None
-
-    def put_back(self, key: bytes) -> None:
-        assert key not in self, f"{key.hex()} is idle already"
-        self._away.pop(key, None)
-        self._once.put_first(key)
 
     def evicted(self, key: bytes) -> None:
         self.forget(key)

@@ -43,7 +43,7 @@ class Ghosts:
         return len(self._marks) + 2 * len(self._stamps) + len(self._next)
 
     def resize(self, length: int) -> None:
-        """Remember so many names, within bounds. A larger table starts empty; it is not made smaller."""
+        """Remember so many names, within bounds. A table that grows starts empty; none shrinks."""
         length = min(max(length, NAMES_MIN), NAMES_MAX)
         if length <= self._length:
             return

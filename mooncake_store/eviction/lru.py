@@ -45,10 +45,6 @@ class Lru:
     evicted = discard
     forget = discard
 
-    def put_back(self, key: bytes) -> None:
-        assert key not in self._queue, f"{key.hex()} is idle already"
-        self._queue.put_first(key)
-
     def coldest(self) -> bytes | None:
         return self._queue.first()
 

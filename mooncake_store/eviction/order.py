@@ -4,7 +4,6 @@
     written, read   -> add(key) when the last lease ends
     leased          -> discard(key); the next add(key) means that it was used once more
     read, no lease  -> touch(key)
-    copied to SSD   -> discard(key), then put_back(key): moved, but nobody wanted it
     dropped         -> evicted(key): for room; a policy may remember the name, bounded
     gone            -> forget(key): dropped by a reader, removed, lost: the name means nothing now
 
@@ -37,9 +36,6 @@ class EvictionOrder(Protocol):
 
     def discard(self, key: bytes) -> None:
         """It is leased: no candidate until it is added again. Unknown keys are no mistake."""
-
-    def put_back(self, key: bytes) -> None:
-        """It is idle again without having been used: among the next to go."""
 
     def coldest(self) -> bytes | None:
         """The copy to drop first; None when there is no candidate."""

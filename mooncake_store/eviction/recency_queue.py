@@ -45,12 +45,6 @@ class RecencyQueue:
         """The most recently used one; it must not be here."""
         self._rest[key] = stamp
 
-    def put_first(self, key: bytes) -> None:
-        """The coldest one, as old as the coldest is now; it must not be here."""
-        first = self.first()
-        self._front[key] = 0 if first is None else self._front[first]
-        self._front.move_to_end(key, last=False)
-
     def pop(self, key: bytes) -> int | None:
         """Take a key out; its stamp, or None when it is not here."""
         stamp = self._rest.pop(key, None)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 from mooncake_store.events import BlockAdded, BlockRemoved
-from mooncake_store.eviction import EvictionOrder
+from mooncake_store.eviction import make_eviction
 from tests.mooncake_store.makers import chain, directory_with, put
 
 
 def test_random_use_keeps_the_order_of_a_plain_list(seed: int) -> None:
     rng = random.Random(seed)
     keys = chain(40)
-    order = EvictionOrder()
+    order = make_eviction("lru")
     expected: list[bytes] = []
     for _ in range(3_000):
         key = rng.choice(keys)
