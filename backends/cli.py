@@ -43,6 +43,12 @@ def serve(
     store_bytes: Annotated[
         str, typer.Option(help="Memory of each storage node in /dev/shm, like 512M or 4G.")
     ] = "1G",
+    ssd_bytes: Annotated[
+        str, typer.Option(help="SSD of each storage node for cold blocks, like 20G; 0: none.")
+    ] = "0",
+    ssd_path: Annotated[
+        Path | None, typer.Option(help="Folder on that SSD (default: ssd in --state-dir).")
+    ] = None,
     state_dir: Annotated[
         Path, typer.Option(help="Logs, staged backends and this machine's measured speeds.")
     ] = Path(".mooncake"),
@@ -69,6 +75,7 @@ def serve(
         model_repository=model_repository, address=address, http_port=http_port,
         grpc_port=grpc_port, metrics_port=metrics_port,
         nodes=tuple(filter(None, nodes.split(","))), store_bytes=parse_bytes(store_bytes),
+        ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path,
         state_dir=state_dir, ready_s_max=ready_s_max, is_self_checked=self_check,
         triton_args=tuple(triton_arg or ()),
     )  # fmt: skip

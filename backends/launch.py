@@ -35,6 +35,7 @@ SHM = Path("/dev/shm")
 SHM_PREFIX = "mooncake-"
 TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
 STOP_S_MAX = 9.0
+UNIT_BYTES = 16 * 2**10  # grain of the storage nodes' memory: headers take 0.4 % of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ class ServeOptions:
     grpc_port: int = 8001
     metrics_port: int = 8002
     nodes: tuple[str, ...] = ("s0", "s1")
-    store_bytes: int = 1 << 30  # of each storage node
+    store_bytes: int = 1 << 30  # of each storage node, in DRAM
+    ssd_bytes: int = 0  # of each storage node; 0: no SSD tier
+    ssd_path: Path | None = None  # default: in state_dir
     state_dir: Path = Path(".mooncake")
     ready_s_max: float = 300.0
     is_self_checked: bool = False
@@ -97,7 +100,9 @@ class Launcher:
                 [*python, "mooncake_store.node", "--node-id", node, "--die-with-parent",
                  "--directory", self.directory_address,
                  "--segment-bytes", str(options.store_bytes),
-                 "--segment-path", str(SHM / f"{self.name}-{node}")], env)
+                 "--segment-path", str(SHM / f"{self.name}-{node}"),
+                 "--unit-bytes", str(UNIT_BYTES),
+                 "--control", f"ipc://{self.socket_dir}/{node}", *self._ssd(node)], env)
             for node in options.nodes
         ]  # fmt: skip
         for node in nodes:
@@ -106,6 +111,15 @@ class Launcher:
         self.mirror.sync(is_first=True)
         child = self._child("triton", self._triton_command(triton, staged), env)
         self._stubs = StubWatch(child.pid)
+
+    def _ssd(self, node: str) -> list[str]:
+        """Blocks on SSD outlive this launcher: the folder is the node's, not the run's."""
+        if not self.options.ssd_bytes:
+            return []
+        folder = (self.options.ssd_path or self.state_dir / "ssd").resolve() / node
+        folder.mkdir(parents=True, exist_ok=True)
+        size_bytes = -(-self.options.ssd_bytes // UNIT_BYTES) * UNIT_BYTES
+        return ["--ssd-path", str(folder), "--ssd-bytes", str(size_bytes)]
 
     def wait_ready(self) -> list[ModelState]:
         """Until every model of the repository serves; raises with what the models said if not."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backends.kv_loader import KvLoader
+from mooncake_store.membership import SSD_SUFFIX
 from mooncake_store.slots import Copy
 from mooncake_store.store import Store
 
@@ -54,11 +55,15 @@ class PrefixLoading:
         fetch_blocks: int,
         owner: str,
     ) -> LoadedPrefix:
-        """Fetch at most `fetch_blocks` beyond the own copies, then read all into `pages`."""
+        """Fetch at most `fetch_blocks` beyond the own copies, then read all into `pages`.
+
+        What lies on the own node's SSD is restored in any case: that is faster than computing it,
+        and the conductor only decides about other nodes.
+        """
         own, fetched = found.own, 0
-        if fetch_blocks and len(own) < len(found.copies):
-            span = slice(len(own), min(len(own) + fetch_blocks, len(found.copies)))
-            remote = [copies[0] for copies in found.copies[span]]
+        remote = self._remote(found, fetch_blocks)
+        if remote:
+            span = slice(len(own), len(own) + len(remote))
             fetched = self._store.fetch(keys[span], remote, owner, self._lease_s, self._deadline_s)
             if fetched:
                 own = self.find(keys, owner).own
@@ -74,6 +79,18 @@ class PrefixLoading:
         )
         self._store.release(owner)
         return arrived
+
+    def _remote(self, found: FoundPrefix, fetch_blocks: int) -> list[Copy]:
+        """The copies to be brought here, for consecutive blocks after the own ones."""
+        wanted = []
+        for number, copies in enumerate(found.copies[len(found.own) :]):
+            near = [
+                copy for copy in copies if copy.node_id.removesuffix(SSD_SUFFIX) == self._node_id
+            ]
+            if not near and number >= fetch_blocks:
+                break
+            wanted.append(near[0] if near else copies[0])
+        return wanted
 
     def _on_own_node(self, found: Sequence[tuple[Copy, ...]]) -> list[Copy]:
         own = []
