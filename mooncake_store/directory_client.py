@@ -33,6 +33,7 @@ from mooncake_store.spills import Spill
 from mooncake_store.status import DirectoryStats
 
 T = TypeVar("T")
+ELECTED = "etcd://"  # an address that names an election (election.py), not a place
 Decoder = msgspec.msgpack.Decoder
 
 _NONE = Decoder(type(None))
@@ -63,8 +64,11 @@ class DirectoryClient:
         self._lock = threading.Lock()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
-        path = direct_path(address)
-        self._direct = DirectClient(path) if path else None
+        self.is_elected = address.startswith(ELECTED)
+        self._target = ""  # where it is now, when that is for an election to say
+        self._direct: DirectClient | None = None
+        if not self.is_elected:
+            self._aim(address)
         self._number = 0
         self._is_closed = False
 
@@ -257,14 +261,26 @@ class DirectoryClient:
             self._lock.release()
         if reply is None:
             raise self._unavailable(request, "is it running, and is the address right?")
-        return self._read(reply, decoder)
+        try:
+            return self._read(reply, decoder)
+        except StoreUnavailable:  # it does not lead any more
+            with self._lock:
+                self._disconnect()
+            raise
 
     def _exchange(self, body: bytes, deadline_s: float) -> list[bytes] | None:
         """Send one request and wait for its reply; None when the deadline passed."""
         self._number += 1
+        if not self._target:
+            from mooncake_store.election import leader_at  # with etcd only: it needs `requests`
+
+            self._aim(leader_at(self.address, self.timeout_s).address)
         frames = [protocol.pack_header(Kind.REQUEST, self._number), body]
         if self._direct is not None:
-            return self._direct.exchange(frames, self._number, deadline_s)
+            reply = self._direct.exchange(frames, self._number, deadline_s)
+            if reply is None and self.is_elected:
+                self._disconnect()
+            return reply
         socket = self._connected()
         socket.send_multipart(frames)
         while (left_s := deadline_s - time.monotonic()) > 0:
@@ -293,7 +309,7 @@ class DirectoryClient:
             self._socket.linger = 0
             self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-            self._socket.connect(self.address)
+            self._socket.connect(self._target)
         return self._socket
 
     def _disconnect(self) -> None:
@@ -302,6 +318,14 @@ class DirectoryClient:
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None
+        if self.is_elected:
+            self._target, self._direct = "", None
+
+    def _aim(self, address: str) -> None:
+        """The directory is there now."""
+        self._target = address
+        path = direct_path(address)
+        self._direct = DirectClient(path) if path else None
 
     def _unavailable(self, request: protocol.AnyRequest, why: str) -> StoreUnavailable:
         verb = request.__struct_config__.tag

@@ -8,35 +8,30 @@ event, so a feed that missed the last events notices without waiting for the nex
 Nothing that arrives can stop it: bytes that are no request are answered with an error, and
 forgotten.
 
-Not here: what a request does (directory.py), how it looks on the wire (protocol.py).
+Not here: what a request does (directory.py), how it looks on the wire (protocol.py), options and
+signals (directory_main.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from types import FrameType
 
 import msgspec
 import zmq
 
 from mooncake_store import protocol
-from mooncake_store.config import HELP, DirectoryConfig
 from mooncake_store.direct_socket import DirectServer, direct_path
 from mooncake_store.directory import Directory
 from mooncake_store.directory_metrics import DirectoryCollector
-from mooncake_store.errors import RequestInvalid, StoreError
+from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable
 from mooncake_store.events import Event, NodeDown, NodeUp, WorkerDown, WorkerUp
-from mooncake_store.metrics_page import Latencies, MetricsPage, PortTaken
+from mooncake_store.metrics_page import Latencies, MetricsPage
 from mooncake_store.protocol import Kind
 from mooncake_store.self_check import SelfCheck
 
@@ -76,9 +71,16 @@ class DirectoryServer:
     """A Directory behind a ROUTER socket, with its events on a PUB socket."""
 
     def __init__(
-        self, directory: Directory, address: str, events_address: str, is_self_checked: bool = False
+        self,
+        directory: Directory,
+        address: str,
+        events_address: str,
+        is_self_checked: bool = False,
+        may_serve: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`may_serve`: asked before each act; once it is false this server ends (election.py)."""
         self.directory = directory
+        self._may_serve = may_serve
         self._self_check = SelfCheck(directory.check, is_self_checked)
         self._clock = TurnClock()
         self._decoder = msgspec.msgpack.Decoder(protocol.AnyRequest)
@@ -129,8 +131,8 @@ class DirectoryServer:
         self._is_stopping = True
 
     def run(self) -> None:
-        """Turn until `stop`."""
-        while not self._is_stopping:
+        """Turn until `stop`, or until this directory may not serve any more."""
+        while not self._is_stopping and self._may_serve():
             left_s = min(self._tick_due_s, self._heartbeat_due_s) - self._clock.now_s()
             ready = zmq.zmq_poll(self._polled(), max(0, int(left_s * 1000) + 1))
             self.turn([fd for fd, _ in ready if isinstance(fd, int)])
@@ -156,6 +158,8 @@ class DirectoryServer:
             except zmq.Again:
                 break
             self._requests.send_multipart([frames[0], *self.answer(frames[1:])])
+        if not self._may_serve():
+            return
         now_s = self._clock.now_s()
         if now_s >= self._tick_due_s:
             self.directory.tick(now_s)
@@ -173,6 +177,8 @@ class DirectoryServer:
         """The reply to a request: its result, or what was wrong with it."""
         number = protocol.number_of(frames[0]) if frames else 0
         try:
+            if not self._may_serve():
+                raise StoreUnavailable("this directory does not lead any more: ask who does")
             result = self._carry_out(frames)
             return [protocol.pack_header(Kind.REPLY, number), self._encoder.encode(result)]
         except StoreError as error:
@@ -264,74 +270,7 @@ def refuse_second_server(address: str) -> None:
         raise AddressTaken("another process listens there; stop it or choose another address")
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m mooncake_store.directory_server",
-        description="The directory of the KV store: which block is where, and who takes part. "
-        "Prints one line that starts with 'ready' when it listens; SIGTERM ends it.",
-    )
-    parser.add_argument("--address", required=True, help="for requests: ipc://... or tcp://...")
-    parser.add_argument("--events", required=True, help="for the event stream, likewise")
-    parser.add_argument(
-        "--self-check", action="store_true", help="prove the invariants every second, or end"
-    )
-    parser.add_argument(
-        "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
-    )
-    parser.add_argument("--log-level", default="INFO", help="of the lines on stderr (INFO)")
-    for option in fields(DirectoryConfig):
-        parser.add_argument(
-            "--" + option.name.replace("_", "-"),
-            type=type(option.default),
-            default=option.default,
-            help=f"{HELP[option.name]} (%(default)s)",
-        )
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    logging.basicConfig(level=options.log_level, format="%(asctime)s directory %(message)s")
-    config = DirectoryConfig(**{f.name: getattr(options, f.name) for f in fields(DirectoryConfig)})
-    if problems := config.problems():
-        print("\n".join(f"directory: {problem}" for problem in problems), file=sys.stderr)
-        return 2
-    # Ten million blocks are as many objects, none of them in a cycle: a full collection would find
-    # nothing and hold up every request for seconds. Young garbage is still collected.
-    gc.set_threshold(50_000, 20, 1_000_000)
-    # Milliseconds since 1970: later lives have larger epochs, and generations that are new.
-    directory = Directory(time.time_ns() // 1_000_000, config)
-    try:
-        server = DirectoryServer(directory, options.address, options.events, options.self_check)
-    except AddressTaken as error:
-        print(f"directory: {error}", file=sys.stderr)
-        return 1
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        server.stop()
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-    page = None
-    if options.metrics_port:
-        try:
-            page = server.show_metrics(options.metrics_port)
-        except PortTaken as error:
-            print(f"directory: {error}", file=sys.stderr)
-            server.close()
-            return 1
-    print(
-        f"ready address={server.address} events={server.events_address} epoch={directory.epoch}",
-        flush=True,
-    )
-    try:
-        server.run()
-    finally:
-        server.close()
-        if page is not None:
-            page.close()
-    return 0
-
-
 if __name__ == "__main__":
+    from mooncake_store.directory_main import main
+
     sys.exit(main())

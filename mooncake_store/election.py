@@ -70,6 +70,9 @@ class Leadership:
         """May this process still act as the leader? Cheap: ask before each act."""
         return time.monotonic() < self._valid_until_s and not self._is_over.is_set()
 
+    def may_serve(self) -> bool:
+        return self.is_valid
+
     def close(self) -> None:
         """Give the place away now, for a clean end. Twice is harmless."""
         was_over = self._is_over.is_set()

@@ -45,10 +45,11 @@ class EventFeed:
         on_events: Callable[[Sequence[Event]], None],
         timeout_s: float = 2.0,
     ) -> None:
-        self.events_address = events_address
+        """`events_address` is not asked for when `address` is an election (etcd://...)."""
         self._on_snapshot = on_snapshot
         self._on_events = on_events
         self._client = DirectoryClient(address, timeout_s)
+        self.events_address = "" if self._client.is_elected else events_address
         self._events_decoder = msgspec.msgpack.Decoder(protocol.Events)
         self._heartbeat_decoder = msgspec.msgpack.Decoder(protocol.Heartbeat)
         self._changed = threading.Condition()
@@ -94,10 +95,8 @@ class EventFeed:
             stream.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             stream.setsockopt(zmq.RCVHWM, 100_000)
             stream.subscribe(b"")
-            stream.connect(self.events_address)
-            # The directory greets each subscriber; without the greeting (an old proxy, a directory
-            # that is down) the snapshot is tried anyway.
-            stream.poll(1_500)
+            if not self._client.is_elected:
+                self._listen(stream)
             while not self._closing.is_set():
                 try:
                     self._turn(stream)
@@ -112,11 +111,37 @@ class EventFeed:
                 "event feed: nothing from %s for %.1f s", self.events_address, SILENCE_S_MAX
             )
             self._lost(now_s)
-        if self._needs_snapshot and now_s >= self._retry_s:
+        if self._needs_snapshot and now_s >= self._retry_s and self._is_aimed(stream):
             self._take_snapshot()
         if stream.poll(int(POLL_S * 1000)):
             self._heard_s = time.monotonic()
             self._hear(stream.recv_multipart())
+
+    def _is_aimed(self, stream: zmq.Socket[bytes]) -> bool:
+        """Listen to who leads now, when that is for an election to say."""
+        if not self._client.is_elected:
+            return True
+        from mooncake_store.election import leader_at  # with etcd only: it needs `requests`
+
+        try:
+            leader = leader_at(self._client.address, self._client.timeout_s)
+        except StoreError as error:
+            log.debug("event feed: %s", error)
+            self._retry_s = time.monotonic() + RETRY_S
+            return False
+        if leader.events != self.events_address:
+            if self.events_address:
+                stream.disconnect(self.events_address)
+            self.events_address = leader.events
+            self._listen(stream)
+        return True
+
+    def _listen(self, stream: zmq.Socket[bytes]) -> None:
+        """The directory greets each subscriber; without the greeting (an old proxy, a directory
+        that is down) the snapshot is tried anyway.
+        """
+        stream.connect(self.events_address)
+        stream.poll(1_500)
 
     def _take_snapshot(self) -> None:
         try:

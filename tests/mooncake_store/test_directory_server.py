@@ -19,7 +19,8 @@ import zmq
 from mooncake_store import protocol
 from mooncake_store.directory import Directory
 from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.directory_server import TURN_S_MAX, DirectoryServer, TurnClock, main
+from mooncake_store.directory_main import main
+from mooncake_store.directory_server import TURN_S_MAX, DirectoryServer, TurnClock
 from mooncake_store.protocol import Kind
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, node_info, put
 from tests.mooncake_store.processes import DirectoryProcess
