@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -33,8 +34,10 @@ from mooncake_store.ssd.manifest import Manifest
 from mooncake_store.ssd.records import Entry, Shape
 
 log = logging.getLogger("mooncake_store.ssd")
-PART_BYTES = 4 * 2**20  # verified while the next part is read
+PART_BYTES = 2 * 2**20  # verified while the next parts are read
+PARTS_AHEAD = 4  # with the disk at once
 PART_ROWS_MAX = 128
+GRACE_S = 0.5  # a disk that answers at all is done by then, and nobody has to fear late bytes
 RETRY_S = 60.0
 WRITE_S_MAX = 60.0  # a disk that needs longer for one batch is taken for broken
 
@@ -204,8 +207,8 @@ class SsdTier:
     ) -> Iterator[tuple[int, OSError | None]]:
         """Move these jobs; (index, what went wrong) of each, part by part, as parts are done.
 
-        While the caller looks at one part, the next is under way. After `until_s` nothing new is
-        started and the rest is left out.
+        While the caller looks at one part, the next ones are under way. After `until_s` nothing
+        new is started and the rest is left out; what is under way then gets GRACE_S to end.
         """
         parts = [
             (part, [self._row(jobs[index]) for index in part]) for part in _parts(jobs, indices)
@@ -213,16 +216,16 @@ class SsdTier:
         if not parts:
             return
         with self._lanes.lane(until_s) as lane:
-            posted = self._post(lane, is_write, parts[0][1])
+            posted: deque[object] = deque()
             for number, (part, rows) in enumerate(parts):
-                error = self._wait(lane, posted, until_s)
-                is_last = number + 1 == len(parts) or time.monotonic() > until_s
-                if not is_last:
-                    posted = self._post(lane, is_write, parts[number + 1][1])
+                is_late = time.monotonic() > until_s
+                while not is_late and len(posted) + number < min(number + PARTS_AHEAD, len(parts)):
+                    posted.append(self._post(lane, is_write, parts[number + len(posted)][1]))
+                if not posted:
+                    return
+                error = self._wait(lane, posted.popleft(), until_s + GRACE_S)
                 for index, row in zip(part, rows, strict=True):
                     yield index, self._again(is_write, row) if error else None
-                if is_last:
-                    return
 
     def _row(self, job: Job) -> Row:
         size_bytes = job.entry.size_bytes

@@ -9,6 +9,8 @@ import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,19 +172,52 @@ def test_a_place_beyond_the_file_takes_nothing(bench: Bench) -> None:
     assert bench.store(bench.job(255, 0, 2 * UNIT), bench.job(255, 0)) == [False, True]
 
 
-def test_after_its_deadline_a_load_starts_nothing_more(
+def test_after_its_deadline_a_load_starts_nothing_more_but_ends_what_it_began(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssd_tier, "PART_BYTES", UNIT)
-    jobs = [bench.job(i, i) for i in range(4)]
+    monkeypatch.setattr(ssd_tier, "PARTS_AHEAD", 2)
+    jobs = [bench.job(i, i) for i in range(5)]
     bench.store(*jobs)
     bench.memory[400 * UNIT :] = 0
-    try:
-        there = [job._replace(memory_bytes=(400 + i) * UNIT) for i, job in enumerate(jobs)]
-        outcomes = bench.tier.load(there, time.monotonic())
-    except TransferTimeout:
-        outcomes = [Outcome.LATE] * 4
-    assert outcomes[1:] == [Outcome.LATE] * 3 and not bench.memory[402 * UNIT :].any()
+    there = [job._replace(memory_bytes=(400 + i) * UNIT) for i, job in enumerate(jobs)]
+    assert bench.tier.load(there, time.monotonic() - 1) == [Outcome.LATE] * 5
+    assert not bench.memory[400 * UNIT :].any()
+    looks = iter([0.0, 0.0, 9.0])  # the deadline passes before the third part
+
+    def clock() -> float:
+        return next(looks, 9.0)
+
+    monkeypatch.setattr(ssd_tier, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(NixlLane, "wait", waiting_for_ever(NixlLane.wait))
+    monkeypatch.setattr(ThreadLane, "wait", waiting_for_ever(ThreadLane.wait))
+    outcomes = bench.tier.load(there, 5.0)
+    assert outcomes[:2] == [Outcome.WHOLE] * 2 and outcomes[3:] == [Outcome.LATE] * 2
+    assert not bench.memory[403 * UNIT :].any()
+
+
+def waiting_for_ever(wait: Any) -> Any:
+    def wrapped(lane: object, batch: object, until_s: float) -> None:
+        assert until_s == 5.5, "what is under way gets half a second more"
+        wait(lane, batch, time.monotonic() + 20)
+
+    return wrapped
+
+
+def test_a_disk_that_hangs_is_a_timeout_because_bytes_may_still_arrive(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = bench.job(0, 0)
+    bench.store(job)
+
+    def hangs(lane: object, batch: object, until_s: float) -> None:
+        raise TransferTimeout("the SSD did not answer in time")
+
+    for lane in (NixlLane, ThreadLane):
+        monkeypatch.setattr(lane, "wait", hangs)
+    with pytest.raises(TransferTimeout):
+        bench.load(job)
+    assert bench.store(bench.job(1, 1)) == [False] and not bench.tier.is_writable
 
 
 def test_a_write_that_fails_closes_the_tier_for_a_while_and_reads_go_on(
