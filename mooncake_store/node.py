@@ -35,9 +35,9 @@ from mooncake_store.header_scan import Block
 from mooncake_store.host_topology import topology_json
 from mooncake_store.layout import STATE_READY, geometry
 from mooncake_store.membership import SSD_SUFFIX, UNIT_BYTES, NodeInfo
-from mooncake_store.metrics_page import MetricsPage
+from mooncake_store.metrics_page import Latencies, MetricsPage
 from mooncake_store.node_control import NodeControl
-from mooncake_store.node_metrics import NodeCollector
+from mooncake_store.node_metrics import NodeCollector, ReaderCollector, timed
 from mooncake_store.node_verbs import NodeVerbs
 from mooncake_store.puller import Puller
 from mooncake_store.segment import Segment, host_id
@@ -130,11 +130,17 @@ class StorageNode:
         self._closers.append(self._deregister)
         if self._tier is not None:
             self._join_ssd(self._tier)
+        latencies = Latencies(
+            "mooncake_node_request_seconds", "From a request on the control socket to its answer."
+        )
         if self._control is not None:
-            self._control.serve(self._verbs.answer)
+            self._control.serve(timed(self._verbs.answer, latencies))
         if options.metrics_port:
-            page = MetricsPage(options.metrics_port, [NodeCollector(self.stats, self._served)])
-            self._closers.append(page.close)
+            collectors = (
+                NodeCollector(self.stats, self._served), latencies,
+                ReaderCollector(lambda: self._puller.nodes),
+            )  # fmt: skip
+            self._closers.append(MetricsPage(options.metrics_port, collectors).close)
         if options.ssd_folder:
             self._spiller.start()
             self._closers.append(self._spiller.close)

@@ -8,15 +8,18 @@ Not here: HTTP (metrics_page.py), how the numbers come about (spiller.py, ssd/, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from mooncake_store.control_protocol import NodeStats
+from mooncake_store.control_protocol import AnyControl, NodeStats
 from mooncake_store.known_nodes import KnownNodes
-from mooncake_store.metrics_page import counter, counters, gauge, gauges
+from mooncake_store.metrics_page import Latencies, counter, counters, gauge, gauges
 from mooncake_store.transport import TransferCounters
+
+Answer = Callable[[AnyControl, float], object]  # (request, when it came)
 
 
 class NodeCollector(Collector):
@@ -37,16 +40,20 @@ class NodeCollector(Collector):
 class ReaderCollector(Collector):
     """Bytes by transport and by path, of one process's reads and writes."""
 
-    def __init__(self, nodes: KnownNodes) -> None:
+    def __init__(self, nodes: Callable[[], KnownNodes | None]) -> None:
+        """`nodes`: None while nothing has been read yet."""
         self._nodes = nodes
 
     def collect(self) -> Iterable[Metric]:
-        counted = {transport.name: transport.counters for transport in self._nodes.transports()}
+        nodes = self._nodes()
+        if nodes is None:
+            return
+        counted = {transport.name: transport.counters for transport in nodes.transports()}
         yield from transfer_families("mooncake_reader_", counted)
-        asked, routes = self._nodes.traffic.asked_bytes(), self._nodes.routes()
+        asked, routes = nodes.traffic.asked_bytes(), nodes.routes()
         rows, rates = [], []
-        for info in self._nodes.all():
-            transport, route = self._nodes.transport(info), routes.get(info.node_id)
+        for info in nodes.all():
+            transport, route = nodes.transport(info), routes.get(info.node_id)
             if transport is None or route is None:
                 continue
             path = (info.node_id, transport.name, route.distance.name.lower())
@@ -58,6 +65,19 @@ class ReaderCollector(Collector):
         yield gauges(
             "mooncake_reader_path_bytes_per_second", "Its rate, as measured last.", labels, rates
         )
+
+
+def timed(answer: Answer, latencies: Latencies) -> Answer:
+    """The same answers, and how long each took from the arrival of its request, by verb."""
+
+    def answer_timed(request: AnyControl, came_s: float) -> object:
+        try:
+            return answer(request, came_s)
+        finally:
+            verb = str(request.__struct_config__.tag)
+            latencies.observe(verb, time.monotonic() - came_s)
+
+    return answer_timed
 
 
 def transfer_families(prefix: str, counted: Mapping[str, TransferCounters]) -> Iterator[Metric]:

@@ -43,6 +43,11 @@ class Puller:
         self._restorer: Restorer | None = None
         self._numbers = itertools.count()
 
+    @property
+    def nodes(self) -> KnownNodes | None:
+        """The other nodes; None before the first pull."""
+        return self._nodes
+
     def pull(self, keys: Sequence[bytes], copies: Sequence[Copy], until_s: float) -> list[bool]:
         """Which of these blocks this node has in DRAM afterwards."""
         nodes, restorer = self._open()

@@ -53,6 +53,11 @@ class TcpServer:
     def __init__(self, memory: ByteArray, host: str, port: int = 0, token: bytes = b"") -> None:
         assert 0 < len(token) <= frames.TOKEN_BYTES_MAX, f"a token of {len(token)} bytes"
         assert memory.ndim == 1 and memory.itemsize == 1 and memory.flags.c_contiguous
+        if host in ("", "0.0.0.0", "::"):
+            raise TcpServerRefused(
+                f"plain TCP at {host or 'no host'}: clients are told this address, so give the one "
+                "of this host as they see it"
+            )
         self._memory = memory
         self._token = token
         self._lock = threading.Lock()

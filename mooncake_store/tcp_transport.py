@@ -199,7 +199,7 @@ class TcpTransport:
 def _opened(node: NodeInfo, until_s: float) -> socket.socket:
     """A new connection that has shown its token; OSError, FrameInvalid or TransferFailed."""
     if not node.data_address:
-        raise TransferFailed(f"node {node.node_id} serves no plain TCP; start it with --data-host")
+        raise TransferFailed(f"node {node.node_id} serves no plain TCP; start it with --data")
     host, _, port = node.data_address.rpartition(":")
     left_s = until_s - time.monotonic()
     if left_s <= 0:

@@ -9,10 +9,12 @@ import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from mooncake_store.client import StoreClient
 from mooncake_store.control_protocol import NodeStats
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.directory_metrics import directory_families
@@ -23,6 +25,7 @@ from mooncake_store.status import DirectoryStats
 from tests.mooncake_store.in_process import InProcessDirectory
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, directory_with, node_info, put
 from tests.mooncake_store.processes import DirectoryProcess
+from tests.mooncake_store.sites import SiteProcesses
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -164,7 +167,7 @@ def test_a_reader_shows_bytes_by_transport_and_by_path() -> None:
     nodes.bytes_per_s = {"far": 2e9}
     with nodes.traffic.moving("far", 4096):
         pass
-    page = MetricsPage(0, [ReaderCollector(nodes)], host="127.0.0.1")
+    page = MetricsPage(0, [ReaderCollector(lambda: nodes)], host="127.0.0.1")
     try:
         found = scraped(page.port)
     finally:
@@ -175,3 +178,33 @@ def test_a_reader_shows_bytes_by_transport_and_by_path() -> None:
     assert value(found, "mooncake_reader_path_bytes_per_second", **path) == 2e9
     assert value(found, "mooncake_reader_bytes_total", transport="tcp", direction="read") == 0
     assert not any(("node_id", "unreachable") in labels for _, labels in found)
+
+
+def test_nodes_show_who_read_from_them_and_what_they_pulled(tmp_path: Path) -> None:
+    ports = {"s0": free_port(), "s1": free_port()}
+    site = SiteProcesses(tmp_path)
+    try:
+        for node_id, port in ports.items():
+            site.node(node_id, 8, "--data", "127.0.0.1:0", "--metrics-port", str(port))
+        keys, size = chain(4), 64 * 1024
+        with StoreClient(site.address, "s0", transports="tcp") as client:
+            assert client.put(keys, [np.full(size, 7, np.uint8)] * 4) == [True] * 4
+            assert all(found is not None for found in client.get(keys))
+            assert client.change_replica(keys, ["s1"]) == [True] * 4
+        found = {node_id: scraped(port) for node_id, port in ports.items()}
+    finally:
+        site.close()
+    served = "mooncake_node_served_bytes_total"
+    assert value(found["s0"], served, transport="tcp", direction="write") >= 4 * size
+    assert value(found["s0"], served, transport="tcp", direction="read") >= 4 * size
+    assert value(found["s1"], "mooncake_node_fetched_blocks_total") == 4
+    pulled = {name: value(found["s1"], "mooncake_reader_bytes_total", transport=name,
+                          direction="read") for name in ("nixl", "mapped", "tcp")
+              if ("mooncake_reader_bytes_total", (("direction", "read"), ("transport", name)))
+              in found["s1"]}  # fmt: skip
+    assert sum(pulled.values()) == 4 * size
+    [path] = [key for key in found["s1"] if key[0] == "mooncake_reader_path_bytes_total"
+              and ("node_id", "s0") in key[1]]  # fmt: skip
+    assert ("distance", "same_host") in path[1] and found["s1"][path] == 4 * size
+    count = "mooncake_node_request_seconds_count"
+    assert value(found["s1"], count, verb="fetch") >= 1

@@ -272,3 +272,6 @@ def test_an_address_that_cannot_be_had_is_an_error_with_a_remedy(server: TcpServ
         TcpServer(np.zeros(8, np.uint8), "127.0.0.1", port, token=b"x")
     with pytest.raises(TcpServerRefused):
         TcpServer(np.zeros(8, np.uint8), "203.0.113.1", token=b"x")
+    for wildcard in ("", "0.0.0.0", "::"):
+        with pytest.raises(TcpServerRefused, match="as they see it"):
+            TcpServer(np.zeros(8, np.uint8), wildcard, token=b"x")
