@@ -136,14 +136,16 @@ def values_of(returned: list[float], not_yet: list[float]) -> list[float]:
         / ((at_risk[b] + EVIDENCE_BLOCKS) * WIDTHS[b])
         for b in range(BUCKETS)
     ]
+    chances = [1 - exp(-hazard * width) for hazard, width in zip(hazards, WIDTHS, strict=True)]
+    times = [chance / hazard for chance, hazard in zip(chances, hazards, strict=True)]
     values = []
     for b in range(BUCKETS):
         left, hits, kept, best = 1.0, 0.0, 0.0, 0.0
         for later in range(b, BUCKETS):
-            chance = 1 - exp(-hazards[later] * WIDTHS[later])
-            hits += left * chance
-            kept += left * chance / hazards[later]
-            left *= 1 - chance
-            best = max(best, hits / kept) if kept else best
+            hits += left * chances[later]
+            kept += left * times[later]  # the mean time spent in this bucket
+            left *= 1 - chances[later]
+            if hits > best * kept:
+                best = hits / kept
         values.append(best)
     return values
