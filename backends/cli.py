@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from mooncake_store.command.app import app as store_app
+from mooncake_store.command.places import parse_bytes
 
 app = typer.Typer(
     name="mooncake",
@@ -19,15 +21,7 @@ app = typer.Typer(
     help="Serve large language models as Triton models, with a shared KVCache in between.",
 )
 console = Console(stderr=True, highlight=False)
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def parse_bytes(text: str) -> int:
-    """'512M', '1GiB', '1073741824' -> bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, flags=re.IGNORECASE)
-    if not match:
-        raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G")
-    return int(float(match.group(1)) * UNITS[match.group(2).upper()])
+app.add_typer(store_app)
 
 
 @app.command()

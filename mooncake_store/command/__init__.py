@@ -1,0 +1,1 @@
+"""`mooncake store`: run a store, look into it, put and get, drain and check."""

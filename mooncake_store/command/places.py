@@ -1,0 +1,65 @@
+"""What a person types, and where the directory is: keys, sizes, addresses.
+
+Not here: what the commands do (app.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import tempfile
+from pathlib import Path
+
+import typer
+
+from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.client import key_of
+
+VARIABLE = "MOONCAKE_DIRECTORY"
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """'512M', '1GiB', '1073741824' -> bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, flags=re.IGNORECASE)
+    if not match:
+        raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G")
+    return int(float(match.group(1)) * UNITS[match.group(2).upper()])
+
+
+def shown_bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def parse_key(text: str) -> bytes:
+    """32 hex digits are a key; anything else is a name, and its key is made of it."""
+    if len(text) == 2 * KEY_BYTES and re.fullmatch("[0-9a-fA-F]+", text):
+        return bytes.fromhex(text)
+    return key_of(text)
+
+
+def default_folder() -> Path:
+    """Where `mooncake store serve` has its sockets, unless told otherwise."""
+    return Path(tempfile.gettempdir()) / f"mooncake-store-{os.getuid()}"
+
+
+def find_directory() -> str:
+    """$MOONCAKE_DIRECTORY, or the directory of this host that answers; the youngest of several."""
+    if named := os.environ.get(VARIABLE):
+        return named
+    folders = [default_folder(), *Path(tempfile.gettempdir()).glob("mooncake-*")]
+    sockets = [folder / "directory" for folder in folders if (folder / "directory").exists()]
+    for path in sorted(sockets, key=lambda each: each.stat().st_mtime, reverse=True):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.connect(str(path))
+            return f"ipc://{path}"
+    raise typer.BadParameter(
+        f"no directory runs on this host as far as can be seen: give --directory or {VARIABLE}, or "
+        "start one (mooncake store serve)"
+    )
