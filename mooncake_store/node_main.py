@@ -24,7 +24,7 @@ from mooncake_store.node import Clients, NodeOptions, StorageNode
 
 log = logging.getLogger("mooncake_store.node")
 REPORT_S = 1.0
-INVENTORY_S_MAX = 20.0  # for one message of an inventory; the last one of a large one takes seconds
+INVENTORY_S_MAX = 60.0  # for one message of an inventory; the last of a million blocks takes 10 s
 _PR_SET_PDEATHSIG = 1
 
 

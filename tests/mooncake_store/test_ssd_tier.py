@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import resource
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -351,3 +352,34 @@ def test_a_file_of_another_capacity_keeps_its_blocks(tmp_path: Path, seed: int) 
     bench.tier = bench.open(Shape(UNIT, 100 * UNIT))
     assert bench.load(low, high) == [True, False]
     bench.tier.close()
+
+
+def test_a_disk_that_others_fill_stops_spilling_until_there_is_room_again(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real full filesystem: the file of blocks has its room, the manifest cannot grow."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        bench = Bench(tmp_path, seed, io="threads")
+        filler = tmp_path / "of somebody else"
+        with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+        jobs = [bench.job(i, i) for i in range(150)]
+        stored = [job for job in jobs if bench.tier.is_writable and bench.store(job) == [True]]
+        assert not bench.tier.is_writable and len(stored) < len(jobs)
+        kept = [job for job in stored if bench.tier.manifest.table.find(job.entry.slot)]
+        assert len(kept) > 30 and bench.load(*kept[:50]) == [True] * len(kept[:50])
+        filler.unlink()
+        monkeypatch.setattr(bench.tier, "_closed_until_s", 0.0)
+        more = bench.job(200, 200)
+        assert bench.store(more) == [True]
+        bench.restart()
+        assert bench.load(more, *kept[:50]) == [True] * (1 + len(kept[:50]))
+        bench.tier.manifest.check()
+        bench.tier.close()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
