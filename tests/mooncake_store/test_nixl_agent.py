@@ -51,6 +51,27 @@ def test_a_fresh_process_gets_our_settings_a_clean_stdout_and_exits_well() -> No
     assert ran.returncode == 0
 
 
+IDLE = """
+import os, threading, time
+import numpy as np
+from mooncake_store.nixl_agent import NodeAgent
+memory = np.zeros(4096, np.uint8)
+agent = NodeAgent("idle", memory.ctypes.data, memory.nbytes)
+before_s = time.process_time()
+threading.Event().wait(1.0)
+print(time.process_time() - before_s, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_node_that_nobody_asks_leaves_the_cpu_alone() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IDLE], cwd=ROOT, text=True, capture_output=True, timeout=60,
+        check=True,
+    )  # fmt: skip
+    assert float(ran.stdout) < 0.3, "the progress thread spins; the stock wrapper's takes 1.0 s"
+
+
 def test_an_unreadable_home_is_named_before_nixl_dies_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

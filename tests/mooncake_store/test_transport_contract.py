@@ -215,6 +215,40 @@ def test_a_killed_node_fails_fast_and_a_new_life_of_it_works(
 
 
 @each
+def test_a_node_killed_in_the_middle_of_reads_hangs_nobody_and_serves_no_torn_batch(
+    transport: Transport, start: Callable[..., Target], seed: int
+) -> None:
+    target = start()
+    buffer = np.zeros(BUFFER_BYTES, np.uint8)
+    transport.register(buffer)
+    sources = [Span(at, 65536) for at in range(0, BUFFER_BYTES, 65536)]
+    targets = [(buffer, span) for span in sources]
+    is_reading, problems = threading.Event(), []
+    with Segment.open(target.path) as segment:
+        segment.view[:] = random_bytes(SEGMENT_BYTES, seed)
+        wanted = segment.view[:BUFFER_BYTES].copy()
+
+    def work() -> None:
+        try:
+            while True:
+                buffer[:] = 0
+                transport.read(target.info, sources, targets, DEADLINE_S)
+                assert np.array_equal(buffer, wanted), "a read that ended well is not whole"
+                is_reading.set()
+        except Exception as error:
+            problems.append(error)
+
+    reader = threading.Thread(target=work)
+    reader.start()
+    assert is_reading.wait(DEADLINE_S)
+    target.kill()
+    reader.join(timeout=DEADLINE_S)
+    assert not reader.is_alive(), "it hangs"
+    assert [type(error) for error in problems] == [TransferFailed], problems
+    assert transport.pending_targets() == []
+
+
+@each
 def test_a_node_that_was_never_there_is_a_failed_transfer(
     transport: Transport, start: Callable[..., Target]
 ) -> None:
