@@ -53,9 +53,14 @@ class Route:
     under_way_bytes: int = 0  # asked of this node by this process and not here yet
     is_ssd: bool = False
 
+    @property
+    def per_byte_s(self) -> float:
+        """What one byte costs, in priced seconds."""
+        return PRICE[self.distance] / (self.bytes_per_s or TYPICAL_BYTES_PER_S[self.distance])
+
     def cost_s(self, size_bytes: int) -> float:
-        rate = self.bytes_per_s or TYPICAL_BYTES_PER_S[self.distance]
-        return (self.under_way_bytes + size_bytes) / rate * PRICE[self.distance]
+        """What a block costs behind all that is under way."""
+        return (self.under_way_bytes + size_bytes) * self.per_byte_s
 
 
 def distance(node: NodeInfo, own_id: str, host_id: str, rack: str) -> Distance:
@@ -75,19 +80,21 @@ def best_copies(found: Sequence[Sequence[Copy]], routes: Mapping[str, Route]) ->
     The blocks of one call are one batch: what is given to a node makes it dearer for the next, so
     a prefix with two equal holders comes half from each.
     """
-    given_bytes: dict[str, int] = {}
+    if all(len(copies) < 2 for copies in found):  # as most are: nothing to weigh
+        return [copies[0] if copies and copies[0].node_id in routes else None for copies in found]
+    ends_s = {node_id: route.cost_s(0) for node_id, route in routes.items()}
+    per_byte_s = {node_id: route.per_byte_s for node_id, route in routes.items()}
     chosen: list[Copy | None] = []
     for copies in found:
         best, best_cost = None, (True, float("inf"))
         for copy in copies:
-            route = routes.get(copy.node_id)
-            if route is None:
-                continue
-            ahead_bytes = given_bytes.get(copy.node_id, 0)
-            cost = (route.is_ssd, route.cost_s(ahead_bytes + copy.size_bytes))
-            if cost < best_cost:
-                best, best_cost = copy, cost
+            end_s = ends_s.get(copy.node_id)
+            if end_s is not None:
+                end_s += copy.size_bytes * per_byte_s[copy.node_id]
+                cost = (routes[copy.node_id].is_ssd, end_s)
+                if cost < best_cost:
+                    best, best_cost = copy, cost
         if best is not None:
-            given_bytes[best.node_id] = given_bytes.get(best.node_id, 0) + best.size_bytes
+            ends_s[best.node_id] = best_cost[1]
         chosen.append(best)
     return chosen

@@ -53,6 +53,35 @@ def test_one_batch_is_shared_between_equal_holders_in_proportion_to_their_rates(
     assert shares == {"a": 100, "b": 300}
 
 
+def test_every_choice_is_the_cheapest_given_the_ones_before_it(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(100):
+        routes = {
+            f"n{i}": Route(chance.choice(list(Distance)), chance.choice([0.0, 1e8, 1e9, 7e9]),
+                           chance.choice([0, 0, SIZE, 64 * SIZE]), chance.random() < 0.2)
+            for i in range(4)
+        }  # fmt: skip
+        names = [*routes, "gone"]
+        found = [
+            [Copy(name, slot, 1, 0, chance.choice([1, 4096, SIZE]))
+             for name in chance.sample(names, chance.randint(0, 4))]
+            for slot in range(30)
+        ]  # fmt: skip
+        given: dict[str, int] = {}
+        for copies, best in zip(found, best_copies(found, routes), strict=True):
+            costs = {}
+            for place in copies:
+                if (route := routes.get(place.node_id)) is not None:
+                    ahead_bytes = given.get(place.node_id, 0)
+                    costs[place] = route.is_ssd, route.cost_s(ahead_bytes + place.size_bytes)
+            assert (best is None) == (not costs)
+            if best is not None:
+                is_ssd, cost_s = min(costs.values())
+                assert costs[best][0] == is_ssd
+                assert costs[best][1] == pytest.approx(cost_s, rel=1e-9)
+                given[best.node_id] = given.get(best.node_id, 0) + best.size_bytes
+
+
 def test_memory_anywhere_wins_over_an_ssd_next_door() -> None:
     routes = {**IDLE, "own/ssd": Route(Distance.SAME_NODE, 9e9, is_ssd=True)}
     assert best_copies([[copy("own/ssd"), copy("far")]], routes) == [copy("far")]
