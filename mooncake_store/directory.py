@@ -26,6 +26,7 @@ Not here: how a copy comes and goes (copies.py), the verbs of operators and stor
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 from mooncake_store.block_index import Held, copies_of, places_of
@@ -249,8 +250,8 @@ class Directory(Upkeep):
             raise RequestInvalid(
                 f"{len(keys)} bytes are no whole number of keys of {KEY_BYTES} bytes"
             )
-        held = self._copies.blocks.held
-        return bytes([keys[at : at + KEY_BYTES] in held for at in range(0, len(keys), KEY_BYTES)])
+        split = struct.unpack(f"{KEY_BYTES}s" * (len(keys) // KEY_BYTES), keys)
+        return bytes(map(self._copies.blocks.held.__contains__, split))
 
     def drop_copy(self, key: bytes, node_id: str, generation: int, now_s: float) -> bool:
         """This copy proved missing or corrupt. False when it is not the current one."""

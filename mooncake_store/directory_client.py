@@ -139,7 +139,7 @@ class DirectoryClient:
         if len(packed) != KEY_BYTES * len(keys):
             wrong = next(key for key in keys if len(key) != KEY_BYTES)
             raise RequestInvalid(f"a key has {KEY_BYTES} bytes, {wrong.hex()} has {len(wrong)}")
-        return [bool(found) for found in self._ask(protocol.Exist(packed), _BYTES)]
+        return list(map(bool, bytearray(self._ask(protocol.Exist(packed), _BYTES))))
 
     def remove(self, keys: Sequence[bytes], node_id: str = "") -> list[bool]:
         """Give up the copies of these keys (on one node only); False for what is in use."""
