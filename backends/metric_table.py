@@ -89,7 +89,7 @@ def ratio(name: str, publisher: str, meaning: str) -> Metric:
 
 
 NODE = Label("node")
-TRANSPORT = Label("transport", ("mapped", "nixl"))
+TRANSPORT = Label("transport", ("mapped", "nixl", "tcp"))
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Requests": (

@@ -16,7 +16,7 @@ from backends.errors import ConfigError
 
 ENGINES = ("torch", "tensorrt_llm")
 DTYPES = ("float32", "bfloat16")
-TRANSPORTS = ("auto", "mapped", "nixl")
+TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -40,7 +40,7 @@ class WorkerConfig:
     block_tokens: int = 64  # the same in every worker, or no prefix is ever found
     context_tokens_max: int = 0  # longest prompt + output; 0: what the checkpoint allows
     kv_pages: int = 256  # engine memory, in pages of block_tokens tokens
-    transport: str = "auto"  # auto | mapped | nixl: how bytes leave the store (auto is right)
+    transport: str = "auto"  # auto | mapped | nixl | tcp: how bytes leave the store (auto is right)
     lease_s: float = 30.0  # how long blocks of a request are protected without a sign of life
     transfer_s_max: float = 5.0  # deadline of one transfer; later it counts as a miss
 
