@@ -3,7 +3,7 @@
 Least recently used keeps what came last. Of what comes to a KVCache most is never asked for again,
 and the next turn of a conversation comes long after many new ones: a cache that is small against
 that is swept clean between two turns of every conversation. A block that has come back once comes
-back again far more often (docs/measurements.md has the numbers), and how old it may be before it is
+back again far more often (docs/decisions/0012 has the numbers), and how old it may be before it is
 not worth its place can be measured while serving. So there are two queues, each by recency: *once*
 and *again*. The block to drop is the coldest of one of them: the one of less value at its age
 (reuse_times.py). A block that was dropped and comes back soon enough (ghosts.py) joins `again`.
