@@ -116,7 +116,8 @@ class Segment:
         if all(is_hugetlbfs(folder) for folder in folders):
             return "hugetlbfs"
         percent = 100 * self._mapping.huge_bytes() // self.size_bytes
-        return f"{percent} % of {HUGE_BYTES // 1024} KiB, else {PAGE_BYTES // 1024} KiB"
+        small, huge = f"{PAGE_BYTES // 1024} KiB", f"{HUGE_BYTES // 1024} KiB"
+        return {0: small, 100: huge}.get(percent, f"{percent} % of {huge}, else {small}")
 
     def is_owner_alive(self) -> bool:
         """Does a living process own the very file that is mapped here? About 1 us."""
