@@ -17,7 +17,7 @@ Not here: what is asked of it (hit_rate.py), the best that any policy could do (
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from mooncake_store.block_keys import KEY_BYTES
@@ -29,6 +29,7 @@ from mooncake_store.membership import NodeInfo
 
 NODE, OWNER, LEASE_S = "s0", "request", 60.0
 CHECKSUM = 1
+FOREVER_S = 1e12  # nobody dies here
 BLOCK_BYTES = 4_096  # one unit; its size decides nothing here
 
 
@@ -87,7 +88,7 @@ class DirectoryCache:
 
     def __init__(self, blocks: int, policy: str) -> None:
         block_bytes = BLOCK_BYTES
-        self._directory = Directory(1, directory_config(policy))
+        self._directory = Directory(1, DirectoryConfig(node_ttl_s=FOREVER_S, eviction=policy))
         self._now_s = 0.0
         info = NodeInfo(
             NODE, "life1", "host", "", memory_bytes_for(blocks, block_bytes, block_bytes), "agent",
@@ -112,16 +113,6 @@ class DirectoryCache:
 
     def check(self) -> None:
         self._directory.check()
-
-
-def directory_config(policy: str) -> DirectoryConfig:
-    """Nobody dies in this experiment; ValueError when the directory cannot have this policy."""
-    forever_s = 1e12
-    if "eviction" in {field.name for field in fields(DirectoryConfig)}:
-        return DirectoryConfig(node_ttl_s=forever_s, eviction=policy)  # type: ignore[call-arg]
-    if policy != "lru":
-        raise ValueError(f"this directory has no choice of eviction; it is lru, not {policy}")
-    return DirectoryConfig(node_ttl_s=forever_s)
 
 
 def play(cache: BlockCache | DirectoryCache, requests: Iterable[Sequence[bytes]]) -> Hits:

@@ -26,7 +26,7 @@ from rich.progress import (
 
 from loadtest.bench.result import Result
 from loadtest.simulator import hit_rate, plot
-from loadtest.simulator.block_cache import directory_config, key_of
+from loadtest.simulator.block_cache import key_of
 from loadtest.trace import TraceError, read_trace
 from mooncake_store.eviction import POLICIES
 
@@ -107,12 +107,6 @@ def hit_rates(
         raise SimulationRefused(f"no policy {', '.join(unknown)}; there are {', '.join(POLICIES)}")
     if picture is not None and picture.suffix not in plot.SUFFIXES:
         raise SimulationRefused(f"--plot {picture}: the name must end in {plot.SUFFIXES}")
-    if is_directory:
-        try:
-            for policy in policies:
-                directory_config(policy)
-        except ValueError as problem:
-            raise SimulationRefused(f"--directory: {problem}") from None
     longest = max(len(keys) for requests in loaded.values() for keys in requests)
     if sizes[0] < longest:
         raise SimulationRefused(f"--blocks {sizes[0]}: a request needs {longest} at once")

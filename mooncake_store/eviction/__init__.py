@@ -10,7 +10,7 @@ Not here: where a copy lives (holder.py), who leases it (leases.py), when memory
 (copies.py).
 """
 
-from mooncake_store.eviction.lru import Lru as EvictionOrder
+from mooncake_store.eviction.order import EvictionOrder
 from mooncake_store.eviction.policies import POLICIES, make_eviction
 
 __all__ = ["POLICIES", "EvictionOrder", "make_eviction"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,10 @@ from loadtest.simulator.block_cache import BlockCache, DirectoryCache, Hits, key
 from loadtest.simulator.command import main, requests_of
 from loadtest.simulator.hit_rate import Run, rows_of, targets_of
 from loadtest.simulator.optimum import best_hits
-from mooncake_store.config import DirectoryConfig
 from mooncake_store.eviction import POLICIES
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 SMALL = ["--traces", ".", "--trace", "conversation"]
-HAS_CHOICE = "eviction" in {field.name for field in fields(DirectoryConfig)}
 
 
 def published(name: str) -> list[list[bytes]]:
@@ -42,8 +39,6 @@ def conversations(rng: random.Random, requests: int) -> list[list[bytes]]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_directory_and_the_order_alone_count_the_same(policy: str, seed: int) -> None:
-    if policy != "lru" and not HAS_CHOICE:
-        pytest.skip("this Directory has no choice of eviction")
     requests = conversations(random.Random(seed), 3_000)
     for blocks in (24, 150):
         alone, whole = BlockCache(blocks, policy), DirectoryCache(blocks, policy)
@@ -55,8 +50,6 @@ def test_the_directory_and_the_order_alone_count_the_same(policy: str, seed: int
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_published_trace_counts_the_same_through_the_directory(policy: str) -> None:
-    if policy != "lru" and not HAS_CHOICE:
-        pytest.skip("this Directory has no choice of eviction")
     requests = published("conversation")[:2_000]
     assert play(BlockCache(1_000, policy), requests) == play(
         DirectoryCache(1_000, policy), requests

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+from mooncake_store.config import DirectoryConfig
+from mooncake_store.directory import Directory
 from mooncake_store.events import BlockAdded, BlockRemoved
 from mooncake_store.eviction import make_eviction
-from tests.mooncake_store.makers import chain, directory_with, put
+from tests.mooncake_store.makers import BLOCK_BYTES, chain, directory_with, node_info, put
 
 
 def test_random_use_keeps_the_order_of_a_plain_list(seed: int) -> None:
@@ -93,7 +95,9 @@ def test_what_is_there_is_not_evicted_for_the_rest_of_its_own_chain() -> None:
 
 def test_random_chains_are_evicted_by_last_use_then_depth(seed: int) -> None:
     rng = random.Random(seed)
-    directory = directory_with("s0", slots=20)
+    directory = Directory(7, DirectoryConfig(eviction="lru"))
+    directory.register_node(node_info("s0", slots=20), 0.0)
+    directory.attach("s0", "print", BLOCK_BYTES, 0.0)
     chains = [chain(8, name) for name in "abcdef"]
     used: dict[bytes, tuple[float, int]] = {}  # key -> (when, minus its depth): smallest goes first
     for step in range(2_000):
