@@ -10,6 +10,8 @@ import psutil
 import pytest
 import tritonclient.grpc as triton
 
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.errors import StoreError
 from tests.e2e.server import Answer, Server, running, take, wait_until
 
 
@@ -99,6 +101,42 @@ def test_whatever_is_killed_is_started_again_and_serves(server: Server, name: st
         return all(answer.output_ids == expected.output_ids for answer in answers)
 
     wait_until(is_served_by_both, f"all workers to serve after {name} was killed", 90.0)
+
+
+def test_a_killed_directory_costs_no_cached_prefix(server: Server) -> None:
+    prompt = [70 + (13 * n + n * n) % 1700 for n in range(1_000)]
+    first = ask(server, prompt, 4)
+    assert not first.error, first.error
+    before = restarts(server)
+    [victim] = [
+        process for process in processes(server)
+        if "mooncake_store.directory_server" in process.cmdline()
+    ]  # fmt: skip
+    address = victim.cmdline()[victim.cmdline().index("--address") + 1]
+    victim.kill()
+    wait_until(lambda: restarts(server) > before, "the launcher's word")
+
+    def has_adopted() -> bool:
+        try:
+            with DirectoryClient(address) as client:
+                nodes = client.stats().nodes
+        except StoreError:
+            return False
+        is_told = len(nodes) == 2 and all(node.is_open for node in nodes)
+        return is_told and sum(node.adopted for node in nodes) >= 15
+
+    wait_until(has_adopted, "both nodes to say what they hold")
+    workers = {"prefill_worker": first.decision["prefill"]}
+
+    def is_cached() -> bool:  # false as well while workers register again
+        answer = server.ask(input_ids=prompt, max_tokens=4, end_id=-1, return_decision=True,
+                            parameters=workers)  # fmt: skip
+        cached.append(answer.decision.get("cached_tokens", 0))
+        return not answer.error and answer.output_ids == first.output_ids
+
+    cached: list[int] = []
+    wait_until(is_cached, "an answer")
+    assert cached[-1] >= 960 - 64, f"computed again: {cached}"
 
 
 def test_clients_hear_at_once_when_the_conductor_s_own_process_is_killed(server: Server) -> None:
