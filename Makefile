@@ -6,14 +6,19 @@ READY := $(VENV)/.installed
 ARGS ?=
 USERS ?= 5
 SECONDS ?= 60
+SEEDS ?= 100
+STEPS ?= 5000
 
-.PHONY: serve test lint format bench leaks clients loadtest setup clean
+.PHONY: serve test fuzz lint format bench leaks clients loadtest setup clean
 
 serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
 	@exec $(BIN)/mooncake serve $(ARGS)
 
 test: $(READY)  ## set up, then run every test (ARGS="-k name" picks some)
 	@exec $(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(READY)  ## random walks of the store's core (SEEDS=10 STEPS=1000 for less)
+	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --steps $(STEPS) $(ARGS)
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

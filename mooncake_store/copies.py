@@ -5,21 +5,20 @@ keeps index, holder, leases, pins, quotas and the event log in step; the verbs t
 directory.py.
 
 Room for a block of one size is made by dropping the coldest idle block of that size. When there is
-none, the size that has the most idle memory gives up a slab: the one whose blocks are all idle.
+none, other sizes give up slabs whose blocks are all idle.
 
 Not here: verbs and their refusals (directory.py), the order of eviction (eviction.py).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count
 
 from mooncake_store.block_index import BlockIndex, copies_of
 from mooncake_store.config import DirectoryConfig
 from mooncake_store.events import BlockAdded, BlockRemoved, EventLog, NodeDown
-from mooncake_store.holder import CopyState, HeldCopy, Holder, Pin, Shelf
+from mooncake_store.holder import CopyState, HeldCopy, Holder, Pin
 from mooncake_store.leases import LeaseTable
 from mooncake_store.pins import PinTable
 from mooncake_store.status import Totals
@@ -81,10 +80,7 @@ class CopyTable:
         if not copy.is_ephemeral:
             self.events.append(BlockAdded(copy.key, copy.node_id))
         if len(self.pins):
-            pin = self.pins.get(copy.key)
-            if pin is Pin.SOFT or (pin is Pin.HARD and self.may_pin_hard(copy)):
-                copy.pin = Pin.NONE  # set_pin moves it from there
-                copy.holder.set_pin(copy, pin)
+            copy.holder.mark_pin(copy, self._possible(copy, self.pins.get(copy.key)))
 
     def adopt(
         self, holder: Holder, key: bytes, slot: int, generation: int, checksum: int, size_bytes: int
@@ -104,35 +100,33 @@ class CopyTable:
     # ---- room
 
     def _make_room(self, holder: Holder, units: int) -> bool:
-        shelf = holder.shelf(units)
-        coldest = shelf.coldest()
+        coldest = holder.shelf(units).coldest()
         if coldest is not None:
             self.evict(self._on(coldest, holder))
             return True
-        others = [other for other in holder.shelves.values() if other is not shelf]
-        for donor in sorted(others, key=lambda other: -len(other.idle) * other.units):
-            if self._free_slab(donor, units):
-                return True
-        return False
+        return self._free_slabs(holder, units)
 
-    def _free_slab(self, donor: Shelf, units: int) -> bool:
-        """Evict the blocks of slabs that are all idle, coldest slab first, until `units` fit.
+    def _free_slabs(self, holder: Holder, units: int) -> bool:
+        """Evict all blocks of neighbouring slabs of other sizes, so that `units` fit there.
 
-        Rare (one size takes memory from another), so it may look at every idle block once.
+        Only slabs whose blocks are all idle; first those of the size that has the most idle memory,
+        its coldest first. Nothing is evicted when no such neighbours are large enough. Rare (one
+        size takes memory from another), so it may look at every idle block once.
         """
-        holder, pool = donor.holder, donor.holder.pool
-        idle = [self._on(key, holder) for key in (*donor.idle.keys(), *donor.soft.keys())]
-        in_slab = Counter(pool.slab_of(copy.slot).start for copy in idle)
-        for start in in_slab:  # in order of the coldest block of each
-            if in_slab[start] != pool.slab_of(start).used:
-                continue  # somebody uses a block there
-            for copy in [copy for copy in idle if pool.slab_of(copy.slot).start == start]:
+        pool = holder.pool
+        in_slab: dict[int, list[HeldCopy]] = {}  # start of a slab -> its idle copies
+        shelves = sorted(holder.shelves.values(), key=lambda each: -len(each.idle) * each.units)
+        for keys in (*(shelf.idle.keys() for shelf in shelves),
+                     *(shelf.soft.keys() for shelf in shelves)):  # fmt: skip
+            for key in keys:
+                copy = self._on(key, holder)
+                in_slab.setdefault(pool.slab_of(copy.slot).start, []).append(copy)
+        free = [start for start, copies in in_slab.items() if pool.is_all(start, len(copies))]
+        chosen = pool.neighbours(units, free)
+        for start in chosen or ():
+            for copy in in_slab[start]:
                 self.evict(copy)
-            slot = pool.take(units)
-            if slot is not None:
-                pool.free(slot)
-                return True
-        return False
+        return chosen is not None
 
     def _on(self, key: bytes, holder: Holder) -> HeldCopy:
         copy = self.blocks.on(key, holder)
@@ -144,16 +138,16 @@ class CopyTable:
         assert copy.leases == 0, f"{copy.key.hex()} is leased and would be evicted"
         copy.holder.evictions += 1
         self.totals.evictions += 1
-        self.remove(copy, is_certain=True)
+        self.remove(copy, is_certain=True, is_evicted=True)
 
     # ---- going
 
-    def remove(self, copy: HeldCopy, is_certain: bool) -> None:
+    def remove(self, copy: HeldCopy, is_certain: bool, is_evicted: bool = False) -> None:
         """Free the slot; after the quarantine when somebody may still be in it."""
         if copy.state is CopyState.READY:
             self._forget(copy)
         until_s = None if is_certain else self.now_s + self.config.quarantine_s
-        copy.holder.remove(copy, until_s)
+        copy.holder.remove(copy, until_s, is_evicted)
         self.tenants.discharge(copy)
 
     def unleased(self, copies: Iterable[HeldCopy]) -> None:
@@ -197,21 +191,22 @@ class CopyTable:
 
     # ---- pins
 
-    def may_pin_hard(self, copy: HeldCopy) -> bool:
+    def _possible(self, copy: HeldCopy, pin: Pin) -> Pin:
+        """A hard pin beyond hard_pin_fraction_max is a soft one."""
         holder = copy.holder
         allowed = holder.pool.units * self.config.hard_pin_fraction_max
-        return holder.pinned_units + copy.shelf.units <= allowed
+        is_hard = pin is Pin.HARD and copy.pin is not Pin.HARD
+        is_too_much = is_hard and holder.pinned_units + copy.shelf.units > allowed
+        return Pin.SOFT if is_too_much else pin
 
     def set_pin(self, key: bytes, pin: Pin) -> bool:
         """Pin the copies of `key`; False when a hard pin finds no room on some holder."""
         done = True
         for copy in copies_of(self.blocks.held.get(key)):
-            if copy.pin is pin:
-                continue
-            if pin is Pin.HARD and not self.may_pin_hard(copy):
-                done = False
-                continue
-            copy.holder.set_pin(copy, pin)
+            possible = self._possible(copy, pin)
+            done &= possible is pin
+            if copy.pin is not possible:
+                copy.holder.set_pin(copy, possible)
         return done
 
     # ---- time
@@ -236,7 +231,8 @@ class CopyTable:
         by_holder: dict[Holder, list[HeldCopy]] = {holder: [] for holder in holders}
         for copy in self.blocks.copies():
             by_holder[copy.holder].append(copy)
-            assert copy.pin in (Pin.NONE, self.pins.get(copy.key)), "a pin that nobody set"
+            pin = self.pins.get(copy.key)
+            assert copy.pin is pin or (pin, copy.pin) == (Pin.HARD, Pin.SOFT), "a pin is lost"
         for holder, copies in by_holder.items():
             holder.check(copies)
             assert set(self.of(holder)) == set(copies), "a copy would survive its holder"

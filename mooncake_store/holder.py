@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from mooncake_store.eviction import EvictionOrder
+from mooncake_store.eviction.lru import Lru
+from mooncake_store.eviction.order import EvictionOrder
+from mooncake_store.eviction.policies import make_eviction
 from mooncake_store.layout import Geometry
 from mooncake_store.membership import NodeInfo
 from mooncake_store.rows import Rows
@@ -63,12 +65,20 @@ class Shelf:
     units: int
     node_id: str  # of the holder, as is `rows`; here too because every lookup asks for them
     rows: Rows
-    idle: EvictionOrder = field(default_factory=EvictionOrder)  # ready and not leased
-    soft: EvictionOrder = field(default_factory=EvictionOrder)  # ... and soft-pinned
+    idle: EvictionOrder  # ready and not leased
+    soft: EvictionOrder = field(default_factory=Lru)  # ... and soft-pinned
 
     def coldest(self) -> bytes | None:
         key = self.idle.coldest()
         return self.soft.coldest() if key is None else key
+
+    def gone(self, key: bytes, is_evicted: bool) -> None:
+        """A ready copy is gone. What was evicted, a policy may know again when it comes back."""
+        self.soft.forget(key)
+        if is_evicted:
+            self.idle.evicted(key)
+        else:
+            self.idle.forget(key)
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +151,7 @@ class Holder:
     geometry: Geometry
     pool: SlotPool
     registered_s: float
+    eviction: str = "lru"  # its policy, see eviction/
     is_open: bool = True
     is_draining: bool = False
     is_attached: bool = False  # a user of this life of it has asked for its geometry
@@ -160,7 +171,9 @@ class Holder:
     def shelf(self, units: int) -> Shelf:
         found = self.shelves.get(units)
         if found is None:
-            found = self.shelves[units] = Shelf(self, units, self.info.node_id, self.rows)
+            order = make_eviction(self.eviction)
+            found = Shelf(self, units, self.info.node_id, self.rows, order)
+            self.shelves[units] = found
         return found
 
     @property
@@ -216,9 +229,15 @@ class Holder:
 
     def set_pin(self, copy: HeldCopy, pin: Pin) -> None:
         """Change how a ready copy is pinned."""
-        assert copy.state is CopyState.READY and copy.holder is self
         if copy.leases == 0:
             copy.leave_idle()
+        self.mark_pin(copy, pin)
+        if copy.leases == 0:
+            copy.become_idle()
+
+    def mark_pin(self, copy: HeldCopy, pin: Pin) -> None:
+        """The same for a copy that is in no order of eviction."""
+        assert copy.state is CopyState.READY and copy.holder is self
         if copy.pin is Pin.HARD:
             del self.pinned[copy.key]
             self.pinned_units -= copy.shelf.units
@@ -226,10 +245,10 @@ class Holder:
         if pin is Pin.HARD:
             self.pinned[copy.key] = copy
             self.pinned_units += copy.shelf.units
-        if copy.leases == 0:
-            copy.become_idle()
 
-    def remove(self, copy: HeldCopy, quarantine_until_s: float | None) -> None:
+    def remove(
+        self, copy: HeldCopy, quarantine_until_s: float | None, is_evicted: bool = False
+    ) -> None:
         """The copy is gone; its slot is free, at once or after the quarantine."""
         if copy.state is CopyState.WRITING:
             del self.writing[copy.key]
@@ -238,7 +257,7 @@ class Holder:
             if copy.pin is Pin.HARD:
                 del self.pinned[copy.key]
                 self.pinned_units -= copy.shelf.units
-            copy.leave_idle()
+            copy.shelf.gone(copy.key, is_evicted)
         self.used_bytes -= copy.size_bytes
         copy.state = CopyState.GONE
         slot = copy.slot

@@ -92,7 +92,8 @@ class NodeTable:
         assert info.node_id not in self._holders
         shape = geometry(info.segment_bytes, info.unit_bytes, has_headers=not info.is_ssd)
         pool = SlotPool(shape.units, info.unit_bytes)
-        holder = Holder(info, now_s, shape, pool, now_s, is_open=not info.has_inventory)
+        policy = self._config.eviction
+        holder = Holder(info, now_s, shape, pool, now_s, policy, is_open=not info.has_inventory)
         self._holders[info.node_id] = holder
         return holder
 

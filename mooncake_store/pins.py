@@ -35,13 +35,13 @@ class PinTable:
     def set(self, key: bytes, pin: Pin, until_s: float) -> None:
         if pin is Pin.NONE:
             self._pins.pop(key, None)
-            return
-        self._pins[key] = pin, until_s if pin is Pin.SOFT else float("inf")
+        else:
+            self._pins[key] = pin, until_s if pin is Pin.SOFT else float("inf")
         if pin is Pin.SOFT:
             heappush(self._heap, (until_s, key))
-            if len(self._heap) > 2 * len(self._pins) + 64:
-                self._heap = [(t, k) for k, (_, t) in self._pins.items() if t != float("inf")]
-                heapify(self._heap)
+        if len(self._heap) > 2 * len(self._pins) + 64:
+            self._heap = [(t, k) for k, (_, t) in self._pins.items() if t != float("inf")]
+            heapify(self._heap)
 
     def due(self, now_s: float) -> list[bytes]:
         """Keys whose soft pin has ended; they are pinned no more."""

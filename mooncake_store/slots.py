@@ -17,7 +17,7 @@ room (eviction.py, copies.py).
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -209,6 +209,35 @@ class SlotPool:
         assert (slot - slab.start) % slab.units == 0, f"{slot} is no slot of {slab}"
         return slab
 
+    def is_all(self, start: int, slots: int) -> bool:
+        """Are so many slots all that is used or resting in the slab that starts there?"""
+        return self._slabs[start].used == slots
+
+    def neighbours(self, units: int, starts: Sequence[int]) -> list[int] | None:
+        """Which of these slabs to empty so that a slot of `units` can be cut; None: none will do.
+
+        Memory that is free already counts, too. Of all ways the one whose last slab comes first in
+        `starts`.
+        """
+        rank = {start: place for place, start in enumerate(starts)}
+        pieces = [(start, length, -1) for start, length in self._runs.runs]
+        for slab in self._slabs.values():
+            if not slab.used or slab.start in rank:
+                pieces.append((slab.start, slab.slots * slab.units, rank.get(slab.start, -1)))
+        pieces.sort()
+        best: tuple[int, list[int]] | None = None
+        for i, (first, _, _) in enumerate(pieces):
+            end, last, window = first, -1, list[int]()
+            for start, length, place in pieces[i:]:
+                if start != end or (best is not None and place >= best[0]):
+                    break
+                end, last = start + length, max(last, place)
+                window += [start] if place >= 0 else []
+                if end - first >= units:
+                    best = last, window
+                    break
+        return best[1] if best else None
+
     def _give(self, slot: int) -> int:
         slab = self.slab_of(slot)
         if not slab.has_room:
@@ -234,11 +263,14 @@ class SlotPool:
         self._slabs[slab.start] = slab
 
     def _release_empty_slabs(self) -> None:
-        for slabs in self._open.values():
-            for slab in [slab for slab in slabs if not slab.used]:
-                slabs.remove(slab)
-                del self._slabs[slab.start]
-                self._runs.give(slab.start, slab.slots * slab.units)
+        empty = [slab for slabs in self._open.values() for slab in slabs if not slab.used]
+        if not empty:
+            return
+        for units, slabs in self._open.items():
+            self._open[units] = [slab for slab in slabs if slab.used]
+        for slab in empty:
+            del self._slabs[slab.start]
+            self._runs.give(slab.start, slab.slots * slab.units)
         self._starts = sorted(self._slabs)
 
     def used_slots(self) -> Iterator[int]:

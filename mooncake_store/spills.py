@@ -39,9 +39,12 @@ def candidates(table: CopyTable, dram: Holder, ssd: Holder, blocks_max: int) -> 
     if dram.pool.used_units < table.config.spill_fraction * dram.pool.units:
         return []
     found: list[HeldCopy] = []
+    # More than fit there would push each other out, to be written again and again.
+    left_units = ssd.pool.units // 2
     for shelf in dram.shelves.values():
         for key in shelf.idle.coldest_keys(LOOKED_AT_MAX):
-            if len(found) >= blocks_max:
+            left_units -= shelf.units
+            if len(found) >= blocks_max or left_units < 0:
                 return found
             if table.blocks.on(key, ssd) is None and key not in ssd.writing:
                 copy = table.blocks.on(key, dram)

@@ -1,0 +1,123 @@
+"""Defects planted on purpose, each a mistake somebody could make. The walk must catch every one.
+
+Each replaces one method of the production code, and leaves what `check()` proves as it was, so it
+is the promises of the walk that must notice.
+
+Not here: the walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mooncake_store import inventory, spills
+from mooncake_store.block_index import BlockIndex
+from mooncake_store.copies import CopyTable
+from mooncake_store.events import BlockRemoved, Event, EventLog
+from mooncake_store.holder import Claim, Holder
+from mooncake_store.slots import SlotPool
+from mooncake_store.upkeep import Upkeep
+
+
+def a_leased_block_is_evicted(patch: pytest.MonkeyPatch) -> None:
+    make_room = CopyTable._make_room
+
+    def planted(table: CopyTable, holder: Holder, units: int) -> bool:
+        if make_room(table, holder, units):
+            return True
+        for copy in table.of(holder):
+            if copy.leases and copy.shelf.units == units:
+                table.remove(copy, is_certain=True)
+                return True
+        return False
+
+    patch.setattr(CopyTable, "_make_room", planted)
+
+
+def an_event_is_lost(patch: pytest.MonkeyPatch) -> None:
+    append = EventLog.append
+    seen = [0]
+
+    def planted(log: EventLog, event: Event) -> None:
+        seen[0] += isinstance(event, BlockRemoved)
+        if not isinstance(event, BlockRemoved) or seen[0] % 20:
+            append(log, event)
+
+    patch.setattr(EventLog, "append", planted)
+
+
+def a_commit_skips_the_generation(patch: pytest.MonkeyPatch) -> None:
+    def planted(holder: Holder, key: bytes, owner: str, slot: int, generation: int) -> Any:
+        copy, writer = holder.writing.get(key, (None, ""))
+        return copy if copy is not None and writer == owner and copy.slot == slot else None
+
+    patch.setattr(Holder, "writing_copy", planted)
+
+
+def a_report_of_a_bad_copy_skips_the_generation(patch: pytest.MonkeyPatch) -> None:
+    on = BlockIndex.on
+
+    def drop_copy(self: Any, key: bytes, node_id: str, generation: int, now_s: float) -> bool:
+        self._copies.advance(now_s)
+        holder = self._nodes.get(node_id)
+        copy = on(self._copies.blocks, key, holder) if holder else None
+        if copy is not None:
+            self._copies.remove(copy, is_certain=copy.leases == 0)
+        return copy is not None
+
+    patch.setattr("mooncake_store.directory.Directory.drop_copy", drop_copy)
+
+
+def a_dead_writers_slot_does_not_rest(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlotPool, "quarantine", lambda pool, slot, until_s: pool.free(slot))
+
+
+def an_inventory_believes_the_older_header(patch: pytest.MonkeyPatch) -> None:
+    consistent = inventory.consistent
+
+    def planted(claims: list[Claim], pool: SlotPool) -> list[Claim]:
+        upside_down = [claim._replace(generation=-claim.generation) for claim in claims]
+        return [claim._replace(generation=-claim.generation)
+                for claim in consistent(upside_down, pool)]  # fmt: skip
+
+    patch.setattr(inventory, "consistent", planted)
+
+
+def a_writer_of_before_the_restart_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    adopt = Upkeep.adopt
+
+    def planted(
+        self: Any, node_id: str, incarnation: str, blocks: Any, is_last: bool, now_s: float
+    ) -> int:
+        ready = [block for block in blocks if block[5] == 2]
+        return adopt(self, node_id, incarnation, ready, is_last, now_s)
+
+    patch.setattr(Upkeep, "adopt", planted)
+
+
+def a_block_is_spilled_twice(patch: pytest.MonkeyPatch) -> None:
+    def planted(table: CopyTable, dram: Holder, ssd: Holder, blocks_max: int) -> Any:
+        keys = [key for shelf in dram.shelves.values() for key in shelf.idle.coldest_keys(9)]
+        free = [key for key in keys if key not in ssd.writing]
+        return [table.blocks.on(key, dram) for key in free[:blocks_max]]
+
+    patch.setattr(spills, "candidates", planted)
+
+
+def a_renewal_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def planted(self: Any, owner: str, lease_s: float, now_s: float) -> bool:
+        self._copies.advance(now_s)
+        return owner in self._copies.leases
+
+    patch.setattr("mooncake_store.directory.Directory.renew", planted)
+
+
+DEFECTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    a_leased_block_is_evicted, an_event_is_lost, a_commit_skips_the_generation,
+    a_report_of_a_bad_copy_skips_the_generation, a_dead_writers_slot_does_not_rest,
+    an_inventory_believes_the_older_header, a_writer_of_before_the_restart_is_forgotten,
+    a_block_is_spilled_twice, a_renewal_is_forgotten,
+]  # fmt: skip
