@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import zmq
@@ -32,8 +32,12 @@ from mooncake_store.slots import Allocation, Copy, Slot
 from mooncake_store.spills import Spill
 from mooncake_store.status import DirectoryStats
 
+if TYPE_CHECKING:
+    from mooncake_store.election import ElectedPlace
+
 T = TypeVar("T")
 ELECTED = "etcd://"  # an address that names an election (election.py), not a place
+ELECTED_CHECK_S = 1.0  # a silent leader may have been replaced
 Decoder = msgspec.msgpack.Decoder
 
 _NONE = Decoder(type(None))
@@ -54,6 +58,14 @@ _STATS = Decoder(DirectoryStats)
 _FAILURE = Decoder(protocol.Failure)
 
 
+def _elected_place(address: str) -> ElectedPlace | None:
+    if not address.startswith(ELECTED):
+        return None
+    from mooncake_store.election import ElectedPlace  # with etcd only: it needs `requests`
+
+    return ElectedPlace(address)
+
+
 class DirectoryClient:
     """Verbs of `Directory` over ZeroMQ. One request at a time; share it between threads freely."""
 
@@ -64,11 +76,9 @@ class DirectoryClient:
         self._lock = threading.Lock()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
-        self.is_elected = address.startswith(ELECTED)
-        self._target = ""  # where it is now, when that is for an election to say
-        self._direct: DirectClient | None = None
-        if not self.is_elected:
-            self._aim(address)
+        self._elected = _elected_place(address)
+        path = "" if self._elected else direct_path(address)
+        self._direct = DirectClient(path) if path else None
         self._number = 0
         self._is_closed = False
 
@@ -205,7 +215,7 @@ class DirectoryClient:
                 if self._direct is not None:
                     self._direct.tell(frames)
                     return
-                with contextlib.suppress(zmq.Again):
+                with contextlib.suppress(zmq.Again, StoreUnavailable):
                     self._connected().send_multipart(frames, zmq.NOBLOCK)
         finally:
             self._lock.release()
@@ -248,6 +258,11 @@ class DirectoryClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def is_elected(self) -> bool:
+        """Is it for an election to say where the directory is?"""
+        return self._elected is not None
+
     def _ask(self, request: protocol.AnyRequest, decoder: Decoder[T]) -> T:
         deadline_s = time.monotonic() + self.timeout_s
         body = msgspec.msgpack.encode(request)
@@ -271,23 +286,19 @@ class DirectoryClient:
     def _exchange(self, body: bytes, deadline_s: float) -> list[bytes] | None:
         """Send one request and wait for its reply; None when the deadline passed."""
         self._number += 1
-        if not self._target:
-            from mooncake_store.election import leader_at  # with etcd only: it needs `requests`
-
-            self._aim(leader_at(self.address, self.timeout_s).address)
         frames = [protocol.pack_header(Kind.REQUEST, self._number), body]
         if self._direct is not None:
-            reply = self._direct.exchange(frames, self._number, deadline_s)
-            if reply is None and self.is_elected:
-                self._disconnect()
-            return reply
+            return self._direct.exchange(frames, self._number, deadline_s)
         socket = self._connected()
         socket.send_multipart(frames)
         while (left_s := deadline_s - time.monotonic()) > 0:
-            if socket.poll(math.ceil(left_s * 1000)):
+            step_s = min(left_s, ELECTED_CHECK_S) if self._elected else left_s
+            if socket.poll(math.ceil(step_s * 1000)):
                 reply = socket.recv_multipart()
                 if protocol.number_of(reply[0]) == self._number:
                     return reply
+            elif self._elected is not None and self._elected.has_moved():
+                break  # who leads now has not heard of this request
         self._disconnect()
         return None
 
@@ -305,11 +316,12 @@ class DirectoryClient:
 
     def _connected(self) -> zmq.Socket[bytes]:
         if self._socket is None:
+            address = self._elected.find() if self._elected else self.address
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.linger = 0
             self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-            self._socket.connect(self._target)
+            self._socket.connect(address)
         return self._socket
 
     def _disconnect(self) -> None:
@@ -318,14 +330,6 @@ class DirectoryClient:
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None
-        if self.is_elected:
-            self._target, self._direct = "", None
-
-    def _aim(self, address: str) -> None:
-        """The directory is there now."""
-        self._target = address
-        path = direct_path(address)
-        self._direct = DirectClient(path) if path else None
 
     def _unavailable(self, request: protocol.AnyRequest, why: str) -> StoreUnavailable:
         verb = request.__struct_config__.tag

@@ -136,6 +136,8 @@ class DirectoryServer:
             left_s = min(self._tick_due_s, self._heartbeat_due_s) - self._clock.now_s()
             ready = zmq.zmq_poll(self._polled(), max(0, int(left_s * 1000) + 1))
             self.turn([fd for fd, _ in ready if isinstance(fd, int)])
+        if not self._may_serve():  # tell those who wait, instead of letting them wait
+            self.turn([fd for fd, _ in zmq.zmq_poll(self._polled(), 0) if isinstance(fd, int)])
 
     def _polled(self) -> list[tuple[zmq.Socket[bytes] | int, int]]:
         files = self._direct.files() if self._direct else {}

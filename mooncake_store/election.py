@@ -1,7 +1,7 @@
 """Which of several directories serves: the one whose key is in etcd.
 
     PREFIX/leader   written by who finds it missing, under a lease that it keeps alive:
-                    {"address": ..., "events": ..., "name": ...}
+                    {"address": ..., "events": ..., "name": ..., "epoch": ...}
     PREFIX/epoch    the epoch of the latest leader, written in the same transaction, so that epochs
                     (and with them generations) grow whatever the clocks of the hosts say
 
@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
+from msgspec import structs
 
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 from mooncake_store.etcd_client import EtcdClient, EtcdFailed
@@ -49,6 +50,7 @@ class Leader(msgspec.Struct, frozen=True):
     address: str  # of its requests
     events: str
     name: str = ""  # for people: host and process
+    epoch: int = 0  # of its reign; the election sets it
 
 
 class Leadership:
@@ -142,7 +144,10 @@ def _try_once(
     try:
         has_won = etcd.write_unless_changed(
             {key: 0, epoch_key: last.mod_revision},
-            {key: msgspec.json.encode(leader), epoch_key: str(epoch).encode()},
+            {
+                key: msgspec.json.encode(structs.replace(leader, epoch=epoch)),
+                epoch_key: str(epoch).encode(),
+            },
             {key: lease},
         )
     except BaseException:  # perhaps it was written: then it must go before its TTL, if possible
@@ -181,6 +186,28 @@ def leader_at(address: str, timeout_s: float = 1.0) -> Leader:
     """Who leads at etcd://HOST:PORT[,HOST:PORT...][/PREFIX]; NoLeader, EtcdFailed."""
     etcd, prefix = parse_address(address, timeout_s)
     return _leader_of(etcd, prefix)
+
+
+class ElectedPlace:
+    """Where a client found the leader. For one thread at a time."""
+
+    def __init__(self, address: str) -> None:
+        self._etcd, self._prefix = parse_address(address)
+        self._leader: Leader | None = None
+
+    def find(self) -> str:
+        """The address of who leads now."""
+        self._leader = _leader_of(self._etcd, self._prefix)
+        return self._leader.address
+
+    def has_moved(self) -> bool:
+        """Does somebody else lead by now, or nobody, or the same under another epoch?"""
+        try:
+            return _leader_of(self._etcd, self._prefix) != self._leader
+        except EtcdFailed:
+            return False  # nobody can be elected meanwhile
+        except StoreUnavailable:
+            return True
 
 
 def parse_address(address: str, timeout_s: float = 1.0) -> tuple[EtcdClient, str]:

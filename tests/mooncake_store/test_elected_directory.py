@@ -5,6 +5,7 @@ Not here: the election alone (test_election.py).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,8 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mooncake_store.client import StoreClient
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.directory_main import main
 from mooncake_store.election import NoLeader, leader_at
@@ -24,6 +27,7 @@ from mooncake_store.event_feed import EventFeed
 from mooncake_store.events import Event, NodeUp, Snapshot
 from tests.mooncake_store.etcd_process import BINARY, HOW_TO, EtcdProcess
 from tests.mooncake_store.makers import node_info
+from tests.mooncake_store.sites import NodeProcess
 
 PATIENCE_S = 30.0
 
@@ -150,6 +154,33 @@ def test_a_killed_leader_is_replaced_and_clients_and_feeds_find_the_next(
         finally:
             feed.close()
     assert leader_at(election).address == second.address
+
+
+def test_blocks_outlive_the_leader_that_stored_them(
+    start: Callable[[str], Elected], election: str, tmp_path: Path
+) -> None:
+    first = start("a")
+    first.wait_ready()
+    second = start("b")
+    node = NodeProcess(tmp_path, election, "s0", 8, "--mapped-only")
+    try:
+        keys = [bytes([number]) * 16 for number in range(8)]
+        blocks = [np.full(4096 * (i + 1), i + 1, np.uint8) for i in range(8)]
+        with StoreClient(election, "s0", transports="mapped") as client:
+            assert client.put(keys, blocks) == [True] * 8
+            first.process.send_signal(signal.SIGKILL)
+            second.wait_ready()
+            until_s = time.monotonic() + PATIENCE_S
+            found: list[np.ndarray | None] = []
+            while len(found) != 8 or any(block is None for block in found):
+                assert time.monotonic() < until_s, "the next leader does not know the blocks"
+                with contextlib.suppress(StoreUnavailable):
+                    found = client.get(keys)
+                time.sleep(0.02)  # poll
+        for block, wanted in zip(found, blocks, strict=True):
+            assert block is not None and np.array_equal(block, wanted)
+    finally:
+        node.close()
 
 
 def test_a_leader_that_ends_cleanly_hands_over_at_once(
