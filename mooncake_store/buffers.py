@@ -23,12 +23,15 @@ def as_bytes(buffer: Any, is_target: bool = False) -> ByteArray:
     `is_target`: bytes will be written into it, so it must be writable.
     """
     if isinstance(buffer, np.ndarray):
-        if not buffer.flags.c_contiguous:
+        if buffer.ndim == 1 and buffer.dtype == np.uint8 and buffer.flags.c_contiguous:
+            flat = buffer  # as it should be: nothing to make
+        elif not buffer.flags.c_contiguous:
             raise RequestInvalid(
                 f"an array of shape {buffer.shape} and strides {buffer.strides} is not contiguous: "
                 "pass numpy.ascontiguousarray of it, or a view of whole rows"
             )
-        flat = buffer.reshape(-1).view(np.uint8)
+        else:
+            flat = buffer.reshape(-1).view(np.uint8)
     elif hasattr(buffer, "data_ptr"):
         flat = _tensor_bytes(buffer)
     else:

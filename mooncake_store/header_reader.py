@@ -5,13 +5,15 @@ Not here: what a header is (slot_header.py).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from mooncake_store.errors import TransferFailed
 from mooncake_store.known_nodes import KnownNodes
-from mooncake_store.layout import HEADER_BYTES, STATE_READY, geometry
+from mooncake_store.layout import HEADER_BYTES, geometry
+from mooncake_store.mapped_transport import MappedTransport
 from mooncake_store.scratch import SIZE_BYTES, Scratch
-from mooncake_store.slot_header import SlotHeader
+from mooncake_store.slot_header import SlotHeader, ready_prefix
 from mooncake_store.slots import Copy
 from mooncake_store.transport import LocalSpan, Span
 
@@ -31,7 +33,20 @@ class HeaderReader:
         return self.read_all([copy])[0]
 
     def read_all(self, copies: Sequence[Copy]) -> list[SlotHeader | None]:
-        found: list[SlotHeader | None] = [None] * len(copies)
+        return [(raw and SlotHeader.unpack(raw)) or None for raw in self._read_raw(copies)]
+
+    def still(self, keys: Sequence[bytes], copies: Sequence[Copy]) -> list[bool]:
+        """Does each slot still hold that very use of it, complete?"""
+        expected = [
+            ready_prefix(copy.generation, key) for key, copy in zip(keys, copies, strict=True)
+        ]
+        return [
+            raw is not None and raw.startswith(prefix)
+            for prefix, raw in zip(expected, self._read_raw(copies), strict=True)
+        ]
+
+    def _read_raw(self, copies: Sequence[Copy]) -> list[bytes | None]:
+        found: list[bytes | None] = [None] * len(copies)
         by_node: dict[str, list[int]] = {}
         for index, copy in enumerate(copies):
             by_node.setdefault(copy.node_id, []).append(index)
@@ -40,21 +55,12 @@ class HeaderReader:
                 self._read_node(node_id, copies, indices[start : start + AT_ONCE_MAX], found)
         return found
 
-    def still(self, keys: Sequence[bytes], copies: Sequence[Copy]) -> list[bool]:
-        """Does each slot still hold that very use of it, complete?"""
-        return [
-            header is not None
-            and header.state == STATE_READY
-            and (header.generation, header.key) == (copy.generation, key)
-            for key, copy, header in zip(keys, copies, self.read_all(copies), strict=True)
-        ]
-
     def _read_node(
         self,
         node_id: str,
         copies: Sequence[Copy],
         indices: Sequence[int],
-        found: list[SlotHeader | None],
+        found: list[bytes | None],
     ) -> None:
         info = self._nodes.usable(node_id)
         transport = self._nodes.transport(info) if info else None
@@ -62,6 +68,12 @@ class HeaderReader:
             return
         shape = geometry(info.segment_bytes, info.unit_bytes)
         indices = [index for index in indices if shape.holds(copies[index].slot, 1)]
+        if isinstance(transport, MappedTransport):
+            with contextlib.suppress(TransferFailed), transport.owned(info) as view:
+                for index in indices:
+                    start = shape.header_offset_bytes(copies[index].slot)
+                    found[index] = view[start : start + HEADER_BYTES].tobytes()
+            return
         sources = [Span(shape.header_offset_bytes(copies[i].slot), HEADER_BYTES) for i in indices]
         try:
             with self._scratch.take(len(indices) * HEADER_BYTES) as buffer:
@@ -69,8 +81,8 @@ class HeaderReader:
                     (buffer, Span(at * HEADER_BYTES, HEADER_BYTES)) for at in range(len(indices))
                 ]
                 transport.read(info, sources, targets, DEADLINE_S)
-                for index, (_, (start, _)) in zip(indices, targets, strict=True):
-                    raw = buffer[start : start + HEADER_BYTES].tobytes()
-                    found[index] = SlotHeader.unpack(raw)
+                raw = buffer[: len(indices) * HEADER_BYTES].tobytes()
+            for at, index in enumerate(indices):
+                found[index] = raw[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
         except TransferFailed:
             return

@@ -26,6 +26,7 @@ from mooncake_store.slots import Allocation, Copy, Slot
 
 log = logging.getLogger("mooncake_store.store")
 GROUP_BYTES = 4 * 1024**2
+AHEAD = 2  # groups under way at once
 ANOTHERS_POLL_S = 0.005  # a block that somebody else is restoring is looked up this often
 Group = list[tuple[int, Restore]]  # index of the block, and what to do
 
@@ -114,7 +115,7 @@ class Restorer:
         pending: list[Future[list[bool] | None]] = []
         try:
             for at, group in enumerate(groups):
-                while len(pending) < min(at + 2, len(groups)):  # one ahead of the caller
+                while len(pending) < min(at + AHEAD, len(groups)):  # ahead of the caller
                     blocks = [restore for _, restore in groups[len(pending)]]
                     pending.append(self._executor().submit(self._ask, client, blocks, until_s))
                 whole = pending[at].result()
@@ -170,7 +171,7 @@ class Restorer:
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(2, "store-restore")
+                self._pool = ThreadPoolExecutor(8, "store-restore")
             return self._pool
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ __all__ = ["STATE_READY", "STATE_WRITING", "SlotHeader"]
 
 MAGIC = b"MKVB"
 FIELDS = struct.Struct("<4sIQ16sQQ8x")  # magic, state, generation, key, checksum, length, spare
+_PREFIX = struct.Struct("<4sIQ16s")
 _SELF = struct.Struct("<Q")
 assert FIELDS.size + _SELF.size == HEADER_BYTES, FIELDS.size
 
@@ -49,3 +50,8 @@ class SlotHeader:
         if magic != MAGIC or own != xxhash.xxh3_64_intdigest(bytes(raw[: FIELDS.size])):
             return None
         return SlotHeader(state, generation, key, checksum, length_bytes)
+
+
+def ready_prefix(generation: int, key: bytes) -> bytes:
+    """How the header of this use of a slot begins once it is complete: enough to recognise it."""
+    return _PREFIX.pack(MAGIC, STATE_READY, generation, key)
