@@ -9,7 +9,7 @@ SECONDS ?= 60
 SEEDS ?= 100
 STEPS ?= 5000
 
-.PHONY: serve test fuzz lint format bench leaks clients loadtest setup clean
+.PHONY: serve test fuzz chaos lint format bench leaks clients loadtest setup clean
 
 serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
 	@exec $(BIN)/mooncake serve $(ARGS)
@@ -19,6 +19,10 @@ test: $(READY)  ## set up, then run every test (ARGS="-k name" picks some)
 
 fuzz: $(READY)  ## random walks of the store's core (SEEDS=10 STEPS=1000 for less)
 	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --steps $(STEPS) $(ARGS)
+
+chaos: SECONDS = 300
+chaos: $(READY)  ## processes of the store, killed and stopped under load (SECONDS=20 for less)
+	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(ARGS)
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

@@ -1,0 +1,114 @@
+"""What must be true when the monkey has gone, and what was seen on the way.
+
+No read returned wrong bytes; nothing took longer than its deadline and a margin; every block that
+was committed on the node that lived all along is there, right to the last byte; nobody holds memory
+any more; all processes end when they are told to, and leave nothing in /dev/shm.
+
+Not here: what happened (monkey.py, client.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from mooncake_store.client.client import StoreClient
+from mooncake_store.errors import StoreError
+from tests.chaos.blocks import is_block_of
+from tests.chaos.client import DEADLINE_S
+from tests.chaos.monkey import Stop
+from tests.chaos.site import QUARANTINE_S, ChaosSite, wait_for
+
+MARGIN_S = 6.0  # three calls to a directory that does not answer, 2 s each
+LEASE_S_MAX = 60.0  # of anything that a killed client or a node left behind (spills: 2 minutes)
+
+
+def end_clients(site: ChaosSite) -> None:
+    for name in site.clients:
+        status = site.members[name].end()
+        assert status == 0, f"client {name} failed ({status}):\n{site.members[name].tail()}"
+
+
+def notes(site: ChaosSite) -> list[dict[str, Any]]:
+    """What clients wrote down; a killed one may have left half a line."""
+    found = []
+    for line in site.notes.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            assert '"kind"' in line, line
+    return found
+
+
+def assert_in_time(seen: list[dict[str, Any]], stops: list[Stop]) -> None:
+    """A call may take its deadline and the margin, and the time its own process stood still."""
+    for note in seen:
+        if note["kind"] != "slow":
+            continue
+        start_s, end_s = note["start_s"], note["start_s"] + note["seconds"]
+        frozen_s = sum(
+            max(0.0, min(stop.end_s + 0.1, end_s) - max(stop.start_s, start_s))
+            for stop in stops if stop.name == note["name"]
+        )  # fmt: skip
+        took_s = note["seconds"] - frozen_s
+        assert took_s <= DEADLINE_S + MARGIN_S, f"hung for {took_s:.1f} s: {note}"
+
+
+def assert_kept(site: ChaosSite, seen: list[dict[str, Any]]) -> int:
+    """Every block that s0 was given and confirmed is readable."""
+    keys = [bytes.fromhex(note["key"]) for note in seen if note["kind"] == "kept"]
+    assert len(keys) == len(set(keys))
+    lost = []
+    with StoreClient(site.address, "s0", "mapped") as store:
+        for start in range(0, len(keys), 16):
+            batch = keys[start : start + 16]
+            for key, block in zip(batch, store.get(batch, deadline_s=30.0), strict=True):
+                if block is None:
+                    lost.append(key.hex())
+                else:
+                    assert is_block_of(key, block), f"{key.hex()} has wrong bytes"
+    assert not lost, f"{len(lost)} of {len(keys)} blocks are lost on a node that lived: {lost[:5]}"
+    return len(keys)
+
+
+def everybody_is_back(site: ChaosSite) -> bool:
+    expected = {"s0", "s1", "s1/ssd", "s2"}
+    try:
+        stats = site.directory.stats()
+    except StoreError:
+        return False
+    return {node.node_id for node in stats.nodes if node.is_open} == expected
+
+
+def memory_is_back(site: ChaosSite) -> bool:
+    """Nobody leases or writes anything, and nothing rests."""
+    stats = site.directory.stats()
+    busy = [
+        node for node in stats.nodes
+        if node.writing_blocks or node.quarantined_units
+        or node.used_units + node.free_units != node.units
+    ]  # fmt: skip
+    return not busy and not stats.leases and not stats.owners and not stats.ephemeral
+
+
+def judge(site: ChaosSite, stops: list[Stop]) -> Counter[str]:
+    """All of the above, in order; what the clients counted."""
+    wait_for("all nodes registered and open again", 30.0, lambda: everybody_is_back(site))
+    end_clients(site)
+    seen = notes(site)
+    wrong = [note for note in seen if note["kind"] == "wrong"]
+    assert not wrong, f"wrong bytes: {wrong}"
+    assert_in_time(seen, stops)
+    counts: Counter[str] = Counter()
+    for note in seen:
+        if note["kind"] == "end":
+            longest_ms = max(counts["longest_ms"], note["counts"].get("longest_ms", 0))
+            counts.update(note["counts"])
+            counts["longest_ms"] = longest_ms
+    counts["keepsakes found"] = assert_kept(site, seen)
+    wait_for(
+        "leases, writers and quarantines gone", LEASE_S_MAX + QUARANTINE_S,
+        lambda: memory_is_back(site),
+    )  # fmt: skip
+    return counts
