@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from backends.worker_protocol import BlockRef, LayersReady
+from mooncake_store.client.store import Store
 from mooncake_store.layout import KvLayout
 from mooncake_store.slots import Copy
-from mooncake_store.store import Store
 
 
 @dataclass(slots=True)

@@ -22,10 +22,10 @@ from backends.errors import Overloaded, WorkerUnavailable
 from backends.inbox import Outbox
 from backends.worker_protocol import BlockRef, LayersReady
 from mooncake_store.block_keys import tail_key
+from mooncake_store.client.store import Store, checksum
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import KvLayout
 from mooncake_store.slots import Slot
-from mooncake_store.store import Store, checksum
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backends.kv_loader import KvLoader
+from mooncake_store.client.store import Store
 from mooncake_store.membership import SSD_SUFFIX
 from mooncake_store.slots import Copy
-from mooncake_store.store import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from backends.step_times import StepTimes
 from backends.worker_config import WorkerConfig, checkpoint_folder
 from backends.worker_protocol import Letter
 from mooncake_store import layout as kv_layout
+from mooncake_store.client.store import Store
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.membership import WorkerInfo, WorkerReport
 from mooncake_store.self_check import SelfCheck, is_switched_on
-from mooncake_store.store import Store
 
 log = logging.getLogger(__name__)
 REPORT_S = 0.5

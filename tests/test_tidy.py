@@ -34,7 +34,10 @@ PURE_BACKENDS = {
     "backends/engine/sequence.py", "backends/metric_table.py", "backends/observations.py",
 }  # fmt: skip
 ONE_FILE_ONLY = {
-    "nixl": {"mooncake_store/nixl_agent.py", "mooncake_store/nixl_transport.py"},
+    "nixl": {
+        "mooncake_store/transports/nixl_agent.py",
+        "mooncake_store/transports/nixl_transport.py",
+    },
     "triton_python_backend_utils": {"backends/triton_io.py"},
 }
 LINES_MAX, MODEL_LINES_MAX, FUNCTION_LINES_MAX = 400, 150, 70

@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 
 from loadtest.bench.result import Cell, Result
-from mooncake_store.segment import ByteArray, Segment
+from mooncake_store.memory.segment import ByteArray, Segment
 
 BATCHES = ((4096, 1024), (64 * 1024, 64), (2**20, 16))
 _libc = ctypes.CDLL(None, use_errno=True)

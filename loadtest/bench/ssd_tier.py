@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 
 from loadtest.bench.result import Cell, Result
-from mooncake_store.segment import ByteArray
+from mooncake_store.memory.segment import ByteArray
 from mooncake_store.ssd.block_io import NixlLane
 from mooncake_store.ssd.records import Entry, Shape
 from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier

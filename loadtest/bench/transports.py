@@ -29,11 +29,11 @@ import typer
 from rich.console import Console
 
 from loadtest.bench.result import Cell, Result
+from mooncake_store.client.store import Store, checksum
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.layout import HEADER_BYTES, KvLayout
-from mooncake_store.segment import Segment
+from mooncake_store.memory.segment import Segment
 from mooncake_store.slots import Copy
-from mooncake_store.store import Store, checksum
 
 POOL_BLOCKS = 512
 DEADLINE_S = 10.0

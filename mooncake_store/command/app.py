@@ -21,8 +21,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from mooncake_store.checksum import checksum
-from mooncake_store.client import StoreClient
+from mooncake_store.client.client import StoreClient
 from mooncake_store.command import serving, tables
 from mooncake_store.command.places import (
     default_folder,
@@ -33,6 +32,7 @@ from mooncake_store.command.places import (
 )
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import StoreError
+from mooncake_store.memory.checksum import checksum
 
 app = typer.Typer(
     name="store",

@@ -15,7 +15,7 @@ from pathlib import Path
 import typer
 
 from mooncake_store.block_keys import KEY_BYTES
-from mooncake_store.client import key_of
+from mooncake_store.client.client import key_of
 
 VARIABLE = "MOONCAKE_DIRECTORY"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

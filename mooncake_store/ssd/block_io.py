@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mooncake_store.errors import StoreError, TransferFailed, TransferTimeout
-from mooncake_store.segment import ByteArray
+from mooncake_store.memory.segment import ByteArray
 
 log = logging.getLogger("mooncake_store.ssd")
 LANES_MAX = 4  # batches of so many callers are with the disk at once
@@ -102,7 +102,7 @@ class NixlLane:
     name = "nixl"
 
     def __init__(self, descriptor: int, memory: ByteArray, file_bytes: int) -> None:
-        from mooncake_store.nixl_agent import FileAgent
+        from mooncake_store.transports.nixl_agent import FileAgent
 
         self._agent = FileAgent(int(memory.ctypes.data), memory.nbytes, descriptor, file_bytes)
 

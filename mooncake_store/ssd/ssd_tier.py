@@ -27,7 +27,7 @@ from typing import NamedTuple
 import xxhash
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.segment import ByteArray
+from mooncake_store.memory.segment import ByteArray
 from mooncake_store.ssd.block_file import IO_ALIGN_BYTES, BlockFile
 from mooncake_store.ssd.block_io import Lane, Lanes, Row, move
 from mooncake_store.ssd.manifest import Manifest

@@ -6,7 +6,7 @@ import pytest
 
 from loadtest.bench.transports import measure
 from mooncake_store.layout import KvLayout
-from mooncake_store.nixl_agent import NixlUnavailable, load_nixl
+from mooncake_store.transports.nixl_agent import NixlUnavailable, load_nixl
 
 
 def test_each_way_of_reading_is_measured_in_the_same_run() -> None:

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from mooncake_store.membership import NodeInfo
-from mooncake_store.segment import Segment, host_id
+from mooncake_store.memory.segment import Segment, host_id
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET_BYTES = 4 * 1024**2
@@ -104,8 +104,8 @@ class TargetPool:
 
 def main() -> None:
     path, size_bytes, name = sys.argv[1:]
-    from mooncake_store.nixl_agent import NodeAgent
-    from mooncake_store.tcp_server import TcpServer
+    from mooncake_store.transports.nixl_agent import NodeAgent
+    from mooncake_store.transports.tcp_server import TcpServer
 
     segment = Segment.create(path, int(size_bytes))
     server = TcpServer(segment.view, "127.0.0.1", token=name.partition("#")[2].encode())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mooncake_store.client import StoreClient, key_of
+from mooncake_store.client.client import StoreClient, key_of
 from mooncake_store.errors import (
     LayoutMismatch,
     NodeUnknown,
@@ -20,7 +20,7 @@ from mooncake_store.errors import (
     RequestInvalid,
     StoreUnavailable,
 )
-from mooncake_store.segment import Segment
+from mooncake_store.memory.segment import Segment
 from tests.e2e.server import wait_until
 from tests.mooncake_store.sites import SiteProcesses
 

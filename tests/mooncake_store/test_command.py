@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from mooncake_store.client import key_of
+from mooncake_store.client.client import key_of
 from mooncake_store.command.app import app
 from tests.mooncake_store.sites import SiteProcesses
 

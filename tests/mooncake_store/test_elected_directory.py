@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mooncake_store.client import StoreClient
+from mooncake_store.client.client import StoreClient
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.directory_main import main
 from mooncake_store.election import NoLeader, leader_at

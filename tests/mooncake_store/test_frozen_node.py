@@ -14,8 +14,8 @@ import sys
 import numpy as np
 import pytest
 
-from mooncake_store.nixl_agent import NixlUnavailable, load_nixl
-from mooncake_store.segment import Segment
+from mooncake_store.memory.segment import Segment
+from mooncake_store.transports.nixl_agent import NixlUnavailable, load_nixl
 from tests.mooncake_store.targets import ROOT, TARGET_BYTES, TargetPool
 
 TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}

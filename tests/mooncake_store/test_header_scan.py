@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from mooncake_store.header_scan import Block, scan
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, geometry
-from mooncake_store.segment import ByteArray
-from mooncake_store.slot_header import SlotHeader
+from mooncake_store.memory.header_scan import Block, scan
+from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.slot_header import SlotHeader
 
 
 def written(view: ByteArray, slot: int, header: SlotHeader) -> Block:

@@ -13,14 +13,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mooncake_store.known_nodes import KnownNodes
 from mooncake_store.membership import NodeInfo
-from mooncake_store.nixl_agent import NixlUnavailable, load_nixl
-from mooncake_store.path_cost import Distance
-from mooncake_store.rates import Probe
-from mooncake_store.segment import Segment, host_id
+from mooncake_store.memory.segment import Segment, host_id
 from mooncake_store.slots import Copy
-from mooncake_store.tcp_transport import TcpTransport
+from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.nixl_agent import NixlUnavailable, load_nixl
+from mooncake_store.transports.path_cost import Distance
+from mooncake_store.transports.rates import Probe
+from mooncake_store.transports.tcp_transport import TcpTransport
 from tests.mooncake_store.in_process import InProcessDirectory
 from tests.mooncake_store.makers import node_info
 from tests.mooncake_store.targets import ROOT, TARGET_BYTES, Target, TargetPool
@@ -71,7 +71,7 @@ def test_the_transport_of_each_pair_of_nodes(
     directory: InProcessDirectory, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mode == "auto, no NIXL":
-        monkeypatch.setattr("mooncake_store.known_nodes.NixlTransport", refuse)
+        monkeypatch.setattr("mooncake_store.transports.known_nodes.NixlTransport", refuse)
     nodes = known(directory, mode.partition(",")[0])
     chosen = [nodes.transport(info) for info in NODES]
     assert [transport and transport.name for transport in chosen] == TABLE[mode]
@@ -81,7 +81,7 @@ def test_the_transport_of_each_pair_of_nodes(
 def test_without_nixl_auto_says_so_once_and_nixl_refuses(
     directory: InProcessDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mooncake_store.known_nodes.NixlTransport", refuse)
+    monkeypatch.setattr("mooncake_store.transports.known_nodes.NixlTransport", refuse)
     nodes = known(directory, "auto")
     for info in NODES:
         nodes.transport(info)
@@ -129,10 +129,10 @@ def test_routes_leave_out_what_cannot_be_read_and_what_failed_a_moment_ago(
 WITHOUT = """
 import json, logging, os, sys
 import numpy as np
-from mooncake_store.known_nodes import KnownNodes
+from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.membership import NodeInfo
-from mooncake_store.rates import Probe
-from mooncake_store.transport import Span
+from mooncake_store.transports.rates import Probe
+from mooncake_store.transports.transport import Span
 from tests.mooncake_store.in_process import InProcessDirectory
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 values = json.loads(sys.stdin.readline())

@@ -11,10 +11,15 @@ import time
 import numpy as np
 import pytest
 
-from mooncake_store import nixl_agent
-from mooncake_store.nixl_agent import NixlUnavailable, load_nixl, make_agent, prepare_environment
-from mooncake_store.nixl_lane import Lane, Region
-from mooncake_store.nixl_transport import NixlTransport
+from mooncake_store.transports import nixl_agent
+from mooncake_store.transports.nixl_agent import (
+    NixlUnavailable,
+    load_nixl,
+    make_agent,
+    prepare_environment,
+)
+from mooncake_store.transports.nixl_lane import Lane, Region
+from mooncake_store.transports.nixl_transport import NixlTransport
 from tests.mooncake_store.targets import ROOT
 
 
@@ -28,7 +33,7 @@ def needs_nixl() -> None:
 
 FRESH = """
 import os, sys
-from mooncake_store.nixl_agent import NodeAgent
+from mooncake_store.transports.nixl_agent import NodeAgent
 import numpy as np
 memory = np.zeros(4096, np.uint8)
 agent = NodeAgent("fresh", memory.ctypes.data, memory.nbytes)
@@ -54,7 +59,7 @@ def test_a_fresh_process_gets_our_settings_a_clean_stdout_and_exits_well() -> No
 IDLE = """
 import os, threading, time
 import numpy as np
-from mooncake_store.nixl_agent import NodeAgent
+from mooncake_store.transports.nixl_agent import NodeAgent
 memory = np.zeros(4096, np.uint8)
 agent = NodeAgent("idle", memory.ctypes.data, memory.nbytes)
 before_s = time.process_time()
@@ -88,7 +93,7 @@ def test_what_the_wrapper_logs_is_raised() -> None:
 
 
 def test_a_ucx_that_cannot_start_is_an_error_with_a_remedy() -> None:
-    script = "from mooncake_store.nixl_agent import make_agent; make_agent('x', False)"
+    script = "from mooncake_store.transports.nixl_agent import make_agent; make_agent('x', False)"
     ran = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "UCX_TLS": "posix,self"},
         text=True, capture_output=True, timeout=60, check=False,
@@ -131,7 +136,7 @@ def test_memory_that_cannot_be_registered_is_an_error_with_a_remedy(
 
 
 def test_prepared_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake_store.nixl_lane.PREPARED_MAX", 3)
+    monkeypatch.setattr("mooncake_store.transports.nixl_lane.PREPARED_MAX", 3)
     lane = Lane(f"bounded-{os.getpid()}")
     region = Region(np.zeros(65536, np.uint8))
     with lane.lock:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from mooncake_store.membership import NodeInfo
-from mooncake_store.node import Clients, NodeOptions, StorageNode
-from mooncake_store.segment import Segment
+from mooncake_store.memory.segment import Segment
+from mooncake_store.node.node import Clients, NodeOptions, StorageNode
 from tests.mooncake_store.in_process import InProcessDirectory
 from tests.mooncake_store.site import PATIENCE_S, SIZE, Site, ready_line
 from tests.mooncake_store.targets import ROOT

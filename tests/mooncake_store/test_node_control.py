@@ -11,8 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from mooncake_store import control_protocol as control
-from mooncake_store import node_control, protocol
+from mooncake_store import protocol
 from mooncake_store.errors import (
     NodeUnknown,
     ProtocolMismatch,
@@ -21,8 +20,10 @@ from mooncake_store.errors import (
     StoreUnavailable,
     named,
 )
-from mooncake_store.node_client import NodeClient
-from mooncake_store.node_control import NodeControl
+from mooncake_store.node import control_protocol as control
+from mooncake_store.node import node_control
+from mooncake_store.node.node_client import NodeClient
+from mooncake_store.node.node_control import NodeControl
 from mooncake_store.protocol import Kind
 
 

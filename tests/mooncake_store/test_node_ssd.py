@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mooncake_store.control_protocol import NodeStats, Restore
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
-from mooncake_store.node_client import NodeClient
+from mooncake_store.node.control_protocol import NodeStats, Restore
+from mooncake_store.node.node_client import NodeClient
 from mooncake_store.slots import Copy
 from tests.mooncake_store.block_writer import BLOCK, BlockWriter
 from tests.mooncake_store.site import PATIENCE_S, SIZE, Site, pause, ready_line

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_store.path_cost import Distance, Route, best_copies, distance
 from mooncake_store.slots import Copy
-from mooncake_store.traffic import Traffic
+from mooncake_store.transports.path_cost import Distance, Route, best_copies, distance
+from mooncake_store.transports.traffic import Traffic
 from tests.mooncake_store.makers import node_info
 
 SIZE = 1024**2

@@ -10,9 +10,9 @@ import pytest
 from mooncake_store.errors import RequestInvalid
 from mooncake_store.layout import geometry
 from mooncake_store.membership import NodeInfo
-from mooncake_store.node_client import NodeClient
-from mooncake_store.segment import Segment
-from mooncake_store.slot_memory import SlotMemory
+from mooncake_store.memory.segment import Segment
+from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.node.node_client import NodeClient
 from mooncake_store.slots import Copy
 from tests.mooncake_store.block_writer import BLOCK, BlockWriter
 from tests.mooncake_store.site import SIZE, Site, ready_line

@@ -13,17 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mooncake_store import segment_file
-from mooncake_store.mapping import numa_nodes
-from mooncake_store.segment import Segment, SegmentRefused, host_id
-from mooncake_store.slot_header import STATE_READY, STATE_WRITING, SlotHeader
+from mooncake_store.memory import segment_file
+from mooncake_store.memory.mapping import numa_nodes
+from mooncake_store.memory.segment import Segment, SegmentRefused, host_id
+from mooncake_store.memory.slot_header import STATE_READY, STATE_WRITING, SlotHeader
 from tests.mooncake_store.targets import ROOT
 
 SIZE = 1024**2
 
 OWNER = """
 import sys
-from mooncake_store.segment import Segment
+from mooncake_store.memory.segment import Segment
 segment = Segment.create(sys.argv[1], int(sys.argv[2]))
 segment.view[:] = 7
 print("owned", flush=True)

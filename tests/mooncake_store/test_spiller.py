@@ -15,10 +15,10 @@ from mooncake_store.directory import Directory
 from mooncake_store.errors import StoreUnavailable
 from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
 from mooncake_store.membership import NodeInfo
-from mooncake_store.slot_header import SlotHeader
-from mooncake_store.slot_memory import SlotMemory
+from mooncake_store.memory.slot_header import SlotHeader
+from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.node.spiller import Spiller
 from mooncake_store.slots import Copy
-from mooncake_store.spiller import Spiller
 from mooncake_store.ssd.records import Shape
 from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier
 from tests.mooncake_store.in_process import InProcessDirectory

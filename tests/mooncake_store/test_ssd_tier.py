@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from mooncake_store.errors import SsdRefused, TransferTimeout
-from mooncake_store.nixl_agent import NixlUnavailable
 from mooncake_store.ssd import block_io, ssd_tier
 from mooncake_store.ssd.block_io import NixlLane, ThreadLane, move
 from mooncake_store.ssd.records import Entry, Shape
 from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier
+from mooncake_store.transports.nixl_agent import NixlUnavailable
 from tests.mooncake_store.pages import pages
 
 UNIT = 4096
@@ -285,7 +285,7 @@ def test_without_the_plugin_threads_do_it(
     def unavailable(*_: object) -> None:
         raise NixlUnavailable("no plugin")
 
-    monkeypatch.setattr("mooncake_store.nixl_agent.FileAgent", unavailable)
+    monkeypatch.setattr("mooncake_store.transports.nixl_agent.FileAgent", unavailable)
     bench = Bench(tmp_path, seed)
     assert "uses threads instead of NIXL: no plugin" in caplog.text
     job = bench.job(0, 0)

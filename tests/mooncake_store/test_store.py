@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mooncake_store.client.store import Store, checksum
 from mooncake_store.directory import Directory
 from mooncake_store.errors import NodeUnknown, StoreUnavailable
 from mooncake_store.layout import HEADER_BYTES, KvLayout
 from mooncake_store.membership import NodeInfo
-from mooncake_store.nixl_agent import NixlUnavailable, load_nixl
-from mooncake_store.segment import Segment, host_id
-from mooncake_store.slot_header import STATE_READY, SlotHeader
+from mooncake_store.memory.segment import Segment, host_id
+from mooncake_store.memory.slot_header import STATE_READY, SlotHeader
 from mooncake_store.slots import Copy
-from mooncake_store.store import Store, checksum
+from mooncake_store.transports.nixl_agent import NixlUnavailable, load_nixl
 from tests.mooncake_store.in_process import InProcessDirectory
 from tests.mooncake_store.targets import TARGET_BYTES, Target, TargetPool
 

@@ -16,15 +16,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mooncake_store import tcp_frames as frames
-from mooncake_store import tcp_server
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.membership import NodeInfo
-from mooncake_store.segment import Segment
-from mooncake_store.tcp_frames import Kind
-from mooncake_store.tcp_server import TcpServer, TcpServerRefused
-from mooncake_store.tcp_transport import TcpTransport
-from mooncake_store.transport import Span
+from mooncake_store.memory.segment import Segment
+from mooncake_store.transports import tcp_frames as frames
+from mooncake_store.transports import tcp_server
+from mooncake_store.transports.tcp_frames import Kind
+from mooncake_store.transports.tcp_server import TcpServer, TcpServerRefused
+from mooncake_store.transports.tcp_transport import TcpTransport
+from mooncake_store.transports.transport import Span
 from tests.mooncake_store.makers import node_info
 from tests.mooncake_store.targets import TARGET_BYTES, Target, TargetPool
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_store import host_topology, nixl_agent
-from mooncake_store.host_topology import read_tree
-from mooncake_store.topology import LINK, Choice, Closeness, Topology, closeness, expand, parse
+from mooncake_store.node import host_topology
+from mooncake_store.node.host_topology import read_tree
+from mooncake_store.node.topology import LINK, Choice, Closeness, Topology, closeness, expand, parse
+from mooncake_store.transports import nixl_agent
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 TREES = ("8-gpu-server", "one-nic-vm", "small-vm", "broken")
@@ -158,7 +159,7 @@ def test_cpu_lists_expand() -> None:
 
 def test_this_host_is_read_and_shown() -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "mooncake_store.host_topology"], capture_output=True, text=True,
+        [sys.executable, "-m", "mooncake_store.node.host_topology"], capture_output=True, text=True,
         timeout=60, check=True,
     )  # fmt: skip
     said = json.loads(ran.stdout)

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.mapped_transport import MappedTransport
-from mooncake_store.nixl_agent import NixlUnavailable
-from mooncake_store.segment import Segment
-from mooncake_store.tcp_transport import TcpTransport
-from mooncake_store.transport import Span, Transport
+from mooncake_store.memory.segment import Segment
+from mooncake_store.transports.mapped_transport import MappedTransport
+from mooncake_store.transports.nixl_agent import NixlUnavailable
+from mooncake_store.transports.tcp_transport import TcpTransport
+from mooncake_store.transports.transport import Span, Transport
 from tests.mooncake_store.targets import TARGET_BYTES, Target, TargetPool
 
 SEGMENT_BYTES = TARGET_BYTES
@@ -37,7 +37,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
         made = TcpTransport()
     else:
         try:
-            from mooncake_store.nixl_transport import NixlTransport
+            from mooncake_store.transports.nixl_transport import NixlTransport
 
             made = NixlTransport()
         except NixlUnavailable as error:

@@ -40,8 +40,8 @@ from loadtest.bench.store.ways import (
     payload_of,
     putting,
 )
-from mooncake_store.client import StoreClient
-from mooncake_store.segment import Segment
+from mooncake_store.client.client import StoreClient
+from mooncake_store.memory.segment import Segment
 
 SIZES = (256 * 1024, MB)
 MEMORY_BYTES = 256 * MB  # of blocks, and of the client's buffer

@@ -17,7 +17,7 @@ import numpy as np
 
 from loadtest.bench.store.pattern import BATCH, Pattern, pages
 from loadtest.bench.store.ways import copying, fill, getting
-from mooncake_store.client import StoreClient
+from mooncake_store.client.client import StoreClient
 
 WARM_ROUNDS = 3
 

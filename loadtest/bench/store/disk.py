@@ -25,7 +25,7 @@ import numpy as np
 from loadtest.bench.result import Cell
 from loadtest.bench.store.pattern import BATCH, Pattern, pages
 from loadtest.bench.store.site import MB, Site
-from mooncake_store.client import StoreClient
+from mooncake_store.client.client import StoreClient
 
 FILLED_BYTES = 512 * MB
 SPILLED_S_MAX = 60.0

@@ -1,0 +1,295 @@
+"""The store for any process: put, get, exist, remove and change_replica of blocks of any size.
+
+    with StoreClient("ipc:///run/mooncake/directory") as store:
+        store.put([key], [array])           # numpy, torch (CPU), bytes, bytearray, mmap
+        store.get_into([key], [array])      # [True]
+        store.get([key])                    # [numpy array or None]
+
+Keys have 16 bytes (block_keys.py makes them from tokens; `key_of` from a name). Everything is
+batched, has a deadline, and exists as a future too (`put_async`, ...). Bytes go straight between
+the caller's memory and the node's: mapped where the node is on this host and `node_id` names it,
+else one-sided (transport.py).
+
+A block that cannot be had is a miss (False, None), a block that cannot be stored is False; what is
+wrong with the request or the deployment is a typed error (errors.py). With checksums (the default)
+every read is verified; without, the header of each slot is looked at after the read, which still
+notices that the slot has another owner by now, but not a bit that fell over.
+
+Not here: a worker's KV with its layers (store.py), nodes and their failures (known_nodes.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.client.block_reader import BATCH_BYTES, BlockReader
+from mooncake_store.client.block_writer import BlockWriter
+from mooncake_store.client.getter import Getter
+from mooncake_store.client.header_reader import HeaderReader
+from mooncake_store.client.putter import Putter
+from mooncake_store.client.replicas import Replicas
+from mooncake_store.client.restorer import Restorer
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.errors import RequestInvalid, StoreFull
+from mooncake_store.memory.buffers import as_bytes
+from mooncake_store.memory.checksum import ByteArray
+from mooncake_store.memory.registrations import Registrations
+from mooncake_store.memory.scratch import Scratch
+from mooncake_store.memory.segment import host_id
+from mooncake_store.slots import Copy
+from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.movers import Movers
+from mooncake_store.transports.transport import Span
+
+log = logging.getLogger("mooncake_store.client")
+DEADLINE_S = 10.0
+UNVERIFIED_BATCH_BYTES = 64 * 2**20  # nothing to verify in the CPU's cache: fewer, longer ones
+SHM = "/dev/shm/"  # where nodes of this host have their segments, unless told otherwise
+
+
+def key_of(name: str) -> bytes:
+    """A key for a value that has a name: 16 bytes of its hash."""
+    return hashlib.blake2b(name.encode(), digest_size=KEY_BYTES, person=b"mooncake.name").digest()
+
+
+class StoreClient:
+    """Thread-safe. `node_id`: the node of this host whose memory is mapped ("": found out).
+
+    `threads`: how many move the bytes of one batch of another node, and serve futures.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        node_id: str = "",
+        transports: str = "auto",
+        is_verified: bool = True,
+        tenant: str = "",
+        threads: int = 2,
+    ) -> None:
+        if threads < 1:
+            raise RequestInvalid(f"threads is {threads}; at least the caller's own moves bytes")
+        self.directory = DirectoryClient(address)
+        self._name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
+        self._numbers = itertools.count()
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+        try:
+            self.node_id = node_id or self._node_of_this_host()
+            self.nodes = KnownNodes(self.directory, self.node_id, transports)
+        except BaseException:
+            self.directory.close()
+            raise
+        self._registrations = Registrations(self.nodes)
+        scratch = Scratch(self.nodes)
+        self._movers = Movers(threads)
+        writer = BlockWriter(self.nodes, scratch, is_verified, self._movers)
+        self._putter = Putter(self.directory, self.nodes, self._registrations, writer, tenant)
+        batch_bytes = BATCH_BYTES if is_verified else UNVERIFIED_BATCH_BYTES
+        reader = BlockReader(self.nodes, self._report_bad, batch_bytes, self._movers)
+        self._headers = HeaderReader(self.nodes, scratch)
+        self._restorer = Restorer(self.directory, self.nodes)
+        self._getter = Getter(
+            self.directory, self.nodes, reader, self._headers, self._restorer, is_verified
+        )
+        self.replicas = Replicas(self.directory, self._restorer)
+
+    def _node_of_this_host(self) -> str:
+        here = host_id(SHM)
+        local = [info for info in self.directory.nodes() if info.host_id == here]
+        return min((info.node_id for info in local if not info.is_ssd), default="")
+
+    # ---- memory
+
+    def register(self, buffer: Any) -> None:
+        """Memory that will be used again and again: registered once instead of at each call."""
+        self._registrations.add(as_bytes(buffer))
+
+    def unregister(self, buffer: Any) -> None:
+        self._registrations.drop(as_bytes(buffer))
+
+    def pending(self) -> list[tuple[ByteArray, Span]]:
+        """Local memory into which a get that ran into its deadline may still write. Poll it."""
+        return self.nodes.pending_targets()
+
+    # ---- put
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Any],
+        node_id: str = "",
+        deadline_s: float = DEADLINE_S,
+    ) -> list[bool]:
+        """Store these blocks on `node_id`, or the node of this host, or where there is room.
+
+        False: no room, or it could not be written in time. True, too, when the key was there
+        already: a key names its content, so nothing is written again.
+        """
+        sources = [as_bytes(buffer) for buffer in buffers]
+        self._check_keys(keys, len(sources))
+        if any(source.nbytes == 0 for source in sources):
+            raise RequestInvalid("a block of 0 bytes cannot be stored")
+        target = node_id or self.node_id or self._placed(keys)
+        owner, until_s = self._owner(), time.monotonic() + deadline_s
+        done = [False] * len(keys)
+        by_size: dict[int, list[int]] = {}
+        for index, source in enumerate(sources):
+            by_size.setdefault(source.nbytes, []).append(index)
+        for indices in by_size.values():
+            left_s = max(0.001, until_s - time.monotonic())
+            chosen = [keys[i] for i in indices], [sources[i] for i in indices]
+            stored = self._putter.put(target, *chosen, owner, left_s)
+            for index, is_stored in zip(indices, stored, strict=True):
+                done[index] = is_stored
+        return done
+
+    def _placed(self, keys: Sequence[bytes]) -> str:
+        node_id = self.directory.place(keys[:1])[0] if keys else ""
+        if not node_id:
+            raise StoreFull("no storage node takes blocks: start one (mooncake store serve)")
+        return node_id
+
+    # ---- get
+
+    def get(self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S) -> list[ByteArray | None]:
+        """The blocks as new arrays; None for a miss."""
+        self._check_keys(keys, len(keys))
+        found = self._getter.find(keys)
+        sizes = [places[0].size_bytes if places else 0 for places in found]
+        arrays = [np.empty(size, np.uint8) if size else None for size in sizes]
+        arrived = self._get(keys, found, arrays, 0, deadline_s)
+        return [
+            array if is_there else None for array, is_there in zip(arrays, arrived, strict=True)
+        ]
+
+    def get_into(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Any],
+        offset_bytes: int = 0,
+        deadline_s: float = DEADLINE_S,
+    ) -> list[bool]:
+        """Fill each buffer with its block from `offset_bytes` on; False for a miss.
+
+        A buffer may be shorter than the block (a part of it, which checksums cannot verify: its
+        slot's header is looked at after the read instead), never longer: RequestInvalid.
+        """
+        targets = [as_bytes(buffer, is_target=True) for buffer in buffers]
+        self._check_keys(keys, len(targets))
+        if offset_bytes < 0:
+            raise RequestInvalid(f"offset_bytes is {offset_bytes}; a block starts at 0")
+        found = self._getter.find(keys)
+        for key, places, target in zip(keys, found, targets, strict=True):
+            if places and offset_bytes + target.nbytes > places[0].size_bytes:
+                raise RequestInvalid(
+                    f"block {key.hex()} has {places[0].size_bytes} bytes; {target.nbytes} "
+                    f"from {offset_bytes} on reach past its end: ask stat() for the size"
+                )
+        return self._get(keys, found, targets, offset_bytes, deadline_s)
+
+    def _get(
+        self,
+        keys: Sequence[bytes],
+        found: Sequence[tuple[Copy, ...]],
+        targets: Sequence[ByteArray | None],
+        offset_bytes: int,
+        deadline_s: float,
+    ) -> list[bool]:
+        with self._registrations.covering([each for each in targets if each is not None]):
+            return self._getter.get(keys, found, targets, offset_bytes, self._owner(), deadline_s)
+
+    def _report_bad(self, copy: Copy) -> None:
+        header = self._headers.read(copy)
+        log.warning("bad copy %s", copy)
+        if header is not None and header.generation == copy.generation:
+            self.directory.drop_copy(header.key, copy.node_id, copy.generation)
+
+    # ---- questions and changes
+
+    def exist(self, keys: Sequence[bytes]) -> list[bool]:
+        """Is each of these anywhere? Neither a lease nor a use."""
+        return self.directory.exist(keys)
+
+    def stat(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
+        """Where each of these is, how large, with which checksum; DRAM before SSD."""
+        self._check_keys(keys, len(keys))
+        return self.directory.lookup(keys, self._owner(), 0.0, prefix_only=False)
+
+    def remove(self, keys: Sequence[bytes]) -> list[bool]:
+        """Give them up everywhere. False: a copy is in use, ask again later."""
+        self._check_keys(keys, len(keys))
+        return self.directory.remove(keys)
+
+    def change_replica(
+        self,
+        keys: Sequence[bytes],
+        add: Sequence[str] = (),
+        drop: Sequence[str] = (),
+        deadline_s: float = DEADLINE_S,
+    ) -> list[bool]:
+        """Copy these blocks to the nodes `add`, then give up those on `drop`; both: a move.
+
+        False: it is not on every node of `add`, so nothing of it was dropped; or a copy on `drop`
+        is in use, or is the last one (`remove` gives up the last one).
+        """
+        self._check_keys(keys, len(keys))
+        return self.replicas.change(keys, add, drop, self._owner(), deadline_s)
+
+    # ---- futures
+
+    def put_async(self, *arguments: Any, **named: Any) -> Future[list[bool]]:
+        """As `put`; its deadline begins when a thread is free for it."""
+        return self._executor().submit(self.put, *arguments, **named)
+
+    def get_async(self, *arguments: Any, **named: Any) -> Future[list[ByteArray | None]]:
+        return self._executor().submit(self.get, *arguments, **named)
+
+    def get_into_async(self, *arguments: Any, **named: Any) -> Future[list[bool]]:
+        return self._executor().submit(self.get_into, *arguments, **named)
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "store-client")
+        return self._pool
+
+    # ---- itself
+
+    def _owner(self) -> str:
+        return f"{self._name}/{next(self._numbers)}"
+
+    def _check_keys(self, keys: Sequence[bytes], buffers: int) -> None:
+        if len(keys) != buffers:
+            raise RequestInvalid(f"{len(keys)} keys and {buffers} buffers: one each is needed")
+        wrong = next((key for key in keys if len(key) != KEY_BYTES), None)
+        if wrong is not None:
+            raise RequestInvalid(
+                f"a key has {KEY_BYTES} bytes, {wrong.hex()[:64]} has {len(wrong)}; key_of(name) "
+                "makes one of a name"
+            )
+
+    def close(self) -> None:
+        """Ends transfers under way first. Twice is harmless."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        self._restorer.close()
+        self._movers.close()
+        self.nodes.close()
+        self.directory.close()
+
+    def __enter__(self) -> StoreClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,134 @@
+"""Pulls blocks of other nodes into the own segment and commits them there: a further copy.
+
+Blocks that lie on an SSD are restored by their node first; those of the own SSD are then where they
+should be. What does not arrive whole is given up, but for slots that a late transfer may still
+write: their lease runs out and they rest.
+
+Not here: which blocks, from where (the callers: a worker's store.py, the node's control verbs).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mooncake_store.client.block_reader import BlockReader, Want
+from mooncake_store.client.restorer import Restorer
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, Geometry
+from mooncake_store.membership import SSD_SUFFIX, NodeInfo
+from mooncake_store.memory.checksum import ByteArray
+from mooncake_store.memory.slot_header import SlotHeader
+from mooncake_store.slots import Allocation, Copy, Slot
+from mooncake_store.transports.transport import Span
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSegment:
+    """The segment of one life of the own node, writable from here."""
+
+    info: NodeInfo
+    view: ByteArray
+    shape: Geometry
+
+    def payload(self, slot: int, length_bytes: int) -> ByteArray:
+        start = self.shape.slot_offset_bytes(slot)
+        return self.view[start : start + length_bytes]
+
+    def write_header(self, slot: int, raw: bytes) -> None:
+        start = self.shape.header_offset_bytes(slot)
+        self.view[start : start + HEADER_BYTES] = np.frombuffer(raw, np.uint8)
+
+
+class Fetcher:
+    """Thread-safe. `allocate(keys, owner, lease_s, size_bytes)` gives slots of the own node."""
+
+    def __init__(
+        self,
+        directory: DirectoryClient,
+        reader: BlockReader,
+        restorer: Restorer,
+        allocate: Callable[[Sequence[bytes], str, float, int], Allocation],
+        pending_in: Callable[[ByteArray], list[Span]],
+    ) -> None:
+        self._directory = directory
+        self._reader = reader
+        self._restorer = restorer
+        self._allocate = allocate
+        self._pending_in = pending_in
+
+    def fetch(
+        self,
+        own: Callable[[], OwnSegment],
+        keys: Sequence[bytes],
+        copies: Sequence[Copy],
+        owner: str,
+        lease_s: float,
+        deadline_s: float,
+    ) -> None:
+        """Afterwards look up which of them the own node has. `copies` may be local already."""
+        until_s = time.monotonic() + deadline_s
+        from_ssd = [i for i, copy in enumerate(copies) if copy.node_id.endswith(SSD_SUFFIX)]
+        ready = {i: copy for i, copy in enumerate(copies) if i not in set(from_ssd)}
+        if from_ssd:
+            groups = self._restorer.restore(
+                [keys[i] for i in from_ssd], [copies[i] for i in from_ssd], owner, lease_s,
+                deadline_s,
+            )  # fmt: skip
+            for group in groups:
+                ready.update({from_ssd[at]: copy for at, copy in group})
+        node_id = own().info.node_id
+        by_size: dict[int, list[int]] = {}
+        for index in sorted(ready):
+            if ready[index].node_id != node_id:
+                by_size.setdefault(ready[index].size_bytes, []).append(index)
+        for size_bytes, indices in by_size.items():
+            given = self._allocate([keys[i] for i in indices], owner, lease_s, size_bytes)
+            wanted = [
+                (keys[i], slot, ready[i])
+                for i, slot in zip(indices, given.slots, strict=True)
+                if slot is not None
+            ]
+            if wanted:
+                self._pull(own(), wanted, owner, lease_s, until_s - time.monotonic())
+
+    def _pull(
+        self,
+        own: OwnSegment,
+        wanted: Sequence[tuple[bytes, Slot, Copy]],
+        owner: str,
+        lease_s: float,
+        deadline_s: float,
+    ) -> None:
+        wants, places = [], []
+        for _, slot, copy in wanted:
+            span = Span(own.shape.slot_offset_bytes(slot.slot), copy.size_bytes)
+            places.append(span.offset_bytes)
+            wants.append(Want(copy, 0, (own.view, span), (copy.checksum,)))
+        arrived = self._reader.read(wants, deadline_s)
+        rows = []
+        for (key, slot, copy), is_here in zip(wanted, arrived, strict=True):
+            if is_here:
+                header = SlotHeader(
+                    STATE_READY, slot.generation, key, copy.checksum, copy.size_bytes
+                )
+                own.write_header(slot.slot, header.pack())
+                rows.append((key, slot.slot, slot.generation, copy.checksum))
+        if rows:
+            self._directory.commit(own.info.node_id, rows, owner, lease_s)
+        late = {span.offset_bytes for span in self._pending_in(own.view)}
+        lost = [
+            slot
+            for (_, slot, _), start, is_here in zip(wanted, places, arrived, strict=True)
+            if not is_here and start not in late
+        ]
+        if lost:
+            self._directory.abandon(lost, owner)
+
+
+def writing_header(key: bytes, slot: Slot, size_bytes: int) -> bytes:
+    """The header of a slot that is about to be filled: the old block's must not vouch for it."""
+    return SlotHeader(STATE_WRITING, slot.generation, key, 0, size_bytes).pack()

@@ -1,0 +1,162 @@
+"""Gets blocks from whichever copy is best, and from the next best when that one fails.
+
+DRAM copies are read as they are; those that only an SSD has are restored by their node, group by
+group, and each group is read while the next one comes.
+
+Not here: the caller's arguments (client.py), verifying (block_reader.py), which copy costs what
+(path_cost.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from mooncake_store.client.block_reader import BlockReader, Want
+from mooncake_store.client.header_reader import HeaderReader
+from mooncake_store.client.restorer import Restorer
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.membership import SSD_SUFFIX
+from mooncake_store.memory.checksum import ByteArray
+from mooncake_store.slots import Copy
+from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.transport import Span
+
+LEASE_MARGIN_S = 5.0
+
+
+class Getter:
+    """Thread-safe."""
+
+    def __init__(
+        self,
+        directory: DirectoryClient,
+        nodes: KnownNodes,
+        reader: BlockReader,
+        headers: HeaderReader,
+        restorer: Restorer,
+        is_verified: bool,
+    ) -> None:
+        self._directory = directory
+        self._nodes = nodes
+        self._reader = reader
+        self._headers = headers
+        self._restorer = restorer
+        self._is_verified = is_verified
+
+    def find(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
+        """Where each block is, without a lease: what is read is verified, so that if a block went
+        away meanwhile it is a miss, and a lease would cost more than the copy of a small block."""
+        return self._directory.lookup(keys, "", 0.0, prefix_only=False)
+
+    def get(
+        self,
+        keys: Sequence[bytes],
+        found: Sequence[tuple[Copy, ...]],
+        targets: Sequence[ByteArray | None],
+        offset_bytes: int,
+        owner: str,
+        deadline_s: float,
+    ) -> list[bool]:
+        """Which blocks are in their targets now. What is missing is tried once more, leased."""
+        request = _Request(keys, targets, offset_bytes, time.monotonic() + deadline_s)
+        in_dram = [
+            places  # nearly always one copy, in DRAM
+            if len(places) == 1 and not places[0].node_id.endswith(SSD_SUFFIX)
+            else tuple(copy for copy in places if not copy.node_id.endswith(SSD_SUFFIX))
+            for places in found
+        ]
+        self._try_all(request, in_dram, owner)
+        if all(request.arrived):
+            return request.arrived
+        missing = [
+            index
+            for index, is_here in enumerate(request.arrived)
+            if not is_here and found[index] and targets[index] is not None
+        ]
+        if missing and request.left_s > 0:
+            try:
+                self._get_leased(request, missing, owner)
+            finally:
+                self._directory.release_later(owner)
+        return request.arrived
+
+    def _get_leased(self, request: _Request, missing: Sequence[int], owner: str) -> None:
+        """These went away while they were read, or lie on SSDs only."""
+        lease_s = request.left_s + LEASE_MARGIN_S
+        keys = [request.keys[index] for index in missing]
+        again = self._directory.lookup(keys, owner, lease_s, prefix_only=False)
+        found: list[tuple[Copy, ...]] = [()] * len(request.keys)
+        for index, places in zip(missing, again, strict=True):
+            found[index] = tuple(place for place in places if request.fits(index, place))
+        self._try_all(request, found, owner)
+
+    def _try_all(self, request: _Request, found: Sequence[tuple[Copy, ...]], owner: str) -> None:
+        left = list(found)
+        while request.left_s > 0:  # each round tries another copy of what is missing
+            best = self._nodes.choose(left)
+            chosen = {index: copy for index, copy in enumerate(best) if copy is not None}
+            if not chosen:
+                break
+            ssd = {i: copy for i, copy in chosen.items() if copy.node_id.endswith(SSD_SUFFIX)}
+            self._read(request, {i: copy for i, copy in chosen.items() if i not in ssd})
+            if ssd and request.left_s > 0:
+                self._read_from_ssd(request, ssd, owner)
+            if all(request.arrived):
+                break
+            left = [
+                () if is_here else tuple(copy for copy in places if copy is not chosen.get(index))
+                for index, (places, is_here) in enumerate(zip(left, request.arrived, strict=True))
+            ]
+
+    def _read_from_ssd(self, request: _Request, chosen: dict[int, Copy], owner: str) -> None:
+        indices, left_s = list(chosen), request.left_s
+        keys, copies = [request.keys[i] for i in indices], [chosen[i] for i in indices]
+        for group in self._restorer.restore(keys, copies, owner, left_s + LEASE_MARGIN_S, left_s):
+            self._read(request, {indices[at]: copy for at, copy in group})
+
+    def _read(self, request: _Request, chosen: dict[int, Copy]) -> None:
+        if not chosen:
+            return
+        wants, unsure = [], []
+        for index, copy in chosen.items():
+            target = request.targets[index]
+            assert target is not None
+            is_sure = self._is_verified and target.nbytes == copy.size_bytes and copy.checksum != 0
+            checksums = (copy.checksum,) if is_sure else ()
+            span = Span(0, target.nbytes)
+            wants.append(Want(copy, request.offset_bytes, (target, span), checksums))
+            if not is_sure:
+                unsure.append(index)
+        came = self._reader.read(wants, request.left_s)
+        for index, is_here in zip(chosen, came, strict=True):
+            request.arrived[index] = is_here
+        unsure = [index for index in unsure if request.arrived[index]]
+        if unsure:  # does the slot still have the block that was asked for?
+            keys, copies = [request.keys[i] for i in unsure], [chosen[i] for i in unsure]
+            for index, is_still in zip(unsure, self._headers.still(keys, copies), strict=True):
+                request.arrived[index] = is_still
+
+
+class _Request:
+    """One call: what is wanted, and what has arrived."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        targets: Sequence[ByteArray | None],
+        offset_bytes: int,
+        until_s: float,
+    ) -> None:
+        self.keys, self.targets, self.offset_bytes = keys, targets, offset_bytes
+        self.arrived = [False] * len(keys)
+        self._until_s = until_s
+
+    def fits(self, index: int, copy: Copy) -> bool:
+        """Is the block as large as it was thought to be?"""
+        target = self.targets[index]
+        return target is not None and self.offset_bytes + target.nbytes <= copy.size_bytes
+
+    @property
+    def left_s(self) -> float:
+        return self._until_s - time.monotonic()

@@ -1,0 +1,121 @@
+"""More copies of a block, fewer, or one elsewhere; and a node emptied onto others.
+
+The node that shall get a copy pulls it itself, one-sided, from a node that has it (the control verb
+`fetch`): no byte goes through whoever asks. Dropping comes after copying, and never takes the last
+copy away.
+
+Not here: pulling (fetcher.py), which node should get one (placement.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from mooncake_store.client.restorer import Restorer
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.errors import NodeUnknown, RequestInvalid
+from mooncake_store.membership import NodeInfo
+from mooncake_store.node.control_protocol import BLOCKS_MAX
+from mooncake_store.slots import Copy
+
+DRAIN_BLOCKS = 256  # moved at once
+LEASE_MARGIN_S = 5.0
+
+
+class Replicas:
+    def __init__(self, directory: DirectoryClient, restorer: Restorer) -> None:
+        self._directory = directory
+        self._restorer = restorer
+
+    def change(
+        self,
+        keys: Sequence[bytes],
+        add: Sequence[str],
+        drop: Sequence[str],
+        owner: str,
+        deadline_s: float,
+    ) -> list[bool]:
+        """See StoreClient.change_replica."""
+        until_s = time.monotonic() + deadline_s
+        infos = {info.node_id: info for info in self._directory.nodes()}
+        for node_id in (*add, *drop):
+            if node_id not in infos:
+                raise NodeUnknown(
+                    f"storage node {node_id} is not registered; known: {', '.join(sorted(infos))}"
+                )
+        for node_id in add:
+            if not infos[node_id].control or infos[node_id].is_ssd:
+                raise RequestInvalid(
+                    f"storage node {node_id} cannot pull blocks: name a node with DRAM and a "
+                    "control socket (its SSD fills by itself)"
+                )
+        for start in range(0, len(keys), BLOCKS_MAX):
+            for node_id in add:
+                self._pull(keys[start : start + BLOCKS_MAX], infos[node_id], owner, until_s)
+        done = []
+        for key, places in zip(keys, self._places(keys, owner), strict=True):
+            there = {copy.node_id for copy in places}
+            is_done = bool(there) and there.issuperset(add)
+            meant = there.intersection(drop) if is_done else set()
+            if meant and there == meant:
+                is_done = False  # the last copy
+            elif meant:
+                gone = [self._directory.remove([key], node_id)[0] for node_id in sorted(meant)]
+                is_done = all(gone)
+            done.append(is_done)
+        return done
+
+    def _places(self, keys: Sequence[bytes], owner: str) -> list[tuple[Copy, ...]]:
+        return self._directory.lookup(keys, owner, 0.0, prefix_only=False)
+
+    def _pull(self, keys: Sequence[bytes], target: NodeInfo, owner: str, until_s: float) -> None:
+        """Have `target` copy those of these blocks that it lacks."""
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            return
+        found = self._directory.lookup(keys, owner, left_s + LEASE_MARGIN_S, prefix_only=False)
+        try:
+            wanted = [
+                (key, places[0])
+                for key, places in zip(keys, found, strict=True)
+                if places and target.node_id not in {copy.node_id for copy in places}
+            ]
+            if wanted:
+                chosen, copies = zip(*wanted, strict=True)
+                self._restorer.client(target.control).fetch(chosen, copies, left_s)
+        finally:
+            self._directory.release_later(owner)
+
+    def drain(
+        self,
+        node_id: str,
+        owner: str,
+        on_progress: Callable[[int, int], None],
+        deadline_s: float = 600.0,
+    ) -> int:
+        """Give the node no new blocks and copy what only it has to others; blocks left behind.
+
+        on_progress(moved, left) after each batch. The node can be stopped then: 0 left means that
+        nothing is lost. A block that no other node has room for stays behind.
+        """
+        until_s = time.monotonic() + deadline_s
+        self._directory.drain(node_id, True)
+        infos = {info.node_id: info for info in self._directory.nodes()}
+        excluded = [name for name, info in infos.items() if not info.control or info.is_ssd]
+        moved, is_moving = 0, True
+        while is_moving and time.monotonic() < until_s:
+            only_here = self._directory.blocks_on(node_id, DRAIN_BLOCKS, only_here=True)
+            on_progress(moved, len(only_here))
+            chosen = [key for key, _ in only_here]
+            targets = self._directory.place(chosen, [*excluded, node_id])
+            by_target: dict[str, list[bytes]] = {}
+            for key, target in zip(chosen, targets, strict=True):
+                by_target.setdefault(target, []).append(key)
+            for target, part in by_target.items():
+                if target:
+                    self._pull(part, infos[target], owner, until_s)
+            still = {key for key, _ in self._directory.blocks_on(node_id, DRAIN_BLOCKS, True)}
+            gone = sum(key not in still for key in chosen)
+            moved, is_moving = moved + gone, gone > 0
+        return len(self._directory.blocks_on(node_id, DRAIN_BLOCKS, only_here=True))

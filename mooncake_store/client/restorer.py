@@ -1,0 +1,206 @@
+"""Brings blocks that only an SSD has back into DRAM, group by group.
+
+The slots in DRAM are allocated here, in the name of whoever wants the blocks; the node reads its
+file into them and verifies; they are committed here, so the next reader finds them in DRAM. While
+one group is read from the SSD, the caller already works on the one before: that hides most of the
+second copy.
+
+Not here: reading the file (the node), moving what is in DRAM (block_reader.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.errors import NodeUnknown, StoreError, StoreFull
+from mooncake_store.membership import SSD_SUFFIX
+from mooncake_store.node.control_protocol import Restore
+from mooncake_store.node.node_client import NodeClient
+from mooncake_store.slots import Allocation, Copy, Slot
+from mooncake_store.transports.known_nodes import KnownNodes
+
+log = logging.getLogger("mooncake_store.store")
+GROUP_BYTES = 4 * 1024**2
+AHEAD = 2  # groups under way at once
+ANOTHERS_POLL_S = 0.005  # a block that somebody else is restoring is looked up this often
+Group = list[tuple[int, Restore]]  # index of the block, and what to do
+
+
+class Restorer:
+    """Thread-safe. Raises what the directory raises; a block that cannot be had is left out."""
+
+    def __init__(self, directory: DirectoryClient, nodes: KnownNodes) -> None:
+        self._directory = directory
+        self._nodes = nodes
+        self._lock = threading.Lock()
+        self._clients: dict[str, NodeClient] = {}  # by address
+        self._pool: ThreadPoolExecutor | None = None
+
+    def client(self, address: str) -> NodeClient:
+        """The control socket of a node."""
+        with self._lock:
+            if address not in self._clients:
+                self._clients[address] = NodeClient(address)
+            return self._clients[address]
+
+    def restore(
+        self,
+        keys: Sequence[bytes],
+        copies: Sequence[Copy],
+        owner: str,
+        lease_s: float,
+        deadline_s: float,
+    ) -> Iterator[list[tuple[int, Copy]]]:
+        """Groups of (index, the copy in DRAM), as they arrive; `copies` are on SSDs.
+
+        What is not yielded could not be had. The copies are leased to `owner`.
+        """
+        until_s = time.monotonic() + deadline_s
+        by_node: dict[tuple[str, int], list[int]] = {}
+        for index, copy in enumerate(copies):
+            by_node.setdefault((copy.node_id, copy.size_bytes), []).append(index)
+        for (ssd_id, size_bytes), indices in by_node.items():
+            node_id = ssd_id.removesuffix(SSD_SUFFIX)
+            info = self._nodes.find(node_id)
+            if info is None or not info.control:
+                continue
+            chosen = [keys[index] for index in indices]
+            given = self._allocate(node_id, chosen, owner, lease_s, size_bytes)
+            todo = [
+                (index, _restore(keys[index], copies[index], slot))
+                for index, slot in zip(indices, given.slots, strict=True)
+                if slot is not None
+            ]
+            client = self.client(info.control)
+            yield from self._load(client, node_id, todo, owner, lease_s, until_s)
+            covered = zip(indices[: given.covered], given.slots, strict=False)
+            others = [index for index, slot in covered if slot is None]
+            if others:
+                yield self._await_others(node_id, keys, others, owner, lease_s, until_s)
+
+    def _allocate(
+        self, node_id: str, keys: list[bytes], owner: str, lease_s: float, size_bytes: int
+    ) -> Allocation:
+        for _ in range(2):
+            try:
+                return self._directory.allocate(
+                    node_id, keys, owner, lease_s, size_bytes=size_bytes
+                )
+            except NodeUnknown:  # not attached in this life of it
+                try:
+                    self._directory.attach(node_id, "restore", size_bytes)
+                except StoreError:
+                    break
+            except StoreFull as error:
+                log.warning("node_id=%s cannot restore: %s", node_id, error)
+                break
+        return Allocation((None,) * len(keys), 0)
+
+    def _load(
+        self,
+        client: NodeClient,
+        node_id: str,
+        todo: Group,
+        owner: str,
+        lease_s: float,
+        until_s: float,
+    ) -> Iterator[list[tuple[int, Copy]]]:
+        groups = _grouped(todo)
+        loaded: Group = []
+        pending: list[Future[list[bool] | None]] = []
+        try:
+            for at, group in enumerate(groups):
+                while len(pending) < min(at + AHEAD, len(groups)):  # ahead of the caller
+                    blocks = [restore for _, restore in groups[len(pending)]]
+                    pending.append(self._executor().submit(self._ask, client, blocks, until_s))
+                whole = pending[at].result()
+                if whole is None:
+                    continue  # bytes may still arrive: the lease on those slots must run out
+                arrived = [each for each, is_whole in zip(group, whole, strict=True) if is_whole]
+                failed = [each for each, is_whole in zip(group, whole, strict=True) if not is_whole]
+                if failed:
+                    slots = [Slot(node_id, each.slot, each.generation) for _, each in failed]
+                    self._directory.abandon(slots, owner)
+                loaded += arrived
+                if arrived:
+                    yield [(index, _copy(node_id, restore)) for index, restore in arrived]
+        finally:
+            rows = [(each.key, each.slot, each.generation, each.checksum) for _, each in loaded]
+            if rows:
+                self._directory.commit(node_id, rows, owner, lease_s)
+
+    def _ask(self, client: NodeClient, blocks: list[Restore], until_s: float) -> list[bool] | None:
+        """Which blocks are in DRAM now; None when that is not known."""
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            return [False] * len(blocks)
+        try:
+            return client.load(blocks, left_s)
+        except StoreError as error:
+            log.warning("restoring %d blocks failed: %s", len(blocks), error)
+            return None
+
+    def _await_others(
+        self,
+        node_id: str,
+        keys: Sequence[bytes],
+        indices: list[int],
+        owner: str,
+        lease_s: float,
+        until_s: float,
+    ) -> list[tuple[int, Copy]]:
+        """Blocks that need no slot: in DRAM by now, or being restored by somebody else."""
+        found: dict[int, Copy] = {}
+        while len(found) < len(indices) and time.monotonic() < until_s:
+            missing = [index for index in indices if index not in found]
+            chosen = [keys[index] for index in missing]
+            places = self._directory.lookup(chosen, owner, lease_s, prefix_only=False)
+            for index, copies in zip(missing, places, strict=True):
+                here = [copy for copy in copies if copy.node_id == node_id]
+                if here:
+                    found[index] = here[0]
+            if len(found) < len(indices):
+                time.sleep(ANOTHERS_POLL_S)
+        return list(found.items())
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(8, "store-restore")
+            return self._pool
+
+    def close(self) -> None:
+        with self._lock:
+            clients, self._clients = list(self._clients.values()), {}
+            pool, self._pool = self._pool, None
+        for client in clients:
+            client.close()
+        if pool is not None:
+            pool.shutdown(wait=True)
+
+
+def _restore(key: bytes, copy: Copy, slot: Slot) -> Restore:
+    return Restore(
+        key, copy.slot, copy.generation, slot.slot, slot.generation, copy.checksum, copy.size_bytes
+    )
+
+
+def _copy(node_id: str, restore: Restore) -> Copy:
+    return Copy(node_id, restore.slot, restore.generation, restore.checksum, restore.size_bytes)
+
+
+def _grouped(todo: Group) -> list[Group]:
+    groups: list[Group] = []
+    group_bytes = GROUP_BYTES
+    for each in todo:
+        if group_bytes >= GROUP_BYTES:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(each)
+        group_bytes += each[1].size_bytes
+    return groups

@@ -1,0 +1,324 @@
+"""One worker's door to the KV store: the directory's verbs, and the bytes behind them.
+
+A worker belongs to one storage node of its host and maps that node's segment: it fills slots there
+with plain copies and commits them. Blocks of other nodes are read straight into the engine's
+registered KV pool, or fetched into the own segment and committed there (a further copy).
+
+Threads: every method may be called from several threads (an engine loop and its movers); bytes
+move outside the GIL, and reads of several threads run side by side (nixl_transport.py).
+
+Failure: a block that cannot be read is a miss, never an exception. A copy that proves corrupt is
+reported to the directory; a node that fails is left alone for a moment. StoreUnavailable is raised
+when the directory itself does not answer. After a timeout bytes may still arrive later: the pages
+in pending_offsets() must not be given to anybody until it stops listing them.
+
+When the own storage node restarts, the next allocate() notices (NodeNotAttached) and maps the new
+segment; until then blocks written here are lost, which their checksums reveal.
+
+Not here: moving and verifying (block_reader.py), nodes and their failures (known_nodes.py),
+replication by decision of the conductor (it calls fetch).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mooncake_store.client.block_reader import BlockReader, Want
+from mooncake_store.client.fetcher import Fetcher, OwnSegment, writing_header
+from mooncake_store.client.header_reader import HeaderReader
+from mooncake_store.client.restorer import Restorer
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.errors import LayoutMismatch, NodeUnknown
+from mooncake_store.layout import KvLayout
+from mooncake_store.memory.checksum import checksum
+from mooncake_store.memory.scratch import Scratch
+from mooncake_store.memory.segment import ByteArray, Segment, SegmentRefused
+from mooncake_store.memory.slot_header import STATE_READY, SlotHeader
+from mooncake_store.slots import Allocation, Copy, Slot
+from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.rates import PathReport, Probe
+from mooncake_store.transports.transport import Span, TransferCounters
+
+__all__ = ["Store", "checksum"]
+
+log = logging.getLogger("mooncake_store.store")
+RECENT_LOOKUPS_MAX = 64  # remembered so that a bad copy can be named by its key
+
+
+@dataclass(frozen=True, slots=True)
+class _Own(OwnSegment):
+    """The own node as attached: one of its incarnations, mapped."""
+
+    segment: Segment
+
+
+class Store:
+    """See the module docstring. `transports` says how bytes of a node get here.
+
+    "auto": the own node mapped, all others by NIXL. "mapped": every node of this host mapped (no
+    NIXL needed). "nixl": reads of the own node go through NIXL too, to test one against the other.
+    Writing to the own segment is a mapped copy in each.
+    """
+
+    def __init__(
+        self,
+        directory: DirectoryClient,
+        node_id: str,
+        fingerprint: str,
+        layout: KvLayout,
+        transports: str = "auto",
+    ) -> None:
+        self.node_id = node_id
+        self.layout = layout
+        self._directory = directory
+        self._fingerprint = fingerprint
+        self._nodes = KnownNodes(directory, node_id, transports)
+        self._reader = BlockReader(self._nodes, self._report_bad_copy)
+        self._attaching = threading.Lock()
+        self._recent: deque[tuple[Sequence[bytes], list[tuple[Copy, ...]]]]
+        self._recent = deque(maxlen=RECENT_LOOKUPS_MAX)
+        self._buffers: list[ByteArray] = []
+        self._headers = HeaderReader(self._nodes, Scratch(self._nodes))
+        self._restorer = Restorer(directory, self._nodes)
+        self._fetcher = Fetcher(
+            directory,
+            self._reader,
+            self._restorer,
+            lambda keys, owner, lease_s, size: self.allocate(keys, owner, lease_s, False, size),
+            self._pending_in,
+        )
+        try:
+            self._own = self._attach(None)
+        except BaseException:
+            self._nodes.close()
+            raise
+        self._probe = Probe(self._nodes)
+
+    # ---- the own node
+
+    def _attach(self, before: _Own | None) -> _Own:
+        """Format the own node as it is now, and map it unless this life of it is mapped."""
+        self._nodes.refresh()
+        info = self._nodes.find(self.node_id)
+        if info is None:
+            raise NodeUnknown(
+                f"storage node {self.node_id} is not registered: start it (python -m "
+                f"mooncake_store.node --node-id {self.node_id} ...) or correct store_node"
+            )
+        shape = self._directory.attach(self.node_id, self._fingerprint, self.layout.block_bytes)
+        if before is not None and before.info.incarnation == info.incarnation:
+            return _Own(info, before.view, shape, before.segment)  # only the directory restarted
+        segment = Segment.open(info.segment_path, info.segment_bytes)
+        self._nodes.register(segment.view)
+        return _Own(info, segment.view, shape, segment)
+
+    def _attach_again(self, before: _Own) -> None:
+        """After NodeNotAttached: the own node restarted, or the directory did."""
+        with self._attaching:
+            if self._own is not before:
+                return  # another thread did it
+            self._own = self._attach(before)
+            log.warning("node_id=%s attached again", self.node_id)
+            if self._own.segment is not before.segment:
+                self._nodes.unregister(before.segment.view)
+                before.segment.close()
+
+    def register_buffer(self, buffer: ByteArray) -> None:
+        """The engine's KV pool (uint8, contiguous): NIXL reads land in it without a copy."""
+        assert buffer.dtype == np.uint8 and buffer.flags.c_contiguous, buffer.dtype
+        self._buffers.append(buffer)
+        self._nodes.register(buffer.reshape(-1))
+
+    def expect_threads(self, count: int) -> None:
+        """So many threads will move bytes at once; called once, before they do."""
+        if self._nodes.nixl is not None:
+            self._nodes.nixl.make_lanes(count)
+
+    # ---- the directory's verbs
+
+    def lookup(self, keys: Sequence[bytes], owner: str, lease_s: float) -> list[tuple[Copy, ...]]:
+        """The copies of each key, up to the first that has none; leased to `owner`."""
+        found = self._directory.lookup(keys, owner, lease_s)
+        if found:
+            self._recent.append((keys, found))
+        return found
+
+    def allocate(
+        self,
+        keys: Sequence[bytes],
+        owner: str,
+        lease_s: float,
+        ephemeral: bool = False,
+        size_bytes: int = 0,
+    ) -> Allocation:
+        """Slots to write in the own node. Nothing covered (full) while that node is down.
+
+        `size_bytes`: of each block; 0 for blocks of the own layout.
+        """
+        size_bytes = size_bytes or self.layout.block_bytes
+        for _ in range(2):
+            own = self._own
+            try:
+                given = self._directory.allocate(
+                    self.node_id, keys, owner, lease_s, ephemeral, size_bytes
+                )
+            except NodeUnknown:
+                try:
+                    self._attach_again(own)
+                except (NodeUnknown, SegmentRefused, LayoutMismatch) as error:
+                    log.warning("node_id=%s cannot store: %s", self.node_id, error)
+                    break
+                continue
+            for key, slot in zip(keys, given.slots, strict=True):
+                if slot is not None:  # the old block's header must not vouch for new bytes
+                    self._own.write_header(slot.slot, writing_header(key, slot, size_bytes))
+            return given
+        return Allocation((None,) * len(keys), 0)
+
+    def slot_view(self, slot: Slot) -> ByteArray:
+        """The payload of a slot of the own segment, to be filled with a block (uint8)."""
+        assert slot.node_id == self.node_id, f"{slot} is not of the own node {self.node_id}"
+        return self._own.payload(slot.slot, self.layout.block_bytes)
+
+    def commit(
+        self, blocks: Sequence[tuple[bytes, Slot, int]], owner: str, lease_s: float
+    ) -> list[bool]:
+        """(key, slot, checksum of its whole payload) are written. False: not ours any more."""
+        own = self._own
+        rows = []
+        for key, slot, digest in blocks:
+            size_bytes = self.layout.block_bytes
+            header = SlotHeader(STATE_READY, slot.generation, key, digest, size_bytes)
+            own.write_header(slot.slot, header.pack())
+            rows.append((key, slot.slot, slot.generation, digest))
+        return self._directory.commit(self.node_id, rows, owner, lease_s)
+
+    def abandon(self, slots: Sequence[Slot], owner: str) -> None:
+        """These slots will not be committed, and nothing is being written to them any more."""
+        self._directory.abandon(slots, owner)
+
+    def renew(self, owner: str, lease_s: float) -> bool:
+        return self._directory.renew(owner, lease_s)
+
+    def release(self, owner: str) -> None:
+        self._directory.release(owner)
+
+    # ---- bytes
+
+    def read(
+        self,
+        copies: Sequence[Copy],
+        buffer: ByteArray,
+        offsets_bytes: Sequence[int],
+        deadline_s: float,
+        layers: range | None = None,
+        checksums: Sequence[int] | None = None,
+    ) -> list[bool]:
+        """Block i of copies[i] into the page that starts at buffer[offsets_bytes[i]].
+
+        With `layers` only these consecutive layers, each to its place inside the page;
+        `checksums` are then those of the single layers, block by block. Without them a partial
+        read cannot be verified. False: this block is a miss (its page may hold anything).
+        """
+        part = self._part(layers)
+        per_block = len(layers) if layers is not None else 1
+        assert checksums is None or len(checksums) == len(copies) * per_block
+        wants = []
+        for index, (copy, offset) in enumerate(zip(copies, offsets_bytes, strict=True)):
+            if checksums is not None:
+                digests = tuple(checksums[index * per_block : (index + 1) * per_block])
+            else:
+                digests = (copy.checksum,) if layers is None else ()
+            target = (buffer, Span(offset + part.offset_bytes, part.length_bytes))
+            wants.append(Want(copy, part.offset_bytes, target, digests))
+        return self._reader.read(wants, deadline_s)
+
+    def _part(self, layers: range | None) -> Span:
+        """These layers' place inside a block."""
+        if layers is None:
+            return Span(0, self.layout.block_bytes)
+        assert layers.step == 1 and len(layers), f"layers must be consecutive: {layers}"
+        first, last = (self.layout.layer_offset_bytes(x) for x in (layers[0], layers[-1]))
+        return Span(first, last + self.layout.layer_bytes - first)
+
+    def fetch(
+        self,
+        keys: Sequence[bytes],
+        copies: Sequence[Copy],
+        owner: str,
+        lease_s: float,
+        deadline_s: float,
+    ) -> int:
+        """Copy blocks of other nodes, or of SSDs, into the own segment and commit them there.
+
+        Returns how many leading keys have a copy in the own node afterwards. `copies[i]` may be
+        a local one already.
+        """
+        self._fetcher.fetch(lambda: self._own, keys, copies, owner, lease_s, deadline_s)
+        found = self._directory.lookup(keys, owner, lease_s)
+        local = [any(copy.node_id == self.node_id for copy in places) for places in found]
+        return local.index(False) if False in local else len(local)
+
+    def pending_offsets(self, buffer: ByteArray | None = None) -> list[Span]:
+        """Where a timed-out read may still write into this registered buffer (default: the first).
+
+        Polls: call it about every 10 ms while it lists anything, and keep those pages unused.
+        """
+        if buffer is None and not self._buffers:
+            return []
+        return self._pending_in(self._buffers[0] if buffer is None else buffer)
+
+    def _pending_in(self, memory: ByteArray) -> list[Span]:
+        start, found = int(memory.ctypes.data), []
+        for transport in self._nodes.transports():
+            for target, span in transport.pending_targets():
+                offset = int(target.ctypes.data) + span.offset_bytes - start
+                if 0 <= offset < memory.nbytes:
+                    found.append(Span(offset, span.length_bytes))
+        return found
+
+    def _report_bad_copy(self, copy: Copy) -> None:
+        """A copy proved corrupt: the directory drops it, if its key can be found out."""
+        key = self._key_of(copy)
+        log.warning("bad copy %s key=%s", copy, key.hex() if key else "unknown")
+        if key is not None:
+            self._directory.drop_copy(key, copy.node_id, copy.generation)
+
+    def _key_of(self, copy: Copy) -> bytes | None:
+        """From a recent lookup of this worker, or else from the header of the slot."""
+        for keys, found in reversed(tuple(self._recent)):
+            for key, places in zip(keys, found, strict=False):
+                if copy in places:
+                    return key
+        header = self._headers.read(copy)
+        return header.key if header and header.generation == copy.generation else None
+
+    # ---- numbers
+
+    def measure_rates(self) -> dict[str, float]:
+        """Bytes per second from each node that answers now; see rates.py. Takes ~0.1 s per node."""
+        return self._probe.rates()
+
+    def latencies_s(self) -> dict[str, float]:
+        """Seconds for one small read from each node, as measure_rates() found them."""
+        return dict(self._probe.latency_s)
+
+    def paths(self) -> list[PathReport]:
+        """Which transport reaches each node, and how fast, as measure_rates() found last."""
+        return self._probe.paths()
+
+    def counters(self) -> dict[str, TransferCounters]:
+        """What each transport moved. Filling own slots through slot_view is not a transfer."""
+        return {transport.name: transport.counters for transport in self._nodes.transports()}
+
+    def close(self) -> None:
+        """Unmap and disconnect. Leases are not released: they belong to requests."""
+        self._restorer.close()
+        self._nodes.close()
+        self._own.segment.close()

@@ -1,0 +1,91 @@
+"""Which memory of the caller's is registered with the transports, and registering it for one call.
+
+Memory that is used again (an engine's KV pool) is registered once, by its owner. Other memory is
+registered for the call: cheap over CMA and TCP, where nothing is pinned. When a call times out, the
+transfer may still be under way, so such memory stays registered and alive until the process ends.
+
+Not here: making flat views (buffers.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from mooncake_store.errors import TransferTimeout
+from mooncake_store.memory.checksum import ByteArray
+from mooncake_store.transports.known_nodes import KnownNodes
+
+
+class Registrations:
+    """Thread-safe."""
+
+    def __init__(self, nodes: KnownNodes) -> None:
+        self._nodes = nodes
+        self._lock = threading.Lock()
+        self._known: dict[int, ByteArray] = {}  # address -> whole buffer
+
+    def add(self, buffer: ByteArray) -> None:
+        """For as long as this store lives, or until `drop`."""
+        with self._lock:
+            known = self._known.get(_address(buffer))
+            if known is not None and known.nbytes >= buffer.nbytes:
+                return
+            self._known[_address(buffer)] = buffer
+        self._nodes.register(buffer)
+
+    def drop(self, buffer: ByteArray) -> None:
+        with self._lock:
+            known = self._known.pop(_address(buffer), None)
+        if known is not None:
+            self._nodes.unregister(known)
+
+    def _covers_all(self, buffers: Sequence[ByteArray]) -> bool:
+        """Do all of these lie in one registered buffer? The common case, in one comparison."""
+        spans = [(_address(buffer), buffer.nbytes) for buffer in buffers]
+        low, high = min(spans)[0], max(start + length for start, length in spans)
+        with self._lock:
+            return any(
+                address <= low and high <= address + whole.nbytes
+                for address, whole in self._known.items()
+            )
+
+    def _covers(self, buffer: ByteArray) -> bool:
+        start = _address(buffer)
+        with self._lock:
+            return any(
+                address <= start and start + buffer.nbytes <= address + whole.nbytes
+                for address, whole in self._known.items()
+            )
+
+    @contextlib.contextmanager
+    def covering(self, buffers: Sequence[ByteArray]) -> Iterator[None]:
+        """All of these are registered until the block ends."""
+        if self._nodes.nixl is None:
+            yield
+            return
+        if not buffers or self._covers_all(buffers):
+            yield
+            return
+        new = [buffer for buffer in buffers if buffer.nbytes and not self._covers(buffer)]
+        for buffer in new:
+            self._nodes.register(buffer)
+        is_certain = True
+        try:
+            yield
+        except TransferTimeout:
+            is_certain = False
+            raise
+        finally:
+            late = [target for target, _ in self._nodes.pending_targets()] if new else []
+            for buffer in new if is_certain else ():
+                if not any(np.may_share_memory(buffer, target) for target in late):
+                    self._nodes.unregister(buffer)
+
+
+def _address(buffer: ByteArray) -> int:
+    address: int = buffer.__array_interface__["data"][0]  # half the time of buffer.ctypes.data
+    return address

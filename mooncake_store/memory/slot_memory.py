@@ -1,0 +1,48 @@
+"""A mapped segment as headers and payloads of slots, for the node that owns it.
+
+Not here: where slots lie (layout.py), the 64 bytes of a header (slot_header.py), whose slot it is
+(directory.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from mooncake_store.layout import HEADER_BYTES, Geometry
+from mooncake_store.memory.header_scan import Block, scan
+from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.slot_header import STATE_READY, SlotHeader
+
+
+class SlotMemory:
+    """The slots of one segment."""
+
+    def __init__(self, view: ByteArray, shape: Geometry) -> None:
+        self.view, self.shape = view, shape
+
+    def header(self, slot: int) -> SlotHeader | None:
+        start = self.shape.header_offset_bytes(slot)
+        return SlotHeader.unpack(self.view[start : start + HEADER_BYTES].tobytes())
+
+    def write_header(self, slot: int, header: SlotHeader) -> None:
+        start = self.shape.header_offset_bytes(slot)
+        self.view[start : start + HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+
+    def is_ready(self, slot: int, generation: int, key: bytes) -> bool:
+        """Does that very use of the slot hold its block?"""
+        header = self.header(slot)
+        return (
+            header is not None
+            and header.state == STATE_READY
+            and (header.generation, header.key) == (generation, key)
+        )
+
+    def checksum(self, slot: int, size_bytes: int) -> int:
+        """xxh3_64 of the payload."""
+        start = self.shape.slot_offset_bytes(slot)
+        return xxhash.xxh3_64_intdigest(self.view[start : start + size_bytes].data)
+
+    def blocks(self) -> list[Block]:
+        """What all headers say."""
+        return scan(self.view, self.shape)

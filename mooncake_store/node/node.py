@@ -1,0 +1,324 @@
+"""The storage node: a process that owns a segment and perhaps an SSD, and says that it lives.
+
+python -m mooncake_store.node --node-id s0 --directory ipc:///tmp/directory --segment-bytes N \\
+    --segment-path /dev/shm/mooncake-s0 [--ssd-path FOLDER --ssd-bytes N]
+
+Workers of this node map the segment, all others read it one-sided, served by the NIXL agent's C++
+thread. So KV outlives a worker. What the Python here does:
+
+- reports every second, for the segment ("s0") and for the SSD ("s0/ssd"), and tells a directory
+  that forgot them what they hold (standing.py). The incarnation stays the same: it names the life
+  of this process. A node that was replaced by a newer process of the same name ends;
+- copies cold blocks to the SSD (spiller.py);
+- answers on the control socket (node_control.py, node_verbs.py);
+- serves plain TCP for clients without NIXL, where asked to (tcp_server.py).
+
+A disk that is full or broken, at start or later, costs the SSD tier: the node serves from DRAM and
+tries again each minute. Only what an operator must correct stops the start (SsdRefused).
+
+Not here: options and signals (node_main.py), what lies in the segment (directory.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.errors import RequestInvalid, StoreError
+from mooncake_store.layout import STATE_READY, geometry
+from mooncake_store.membership import SSD_SUFFIX, UNIT_BYTES, NodeInfo
+from mooncake_store.memory.header_scan import Block
+from mooncake_store.memory.segment import Segment, host_id
+from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.metrics_page import Latencies, MetricsPage
+from mooncake_store.node.control_protocol import NodeStats
+from mooncake_store.node.host_topology import topology_json
+from mooncake_store.node.node_control import NodeControl
+from mooncake_store.node.node_metrics import NodeCollector, ReaderCollector, timed
+from mooncake_store.node.node_verbs import NodeVerbs
+from mooncake_store.node.puller import Puller
+from mooncake_store.node.spiller import Spiller
+from mooncake_store.node.standing import Standing
+from mooncake_store.ssd.records import Shape
+from mooncake_store.ssd.ssd_tier import RETRY_S, SsdTier
+from mooncake_store.transports.tcp_server import TcpServer
+from mooncake_store.transports.transport import TransferCounters
+
+log = logging.getLogger("mooncake_store.node")
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What an operator chooses for one storage node."""
+
+    node_id: str
+    segment_path: str  # several files are joined by ":"
+    segment_bytes: int
+    segment_numa: tuple[int, ...] = ()  # for each file, the NUMA node that its memory comes from
+    unit_bytes: int = UNIT_BYTES
+    is_mapped_only: bool = False
+    ssd_folder: str = ""  # "": no SSD
+    ssd_bytes: int = 0
+    ssd_io: str = "nixl"
+    must_reset_ssd: bool = False
+    control: str = ""  # "": no control socket
+    data: str = ""  # host:port of a plain TCP server of the segment; "" for none
+    rack: str = ""
+    metrics_port: int = 0  # 0: no page for Prometheus
+
+
+class Clients(NamedTuple):
+    """Of one directory, so that no thread waits for another's answer."""
+
+    reports: DirectoryClient
+    inventories: DirectoryClient  # waits long
+    background: DirectoryClient  # for spilling and the control socket
+
+
+class StorageNode:
+    """One life of a storage node."""
+
+    def __init__(
+        self,
+        options: NodeOptions,
+        clients: Clients,
+        leave: Callable[[], None],
+    ) -> None:
+        """`leave` ends the process."""
+        self.options = options
+        self._clients = clients
+        self._closers: list[Callable[[], None]] = []  # last opened, first closed
+        self._incarnation = secrets.token_hex(8)
+        self._standings: list[Standing] = []
+        self._tier: SsdTier | None = None
+        self._tier_retry_s = 0.0  # when to try again to get it
+        try:
+            self._open(leave)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, leave: Callable[[], None]) -> None:
+        options, clients = self.options, self._clients
+        self._segment = Segment.create(
+            options.segment_path, options.segment_bytes, options.segment_numa
+        )
+        log.info("node_id=%s segment pages: %s", options.node_id, self._segment.pages)
+        self._closers.append(self._segment.close)
+        shape = geometry(options.segment_bytes, options.unit_bytes)
+        self._memory = SlotMemory(self._segment.view, shape)
+        self._closers.append(self._close_tier)
+        self._open_tier()
+        self.info = self._describe()
+        self._spiller = Spiller(
+            options.node_id, self._incarnation, clients.background, self._memory, self._find_tier
+        )
+        self._puller = Puller(self.info, self._memory, clients.background)
+        self._closers.append(self._puller.close)
+        self._verbs = NodeVerbs(
+            self.info, self._memory, clients.background, self._find_tier, self._puller, self.stats,
+            leave,
+        )  # fmt: skip
+        self._standings.append(
+            Standing(self.info, clients.reports, clients.inventories, self._memory.blocks)
+        )
+        self._closers.append(self._deregister)
+        if self._tier is not None:
+            self._join_ssd(self._tier)
+        latencies = Latencies(
+            "mooncake_node_request_seconds", "From a request on the control socket to its answer."
+        )
+        if self._control is not None:
+            self._control.serve(timed(self._verbs.answer, latencies))
+        if options.metrics_port:
+            collectors = (
+                NodeCollector(self.stats, self._served), latencies,
+                ReaderCollector(lambda: self._puller.nodes),
+            )  # fmt: skip
+            self._closers.append(MetricsPage(options.metrics_port, collectors).close)
+        if options.ssd_folder:
+            self._spiller.start()
+            self._closers.append(self._spiller.close)
+
+    def _describe(self) -> NodeInfo:
+        """Start what others reach this node by, and say what it is."""
+        options, segment = self.options, self._segment
+        agent_name, agent_metadata = self._open_agent()
+        self._data = self._open_data()
+        self._control: NodeControl | None = None
+        if options.control:
+            self._control = NodeControl(options.control)
+            self._closers.append(self._control.close)
+        return NodeInfo(
+            node_id=options.node_id,
+            incarnation=self._incarnation,
+            host_id=host_id(options.segment_path),
+            segment_path=options.segment_path,
+            segment_bytes=options.segment_bytes,
+            agent_name=agent_name,
+            agent_metadata=agent_metadata,
+            base_address=segment.address,
+            unit_bytes=options.unit_bytes,
+            control=self._control.address if self._control else "",
+            data_address=self._data.address if self._data else "",
+            rack=options.rack,
+            topology=topology_json(),
+            has_inventory=True,
+        )
+
+    def _open_agent(self) -> tuple[str, bytes]:
+        """Offer the segment to NIXL; name and metadata of the agent, or nothing."""
+        options = self.options
+        if options.is_mapped_only:
+            return "", b""
+        from mooncake_store.transports.nixl_agent import NixlUnavailable, NodeAgent
+
+        name = f"{options.node_id}#{self._incarnation}"  # a peer refuses a name that it knows
+        try:
+            agent = NodeAgent(name, self._segment.address, options.segment_bytes)
+        except NixlUnavailable as error:
+            if not options.data:
+                raise
+            log.warning("node_id=%s serves plain TCP only: %s", options.node_id, error)
+            return "", b""
+        self._closers.append(agent.close)
+        return name, agent.metadata
+
+    def _open_data(self) -> TcpServer | None:
+        if not self.options.data:
+            return None
+        host, _, port = self.options.data.rpartition(":")
+        server = TcpServer(
+            self._segment.view, host.strip("[]"), int(port), self._incarnation.encode()
+        )
+        self._closers.append(server.close)
+        return server
+
+    # ---- the SSD
+
+    def _find_tier(self) -> SsdTier | None:
+        return self._tier
+
+    def _open_tier(self) -> None:
+        """Get the SSD tier if one is wished for. SsdRefused when the options must change."""
+        options = self.options
+        if not options.ssd_folder:
+            return
+        shape = Shape(options.unit_bytes, options.ssd_bytes)
+        try:
+            self._tier = SsdTier(
+                options.ssd_folder,
+                options.node_id,
+                shape,
+                self._segment.view,
+                options.must_reset_ssd,
+                options.ssd_io,
+            )
+        except OSError as error:
+            self._tier_retry_s = time.monotonic() + RETRY_S
+            log.warning(
+                "node_id=%s goes on without its SSD in %s, next try in %g s: %s",
+                options.node_id, options.ssd_folder, RETRY_S, error,
+            )  # fmt: skip
+        else:
+            blocks = len(self._tier.manifest.table)
+            log.info("node_id=%s SSD: %s, %d blocks", options.node_id, self._tier.state, blocks)
+
+    def _join_ssd(self, tier: SsdTier) -> None:
+        info = self.info
+        ssd = NodeInfo(
+            node_id=info.node_id + SSD_SUFFIX,
+            incarnation=info.incarnation,
+            host_id=info.host_id,
+            segment_path=tier.path,
+            segment_bytes=self.options.ssd_bytes,
+            agent_name="",
+            agent_metadata=b"",
+            base_address=0,
+            unit_bytes=info.unit_bytes,
+            tier="ssd",
+            control=info.control,
+            rack=info.rack,
+            has_inventory=True,
+        )
+
+        def blocks() -> list[Block]:
+            return [(*entry, STATE_READY) for entry in tier.manifest.table.entries()]
+
+        clients = self._clients
+        self._standings.append(Standing(ssd, clients.reports, clients.inventories, blocks))
+
+    def _close_tier(self) -> None:
+        if self._tier is not None:
+            self._tier.close()
+
+    # ---- every second
+
+    def report(self) -> bool:
+        """Tell the directory that this node lives; register where it must. True: it knows now.
+
+        RequestInvalid when a newer process has this node's name.
+        """
+        is_wished = self.options.ssd_folder and self._tier is None
+        if is_wished and time.monotonic() >= self._tier_retry_s:
+            self._open_tier()
+            if self._tier is not None:
+                self._join_ssd(self._tier)
+        try:
+            for standing in self._standings:
+                standing.report()
+        except RequestInvalid:
+            raise
+        except StoreError as error:
+            log.warning("node_id=%s directory silent: %s", self.info.node_id, error)
+            return False
+        return True
+
+    def stats(self) -> NodeStats:
+        info, tier = self.info, self._tier
+        spilled = self._spiller.counters
+        wished = "not available" if self.options.ssd_folder else ""
+        return NodeStats(
+            node_id=info.node_id,
+            incarnation=info.incarnation,
+            segment_bytes=info.segment_bytes,
+            segment_pages=self._segment.pages,
+            unit_bytes=info.unit_bytes,
+            requests_waiting=self._control.waiting if self._control else 0,
+            ssd=tier.state if tier else wished,
+            ssd_bytes=self.options.ssd_bytes,
+            ssd_blocks=len(tier.manifest.table) if tier else 0,
+            spilled_blocks=spilled.blocks,
+            spilled_bytes=spilled.size_bytes,
+            spills_given_up=spilled.given_up,
+            restored_blocks=tier.counters.blocks_loaded if tier else 0,
+            restored_bytes=tier.counters.bytes_loaded if tier else 0,
+            restores_missed=self._verbs.restores_missed,
+            checksum_failures=tier.counters.checksum_failures if tier else 0,
+            disk_errors=tier.counters.disk_errors if tier else 0,
+            fetched_blocks=self._puller.blocks,
+        )
+
+    def _served(self) -> dict[str, TransferCounters]:
+        """What this process moved for others; one-sided transfers pass it by uncounted."""
+        return {"tcp": self._data.counters} if self._data else {}
+
+    def _deregister(self) -> None:
+        try:
+            for standing in self._standings:
+                standing.close()
+        except StoreError as error:  # it will find out: our reports have ended
+            log.warning("node_id=%s not deregistered: %s", self.options.node_id, error)
+
+    def close(self) -> None:
+        """Deregister, stop what runs, drop agent and disk, unlink the segment. Twice is harmless.
+
+        What is on the SSD stays there for the next life.
+        """
+        while self._closers:
+            self._closers.pop()()

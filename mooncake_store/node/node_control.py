@@ -1,0 +1,155 @@
+"""The control socket of a storage node: requests in, answers out, work in a few threads.
+
+One thread owns the ROUTER socket and moves messages only, so a slow disk never delays a ping. Work
+goes to a small pool; at most REQUESTS_MAX wait, further ones are refused at once, because a client
+that waits in vain recomputes its blocks later than it could. An answer whose client has gone is
+dropped by ZeroMQ.
+
+Not here: what the verbs do (node_verbs.py), the messages (control_protocol.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import zmq
+
+from mooncake_store import protocol
+from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable
+from mooncake_store.node.control_protocol import AnyControl
+from mooncake_store.protocol import Kind
+
+log = logging.getLogger("mooncake_store.node")
+THREADS = 4
+REQUESTS_MAX = 256  # accepted and not yet answered
+
+
+class NodeControl:
+    """Listens from the start, answers from serve() until close()."""
+
+    def __init__(self, address: str) -> None:
+        """RequestInvalid when nothing can listen there. Port 0 takes a free one: see `address`."""
+        self._decoder: msgspec.msgpack.Decoder[AnyControl]
+        self._decoder = msgspec.msgpack.Decoder(AnyControl)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.REQUEST_BYTES_MAX)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise RequestInvalid(
+                f"cannot listen at --control {address}: {error}; use ipc://PATH with a path of at "
+                "most 107 characters, or tcp://HOST:PORT"
+            ) from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._path = address.removeprefix("ipc://") if address.startswith("ipc:///") else ""
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
+        self._answers: deque[list[bytes]] = deque()
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    def serve(self, answer: Callable[[AnyControl, float], object]) -> None:
+        """Answer with `answer(request, when it came)`, from several threads."""
+        self._answer = answer
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests accepted and not yet answered."""
+        return self._waiting
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
+        while not self._is_closing:
+            poller.poll()
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wakeup)
+            while self._answers:
+                self._send(self._answers.popleft())
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._accept(self._socket.recv_multipart(zmq.NOBLOCK))
+
+    def _accept(self, frames: list[bytes]) -> None:
+        sender, *rest = frames
+        with self._lock:
+            is_full = self._waiting >= REQUESTS_MAX
+            self._waiting += not is_full
+        if is_full:
+            busy = StoreUnavailable(f"{REQUESTS_MAX} requests wait at this node: recompute instead")
+            self._send([sender, *self._failure(_number(rest), busy)])
+            return
+        self._pool.submit(self._work, sender, rest, time.monotonic())
+
+    def _work(self, sender: bytes, frames: list[bytes], came_s: float) -> None:
+        number = _number(frames)
+        try:
+            body = self._encoder.encode(self._answer(self._read(frames), came_s))
+            answer = [protocol.pack_header(Kind.REPLY, number), body]
+        except StoreError as error:
+            answer = self._failure(number, error)
+        except Exception as error:  # edge: one request must not end the node of all others
+            log.exception("request failed inside the node")
+            answer = self._failure(number, StoreError(f"bug in the node: {error!r}"))
+        self._answers.append([sender, *answer])
+        with self._lock:
+            self._waiting -= 1
+        with contextlib.suppress(OSError):  # closed meanwhile
+            os.eventfd_write(self._wakeup, 1)
+
+    def _read(self, frames: list[bytes]) -> AnyControl:
+        if len(frames) != 2:
+            raise RequestInvalid(f"a request has 2 frames, header and body; got {len(frames)}")
+        header = protocol.unpack_header(frames[0])
+        if header.kind is not Kind.REQUEST:
+            raise RequestInvalid(f"a request was expected, got {header.kind.name}")
+        try:
+            return self._decoder.decode(frames[1])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise RequestInvalid(f"the request cannot be read: {error}") from error
+
+    def _failure(self, number: int, error: StoreError) -> list[bytes]:
+        body = protocol.Failure(type(error).__name__, str(error))
+        return [protocol.pack_header(Kind.FAILURE, number), msgspec.msgpack.encode(body)]
+
+    def _send(self, frames: list[bytes]) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Stop listening; answers of work that is under way are lost. Twice is harmless."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        os.eventfd_write(self._wakeup, 1)
+        if self._thread is not None:
+            self._thread.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        while self._answers:  # `leave` is answered before the node goes
+            self._send(self._answers.popleft())
+        self._context.destroy(linger=200)
+        os.close(self._wakeup)
+        if self._path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+
+def _number(frames: list[bytes]) -> int:
+    return protocol.number_of(frames[0]) if frames else 0

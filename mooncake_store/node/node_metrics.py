@@ -1,0 +1,131 @@
+"""What a storage node, and any other process that reads from the store, shows Prometheus.
+
+One-sided reads of a node's memory (mapped, RDMA, CMA) cannot be counted where the memory is: nobody
+there is asked. They are counted by who reads: ReaderCollector, in workers and in nodes that fetch.
+
+Not here: HTTP (metrics_page.py), how the numbers come about (spiller.py, ssd/, tcp_server.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from mooncake_store.metrics_page import Latencies, counter, counters, gauge, gauges
+from mooncake_store.node.control_protocol import AnyControl, NodeStats
+from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.transport import TransferCounters
+
+Answer = Callable[[AnyControl, float], object]  # (request, when it came)
+
+
+class NodeCollector(Collector):
+    """`stats` and `served` are called when the page is asked for, in its thread."""
+
+    def __init__(
+        self,
+        stats: Callable[[], NodeStats],
+        served: Callable[[], Mapping[str, TransferCounters]] = dict,
+    ) -> None:
+        self._stats, self._served = stats, served
+
+    def collect(self) -> Iterable[Metric]:
+        yield from node_families(self._stats())
+        yield from transfer_families("mooncake_node_served_", self._served())
+
+
+class ReaderCollector(Collector):
+    """Bytes by transport and by path, of one process's reads and writes."""
+
+    def __init__(self, nodes: Callable[[], KnownNodes | None]) -> None:
+        """`nodes`: None while nothing has been read yet."""
+        self._nodes = nodes
+
+    def collect(self) -> Iterable[Metric]:
+        nodes = self._nodes()
+        if nodes is None:
+            return
+        counted = {transport.name: transport.counters for transport in nodes.transports()}
+        yield from transfer_families("mooncake_reader_", counted)
+        asked, routes = nodes.traffic.asked_bytes(), nodes.routes()
+        rows, rates = [], []
+        for info in nodes.all():
+            transport, route = nodes.transport(info), routes.get(info.node_id)
+            if transport is None or route is None:
+                continue
+            path = (info.node_id, transport.name, route.distance.name.lower())
+            rows.append((path, asked.get(info.node_id, 0)))
+            if route.bytes_per_s:
+                rates.append((path, route.bytes_per_s))
+        labels = ["node_id", "transport", "distance"]
+        yield counters("mooncake_reader_path_bytes", "Bytes asked of each node.", labels, rows)
+        yield gauges(
+            "mooncake_reader_path_bytes_per_second", "Its rate, as measured last.", labels, rates
+        )
+
+
+def timed(answer: Answer, latencies: Latencies) -> Answer:
+    """The same answers, and how long each took from the arrival of its request, by verb."""
+
+    def answer_timed(request: AnyControl, came_s: float) -> object:
+        try:
+            return answer(request, came_s)
+        finally:
+            verb = str(request.__struct_config__.tag)
+            latencies.observe(verb, time.monotonic() - came_s)
+
+    return answer_timed
+
+
+def transfer_families(prefix: str, counted: Mapping[str, TransferCounters]) -> Iterator[Metric]:
+    """Bytes, transfers, seconds and failures by transport."""
+    items = sorted(counted.items())
+    both = ["transport", "direction"]
+    yield counters(
+        prefix + "bytes", "Bytes moved.", both,
+        [((name, way), value) for name, c in items
+         for way, value in (("read", c.read_bytes), ("write", c.write_bytes))],
+    )  # fmt: skip
+    yield counters(
+        prefix + "transfers", "Transfers that ended well.", both,
+        [((name, way), value) for name, c in items
+         for way, value in (("read", c.reads), ("write", c.writes))],
+    )  # fmt: skip
+    yield counters(
+        prefix + "transfer_seconds", "Their seconds; those of concurrent ones add up.",
+        ["transport"], [((name,), c.seconds) for name, c in items],
+    )  # fmt: skip
+    yield counters(
+        prefix + "transfer_failures", "Transfers that failed, or missed their deadline.",
+        ["transport", "kind"],
+        [((name, kind), value) for name, c in items
+         for kind, value in (("failed", c.failures), ("timeout", c.timeouts))],
+    )  # fmt: skip
+
+
+def node_families(stats: NodeStats) -> Iterator[Metric]:
+    """Every metric of a storage node, from its numbers alone."""
+    at = "mooncake_node_"
+    yield gauges(
+        at + "info", "Who this is: always 1.", ["node_id", "incarnation", "pages", "ssd"],
+        [((stats.node_id, stats.incarnation, stats.segment_pages, stats.ssd), 1)],
+    )  # fmt: skip
+    yield gauge(at + "segment_bytes", "DRAM that it offers.", stats.segment_bytes)
+    yield gauge(at + "requests_waiting", "Requests on its control socket.", stats.requests_waiting)
+    yield gauge(at + "ssd_bytes", "Size of its file of blocks.", stats.ssd_bytes)
+    yield gauge(at + "ssd_blocks", "Blocks that its manifest lists.", stats.ssd_blocks)
+    yield counter(at + "spilled_blocks", "Blocks copied to the SSD.", stats.spilled_blocks)
+    yield counter(at + "spilled_bytes", "Their bytes.", stats.spilled_bytes)
+    yield counter(at + "spills_given_up", "Evicted while they were written, or not written.",
+                  stats.spills_given_up)  # fmt: skip
+    yield counter(at + "restored_blocks", "Blocks read back from the SSD.", stats.restored_blocks)
+    yield counter(at + "restored_bytes", "Their bytes.", stats.restored_bytes)
+    yield counter(at + "restores_missed", "Not there any more, too late, or not readable.",
+                  stats.restores_missed)  # fmt: skip
+    yield counter(at + "checksum_failures", "Blocks whose bytes on the SSD were not theirs.",
+                  stats.checksum_failures)  # fmt: skip
+    yield counter(at + "disk_errors", "Errors of the disk.", stats.disk_errors)
+    yield counter(at + "fetched_blocks", "Blocks pulled from other nodes.", stats.fetched_blocks)

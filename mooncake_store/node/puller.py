@@ -1,0 +1,122 @@
+"""Copies blocks of other nodes into this node, when somebody asks it to (control verb `fetch`).
+
+The reading side of the store inside a storage node: replicas, moves and drains are pulled by the
+node that shall have the copy, one-sided, so the other node is not asked. Its transports are made
+at the first pull; a node that is never asked has no second NIXL agent.
+
+Not here: pulling a batch (fetcher.py), who asks and why (replicas.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+
+from mooncake_store.client.block_reader import BlockReader
+from mooncake_store.client.fetcher import Fetcher, OwnSegment, writing_header
+from mooncake_store.client.restorer import Restorer
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.errors import NodeUnknown, StoreError
+from mooncake_store.membership import NodeInfo
+from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.slots import Allocation, Copy
+from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.transport import Span
+
+LEASE_MARGIN_S = 10.0
+
+
+class Puller:
+    """Thread-safe."""
+
+    def __init__(self, info: NodeInfo, memory: SlotMemory, directory: DirectoryClient) -> None:
+        self.blocks = 0  # pulled so far
+        self._own = OwnSegment(info, memory.view, memory.shape)
+        self._directory = directory
+        self._mode = "auto" if info.agent_name or info.data_address else "mapped"
+        self._lock = threading.Lock()
+        self._nodes: KnownNodes | None = None
+        self._restorer: Restorer | None = None
+        self._numbers = itertools.count()
+
+    @property
+    def nodes(self) -> KnownNodes | None:
+        """The other nodes; None before the first pull."""
+        return self._nodes
+
+    def pull(self, keys: Sequence[bytes], copies: Sequence[Copy], until_s: float) -> list[bool]:
+        """Which of these blocks this node has in DRAM afterwards."""
+        nodes, restorer = self._open()
+        key_of = dict(zip(copies, keys, strict=True))
+
+        def on_bad_copy(copy: Copy) -> None:
+            self._directory.drop_copy(key_of[copy], copy.node_id, copy.generation)
+
+        fetcher = Fetcher(
+            self._directory, BlockReader(nodes, on_bad_copy), restorer, self._allocate,
+            self._pending_in,
+        )  # fmt: skip
+        owner = f"fetch {self._own.info.incarnation} {next(self._numbers)}"
+        deadline_s = max(0.001, until_s - time.monotonic())
+        lease_s = deadline_s + LEASE_MARGIN_S
+        try:
+            before = self._here(keys, owner)
+            fetcher.fetch(lambda: self._own, keys, copies, owner, lease_s, deadline_s)
+            here = self._here(keys, owner)
+        finally:
+            with contextlib.suppress(StoreError):  # else its leases run out
+                self._directory.release(owner)
+        self.blocks += here.count(True) - before.count(True)
+        return here
+
+    def _here(self, keys: Sequence[bytes], owner: str) -> list[bool]:
+        found = self._directory.lookup(keys, owner, 0.0, prefix_only=False)
+        node_id = self._own.info.node_id
+        return [any(copy.node_id == node_id for copy in places) for places in found]
+
+    def _open(self) -> tuple[KnownNodes, Restorer]:
+        with self._lock:
+            if self._nodes is None or self._restorer is None:
+                self._nodes = KnownNodes(self._directory, self._own.info.node_id, self._mode)
+                self._nodes.register(self._own.view)
+                self._restorer = Restorer(self._directory, self._nodes)
+            return self._nodes, self._restorer
+
+    def _allocate(
+        self, keys: Sequence[bytes], owner: str, lease_s: float, size_bytes: int
+    ) -> Allocation:
+        node_id = self._own.info.node_id
+        try:
+            given = self._directory.allocate(node_id, keys, owner, lease_s, size_bytes=size_bytes)
+        except NodeUnknown:  # no worker has attached to it in this epoch
+            self._directory.attach(node_id, "fetch", size_bytes)
+            given = self._directory.allocate(node_id, keys, owner, lease_s, size_bytes=size_bytes)
+        for key, slot in zip(keys, given.slots, strict=True):
+            if slot is not None:
+                self._own.write_header(slot.slot, writing_header(key, slot, size_bytes))
+        return given
+
+    def _pending_in(self, memory: ByteArray) -> list[Span]:
+        """Where in the segment a read that timed out may still write."""
+        assert self._nodes is not None
+        start = int(memory.ctypes.data)
+        late = []
+        for target, span in self._nodes.pending_targets():
+            offset = int(target.ctypes.data) + span.offset_bytes - start
+            if 0 <= offset < memory.nbytes:
+                late.append(Span(offset, span.length_bytes))
+        return late
+
+    def close(self) -> None:
+        """Twice is harmless."""
+        with self._lock:
+            nodes, restorer = self._nodes, self._restorer
+            self._nodes = self._restorer = None
+        if restorer is not None:
+            restorer.close()
+        if nodes is not None:
+            nodes.close()

@@ -1,0 +1,154 @@
+"""Copies cold blocks from the segment to the SSD, ahead of their eviction.
+
+The directory says which blocks and where to (take_spills). They are not leased meanwhile, so one of
+them may be evicted and its slot filled with another block while the disk still reads the slot. The
+writer of that other block changes the header before it touches a byte, so: look at the header and
+the checksum, write, look at the header again, and only then note and commit the copy.
+
+Not here: the disk (ssd/), the choice of blocks (spills.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.errors import NodeUnknown, StoreError, StoreUnavailable
+from mooncake_store.membership import SSD_SUFFIX
+from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.slots import Slot
+from mooncake_store.spills import Spill
+from mooncake_store.ssd.records import Entry
+from mooncake_store.ssd.ssd_tier import WRITE_S_MAX, Job, SsdTier
+
+log = logging.getLogger("mooncake_store.node")
+BLOCKS_MAX = 64  # at once
+LEASE_S = 2 * WRITE_S_MAX
+IDLE_S = 0.5  # between two questions when there was nothing to do
+
+
+@dataclass
+class SpillCounters:
+    """Since this process began."""
+
+    blocks: int = 0
+    size_bytes: int = 0
+    given_up: int = 0
+
+
+class Spiller:
+    """One thread; step() is one batch. `tier` is asked each time: it may come and go."""
+
+    def __init__(
+        self,
+        node_id: str,
+        incarnation: str,
+        directory: DirectoryClient,
+        memory: SlotMemory,
+        tier: Callable[[], SsdTier | None],
+    ) -> None:
+        self.counters = SpillCounters()
+        self._node_id, self._ssd_id = node_id, node_id + SSD_SUFFIX
+        self._incarnation = incarnation
+        self._directory, self._memory, self._tier = directory, memory, tier
+        self._batch = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="spill", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                has_more = self.step()
+            except (StoreUnavailable, NodeUnknown):
+                has_more = False  # the node's reports say so already
+            except StoreError as error:
+                log.warning("node_id=%s spilling: %s", self._node_id, error)
+                has_more = False
+            except Exception:  # edge: a bug here must not end spilling for good, nor the node
+                log.exception("node_id=%s spilling failed", self._node_id)
+                has_more = False
+            if not has_more:
+                self._stop.wait(IDLE_S)
+
+    def step(self) -> bool:
+        """Spill one batch. True: there may be more to do at once."""
+        tier = self._tier()
+        if tier is None or not tier.is_writable:
+            return False
+        self._batch += 1
+        owner = f"spill {self._node_id} {self._incarnation} {self._batch}"
+        spills = self._directory.take_spills(self._node_id, owner, BLOCKS_MAX, LEASE_S)
+        if spills:
+            kept = self._copy(tier, spills)
+            self._tell(owner, spills, kept)
+        return len(spills) == BLOCKS_MAX and tier.is_writable
+
+    def _copy(self, tier: SsdTier, spills: Sequence[Spill]) -> dict[int, Entry]:
+        """Write them; the entries that are on the SSD now, by index."""
+        jobs: dict[int, Job] = {}
+        for index, spill in enumerate(spills):
+            digest = self._verified(spill)
+            if digest is not None:
+                entry = Entry(
+                    spill.key, spill.ssd_slot, spill.ssd_generation, digest, spill.size_bytes
+                )
+                jobs[index] = Job(entry, self._memory.shape.slot_offset_bytes(spill.slot))
+        written = tier.write(list(jobs.values()))
+        kept = {
+            index: job.entry
+            for (index, job), is_written in zip(jobs.items(), written, strict=True)
+            if is_written and self._is_still_there(spills[index])
+        }
+        return kept if tier.keep(list(kept.values())) else {}
+
+    def _verified(self, spill: Spill) -> int | None:
+        """The checksum of the block in its slot; None when it is not the promised block."""
+        if not self._is_still_there(spill):
+            return None
+        digest = self._memory.checksum(spill.slot, spill.size_bytes)
+        if spill.checksum not in (0, digest):  # 0: stored without one, so it gets one now
+            log.warning("node_id=%s block %s is corrupt", self._node_id, spill.key.hex())
+            return None
+        return digest
+
+    def _is_still_there(self, spill: Spill) -> bool:
+        return self._memory.is_ready(spill.slot, spill.generation, spill.key)
+
+    def _tell(self, owner: str, spills: Sequence[Spill], kept: dict[int, Entry]) -> None:
+        """Commit what is there and give up the rest.
+
+        Should this fail, the manifest keeps blocks that the directory does not know: they are part
+        of the next inventory, or overwritten.
+        """
+        rows = [
+            (entry.key, entry.slot, entry.generation, entry.checksum) for entry in kept.values()
+        ]
+        self.counters.given_up += len(spills) - len(kept)
+        if rows:
+            committed = self._directory.commit(self._ssd_id, rows, owner, 0.0)
+            for entry, is_committed in zip(kept.values(), committed, strict=True):
+                self.counters.blocks += is_committed
+                self.counters.size_bytes += entry.size_bytes * is_committed
+                self.counters.given_up += not is_committed
+        unused = [
+            Slot(self._ssd_id, spill.ssd_slot, spill.ssd_generation)
+            for index, spill in enumerate(spills)
+            if index not in kept
+        ]
+        if unused:
+            self._directory.abandon(unused, owner)
+        self._directory.release(owner)
+
+    def close(self) -> None:
+        """Ends the thread after the batch under way."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None

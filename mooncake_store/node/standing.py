@@ -1,0 +1,79 @@
+"""One holder's standing with the directory: registered, its inventory told, reported each second.
+
+A directory that restarted answers a report with `false`. Then the holder registers again, under the
+same incarnation, and says what it holds, in batches, before it takes new blocks. An inventory that
+was interrupted is begun anew from a fresh registration, so that no half of one is ever believed.
+
+Not here: what lies in a holder (header_scan.py, ssd/), when to report (node.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.errors import RequestInvalid, StoreError
+from mooncake_store.membership import NodeInfo
+from mooncake_store.memory.header_scan import Block
+
+log = logging.getLogger("mooncake_store.node")
+ADOPT_BLOCKS_MAX = 16_384  # in one message, about a megabyte
+
+
+class Standing:
+    """One holder. `directory` must answer fast, `patient` may take long: for inventories."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        directory: DirectoryClient,
+        patient: DirectoryClient,
+        blocks: Callable[[], Sequence[Block]],
+    ) -> None:
+        assert info.has_inventory, info
+        self.info = info
+        self._directory, self._patient, self._blocks = directory, patient, blocks
+        self._is_known = False  # to the directory, as far as we know
+        self._is_open = False  # ... and it has our inventory
+        self._is_refused = False  # ... and found it impossible: next time it gets an empty one
+
+    def report(self) -> None:
+        """Say that the holder lives; register where it must.
+
+        RequestInvalid when a newer process has its name; other StoreErrors: try again later.
+        """
+        info = self.info
+        if self._is_open and self._directory.node_report(info.node_id, info.incarnation):
+            return
+        if self._is_open:
+            log.warning("node_id=%s registers again: the directory forgot it", info.node_id)
+        elif self._is_known:  # an inventory was interrupted
+            self._directory.deregister_node(info.node_id, info.incarnation)
+        self._is_open = False
+        self._directory.register_node(info)
+        self._is_known = True
+        self._tell_inventory()
+        self._is_open = True
+
+    def _tell_inventory(self) -> None:
+        node_id, incarnation = self.info.node_id, self.info.incarnation
+        blocks = [] if self._is_refused else self._blocks()
+        try:
+            for start in range(0, max(1, len(blocks)), ADOPT_BLOCKS_MAX):
+                batch = blocks[start : start + ADOPT_BLOCKS_MAX]
+                is_last = start + ADOPT_BLOCKS_MAX >= len(blocks)
+                adopted = self._patient.adopt(node_id, incarnation, batch, is_last)
+                self._directory.node_report(node_id, incarnation)  # a long one must not look dead
+        except RequestInvalid as error:
+            self._is_refused = True
+            raise StoreError(f"the inventory of {node_id} was refused: {error}") from error
+        self._is_refused = False
+        if blocks:
+            log.info("node_id=%s adopted %d of %d blocks", node_id, adopted, len(blocks))
+
+    def close(self) -> None:
+        """Deregister. Twice is harmless. StoreError: the directory finds out by itself."""
+        if self._is_known:
+            self._is_known = self._is_open = False
+            self._directory.deregister_node(self.info.node_id, self.info.incarnation)

@@ -1,0 +1,194 @@
+"""The storage nodes as one worker sees them: who they are, how to reach them, who is out of order.
+
+Which transport serves a node is decided per node, by `mode`:
+
+    auto    the own node mapped, all others by NIXL; where NIXL cannot be used (it does not load
+            here, or that node runs without it) mapped on this host and plain TCP elsewhere
+    mapped  every node of this host mapped; others cannot be read
+    nixl    every node by NIXL, the own one too; NixlUnavailable when it does not load
+    tcp     every node by plain TCP, the own one too
+
+The directory is asked rarely: at start, for a name that is not known, and after a transfer failed.
+A node whose transfer failed is left alone for BAD_NODE_S, so that one dead node costs one deadline
+and not one per request; a new incarnation of it is used at once.
+
+Not here: moving bytes (block_reader.py), measuring rates (rates.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.membership import NodeInfo
+from mooncake_store.memory.segment import ByteArray, host_id
+from mooncake_store.slots import Copy
+from mooncake_store.transports.mapped_transport import MappedTransport
+from mooncake_store.transports.nixl_agent import NixlUnavailable
+from mooncake_store.transports.nixl_transport import NixlTransport
+from mooncake_store.transports.path_cost import Route, best_copies, distance
+from mooncake_store.transports.tcp_transport import TcpTransport
+from mooncake_store.transports.traffic import Traffic
+from mooncake_store.transports.transport import LocalSpan, Transport
+
+log = logging.getLogger("mooncake_store.store")
+
+BAD_NODE_S = 2.0
+REFRESH_S = 0.02  # the directory is not asked for unknown or bad nodes more often than this
+MODES = ("auto", "mapped", "nixl", "tcp")
+
+
+class KnownNodes:
+    """node_id -> NodeInfo, and the transport for it. Thread-safe."""
+
+    def __init__(self, directory: DirectoryClient, own_id: str, mode: str) -> None:
+        if mode not in MODES:
+            raise ValueError(f"transports is {mode!r}; use one of {', '.join(MODES)}")
+        self._directory = directory
+        self._own_id = own_id
+        self._mode = mode
+        self._lock = threading.Lock()
+        self._nodes: dict[str, NodeInfo] = {}
+        self._asked_s = 0.0
+        self._bad: dict[str, tuple[str, float]] = {}  # node_id -> (incarnation, until_s)
+        self._host_id = host_id("/dev/shm/segment")  # while the own node is not registered
+        self.mapped = MappedTransport()
+        self.tcp = TcpTransport()
+        self.nixl = _nixl(mode)
+        self.traffic = Traffic()
+        self.bytes_per_s: dict[str, float] = {}  # from node_id; as rates.py measured last
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Ask the directory; StoreUnavailable when it is gone."""
+        asked_s = time.monotonic()
+        nodes = {info.node_id: info for info in self._directory.nodes()}
+        with self._lock:
+            self._nodes, self._asked_s = nodes, asked_s
+            gone = [name for name, (life, _) in self._bad.items() if not _lives(nodes, name, life)]
+            for name in gone:
+                del self._bad[name]
+
+    def all(self) -> list[NodeInfo]:
+        with self._lock:
+            return list(self._nodes.values())
+
+    def find(self, node_id: str) -> NodeInfo | None:
+        """The node, or None when the directory does not know it."""
+        return self._find(node_id)[0]
+
+    def usable(self, node_id: str) -> NodeInfo | None:
+        """The node, or None when it is unknown or this life of it has failed a moment ago."""
+        info, is_bad = self._find(node_id)
+        return None if is_bad else info
+
+    def _find(self, node_id: str) -> tuple[NodeInfo | None, bool]:
+        """The node, and whether it is bad; the directory is asked when that may change it."""
+        for is_last in (False, True):
+            with self._lock:
+                info = self._nodes.get(node_id)
+                now_s = time.monotonic()
+                is_recent = now_s - self._asked_s < REFRESH_S
+                is_bad = info is not None and self._is_bad(info, now_s)
+            if is_last or is_recent or (info is not None and not is_bad):
+                break
+            self.refresh()
+        return info, is_bad
+
+    def mark_bad(self, info: NodeInfo) -> None:
+        with self._lock:
+            self._bad[info.node_id] = (info.incarnation, time.monotonic() + BAD_NODE_S)
+
+    def transport(self, info: NodeInfo) -> Transport | None:
+        """How bytes of this node get here; None when they cannot in this mode."""
+        if info.is_ssd:
+            return None  # its node restores what lies there first
+        has_nixl = self.nixl is not None and bool(info.agent_name)
+        has_tcp = bool(info.data_address)
+        if self._mode == "tcp":
+            return self.tcp if has_tcp else None
+        if self._mode == "nixl":
+            return self.nixl if has_nixl else None
+        if self._mode == "auto" and info.node_id != self._own_id and has_nixl:
+            return self.nixl
+        if self.is_same_host(info):
+            return self.mapped
+        return self.tcp if self._mode == "auto" and has_tcp else None
+
+    def is_same_host(self, info: NodeInfo) -> bool:
+        """Can the segment of this node be mapped here?"""
+        own = self._own()
+        return info.host_id == (own.host_id if own else self._host_id)
+
+    def _own(self) -> NodeInfo | None:
+        with self._lock:
+            return self._nodes.get(self._own_id)
+
+    # ---- which copy
+
+    def choose(self, found: Sequence[Sequence[Copy]]) -> list[Copy | None]:
+        """The cheapest copy of each block of a lookup; None where no holder can be read now."""
+        return best_copies(found, self.routes())
+
+    def routes(self) -> dict[str, Route]:
+        """What each holder that is not out of order costs from here; see path_cost.py."""
+        own, now_s = self._own(), time.monotonic()
+        host, rack = (own.host_id, own.rack) if own else (self._host_id, "")
+        with self._lock:
+            nodes = [info for info in self._nodes.values() if not self._is_bad(info, now_s)]
+        found = {}
+        for info in nodes:
+            if info.is_ssd or self.transport(info) is not None:
+                found[info.node_id] = Route(
+                    distance(info, self._own_id, host, rack),
+                    self.bytes_per_s.get(info.node_id, 0.0),
+                    self.traffic.under_way_bytes(info.node_id),
+                    info.is_ssd,
+                )
+        return found
+
+    def _is_bad(self, info: NodeInfo, now_s: float) -> bool:
+        life, until_s = self._bad.get(info.node_id, ("", 0.0))
+        return life == info.incarnation and now_s < until_s
+
+    # ---- the transports
+
+    def register(self, buffer: ByteArray) -> None:
+        if self.nixl is not None:
+            self.nixl.register(buffer)
+
+    def unregister(self, buffer: ByteArray) -> None:
+        if self.nixl is not None:
+            self.nixl.unregister(buffer)
+
+    def transports(self) -> list[Transport]:
+        found: list[Transport] = [self.mapped, self.tcp]
+        return found if self.nixl is None else [*found, self.nixl]
+
+    def pending_targets(self) -> list[LocalSpan]:
+        """Local memory into which a read that timed out may still write."""
+        return [span for transport in self.transports() for span in transport.pending_targets()]
+
+    def close(self) -> None:
+        for transport in self.transports():
+            transport.close()
+
+
+def _nixl(mode: str) -> NixlTransport | None:
+    """NIXL where the mode wants it; without it `auto` goes on, and says so."""
+    if mode in ("mapped", "tcp"):
+        return None
+    try:
+        return NixlTransport()
+    except NixlUnavailable as error:
+        if mode == "nixl":
+            raise
+        log.warning("goes on without NIXL, by plain TCP to other hosts: %s", error)
+        return None
+
+
+def _lives(nodes: dict[str, NodeInfo], node_id: str, incarnation: str) -> bool:
+    return node_id in nodes and nodes[node_id].incarnation == incarnation

@@ -1,0 +1,256 @@
+"""Making NIXL agents that behave: environment, logging, threads, errors.
+
+The stock wrapper, as measured with nixl 1.5.1 on a machine without RDMA:
+
+* its progress thread spins on a whole core (pthrDelay = 0, hard-coded). A node's agent gets a
+  progress thread that sleeps up to 1 ms but is woken by events (2.5 % of a core idle); a client's
+  agent gets none, it makes progress when it polls;
+* it logs to stdout and goes on without a transport when a plugin is missing: every warning of
+  the wrapper becomes NixlUnavailable here, and stdout stays the program's own;
+* its agents may abort the process when they are destroyed, so they never are (make_agent);
+* it dies with a filesystem error when HOME is unreadable, and with a segmentation fault at exit
+  when Debian's libibverbs is installed too (UCX_MODULES=^ib, or os._exit on RDMA hosts).
+
+UCX reads its settings when the first agent is made: this file sets them before it imports nixl.
+Everything set here can be overridden from outside (setdefault).
+
+Not here: moving bytes (nixl_transport.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_store.errors import StoreError, TransferFailed
+from mooncake_store.node.host_topology import preferred_ucx_devices
+
+NODE_PROGRESS_DELAY_US = 1000
+# Without a GPU the package `nixl` imports torch (0.7 s, 150 MB) to ask for a CUDA version, and then
+# takes the first of these: so they are asked first.
+_CPU_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
+_making = threading.Lock()
+
+
+class NixlUnavailable(StoreError):
+    """NIXL cannot be used here; the message says why and what to do."""
+
+
+def has_rdma() -> bool:
+    """Does this host have an InfiniBand or RoCE device?"""
+    with contextlib.suppress(OSError):
+        return any(Path("/sys/class/infiniband").iterdir())
+    return False
+
+
+def prepare_environment() -> None:
+    """Settings that UCX and NIXL read once, when they are loaded."""
+    if not has_rdma():
+        os.environ.setdefault("UCX_MODULES", "^ib")
+    elif devices := preferred_ucx_devices():
+        os.environ.setdefault("UCX_NET_DEVICES", devices)
+    # 8 KiB by default; 128 KiB doubles a READ over TCP (the responder's setting counts too).
+    # UCX refuses to start when RX is smaller than TX, so who sets one gets the other too.
+    segment = os.environ.get("UCX_TCP_TX_SEG_SIZE") or os.environ.get("UCX_TCP_RX_SEG_SIZE", "128K")
+    os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", segment)
+    os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", segment)
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its warnings go to stdout otherwise
+    home = os.environ.get("HOME")
+    if home and os.path.isdir(home) and not os.access(home, os.R_OK | os.X_OK):
+        raise NixlUnavailable(
+            f"NIXL looks for $HOME/.nixl.cfg, but HOME={home} is not readable by user "
+            f"{os.getuid()}: set HOME to a folder of that user"
+        )
+
+
+class _RaiseOnWarning(logging.Handler):
+    """NIXL's wrapper logs what it should raise."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            raise NixlUnavailable(f"NIXL: {record.getMessage()}")
+
+
+@lru_cache(maxsize=1)
+def load_nixl() -> Any:
+    """The module nixl._api, loaded once with our environment; NixlUnavailable when it is not."""
+    prepare_environment()
+    raises_in_handlers = logging.raiseExceptions
+    try:
+        api = _import_first(_CPU_MODULES if not _has_gpu_stack() else ("nixl._api",))
+    except (ImportError, OSError) as error:
+        raise NixlUnavailable(
+            f"cannot import nixl ({error}): pip install --no-deps nixl nixl-cu12 (CPU hosts too), "
+            "or use transports='mapped' on one host"
+        ) from error
+    finally:
+        logging.raiseExceptions = raises_in_handlers  # nixl's import switches it off globally
+    logger = logging.getLogger("nixl")
+    logger.handlers[:] = [_RaiseOnWarning()]
+    logger.propagate = False
+    return api
+
+
+def _has_gpu_stack() -> bool:
+    """Is there a GPU driver, or torch, by which the package nixl picks its build?"""
+    return "torch" in sys.modules or os.path.exists("/proc/driver/nvidia")
+
+
+def _import_first(names: Sequence[str]) -> Any:
+    """The first of these modules that is installed."""
+    for name in names[:-1]:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    return importlib.import_module(names[-1])
+
+
+@lru_cache(maxsize=1)
+def nixl_errors() -> tuple[type[Exception], ...]:
+    """What NIXL raises: its classes share no base, so they are listed."""
+    bindings = load_nixl().nixlBind
+    found = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
+    return (*found, NixlUnavailable)
+
+
+def make_agent(name: str, has_progress_thread: bool) -> Any:
+    """A nixl_agent with the UCX backend, not thread-safe (SYNC_NONE): its owner has a lock.
+
+    `name` must be unique in time too: a peer refuses a name that it already knows.
+
+    An agent is never destroyed. Destroying one whose peer has died may abort the process (UCX
+    1.23: "arbiter.c:36 Assertion `ucs_arbiter_group_is_empty(group)' failed"), at exit too. So it
+    is given a reference that nobody takes back; closed lanes are used again (nixl_transport.py).
+    """
+    agent = _bare_agent(name, has_progress_thread)
+    try:
+        agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "num_workers": "1"})
+    except nixl_errors() as error:
+        raise NixlUnavailable(
+            f"NIXL's UCX backend does not start ({error}); UCX_TLS={os.environ.get('UCX_TLS')}: "
+            "leave UCX_TLS unset, or name tcp in it (errors of a peer are seen over tcp only)"
+        ) from error
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
+    return agent
+
+
+def _bare_agent(name: str, has_progress_thread: bool) -> Any:
+    """A nixl_agent without a backend."""
+    api = load_nixl()
+    failures: tuple[type[Exception], ...] = (*nixl_errors(), RuntimeError)
+    with _making:  # the config class is swapped for a moment; no other hook sets pthrDelay
+        stock: Any = api.nixlBind.nixlAgentConfig
+        api.nixlBind.nixlAgentConfig = _with_progress_delay(stock)
+        try:
+            config = api.nixl_agent_config(enable_prog_thread=has_progress_thread, backends=[])
+            return api.nixl_agent(name, config)
+        except failures as error:
+            raise NixlUnavailable(f"cannot make NIXL agent {name}: {error}") from error
+        finally:
+            api.nixlBind.nixlAgentConfig = stock
+
+
+def _with_progress_delay(stock: Any) -> Any:
+    """The config class, but its pthrDelay is ours whatever the wrapper assigns."""
+
+    def assign(self: Any, field: str, value: object) -> None:
+        stock.__setattr__(self, field, NODE_PROGRESS_DELAY_US if field == "pthrDelay" else value)
+
+    return type("nixlAgentConfig", (stock,), {"__setattr__": assign})
+
+
+class NodeAgent:
+    """A storage node's side: registers its segment once and answers without the GIL."""
+
+    def __init__(self, name: str, address: int, size_bytes: int) -> None:
+        self.name = name
+        self._agent = make_agent(name, has_progress_thread=True)
+        self._memory: Any = self._agent.register_memory([(address, size_bytes, 0, "")], "DRAM")
+        self.metadata: bytes = self._agent.get_agent_metadata()
+
+    def close(self) -> None:
+        """Deregister. Twice is harmless. Peers see a disconnect when the process ends."""
+        if self._memory is None:
+            return
+        with contextlib.suppress(*nixl_errors()):
+            self._agent.deregister_memory(self._memory)
+        self._memory = None
+
+
+class FileAgent:
+    """NIXL's POSIX plugin between one memory and one open file. Its owner has a lock.
+
+    Unlike agents with UCX it has no peers, so it may be destroyed like any object.
+    """
+
+    def __init__(self, address: int, size_bytes: int, descriptor: int, file_bytes: int) -> None:
+        self._address, self._descriptor = address, descriptor
+        self._name = f"file-{os.getpid()}-{secrets.token_hex(4)}"
+        agent = _bare_agent(self._name, has_progress_thread=False)
+        try:
+            agent.create_backend("POSIX", {})  # it takes libaio or io_uring, whichever works here
+            regions = [
+                agent.register_memory([(address, size_bytes, 0, "")], "DRAM"),
+                agent.register_memory([(0, file_bytes, descriptor, "")], "FILE"),
+            ]
+        except nixl_errors() as error:
+            raise NixlUnavailable(f"NIXL's POSIX plugin does not work here: {error}") from error
+        self._agent: Any = agent
+        self._regions: list[Any] = regions
+
+    def post(self, operation: str, rows: npt.NDArray[np.uint64]) -> Any:
+        """Start a "READ" (file to memory) or "WRITE" of rows (memory offset, file offset, bytes).
+
+        Returns what is_done() wants.
+        """
+        memory = np.empty((len(rows), 3), np.uint64)
+        memory[:, 0] = rows[:, 0] + np.uint64(self._address)
+        memory[:, 1], memory[:, 2] = rows[:, 2], 0
+        file = np.empty((len(rows), 3), np.uint64)
+        file[:, 0], file[:, 1], file[:, 2] = rows[:, 1], rows[:, 2], self._descriptor
+        try:
+            handle = self._agent.initialize_xfer(
+                operation,
+                self._agent.get_xfer_descs(memory, "DRAM"),
+                self._agent.get_xfer_descs(file, "FILE"),
+                self._name,
+            )
+            if self._agent.transfer(handle) == "ERR":
+                raise TransferFailed(f"NIXL's POSIX plugin refuses a {operation}")
+        except nixl_errors() as error:
+            raise TransferFailed(f"NIXL's POSIX plugin: {operation}: {error}") from error
+        return handle
+
+    def is_done(self, handle: Any) -> bool:
+        """Is it complete? Then the handle is gone. TransferFailed without the plugin's errno."""
+        try:
+            state = self._agent.check_xfer_state(handle)
+            if state == "PROC":
+                return False
+            self._agent.release_xfer_handle(handle)
+        except nixl_errors() as error:
+            raise TransferFailed(f"NIXL's POSIX plugin: {error}") from error
+        if state != "DONE":
+            raise TransferFailed("NIXL's POSIX plugin says ERR")
+        return True
+
+    def close(self) -> None:
+        """Forget memory and file. Twice is harmless."""
+        regions, self._regions = self._regions, []
+        for region in regions:
+            with contextlib.suppress(*nixl_errors()):
+                self._agent.deregister_memory(region)
+        self._agent = None

@@ -1,0 +1,319 @@
+"""One NIXL agent as an initiator: its peers, its prepared descriptor lists, its transfers.
+
+Every method needs `lock` held: the agent is made without locks of its own. The lock covers single
+calls, not whole transfers, so several transfers may be under way on one lane.
+
+Descriptor lists are prepared once per (peer or local buffer, length, phase) when the spans of a
+batch lie on a grid: equal lengths, and offsets that differ by multiples of that length, as pages,
+slots and single layers do. That saves 2-8 % of a batch (128 KiB x 64: 721 -> 709 us, 8 KiB x 64:
+134 -> 127 us). Anything else goes by initialize_xfer.
+
+Not here: deadlines and which lane to take (nixl_transport.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_store.errors import TransferFailed
+from mooncake_store.membership import NodeInfo
+from mooncake_store.memory.segment import ByteArray
+from mooncake_store.transports.nixl_agent import NixlUnavailable, make_agent, nixl_errors
+from mooncake_store.transports.transport import LocalSpan, Span
+
+Offsets = npt.NDArray[np.uint64]
+
+PREPARED_MAX = 128  # lists kept per lane; a list is a few dozen bytes, strided
+REFUSED_S = 1.0  # each refused connection leaks a socket inside UCX: do not insist
+REFUSED_MAX = 64
+_LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for the local side
+INDEX_MAX = 2**31 - 1  # indices travel as int32
+
+
+class Region:
+    """A registered local buffer; holding the array keeps its memory alive."""
+
+    def __init__(self, buffer: ByteArray) -> None:
+        self.buffer = buffer
+        self.address = int(buffer.ctypes.data)
+        self.size_bytes = int(buffer.nbytes)
+
+
+@dataclass(slots=True)
+class Peer:
+    """One life of a node, as this lane's agent knows it."""
+
+    agent_name: str  # of that life; no other life has this name
+    transfers: int = 0  # under way, zombies included: the peer cannot be removed before they end
+    is_broken: bool = False  # its connection failed: remove it, and add it again on next use
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A posted transfer. `targets` are the local spans that it writes (none for a write)."""
+
+    handle: Any
+    peer: Peer
+    targets: list[LocalSpan]
+    memory: list[LocalSpan] = field(default_factory=list)  # kept alive until it ends
+    is_done: bool = False
+
+
+class Lane:
+    """An agent, its lock and everything that hangs on it."""
+
+    def __init__(self, name: str) -> None:
+        self.lock = threading.Lock()
+        self.zombies: list[Transfer] = []
+        self.has_failed = False  # a connection broke once: do not hand this lane on
+        self._errors = nixl_errors()
+        self._failures: tuple[type[Exception], ...] = (*self._errors, TransferFailed)
+        self._agent = make_agent(name, has_progress_thread=False)
+        self._registered: dict[Region, Any] = {}
+        self._peers: dict[str, Peer] = {}  # node_id -> its present life
+        self._retired: list[Peer] = []  # earlier lives that still have transfers under way
+        self._refused: dict[str, float] = {}  # agent name -> when to try again
+        self._prepared: OrderedDict[tuple[str, int, int, int], Any] = OrderedDict()
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Register those of these regions that this agent does not know yet."""
+        for region in regions:
+            if region not in self._registered:
+                whole = [(region.address, region.size_bytes, 0, "")]
+                try:
+                    self._registered[region] = self._agent.register_memory(whole, "DRAM")
+                except self._errors as error:
+                    raise NixlUnavailable(
+                        f"cannot register {region.size_bytes} bytes with NIXL ({error}): RDMA "
+                        "needs as much locked memory, see ulimit -l"
+                    ) from error
+
+    def unregister(self, region: Region) -> None:
+        memory = self._registered.pop(region, None)
+        for key in [key for key in self._prepared if key[:2] == (_LOCAL, region.address)]:
+            self._release(self._prepared.pop(key))
+        if memory is not None:
+            with contextlib.suppress(*self._errors):
+                self._agent.deregister_memory(memory)
+
+    def connect(self, node: NodeInfo) -> Peer:
+        """The peer for this life of the node; replaces an earlier life and a broken connection."""
+        peer = self._peers.get(node.node_id)
+        if peer is not None and (peer.is_broken or peer.agent_name != node.agent_name):
+            self.disconnect(node.node_id)
+            peer = None
+        if peer is None:
+            self._remove_retired()
+            if any(old.agent_name == node.agent_name for old in self._retired):
+                raise TransferFailed(
+                    f"node {node.node_id}: its connection broke and earlier transfers have not "
+                    "ended yet; try again"
+                )
+            peer = Peer(self._add(node))
+            self._peers[node.node_id] = peer
+        return peer
+
+    def _add(self, node: NodeInfo) -> str:
+        if not node.agent_metadata:
+            raise TransferFailed(f"node {node.node_id} serves mapped memory only, not NIXL")
+        if time.monotonic() < self._refused.get(node.agent_name, 0.0):
+            raise TransferFailed(f"node {node.node_id} refused a connection a moment ago")
+        try:
+            name = self._agent.add_remote_agent(node.agent_metadata)
+            self._agent.make_connection(name)
+        except self._errors as error:
+            while len(self._refused) >= REFUSED_MAX:
+                del self._refused[next(iter(self._refused))]
+            self._refused[node.agent_name] = time.monotonic() + REFUSED_S
+            raise TransferFailed(f"cannot connect to node {node.node_id}: {error}") from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def disconnect(self, node_id: str) -> None:
+        peer = self._peers.pop(node_id, None)
+        if peer is not None:
+            self._retired.append(peer)
+            self._remove_retired()
+
+    def _remove_retired(self) -> None:
+        self.bury()
+        for peer in [peer for peer in self._retired if not peer.transfers]:
+            self._retired.remove(peer)
+            for key in [key for key in self._prepared if key[0] == peer.agent_name]:
+                self._release(self._prepared.pop(key))
+            with contextlib.suppress(*self._errors):
+                self._agent.remove_remote_agent(peer.agent_name)
+
+    def post(
+        self, node: NodeInfo, remote: Sequence[Span], local: Sequence[LocalSpan], is_read: bool
+    ) -> Transfer:
+        """Start a transfer; it may be done already. The spans have been checked."""
+        peer = self.connect(node)
+        far = np.array([offset for offset, _ in remote], np.uint64)
+        lengths = np.array([length for _, length in remote], np.uint64)
+        near, region = self._local_offsets(local)
+        operation = "READ" if is_read else "WRITE"
+        try:
+            handle = self._prepared_handle(operation, node, peer, far, near, region, lengths)
+            if handle is None:
+                handle = self._agent.initialize_xfer(
+                    operation,
+                    self._described(near + np.uint64(region.address), lengths),
+                    self._described(far + np.uint64(node.base_address), lengths),
+                    peer.agent_name,
+                )
+            targets = list(local) if is_read else []
+            transfer = Transfer(handle, peer, targets, list(local))
+            peer.transfers += 1
+        except self._errors as error:
+            raise TransferFailed(
+                f"node {node.node_id} refused a transfer of {len(remote)} spans: {error}"
+            ) from error
+        self._step(transfer, self._agent.transfer)
+        return transfer
+
+    def poll(self, transfer: Transfer) -> None:
+        if not transfer.is_done:
+            self._step(transfer, self._agent.check_xfer_state)
+
+    def _step(self, transfer: Transfer, call: Any) -> None:
+        """Post or poll; errors come as exceptions, and the string "ERR" means one too."""
+        try:
+            state = call(transfer.handle)
+            if state == "ERR":
+                raise TransferFailed("NIXL reports an error")
+        except self._failures as error:
+            self._end(transfer)
+            transfer.peer.is_broken = self.has_failed = True
+            raise TransferFailed(
+                f"transfer with {transfer.peer.agent_name} failed: {error}; the node is gone or "
+                "cut off"
+            ) from error
+        if state == "DONE":
+            self._end(transfer)
+
+    def _end(self, transfer: Transfer) -> None:
+        transfer.is_done = True
+        transfer.peer.transfers -= 1
+        self._release(transfer.handle)
+
+    def bury(self) -> None:
+        """Poll the zombies; those that came to an end, either way, are forgotten."""
+        for zombie in self.zombies:
+            with contextlib.suppress(TransferFailed):
+                self.poll(zombie)
+        self.zombies = [zombie for zombie in self.zombies if not zombie.is_done]
+
+    def _release(self, handle: Any) -> None:
+        with contextlib.suppress(*self._errors):
+            handle.release()
+
+    def _local_offsets(self, local: Sequence[LocalSpan]) -> tuple[Offsets, Region]:
+        """Offsets relative to the one registered region that holds all of these spans."""
+        found: dict[int, tuple[Region, int]] = {}
+        for buffer, _ in local:
+            if id(buffer) not in found:
+                found[id(buffer)] = self._region_of(buffer)
+        first = found[id(local[0][0])][0]
+        # A batch over several regions still works: offsets are addresses modulo 2**64.
+        offsets = [
+            found[id(buffer)][0].address - first.address + found[id(buffer)][1] + span.offset_bytes
+            for buffer, span in local
+        ]
+        near = np.array(offsets, np.int64).view(np.uint64)
+        return near, first
+
+    def _region_of(self, buffer: ByteArray) -> tuple[Region, int]:
+        address = int(buffer.__array_interface__["data"][0])
+        for region in self._registered:
+            start = address - region.address
+            if start >= 0 and start + buffer.nbytes <= region.size_bytes:
+                return region, start
+        raise TransferFailed(
+            f"a buffer of {buffer.nbytes} bytes is not registered: call register() with the "
+            "memory it is a view of"
+        )
+
+    def _described(self, addresses: Offsets, lengths: Offsets) -> Any:
+        rows = np.zeros((len(addresses), 3), np.uint64)
+        rows[:, 0], rows[:, 1] = addresses, lengths
+        return self._agent.get_xfer_descs(rows, "DRAM")
+
+    def _prepared_handle(
+        self,
+        operation: str,
+        node: NodeInfo,
+        peer: Peer,
+        far: Offsets,
+        near: Offsets,
+        region: Region,
+        lengths: Offsets,
+    ) -> Any:
+        """A transfer from prepared lists, or None when the spans lie on no grid."""
+        length = int(lengths[0])
+        if length == 0 or (lengths != length).any():
+            return None
+        if int(near.max()) + length > region.size_bytes:
+            return None  # several regions
+        if max(node.segment_bytes, region.size_bytes) // length > INDEX_MAX:
+            return None
+        (far_index, near_index), phases = np.divmod(np.stack((far, near)), np.uint64(length))
+        (far_phase, near_phase) = phases[:, 0].tolist()
+        if (phases != phases[:, :1]).any():
+            return None
+        there = self._prepare(
+            peer.agent_name, node.base_address, node.segment_bytes, length, far_phase
+        )
+        here = self._prepare(_LOCAL, region.address, region.size_bytes, length, near_phase)
+        return self._agent.make_prepped_xfer(
+            operation,
+            here,
+            near_index.astype(np.int32),
+            there,
+            far_index.astype(np.int32),
+        )
+
+    def _prepare(
+        self, agent_name: str, address: int, size_bytes: int, length: int, phase: int
+    ) -> Any:
+        """The dense list of runs of `length` bytes from address + phase to the end."""
+        key = (agent_name, address, length, phase)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            count = (size_bytes - phase) // length
+            grid = np.array([[address + phase, length, 0, length, count]], np.uint64)
+            prepared = self._agent.prep_xfer_dlist(agent_name, grid, mem_type="DRAM")
+            self._prepared[key] = prepared
+            if len(self._prepared) > PREPARED_MAX:
+                self._release(self._prepared.popitem(last=False)[1])
+        else:
+            self._prepared.move_to_end(key)
+        return prepared
+
+    def close(self) -> bool:
+        """Release everything; False (and nothing released) while zombies are under way."""
+        self.bury()
+        if self.zombies:
+            return False
+        for handle in self._prepared.values():
+            self._release(handle)
+        self._prepared.clear()
+        for peer in [*self._peers.values(), *self._retired]:
+            with contextlib.suppress(*self._errors):
+                self._agent.remove_remote_agent(peer.agent_name)
+        for memory in self._registered.values():
+            with contextlib.suppress(*self._errors):
+                self._agent.deregister_memory(memory)
+        self._peers.clear()
+        self._retired.clear()
+        self._registered.clear()
+        self._refused.clear()
+        return True

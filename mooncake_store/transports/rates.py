@@ -1,0 +1,151 @@
+"""By which transport and how fast bytes come from each storage node: a short probe, for estimates.
+
+A probe connects with one small read, then reads PROBE_BYTES a few times into memory of its own
+and takes the median. It is not a benchmark: it shares the machine with whatever runs.
+
+What it finds is logged once for each life of a node. Between processes of one host NIXL copies
+through the kernel (CMA), unless they differ in user, PID namespace or IPC namespace: then it goes
+over TCP without a word, several times slower. So such a node is read by plain TCP too, and when
+NIXL is hardly faster than that, the log says why that may be.
+
+Not here: what the numbers are used for (path_cost.py, the conductor's estimates).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from mooncake_store.errors import TransferFailed
+from mooncake_store.membership import NodeInfo
+from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.transport import Span, Transport
+
+log = logging.getLogger("mooncake_store.store")
+PROBE_BYTES = 2 * 1024**2
+HELLO_BYTES = 4096
+ROUNDS = 5
+PROBE_S_MAX = 0.25  # per node and transport
+CMA_OVER_TCP_MIN = 1.5  # seen: 3.9 with CMA, 0.9 without
+
+
+@dataclass(frozen=True, slots=True)
+class PathReport:
+    """How one node is reached, as measured last."""
+
+    node_id: str
+    transport: str
+    bytes_per_s: float
+    latency_s: float  # of one read of HELLO_BYTES
+    warning: str  # "" when all is as it should be
+
+
+class Probe:
+    """Probes the nodes that a worker knows. Thread-safe: one probe at a time."""
+
+    def __init__(self, nodes: KnownNodes) -> None:
+        self._nodes = nodes
+        self._lock = threading.Lock()
+        self._buffer = np.zeros(PROBE_BYTES, np.uint8)
+        self._buffer[:] = 1  # pre-fault
+        self._paths: dict[str, PathReport] = {}
+        self._logged: dict[str, str] = {}  # node_id -> the life that was logged
+        nodes.register(self._buffer)
+
+    @property
+    def latency_s(self) -> dict[str, float]:
+        """Of one small read, from node_id."""
+        return {node_id: path.latency_s for node_id, path in self._paths.items()}
+
+    def paths(self) -> list[PathReport]:
+        """What rates() found last."""
+        return list(self._paths.values())
+
+    def rates(self) -> dict[str, float]:
+        """Bytes per second from each node that answers within PROBE_S_MAX."""
+        found = {}
+        self._nodes.refresh()
+        with self._lock:
+            for info in self._nodes.all():
+                transport = self._nodes.transport(info)
+                path = self._path(info, transport) if transport else None
+                if path is not None:
+                    found[info.node_id] = path
+                    self._log(info, path)
+            self._paths = found
+            rates = {node_id: path.bytes_per_s for node_id, path in found.items()}
+            self._nodes.bytes_per_s = rates
+        return dict(rates)
+
+    def _path(self, info: NodeInfo, transport: Transport) -> PathReport | None:
+        try:
+            measured = self._measured(info, transport)
+        except TransferFailed as error:
+            log.debug("node_id=%s probe: %s", info.node_id, error)
+            self._nodes.mark_bad(info)
+            return None
+        if measured is None:
+            return None
+        rate, latency_s = measured
+        is_doubtful = transport is self._nodes.nixl and self._nodes.is_same_host(info)
+        plain = None
+        if is_doubtful and info.data_address:
+            with contextlib.suppress(TransferFailed):
+                plain = self._measured(info, self._nodes.tcp)
+        warning = ""
+        if plain is not None and rate < CMA_OVER_TCP_MIN * plain[0]:
+            warning = (
+                f"on this host, but NIXL is no faster ({_gb(rate)}) than plain TCP "
+                f"({_gb(plain[0])}): its processes cannot copy from each other; run them as one "
+                "user, in one PID and IPC namespace (containers: --pid=host --ipc=host), and see "
+                "kernel.yama.ptrace_scope"
+            )
+        return PathReport(info.node_id, transport.name, rate, latency_s, warning)
+
+    def _log(self, info: NodeInfo, path: PathReport) -> None:
+        if self._logged.get(info.node_id) == info.incarnation:
+            return
+        self._logged[info.node_id] = info.incarnation
+        log.info(
+            "node_id=%s is read by %s: %s, %.0f us for %d bytes",
+            path.node_id, path.transport, _gb(path.bytes_per_s), path.latency_s * 1e6, HELLO_BYTES,
+        )  # fmt: skip
+        if path.warning:
+            log.warning("node_id=%s is %s", path.node_id, path.warning)
+
+    def _measured(self, info: NodeInfo, transport: Transport) -> tuple[float, float] | None:
+        """(bytes per second, seconds for one small read); None when time was too short for one.
+
+        TransferFailed when the node failed before the first.
+        """
+        until_s = time.monotonic() + PROBE_S_MAX
+        length_bytes = min(PROBE_BYTES, info.segment_bytes)
+        hello_bytes = min(HELLO_BYTES, length_bytes)
+        seconds: list[float] = []
+        latency_s = 0.0
+        try:
+            self._read(info, transport, hello_bytes, until_s)  # connects
+            latency_s = self._read(info, transport, hello_bytes, until_s)
+            while len(seconds) < ROUNDS and time.monotonic() < until_s:
+                seconds.append(self._read(info, transport, length_bytes, until_s))
+        except TransferFailed:
+            if not seconds:
+                raise
+        return (length_bytes / statistics.median(seconds), latency_s) if seconds else None
+
+    def _read(
+        self, info: NodeInfo, transport: Transport, length_bytes: int, until_s: float
+    ) -> float:
+        span, started_s = Span(0, length_bytes), time.perf_counter()
+        transport.read(info, [span], [(self._buffer, span)], until_s - time.monotonic())
+        return time.perf_counter() - started_s
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"

@@ -1,0 +1,210 @@
+"""A storage node's plain TCP side: spans of its segment, read and written for who knows its token.
+
+For hosts where NIXL cannot load. The bytes go straight from and to the mapped segment: the kernel
+copies them into and out of the socket, outside the GIL. One thread accepts and each connection has
+its own, because a client keeps a connection per thread that moves bytes.
+
+The token is what the directory tells about this life of the node (its incarnation), so neither a
+stranger nor a client that still means an earlier life behind a port that was taken again touches
+this memory.
+
+A write whose client has given up must not go on: the client resets the connection at its deadline,
+and before each piece is taken out of the socket the server looks whether it did. So after a freeze
+what lies in the socket of a given-up write is thrown away instead of landing in memory that may
+have a new owner.
+
+Not here: the frames (tcp_frames.py), the client (tcp_transport.py), who may use which slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import select
+import socket
+import threading
+import time
+
+from mooncake_store.errors import StoreError
+from mooncake_store.memory.segment import ByteArray
+from mooncake_store.transports import tcp_frames as frames
+from mooncake_store.transports.tcp_frames import FrameInvalid, Kind, PeerClosed, Pieces
+from mooncake_store.transports.transport import Tally, TransferCounters
+
+log = logging.getLogger("mooncake_store.tcp")
+CONNECTIONS_MAX = 256
+HELLO_S = 5.0  # who connects and says nothing
+SILENCE_S = 30.0  # in the middle of a message
+_GIVEN_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
+class TcpServerRefused(StoreError):
+    """The server cannot listen there; the message says what to change."""
+
+
+class Refused(Exception):
+    """The request is not carried out; the text goes to the client."""
+
+
+class TcpServer:
+    """Serves `memory` until close(). `address` is what goes into NodeInfo.data_address."""
+
+    def __init__(self, memory: ByteArray, host: str, port: int = 0, token: bytes = b"") -> None:
+        assert 0 < len(token) <= frames.TOKEN_BYTES_MAX, f"a token of {len(token)} bytes"
+        assert memory.ndim == 1 and memory.itemsize == 1 and memory.flags.c_contiguous
+        if host in ("", "0.0.0.0", "::"):
+            raise TcpServerRefused(
+                f"plain TCP at {host or 'no host'}: clients are told this address, so give the one "
+                "of this host as they see it"
+            )
+        self._memory = memory
+        self._token = token
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._is_closing = False
+        self._tally = Tally()
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise TcpServerRefused(
+                f"cannot serve plain TCP at {host}:{port} ({error.strerror or error}): choose an "
+                "address of this host and a free port (0: any)"
+            ) from error
+        name = f"[{host}]" if family == socket.AF_INET6 else host
+        self.address = f"{name}:{self._listener.getsockname()[1]}"
+        self._acceptor = threading.Thread(target=self._accept, name="tcp-accept", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def connections(self) -> int:
+        with self._lock:
+            return len(self._open)
+
+    @property
+    def counters(self) -> TransferCounters:
+        """What clients have read and written here; failures are connections that broke."""
+        return self._tally.counters()
+
+    def close(self) -> None:
+        """Stop listening, break every connection, wait for the threads. Twice is harmless."""
+        with self._lock:
+            self._is_closing = True
+            threads = dict(self._open)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        self._listener.close()
+        for connection in threads:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in [self._acceptor, *threads.values()]:
+            thread.join()
+        self._memory = self._memory[:0].copy()  # so that the owner can unmap it
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError as error:
+                if self._is_closing:
+                    return
+                log.warning("no TCP connection accepted: %s", error)  # out of descriptors, say
+                time.sleep(0.1)
+                continue
+            with self._lock:
+                if self._is_closing or len(self._open) >= CONNECTIONS_MAX:
+                    log.warning("TCP connection of %s refused: %d are open", peer, len(self._open))
+                    connection.close()
+                    continue
+                thread = threading.Thread(
+                    target=self._serve, args=(connection,), name="tcp-serve", daemon=True
+                )
+                self._open[connection] = thread
+                thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """One connection, until the client or close() ends it."""
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+            self._greet(connection)
+            while True:
+                connection.settimeout(None)  # a client may be idle for as long as it likes
+                if not connection.recv(1, socket.MSG_PEEK):
+                    return
+                self._answer(connection, time.monotonic())
+        except (Refused, FrameInvalid) as error:
+            self._tally.failed(is_timeout=False)
+            log.warning("TCP connection refused: %s", error)
+            with contextlib.suppress(OSError):
+                _send_text(connection, str(error))
+        except OSError as error:  # timeouts and closed peers are among them
+            self._tally.failed(isinstance(error, TimeoutError))
+            log.debug("TCP connection ended: %s", error)
+        finally:
+            with self._lock:
+                del self._open[connection]
+            connection.close()
+
+    def _greet(self, connection: socket.socket) -> None:
+        until_s = time.monotonic() + HELLO_S
+        header = frames.receive_bytes(connection, frames.HEADER.size, until_s)
+        kind, count = frames.unpack(header)
+        if kind is not Kind.HELLO or count > frames.TOKEN_BYTES_MAX:
+            raise Refused("a connection begins with its token")
+        token = frames.receive_bytes(connection, count, until_s)
+        if not hmac.compare_digest(bytes(token), self._token):
+            raise Refused(
+                "the token is not this storage node's: it restarted, or another node listens here "
+                "now; ask the directory for its address again"
+            )
+        frames.send(connection, [memoryview(frames.pack(Kind.DONE, 0))], until_s)
+
+    def _answer(self, connection: socket.socket, started_s: float) -> None:
+        until_s = started_s + SILENCE_S
+        header = frames.receive_bytes(connection, frames.HEADER.size, until_s)
+        kind, count = frames.unpack(header)
+        if kind not in (Kind.READ, Kind.WRITE) or count > frames.SPANS_MAX:
+            raise Refused(f"{kind.name} of {count} spans cannot be asked for")
+        raw = frames.receive_bytes(connection, count * frames.SPAN_BYTES, until_s)
+        pieces = self._pieces(frames.unpack_spans(raw))
+        moved_bytes = sum(piece.nbytes for piece in pieces)
+        if kind is Kind.READ:
+            answer = memoryview(frames.pack(Kind.DONE, moved_bytes))
+            frames.send(connection, [answer, *pieces], until_s)
+        else:
+            _receive_unless_given_up(connection, pieces)
+            frames.send(connection, [memoryview(frames.pack(Kind.DONE, 0))], until_s)
+        self._tally.moved(kind is Kind.READ, moved_bytes, time.monotonic() - started_s)
+
+    def _pieces(self, spans: list[tuple[int, int]]) -> list[memoryview]:
+        memory = self._memory.data
+        for offset, length in spans:
+            if offset + length > memory.nbytes:
+                raise Refused(
+                    f"{length} bytes at {offset} are outside a segment of {memory.nbytes} bytes"
+                )
+        return [memory[offset : offset + length] for offset, length in spans]
+
+
+def _receive_unless_given_up(connection: socket.socket, pieces: list[memoryview]) -> None:
+    """Fill the pieces, but no further than until the client closed the connection."""
+    watch = select.poll()
+    watch.register(connection, select.POLLIN | select.POLLRDHUP)
+    connection.settimeout(0.0)
+    left = Pieces(pieces)
+    while batch := left.next():
+        events = watch.poll(SILENCE_S * 1000)
+        if not events:
+            raise TimeoutError("a client fell silent in the middle of a write")
+        if events[0][1] & _GIVEN_UP:
+            raise PeerClosed("a client gave up in the middle of a write")
+        left.moved(frames.received(connection, batch))
+
+
+def _send_text(connection: socket.socket, text: str) -> None:
+    raw = text.encode()[: frames.TEXT_BYTES_MAX]
+    pieces = [memoryview(frames.pack(Kind.REFUSED, len(raw))), memoryview(raw)]
+    frames.send(connection, pieces, time.monotonic() + HELLO_S)

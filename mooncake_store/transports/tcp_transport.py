@@ -1,0 +1,260 @@
+"""Transport over plain TCP: a request and its bytes on one connection, for where NIXL cannot load.
+
+A connection serves one transfer at a time, so each thread that moves bytes takes one out of the
+pool of its node, or makes one. It goes back only after a transfer that ended well. At a deadline or
+an error it is closed: after that nothing can arrive in the targets of a read, so pending_targets()
+is always empty, and the node stops a write as soon as it sees that (closed by a reset, which
+overtakes the bytes that are still queued).
+
+A pooled connection may have died while it lay there, or belong to an earlier life of the node. So
+when it breaks, one more attempt is made on a new connection; both directions may be repeated,
+because a transfer always moves the same bytes to the same place.
+
+Socket buffers are left to the kernel: what it tunes by itself reaches further than a fixed size
+(net.ipv4.tcp_rmem), and fixing 4 MiB changed nothing on one host.
+
+Not here: the frames (tcp_frames.py), the node's side (tcp_server.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mooncake_store.errors import TransferFailed, TransferTimeout
+from mooncake_store.membership import NodeInfo
+from mooncake_store.memory.segment import ByteArray
+from mooncake_store.transports import tcp_frames as frames
+from mooncake_store.transports.tcp_frames import FrameInvalid, Kind
+from mooncake_store.transports.transport import (
+    LocalSpan,
+    Span,
+    Tally,
+    TransferCounters,
+    check_spans,
+)
+
+IDLE_MAX = 8  # connections kept per node
+CONNECT_S = 5.0  # for connect(); a transfer has its own deadline
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Idle connections to one life of a node."""
+
+    incarnation: str
+    idle: list[socket.socket] = field(default_factory=list)
+
+
+class TcpTransport:
+    """See transport.Transport. Bytes move outside the GIL."""
+
+    name = "tcp"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pools: dict[str, _Pool] = {}  # from node_id
+        self._is_closed = False
+        self._tally = Tally()
+
+    @property
+    def counters(self) -> TransferCounters:
+        return self._tally.counters()
+
+    def register(self, buffer: ByteArray) -> None:
+        """Nothing to do: a socket reads into any memory."""
+
+    def unregister(self, buffer: ByteArray) -> None:
+        """Nothing to do."""
+
+    def connect(self, node: NodeInfo) -> None:
+        until_s = time.monotonic() + CONNECT_S
+        try:
+            self._give(node, self._take(node) or _opened(node, until_s))
+        except (OSError, FrameInvalid) as error:
+            raise _failure(node, error, 0, is_read=True) from error
+
+    def read(
+        self,
+        node: NodeInfo,
+        sources: Sequence[Span],
+        targets: Sequence[LocalSpan],
+        deadline_s: float,
+    ) -> None:
+        self._move(node, sources, targets, deadline_s, is_read=True)
+
+    def write(
+        self,
+        node: NodeInfo,
+        sources: Sequence[LocalSpan],
+        targets: Sequence[Span],
+        deadline_s: float,
+    ) -> None:
+        self._move(node, targets, sources, deadline_s, is_read=False)
+
+    def _move(
+        self,
+        node: NodeInfo,
+        remote: Sequence[Span],
+        local: Sequence[LocalSpan],
+        deadline_s: float,
+        is_read: bool,
+    ) -> None:
+        started_s = time.monotonic()
+        try:
+            moved_bytes = check_spans(node, remote, local)
+            if moved_bytes:
+                self._transfer(node, remote, local, started_s + deadline_s, is_read)
+        except TransferFailed as error:
+            self._tally.failed(isinstance(error, TransferTimeout))
+            raise
+        self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
+
+    def _transfer(
+        self,
+        node: NodeInfo,
+        remote: Sequence[Span],
+        local: Sequence[LocalSpan],
+        until_s: float,
+        is_read: bool,
+    ) -> None:
+        """Over a pooled connection, and if that one is broken over a new one."""
+        pooled = self._take(node)
+        try:
+            if pooled is not None:
+                with contextlib.suppress(ConnectionError):
+                    self._ask(node, pooled, remote, local, until_s, is_read)
+                    return
+            self._ask(node, _opened(node, until_s), remote, local, until_s, is_read)
+        except (OSError, FrameInvalid) as error:
+            raise _failure(node, error, len(remote), is_read) from error
+
+    def _ask(
+        self,
+        node: NodeInfo,
+        connection: socket.socket,
+        remote: Sequence[Span],
+        local: Sequence[LocalSpan],
+        until_s: float,
+        is_read: bool,
+    ) -> None:
+        """The whole transfer on this connection, which is closed unless all went well."""
+        try:
+            for start in range(0, len(remote), frames.SPANS_MAX):
+                spans = remote[start : start + frames.SPANS_MAX]
+                pieces = [
+                    buffer.data[offset : offset + length]
+                    for buffer, (offset, length) in local[start : start + frames.SPANS_MAX]
+                ]
+                kind = Kind.READ if is_read else Kind.WRITE
+                request = frames.pack(kind, len(spans)) + frames.pack_spans(spans)
+                head = [memoryview(request)]
+                frames.send(connection, head if is_read else head + pieces, until_s)
+                moved_bytes = sum(piece.nbytes for piece in pieces) if is_read else 0
+                _expect_done(connection, node, moved_bytes, until_s)
+                if is_read:
+                    frames.receive(connection, pieces, until_s)
+        except BaseException:
+            _reset(connection)
+            raise
+        self._give(node, connection)
+
+    def _take(self, node: NodeInfo) -> socket.socket | None:
+        """An idle connection to this life of the node; those to another life are closed."""
+        with self._lock:
+            if self._is_closed:
+                raise TransferFailed("this transport is closed")
+            pool = self._pools.get(node.node_id)
+            if pool is None or pool.incarnation != node.incarnation:
+                old, self._pools[node.node_id] = pool, _Pool(node.incarnation)
+                pool = self._pools[node.node_id]
+                _close(old.idle if old else [])
+            return pool.idle.pop() if pool.idle else None
+
+    def _give(self, node: NodeInfo, connection: socket.socket) -> None:
+        with self._lock:
+            pool = self._pools.get(node.node_id)
+            is_current = pool is not None and pool.incarnation == node.incarnation
+            if pool is not None and is_current and len(pool.idle) < IDLE_MAX:
+                pool.idle.append(connection)
+                return
+        connection.close()
+
+    def pending_targets(self) -> list[LocalSpan]:
+        """None, ever: a connection that missed its deadline is closed, and bytes with it."""
+        return []
+
+    def disconnect(self, node_id: str) -> None:
+        with self._lock:
+            pool = self._pools.pop(node_id, None)
+        _close(pool.idle if pool else [])
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            pools, self._pools = list(self._pools.values()), {}
+        for pool in pools:
+            _close(pool.idle)
+
+
+def _opened(node: NodeInfo, until_s: float) -> socket.socket:
+    """A new connection that has shown its token; OSError, FrameInvalid or TransferFailed."""
+    if not node.data_address:
+        raise TransferFailed(f"node {node.node_id} serves no plain TCP; start it with --data")
+    host, _, port = node.data_address.rpartition(":")
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the deadline passed")
+    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=left_s)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        token = node.incarnation.encode()
+        hello = memoryview(frames.pack(Kind.HELLO, len(token)) + token)
+        frames.send(connection, [hello], until_s)
+        _expect_done(connection, node, 0, until_s)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _expect_done(
+    connection: socket.socket, node: NodeInfo, follows_bytes: int, until_s: float
+) -> None:
+    kind, count = frames.unpack(frames.receive_bytes(connection, frames.HEADER.size, until_s))
+    if kind is Kind.REFUSED:
+        text = frames.receive_bytes(connection, min(count, frames.TEXT_BYTES_MAX), until_s)
+        raise TransferFailed(f"node {node.node_id} refuses: {text.decode(errors='replace')}")
+    if kind is not Kind.DONE or count != follows_bytes:
+        raise FrameInvalid(
+            f"DONE and {follows_bytes} bytes were expected, {kind.name} {count} came"
+        )
+
+
+def _failure(node: NodeInfo, error: Exception, spans: int, is_read: bool) -> TransferFailed:
+    where = f"node {node.node_id} at {node.data_address}"
+    if isinstance(error, TimeoutError):
+        late = "nothing more will arrive" if is_read else "the node may still write some of them"
+        return TransferTimeout(
+            f"{where} did not move {spans} spans over TCP within the deadline: it is frozen, cut "
+            f"off or overloaded; the connection is closed, {late}"
+        )
+    return TransferFailed(f"{where}: {error}; the node is gone or cut off")
+
+
+def _reset(connection: socket.socket) -> None:
+    """Close at once: a polite end of stream would queue behind the bytes of a given-up write."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def _close(connections: list[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()

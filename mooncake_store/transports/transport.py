@@ -1,0 +1,152 @@
+"""What every transport promises: bytes between a node's segment and registered local memory.
+
+A transport knows spans, never keys or blocks. Its contract (tests/mooncake_store/
+test_transport_contract.py runs it against each):
+
+* All spans of one call move, or an exception says that none may be trusted.
+* A span outside the segment or its buffer is refused before anything is posted.
+* A dead node is TransferFailed, soon; a silent one is TransferTimeout at the deadline.
+* After TransferTimeout of a read the local spans may still be written at any later moment (NIXL
+  cannot revoke a transfer). pending_targets() lists them; do not reuse that memory before it
+  stops doing so. After TransferTimeout of a write the *remote* spans are in that state, and the
+  directory's quarantine covers them.
+* Every method may be called from several threads; the GIL is released while bytes move.
+
+Not here: which transport serves which node (known_nodes.py), the transports themselves
+(mapped_transport.py, which needs no second process and so is the twin for unit tests too,
+nixl_transport.py and tcp_transport.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from mooncake_store.errors import TransferFailed
+from mooncake_store.membership import NodeInfo
+from mooncake_store.memory.segment import ByteArray
+
+
+class Span(NamedTuple):
+    """A run of bytes in a segment or a buffer. (A frozen dataclass takes 5x as long to make.)"""
+
+    offset_bytes: int
+    length_bytes: int
+
+
+LocalSpan = tuple[ByteArray, Span]  # a registered uint8 buffer (or a view of one) and where in it
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCounters:
+    """What a transport moved since it was made. A call is counted once, when it ends."""
+
+    reads: int = 0
+    writes: int = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+    seconds: float = 0.0  # of finished calls; concurrent calls add up
+    failures: int = 0  # TransferFailed, timeouts not included
+    timeouts: int = 0
+
+
+class Transport(Protocol):
+    """Moves bytes between a node's segment and local memory; see the module docstring."""
+
+    name: str
+
+    @property
+    def counters(self) -> TransferCounters: ...
+
+    def register(self, buffer: ByteArray) -> None:
+        """Local uint8 memory that transfers may touch. Once per buffer; it must stay alive."""
+
+    def unregister(self, buffer: ByteArray) -> None:
+        """Forget a buffer; nothing may be under way in it. Unknown ones are fine."""
+
+    def connect(self, node: NodeInfo) -> None:
+        """Get ready for this node. Idempotent; a new incarnation replaces the old one."""
+
+    def read(
+        self,
+        node: NodeInfo,
+        sources: Sequence[Span],
+        targets: Sequence[LocalSpan],
+        deadline_s: float,
+    ) -> None:
+        """sources[i] of the node's segment -> targets[i], within `deadline_s` from now."""
+
+    def write(
+        self,
+        node: NodeInfo,
+        sources: Sequence[LocalSpan],
+        targets: Sequence[Span],
+        deadline_s: float,
+    ) -> None:
+        """sources[i] -> targets[i] of the node's segment, within `deadline_s` from now."""
+
+    def pending_targets(self) -> list[LocalSpan]:
+        """Local spans of timed-out reads that may still be written. Asking also makes progress."""
+
+    def disconnect(self, node_id: str) -> None:
+        """Forget this node; unknown names are fine."""
+
+    def close(self) -> None:
+        """Let go of everything. Twice is harmless."""
+
+
+def check_spans(node: NodeInfo, remote: Sequence[Span], local: Sequence[LocalSpan]) -> int:
+    """The bytes to move; TransferFailed when a span leaves its memory or a pair differs."""
+    assert len(remote) == len(local), f"{len(remote)} remote spans, {len(local)} local ones"
+    moved_bytes, segment_bytes = 0, node.segment_bytes
+    for there, (buffer, here) in zip(remote, local, strict=True):
+        far_bytes, length_bytes = there
+        near_bytes, near_length_bytes = here
+        assert length_bytes == near_length_bytes, f"{there} and {here} differ in length"
+        if far_bytes < 0 or length_bytes < 0 or far_bytes + length_bytes > segment_bytes:
+            raise TransferFailed(
+                f"{there} is outside node {node.node_id}'s segment of {segment_bytes} bytes; "
+                "nothing was moved: look the block up again"
+            )
+        if near_bytes < 0 or near_bytes + length_bytes > buffer.nbytes:
+            raise TransferFailed(
+                f"{here} is outside a local buffer of {buffer.nbytes} bytes; nothing was moved"
+            )
+        moved_bytes += length_bytes
+    return moved_bytes
+
+
+class Tally:
+    """The thread-safe hand that counts for a transport."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reads = self._writes = self._read_bytes = self._write_bytes = 0
+        self._failures = self._timeouts = 0
+        self._seconds = 0.0
+
+    def moved(self, is_read: bool, moved_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self._seconds += seconds
+            if is_read:
+                self._reads += 1
+                self._read_bytes += moved_bytes
+            else:
+                self._writes += 1
+                self._write_bytes += moved_bytes
+
+    def failed(self, is_timeout: bool) -> None:
+        with self._lock:
+            if is_timeout:
+                self._timeouts += 1
+            else:
+                self._failures += 1
+
+    def counters(self) -> TransferCounters:
+        with self._lock:
+            return TransferCounters(
+                self._reads, self._writes, self._read_bytes, self._write_bytes,
+                self._seconds, self._failures, self._timeouts,
+            )  # fmt: skip
