@@ -2,8 +2,7 @@
 
 The node has 128 MiB of DRAM and is given several times that: what is cold is spilled, then evicted.
 Each get restores its blocks into DRAM (evicting others) and reads them from there. Raw reads take
-as many random blocks of the file into aligned memory, by the fastest way the node itself knows
-(NIXL's POSIX plugin, or threads of preadv).
+as many random blocks that were written there into aligned memory, by threads of preadv.
 
 Not here: the node (mooncake_store/ssd/).
 """
@@ -24,7 +23,7 @@ import numpy as np
 
 from loadtest.bench.result import Cell
 from loadtest.bench.store.pattern import BATCH, Pattern, pages
-from loadtest.bench.store.site import MB, Site
+from loadtest.bench.store.site import MB, UNIT_BYTES, Site
 from mooncake_store.client.client import StoreClient
 
 FILLED_BYTES = 512 * MB
@@ -71,7 +70,7 @@ def measure(here: Site, folder: Path, block_bytes: int, rounds: int) -> dict[str
             arrived = client.get_into([pattern.keys[i] for i in chosen], targets)
             seconds = time.perf_counter() - started_s
             assert all(arrived), f"{arrived.count(False)} of {BATCH} blocks missing"
-            raw_s = raw(chance)
+            raw_s = raw(offsets(client, pattern, here, chance))
             if turn >= 2:
                 gets.append(seconds)
                 raws.append(raw_s)
@@ -91,25 +90,32 @@ def put_all(client: StoreClient, pattern: Pattern, here: Site) -> None:
         time.sleep(0.1)
 
 
+def offsets(
+    client: StoreClient, pattern: Pattern, here: Site, chance: np.random.Generator
+) -> list[int]:
+    """Where BATCH random blocks lie in the file. What was never written costs no disk."""
+    places = client.stat(pattern.keys)
+    slots = [c.slot for copies in places for c in copies if c.node_id == f"{here.ssd}/ssd"]
+    return [slot * UNIT_BYTES for slot in chance.choice(slots, BATCH, replace=False).tolist()]
+
+
 @contextlib.contextmanager
 def raw_reader(folder: Path, block_bytes: int):  # type: ignore[no-untyped-def]
-    """A function that reads BATCH random blocks of the node's file and returns the seconds."""
+    """A function that reads BATCH blocks of the node's file and returns the seconds."""
     path = max(folder.rglob("*"), key=lambda each: each.stat().st_size)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     memory = mmap.mmap(-1, BATCH * block_bytes)
     view = memoryview(memory)
-    blocks = path.stat().st_size // block_bytes
 
-    def read_one(at: int, block: int) -> int:
+    def read_one(at: int, start: int) -> int:
         target = view[at * block_bytes : (at + 1) * block_bytes]
-        return os.preadv(descriptor, [target], block * block_bytes)
+        return os.preadv(descriptor, [target], start)
 
     with ThreadPoolExecutor(READERS) as pool:
 
-        def read(chance: np.random.Generator) -> float:
-            chosen = chance.choice(min(blocks, FILLED_BYTES // block_bytes), BATCH, replace=False)
+        def read(starts: list[int]) -> float:
             started_s = time.perf_counter()
-            done = list(pool.map(read_one, range(BATCH), chosen.tolist()))
+            done = list(pool.map(read_one, range(BATCH), starts))
             seconds = time.perf_counter() - started_s
             assert done == [block_bytes] * BATCH
             return seconds

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MB = 2**20
+UNIT_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ def site(dram_mib: int, ssd_folder: Path | None, ssd_mib: int) -> Iterator[Site]
             path = f"/dev/shm/mooncake-bench-{os.getpid()}-{node_id}"
             start(
                 "node", "--node-id", node_id, "--directory", found.address, "--die-with-parent",
-                "--segment-bytes", str(mib * MB), "--segment-path", path, "--unit-bytes", "65536",
+                "--segment-bytes", str(mib * MB), "--segment-path", path,
+                "--unit-bytes", str(UNIT_BYTES),
                 "--control", f"ipc://{folder}/{node_id}", *more,
             )  # fmt: skip
 
