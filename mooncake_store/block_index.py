@@ -8,12 +8,16 @@ Not here: copies that are being written (holder.py), a replica elsewhere (prefix
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from struct import Struct
 
+from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.holder import CopyState, HeldCopy, Holder
 from mooncake_store.slots import Copy
 
 _made = tuple.__new__
+_KEY = Struct(f"{KEY_BYTES}s")
 Held = HeldCopy | tuple[HeldCopy, ...]
 
 
@@ -31,6 +35,12 @@ def places_of(held: Held | None) -> tuple[Copy, ...]:
         use = shelf.node_id, rows.slot[row], rows.generation[row], rows.checksum[row]
         return (_made(Copy, (*use, held.size_bytes)),)  # half the time of Copy(...)
     return tuple(copy.place for copy in held or ())
+
+
+def hash_all(keys: Iterable[bytes]) -> None:
+    """Before many of them are looked up: Python keeps the hash of a `bytes`. What is left of each
+    lookup is waiting for memory, and the CPU then waits for several keys at once."""
+    deque(map(hash, keys), maxlen=0)
 
 
 class BlockIndex:
@@ -66,6 +76,7 @@ class BlockIndex:
 
     def prefix(self, keys: Sequence[bytes]) -> list[Held]:
         """What is known of `keys` up to the first that is nowhere."""
+        hash_all(keys)
         get = self.held.get
         found: list[Held] = []
         for key in keys:
@@ -76,7 +87,14 @@ class BlockIndex:
         return found
 
     def each(self, keys: Sequence[bytes]) -> list[Held | None]:
+        hash_all(keys)
         return list(map(self.held.get, keys))
+
+    def exist(self, keys: bytes) -> bytes:
+        """Is each of these keys, joined, anywhere? One byte per key: 0 or 1."""
+        names = [name for (name,) in _KEY.iter_unpack(keys)]
+        hash_all(names)
+        return bytes(map(self.held.__contains__, names))
 
     def announced(self) -> Iterator[tuple[bytes, tuple[str, ...]]]:
         """key -> holders, without ephemeral copies: what a replica may know."""

@@ -27,6 +27,7 @@ from mooncake_store.tenants import TenantTable
 # Generations start at epoch * 2**20 and count up over all nodes. The server's epoch is its start in
 # milliseconds, so even the generations of a restarted directory are new (below 10**9 per second).
 GENERATIONS_PER_EPOCH = 2**20
+LOOK_AGAIN_S = 1e-4  # per idle block; looking at one takes about 1e-6
 
 
 class CopyTable:
@@ -111,8 +112,11 @@ class CopyTable:
 
         Only slabs whose blocks are all idle; first those of the size that has the most idle memory,
         its coldest first. Nothing is evicted when no such neighbours are large enough. Rare (one
-        size takes memory from another), so it may look at every idle block once.
+        size takes memory from another), so it may look at every idle block; in vain not again for
+        LOOK_AGAIN_S for each of them, or a size without room would keep the directory busy.
         """
+        if self.now_s < holder.look_again_s:
+            return False
         pool = holder.pool
         in_slab: dict[int, list[HeldCopy]] = {}  # start of a slab -> its idle copies
         shelves = sorted(holder.shelves.values(), key=lambda each: -len(each.idle) * each.units)
@@ -123,10 +127,13 @@ class CopyTable:
                 in_slab.setdefault(pool.slab_of(copy.slot).start, []).append(copy)
         free = [start for start, copies in in_slab.items() if pool.is_all(start, len(copies))]
         chosen = pool.neighbours(units, free)
-        for start in chosen or ():
+        if chosen is None:
+            holder.look_again_s = self.now_s + LOOK_AGAIN_S * holder.idle_blocks
+            return False
+        for start in chosen:
             for copy in in_slab[start]:
                 self.evict(copy)
-        return chosen is not None
+        return True
 
     def _on(self, key: bytes, holder: Holder) -> HeldCopy:
         copy = self.blocks.on(key, holder)

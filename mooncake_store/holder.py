@@ -166,6 +166,7 @@ class Holder:
     used_bytes: int = 0  # of blocks, ready and writing
     evictions: int = 0
     adopted: int = 0
+    look_again_s: float = float("-inf")  # for slabs that another size could take
     inventory: list[Claim] = field(default_factory=list)  # said so far, while it is not open
 
     def shelf(self, units: int) -> Shelf:

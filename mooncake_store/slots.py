@@ -188,15 +188,16 @@ class SlotPool:
     def adopt(self, slot: int, units: int) -> bool:
         """Mark a slot as used that was in use before; False when its units are taken.
 
-        The slabs of the life before are not known: neighbours of one size form a new one, so
-        adopt them in order of their slots.
+        The slabs of the life before are not known: neighbours of one size form a new one, up to
+        the size of any other slab, so adopt them in order of their slots.
         """
         if slot < 0 or slot + units > self.units or not self._runs.cut(slot, units):
             return False
         index = bisect_right(self._starts, slot) - 1
         left = self._slabs[self._starts[index]] if index >= 0 else None
         is_neighbour = left and left.units == units and left.start + left.slots * units == slot
-        if left and is_neighbour and left.fresh == left.slots:
+        has_place = left and (left.slots + 1) * units <= self._slab_units(units)
+        if left and is_neighbour and has_place and left.fresh == left.slots:
             left.slots, left.fresh, left.used = left.slots + 1, left.fresh + 1, left.used + 1
         else:
             self._add_slab(Slab(slot, 1, units, fresh=1, used=1))
@@ -246,8 +247,7 @@ class SlotPool:
         return slab.units
 
     def _new_slab(self, units: int) -> Slab | None:
-        wished_units = min(self.units // SLABS_WISHED, SLAB_BYTES_MAX // self.unit_bytes)
-        wished = max(1, wished_units // units) * units
+        wished = self._slab_units(units)
         run = self._runs.carve(units, wished)
         if run is None:
             self._release_empty_slabs()
@@ -257,6 +257,11 @@ class SlotPool:
         slab = Slab(run[0], run[1] // units, units)
         self._add_slab(slab)
         return slab
+
+    def _slab_units(self, units: int) -> int:
+        """How large a slab of slots of that size should be."""
+        wished_units = min(self.units // SLABS_WISHED, SLAB_BYTES_MAX // self.unit_bytes)
+        return max(1, wished_units // units) * units
 
     def _add_slab(self, slab: Slab) -> None:
         insort(self._starts, slab.start)

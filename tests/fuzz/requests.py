@@ -208,7 +208,8 @@ def pretend(world: World) -> None:
     uses = [use for owner in world.promises.owners.values() for use in owner.uses]
     if not uses:
         return
-    use = world.rng.choice(uses)
+    writing = [use for use in uses if use.state == "writing"]
+    use = world.rng.choice(writing if writing and world.chance(0.7) else uses)
     other = (use.slot, use.generation + world.rng.choice([-(10**9), 10**9]))
     blocks = [(use.key, *other, 99), (b"other".ljust(16), use.slot, use.generation, 99)]
     assert not any(world.directory.commit(use.node_id, blocks, use.owner, 3.0, world.now_s))

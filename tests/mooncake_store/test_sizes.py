@@ -60,6 +60,17 @@ def test_nothing_is_evicted_for_a_block_that_fits_nowhere() -> None:
     assert directory.stats(2.0).evictions == 0
 
 
+def test_a_search_in_vain_is_not_repeated_at_once() -> None:
+    directory = directory_with("s0", slots=40)
+    small = chain(40, "s")
+    store(directory, small, 1, 0.0, 0.0)
+    directory.lookup(small[::2], "reader", 3.0, 1.0, prefix_only=False)
+    assert store(directory, chain(1, "l"), 2, 1.0, 0.0) == 0
+    directory.release("reader", 1.0)
+    assert store(directory, chain(1, "l"), 2, 1.001, 0.0) == 0, "20 idle blocks: 2 ms later"
+    assert store(directory, chain(1, "l"), 2, 1.003, 0.0) == 1
+
+
 def test_pieces_of_several_sizes_are_joined_for_a_larger_one() -> None:
     directory = directory_with("s0", slots=8)
     assert store(directory, chain(2, "s"), 1, 0.0, 0.0) == 2

@@ -72,6 +72,17 @@ def test_adopted_slots_are_taken_where_they_were() -> None:
     pool.check()
 
 
+def test_adopted_slots_form_slabs_as_small_as_any_other() -> None:
+    pool = SlotPool(640, UNIT)
+    assert all(pool.adopt(slot, 1) for slot in range(640))
+    pool.check()
+    assert pool.slab_of(9).start == 0 and pool.slab_of(10).start == 10
+    for slot in range(20, 40):
+        pool.free(slot)
+    assert pool.take(20) == 20, "one slot in use does not hold all memory for its size"
+    pool.check()
+
+
 def test_random_use_keeps_the_invariants(seed: int) -> None:
     rng = random.Random(seed)
     units = rng.choice([16, 100, 257])
