@@ -23,7 +23,7 @@ import zmq
 from mooncake_store import protocol
 from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.direct_socket import DirectClient, direct_path
-from mooncake_store.errors import RequestInvalid, StoreUnavailable, named
+from mooncake_store.errors import RequestInvalid, StoreUnavailable
 from mooncake_store.events import Snapshot
 from mooncake_store.layout import Geometry
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
@@ -55,7 +55,6 @@ _BLOCKS = Decoder(list[tuple[bytes, Copy]])
 _WORKERS = Decoder(list[WorkerInfo])
 _SNAPSHOT = Decoder(Snapshot)
 _STATS = Decoder(DirectoryStats)
-_FAILURE = Decoder(protocol.Failure)
 
 
 def _elected_place(address: str) -> ElectedPlace | None:
@@ -277,7 +276,7 @@ class DirectoryClient:
         if reply is None:
             raise self._unavailable(request, "is it running, and is the address right?")
         try:
-            return self._read(reply, decoder)
+            return protocol.result_of(reply, decoder, f"the directory at {self.address}")
         except StoreUnavailable:  # it does not lead any more
             with self._lock:
                 self._disconnect()
@@ -301,18 +300,6 @@ class DirectoryClient:
                 break  # who leads now has not heard of this request
         self._disconnect()
         return None
-
-    def _read(self, reply: list[bytes], decoder: Decoder[T]) -> T:
-        header = protocol.unpack_header(reply[0])
-        try:
-            if header.kind is Kind.REPLY:
-                return decoder.decode(reply[1])
-            failure = _FAILURE.decode(reply[1])
-        except (msgspec.DecodeError, IndexError) as error:
-            raise RequestInvalid(
-                f"the directory at {self.address} answered what this side cannot read: {error}"
-            ) from error
-        raise named(failure.kind, failure.message)
 
     def _connected(self) -> zmq.Socket[bytes]:
         if self._socket is None:

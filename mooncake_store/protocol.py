@@ -14,13 +14,13 @@ Not here: sockets (directory_server.py, directory_client.py, event_feed.py).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
-from mooncake_store.errors import ProtocolMismatch, RequestInvalid
+from mooncake_store.errors import ProtocolMismatch, RequestInvalid, named
 from mooncake_store.events import (
     BlockAdded,
     BlockRemoved,
@@ -277,6 +277,21 @@ class Failure(msgspec.Struct, frozen=True):
 
     kind: str
     message: str
+
+
+_FAILURE = msgspec.msgpack.Decoder(Failure)
+
+
+def result_of(reply: Sequence[bytes], decoder: msgspec.msgpack.Decoder[T], who: str) -> T:
+    """What a reply says; the error that a FAILURE names is raised."""
+    header = unpack_header(reply[0])
+    try:
+        if header.kind is Kind.REPLY:
+            return decoder.decode(reply[1])
+        failure = _FAILURE.decode(reply[1])
+    except (msgspec.DecodeError, IndexError) as error:
+        raise RequestInvalid(f"{who} answered what this side cannot read: {error}") from error
+    raise named(failure.kind, failure.message)
 
 
 class AddedMessage(msgspec.Struct, tag="added", array_like=True, frozen=True):

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from mooncake_store import protocol
-from mooncake_store.errors import RequestInvalid, StoreUnavailable, named
+from mooncake_store.errors import StoreUnavailable
 from mooncake_store.node import control_protocol as control
 from mooncake_store.node.control_protocol import NodeStats, Restore
 from mooncake_store.protocol import Kind
@@ -38,7 +38,6 @@ _NONE = Decoder(type(None))
 _TEXT = Decoder(str)
 _BOOLS = Decoder(list[bool])
 _STATS = Decoder(NodeStats)
-_FAILURE = Decoder(protocol.Failure)
 
 
 class NodeClient:
@@ -102,7 +101,7 @@ class NodeClient:
                 f"the storage node at {self.address} did not answer {verb} within {timeout_s:g} s; "
                 "is it running, and can this host reach the address?"
             )
-        return self._read(reply, decoder)
+        return protocol.result_of(reply, decoder, f"the storage node at {self.address}")
 
     def _exchange(
         self, socket: zmq.Socket[bytes], frames: list[bytes], number: int, deadline_s: float
@@ -115,18 +114,6 @@ class NodeClient:
                     if protocol.number_of(reply[0]) == number:
                         return reply
         return None
-
-    def _read(self, reply: list[bytes], decoder: Decoder[T]) -> T:
-        header = protocol.unpack_header(reply[0])
-        try:
-            if header.kind is Kind.REPLY:
-                return decoder.decode(reply[1])
-            failure = _FAILURE.decode(reply[1])
-        except (msgspec.DecodeError, IndexError) as error:
-            raise RequestInvalid(
-                f"the storage node at {self.address} answered what this side cannot read: {error}"
-            ) from error
-        raise named(failure.kind, failure.message)
 
     def _connect(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)

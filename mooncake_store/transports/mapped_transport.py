@@ -17,28 +17,18 @@ from collections.abc import Iterator, Sequence
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.segment import ByteArray, Segment, SegmentRefused
-from mooncake_store.transports.transport import (
-    LocalSpan,
-    Span,
-    Tally,
-    TransferCounters,
-    check_spans,
-)
+from mooncake_store.transports.transport import CountedTransport, LocalSpan, Span
 
 
-class MappedTransport:
+class MappedTransport(CountedTransport):
     """See transport.Transport. Copies run outside the GIL (numpy releases it)."""
 
     name = "mapped"
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
         self._segments: dict[str, tuple[str, Segment]] = {}  # node_id -> (incarnation, mapping)
-        self._tally = Tally()
-
-    @property
-    def counters(self) -> TransferCounters:
-        return self._tally.counters()
 
     def register(self, buffer: ByteArray) -> None:
         """Nothing to do: any memory can be copied to."""
@@ -64,55 +54,30 @@ class MappedTransport:
                 known[1].close()
             return segment
 
-    def read(
-        self,
-        node: NodeInfo,
-        sources: Sequence[Span],
-        targets: Sequence[LocalSpan],
-        deadline_s: float,
-    ) -> None:
-        self._move(node, sources, targets, deadline_s, is_read=True)
-
-    def write(
-        self,
-        node: NodeInfo,
-        sources: Sequence[LocalSpan],
-        targets: Sequence[Span],
-        deadline_s: float,
-    ) -> None:
-        self._move(node, targets, sources, deadline_s, is_read=False)
-
-    def _move(
+    def _transfer(
         self,
         node: NodeInfo,
         remote: Sequence[Span],
         local: Sequence[LocalSpan],
-        deadline_s: float,
+        until_s: float,
         is_read: bool,
     ) -> None:
-        started_s = time.monotonic()
-        try:
-            moved_bytes = check_spans(node, remote, local)
-            segment = self.segment(node)
-            _check_alive(node, segment)
-            view = segment.view
-            for there, (buffer, here) in zip(remote, local, strict=True):
-                far = view[there.offset_bytes : there.offset_bytes + there.length_bytes]
-                near = buffer[here.offset_bytes : here.offset_bytes + here.length_bytes]
-                if is_read:
-                    near[:] = far
-                else:
-                    far[:] = near
-                if time.monotonic() - started_s > deadline_s:
-                    raise TransferTimeout(
-                        f"node {node.node_id}: copying {moved_bytes} bytes through shared memory "
-                        f"took longer than {deadline_s:.3f} s: this host is short of CPU"
-                    )
-            _check_alive(node, segment)
-        except TransferFailed as error:
-            self._tally.failed(isinstance(error, TransferTimeout))
-            raise
-        self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
+        segment = self.segment(node)
+        _check_alive(node, segment)
+        view = segment.view
+        for there, (buffer, here) in zip(remote, local, strict=True):
+            far = view[there.offset_bytes : there.offset_bytes + there.length_bytes]
+            near = buffer[here.offset_bytes : here.offset_bytes + here.length_bytes]
+            if is_read:
+                near[:] = far
+            else:
+                far[:] = near
+            if time.monotonic() > until_s:
+                raise TransferTimeout(
+                    f"node {node.node_id}: copying {len(remote)} spans through shared memory took "
+                    "longer than its deadline: this host is short of CPU"
+                )
+        _check_alive(node, segment)
 
     @contextlib.contextmanager
     def owned(self, node: NodeInfo) -> Iterator[ByteArray]:

@@ -30,13 +30,7 @@ from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.segment import ByteArray
 from mooncake_store.transports.nixl_lane import Lane, Region, Transfer
-from mooncake_store.transports.transport import (
-    LocalSpan,
-    Span,
-    Tally,
-    TransferCounters,
-    check_spans,
-)
+from mooncake_store.transports.transport import CountedTransport, LocalSpan, Span
 
 LANES_MAX = 4
 SPIN_S = 0.002  # poll without sleeping for this long: a TCP transfer of a few MB
@@ -47,22 +41,18 @@ _spare: list[Lane] = []  # closed in good health: the next transport uses them
 _abandoned: list[Lane] = []  # closed with zombies: their memory must outlive them
 
 
-class NixlTransport:
+class NixlTransport(CountedTransport):
     """See transport.Transport."""
 
     name = "nixl"
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()  # of the two lists and of making lanes
         self._regions: list[Region] = []
         self._names = itertools.count()
         self._prefix = f"client-{os.getpid()}-{secrets.token_hex(4)}"
         self._lanes = [self._new_lane()]
-        self._tally = Tally()
-
-    @property
-    def counters(self) -> TransferCounters:
-        return self._tally.counters()
 
     def register(self, buffer: ByteArray) -> None:
         assert buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.flags.c_contiguous
@@ -94,42 +84,6 @@ class NixlTransport:
             lane.connect(node)
         finally:
             lane.lock.release()
-
-    def read(
-        self,
-        node: NodeInfo,
-        sources: Sequence[Span],
-        targets: Sequence[LocalSpan],
-        deadline_s: float,
-    ) -> None:
-        self._move(node, sources, targets, deadline_s, is_read=True)
-
-    def write(
-        self,
-        node: NodeInfo,
-        sources: Sequence[LocalSpan],
-        targets: Sequence[Span],
-        deadline_s: float,
-    ) -> None:
-        self._move(node, targets, sources, deadline_s, is_read=False)
-
-    def _move(
-        self,
-        node: NodeInfo,
-        remote: Sequence[Span],
-        local: Sequence[LocalSpan],
-        deadline_s: float,
-        is_read: bool,
-    ) -> None:
-        started_s = time.monotonic()
-        try:
-            moved_bytes = check_spans(node, remote, local)
-            if moved_bytes:
-                self._transfer(node, remote, local, started_s + deadline_s, is_read)
-        except TransferFailed as error:
-            self._tally.failed(isinstance(error, TransferTimeout))
-            raise
-        self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
 
     def _transfer(
         self,

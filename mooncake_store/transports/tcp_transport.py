@@ -31,13 +31,7 @@ from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.segment import ByteArray
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameInvalid, Kind
-from mooncake_store.transports.transport import (
-    LocalSpan,
-    Span,
-    Tally,
-    TransferCounters,
-    check_spans,
-)
+from mooncake_store.transports.transport import CountedTransport, LocalSpan, Span
 
 IDLE_MAX = 8  # connections kept per node
 CONNECT_S = 5.0  # for connect(); a transfer has its own deadline
@@ -51,20 +45,16 @@ class _Pool:
     idle: list[socket.socket] = field(default_factory=list)
 
 
-class TcpTransport:
+class TcpTransport(CountedTransport):
     """See transport.Transport. Bytes move outside the GIL."""
 
     name = "tcp"
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
         self._pools: dict[str, _Pool] = {}  # from node_id
         self._is_closed = False
-        self._tally = Tally()
-
-    @property
-    def counters(self) -> TransferCounters:
-        return self._tally.counters()
 
     def register(self, buffer: ByteArray) -> None:
         """Nothing to do: a socket reads into any memory."""
@@ -78,42 +68,6 @@ class TcpTransport:
             self._give(node, self._take(node) or _opened(node, until_s))
         except (OSError, FrameInvalid) as error:
             raise _failure(node, error, 0, is_read=True) from error
-
-    def read(
-        self,
-        node: NodeInfo,
-        sources: Sequence[Span],
-        targets: Sequence[LocalSpan],
-        deadline_s: float,
-    ) -> None:
-        self._move(node, sources, targets, deadline_s, is_read=True)
-
-    def write(
-        self,
-        node: NodeInfo,
-        sources: Sequence[LocalSpan],
-        targets: Sequence[Span],
-        deadline_s: float,
-    ) -> None:
-        self._move(node, targets, sources, deadline_s, is_read=False)
-
-    def _move(
-        self,
-        node: NodeInfo,
-        remote: Sequence[Span],
-        local: Sequence[LocalSpan],
-        deadline_s: float,
-        is_read: bool,
-    ) -> None:
-        started_s = time.monotonic()
-        try:
-            moved_bytes = check_spans(node, remote, local)
-            if moved_bytes:
-                self._transfer(node, remote, local, started_s + deadline_s, is_read)
-        except TransferFailed as error:
-            self._tally.failed(isinstance(error, TransferTimeout))
-            raise
-        self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
 
     def _transfer(
         self,

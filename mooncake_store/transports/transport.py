@@ -20,11 +20,12 @@ nixl_transport.py and tcp_transport.py).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from mooncake_store.errors import TransferFailed
+from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.segment import ByteArray
 
@@ -150,3 +151,61 @@ class Tally:
                 self._reads, self._writes, self._read_bytes, self._write_bytes,
                 self._seconds, self._failures, self._timeouts,
             )  # fmt: skip
+
+
+class CountedTransport:
+    """What all transports share: checking, counting, and both directions as one `_transfer`."""
+
+    def __init__(self) -> None:
+        self._tally = Tally()
+
+    @property
+    def counters(self) -> TransferCounters:
+        return self._tally.counters()
+
+    def read(
+        self,
+        node: NodeInfo,
+        sources: Sequence[Span],
+        targets: Sequence[LocalSpan],
+        deadline_s: float,
+    ) -> None:
+        self._move(node, sources, targets, deadline_s, is_read=True)
+
+    def write(
+        self,
+        node: NodeInfo,
+        sources: Sequence[LocalSpan],
+        targets: Sequence[Span],
+        deadline_s: float,
+    ) -> None:
+        self._move(node, targets, sources, deadline_s, is_read=False)
+
+    def _move(
+        self,
+        node: NodeInfo,
+        remote: Sequence[Span],
+        local: Sequence[LocalSpan],
+        deadline_s: float,
+        is_read: bool,
+    ) -> None:
+        started_s = time.monotonic()
+        try:
+            moved_bytes = check_spans(node, remote, local)
+            if moved_bytes:
+                self._transfer(node, remote, local, started_s + deadline_s, is_read)
+        except TransferFailed as error:
+            self._tally.failed(isinstance(error, TransferTimeout))
+            raise
+        self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
+
+    def _transfer(
+        self,
+        node: NodeInfo,
+        remote: Sequence[Span],
+        local: Sequence[LocalSpan],
+        until_s: float,
+        is_read: bool,
+    ) -> None:
+        """Move all of it until time.monotonic() says until_s; the spans have been checked."""
+        raise NotImplementedError
