@@ -13,7 +13,6 @@ Not here: verbs and their refusals (directory.py), the order of eviction (evicti
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import count
 
 from mooncake_store.block_index import BlockIndex, copies_of
 from mooncake_store.config import DirectoryConfig
@@ -43,7 +42,7 @@ class CopyTable:
         self.events = EventLog(config.events_max)
         self.totals = Totals()
         self.ephemeral = 0  # ready copies that are
-        self._generations = count(epoch * GENERATIONS_PER_EPOCH)
+        self.next_generation = epoch * GENERATIONS_PER_EPOCH
 
     # ---- coming
 
@@ -62,7 +61,7 @@ class CopyTable:
         """
         for victim in self.tenants.victims(tenant, size_bytes) if tenant else ():
             self.evict(victim)
-        generation = next(self._generations)
+        generation, self.next_generation = self.next_generation, self.next_generation + 1
         copy = holder.reserve(key, owner, size_bytes, generation, is_ephemeral)
         if copy is None:
             holder.pool.end_quarantines(self.now_s)

@@ -164,7 +164,8 @@ class Directory(Upkeep):
         """(key, slot, generation, checksum) are written: ready now, and still leased to `owner`.
 
         False, and nothing changes: the slot is not (any more) this owner's to write. lease_s = 0
-        ends the lease of these copies.
+        ends the lease of these copies. RequestInvalid when that cannot be the doing of time, for
+        no block of the request: it was committed already, or never allocated.
         """
         table = self._copies
         table.advance(now_s)
@@ -177,6 +178,8 @@ class Directory(Upkeep):
                 table.publish(copy, checksum)
                 committed.append(copy)
             done.append(copy is not None)
+        if blocks and not committed:
+            self._refuse_misuse(node_id, blocks)
         if lease_s > 0 and committed:
             table.leases.renew(owner, table.leases.deadline_s(now_s, lease_s))
         elif committed:
@@ -187,6 +190,20 @@ class Directory(Upkeep):
         if holder is not None and holder.info.is_ssd:
             table.totals.spills += len(committed)
         return done
+
+    def _refuse_misuse(self, node_id: str, blocks: Sequence[tuple[bytes, int, int, int]]) -> None:
+        """RequestInvalid when every one of these commits is a mistake of its caller's."""
+        table, holder = self._copies, self._nodes.get(node_id)
+        mistakes = []
+        for key, slot, generation, _ in blocks:
+            ready = table.blocks.on(key, holder) if holder else None
+            if ready is not None and (ready.slot, ready.generation) == (slot, generation):
+                mistakes.append("was committed already; a commit is final, write a new slot")
+            elif generation >= table.next_generation:
+                mistakes.append("was never allocated; allocate first, then write and commit")
+            else:
+                return
+        raise RequestInvalid(f"block {blocks[0][0].hex()} on {node_id} {mistakes[0]}")
 
     def abandon(self, slots: Sequence[Slot], owner: str, now_s: float) -> int:
         """Free slots that will not be committed, and to which nothing is in flight. How many."""

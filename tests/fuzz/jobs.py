@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import pytest
+
+from mooncake_store.errors import RequestInvalid
 from mooncake_store.spills import Spill
 from mooncake_store.ssd.records import Entry
 from tests.fuzz.memory import STATE_READY, STATE_WRITING, Cell, content
@@ -186,7 +189,11 @@ def commit(world: World, use: Use, checksum: int, lease_s: float) -> None:
     arguments = (use.node_id, [block], use.owner, lease_s, world.now_s)
     (done,) = world.directory.commit(*arguments)
     assert done == expected, f"{use}: commit said {done}, its lease says {expected}"
-    assert world.directory.commit(*arguments) == [False], "committed twice"
+    if done:
+        with pytest.raises(RequestInvalid, match="committed already"):
+            world.directory.commit(*arguments)
+    else:
+        assert world.directory.commit(*arguments) == [False], "late, and then not"
     if not done:
         world.seen["late commits"] += 1
         return
