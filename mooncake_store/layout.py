@@ -126,6 +126,11 @@ class Geometry(NamedTuple):
         assert 0 <= slot < self.units, f"slot {slot} of {self.units} units"
         return slot * HEADER_BYTES
 
+    def headers(self, slot: int, size_bytes: int) -> slice:
+        """Its header, then those of its other units, which are empty (slot_header.py)."""
+        start = self.header_offset_bytes(slot)
+        return slice(start, start + max(1, -(-size_bytes // self.unit_bytes)) * HEADER_BYTES)
+
     def slot_offset_bytes(self, slot: int) -> int:
         """Where the payload of this slot starts, in the segment."""
         assert 0 <= slot < self.units, f"slot {slot} of {self.units} units"

@@ -81,9 +81,11 @@ class BlockWriter:
         digests, moved_bytes = [], 0
         with transport.owned(info) as view:
             for write in writes:
-                head = view[shape.header_offset_bytes(write.slot) :][:HEADER_BYTES]
+                heads = view[shape.headers(write.slot, write.source.nbytes)]
+                head = heads[:HEADER_BYTES]
                 target = view[shape.slot_offset_bytes(write.slot) :][: write.source.nbytes]
                 head[:] = np.frombuffer(write.header(STATE_WRITING, 0), np.uint8)
+                heads[HEADER_BYTES:] = 0
                 if self._is_verified:
                     digest = copy_and_sum(target, write.source)
                 else:
@@ -108,16 +110,23 @@ class BlockWriter:
         deadline_s: float,
     ) -> list[int]:
         until_s = time.monotonic() + deadline_s
-        places = [Span(shape.header_offset_bytes(write.slot), HEADER_BYTES) for write in writes]
+        slices = [shape.headers(write.slot, write.source.nbytes) for write in writes]
+        places = [Span(each.start, HEADER_BYTES) for each in slices]
+        others = [Span(each.start + HEADER_BYTES, length) for each in slices
+                  if (length := each.stop - each.start - HEADER_BYTES)]  # fmt: skip
+        zeros = max((other.length_bytes for other in others), default=0)
 
         def put_headers(state: int, digests: Sequence[int]) -> None:
             pairs = zip(writes, digests, strict=True)
             raw = b"".join(write.header(state, digest) for write, digest in pairs)
-            with self._scratch.take(len(raw)) as heads:
+            with self._scratch.take(len(raw) + zeros) as heads:
                 heads[: len(raw)] = np.frombuffer(raw, np.uint8)
+                heads[len(raw) : len(raw) + zeros] = 0
                 starts = range(0, len(raw), HEADER_BYTES)
                 sources = [(heads, Span(start, HEADER_BYTES)) for start in starts]
-                transport.write(info, sources, places, _left(until_s))
+                emptied = others if state == STATE_WRITING else []
+                sources += [(heads, Span(len(raw), other.length_bytes)) for other in emptied]
+                transport.write(info, sources, [*places, *emptied], _left(until_s))
 
         def put_part(part: Sequence[Write]) -> list[int]:
             # Hashed just before they are sent: the transfer finds them in the CPU's cache.

@@ -13,15 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from mooncake_store.client.block_reader import BlockReader, Want
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, Geometry
+from mooncake_store.layout import STATE_READY, STATE_WRITING, Geometry
 from mooncake_store.membership import SSD_SUFFIX, NodeInfo
-from mooncake_store.memory.checksum import ByteArray
+from mooncake_store.memory.checksum import ByteArray, checksum
 from mooncake_store.memory.slot_header import SlotHeader
+from mooncake_store.memory.slot_memory import SlotMemory
 from mooncake_store.slots import Allocation, Copy, Slot
 from mooncake_store.transports.transport import Span
 
@@ -38,9 +37,8 @@ class OwnSegment:
         start = self.shape.slot_offset_bytes(slot)
         return self.view[start : start + length_bytes]
 
-    def write_header(self, slot: int, raw: bytes) -> None:
-        start = self.shape.header_offset_bytes(slot)
-        self.view[start : start + HEADER_BYTES] = np.frombuffer(raw, np.uint8)
+    def write_header(self, slot: int, header: SlotHeader) -> None:
+        SlotMemory(self.view, self.shape).write_header(slot, header)
 
 
 class Fetcher:
@@ -107,16 +105,17 @@ class Fetcher:
         for _, slot, copy in wanted:
             span = Span(own.shape.slot_offset_bytes(slot.slot), copy.size_bytes)
             places.append(span.offset_bytes)
-            wants.append(Want(copy, 0, (own.view, span), (copy.checksum,)))
+            # Stored without a checksum (0), it gets one here: the lease kept it as it was.
+            digests = (copy.checksum,) if copy.checksum else ()
+            wants.append(Want(copy, 0, (own.view, span), digests))
         arrived = self._reader.read(wants, deadline_s)
         rows = []
         for (key, slot, copy), is_here in zip(wanted, arrived, strict=True):
             if is_here:
-                header = SlotHeader(
-                    STATE_READY, slot.generation, key, copy.checksum, copy.size_bytes
-                )
-                own.write_header(slot.slot, header.pack())
-                rows.append((key, slot.slot, slot.generation, copy.checksum))
+                digest = copy.checksum or checksum(own.payload(slot.slot, copy.size_bytes))
+                header = SlotHeader(STATE_READY, slot.generation, key, digest, copy.size_bytes)
+                own.write_header(slot.slot, header)
+                rows.append((key, slot.slot, slot.generation, digest))
         if rows:
             self._directory.commit(own.info.node_id, rows, owner, lease_s)
         late = {span.offset_bytes for span in self._pending_in(own.view)}
@@ -129,6 +128,6 @@ class Fetcher:
             self._directory.abandon(lost, owner)
 
 
-def writing_header(key: bytes, slot: Slot, size_bytes: int) -> bytes:
+def writing_header(key: bytes, slot: Slot, size_bytes: int) -> SlotHeader:
     """The header of a slot that is about to be filled: the old block's must not vouch for it."""
-    return SlotHeader(STATE_WRITING, slot.generation, key, 0, size_bytes).pack()
+    return SlotHeader(STATE_WRITING, slot.generation, key, 0, size_bytes)

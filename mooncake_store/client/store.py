@@ -195,7 +195,7 @@ class Store:
         for key, slot, digest in blocks:
             size_bytes = self.layout.block_bytes
             header = SlotHeader(STATE_READY, slot.generation, key, digest, size_bytes)
-            own.write_header(slot.slot, header.pack())
+            own.write_header(slot.slot, header)
             rows.append((key, slot.slot, slot.generation, digest))
         return self._directory.commit(self.node_id, rows, owner, lease_s)
 

@@ -3,6 +3,10 @@
 Written by the worker that fills a slot, read by whoever rebuilds a directory from segments. The
 header ends with a checksum of itself, so a torn or foreign header reads as "nothing here".
 
+Each unit has a header; a block's is that of its first one. Whoever begins to fill a slot empties
+those of the other units. So a header inside a block says that something else was written there
+since, even if the block's own header is untouched: blocks of several sizes share a memory.
+
 Not here: where headers lie (the directory's Geometry), what a block's checksum covers (store.py).
 """
 

@@ -12,7 +12,7 @@ import xxhash
 from mooncake_store.layout import HEADER_BYTES, Geometry
 from mooncake_store.memory.header_scan import Block, scan
 from mooncake_store.memory.segment import ByteArray
-from mooncake_store.memory.slot_header import STATE_READY, SlotHeader
+from mooncake_store.memory.slot_header import STATE_READY, STATE_WRITING, SlotHeader
 
 
 class SlotMemory:
@@ -26,8 +26,11 @@ class SlotMemory:
         return SlotHeader.unpack(self.view[start : start + HEADER_BYTES].tobytes())
 
     def write_header(self, slot: int, header: SlotHeader) -> None:
-        start = self.shape.header_offset_bytes(slot)
-        self.view[start : start + HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+        """STATE_WRITING empties the headers of the block's other units, too."""
+        heads = self.view[self.shape.headers(slot, header.length_bytes)]
+        heads[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+        if header.state == STATE_WRITING:
+            heads[HEADER_BYTES:] = 0
 
     def is_ready(self, slot: int, generation: int, key: bytes) -> bool:
         """Does that very use of the slot hold its block?"""
@@ -36,6 +39,7 @@ class SlotMemory:
             header is not None
             and header.state == STATE_READY
             and (header.generation, header.key) == (generation, key)
+            and not self.view[self.shape.headers(slot, header.length_bytes)][HEADER_BYTES:].any()
         )
 
     def checksum(self, slot: int, size_bytes: int) -> int:
