@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from mooncake_store.block_index import BlockIndex, copies_of
 from mooncake_store.config import DirectoryConfig
 from mooncake_store.events import BlockAdded, BlockRemoved, EventLog, NodeDown
-from mooncake_store.holder import CopyState, HeldCopy, Holder, Pin
+from mooncake_store.holder import CopyState, HeldCopy, Holder, Kind, Pin
 from mooncake_store.leases import LeaseTable
 from mooncake_store.pins import PinTable
 from mooncake_store.status import Totals
@@ -42,7 +42,7 @@ class CopyTable:
         self.events = EventLog(config.events_max)
         self.totals = Totals()
         self.ephemeral = 0  # ready copies that are
-        self.next_generation = epoch * GENERATIONS_PER_EPOCH
+        self.first_generation = self.next_generation = epoch * GENERATIONS_PER_EPOCH
 
     # ---- coming
 
@@ -92,6 +92,7 @@ class CopyTable:
         if not holder.pool.adopt(slot, units):
             return False
         copy = holder.hold(key, "", slot, generation, size_bytes, is_ephemeral=False)
+        copy.kind = Kind.ADOPTED
         holder.adopted += 1
         self.publish(copy, checksum)
         copy.become_idle()

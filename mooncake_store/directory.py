@@ -35,7 +35,7 @@ from mooncake_store.config import DirectoryConfig
 from mooncake_store.copies import CopyTable
 from mooncake_store.errors import QuotaExceeded, RequestInvalid
 from mooncake_store.events import Event, NodeUp, Snapshot
-from mooncake_store.holder import CopyState, HeldCopy
+from mooncake_store.holder import CopyState, HeldCopy, Kind
 from mooncake_store.layout import Geometry
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.nodes import NodeTable
@@ -196,8 +196,11 @@ class Directory(Upkeep):
         table, holder = self._copies, self._nodes.get(node_id)
         mistakes = []
         for key, slot, generation, _ in blocks:
+            if generation < table.first_generation:
+                return  # allocated by the directory before this one, which may have adopted it
             ready = table.blocks.on(key, holder) if holder else None
-            if ready is not None and (ready.slot, ready.generation) == (slot, generation):
+            is_there = ready is not None and (ready.slot, ready.generation) == (slot, generation)
+            if ready is not None and is_there and ready.kind is not Kind.ADOPTED:
                 mistakes.append("was committed already; a commit is final, write a new slot")
             elif generation >= table.next_generation:
                 mistakes.append("was never allocated; allocate first, then write and commit")

@@ -49,6 +49,14 @@ class Claim(NamedTuple):
     state: int  # layout.STATE_*
 
 
+class Kind(Enum):
+    """Where a copy comes from, and what becomes of it."""
+
+    COMMITTED = "committed"  # written and committed, or being written
+    EPHEMERAL = "ephemeral"  # likewise, and freed with its last lease
+    ADOPTED = "adopted"  # from before this directory, or this life of the node's registration
+
+
 class Pin(Enum):
     """How a copy is held against eviction."""
 
@@ -90,9 +98,13 @@ class HeldCopy:
     row: int  # of slot, generation and checksum, in the shelf's rows
     size_bytes: int
     state: CopyState = CopyState.WRITING
-    is_ephemeral: bool = False
+    kind: Kind = Kind.COMMITTED
     pin: Pin = Pin.NONE
     leases: int = 0  # owners in the lease table that hold it
+
+    @property
+    def is_ephemeral(self) -> bool:
+        return self.kind is Kind.EPHEMERAL
 
     @property
     def holder(self) -> Holder:
@@ -209,7 +221,9 @@ class Holder:
         """A copy in state writing, in a slot that the pool has handed out."""
         shelf = self.shelf(self.pool.units_for(size_bytes))
         row = self.rows.take(slot, generation)
-        copy = HeldCopy(key, shelf, row, size_bytes, is_ephemeral=is_ephemeral)
+        copy = HeldCopy(key, shelf, row, size_bytes)
+        if is_ephemeral:
+            copy.kind = Kind.EPHEMERAL
         self.writing[key] = copy, owner
         self.used_bytes += size_bytes
         return copy
