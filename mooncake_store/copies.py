@@ -42,7 +42,7 @@ class CopyTable:
         self.events = EventLog(config.events_max)
         self.totals = Totals()
         self.ephemeral = 0  # ready copies that are
-        self.first_generation = self.next_generation = epoch * GENERATIONS_PER_EPOCH
+        self.next_generation = epoch * GENERATIONS_PER_EPOCH
 
     # ---- coming
 

@@ -196,8 +196,6 @@ class Directory(Upkeep):
         table, holder = self._copies, self._nodes.get(node_id)
         mistakes = []
         for key, slot, generation, _ in blocks:
-            if generation < table.first_generation:
-                return  # allocated by the directory before this one, which may have adopted it
             ready = table.blocks.on(key, holder) if holder else None
             is_there = ready is not None and (ready.slot, ready.generation) == (slot, generation)
             if ready is not None and is_there and ready.kind is not Kind.ADOPTED:

@@ -120,6 +120,14 @@ def test_a_block_that_is_pinned_before_it_is_found_again_is_pinned() -> None:
     assert directory.stats(0.0).nodes[0].pinned_units == 1
 
 
+def test_a_writer_that_commits_to_the_next_directory_came_late_and_made_no_mistake() -> None:
+    directory = restarted()
+    done = claim(KEYS[0], 3, 11)
+    assert adopted(directory, done) == [KEYS[0]], "its header was complete, its commit under way"
+    block = (KEYS[0], done.slot, done.generation, done.checksum)
+    assert directory.commit("s0", [block], "w", 5.0, 0.0) == [False]
+
+
 def test_the_new_directorys_generations_are_above_all_that_it_adopted() -> None:
     directory = restarted()
     adopted(directory, claim(KEYS[0], 0, (9 << 20) - 1))
