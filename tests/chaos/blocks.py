@@ -5,6 +5,7 @@ Not here: who stores them (client.py).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import numpy as np
@@ -21,10 +22,13 @@ def size_of(key: bytes) -> int:
     return SIZES[key[0] % len(SIZES)]
 
 
+@functools.lru_cache(maxsize=512)
 def block_of(key: bytes) -> ByteArray:
     """Random bytes that depend on the key alone."""
     chance = np.random.Generator(np.random.PCG64(int.from_bytes(key, "little")))
-    return chance.integers(0, 256, size_of(key), dtype=np.uint8)
+    block = chance.integers(0, 256, size_of(key), dtype=np.uint8)
+    block.flags.writeable = False
+    return block
 
 
 def is_block_of(key: bytes, found: ByteArray, offset_bytes: int = 0) -> bool:

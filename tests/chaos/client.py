@@ -47,6 +47,7 @@ class Options:
     safe: str
     others: list[str]
     log: str
+    is_writer_only: bool = False
 
 
 class ChaosClient:
@@ -88,7 +89,7 @@ class ChaosClient:
             return
         steps = [self.put, self.put, self.keep, self.get, self.get, self.get, self.get_again,
                  self.get_part, self.exist, self.remove, self.copy]  # fmt: skip
-        step = self.rng.choice(steps)
+        step = self.put if self.options.is_writer_only else self.rng.choice(steps)
         started_s = time.monotonic()
         try:
             step(store)

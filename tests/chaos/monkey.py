@@ -2,7 +2,8 @@
 
 Several may be down at once. Whatever was stopped goes on within STOPPED_S_MAX, whatever was killed
 starts again within DEAD_S_MAX; node s0 is stopped like the others, also for longer than the
-directory waits for a node, but never killed.
+directory waits for a node, but never killed. The client `late` stands still until its lease and the
+quarantine of its slots are over, perhaps in the middle of a block, which it then goes on to write.
 
 Not here: the processes (site.py), what must be true afterwards (verdict.py).
 """
@@ -20,8 +21,9 @@ from tests.chaos.site import ChaosSite, Member
 PAUSE_S = (0.2, 1.2)  # between two pranks
 STOPPED_S_MAX = 4.0  # more than the directory's node_ttl_s
 DEAD_S_MAX = 3.0
+LATE_S = (14.0, 18.0)  # a lease is DEADLINE_S + 5 s, then QUARANTINE_S
 KILLED = ("directory", "s1", "s2", "writer")
-STOPPED = ("directory", "s0", "s1", "s2", "near", "mapped", "writer")
+STOPPED = ("directory", "s0", "s1", "s2", "near", "mapped", "writer", "late")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Monkey:
             self._later("start", member, now_s + self.rng.uniform(0.0, DEAD_S_MAX))
         else:
             member.stop()
-            seconds = self.rng.uniform(0.1, STOPPED_S_MAX)
+            is_late = member.name == "late"
+            seconds = self.rng.uniform(*(LATE_S if is_late else (0.1, STOPPED_S_MAX)))
             self.stops.append(Stop(member.name, now_s, now_s + seconds))
             self._later("go on", member, now_s + seconds)
         self.done[f"{'kill' if is_kill else 'stop'} {member.name}"] += 1

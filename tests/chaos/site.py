@@ -126,6 +126,7 @@ class ChaosSite:
         self._client("near", "s0", "auto", 1, ["s1", "s2"])
         self._client("mapped", "s1", "mapped", 2, ["s1", "s2"])
         self._client("writer", "s1", "auto", 3, ["s1", "s2"])
+        self._client("late", "s1", "auto", 4, ["s1"], is_writer_only=True)
         for member in self.members.values():
             if member.name not in self.clients:
                 member.await_ready()
@@ -144,11 +145,17 @@ class ChaosSite:
         )  # fmt: skip
 
     def _client(
-        self, name: str, node_id: str, transports: str, number: int, others: list[str]
+        self,
+        name: str,
+        node_id: str,
+        transports: str,
+        number: int,
+        others: list[str],
+        is_writer_only: bool = False,
     ) -> None:
         options = Options(
             name, self.address, node_id, transports, 1_000 * self.seed + number, self.keepsakes,
-            "s0", others, str(self.notes),
+            "s0", others, str(self.notes), is_writer_only,
         )  # fmt: skip
         self.clients.append(name)
         self._add(name, "tests.chaos.client", msgspec.json.encode(asdict(options)).decode())
