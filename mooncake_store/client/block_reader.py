@@ -25,7 +25,7 @@ from mooncake_store.transports.movers import Movers
 from mooncake_store.transports.transport import LocalSpan, Span, Transport
 
 log = logging.getLogger("mooncake_store.store")
-BATCH_BYTES = 2 * 1024**2
+BATCH_BYTES = 4 * 1024**2
 ATTEMPTS_MAX = 2  # the second one only for a node that has a new incarnation
 
 

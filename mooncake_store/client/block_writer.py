@@ -27,7 +27,7 @@ from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import Movers
 from mooncake_store.transports.transport import LocalSpan, Span, Transport
 
-PART_BYTES = 2 * 1024**2
+PART_BYTES = 4 * 1024**2
 
 
 class Write(NamedTuple):

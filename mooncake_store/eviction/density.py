@@ -30,6 +30,7 @@ from mooncake_store.eviction.reuse_times import AGAIN, ONCE, ReuseTimes, bucket_
 GHOSTS_PER_BLOCK = 4
 SAME_USE_SHIFT = 6  # uses closer than blocks / 2**this count once
 STAMP_SHIFT = 8  # a stamp is shared by blocks / 2**this uses
+STAMP_USES_MIN = 8  # ... and by no fewer: a new one for each use would cost more than the use
 
 
 class Density:
@@ -141,7 +142,7 @@ class Density:
         """Now and then: a new stamp, and what follows from how many blocks there are."""
         blocks = self._blocks
         self._stamp = self._clock
-        self._renew_at = self._clock + max(1, blocks >> STAMP_SHIFT)
+        self._renew_at = self._clock + max(STAMP_USES_MIN, blocks >> STAMP_SHIFT)
         self._same_use = max(1, blocks >> SAME_USE_SHIFT)
         if self._clock >= self._reuse.next_lesson:
             self._reuse.learn(self._clock, blocks)
