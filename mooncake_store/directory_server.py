@@ -273,6 +273,7 @@ def refuse_second_server(address: str) -> None:
 
 
 if __name__ == "__main__":
-    from mooncake_store.directory_main import main
+    from mooncake_store.directory_main import main, with_huge_tables
 
+    with_huge_tables()
     sys.exit(main())

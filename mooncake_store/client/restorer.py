@@ -2,8 +2,7 @@
 
 The slots in DRAM are allocated here, in the name of whoever wants the blocks; the node reads its
 file into them and verifies; they are committed here, so the next reader finds them in DRAM. While
-one group is read from the SSD, the caller already works on the one before: that hides most of the
-second copy.
+one group is read from the SSD, the caller already works on the one before.
 
 Not here: reading the file (the node), moving what is in DRAM (block_reader.py).
 """
@@ -25,8 +24,7 @@ from mooncake_store.slots import Allocation, Copy, Slot
 from mooncake_store.transports.known_nodes import KnownNodes
 
 log = logging.getLogger("mooncake_store.store")
-GROUP_BYTES = 4 * 1024**2
-AHEAD = 2  # groups under way at once
+GROUP_BYTES = 32 * 1024**2  # smaller ones leave the disk's queue empty and were slower
 ANOTHERS_POLL_S = 0.005  # a block that somebody else is restoring is looked up this often
 Group = list[tuple[int, Restore]]  # index of the block, and what to do
 
@@ -112,13 +110,13 @@ class Restorer:
     ) -> Iterator[list[tuple[int, Copy]]]:
         groups = _grouped(todo)
         loaded: Group = []
-        pending: list[Future[list[bool] | None]] = []
+        coming = self._begin(client, groups, 0, until_s)
         try:
             for at, group in enumerate(groups):
-                while len(pending) < min(at + AHEAD, len(groups)):  # ahead of the caller
-                    blocks = [restore for _, restore in groups[len(pending)]]
-                    pending.append(self._executor().submit(self._ask, client, blocks, until_s))
-                whole = pending[at].result()
+                assert coming is not None
+                whole = coming.result()
+                # Only now: two at once would share the disk and both come late.
+                coming = self._begin(client, groups, at + 1, until_s)
                 if whole is None:
                     continue  # bytes may still arrive: the lease on those slots must run out
                 arrived = [each for each, is_whole in zip(group, whole, strict=True) if is_whole]
@@ -133,6 +131,14 @@ class Restorer:
             rows = [(each.key, each.slot, each.generation, each.checksum) for _, each in loaded]
             if rows:
                 self._directory.commit(node_id, rows, owner, lease_s)
+
+    def _begin(
+        self, client: NodeClient, groups: list[Group], at: int, until_s: float
+    ) -> Future[list[bool] | None] | None:
+        if at == len(groups):
+            return None
+        blocks = [restore for _, restore in groups[at]]
+        return self._executor().submit(self._ask, client, blocks, until_s)
 
     def _ask(self, client: NodeClient, blocks: list[Restore], until_s: float) -> list[bool] | None:
         """Which blocks are in DRAM now; None when that is not known."""
@@ -171,7 +177,7 @@ class Restorer:
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(8, "store-restore")
+                self._pool = ThreadPoolExecutor(2, "store-restore")
             return self._pool
 
     def close(self) -> None:
