@@ -37,6 +37,8 @@ bench: $(READY)  ## measure what README.md and docs/measurements.md quote
 	$(BIN)/python -m loadtest.bench.reuse $(ARGS)
 	$(BIN)/python -m loadtest.bench.transports
 	$(BIN)/python -m loadtest.bench.overhead
+	$(BIN)/python -m loadtest.bench.store
+	$(BIN)/python -m loadtest.bench.ssd_tier
 
 leaks: $(READY)  ## ten minutes of load; what grows or stays behind (ARGS="--seconds 180" for less)
 	$(BIN)/python -m loadtest.bench.leaks $(ARGS)
