@@ -21,10 +21,29 @@ from typing import Any
 
 import numpy as np
 
+from mooncake_store.errors import RequestInvalid
+
 KEY_BYTES = 16
 TOKEN_BYTES = 4  # tokens are hashed as little-endian unsigned 32-bit integers
 
 Tokens = Sequence[int] | np.ndarray[Any, Any]
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """RequestInvalid, with the first that is wrong, unless each has 16 bytes."""
+    if isinstance(keys, bytes | str):
+        raise RequestInvalid("keys come in a list, also a single one: [key]")
+    for key in keys:
+        if not isinstance(key, bytes):
+            raise RequestInvalid(
+                f"a key is {KEY_BYTES} bytes, not {type(key).__name__} {key!r:.40}: key_of(name) "
+                "makes one of a name"
+            )
+        if len(key) != KEY_BYTES:
+            raise RequestInvalid(
+                f"a key has {KEY_BYTES} bytes, {key.hex()[:64]} has {len(key)}; key_of(name) makes "
+                "one of a name"
+            )
 
 
 def chain_seed(fingerprint: str, lora: str = "", cache_salt: str = "") -> bytes:

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from mooncake_store import protocol
-from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.block_keys import check_keys
 from mooncake_store.direct_socket import DirectClient, direct_path
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 from mooncake_store.events import Snapshot
@@ -144,10 +144,8 @@ class DirectoryClient:
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """Is each of these keys anywhere? No lease, and no use of the block."""
+        check_keys(keys)
         packed = b"".join(keys)
-        if len(packed) != KEY_BYTES * len(keys):
-            wrong = next(key for key in keys if len(key) != KEY_BYTES)
-            raise RequestInvalid(f"a key has {KEY_BYTES} bytes, {wrong.hex()} has {len(wrong)}")
         return list(map(bool, bytearray(self._ask(protocol.Exist(packed), _BYTES))))
 
     def remove(self, keys: Sequence[bytes], node_id: str = "") -> list[bool]:
@@ -308,7 +306,14 @@ class DirectoryClient:
             self._socket.linger = 0
             self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-            self._socket.connect(address)
+            try:
+                self._socket.connect(address)
+            except zmq.ZMQError as error:
+                self._disconnect()
+                raise RequestInvalid(
+                    f"{address!r} is no address of a directory ({error}): use ipc:///path/to/it "
+                    "(at most 100 characters), tcp://host:port or etcd://host:port/prefix"
+                ) from error
         return self._socket
 
     def _disconnect(self) -> None:

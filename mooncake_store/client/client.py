@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.block_keys import KEY_BYTES, check_keys
 from mooncake_store.client.block_reader import BATCH_BYTES, BlockReader
 from mooncake_store.client.block_writer import BlockWriter
 from mooncake_store.client.getter import Getter
@@ -54,6 +54,7 @@ from mooncake_store.transports.transport import Span
 
 log = logging.getLogger("mooncake_store.client")
 DEADLINE_S = 10.0
+DEADLINE_S_MAX = 3_500.0  # a lease lasts an hour at most
 UNVERIFIED_BATCH_BYTES = 64 * 2**20  # nothing to verify in the CPU's cache: fewer, longer ones
 SHM = "/dev/shm/"  # where nodes of this host have their segments, unless told otherwise
 
@@ -137,6 +138,7 @@ class StoreClient:
         False: no room, or it could not be written in time. True, too, when the key was there
         already: a key names its content, so nothing is written again.
         """
+        deadline_s = self._check_deadline(deadline_s)
         sources = [as_bytes(buffer) for buffer in buffers]
         self._check_keys(keys, len(sources))
         if any(source.nbytes == 0 for source in sources):
@@ -165,6 +167,7 @@ class StoreClient:
 
     def get(self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S) -> list[ByteArray | None]:
         """The blocks as new arrays; None for a miss."""
+        deadline_s = self._check_deadline(deadline_s)
         self._check_keys(keys, len(keys))
         found = self._getter.find(keys)
         sizes = [places[0].size_bytes if places else 0 for places in found]
@@ -186,9 +189,10 @@ class StoreClient:
         A buffer may be shorter than the block (a part of it, which checksums cannot verify: its
         slot's header is looked at after the read instead), never longer: RequestInvalid.
         """
+        deadline_s = self._check_deadline(deadline_s)
         targets = [as_bytes(buffer, is_target=True) for buffer in buffers]
         self._check_keys(keys, len(targets))
-        if offset_bytes < 0:
+        if not isinstance(offset_bytes, int) or offset_bytes < 0:
             raise RequestInvalid(f"offset_bytes is {offset_bytes}; a block starts at 0")
         found = self._getter.find(keys)
         for key, places, target in zip(keys, found, targets, strict=True):
@@ -245,6 +249,7 @@ class StoreClient:
         is in use, or is the last one (`remove` gives up the last one).
         """
         self._check_keys(keys, len(keys))
+        deadline_s = self._check_deadline(deadline_s)
         return self.replicas.change(keys, add, drop, self._owner(), deadline_s)
 
     # ---- futures
@@ -266,18 +271,19 @@ class StoreClient:
 
     # ---- itself
 
+    def _check_deadline(self, deadline_s: float) -> float:
+        """RequestInvalid unless it is a time that can pass; at most what leases can last."""
+        if not isinstance(deadline_s, int | float) or not deadline_s > 0:
+            raise RequestInvalid(f"deadline_s is {deadline_s!r}; give seconds, more than 0")
+        return min(float(deadline_s), DEADLINE_S_MAX)
+
     def _owner(self) -> str:
         return f"{self._name}/{next(self._numbers)}"
 
     def _check_keys(self, keys: Sequence[bytes], buffers: int) -> None:
         if len(keys) != buffers:
             raise RequestInvalid(f"{len(keys)} keys and {buffers} buffers: one each is needed")
-        wrong = next((key for key in keys if len(key) != KEY_BYTES), None)
-        if wrong is not None:
-            raise RequestInvalid(
-                f"a key has {KEY_BYTES} bytes, {wrong.hex()[:64]} has {len(wrong)}; key_of(name) "
-                "makes one of a name"
-            )
+        check_keys(keys)
 
     def close(self) -> None:
         """Ends transfers under way first. Twice is harmless."""

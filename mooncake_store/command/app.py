@@ -57,7 +57,7 @@ def told() -> Iterator[None]:
     """A StoreError becomes a line on stderr and exit status 1."""
     try:
         yield
-    except (StoreError, serving.StartFailed) as error:
+    except (StoreError, serving.StartFailed, OSError) as error:  # a ZMQError is an OSError
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
         errors.print(str(error), markup=False, soft_wrap=True)
         sys.exit(1)
@@ -85,6 +85,8 @@ def serve(
     node_option: Annotated[list[str] | None, typer.Option(help="Likewise, to each node.")] = None,
 ) -> None:
     """Start a directory and storage nodes on this host, until Ctrl-C."""
+    if not [name for name in nodes.split(",") if name]:
+        raise typer.BadParameter("--nodes names at least one storage node")
     size_bytes, disk_bytes = parse_bytes(store_bytes), parse_bytes(ssd_bytes)
     if disk_bytes and ssd_path is None:
         raise typer.BadParameter("--ssd-bytes needs --ssd-path, a folder on that SSD")
@@ -176,7 +178,9 @@ def put(
         if not store.put([parse_key(name)], [content], node)[0]:
             raise StoreError(f"{name} ({shown_bytes(content.nbytes)}) was not stored: no room")
         place = store.stat([parse_key(name)])[0][0]
-    console.print(f"{parse_key(name).hex()} {content.nbytes} bytes on {place.node_id}")
+        if place.checksum != checksum(content):
+            raise StoreError(f"{name} was there already, with other content: remove it first")
+    console.print(f"{parse_key(name).hex()} {place.size_bytes} bytes on {place.node_id}")
 
 
 @app.command()
@@ -186,15 +190,16 @@ def get(
     directory: Directory = "",
 ) -> None:
     """Read one block, verified, into a file."""
-    with told(), client(directory) as store:
-        (content,) = store.get([parse_key(name)])
-    if content is None:
-        errors.print(f"not in the store: {name}", markup=False)
-        sys.exit(1)
-    if file is None:
-        sys.stdout.buffer.write(content.tobytes())
-    else:
-        content.tofile(file)
+    with told():
+        with client(directory) as store:
+            (content,) = store.get([parse_key(name)])
+        if content is None:
+            errors.print(f"not in the store: {name}", markup=False)
+            sys.exit(1)
+        if file is None:
+            sys.stdout.buffer.write(content.tobytes())
+        else:
+            content.tofile(file)
 
 
 @app.command()
@@ -273,6 +278,8 @@ def check(
     """Read every block in DRAM and compare its checksum; corrupt copies are dropped."""
     read = bad = 0
     with told(), client(directory) as store, Progress(console=errors, transient=True) as progress:
+        if node and node not in {info.node_id for info in store.directory.nodes()}:
+            raise StoreError(f"storage node {node} is not registered")
         for info in store.directory.nodes():
             if info.is_ssd or node not in ("", info.node_id):
                 continue

@@ -27,6 +27,7 @@ class Registrations:
         self._nodes = nodes
         self._lock = threading.Lock()
         self._known: dict[int, ByteArray] = {}  # address -> whole buffer
+        self._users: dict[tuple[int, int], int] = {}  # (address, bytes) -> calls at work there
 
     def add(self, buffer: ByteArray) -> None:
         """For as long as this store lives, or until `drop`."""
@@ -72,7 +73,7 @@ class Registrations:
             return
         new = [buffer for buffer in buffers if buffer.nbytes and not self._covers(buffer)]
         for buffer in new:
-            self._nodes.register(buffer)
+            self._borrow(buffer)
         is_certain = True
         try:
             yield
@@ -81,9 +82,30 @@ class Registrations:
             raise
         finally:
             late = [target for target, _ in self._nodes.pending_targets()] if new else []
-            for buffer in new if is_certain else ():
-                if not any(np.may_share_memory(buffer, target) for target in late):
-                    self._nodes.unregister(buffer)
+            for buffer in new:
+                is_late = any(np.may_share_memory(buffer, target) for target in late)
+                self._give_back(buffer, is_certain and not is_late)
+
+    def _borrow(self, buffer: ByteArray) -> None:
+        """Register for one call; several calls may be at work in the same memory."""
+        span = _address(buffer), buffer.nbytes
+        with self._lock:
+            self._users[span] = users = self._users.get(span, 0) + 1
+            if users == 1:
+                self._nodes.register(buffer)
+
+    def _give_back(self, buffer: ByteArray, is_certain: bool) -> None:
+        """The last call is done: unregister, unless a transfer or somebody else still needs it."""
+        address = _address(buffer)
+        with self._lock:
+            users = self._users[address, buffer.nbytes] - 1
+            if users or not is_certain:  # when it is uncertain, it is never unregistered
+                self._users[address, buffer.nbytes] = max(users, not is_certain)
+                return
+            del self._users[address, buffer.nbytes]
+            is_shared = address in self._known or any(start == address for start, _ in self._users)
+            if not is_shared:
+                self._nodes.unregister(buffer)
 
 
 def _address(buffer: ByteArray) -> int:

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--segment-path",
         help="a file, or several joined by ':' that share the size equally "
-        "(default: /dev/shm/mooncake-<uid>-<node id>)",
+        "(default: /dev/shm/mooncake-node-<uid>-<node id>)",
     )
     parser.add_argument(
         "--segment-numa", metavar="N,N", help="for each of these files, the NUMA node of its memory"
@@ -106,7 +106,7 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error(f"--ssd-bytes {ssd_bytes}: use a multiple of --unit-bytes {unit_bytes}")
     if arguments.data and not arguments.data.rpartition(":")[2].isdigit():
         parser.error(f"--data {arguments.data}: use HOST:PORT")
-    path = arguments.segment_path or f"/dev/shm/mooncake-{os.getuid()}-{arguments.node_id}"
+    path = arguments.segment_path or f"/dev/shm/mooncake-node-{os.getuid()}-{arguments.node_id}"
     numa = _numa(parser, arguments.segment_numa, path.count(":") + 1)
     control = arguments.control
     if control is None:

@@ -6,7 +6,9 @@ import mmap
 import secrets
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,6 +143,46 @@ def test_nothing_stays_leased_after_a_call(store: StoreClient, seed: int) -> Non
     assert all(store.remove(keys))
 
 
+def test_threads_of_one_client_share_their_memory(site: SiteProcesses, seed: int) -> None:
+    """Each call registers the same unregistered array, and none takes it from another."""
+    keys, blocks = values(1, seed, 200_000)
+    with StoreClient(site.address, "a", threads=1) as store:
+        assert store.put(keys, blocks, "b") == [True]
+        target = np.zeros(200_000, np.uint8)
+
+        def work(number: int) -> list[bool]:
+            done = []
+            for round in range(40):
+                key = key_of(f"{seed}/{number}/{round}")
+                done += store.put([key], [blocks[0]], "b") + store.get_into(keys, [target])
+                done += store.remove([key])
+            return done
+
+        with ThreadPoolExecutor(3) as pool:
+            assert all(all(done) for done in pool.map(work, range(3)))
+        store.register(target)
+        assert store.get_into(keys, [target[:1_000]]) == [True]
+        store.remove(keys)
+
+
+def test_memory_registered_during_a_call_stays_registered(
+    site: SiteProcesses, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, blocks = values(2, seed)
+    with StoreClient(site.address, "a") as store:
+        write = store._putter._writer.write
+
+        def registering(*arguments: Any) -> list[int]:
+            store.register(blocks[0])
+            return write(*arguments)
+
+        monkeypatch.setattr(store._putter._writer, "write", registering)
+        assert store.put(keys[:1], blocks[:1], "b") == [True]
+        monkeypatch.undo()
+        assert store.put(keys[1:], [blocks[0][:1_000]], "b") == [True]
+        store.remove(keys)
+
+
 def test_wrong_arguments_are_refused_by_name(site: SiteProcesses, seed: int) -> None:
     keys, blocks = values(2, seed)
     with StoreClient(site.address) as store:
@@ -163,11 +205,26 @@ def test_wrong_arguments_are_refused_by_name(site: SiteProcesses, seed: int) -> 
         with pytest.raises(NodeUnknown, match="nowhere is not registered; known: a, b"):
             store.put(keys, blocks, "nowhere")
         with pytest.raises(RequestInvalid, match="a key has 16 bytes"):
-            store.exist([b"short"])
+            store.exist([b"abc", b"d" * 29])
+        with pytest.raises(RequestInvalid, match="not str 'name': key_of"):
+            store.put(["name"], blocks[:1])  # type: ignore[list-item]
+        with pytest.raises(RequestInvalid, match="keys come in a list"):
+            store.exist(keys[0])  # type: ignore[arg-type]
+        for deadline_s in (0, -1, float("nan"), None):
+            with pytest.raises(RequestInvalid, match=r"deadline_s is .*; give seconds"):
+                store.get(keys, deadline_s=deadline_s)  # type: ignore[arg-type]
+        assert store.put(keys[:1], blocks[:1], deadline_s=float("inf")) == [True]
+        store.remove(keys[:1])
     with pytest.raises(RequestInvalid, match="threads is 0"):
         StoreClient(site.address, threads=0)
     with pytest.raises(ValueError, match="transports is 'pigeon'"):
         StoreClient(site.address, transports="pigeon")
+
+
+@pytest.mark.parametrize("address", ["", "foo", "http://x", "tcp://127.0.0.1"])
+def test_an_address_that_is_none_is_refused_by_name(address: str) -> None:
+    with pytest.raises(RequestInvalid, match="is no address of a directory"):
+        StoreClient(address)
 
 
 def test_no_directory_is_a_typed_error_within_its_deadline(tmp_path: Path) -> None:
