@@ -12,9 +12,9 @@ Not here: verbs and their refusals (directory.py), the order of eviction (evicti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from mooncake_store.block_index import BlockIndex, Held, copies_of
+from mooncake_store.block_index import BlockIndex, copies_of
 from mooncake_store.config import DirectoryConfig
 from mooncake_store.events import BlockAdded, BlockRemoved, EventLog, NodeDown
 from mooncake_store.holder import CopyState, HeldCopy, Holder, Kind, Pin
@@ -42,7 +42,6 @@ class CopyTable:
         self.events = EventLog(config.events_max)
         self.totals = Totals()
         self.ephemeral = 0  # ready copies that are
-        self._used: list[Sequence[Held]] = []  # by lookups without a lease, not yet noted
         self.next_generation = epoch * GENERATIONS_PER_EPOCH
 
     # ---- coming
@@ -217,30 +216,12 @@ class CopyTable:
                 copy.holder.set_pin(copy, possible)
         return done
 
-    # ---- uses without a lease
-
-    def use_later(self, hits: Sequence[Held]) -> None:
-        """Note at the next chance that these were used: who asked need not wait for it."""
-        self._used.append(hits)
-
-    def settle(self) -> None:
-        """Note the uses. Before anything else happens: `advance` calls it."""
-        used, self._used = self._used, []
-        for hits in used:
-            for held in reversed(hits):  # the end of the chain first: it is the colder one
-                for copy in copies_of(held):
-                    if copy.leases == 0:
-                        copy.touch()
-                        self.tenants.used(copy)
-
     # ---- time
 
     def advance(self, now_s: float) -> None:
         """Leases and soft pins that are due end."""
         assert now_s >= self.now_s, f"the clock went from {self.now_s} back to {now_s}"
         self.now_s = now_s
-        if self._used:
-            self.settle()
         while (owner := self.leases.due(now_s)) is not None:
             self.unleased(self.leases.release(owner))
         if len(self.pins):
@@ -249,7 +230,6 @@ class CopyTable:
 
     def check(self, holders: Iterable[Holder]) -> None:
         """Prove the invariants."""
-        self.settle()
         for part in (self.blocks, self.leases, self.events, self.pins, self.tenants):
             part.check()
         counts = self.leases.counts()

@@ -92,9 +92,8 @@ class _Connection:
 class DirectServer:
     """The listening side; its owner polls `files()` and calls `serve` with those that are ready."""
 
-    def __init__(self, path: str, answer: Answer, settle: Callable[[], None]) -> None:
+    def __init__(self, path: str, answer: Answer) -> None:
         self._answer = answer
-        self._settle = settle  # what can wait until an answer has been sent
         self._path = path
         self._connections: dict[int, _Connection] = {}
         with contextlib.suppress(FileNotFoundError):
@@ -135,7 +134,6 @@ class DirectServer:
             for frames in connection.requests():
                 connection.outgoing += _packed(self._answer(frames))
             connection.send()
-            self._settle()
             if len(connection.outgoing) > UNREAD_BYTES_MAX:
                 raise ValueError("answers are not fetched")
         except (OSError, ValueError) as error:

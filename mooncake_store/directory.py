@@ -250,12 +250,12 @@ class Directory(Upkeep):
             table.leases.refuse_too_many(owner, len(pairs))
             table.leases.hold(owner, pairs, table.leases.deadline_s(now_s, lease_s))
             return places
-        table.use_later(hits)
+        for held in reversed(hits):  # the end of the chain first: it is the colder one
+            for copy in copies_of(held):
+                if copy.leases == 0:
+                    copy.touch()
+                    table.tenants.used(copy)
         return places
-
-    def settle(self) -> None:
-        """Do what the last answer left for later; any other call does it first, too."""
-        self._copies.settle()
 
     def exist(self, keys: bytes, now_s: float) -> bytes:
         """Is each of these keys (16 bytes each, joined) anywhere? One byte per key: 0 or 1.

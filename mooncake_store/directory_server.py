@@ -95,7 +95,7 @@ class DirectoryServer:
         self._direct: DirectServer | None = None
         self._requests = self._bound(zmq.ROUTER, address)
         path = direct_path(address)
-        self._direct = DirectServer(path, self.answer, directory.settle) if path else None
+        self._direct = DirectServer(path, self.answer) if path else None
         # XPUB is PUB that also tells about new subscribers.
         self._subscribers = self._bound(zmq.XPUB, events_address)
         self.address = self._requests.getsockopt_string(zmq.LAST_ENDPOINT)
