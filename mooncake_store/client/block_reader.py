@@ -21,7 +21,7 @@ from mooncake_store.memory.checksum import checksum, copy_and_sum
 from mooncake_store.slots import Copy
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.mapped_transport import MappedTransport
-from mooncake_store.transports.movers import Movers
+from mooncake_store.transports.movers import Movers, parts_of
 from mooncake_store.transports.transport import LocalSpan, Span, Transport
 
 log = logging.getLogger("mooncake_store.store")
@@ -110,7 +110,11 @@ class BlockReader:
                 parts, threads = [list(indices)], Movers(1)
             else:
                 parts, threads = (
-                    _parts(wants, indices, self._part_bytes(wants, indices)),
+                    parts_of(
+                        indices,
+                        lambda index: wants[index].target[1].length_bytes,
+                        self._part_bytes(wants, indices),
+                    ),
                     self._movers,
                 )
 
@@ -190,17 +194,3 @@ def _copied(
                 )
     transport.note(True, moved_bytes, started_s)
     return whole
-
-
-def _parts(wants: Sequence[Want], indices: Sequence[int], batch_bytes: int) -> list[list[int]]:
-    """The indices in runs of about `batch_bytes`."""
-    parts: list[list[int]] = []
-    part_bytes = 0
-    for index in indices:
-        length_bytes = wants[index].target[1].length_bytes
-        if not parts or part_bytes + length_bytes > batch_bytes:
-            parts.append([])
-            part_bytes = 0
-        parts[-1].append(index)
-        part_bytes += length_bytes
-    return parts

@@ -22,9 +22,10 @@ from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.checksum import ByteArray, checksum, copy_and_sum
 from mooncake_store.memory.scratch import Scratch
 from mooncake_store.memory.slot_header import SlotHeader
+from mooncake_store.memory.slot_memory import SlotMemory
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.mapped_transport import MappedTransport
-from mooncake_store.transports.movers import Movers
+from mooncake_store.transports.movers import Movers, parts_of
 from mooncake_store.transports.transport import LocalSpan, Span, Transport
 
 PART_BYTES = 4 * 1024**2
@@ -38,8 +39,8 @@ class Write(NamedTuple):
     generation: int
     source: ByteArray
 
-    def header(self, state: int, digest: int) -> bytes:
-        return SlotHeader(state, self.generation, self.key, digest, self.source.nbytes).pack()
+    def header(self, state: int, digest: int) -> SlotHeader:
+        return SlotHeader(state, self.generation, self.key, digest, self.source.nbytes)
 
 
 class BlockWriter:
@@ -80,17 +81,15 @@ class BlockWriter:
         started_s = time.monotonic()
         digests, moved_bytes = [], 0
         with transport.owned(info) as view:
+            slots = SlotMemory(view, shape)
             for write in writes:
-                heads = view[shape.headers(write.slot, write.source.nbytes)]
-                head = heads[:HEADER_BYTES]
                 target = view[shape.slot_offset_bytes(write.slot) :][: write.source.nbytes]
-                head[:] = np.frombuffer(write.header(STATE_WRITING, 0), np.uint8)
-                heads[HEADER_BYTES:] = 0
+                slots.write_header(write.slot, write.header(STATE_WRITING, 0))
                 if self._is_verified:
                     digest = copy_and_sum(target, write.source)
                 else:
                     digest, target[:] = 0, write.source
-                head[:] = np.frombuffer(write.header(STATE_READY, digest), np.uint8)
+                slots.write_header(write.slot, write.header(STATE_READY, digest))
                 digests.append(digest)
                 moved_bytes += write.source.nbytes
                 if time.monotonic() > until_s:
@@ -118,7 +117,7 @@ class BlockWriter:
 
         def put_headers(state: int, digests: Sequence[int]) -> None:
             pairs = zip(writes, digests, strict=True)
-            raw = b"".join(write.header(state, digest) for write, digest in pairs)
+            raw = b"".join(write.header(state, digest).pack() for write, digest in pairs)
             with self._scratch.take(len(raw) + zeros) as heads:
                 heads[: len(raw)] = np.frombuffer(raw, np.uint8)
                 heads[len(raw) : len(raw) + zeros] = 0
@@ -141,23 +140,12 @@ class BlockWriter:
             return digests
 
         put_headers(STATE_WRITING, [0] * len(writes))
-        found = self._movers.each(put_part, _parts(writes))
+        found = self._movers.each(
+            put_part, parts_of(writes, lambda write: write.source.nbytes, PART_BYTES)
+        )
         digests = [digest for part in found for digest in part]
         put_headers(STATE_READY, digests)
         return digests
-
-
-def _parts(writes: Sequence[Write]) -> list[list[Write]]:
-    """Runs of about PART_BYTES."""
-    parts: list[list[Write]] = []
-    part_bytes = 0
-    for write in writes:
-        if not parts or part_bytes + write.source.nbytes > PART_BYTES:
-            parts.append([])
-            part_bytes = 0
-        parts[-1].append(write)
-        part_bytes += write.source.nbytes
-    return parts
 
 
 def _left(until_s: float) -> float:

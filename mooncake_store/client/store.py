@@ -91,7 +91,7 @@ class Store:
             self._reader,
             self._restorer,
             lambda keys, owner, lease_s, size: self.allocate(keys, owner, lease_s, False, size),
-            self._pending_in,
+            self._nodes.pending_in,
         )
         try:
             self._own = self._attach(None)
@@ -272,16 +272,7 @@ class Store:
         """
         if buffer is None and not self._buffers:
             return []
-        return self._pending_in(self._buffers[0] if buffer is None else buffer)
-
-    def _pending_in(self, memory: ByteArray) -> list[Span]:
-        start, found = int(memory.ctypes.data), []
-        for transport in self._nodes.transports():
-            for target, span in transport.pending_targets():
-                offset = int(target.ctypes.data) + span.offset_bytes - start
-                if 0 <= offset < memory.nbytes:
-                    found.append(Span(offset, span.length_bytes))
-        return found
+        return self._nodes.pending_in(self._buffers[0] if buffer is None else buffer)
 
     def _report_bad_copy(self, copy: Copy) -> None:
         """A copy proved corrupt: the directory drops it, if its key can be found out."""

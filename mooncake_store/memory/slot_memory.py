@@ -7,9 +7,9 @@ Not here: where slots lie (layout.py), the 64 bytes of a header (slot_header.py)
 from __future__ import annotations
 
 import numpy as np
-import xxhash
 
 from mooncake_store.layout import HEADER_BYTES, Geometry
+from mooncake_store.memory.checksum import checksum
 from mooncake_store.memory.header_scan import Block, scan
 from mooncake_store.memory.segment import ByteArray
 from mooncake_store.memory.slot_header import STATE_READY, STATE_WRITING, SlotHeader
@@ -45,7 +45,7 @@ class SlotMemory:
     def checksum(self, slot: int, size_bytes: int) -> int:
         """xxh3_64 of the payload."""
         start = self.shape.slot_offset_bytes(slot)
-        return xxhash.xxh3_64_intdigest(self.view[start : start + size_bytes].data)
+        return checksum(self.view[start : start + size_bytes])
 
     def blocks(self) -> list[Block]:
         """What all headers say."""

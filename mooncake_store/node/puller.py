@@ -21,11 +21,9 @@ from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, StoreError
 from mooncake_store.membership import NodeInfo
-from mooncake_store.memory.segment import ByteArray
 from mooncake_store.memory.slot_memory import SlotMemory
 from mooncake_store.slots import Allocation, Copy
 from mooncake_store.transports.known_nodes import KnownNodes
-from mooncake_store.transports.transport import Span
 
 LEASE_MARGIN_S = 10.0
 
@@ -58,7 +56,7 @@ class Puller:
 
         fetcher = Fetcher(
             self._directory, BlockReader(nodes, on_bad_copy), restorer, self._allocate,
-            self._pending_in,
+            nodes.pending_in,
         )  # fmt: skip
         owner = f"fetch {self._own.info.incarnation} {next(self._numbers)}"
         deadline_s = max(0.001, until_s - time.monotonic())
@@ -99,17 +97,6 @@ class Puller:
             if slot is not None:
                 self._own.write_header(slot.slot, writing_header(key, slot, size_bytes))
         return given
-
-    def _pending_in(self, memory: ByteArray) -> list[Span]:
-        """Where in the segment a read that timed out may still write."""
-        assert self._nodes is not None
-        start = int(memory.ctypes.data)
-        late = []
-        for target, span in self._nodes.pending_targets():
-            offset = int(target.ctypes.data) + span.offset_bytes - start
-            if 0 <= offset < memory.nbytes:
-                late.append(Span(offset, span.length_bytes))
-        return late
 
     def close(self) -> None:
         """Twice is harmless."""

@@ -32,7 +32,7 @@ from mooncake_store.transports.nixl_transport import NixlTransport
 from mooncake_store.transports.path_cost import Route, best_copies, distance
 from mooncake_store.transports.tcp_transport import TcpTransport
 from mooncake_store.transports.traffic import Traffic
-from mooncake_store.transports.transport import LocalSpan, Transport
+from mooncake_store.transports.transport import LocalSpan, Span, Transport
 
 log = logging.getLogger("mooncake_store.store")
 
@@ -171,6 +171,16 @@ class KnownNodes:
     def pending_targets(self) -> list[LocalSpan]:
         """Local memory into which a read that timed out may still write."""
         return [span for transport in self.transports() for span in transport.pending_targets()]
+
+    def pending_in(self, memory: ByteArray) -> list[Span]:
+        """Where in this memory such a read may still write, as offsets from its start."""
+        start = int(memory.ctypes.data)
+        late = []
+        for target, span in self.pending_targets():
+            offset = int(target.ctypes.data) + span.offset_bytes - start
+            if 0 <= offset < memory.nbytes:
+                late.append(Span(offset, span.length_bytes))
+        return late
 
     def close(self) -> None:
         for transport in self.transports():

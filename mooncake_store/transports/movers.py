@@ -66,3 +66,16 @@ class Movers:
 
 def _all(task: Callable[[T], R], parts: Sequence[T]) -> list[R]:
     return [task(part) for part in parts]
+
+
+def parts_of(items: Sequence[T], size_bytes: Callable[[T], int], part_bytes: int) -> list[list[T]]:
+    """Consecutive items in runs of at most `part_bytes`; one that is larger is a run of its own."""
+    parts: list[list[T]] = []
+    filled_bytes = 0
+    for item in items:
+        if not parts or filled_bytes + size_bytes(item) > part_bytes:
+            parts.append([])
+            filled_bytes = 0
+        parts[-1].append(item)
+        filled_bytes += size_bytes(item)
+    return parts
