@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +25,7 @@ import psutil
 import typer
 from rich.console import Console
 
+from loadtest.bench.ready_process import ready_process
 from loadtest.bench.result import Cell, Result, Target
 from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.directory_client import DirectoryClient
@@ -66,17 +65,10 @@ def filled(keys: int, eviction: str, chance: np.random.Generator) -> Iterator[Fi
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
         address = f"ipc://{folder}/directory"
-        command = [
-            sys.executable, "-m", "mooncake_store.directory_server", "--address", address,
-            "--events", f"ipc://{folder}/events", "--node-ttl-s", str(FOREVER_S),
-            "--eviction", eviction, "--log-level", "WARNING",
-        ]  # fmt: skip
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        stack.enter_context(server)
-        stack.callback(server.terminate)
-        assert server.stdout is not None
-        if not server.stdout.readline().startswith("ready"):
-            raise RuntimeError("the directory did not start; its reason is above")
+        server = ready_process(
+            stack, "directory_server", "--address", address, "--events", f"ipc://{folder}/events",
+            "--node-ttl-s", str(FOREVER_S), "--eviction", eviction, "--log-level", "WARNING",
+        )  # fmt: skip
         client = stack.enter_context(DirectoryClient(address, timeout_s=60.0))
         process = psutil.Process(server.pid)
         empty_gib = process.memory_info().rss / 2**30

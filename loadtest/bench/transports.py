@@ -17,8 +17,6 @@ import contextlib
 import os
 import secrets
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,10 +26,12 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from loadtest.bench.ready_process import ready_process
 from loadtest.bench.result import Cell, Result
 from mooncake_store.client.store import Store, checksum
 from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.layout import HEADER_BYTES, KvLayout
+from mooncake_store.layout import KvLayout, memory_bytes_for
+from mooncake_store.membership import UNIT_BYTES
 from mooncake_store.memory.segment import Segment
 from mooncake_store.slots import Copy
 
@@ -47,20 +47,13 @@ def site(full_bytes: int, own_bytes: int) -> Iterator[DirectoryClient]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
         address = f"ipc://{folder}/directory"
 
-        def start(module: str, *arguments: str) -> None:
-            command = [sys.executable, "-m", f"mooncake_store.{module}", *arguments]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            stack.enter_context(process)
-            stack.callback(process.terminate)
-            assert process.stdout is not None
-            if not process.stdout.readline().startswith("ready"):
-                raise RuntimeError(f"{module} did not start; its reason is above")
-
-        start("directory_server", "--address", address, "--events", f"ipc://{folder}/events")
+        ready_process(
+            stack, "directory_server", "--address", address, "--events", f"ipc://{folder}/events"
+        )
         for node_id, size_bytes in (("full", full_bytes), ("own", own_bytes)):
             path = f"/dev/shm/mooncake-bench-{os.getpid()}-{node_id}"
-            start(
-                "node", "--node-id", node_id, "--directory", address, "--die-with-parent",
+            ready_process(
+                stack, "node", "--node-id", node_id, "--directory", address, "--die-with-parent",
                 "--segment-bytes", str(size_bytes), "--segment-path", path,
             )  # fmt: skip
         yield stack.enter_context(DirectoryClient(address))
@@ -96,8 +89,8 @@ def measure(
 ) -> list[dict[str, Cell]]:
     chance = np.random.default_rng(seed)
     block_bytes = layout.block_bytes
-    full_bytes = total_blocks * (block_bytes + HEADER_BYTES) + 2 * 4096
-    own_bytes = 8 * (block_bytes + 4096)
+    full_bytes = memory_bytes_for(total_blocks, block_bytes, UNIT_BYTES)
+    own_bytes = memory_bytes_for(8, block_bytes, UNIT_BYTES)
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(site(full_bytes, own_bytes))
 

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-import xxhash
-
 from mooncake_store.errors import TransferFailed, TransferTimeout
+from mooncake_store.memory.checksum import checksum
 from mooncake_store.memory.segment import ByteArray
 from mooncake_store.ssd.block_file import IO_ALIGN_BYTES, BlockFile
 from mooncake_store.ssd.block_io import Lane, Lanes, Row, move
@@ -185,7 +184,7 @@ class SsdTier:
 
     def checksum(self, memory_bytes: int, size_bytes: int) -> int:
         """Of a block in the segment."""
-        return xxhash.xxh3_64_intdigest(self._memory[memory_bytes : memory_bytes + size_bytes].data)
+        return checksum(self._memory[memory_bytes : memory_bytes + size_bytes])
 
     def _drop_corrupt(self, entry: Entry) -> None:
         self.counters.checksum_failures += 1

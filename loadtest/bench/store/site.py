@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from loadtest.bench.ready_process import ready_process
 
 MB = 2**20
 UNIT_BYTES = 64 * 1024
@@ -33,19 +33,10 @@ def site(dram_mib: int, ssd_folder: Path | None, ssd_mib: int) -> Iterator[Site]
     """Until the block ends. The node `ssd` has little DRAM, so what is put there spills."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
-        log = stack.enter_context(open(Path(folder) / "log", "w"))
         found = Site(f"ipc://{folder}/directory")
 
         def start(module: str, *arguments: str) -> None:
-            command = [sys.executable, "-m", f"mooncake_store.{module}", *arguments]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-            stack.enter_context(process)
-            stack.callback(process.terminate)
-            assert process.stdout is not None
-            if not process.stdout.readline().startswith("ready"):
-                process.wait()
-                reason = Path(log.name).read_text()[-2_000:]
-                raise RuntimeError(f"{module} did not start: {reason}")
+            ready_process(stack, module, *arguments, log=Path(folder) / "log")
 
         def node(node_id: str, mib: int, *more: str) -> None:
             path = f"/dev/shm/mooncake-bench-{os.getpid()}-{node_id}"
