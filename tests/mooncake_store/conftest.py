@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.mooncake_store.etcd_process import BINARY, HOW_TO, EtcdProcess
 from tests.mooncake_store.targets import TargetPool
 
 
@@ -15,3 +16,12 @@ def targets() -> Iterator[TargetPool]:
     pool = TargetPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    if BINARY is None:
+        pytest.skip(HOW_TO)
+    started = EtcdProcess(tmp_path_factory.mktemp("etcd"))
+    yield started
+    started.close()

@@ -25,7 +25,7 @@ from mooncake_store.election import NoLeader, leader_at
 from mooncake_store.errors import StoreUnavailable
 from mooncake_store.event_feed import EventFeed
 from mooncake_store.events import Event, NodeUp, Snapshot
-from tests.mooncake_store.etcd_process import BINARY, HOW_TO, EtcdProcess
+from tests.mooncake_store.etcd_process import EtcdProcess
 from tests.mooncake_store.makers import node_info
 from tests.mooncake_store.sites import NodeProcess
 
@@ -64,15 +64,6 @@ class Elected:
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
-    if BINARY is None:
-        pytest.skip(HOW_TO)
-    started = EtcdProcess(tmp_path_factory.mktemp("etcd"))
-    yield started
-    started.close()
 
 
 @pytest.fixture

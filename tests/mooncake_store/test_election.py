@@ -9,7 +9,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -25,19 +25,10 @@ from mooncake_store.election import (
 )
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 from mooncake_store.etcd_client import MISSING, EtcdClient, EtcdFailed
-from tests.mooncake_store.etcd_process import BINARY, HOW_TO, EtcdProcess
+from tests.mooncake_store.etcd_process import EtcdProcess
 
 TTL_S = 1
 A, B = Leader("tcp://a:1", "tcp://a:2"), Leader("tcp://b:1", "tcp://b:2")
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
-    if BINARY is None:
-        pytest.skip(HOW_TO)
-    started = EtcdProcess(tmp_path_factory.mktemp("etcd"))
-    yield started
-    started.close()
 
 
 @pytest.fixture
