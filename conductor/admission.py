@@ -5,13 +5,14 @@ rejected before (Mooncake, "Overload"). What "will miss" means on the decode sid
 function from a decode worker's charges to the load that the request would meet:
 
     reserved   all that is decoding or on its way there; nobody is assumed to leave
-    predicted  the paper's system-level form: the load when this prefill will have ended, which
+    predictive  the paper's system-level form: the load when this prefill will have ended, which
                adds the requests that will have joined and takes away those that will have left
     early      the load now; it acts one prefill too late, so the two pools swing
     baseline   no decode check: overload there shows only after prefill was paid for
+    none       no service level is checked; only bounded queues and batches reject
 
 `reserved` is the default because it keeps what it promises (README.md has the numbers). The gain
-of `predicted` is room that will be free; its price is that a request with a long prefill books
+of `predictive` is room that will be free; its price is that a request with a long prefill books
 that room ahead of those with a short one, and that two bookings of one room are noticed late.
 A new policy is a new entry in LOAD_POLICIES; it must be a pure function of the same arguments.
 
@@ -55,9 +56,10 @@ def load_now(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> 
 
 LOAD_POLICIES: Mapping[str, LoadPolicy] = {
     "reserved": load_reserved,
-    "predicted": load_when_prefill_ends,
+    "predictive": load_when_prefill_ends,
     "early": load_now,
     "baseline": load_reserved,  # told, not judged: see objection()
+    "none": load_reserved,
 }
 
 
@@ -106,9 +108,11 @@ def objection(pair: Pair, request: Request, config: ConductorConfig) -> str:
     share = config.low_priority_load_max if request.priority < 0 else 1.0
     if not pair.prefill.has_room:
         return "prefill_full"
+    if config.admission == "none":
+        return "" if pair.decode.has_room else "decode_full"
     if pair.predicted.ttft_s > config.ttft_slo_s * share:
         return "ttft_slo"
-    if config.admission_policy == "baseline":
+    if config.admission == "baseline":
         return ""
     if not pair.decode.has_room:
         return "decode_full"

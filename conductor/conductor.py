@@ -184,7 +184,7 @@ class Conductor:
         ]
         # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
         at_s = now_s + min(option.start_s for option in prefills)
-        policy, decode_s = LOAD_POLICIES[self.config.admission_policy], self._cluster.decode_s
+        policy, decode_s = LOAD_POLICIES[self.config.admission], self._cluster.decode_s
         decodes = [
             decode_option(
                 worker, request, policy(worker.batch, at_s, now_s, decode_s), now_s, self.config

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-ROUTING_POLICIES = ("kvcache_centric", "local_cache", "least_load", "random")
-ADMISSION_POLICIES = ("reserved", "predicted", "early", "baseline")
+POLICIES = ("kvcache_centric", "cache_aware", "load_balance", "random")
+ADMISSIONS = ("reserved", "predictive", "early", "baseline", "none")
+QUEUE_ORDERS = ("fifo", "shortest_first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +24,17 @@ class ConductorConfig:
     ttft_slo_s: float = 30.0  # time to first token
     tbt_slo_s: float = 1.0  # time between tokens
     advisory: bool = False  # True: decide, count and tell, but never reject for a service level
-    # Which decode load is judged. reserved: all that is decoding or on its way. predicted: the
-    # load when this prefill will end. early: the load now. baseline: none. See admission.py.
-    admission_policy: str = "reserved"
+    # Which decode load is judged. reserved: all that is decoding or on its way. predictive: the
+    # load when this prefill will end. early: the load now. baseline: no decode load is judged.
+    # none: no service level at all. See admission.py.
+    admission: str = "reserved"
     low_priority_load_max: float = 0.8  # priority < 0 is admitted up to this share of an SLO
     retry_after_s_min: float = 0.5  # a client that comes back sooner only adds load
     retry_after_s_max: float = 60.0  # predictions further out are guesses
 
-    # Routing. The three others are the paper's comparisons: local_cache never fetches,
-    # least_load ignores caches when choosing, random spreads by a hash of the request id.
-    routing_policy: str = "kvcache_centric"
+    # Routing. The three others are the paper's comparisons: cache_aware never fetches,
+    # load_balance ignores caches when choosing, random spreads by a hash of the request id.
+    policy: str = "kvcache_centric"
     # Fetch when another node has more than this times the prefix that the worker's node has.
     kvcache_balancing_threshold: float = 1.5
     fetch_must_pay: bool = True  # and only when fetching is predicted to beat computing
@@ -42,6 +44,11 @@ class ConductorConfig:
     output_tokens_expected: int = 128  # spreads the one-off hand-over over the tokens it serves
     decode_s_expected: float = 10.0  # first guess of a request's decode time; then measured
     learn_speed: bool = True  # scale a worker's estimates by what it was measured to need
+
+    # Order inside a prefill worker's queue; see queue_order.py.
+    queue_order: str = "shortest_first"
+    queue_stretch: float = 20.0  # seconds of place in the queue per second of predicted work
+    queue_wait_s_max: float = 5.0  # nobody is overtaken by what came so much later
 
     # Transfers between nodes that no worker has measured.
     transfer_bytes_per_s: float = 1e9  # between nodes: about 10 Gb/s
@@ -74,10 +81,12 @@ class ConductorConfig:
                 continue
             if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in MAY_BE_0):
                 found.append(f"{field.name} is {value}; set a positive, finite number")
-        if self.routing_policy not in ROUTING_POLICIES:
-            found.append(_unknown("routing_policy", self.routing_policy, ROUTING_POLICIES))
-        if self.admission_policy not in ADMISSION_POLICIES:
-            found.append(_unknown("admission_policy", self.admission_policy, ADMISSION_POLICIES))
+        if self.policy not in POLICIES:
+            found.append(_unknown("policy", self.policy, POLICIES))
+        if self.admission not in ADMISSIONS:
+            found.append(_unknown("admission", self.admission, ADMISSIONS))
+        if self.queue_order not in QUEUE_ORDERS:
+            found.append(_unknown("queue_order", self.queue_order, QUEUE_ORDERS))
         if self.kvcache_balancing_threshold < 1:
             found.append(
                 f"kvcache_balancing_threshold is {self.kvcache_balancing_threshold}; below 1 a "

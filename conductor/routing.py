@@ -102,7 +102,7 @@ def prefill_option(
     cached = cached_tokens(local, info.block_tokens, prompt_tokens)
     prefill_s = ratio * worker.prefill_estimate.seconds(prompt_tokens - cached, cached)
     move_s, fetch_blocks, fetch_node = 0.0, 0, None
-    fetches = config.routing_policy == "kvcache_centric"
+    fetches = config.policy == "kvcache_centric"
     if fetches and match.best_blocks > local * config.kvcache_balancing_threshold:
         fetched = cached_tokens(match.best_blocks, info.block_tokens, prompt_tokens)
         rest_s = ratio * worker.prefill_estimate.seconds(prompt_tokens - fetched, fetched)
@@ -184,11 +184,11 @@ def finalists(
 ) -> list[PrefillOption]:
     """The prefill workers worth pairing: the quickest, and those that are as good."""
     assert options, "admission rejects before routing when no worker takes requests"
-    if config.routing_policy == "random":
+    if config.policy == "random":
         digest = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
         by_name = sorted(options, key=lambda o: o.worker.key)
         return [by_name[int.from_bytes(digest, "big") % len(by_name)]]
-    if config.routing_policy == "least_load":
+    if config.policy == "load_balance":
         return [min(options, key=lambda o: (o.queue_s, *_spread(o)))]
     limit_s = within(min(option.start_s for option in options), config)
     equal = [option for option in options if option.start_s <= limit_s]

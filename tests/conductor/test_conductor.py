@@ -148,9 +148,9 @@ def busy(**changes: object) -> ConductorConfig:
     )
 
 
-@pytest.mark.parametrize("policy", ["reserved", "predicted", "early", "baseline"])
+@pytest.mark.parametrize("policy", ["reserved", "predictive", "early", "baseline", "none"])
 def test_after_a_long_random_life_nothing_is_charged_to_anyone(seed: int, policy: str) -> None:
-    life = Life(seed, busy(admission_policy=policy))
+    life = Life(seed, busy(admission=policy))
     life.run(2_000)
     life.finish_all()
     idle = [report(n, w) for n in ("p0", "p1", "p2", "d0", "d1", "d2") for w in ("w1", "w2")]
@@ -162,9 +162,9 @@ def test_after_a_long_random_life_nothing_is_charged_to_anyone(seed: int, policy
     assert kinds == {Route, Reject, list}, "the life was too dull to prove anything"
 
 
-@pytest.mark.parametrize("policy", ["kvcache_centric", "local_cache", "least_load", "random"])
+@pytest.mark.parametrize("policy", ["kvcache_centric", "cache_aware", "load_balance", "random"])
 def test_the_same_inputs_give_the_same_decisions(seed: int, policy: str) -> None:
-    lives = [Life(seed, busy(routing_policy=policy)) for _ in range(2)]
+    lives = [Life(seed, busy(policy=policy)) for _ in range(2)]
     for life in lives:
         life.run(500)
     assert lives[0].outcomes == lives[1].outcomes

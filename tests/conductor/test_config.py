@@ -15,18 +15,18 @@ def test_the_defaults_have_no_problem() -> None:
 
 def test_every_mistake_is_listed_at_once_with_its_remedy() -> None:
     config = ConductorConfig(
-        ttft_slo_s=-1, tbt_slo_s=float("nan"), routing_policy="fastest", admission_policy="x",
+        ttft_slo_s=-1, tbt_slo_s=float("nan"), policy="fastest", admission="x",
         kvcache_balancing_threshold=0.5, retry_after_s_min=9, retry_after_s_max=3,
         low_priority_load_max=2, report_lag_s=5,
     )  # fmt: skip
     found = "\n".join(config.problems())
     named = (
-        "ttft_slo_s tbt_slo_s routing_policy admission_policy report_lag_s retry_after_s_min "
+        "ttft_slo_s tbt_slo_s policy admission report_lag_s retry_after_s_min "
         "kvcache_balancing_threshold low_priority_load_max"
     )
     for name in named.split():
         assert name in found
-    assert "use one of kvcache_centric, local_cache, least_load, random" in found
+    assert "use one of kvcache_centric, cache_aware, load_balance, random" in found
     assert len(config.problems()) == 8
 
 

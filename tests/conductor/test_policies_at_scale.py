@@ -31,7 +31,7 @@ def replayed(
     routing: str, admission: str, rate: float, ttft_slo_s: float, tbt_slo_s: float
 ) -> Outcome:
     config = ConductorConfig(
-        routing_policy=routing, admission_policy=admission, ttft_slo_s=ttft_slo_s,
+        policy=routing, admission=admission, ttft_slo_s=ttft_slo_s,
         tbt_slo_s=tbt_slo_s, decode_s_expected=15.0,
     )  # fmt: skip
     return ToyFleet(config, 4, 4, cache_blocks=900).run(conversations(7, 600), rate)
@@ -44,7 +44,7 @@ def ttft_mean_s(routing: str) -> float:
 
 
 def test_more_of_the_cache_and_of_the_load_means_less_ttft() -> None:
-    means = [ttft_mean_s(p) for p in ("kvcache_centric", "local_cache", "least_load", "random")]
+    means = [ttft_mean_s(p) for p in ("kvcache_centric", "cache_aware", "load_balance", "random")]
     assert means == sorted(means), means
     assert means[0] < 0.7 * means[2] < means[3], means
 

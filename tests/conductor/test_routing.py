@@ -108,9 +108,9 @@ def test_workers_of_different_speed_share_a_burst_by_their_speed() -> None:
     assert to_fast == 30
 
 
-@pytest.mark.parametrize("policy", ["local_cache", "least_load", "random"])
+@pytest.mark.parametrize("policy", ["cache_aware", "load_balance", "random"])
 def test_the_compared_policies_never_fetch(policy: str) -> None:
-    made = conductor(routing_policy=policy)
+    made = conductor(policy=policy)
     made.on_events([BlockAdded(key, "s0") for key in keys("a*30")], 0.0)
     for number in range(30):
         routed = made.on_request(prompt(f"r{number}", "a*30"), 0.0)
@@ -121,7 +121,7 @@ def test_the_compared_policies_never_fetch(policy: str) -> None:
 
 def test_random_routing_is_the_same_for_the_same_request_and_uses_every_worker() -> None:
     def names() -> list[str]:
-        made = Conductor(ConductorConfig(routing_policy="random"))
+        made = Conductor(ConductorConfig(policy="random"))
         made.on_events(fleet(prefills=4, decodes=4, slots_max=999), 0.0)
         routed = [made.on_request(prompt(f"r{n}", "a*1"), 0.0) for n in range(40)]
         return [r.prefill.worker_id for r in routed if isinstance(r, Route)]

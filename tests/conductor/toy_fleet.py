@@ -246,8 +246,8 @@ def main() -> None:
     parser.add_argument("--tbt-slo", type=float, default=0.15)
     a = parser.parse_args()
     config = ConductorConfig(
-        ttft_slo_s=a.ttft_slo, tbt_slo_s=a.tbt_slo, routing_policy=a.routing,
-        admission_policy=a.admission, kvcache_balancing_threshold=a.threshold,
+        ttft_slo_s=a.ttft_slo, tbt_slo_s=a.tbt_slo, policy=a.routing,
+        admission=a.admission, kvcache_balancing_threshold=a.threshold,
         decode_s_expected=30.0,
     )  # fmt: skip
     fleet = ToyFleet(config, a.prefills, a.decodes)
