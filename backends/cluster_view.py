@@ -49,6 +49,7 @@ class ClusterView:
         self, config: ConductorConfig, directory: str, events: str, outbox: Outbox
     ) -> None:
         self.on_worker_down: Callable[[str, str], None] = lambda *_: None  # set by the front
+        self.order = config.order  # of the queues inside prefill workers
         self._lock = threading.Lock()
         self._conductor = Conductor(config)
         self._workers: dict[tuple[str, str], WorkerInfo] = {}

@@ -245,6 +245,9 @@ class Generation:
             decode_inbox=route.decode.inbox if request.sampling.max_tokens > 1 else "",
             reserve_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
             reply_inbox=self._streams.address,
+            place_s=self._cluster.order.key_s(
+                self._started_s - time.monotonic(), route.predicted.prefill_s
+            ),
         )
         try:
             first, reply = worker_calls.prefill(

@@ -93,13 +93,14 @@ class PrefillWorker:
             first_block=0, decode_inbox=request.decode_inbox,
             reserve_tokens=request.reserve_tokens,
         )  # fmt: skip
-        job = PrefillJob(request, ids.astype(np.int32), client, put, time.monotonic())
+        now_s = time.monotonic()
+        job = PrefillJob(request, ids.astype(np.int32), client, put, now_s)
         with self._lock:
             if self._is_closing:
                 raise WorkerUnavailable(f"{self.worker.worker_id} is shutting down")
             if request.request_id in self._jobs:
                 raise RequestInvalid(f"request id {request.request_id} is being served already")
-            if not self._batching.add(request.request_id, len(ids)):
+            if not self._batching.add(request.request_id, len(ids), now_s + request.place_s):
                 raise Overloaded(
                     "prefill_queue_full",
                     f"{self._batching.waiting} prompts wait at {self.worker.worker_id}, "

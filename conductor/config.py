@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from conductor.queue_order import FIFO, QueueOrder
+
 POLICIES = ("kvcache_centric", "cache_aware", "load_balance", "random")
 ADMISSIONS = ("reserved", "predictive", "early", "baseline", "none")
 QUEUE_ORDERS = ("fifo", "shortest_first")
@@ -71,6 +73,13 @@ class ConductorConfig:
     hot_blocks_in_flight_max: int = 256  # suggested and not seen to arrive yet
     hot_target_blocks_max: int = 128  # of those, to one target
     replicate_s_max: float = 30.0  # a suggestion that has not arrived by then did not happen
+
+    @property
+    def order(self) -> QueueOrder:
+        """Of the queue inside each prefill worker."""
+        if self.queue_order == "fifo":
+            return FIFO
+        return QueueOrder(self.queue_stretch, self.queue_wait_s_max)
 
     def problems(self) -> list[str]:
         """Every mistake, each with what to write instead; empty when all is well."""

@@ -1,13 +1,20 @@
 """What the next step of an engine computes, and who gets in.
 
-A request waits (bounded queue, first come first served), is admitted (a slot and *all* the pages
-it can ever need are its own), is started (its cached or handed-over KV is in those pages) and
-then takes part in steps until it is removed.
+A request waits (bounded queue, least key first), is admitted (a slot and *all* the pages it can
+ever need are its own), is started (its cached or handed-over KV is in those pages) and then takes
+part in steps until it is removed.
 
 Reserving every page up front costs capacity when outputs end early, and buys that a running
 request never runs out of pages: nothing is preempted, recomputed or swapped. The conductor counts
 on that when it predicts. A request at the head that does not fit holds back the ones behind it:
 letting small ones pass would starve it.
+
+The key of a prompt is conductor/queue_order.py's: short work first, but ahead of nobody who came
+more than queue_wait_s_max before. It orders those that wait and, anew at each step, those that
+compute. So a short prompt overtakes a long one between two chunks, also when that one has begun:
+all that the long one has computed stays in its pages, so this costs no work, and it is what keeps
+a 30 s prompt from being 30 s of waiting for everybody. A step itself is never interrupted. Decode
+gives no key and is first come, first served.
 
 Prefill: one step takes at most `chunk_tokens` new tokens, so that it has a bounded length. The
 head takes what it needs, the rest of the budget goes to those behind it: several short prompts
@@ -19,11 +26,15 @@ Not here: tokens (sequence.py), page memory (kv_memory.py), when to reject (cond
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from backends.engine.pages import PagePool
 from mooncake_store.layout import blocks_touched
+
+Place = tuple[float, int, str]  # (key, how many came before, request): the least is next
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +90,11 @@ class Admission:
         self._block_tokens = block_tokens
         self._slots_max = slots_max
         self._waiting_max = waiting_max
-        self._waiting: dict[str, int] = {}  # request -> tokens to reserve, in order of arrival
+        self._waiting: dict[str, int] = {}  # request -> tokens to reserve
         self._pages: dict[str, list[int]] = {}  # admitted request -> its pages
+        self._places: dict[str, Place] = {}  # of all of them
+        self._line: list[Place] = []  # a heap of those that wait, and of some that have left
+        self._added = 0
 
     @property
     def waiting(self) -> int:
@@ -99,23 +113,37 @@ class Admission:
         """A request of so many tokens would be admitted by an empty engine."""
         return blocks_touched(tokens, self._block_tokens) <= self._pool.pages_max
 
-    def _add(self, request_id: str, tokens: int) -> bool:
+    def _add(self, request_id: str, tokens: int, key_s: float = 0.0) -> bool:
         assert request_id not in self._waiting and request_id not in self._pages, request_id
         assert tokens > 0 and self.can_ever_fit(tokens), (request_id, tokens)
         if not self.has_room:
             return False
         self._waiting[request_id] = tokens
+        self._added += 1
+        self._places[request_id] = place = (key_s, self._added, request_id)
+        heapq.heappush(self._line, place)
         return True
+
+    def _next_in_line(self) -> str | None:
+        while self._line:
+            place = self._line[0]
+            if self._places.get(place[2]) == place:
+                return place[2]
+            heapq.heappop(self._line)  # it was removed while it waited
+        return None
 
     def admit(self) -> list[Admitted]:
         """Give slots and pages to those at the head of the queue, as far as they go."""
         admitted = []
-        while self._waiting and len(self._pages) < self._slots_max:
-            request_id = next(iter(self._waiting))
+        while len(self._pages) < self._slots_max:
+            request_id = self._next_in_line()
+            if request_id is None:
+                break
             need = blocks_touched(self._waiting[request_id], self._block_tokens)
             pages = self._pool.take(need)
             if pages is None:
                 break
+            heapq.heappop(self._line)
             del self._waiting[request_id]
             self._pages[request_id] = pages
             admitted.append(Admitted(request_id, pages))
@@ -127,6 +155,7 @@ class Admission:
         Returns its pages: the caller releases them to the pool when no transfer reads or writes
         them any more.
         """
+        del self._places[request_id]
         if request_id in self._waiting:
             del self._waiting[request_id]
             return []
@@ -136,13 +165,16 @@ class Admission:
         assert len(self._waiting) <= self._waiting_max, len(self._waiting)
         assert len(self._pages) <= self._slots_max, len(self._pages)
         assert not self._waiting.keys() & self._pages.keys(), "waiting and admitted"
+        assert self._places.keys() == self._waiting.keys() | self._pages.keys()
+        in_line = {place for place in self._line if self._places.get(place[2]) == place}
+        assert {place[2] for place in in_line} == self._waiting.keys(), "somebody is never next"
         taken = [page for pages in self._pages.values() for page in pages]
         assert len(taken) == len(set(taken)), "a page belongs to two requests"
         assert len(taken) <= self._pool.used_pages, (len(taken), self._pool.used_pages)
 
 
 class PrefillBatching(Admission):
-    """Chunks of prompts, first come first served."""
+    """Chunks of prompts, least key first; equal keys: first come, first served."""
 
     def __init__(
         self,
@@ -157,6 +189,7 @@ class PrefillBatching(Admission):
         self._chunk_tokens = chunk_tokens
         self._prompt_tokens: dict[str, int] = {}  # of waiting and admitted ones
         self._started: dict[str, Progress] = {}
+        self._order: list[Place] = []  # of the started ones, sorted
 
     @property
     def queue_tokens(self) -> int:
@@ -164,9 +197,9 @@ class PrefillBatching(Admission):
         computed = sum(progress.computed_tokens for progress in self._started.values())
         return sum(self._prompt_tokens.values()) - computed
 
-    def add(self, request_id: str, prompt_tokens: int) -> bool:
+    def add(self, request_id: str, prompt_tokens: int, key_s: float = 0.0) -> bool:
         """Queue a request; False, and nothing changes, when the queue is full."""
-        if not self._add(request_id, prompt_tokens):
+        if not self._add(request_id, prompt_tokens, key_s):
             return False
         self._prompt_tokens[request_id] = prompt_tokens
         return True
@@ -177,10 +210,12 @@ class PrefillBatching(Admission):
         prompt_tokens = self._prompt_tokens[request_id]
         assert 0 <= computed_tokens < prompt_tokens, (computed_tokens, prompt_tokens)
         self._started[request_id] = Progress(request_id, prompt_tokens, computed_tokens)
+        insort(self._order, self._places[request_id])
 
     def next_step(self) -> list[Chunk]:
         """What to compute now; changes nothing."""
-        return next_chunks(self._started.values(), self._chunk_tokens, self._block_tokens)
+        in_order = (self._started[request_id] for _, _, request_id in self._order)
+        return next_chunks(in_order, self._chunk_tokens, self._block_tokens)
 
     def computed(self, chunks: Iterable[Chunk]) -> list[str]:
         """These chunks are done. Returns the requests whose prompts are complete.
@@ -199,15 +234,16 @@ class PrefillBatching(Admission):
         return complete
 
     def remove(self, request_id: str) -> list[int]:
-        pages = super().remove(request_id)
+        if self._started.pop(request_id, None) is not None:
+            del self._order[bisect_left(self._order, self._places[request_id])]
         self._prompt_tokens.pop(request_id)
-        self._started.pop(request_id, None)
-        return pages
+        return super().remove(request_id)
 
     def check(self) -> None:
         super().check()
         assert self._prompt_tokens.keys() == self._waiting.keys() | self._pages.keys()
         assert self._started.keys() <= self._pages.keys(), "started without pages"
+        assert self._order == sorted(self._places[request_id] for request_id in self._started)
         for request_id, progress in self._started.items():
             assert 0 <= progress.computed_tokens <= progress.prompt_tokens, progress
             room_tokens = len(self._pages[request_id]) * self._block_tokens
@@ -215,7 +251,7 @@ class PrefillBatching(Admission):
 
 
 class DecodeBatching(Admission):
-    """One token of each started request per step."""
+    """One token of each started request per step; first come, first served."""
 
     def __init__(
         self, pages: PagePool, block_tokens: int, slots_max: int, waiting_max: int

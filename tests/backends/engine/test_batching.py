@@ -8,6 +8,7 @@ import pytest
 
 from backends.engine.batching import Chunk, DecodeBatching, PrefillBatching, Progress, next_chunks
 from backends.engine.pages import PagePool
+from conductor.queue_order import QueueOrder
 
 BLOCK_TOKENS = 16
 
@@ -76,7 +77,66 @@ def test_a_request_whose_prefix_is_still_fetched_does_not_hold_back_the_others()
     batching.start("ready", 0)
     assert [chunk.request_id for chunk in batching.next_step()] == ["ready"]
     batching.start("fetching", 96)
-    assert [chunk.request_id for chunk in batching.next_step()] == ["ready", "fetching"]
+    in_order = [chunk.request_id for chunk in batching.next_step()]
+    assert in_order == ["fetching", "ready"], "its turn was first, and is again"
+
+
+ORDER = QueueOrder(stretch=10.0, wait_s_max=5.0)
+
+
+def test_a_short_prompt_overtakes_a_long_one_between_two_chunks() -> None:
+    _, batching = prefill()
+    batching.add("long", 200, ORDER.key_s(0.0, work_s=2.0))
+    start_all(batching)
+    batching.computed(batching.next_step())
+    batching.add("short", 20, ORDER.key_s(1.0, work_s=0.2))
+    start_all(batching)
+    assert batching.next_step() == [Chunk("short", 0, 20, True), Chunk("long", 64, 32, False)]
+    batching.computed(batching.next_step())
+    batching.remove("short")
+    assert batching.next_step() == [Chunk("long", 96, 64, False)], "and loses nothing by it"
+    batching.check()
+
+
+def test_a_short_prompt_that_waits_gets_its_pages_before_a_long_one() -> None:
+    pool, batching = prefill(pages=4)
+    for name, arrived_s, work_s, tokens in (
+        ("running", 0.0, 0.1, 64), ("long", 0.1, 2.0, 64), ("short", 0.2, 0.1, 64),
+    ):  # fmt: skip
+        batching.add(name, tokens, ORDER.key_s(arrived_s, work_s))
+        batching.admit()
+    pool.release(batching.remove("running"))
+    assert [admitted.request_id for admitted in batching.admit()] == ["short"]
+    batching.check()
+
+
+def test_a_stream_of_short_prompts_delays_a_long_one_by_no_more_than_the_bound() -> None:
+    _, batching = prefill(waiting=64)
+    batching.add("long", 128, ORDER.key_s(0.0, work_s=100.0))
+    served_at_s: dict[str, int] = {}
+    for now_s in range(20):  # one prompt of a whole step comes every second, and takes a second
+        batching.add(f"short at {now_s}", 64, ORDER.key_s(float(now_s), work_s=0.1))
+        start_all(batching)
+        chunks = batching.next_step()
+        for request_id in batching.computed(chunks):
+            served_at_s[request_id] = now_s + 1
+            batching.remove(request_id)
+        batching.check()
+    overtook = [name for name, at_s in served_at_s.items() if at_s < served_at_s["long"]]
+    assert overtook == [f"short at {now_s}" for now_s in range(4)]
+
+
+def test_equal_keys_are_served_as_they_came_and_a_removed_one_leaves_no_gap() -> None:
+    _, batching = prefill(slots=1)
+    for name in "abcd":
+        batching.add(name, 10)
+    batching.remove("b")
+    served = []
+    while admitted := batching.admit():
+        served.append(admitted[0].request_id)
+        batching.remove(served[-1])
+        batching.check()
+    assert served == ["a", "c", "d"]
 
 
 def test_queue_tokens_are_the_prompt_tokens_not_computed_yet() -> None:
@@ -155,7 +215,7 @@ def test_two_thousand_random_prefill_steps_keep_the_invariants(seed: int) -> Non
         verb = chance.choice(["add", "add", "admit", "step", "step", "remove"])
         if verb == "add" and batching.has_room:
             left[str(step)] = chance.randint(1, 300)
-            assert batching.add(str(step), left[str(step)])
+            assert batching.add(str(step), left[str(step)], chance.choice([0.0, chance.random()]))
         elif verb == "admit":
             for admitted in batching.admit():
                 cached = chance.randrange(left[admitted.request_id])
