@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from backends.engine.pages import PagePool
@@ -293,6 +293,21 @@ class DecodeBatching(Admission):
             if request_id in self._started:  # else removed while it was computed
                 self._started[request_id] += 1
                 assert self._started[request_id] <= self._tokens_max[request_id], request_id
+
+    def steps_alike(self, tokens_at_end: Mapping[str, int]) -> int:
+        """How many steps compute these very requests, until the first has all its tokens.
+
+        `tokens_at_end`: what each will have, prompt and output. An engine learns that from the
+        tokens; a simulator knows it before, and takes that many steps at once. 0: nobody started.
+        """
+        left = (tokens_at_end[name] - tokens for name, tokens in self._started.items())
+        return min(left, default=0)
+
+    def advance(self, steps: int) -> None:
+        """As `computed(next_step())`, `steps` times."""
+        for request_id, tokens in self._started.items():
+            assert tokens + steps <= self._tokens_max[request_id], (request_id, tokens, steps)
+            self._started[request_id] = tokens + steps
 
     def remove(self, request_id: str) -> list[int]:
         pages = super().remove(request_id)

@@ -242,6 +242,22 @@ def test_two_thousand_random_prefill_steps_keep_the_invariants(seed: int) -> Non
         pool.check()
 
 
+def test_steps_that_are_alike_may_be_taken_at_once() -> None:
+    _, batching = decode()
+    for name, output_tokens in (("a", 7), ("b", 4)):
+        assert batching.add(name, 10, output_tokens)
+        batching.admit()
+        batching.start(name, 11)
+    ends = {"a": 17, "b": 13}  # b says less than it might
+    assert batching.steps_alike(ends) == 2
+    batching.advance(2)
+    assert batching.context_tokens == 26 and batching.steps_alike(ends) == 0
+    batching.remove("b")
+    assert batching.steps_alike(ends) == 4
+    with pytest.raises(AssertionError):
+        batching.advance(5)
+
+
 def test_two_thousand_random_decode_steps_never_run_out_of_pages(seed: int) -> None:
     chance = random.Random(seed)
     pool, batching = decode(pages=40, slots=5, waiting=6)
