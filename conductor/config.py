@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from conductor.policies import POLICIES
 from conductor.queue_order import FIFO, QueueOrder
 
-POLICIES = ("kvcache_centric", "cache_aware", "load_balance", "random")
+from conductor.queue_order import FIFO, QueueOrder
+
 ADMISSIONS = ("reserved", "predictive", "early", "baseline", "none")
+SHEDDINGS = ("fair_share", "limit")
 QUEUE_ORDERS = ("fifo", "shortest_first")
 
 
@@ -31,15 +34,29 @@ class ConductorConfig:
     # none: no service level at all. See admission.py.
     admission: str = "reserved"
     low_priority_load_max: float = 0.8  # priority < 0 is admitted up to this share of an SLO
+    # Under overload, which of those that would meet their limits are turned away so that the others
+    # do. fair_share: the costliest first, with a floor for each class of prompt length and a share
+    # for each tenant. limit: nobody before a limit is reached, as in the paper. See fair_share.py.
+    shedding: str = "fair_share"
+    backlog_share: float = 0.4  # of ttft_slo_s: the queue that overload is held at; the rest of
+    # it is for bursts, for being overtaken and for errors of prediction
+    length_share_min: float = 0.5  # a length class is admitted at least so often, relative to all
+    priority_weight: float = 8.0  # one level of priority is worth so many times the work
+    tenant_shares: str = ""  # weights such as "a:2,b:1"; a tenant that is not named weighs 1
+    demand_half_life_s: float = 60.0  # how fast what was offered and admitted is forgotten
+    ttft_margin_quantile: float = 0.9  # of actual / predicted TTFT; a limit is divided by it
+    decode_room_sigma: float = 1.0  # predicted KV pages and slots get so many standard deviations
+    overload_mark_s: float = 2.0  # a decode worker that refused on arrival is full for so long
     retry_after_s_min: float = 0.5  # a client that comes back sooner only adds load
     retry_after_s_max: float = 60.0  # predictions further out are guesses
 
-    # Routing. The three others are the paper's comparisons: cache_aware never fetches,
-    # load_balance ignores caches when choosing, random spreads by a hash of the request id.
+    # Routing. kvcache_centric is Algorithm 1 of the paper; cache_aware, load_balance and random are
+    # its comparisons; adaptive also counts what a request does to others. See policies.py.
     policy: str = "kvcache_centric"
-    # Fetch when another node has more than this times the prefix that the worker's node has.
+    # Of kvcache_centric: fetch when another node has more than this times the own prefix, and only
+    # when that is predicted to be quicker. adaptive compares the times instead (fetching.py).
     kvcache_balancing_threshold: float = 1.5
-    fetch_must_pay: bool = True  # and only when fetching is predicted to beat computing
+    fetch_must_pay: bool = True
     tie_ratio: float = 0.02  # predictions this close are equal: estimates are no better than that
     tie_s: float = 0.001  # ... or this close in absolute terms
     finalists_max: int = 4  # prefill workers for which a decode partner is looked up
@@ -47,14 +64,18 @@ class ConductorConfig:
     decode_s_expected: float = 10.0  # first guess of a request's decode time; then measured
     learn_speed: bool = True  # scale a worker's estimates by what it was measured to need
 
-    # Order inside a prefill worker's queue; see queue_order.py.
+    # Order inside a prefill worker's queue; see queue_order.py. Workers and conductor must agree.
     queue_order: str = "shortest_first"
     queue_stretch: float = 20.0  # seconds of place in the queue per second of predicted work
     queue_wait_s_max: float = 5.0  # nobody is overtaken by what came so much later
+    # A prompt that has begun is overtaken too, between two chunks, as the engine of this project
+    # does it; False for engines that finish what they have begun.
+    queue_preempts: bool = True
 
     # Transfers between nodes that no worker has measured.
     transfer_bytes_per_s: float = 1e9  # between nodes: about 10 Gb/s
     local_bytes_per_s: float = 4e9  # within a node: a copy out of mapped memory
+    ssd_bytes_per_s: float = 1e9  # restoring from an SSD, as measured on a virtual disk; NVMe 3e9
 
     # Liveness. Workers report every second and at changes.
     report_s_max: float = 3.0  # three missed reports: not routed to
@@ -81,6 +102,13 @@ class ConductorConfig:
             return FIFO
         return QueueOrder(self.queue_stretch, self.queue_wait_s_max)
 
+    @property
+    def order(self) -> QueueOrder:
+        """The queue order of every prefill worker."""
+        if self.queue_order == "fifo":
+            return FIFO
+        return QueueOrder(self.queue_stretch, self.queue_wait_s_max)
+
     def problems(self) -> list[str]:
         """Every mistake, each with what to write instead; empty when all is well."""
         found = []
@@ -91,9 +119,11 @@ class ConductorConfig:
             if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in MAY_BE_0):
                 found.append(f"{field.name} is {value}; set a positive, finite number")
         if self.policy not in POLICIES:
-            found.append(_unknown("policy", self.policy, POLICIES))
+            found.append(_unknown("policy", self.policy, tuple(POLICIES)))
         if self.admission not in ADMISSIONS:
             found.append(_unknown("admission", self.admission, ADMISSIONS))
+        if self.shedding not in SHEDDINGS:
+            found.append(_unknown("shedding", self.shedding, SHEDDINGS))
         if self.queue_order not in QUEUE_ORDERS:
             found.append(_unknown("queue_order", self.queue_order, QUEUE_ORDERS))
         if self.kvcache_balancing_threshold < 1:
@@ -106,11 +136,18 @@ class ConductorConfig:
                 f"retry_after_s_min ({self.retry_after_s_min}) is above retry_after_s_max "
                 f"({self.retry_after_s_max}); swap them"
             )
-        if not self.low_priority_load_max <= 1:
+        for name, of in SHARES.items():
+            if getattr(self, name) > 1:
+                found.append(f"{name} is {getattr(self, name)}; it is {of}, use at most 1.0")
+        if self.priority_weight < 1:
             found.append(
-                f"low_priority_load_max is {self.low_priority_load_max}; it is a share of the "
-                "service level, use at most 1.0"
+                f"priority_weight is {self.priority_weight}; below 1 a higher priority would be "
+                "rejected sooner: use 1.0 or more"
             )
+        try:
+            parse_shares(self.tenant_shares)
+        except ValueError as error:
+            found.append(f"tenant_shares is {self.tenant_shares!r}: {error}")
         if self.report_lag_s >= self.report_s_max:
             found.append(
                 f"report_lag_s ({self.report_lag_s}) must be below report_s_max "
@@ -119,7 +156,33 @@ class ConductorConfig:
         return found
 
 
-MAY_BE_0 = {"tie_ratio", "tie_s", "retry_after_s_min", "report_lag_s", "failed_mark_s"}
+MAY_BE_0 = {
+    "tie_ratio", "tie_s", "retry_after_s_min", "report_lag_s", "failed_mark_s", "overload_mark_s",
+    "length_share_min", "decode_room_sigma",
+}  # fmt: skip
+SHARES = {
+    "low_priority_load_max": "a share of the service level",
+    "backlog_share": "a share of the service level",
+    "length_share_min": "a share of what all classes get",
+    "ttft_margin_quantile": "a quantile",
+}
+
+
+def parse_shares(text: str) -> dict[str, float]:
+    """Weights of tenants from "a:2,b:1"; raises ValueError with what to write instead."""
+    found: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, colon, number = part.rpartition(":")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not colon or not name or not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"write {part!r} as name:weight with a weight above 0, such as a:2")
+        if name in found:
+            raise ValueError(f"{name!r} is there twice; keep one of them")
+        found[name] = weight
+    return found
 
 
 def _unknown(name: str, value: str, known: tuple[str, ...]) -> str:

@@ -23,6 +23,8 @@ class Request:
     priority: int = 0  # below 0: rejected earlier under load, see low_priority_load_max
     excluded_workers: frozenset[tuple[str, str]] = frozenset()  # (worker_id, incarnation) that
     # just failed this very request: a retry goes elsewhere
+    tenant: str = ""  # who is asking, for fair shares; "" is a tenant like any other
+    tenant: str = ""  # who asks; under overload each tenant has its share, see fair_share.py
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,13 +41,14 @@ class WorkerRef:
 class Prediction:
     """The terms of one pair. ttft_s is the sum of the four above it."""
 
-    queue_s: float  # prefill work in front of this request
-    transfer_s: float  # fetching cached blocks from another node, 0 without a fetch
+    queue_s: float  # prefill work that goes before this request
+    transfer_s: float  # fetching and restoring cached blocks; adaptive: what the queue hides not
     prefill_s: float  # computing what is not cached
     handover_s: float  # the decode worker reading the prompt's KV
     ttft_s: float
     tbt_s: float  # one decode step when the prefill ends, this request included
     decode_sequences: float  # requests in that step
+    delay_s: float = 0.0  # what this request adds to the wait of others at the prefill worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Reject:
 
     Kinds: no_prefill_worker, no_decode_worker (nothing alive to call), too_large (no worker could
     ever hold it), prefill_full, decode_full (bounded queues and batches), ttft_slo, tbt_slo (a
-    prediction against its limit).
+    prediction against its limit), fair_share (overload: turned away so that others keep theirs).
     """
 
     request_id: str
@@ -66,17 +69,24 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes and what was predicted for it."""
+    """Where a request goes and what was predicted for it.
+
+    `order_key_s` is its place in the prefill worker's queue (queue_order.py), on the clock of
+    `now_s`. A worker with another clock makes its own key by the same formula, from when the
+    request arrived there and from predicted.prefill_s.
+    """
 
     request_id: str
     prefill: WorkerRef
     decode: WorkerRef
     cached_tokens: int  # expected at the prefill worker, after the fetch if there is one
-    local_blocks: int  # leading blocks that the prefill worker's node has
+    local_blocks: int  # leading blocks that the prefill worker's node has, on its SSD too
     fetch_blocks: int  # blocks local_blocks .. local_blocks + fetch_blocks come from fetch_node
     fetch_node: str | None
     predicted: Prediction
     advice: Reject | None = None  # advisory mode: the rejection that was not carried out
+    order_key_s: float = 0.0
+    restore_blocks: int = 0  # the last ones of local_blocks are on the node's SSD
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +127,15 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ErrorPercentiles:
+    """|actual - predicted| / actual over recent requests; 0.0 before the first."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
 class ConductorStats:
     """Totals since the conductor was made. Counters only grow."""
 
@@ -132,3 +151,5 @@ class ConductorStats:
     in_flight: int  # a gauge: requests routed and not finished
     prefill_error: float  # mean |actual - predicted| / actual of prefill seconds, recent
     ttft_error: float  # the same, from routing to the end of prefill
+    prefill_errors: ErrorPercentiles
+    ttft_errors: ErrorPercentiles
