@@ -13,7 +13,7 @@ Not here: where headers lie (the directory's Geometry), what a block's checksum 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -28,8 +28,7 @@ _SELF = struct.Struct("<Q")
 assert FIELDS.size + _SELF.size == HEADER_BYTES, FIELDS.size
 
 
-@dataclass(frozen=True, slots=True)
-class SlotHeader:
+class SlotHeader(NamedTuple):
     """What a slot says about its payload."""
 
     state: int  # STATE_WRITING: do not trust the payload; STATE_READY: complete

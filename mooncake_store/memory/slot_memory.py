@@ -27,10 +27,10 @@ class SlotMemory:
 
     def write_header(self, slot: int, header: SlotHeader) -> None:
         """STATE_WRITING empties the headers of the block's other units, too."""
-        heads = self.view[self.shape.headers(slot, header.length_bytes)]
-        heads[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+        heads, raw = self.shape.headers(slot, header.length_bytes), header.pack()
         if header.state == STATE_WRITING:
-            heads[HEADER_BYTES:] = 0
+            raw = raw.ljust(heads.stop - heads.start, b"\0")
+        self.view[heads.start : heads.start + len(raw)] = np.frombuffer(raw, np.uint8)
 
     def is_ready(self, slot: int, generation: int, key: bytes) -> bool:
         """Does that very use of the slot hold its block?"""
