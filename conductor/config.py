@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields
 from conductor.policies import POLICIES
 from conductor.queue_order import FIFO, QueueOrder
 
-from conductor.queue_order import FIFO, QueueOrder
-
 ADMISSIONS = ("reserved", "predictive", "early", "baseline", "none")
 SHEDDINGS = ("fair_share", "limit")
 QUEUE_ORDERS = ("fifo", "shortest_first")
@@ -94,13 +92,6 @@ class ConductorConfig:
     hot_blocks_in_flight_max: int = 256  # suggested and not seen to arrive yet
     hot_target_blocks_max: int = 128  # of those, to one target
     replicate_s_max: float = 30.0  # a suggestion that has not arrived by then did not happen
-
-    @property
-    def order(self) -> QueueOrder:
-        """Of the queue inside each prefill worker."""
-        if self.queue_order == "fifo":
-            return FIFO
-        return QueueOrder(self.queue_stretch, self.queue_wait_s_max)
 
     @property
     def order(self) -> QueueOrder:

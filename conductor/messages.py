@@ -23,7 +23,6 @@ class Request:
     priority: int = 0  # below 0: rejected earlier under load, see low_priority_load_max
     excluded_workers: frozenset[tuple[str, str]] = frozenset()  # (worker_id, incarnation) that
     # just failed this very request: a retry goes elsewhere
-    tenant: str = ""  # who is asking, for fair shares; "" is a tenant like any other
     tenant: str = ""  # who asks; under overload each tenant has its share, see fair_share.py
 
 

@@ -44,7 +44,7 @@ def test_a_field_is_flat_and_refuses_what_makes_no_sense(field: object) -> None:
 
 @pytest.mark.parametrize("text", ["a", "a:", ":1", "a:0", "a:-1", "a:nan", "a:1,a:2"])
 def test_shares_that_make_no_sense_are_refused_with_what_to_write(text: str) -> None:
-    with pytest.raises(ValueError, match="write|keep one"):
+    with pytest.raises(ValueError, match=r"write|keep one"):
         parse_shares(text)
 
 
