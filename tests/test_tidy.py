@@ -25,8 +25,8 @@ STANDARD_PURE = {
 }  # fmt: skip
 PURE_STORE = {
     "block_index", "block_keys", "config", "copies", "directory", "errors", "events", "eviction",
-    "holder", "inventory", "layout", "leases", "membership", "nodes", "path_cost", "pins",
-    "placement", "prefix_index", "rows", "slots", "spills", "status", "tenants", "topology",
+    "holder", "inventory", "key_pages", "layout", "leases", "membership", "nodes", "path_cost",
+    "pins", "placement", "prefix_index", "rows", "slots", "spills", "status", "tenants", "topology",
     "upkeep", "workers",
 }  # fmt: skip
 PURE_BACKENDS = {
