@@ -164,6 +164,15 @@ def simulate(context: typer.Context) -> None:
     sys.exit(simulate_main(context.args))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+             add_help_option=False)  # fmt: skip
+def profile(context: typer.Context) -> None:
+    """Measure how fast a worker computes, for the simulator (`mooncake profile --help`)."""
+    from loadtest.profile.command import main as profile_main
+
+    sys.exit(profile_main(context.args))
+
+
 def main() -> None:
     app()
 

@@ -1,0 +1,187 @@
+"""`mooncake profile`: measure a prefill and a decode worker, fit the conductor's estimates.
+
+    mooncake profile [--url 127.0.0.1:8001] [--out profile.json] [--json]
+
+Without --url a server is started for it and stopped afterwards. Not here: the points and how they
+are timed (measure.py), the file (profile.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from backends.machine_profile import cpu_model
+from loadtest.bench.server import ServerFailed, serving
+from loadtest.profile.measure import (
+    DECODE_POINTS,
+    PREFILL_POINTS,
+    Measure,
+    Room,
+    samples_of,
+    serving_of,
+)
+from loadtest.profile.profile import Profile
+from loadtest.protocol import ServerError
+from loadtest.server_info import describe_server
+from loadtest.triton_client import TritonClient
+from loadtest.workloads import TokenSource
+
+SETTINGS = ("checkpoint", "dtype", "device", "threads", "block_tokens", "chunk_tokens",
+            "kv_pages", "slots")  # fmt: skip
+STREAMS_MAX = 24
+
+console = Console(stderr=True, highlight=False)
+
+
+def profile(
+    url: Annotated[
+        str | None, typer.Option(help="gRPC address of a running server; default: start one.")
+    ] = None,
+    prefill: Annotated[str, typer.Option(help="Prefill worker to measure.")] = "prefill_0",
+    decode: Annotated[str, typer.Option(help="Decode worker to measure.")] = "decode_0",
+    rounds: Annotated[int, typer.Option(min=1, help="Samples are medians over them.")] = 3,
+    context_tokens_max: Annotated[
+        int, typer.Option(min=256, help="Leave out longer prompts and contexts: quicker.")
+    ] = 1_000_000,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the profile there, for `mooncake simulate`.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Tokens of the prompts; random by default, so always fresh.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the profile as one line of JSON, not a table.")
+    ] = False,
+) -> None:
+    """Measure how long a worker's prefills and decode steps take, and fit the estimates to it.
+
+    Prefills of fresh prompts on (new tokens, prefix tokens), decode steps on (sequences, context
+    tokens), about a minute on the demo model. Send the server nothing else meanwhile.
+    """
+    seed = secrets.randbits(62) if seed is None else seed
+    try:
+        with console.status("waiting for the server ...") as waiting, serving(url) as addresses:
+            waiting.stop()
+            found = asyncio.run(
+                measure(addresses.grpc, (prefill, decode), rounds, seed, context_tokens_max)
+            )
+    except (ServerFailed, ServerError, OSError, ValueError) as error:
+        console.print(f"cannot measure: {error}", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    if out is not None:
+        out.write_text(found.to_json() + "\n")
+        console.print(f"wrote {out}", markup=False)
+    if as_json:
+        print(found.to_json())
+    else:
+        show(found)
+
+
+async def measure(
+    url: str, workers: tuple[str, str], rounds: int, seed: int, context_tokens_max: int
+) -> Profile:
+    """Of the server at `url`; raises ServerError."""
+    prefill, decode = workers
+    of_decode = await settings_of(url, decode)
+    settings = of_decode | await settings_of(url, prefill)
+    async with TritonClient(url, "conductor", channels=STREAMS_MAX) as client:
+        server = await describe_server(client, {})
+        room = Room(
+            min(server.context_tokens_max, context_tokens_max), server.block_tokens,
+            int(of_decode.get("slots", 32)), int(of_decode.get("kv_pages", 256)),
+        )  # fmt: skip
+        prefills = [point for point in PREFILL_POINTS if room.takes_prefill(*point)]
+        decodes = [point for point in DECODE_POINTS if room.takes_decode(*point)]
+        source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
+        measuring = Measure(client, workers, source)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                   TimeElapsedColumn())  # fmt: skip
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(prefill, total=(rounds + 1) * len(prefills))
+            prompts = await measuring.prefill(prefills, rounds, lambda: progress.advance(task))
+            task = progress.add_task(decode, total=rounds * len(decodes))
+            steps = await measuring.decode(decodes, rounds, lambda: progress.advance(task))
+    machine = f"{cpu_model()}, {os.cpu_count()} cores" if is_local(url) else url
+    return Profile(machine, settings, samples_of(prompts), steps, serving_of(prompts))
+
+
+async def settings_of(url: str, worker: str) -> dict[str, str]:
+    async with TritonClient(url, worker, channels=1) as client:
+        found = await client.model_parameters()
+    return {name: value for name, value in found.items() if name in SETTINGS}
+
+
+def is_local(url: str) -> bool:
+    return url.rpartition(":")[0] in ("127.0.0.1", "localhost")
+
+
+def show(found: Profile) -> None:
+    """Every sample beside its fit, then the formulas."""
+    table = Table(title=f"{found.machine}")
+    for column in ("step", "tokens", "behind", "measured ms", "fitted ms", "error"):
+        table.add_column(column, justify="left" if column == "step" else "right")
+    prefill, decode = found.prefill, found.decode
+    for of_prompt in sorted(found.prefill_samples, key=lambda s: (s.prefix_tokens, s.new_tokens)):
+        fitted_s = prefill.estimate.seconds(of_prompt.new_tokens, of_prompt.prefix_tokens)
+        table.add_row("prefill", f"{of_prompt.new_tokens:,}", f"{of_prompt.prefix_tokens:,}",
+                      *_compared(of_prompt.seconds, fitted_s))  # fmt: skip
+    table.add_section()
+    for of_batch in found.decode_samples:
+        fitted_s = decode.estimate.step_s(of_batch.sequences, of_batch.context_tokens)
+        table.add_row("decode", f"{of_batch.sequences:,}", f"{of_batch.context_tokens:,}",
+                      *_compared(of_batch.seconds, fitted_s))  # fmt: skip
+    out = Console(highlight=False)
+    out.print(table)
+    base_s, per_token_s, per_pair_s = prefill.estimate.coefficients
+    out.print(
+        f"prefill = {base_s * 1e3:.3g} ms + {per_token_s * 1e6:.4g} us x new"
+        f" + {per_pair_s * 1e9:.4g} ns x new x (prefix + new / 2)"
+        f"; error {prefill.error_mean:.1%}, worst {prefill.error_max:.1%}",
+        soft_wrap=True,
+    )
+    base_s, per_sequence_s, per_token_s = decode.estimate.coefficients
+    out.print(
+        f"decode  = {base_s * 1e3:.3g} ms + {per_sequence_s * 1e3:.3g} ms x sequences"
+        f" + {per_token_s * 1e9:.4g} ns x context"
+        f"; error {decode.error_mean:.1%}, worst {decode.error_max:.1%}",
+        soft_wrap=True,
+    )
+    out.print(
+        f"serving = {found.serving.base_s * 1e3:.3g} ms"
+        f" + {found.serving.per_cached_token_s * 1e6:.3g} us x cached, before the first token",
+        soft_wrap=True,
+    )
+
+
+def _compared(measured_s: float, fitted_s: float) -> tuple[str, str, str]:
+    error = fitted_s / measured_s - 1.0
+    return f"{measured_s * 1e3:.2f}", f"{fitted_s * 1e3:.2f}", f"{error:+.1%}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `mooncake profile ARGUMENTS`; the CLI calls this so that it imports nothing early."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(profile)
+    command = typer.main.get_command(app)
+    command.main(None if arguments is None else list(arguments), prog_name="mooncake profile")
+    return 0
+
+
+if __name__ == "__main__":
+    main()

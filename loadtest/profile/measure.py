@@ -1,0 +1,178 @@
+"""Timing one prefill worker and one decode worker of a running server, as a client.
+
+Prefill: a prompt of `new` fresh tokens behind a prefix that the worker's node has; the worker says
+itself how long it computed (`decision.prefill_s`), and what it found cached. Decode: `sequences`
+streams at once, each over a context that is cached, so that all of them decode together; the time
+of a step is the time between tokens while all of them run, as a client sees it.
+
+Points are measured in rounds, and a sample is the median of its rounds: one hiccup does not bend
+the fit. Not here: the fit and the file (profile.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from conductor.estimates import DecodeSample, PrefillSample
+from loadtest.answer import Answer
+from loadtest.profile.profile import Serving
+from loadtest.protocol import GenerateRequest, ServerError
+from loadtest.triton_client import TritonClient
+from loadtest.workloads import TokenIds, TokenSource
+
+# (new tokens, prefix tokens); a prefix is made of whole blocks of up to 256 tokens
+PREFILL_POINTS = (
+    (32, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (2048, 0), (4096, 0), (64, 1024),
+    (256, 1024), (512, 2048), (1024, 2048), (256, 4096), (1024, 4096), (64, 6144),
+)  # fmt: skip
+# (sequences, context tokens of each)
+DECODE_POINTS = (
+    (1, 64), (1, 1024), (1, 4096), (2, 512), (4, 256), (4, 1024), (8, 256), (8, 1024), (16, 512),
+    (24, 256),
+)  # fmt: skip
+STEPS = 32  # tokens of each stream of a decode point
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the two workers can hold."""
+
+    context_tokens_max: int  # or less, when longer points are not wanted
+    block_tokens: int
+    slots: int
+    kv_pages: int
+
+    def takes_prefill(self, new_tokens: int, prefix_tokens: int) -> bool:
+        return new_tokens + prefix_tokens + 1 <= self.context_tokens_max
+
+    def takes_decode(self, sequences: int, context_tokens: int) -> bool:
+        """With room to spare, or the streams would not run together."""
+        tokens = context_tokens + STEPS
+        pages = sequences * (tokens // self.block_tokens + 1)
+        return (
+            tokens <= self.context_tokens_max
+            and sequences <= self.slots
+            and pages <= self.kv_pages * 3 // 4
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One prompt as it went."""
+
+    new_tokens: int
+    prefix_tokens: int
+    prefill_s: float
+    ttft_s: float
+
+
+class Measure:
+    """All requests go to one pair of workers; nothing else may use the server meanwhile."""
+
+    def __init__(self, client: TritonClient, workers: tuple[str, str], source: TokenSource) -> None:
+        self._client = client
+        self._pins = {"prefill_worker": workers[0], "decode_worker": workers[1]}
+        self._source = source
+        self._prompts = 0
+
+    def _fresh(self, tokens: int) -> TokenIds:
+        self._prompts += 1
+        return self._source.fresh(self._prompts, tokens)
+
+    async def prefill(
+        self, points: Sequence[tuple[int, int]], rounds: int, done: Callable[[], None]
+    ) -> list[Prefill]:
+        """Every prompt of every round but the first, which warms the worker up."""
+        prefixes = {tokens: self._fresh(tokens) for tokens in {prefix for _, prefix in points}}
+        for tokens, prefix in prefixes.items():
+            if tokens:
+                await self._ask(prefix, 2)
+        found = []
+        for number in range(rounds + 1):
+            for new_tokens, prefix_tokens in points:
+                fresh = self._fresh(new_tokens)
+                answer, sent_s = await self._ask(
+                    np.concatenate([prefixes[prefix_tokens], fresh]), 2
+                )
+                cached_tokens = answer.cached_tokens or 0
+                prompt_tokens = new_tokens + prefix_tokens
+                if number:
+                    found.append(Prefill(
+                        prompt_tokens - cached_tokens, cached_tokens,
+                        float(str(answer.decision["prefill_s"])), answer.token_times_s[0] - sent_s,
+                    ))  # fmt: skip
+                done()
+        return found
+
+    async def decode(
+        self, points: Sequence[tuple[int, int]], rounds: int, done: Callable[[], None]
+    ) -> list[DecodeSample]:
+        found: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+        for _ in range(rounds):
+            for sequences, context_tokens in points:
+                prompts = [self._fresh(context_tokens) for _ in range(sequences)]
+                await asyncio.gather(*(self._ask(prompt, 2) for prompt in prompts))
+                streams = await asyncio.gather(*(self._ask(prompt, STEPS) for prompt in prompts))
+                times = [answer.token_times_s for answer, _ in streams]
+                if (step_s := step_together_s(times)) is not None:
+                    found[sequences, context_tokens].append(step_s)
+                done()
+        return [
+            DecodeSample(sequences, sequences * (context + STEPS // 2), statistics.median(seconds))
+            for (sequences, context), seconds in found.items()
+            if seconds
+        ]
+
+    async def _ask(self, prompt: TokenIds, output_tokens: int) -> tuple[Answer, float]:
+        self._prompts += 1
+        request = GenerateRequest(
+            f"profile-{self._prompts}", input_ids=prompt, max_tokens=output_tokens,
+            min_tokens=output_tokens, end_id=-1, return_decision=True, parameters=self._pins,
+        )  # fmt: skip
+        answer, sent_s = Answer(), time.perf_counter()
+        async for event in self._client.generate(request):
+            answer.add(event)
+        if len(answer.token_times_s) != output_tokens:
+            raise ServerError(
+                "incomplete", f"{len(answer.token_times_s)} of {output_tokens} tokens came"
+            )
+        return answer, sent_s
+
+
+def step_together_s(streams: Sequence[Sequence[float]]) -> float | None:
+    """Mean time between tokens while all streams ran; None when they hardly ran together."""
+    begin_s = max(times[0] for times in streams)
+    end_s = min(times[-1] for times in streams)
+    means = []
+    for times in streams:
+        within = [t for t in times if begin_s <= t <= end_s]
+        if len(within) >= STEPS // 3:
+            means.append((within[-1] - within[0]) / (len(within) - 1))
+    return statistics.median(means) if len(means) == len(streams) else None
+
+
+def samples_of(prefills: Sequence[Prefill]) -> list[PrefillSample]:
+    """One for each point: the median of its rounds."""
+    by_point: dict[tuple[int, int], list[float]] = {}
+    for one in prefills:
+        by_point.setdefault((one.new_tokens, one.prefix_tokens), []).append(one.prefill_s)
+    return [PrefillSample(*point, statistics.median(s)) for point, s in by_point.items()]
+
+
+def serving_of(prefills: Sequence[Prefill]) -> Serving:
+    """What TTFT has on top of the prefill: a line over the cached tokens, never falling."""
+    rest_s = [max(0.0, one.ttft_s - one.prefill_s) for one in prefills]
+    uncached_s = [s for s, one in zip(rest_s, prefills, strict=True) if not one.prefix_tokens]
+    base_s = statistics.median(uncached_s or rest_s)
+    slopes = [
+        (s - base_s) / one.prefix_tokens
+        for s, one in zip(rest_s, prefills, strict=True)
+        if one.prefix_tokens
+    ]
+    return Serving(base_s, max(0.0, statistics.median(slopes)) if slopes else 0.0)

@@ -1,0 +1,113 @@
+"""The profile of a worker pair as a record and as a JSON file.
+
+    {"version": 1, "machine": ..., "settings": {...},
+     "prefill": {"coefficients": [base_s, per_token_s, per_token_pair_s], "error_mean": ...,
+                 "error_max": ..., "samples": [[new_tokens, prefix_tokens, seconds], ...]},
+     "decode":  {"coefficients": [base_s, per_sequence_s, per_context_token_s], "error_mean": ...,
+                 "error_max": ..., "samples": [[sequences, context_tokens, seconds], ...]},
+     "serving": {"base_s": ..., "per_cached_token_s": ...}}
+
+`coefficients` are those of conductor/estimates.py, fitted with its relative error: `error_mean` is
+the MAPE as a fraction. `serving` is what a client's TTFT has on top of the prefill: the way
+through Triton and the front, and loading a cached prefix from the worker's own node.
+
+Not here: measuring (measure.py), the command (command.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conductor.estimates import (
+    DecodeEstimate,
+    DecodeSample,
+    Fit,
+    PrefillEstimate,
+    PrefillSample,
+    fit_decode,
+    fit_prefill,
+)
+
+VERSION = 1
+
+
+class ProfileRefused(ValueError):
+    """A file is no profile, or of another version; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """TTFT beyond the prefill itself, in seconds."""
+
+    base_s: float
+    per_cached_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured, and what was fitted to it."""
+
+    machine: str
+    settings: Mapping[str, str]  # of the two workers' config.pbtxt: threads, chunk_tokens, ...
+    prefill_samples: Sequence[PrefillSample]
+    decode_samples: Sequence[DecodeSample]
+    serving: Serving
+
+    @property
+    def prefill(self) -> Fit[PrefillEstimate]:
+        return fit_prefill(self.prefill_samples)
+
+    @property
+    def decode(self) -> Fit[DecodeEstimate]:
+        return fit_decode(self.decode_samples)
+
+    def to_json(self) -> str:
+        """One line."""
+        prefills = [(s.new_tokens, s.prefix_tokens, s.seconds) for s in self.prefill_samples]
+        decodes = [(s.sequences, s.context_tokens, s.seconds) for s in self.decode_samples]
+        return json.dumps({
+            "version": VERSION,
+            "machine": self.machine,
+            "settings": dict(self.settings),
+            "prefill": _fitted(self.prefill, prefills),
+            "decode": _fitted(self.decode, decodes),
+            "serving": {
+                "base_s": self.serving.base_s,
+                "per_cached_token_s": self.serving.per_cached_token_s,
+            },
+        })  # fmt: skip
+
+
+def _fitted(
+    fit: Fit[PrefillEstimate] | Fit[DecodeEstimate], samples: Sequence[tuple[int, int, float]]
+) -> dict[str, Any]:
+    return {
+        "coefficients": list(fit.estimate.coefficients),
+        "error_mean": fit.error_mean,
+        "error_max": fit.error_max,
+        "samples": [list(sample) for sample in samples],
+    }
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises ProfileRefused, or OSError when the file is not there."""
+    try:
+        found = json.loads(path.read_text())
+        version = found["version"]
+        if version != VERSION:
+            raise ProfileRefused(
+                f"{path} has version {version}, this is {VERSION}: run `mooncake profile` again"
+            )
+        return Profile(
+            str(found["machine"]),
+            found["settings"],
+            [PrefillSample(*sample) for sample in found["prefill"]["samples"]],
+            [DecodeSample(*sample) for sample in found["decode"]["samples"]],
+            Serving(**found["serving"]),
+        )
+    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ProfileRefused(f"{path} is not a file of `mooncake profile`: {error!r}") from None

@@ -1,0 +1,92 @@
+"""What `mooncake profile` makes of its times, and the file; measuring is in tests/e2e."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conductor.estimates import DecodeEstimate, DecodeSample, PrefillEstimate, PrefillSample
+from loadtest.profile.measure import (
+    STEPS,
+    Prefill,
+    Room,
+    samples_of,
+    serving_of,
+    step_together_s,
+)
+from loadtest.profile.profile import Profile, ProfileRefused, Serving, read_profile
+
+PREFILL = PrefillEstimate(0.01, 1e-4, 1e-7)
+DECODE = DecodeEstimate(0.004, 3e-4, 2e-7)
+
+
+def profile() -> Profile:
+    prefills = [(64, 0), (512, 0), (2048, 0), (256, 4096)]
+    decodes = [(1, 80), (4, 2048), (16, 8192)]
+    return Profile(
+        "a machine", {"threads": "1"},
+        [PrefillSample(new, prefix, PREFILL.seconds(new, prefix)) for new, prefix in prefills],
+        [DecodeSample(n, context, DECODE.step_s(n, context)) for n, context in decodes],
+        Serving(0.01, 2e-6),
+    )  # fmt: skip
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile().to_json())
+    assert read_profile(path) == profile()
+
+
+def test_the_fit_of_exact_samples_is_the_formula_that_made_them() -> None:
+    found = profile()
+    assert found.prefill.estimate.coefficients == pytest.approx(PREFILL.coefficients)
+    assert found.decode.estimate.coefficients == pytest.approx(DECODE.coefficients)
+    assert found.prefill.error_max < 1e-6
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', "nonsense"])
+def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ProfileRefused, match="not a file of `mooncake profile`"):
+        read_profile(path)
+
+
+def test_a_profile_of_another_version_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile().to_json().replace('"version": 1', '"version": 0'))
+    with pytest.raises(ProfileRefused, match="run `mooncake profile` again"):
+        read_profile(path)
+
+
+def test_a_step_is_the_time_between_tokens_while_all_streams_run() -> None:
+    early = [n * 0.01 for n in range(STEPS)]  # a step of 10 ms
+    late = [0.1 + n * 0.01 for n in range(STEPS)]
+    assert step_together_s([early, late]) == pytest.approx(0.01)
+
+
+def test_streams_that_hardly_ran_together_are_no_sample() -> None:
+    early = [n * 0.01 for n in range(STEPS)]
+    late = [early[-1] - 0.02 + n * 0.01 for n in range(STEPS)]
+    assert step_together_s([early, late]) is None
+
+
+def test_a_sample_is_the_median_of_its_rounds_and_one_hiccup_does_not_bend_it() -> None:
+    rounds = [Prefill(64, 0, seconds, seconds + 0.01) for seconds in (0.02, 0.9, 0.021)]
+    assert samples_of(rounds) == [PrefillSample(64, 0, 0.021)]
+
+
+def test_serving_is_what_ttft_has_on_top_of_the_prefill() -> None:
+    found = serving_of([
+        Prefill(64, 0, 0.02, 0.03), Prefill(512, 0, 0.1, 0.11), Prefill(64, 1000, 0.02, 0.032),
+    ])  # fmt: skip
+    assert found.base_s == pytest.approx(0.01)
+    assert found.per_cached_token_s == pytest.approx(2e-6)
+
+
+def test_points_that_the_workers_cannot_hold_are_left_out() -> None:
+    room = Room(context_tokens_max=1024, block_tokens=64, slots=8, kv_pages=64)
+    assert room.takes_prefill(512, 511) and not room.takes_prefill(512, 512)
+    assert room.takes_decode(8, 256) and not room.takes_decode(9, 64)
+    assert not room.takes_decode(8, 512), "8 streams of 9 pages are more than three quarters"
