@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.errors import RequestInvalid
+from backends.front_decision import Decided
 from backends.inbox import Outbox
 from backends.worker_protocol import CopyBlocks
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
-from conductor.messages import Reject, Replicate, Request, Route
+from conductor.messages import Reject, Replicate, Request
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.event_feed import EventFeed
@@ -49,7 +50,7 @@ class ClusterView:
         self, config: ConductorConfig, directory: str, events: str, outbox: Outbox
     ) -> None:
         self.on_worker_down: Callable[[str, str], None] = lambda *_: None  # set by the front
-        self.order = config.order  # of the queues inside prefill workers
+        self.config = config
         self._lock = threading.Lock()
         self._conductor = Conductor(config)
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
@@ -106,9 +107,15 @@ class ClusterView:
             }
         return frozenset(excluded)
 
-    def decide(self, request: Request) -> Route | Reject:
+    def decide(self, request: Request, wants_candidates: bool = False) -> Decided | Reject:
+        """With the pairs that were considered, for who wants to see them: they cost time."""
         with self._lock:
-            return self._conductor.on_request(request, time.monotonic())
+            now_s = time.monotonic()
+            candidates = self._conductor.explain(request, now_s) if wants_candidates else ()
+            decision = self._conductor.on_request(request, now_s)
+        if isinstance(decision, Reject):
+            return decision
+        return Decided(decision, now_s, candidates)
 
     def prefill_finished(self, request_id: str, cached_tokens: int, seconds: float) -> None:
         with self._lock:

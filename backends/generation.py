@@ -17,13 +17,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from backends import worker_calls
 from backends.cluster_view import ClusterView, Served
 from backends.errors import KvMissing, Overloaded, WorkerUnavailable
+from backends.front_decision import Decided, decode_facts, prefill_facts
 from backends.front_request import FrontRequest
 from backends.live_requests import LiveRequest
 from backends.text_stream import Emission, TextStream, merge
@@ -150,15 +151,17 @@ class Generation:
 
     def _attempt(self, served: Served, mine: Try) -> None:
         token_ids = np.concatenate([self._request.prompt_ids, np.array(self._released, np.int32)])
-        route = self._decide(served, token_ids, mine)
+        decided = self._decide(served, token_ids, mine)
+        route = decided.route
         mine.context_ids = token_ids[-CONTEXT_TOKENS:].tolist()
         decided_s = time.monotonic()
         is_taken_over = False
         try:
             with self._streams.expecting(mine.request_id, lambda letter: self._early(mine, letter)):
-                first, reply = self._prefill(route, token_ids, mine)
+                first, reply = self._prefill(decided, token_ids, mine)
             self._live.times.prefilled(route.predicted, time.monotonic() - decided_s)
-            untold = self._explain(mine, route, reply)
+            untold = decided.facts(self._cluster.config)
+            untold |= prefill_facts(reply, mine.begun_at_s - self._started_s)
             if not self._begin(mine, first, reply, untold):
                 self._decode(route, reply, np.append(token_ids, np.int32(first)), mine, untold)
                 is_taken_over = True
@@ -213,27 +216,33 @@ class Generation:
         mine.begun_at_s = time.monotonic()
         return reason, self._emit(mine, emission, reason, decision)
 
-    def _decide(self, served: Served, token_ids: np.ndarray, mine: Try) -> Route:
+    def _decide(self, served: Served, token_ids: np.ndarray, mine: Try) -> Decided:
         request = self._request
         seed = chain_seed(served.fingerprint, cache_salt=request.cache_salt)
-        decision = self._cluster.decide(
+        decided = self._cluster.decide(
             Request(
                 request_id=mine.request_id,
                 prompt_tokens=len(token_ids),
                 block_keys=block_keys(token_ids, served.block_tokens, seed),
                 output_tokens_max=request.sampling.max_tokens - len(self._released),
                 priority=request.priority,
+                tenant=request.cache_salt,
                 excluded_workers=self._pinned_out | frozenset(self._failed),
-            )
+            ),
+            wants_candidates=request.wants_decision,
         )
-        log.info("decision %s", decision)
-        if isinstance(decision, Reject):
-            raise Overloaded(decision.kind, decision.reason, decision.retry_after_s)
-        self._live.worker_ids = (decision.prefill.worker_id, decision.decode.worker_id)
-        return decision
+        if isinstance(decided, Reject):
+            log.info("decision %s", decided)
+            raise Overloaded(decided.kind, decided.reason, decided.retry_after_s)
+        route = decided.route
+        log.info("decision %s", route)
+        self._live.worker_ids = (route.prefill.worker_id, route.decode.worker_id)
+        return decided
 
-    def _prefill(self, route: Route, token_ids: np.ndarray, mine: Try) -> tuple[int, PrefillReply]:
-        request = self._request
+    def _prefill(
+        self, decided: Decided, token_ids: np.ndarray, mine: Try
+    ) -> tuple[int, PrefillReply]:
+        request, route = self._request, decided.route
         self._live.check()
         self._now_at(mine, route.prefill)
         call = PrefillRequest(
@@ -245,9 +254,7 @@ class Generation:
             decode_inbox=route.decode.inbox if request.sampling.max_tokens > 1 else "",
             reserve_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
             reply_inbox=self._streams.address,
-            place_s=self._cluster.order.key_s(
-                self._started_s - time.monotonic(), route.predicted.prefill_s
-            ),
+            place_s=route.order_key_s - time.monotonic(),
         )
         try:
             first, reply = worker_calls.prefill(
@@ -330,38 +337,9 @@ class Generation:
         self._failed.add((worker_id, incarnation))
         self._cluster.worker_failed(worker_id, incarnation)
 
-    def _explain(self, mine: Try, route: Route, reply: PrefillReply) -> dict[str, object]:
-        """Why this pair, what was predicted and what came of it; the `decision` output."""
-        return {
-            "prefill": route.prefill.worker_id,
-            "decode": route.decode.worker_id,
-            "predicted": asdict(route.predicted),
-            "predicted_cached_tokens": route.cached_tokens,
-            "cached_tokens": reply.cached_tokens,
-            "local_blocks": route.local_blocks,
-            "fetch_blocks": route.fetch_blocks,
-            "fetch_node": route.fetch_node,
-            "fetched_blocks": reply.fetched_blocks,
-            "fetched_bytes": reply.fetched_bytes,
-            "ttft_s": mine.begun_at_s - self._started_s,
-            "queue_s": reply.queue_s,
-            "load_s": reply.load_s,
-            "prefill_s": reply.compute_s,
-            "put_s": reply.put_s,
-        }
-
 
 def emission_of(ids: np.ndarray, end: DecodeReply) -> Emission:
     return Emission(
         token_ids=tuple(ids.tolist()), text=end.text, cut_bytes=end.cut_bytes,
         is_stopped=end.finish_reason == "stop_word", context_ids=tuple(end.context_ids),
     )  # fmt: skip
-
-
-def decode_facts(end: DecodeReply) -> dict[str, object]:
-    return {
-        "decode_queue_s": end.queue_s,
-        "decode_load_s": end.load_s,
-        "loaded_early_blocks": end.loaded_early_blocks,
-        "decode_read_bytes": end.read_bytes,
-    }

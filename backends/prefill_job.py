@@ -28,6 +28,7 @@ class PrefillJob:
     client: PrefillClient
     put: BlockPut
     submitted_s: float
+    queue_ahead: int = 0  # prompts in front of it when it came
     cached_tokens: int = 0
     fetched_blocks: int = 0
     load_s: float = 0.0
@@ -68,6 +69,7 @@ class PrefillJob:
             load_s=self.load_s,
             compute_s=self.compute_s,
             put_s=time.monotonic() - self.computed_at_s,
+            queue_ahead=self.queue_ahead,
         )
 
     def observe(self, reply: PrefillReply, block_tokens: int, observations: Observations) -> None:

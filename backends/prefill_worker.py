@@ -107,6 +107,7 @@ class PrefillWorker:
                     f"queue_requests_max is {self._config.queue_requests_max}",
                     1.0,
                 )
+            job.queue_ahead = self._batching.ahead(request.request_id)
             self._jobs[request.request_id] = job
             self._lock.notify_all()
 

@@ -44,8 +44,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     decode_inbox: str  # where layers may be announced while they are computed; "" for nowhere
     reply_inbox: str  # of the front: where a FirstToken may go ahead of the reply; "" for nowhere
     reserve_tokens: int  # KV that the decode worker should make room for
-    # Place in the queue: so long after it comes, or before (it has waited elsewhere). The front
-    # knows the work that it is predicted to be; the order is conductor/queue_order.py's.
+    # Its place in the queue: so many seconds behind its own arrival (conductor/queue_order.py).
     place_s: float = 0.0
 
 
@@ -59,6 +58,7 @@ class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
     load_s: float
     compute_s: float
     put_s: float
+    queue_ahead: int = 0  # prompts in front of it when it came
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):

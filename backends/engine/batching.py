@@ -204,6 +204,17 @@ class PrefillBatching(Admission):
         self._prompt_tokens[request_id] = prompt_tokens
         return True
 
+    def ahead(self, request_id: str) -> int:
+        """How many prompts go before this one, those that are being computed included."""
+        place = self._places[request_id]
+        return sum(
+            other < place and not self._is_complete(name) for name, other in self._places.items()
+        )
+
+    def _is_complete(self, request_id: str) -> bool:
+        progress = self._started.get(request_id)
+        return progress is not None and progress.computed_tokens == progress.prompt_tokens
+
     def start(self, request_id: str, computed_tokens: int) -> None:
         """The KV of its first `computed_tokens` tokens is in its pages: compute the rest."""
         assert request_id in self._pages and request_id not in self._started, request_id

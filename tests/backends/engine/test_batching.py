@@ -90,9 +90,11 @@ def test_a_short_prompt_overtakes_a_long_one_between_two_chunks() -> None:
     start_all(batching)
     batching.computed(batching.next_step())
     batching.add("short", 20, ORDER.key_s(1.0, work_s=0.2))
+    assert (batching.ahead("short"), batching.ahead("long")) == (0, 1)
     start_all(batching)
     assert batching.next_step() == [Chunk("short", 0, 20, True), Chunk("long", 64, 32, False)]
-    batching.computed(batching.next_step())
+    assert batching.computed(batching.next_step()) == ["short"]
+    assert batching.ahead("long") == 0, "the short one only waits to be taken away"
     batching.remove("short")
     assert batching.next_step() == [Chunk("long", 96, 64, False)], "and loses nothing by it"
     batching.check()
