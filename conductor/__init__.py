@@ -16,6 +16,7 @@ from conductor.estimates import (
 from conductor.messages import (
     Candidate,
     ConductorStats,
+    ErrorPercentiles,
     Prediction,
     Reject,
     Replicate,
@@ -32,6 +33,7 @@ __all__ = [
     "ConductorStats",
     "DecodeEstimate",
     "DecodeSample",
+    "ErrorPercentiles",
     "Prediction",
     "PrefillEstimate",
     "PrefillSample",

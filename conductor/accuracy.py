@@ -1,7 +1,8 @@
 """How far predictions were from what came, recently.
 
 A scheduler that works in predicted seconds is as good as its predictions, so their error is a
-figure to watch: `prefill` is the worker's coefficients, `ttft` adds queue and transfer.
+figure to watch: `prefill` is the worker's coefficients, `ttft` adds queue and transfer. A mean
+hides what a limit has to allow for, so there are percentiles too.
 
 Not here: correcting for it (speed.py).
 """
@@ -10,29 +11,37 @@ from __future__ import annotations
 
 from collections import deque
 
-SAMPLES_MAX = 256
+from conductor.messages import ErrorPercentiles
+
+SAMPLES_MAX = 512
+
+
+class RelativeErrors:
+    """|actual - predicted| / actual of the last SAMPLES_MAX requests."""
+
+    def __init__(self) -> None:
+        self._errors: deque[float] = deque(maxlen=SAMPLES_MAX)
+
+    def add(self, predicted_s: float, actual_s: float) -> None:
+        """What took no time has no relative error: it is left out."""
+        if actual_s > 0:
+            self._errors.append(abs(actual_s - predicted_s) / actual_s)
+
+    @property
+    def mean(self) -> float:
+        """0.0 before the first sample."""
+        return sum(self._errors) / len(self._errors) if self._errors else 0.0
+
+    def percentiles(self) -> ErrorPercentiles:
+        """The nearest sample at or above each rank."""
+        ordered = sorted(self._errors)
+        at = [ordered[(len(ordered) - 1) * p // 100] if ordered else 0.0 for p in (50, 90, 99)]
+        return ErrorPercentiles(*at)
 
 
 class Accuracy:
-    """Mean |actual - predicted| / actual over the last SAMPLES_MAX requests."""
+    """Of prefill seconds, and of the time from routing to the end of prefill."""
 
     def __init__(self) -> None:
-        self._prefill: deque[float] = deque(maxlen=SAMPLES_MAX)
-        self._ttft: deque[float] = deque(maxlen=SAMPLES_MAX)
-
-    def prefill(self, predicted_s: float, actual_s: float) -> None:
-        if actual_s > 0:
-            self._prefill.append(abs(actual_s - predicted_s) / actual_s)
-
-    def ttft(self, predicted_s: float, actual_s: float) -> None:
-        if actual_s > 0:
-            self._ttft.append(abs(actual_s - predicted_s) / actual_s)
-
-    @property
-    def prefill_error(self) -> float:
-        """0.0 before the first sample."""
-        return sum(self._prefill) / len(self._prefill) if self._prefill else 0.0
-
-    @property
-    def ttft_error(self) -> float:
-        return sum(self._ttft) / len(self._ttft) if self._ttft else 0.0
+        self.prefill = RelativeErrors()
+        self.ttft = RelativeErrors()

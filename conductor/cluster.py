@@ -35,13 +35,13 @@ RESIDENCE_WEIGHT = 0.05  # of one finished request in the expected decode time
 class Worker:
     """One life of one worker: what it said, what it is charged with."""
 
-    def __init__(self, info: WorkerInfo, now_s: float) -> None:
+    def __init__(self, info: WorkerInfo, now_s: float, preempts: bool) -> None:
         self.info = info
         self.ref = WorkerRef(info.worker_id, info.incarnation, info.node_id, info.inbox)
         self.key: WorkerKey = (info.worker_id, info.incarnation)
         self.prefill_estimate = PrefillEstimate.of(info.prefill_coefficients)
         self.decode_estimate = DecodeEstimate.of(info.decode_coefficients)
-        self.queue = PrefillQueue(self.prefill_estimate, now_s)
+        self.queue = PrefillQueue(self.prefill_estimate, now_s, preempts)
         self.batch = DecodeBatch()
         self.speed = SpeedRatio()
         self.reported_at_s = now_s  # registering is the first sign of life
@@ -58,6 +58,7 @@ class Worker:
         if self.info.role == "prefill":
             requests = max(report.queue_requests, report.running)  # the queue's head runs
             self.queue.on_report(report.queue_tokens, requests, now_s, config.report_lag_s)
+            self.queue.step_s = report.step_s
             return
         self.batch.on_report(report, now_s, config.report_lag_s)
         estimated_s = self.decode_estimate.step_s(report.running, report.context_tokens)
@@ -122,7 +123,7 @@ class Cluster:
     def worker_up(self, info: WorkerInfo, now_s: float) -> None:
         key = (info.worker_id, info.incarnation)
         if key not in self.workers:
-            self.workers[key] = Worker(info, now_s)
+            self.workers[key] = Worker(info, now_s, self.config.queue_preempts)
         self._newest[info.worker_id] = key
 
     def worker_down(self, key: WorkerKey) -> None:
@@ -179,6 +180,7 @@ class Cluster:
         pair: tuple[Worker, Worker],
         prompt_tokens: int,
         output_tokens_max: int,
+        send_s: float,
         now_s: float,
     ) -> None:
         """Charge both workers, and the sender of a fetch, with what was predicted."""
@@ -187,13 +189,15 @@ class Cluster:
         self._routed += 1
         prefill.routed_at = decode.routed_at = self._routed
         new_tokens = prompt_tokens - route.cached_tokens
-        prefill.queue.charge(route.request_id, new_tokens, route.cached_tokens, now_s)
+        prefill.queue.charge(
+            route.request_id, new_tokens, route.cached_tokens, now_s, route.order_key_s
+        )
         pages = blocks_touched(prompt_tokens + output_tokens_max, decode.info.block_tokens)
         prefill_end_s = now_s + predicted.queue_s + predicted.transfer_s + predicted.prefill_s
         decode.batch.charge(route.request_id, prompt_tokens, pages, prefill_end_s)
         if route.fetch_node is not None:
             sends = self._sends.setdefault(route.fetch_node, {})
-            sends[route.request_id] = now_s + predicted.transfer_s
+            sends[route.request_id] = now_s + send_s
         self.flights[route.request_id] = Flight(
             route, prefill, decode, prompt_tokens, output_tokens_max, now_s
         )

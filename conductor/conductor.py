@@ -50,6 +50,7 @@ from conductor.routing import (
     pair_up,
     prefill_option,
 )
+from conductor.tiers import Tiers
 from mooncake_store.events import (
     BlockAdded,
     BlockRemoved,
@@ -71,7 +72,7 @@ class Conductor:
         problems = config.problems()
         assert not problems, "the shell checks the config first: " + "; ".join(problems)
         self.config = config
-        self._index = PrefixIndex(config.index_blocks_max) if index is None else index
+        self._tiers = Tiers(PrefixIndex(config.index_blocks_max) if index is None else index)
         self._cluster = Cluster(config)
         self._hotspots = Hotspots(config)
         self._accuracy = Accuracy()
@@ -92,10 +93,10 @@ class Conductor:
         keys = {(info.worker_id, info.incarnation) for info in snapshot.workers}
         for key in self._cluster.workers.keys() - keys:
             self._cluster.worker_down(key)
-        self._index.clear()
+        self._tiers.clear()
         for block_key, holders in snapshot.holders:
             for node_id in holders:
-                self._index.add(block_key, node_id)
+                self._tiers.add(block_key, node_id)
                 self._hotspots.arrived(block_key, node_id)
         self.on_events([NodeUp(info) for info in snapshot.nodes], now_s)
         self.on_events([WorkerUp(info) for info in snapshot.workers], now_s)
@@ -106,10 +107,10 @@ class Conductor:
         now_s = self._advance(now_s)
         for event in events:
             if isinstance(event, BlockAdded):
-                self._index.add(event.key, event.node_id)
+                self._tiers.add(event.key, event.node_id)
                 self._hotspots.arrived(event.key, event.node_id)
             elif isinstance(event, BlockRemoved):
-                self._index.remove(event.key, event.node_id)
+                self._tiers.remove(event.key, event.node_id)
             elif isinstance(event, WorkerReported):
                 self._cluster.worker_reported(event.report, now_s)
             elif isinstance(event, WorkerUp):
@@ -125,7 +126,7 @@ class Conductor:
 
     def _node_down(self, node_id: str, incarnation: str) -> None:
         if self._cluster.node_down(node_id, incarnation):
-            self._index.drop_holder(node_id)
+            self._tiers.drop_holder(node_id)
             self._hotspots.node_down(node_id)
 
     # Requests
@@ -177,9 +178,9 @@ class Conductor:
             workers[role] = [worker for worker in takers if fits(worker, request)]
             if not workers[role]:
                 return reject_too_large(role, takers, request)
-        match = self._index.match(request.block_keys)
+        runs = self._tiers.runs(request.block_keys)
         prefills = [
-            prefill_option(self._cluster, worker, request, match, now_s)
+            prefill_option(self._cluster, worker, request, runs, now_s)
             for worker in workers["prefill"]
         ]
         # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
@@ -199,22 +200,23 @@ class Conductor:
 
     def _send(self, request: Request, pair: Pair, advice: Reject | None, now_s: float) -> Route:
         """Charge the pair and count."""
-        prefill, decode = pair.prefill, pair.decode
+        prefill, decode, plan = pair.prefill, pair.decode, pair.prefill.plan
         route = Route(
-            request.request_id, prefill.worker.ref, decode.worker.ref, prefill.cached_tokens,
-            prefill.local_blocks, prefill.fetch_blocks, prefill.fetch_node, pair.predicted, advice,
+            request.request_id, prefill.worker.ref, decode.worker.ref, plan.cached_tokens,
+            prefill.local_blocks, plan.fetch_blocks, plan.fetch_node, pair.predicted, advice,
+            self.config.order.key_s(now_s, plan.prefill_s), plan.restore_blocks,
         )  # fmt: skip
         self._cluster.depart(
             route, (prefill.worker, decode.worker), request.prompt_tokens,
-            request.output_tokens_max, now_s,
+            request.output_tokens_max, plan.transfer_s, now_s,
         )  # fmt: skip
-        reused_blocks = prefill.local_blocks + prefill.fetch_blocks
+        reused_blocks = prefill.local_blocks + plan.fetch_blocks
         self._hotspots.note(request.block_keys, reused_blocks, now_s)
         self._totals["routed"] += 1
-        self._totals["fetches"] += prefill.fetch_node is not None
-        self._totals["fetched_blocks"] += prefill.fetch_blocks
+        self._totals["fetches"] += plan.fetch_node is not None
+        self._totals["fetched_blocks"] += plan.fetch_blocks
         self._totals["prompt_tokens"] += request.prompt_tokens
-        self._totals["cached_tokens"] += prefill.cached_tokens
+        self._totals["cached_tokens"] += plan.cached_tokens
         return route
 
     def on_prefill_started(self, request_id: str, now_s: float, cached_tokens: int) -> None:
@@ -242,10 +244,10 @@ class Conductor:
     ) -> None:
         """Compare what was predicted with what came."""
         predicted = flight.route.predicted
-        self._accuracy.ttft(predicted.ttft_s - predicted.handover_s, now_s - flight.routed_at_s)
+        self._accuracy.ttft.add(predicted.ttft_s - predicted.handover_s, now_s - flight.routed_at_s)
         if seconds is None or seconds <= 0:
             return
-        self._accuracy.prefill(predicted.prefill_s, seconds)
+        self._accuracy.prefill.add(predicted.prefill_s, seconds)
         # The ratio is about computing, so a cache that was colder than predicted must not count.
         new_tokens = max(1, flight.prompt_tokens - cached_tokens)
         estimated_s = flight.prefill.prefill_estimate.seconds(new_tokens, cached_tokens)
@@ -274,7 +276,7 @@ class Conductor:
         if not self.config.replicate:
             return []
         targets = {worker.info.node_id for worker in self._cluster.takers("prefill", now_s)}
-        suggestions = self._hotspots.suggest(self._index, targets, now_s)
+        suggestions = self._hotspots.suggest(self._tiers.dram, targets, now_s)
         self._totals["replicated_blocks"] += sum(len(s.block_keys) for s in suggestions)
         return suggestions
 
@@ -292,8 +294,10 @@ class Conductor:
             cached_tokens=totals["cached_tokens"],
             replicated_blocks=totals["replicated_blocks"],
             in_flight=len(self._cluster.flights),
-            prefill_error=self._accuracy.prefill_error,
-            ttft_error=self._accuracy.ttft_error,
+            prefill_error=self._accuracy.prefill.mean,
+            ttft_error=self._accuracy.ttft.mean,
+            prefill_errors=self._accuracy.prefill.percentiles(),
+            ttft_errors=self._accuracy.ttft.percentiles(),
         )
 
     def status(self, now_s: float) -> list[WorkerStatus]:
@@ -316,7 +320,7 @@ class Conductor:
         """Prove the invariants of everything below."""
         self._cluster.check()
         self._hotspots.check()
-        self._index.check()
+        self._tiers.check()
         routed_or_not = self._totals["routed"] + sum(self._rejected.values())
         assert routed_or_not == self._totals["requests"], "a request was neither routed nor not"
 
@@ -327,8 +331,8 @@ class Conductor:
 
 
 def _candidate(pair: Pair, verdict: str) -> Candidate:
-    prefill = pair.prefill
+    prefill, plan = pair.prefill, pair.prefill.plan
     return Candidate(
-        prefill.worker.ref, pair.decode.worker.ref, prefill.cached_tokens, prefill.local_blocks,
-        prefill.fetch_blocks, prefill.fetch_node, pair.predicted, verdict,
+        prefill.worker.ref, pair.decode.worker.ref, plan.cached_tokens, prefill.local_blocks,
+        plan.fetch_blocks, plan.fetch_node, pair.predicted, verdict,
     )  # fmt: skip

@@ -42,7 +42,8 @@ class ConductorConfig:
     priority_weight: float = 8.0  # one level of priority is worth so many times the work
     tenant_shares: str = ""  # weights such as "a:2,b:1"; a tenant that is not named weighs 1
     demand_half_life_s: float = 60.0  # how fast what was offered and admitted is forgotten
-    ttft_margin_quantile: float = 0.9  # of actual / predicted TTFT; a limit is divided by it
+    ttft_margin_quantile: float = 0.9  # of actual / predicted TTFT, which the limit is divided by;
+    # 0: the limit is taken as it is (margin.py)
     decode_room_sigma: float = 1.0  # predicted KV pages and slots get so many standard deviations
     overload_mark_s: float = 2.0  # a decode worker that refused on arrival is full for so long
     retry_after_s_min: float = 0.5  # a client that comes back sooner only adds load
@@ -149,7 +150,7 @@ class ConductorConfig:
 
 MAY_BE_0 = {
     "tie_ratio", "tie_s", "retry_after_s_min", "report_lag_s", "failed_mark_s", "overload_mark_s",
-    "length_share_min", "decode_room_sigma",
+    "length_share_min", "decode_room_sigma", "ttft_margin_quantile",
 }  # fmt: skip
 SHARES = {
     "low_priority_load_max": "a share of the service level",

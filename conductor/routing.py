@@ -1,16 +1,14 @@
-"""Algorithm 1 of the Mooncake paper: which prefill worker, which decode worker, fetch or compute.
+"""Which prefill worker, which decode worker: the terms of every pair, and the best of them.
 
-For each prefill worker, two ways to get the prompt's KV are compared:
+For each prefill worker (Algorithm 1 of the Mooncake paper, with the queue order of queue_order.py):
 
-    compute   what the worker's own node has cached is loaded, the rest is computed
-    fetch     if another node holds more than kvcache_balancing_threshold times as many leading
-              blocks, those are copied here first and less is computed
+    plan     how much of the prefix is fetched, and from where (fetching.py)
+    wait     the work there that goes before this request (prefill_queue.py)
+    ttft     wait + transfer + prefill + handover          all predicted, all in seconds
+    delay    prefill x the requests there that it overtakes
 
-    ttft = queue + transfer + prefill + handover           all predicted, all in seconds
-
-The best holder is the one with the longest prefix; among equals the one whose sends end first.
-A fetch leaves the blocks on the worker's node, so being routed here is also how hot prefixes
-spread; and so is computing them, when the best holder is not much better than this node.
+and the policy (policies.py) says what of it is to be least. A fetch leaves the blocks on the
+worker's node, so being routed here is also how hot prefixes spread; and so is computing them.
 
 Then the pair. The decode worker is the one with the least time between tokens once everything
 that was routed there has arrived, among those with room. Reading the prompt's KV costs once what a
@@ -30,18 +28,21 @@ winner is good enough (admission.py).
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from conductor.cluster import Cluster, Worker
 from conductor.config import ConductorConfig
 from conductor.decode_batch import Load
 from conductor.estimates import transfer_s
+from conductor.fetching import Plan, best_plan
 from conductor.messages import Prediction, Request
+from conductor.policies import POLICIES, Terms, at_random
+from conductor.tiers import NOTHING, Runs
 from mooncake_store.layout import blocks_touched
-from mooncake_store.prefix_index import PrefixMatch
 
 
 @dataclass(slots=True)
@@ -49,15 +50,18 @@ class PrefillOption:
     """One prefill worker and what the request would meet there."""
 
     worker: Worker
-    queue_s: float
+    plan: Plan
     local_blocks: int
-    fetch_blocks: int
-    fetch_node: str | None
-    cached_tokens: int
-    transfer_s: float
-    prefill_s: float
-    start_s: float  # queue + transfer + prefill: the first token, before the hand-over
+    queue_s: float  # all work there
+    wait_s: float  # of it, what goes before this request
+    transfer_s: float  # of the plan's, what is not hidden by the wait
+    delay_s: float
     has_room: bool  # its queue is bounded
+
+    @property
+    def start_s(self) -> float:
+        """The first token, before the hand-over."""
+        return self.wait_s + self.transfer_s + self.plan.prefill_s
 
 
 @dataclass(slots=True)
@@ -87,51 +91,26 @@ class Pair:
     predicted: Prediction
 
 
-def cached_tokens(blocks: int, block_tokens: int, prompt_tokens: int) -> int:
-    """At least one token is always computed: its logits are the first output token."""
-    return max(0, min(blocks * block_tokens, prompt_tokens - 1))
-
-
 def prefill_option(
-    cluster: Cluster, worker: Worker, request: Request, match: PrefixMatch, now_s: float
+    cluster: Cluster, worker: Worker, request: Request, runs: Runs, now_s: float
 ) -> PrefillOption:
-    """Fetch or compute at this worker, by the balancing threshold."""
-    config, info, prompt_tokens = cluster.config, worker.info, request.prompt_tokens
-    ratio = worker.speed_ratio(now_s, config)
-    local = match.blocks_by_holder.get(info.node_id, 0)
-    cached = cached_tokens(local, info.block_tokens, prompt_tokens)
-    prefill_s = ratio * worker.prefill_estimate.seconds(prompt_tokens - cached, cached)
-    move_s, fetch_blocks, fetch_node = 0.0, 0, None
-    fetches = config.policy == "kvcache_centric"
-    if fetches and match.best_blocks > local * config.kvcache_balancing_threshold:
-        fetched = cached_tokens(match.best_blocks, info.block_tokens, prompt_tokens)
-        rest_s = ratio * worker.prefill_estimate.seconds(prompt_tokens - fetched, fetched)
-        source = best_source(cluster, worker, match, match.best_blocks - local, now_s)
-        pays = source is not None and source[0] + rest_s < prefill_s
-        if source is not None and fetched > cached and (pays or not config.fetch_must_pay):
-            move_s, fetch_node = source
-            fetch_blocks, cached, prefill_s = match.best_blocks - local, fetched, rest_s
-    queue_s = ratio * worker.queue.work_s(now_s)
+    """What this worker would do with the request, and when."""
+    config, queue, order = cluster.config, worker.queue, cluster.config.order
+    policy, ratio = POLICIES[config.policy], worker.speed_ratio(now_s, config)
+    local = runs.get(worker.info.node_id, NOTHING).blocks
+
+    def wait_s(prefill_s: float) -> float:
+        return ratio * queue.ahead_s(order.key_s(now_s, prefill_s), now_s)
+
+    tokens = request.prompt_tokens
+    plan = best_plan(cluster, worker, runs, policy, tokens, wait_s, now_s)
+    wait, is_hidden = wait_s(plan.prefill_s), policy.fetch == "times"
     return PrefillOption(
-        worker, queue_s, local, fetch_blocks, fetch_node, cached, move_s, prefill_s,
-        start_s=queue_s + move_s + prefill_s, has_room=worker.queue.requests < info.slots_max,
+        worker, plan, local, queue_s=ratio * queue.work_s(now_s), wait_s=wait,
+        transfer_s=max(0.0, plan.transfer_s - wait) if is_hidden else plan.transfer_s,
+        delay_s=plan.prefill_s * queue.behind(order.key_s(now_s, plan.prefill_s)),
+        has_room=queue.requests < worker.info.slots_max,
     )  # fmt: skip
-
-
-def best_source(
-    cluster: Cluster, worker: Worker, match: PrefixMatch, blocks: int, now_s: float
-) -> tuple[float, str] | None:
-    """(seconds, node) of the quickest of the holders with the longest prefix."""
-    info = worker.info
-    found: tuple[float, str] | None = None
-    for node_id, held in match.blocks_by_holder.items():
-        if held < match.best_blocks or node_id == info.node_id or node_id not in cluster.nodes:
-            continue
-        rate = info.transfer_bytes_per_s.get(node_id) or cluster.config.transfer_bytes_per_s
-        seconds = transfer_s(blocks * info.block_bytes, rate, info.transfer_latency_s)
-        source = (cluster.send_wait_s(node_id, now_s) + seconds, node_id)
-        found = source if found is None else min(found, source)
-    return found
 
 
 def handover_s(decode: Worker, node_id: str, prompt_tokens: int, config: ConductorConfig) -> float:
@@ -168,32 +147,51 @@ def pair_up(
 ) -> Pair:
     handover = handover_s(decode.worker, prefill.worker.info.node_id, request.prompt_tokens, config)
     predicted = Prediction(
-        queue_s=prefill.queue_s,
+        queue_s=prefill.wait_s,
         transfer_s=prefill.transfer_s,
-        prefill_s=prefill.prefill_s,
+        prefill_s=prefill.plan.prefill_s,
         handover_s=handover,
         ttft_s=prefill.start_s + handover,
         tbt_s=decode.tbt_s,
         decode_sequences=decode.load.sequences + 1,
+        delay_s=prefill.delay_s,
     )
     return Pair(prefill, decode, predicted)
 
 
+def costs(options: Sequence[PrefillOption], config: ConductorConfig) -> list[float]:
+    """What the policy minimises, of each option."""
+    terms = Terms(*(
+        np.array([getattr(o.plan if name == "prefill_s" else o, name) for o in options])
+        for name in Terms._fields
+    ))  # fmt: skip
+    found: list[float] = POLICIES[config.policy].cost(terms).tolist()
+    return found
+
+
+def ttft_limit_s(request: Request, config: ConductorConfig) -> float:
+    """Predicted to take longer, it is not admitted."""
+    share = config.low_priority_load_max if request.priority < 0 else 1.0
+    return config.ttft_slo_s * share
+
+
 def finalists(
     options: Sequence[PrefillOption], request: Request, config: ConductorConfig
-) -> list[PrefillOption]:
-    """The prefill workers worth pairing: the quickest, and those that are as good."""
+) -> list[tuple[float, PrefillOption]]:
+    """The prefill workers worth pairing, with their costs: the best, and those that are as good."""
     assert options, "admission rejects before routing when no worker takes requests"
     if config.policy == "random":
-        digest = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
-        by_name = sorted(options, key=lambda o: o.worker.key)
-        return [by_name[int.from_bytes(digest, "big") % len(by_name)]]
-    if config.policy == "load_balance":
-        return [min(options, key=lambda o: (o.queue_s, *_spread(o)))]
-    limit_s = within(min(option.start_s for option in options), config)
-    equal = [option for option in options if option.start_s <= limit_s]
-    equal.sort(key=_spread)
-    return equal[: config.finalists_max]
+        chosen = at_random(request.request_id, [o.worker.key for o in options])
+        return [(0.0, next(o for o in options if o.worker.key == chosen))]
+    found = list(zip(costs(options, config), options, strict=True))
+    if not POLICIES[config.policy].is_blind:  # sparing others must not cost the request its level
+        limit_s = ttft_limit_s(request, config)
+        in_time = [row for row in found if row[1].start_s <= limit_s]
+        found = in_time or [(option.start_s, option) for option in options]
+    limit_s = within(min(cost_s for cost_s, _ in found), config)
+    equal = [row for row in found if row[0] <= limit_s]
+    equal.sort(key=lambda row: _spread(row[1]))
+    return equal[: 1 if POLICIES[config.policy].is_blind else config.finalists_max]
 
 
 def within(least_s: float, config: ConductorConfig) -> float:
@@ -233,15 +231,16 @@ def choose_decode(
 
 
 def choose_pair(options: Options, request: Request, config: ConductorConfig) -> Pair:
-    """Each finalist with its decode worker; the least TTFT wins, equal ones in their order.
+    """Each finalist with its decode worker; the least cost wins, equal ones in their order.
 
     Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
     """
     prefills = [prefill for prefill in options.prefills if prefill.has_room] or options.prefills
     decodes = [decode for decode in options.decodes if decode.has_room] or options.decodes
-    pairs = [
-        pair_up(prefill, choose_decode(prefill, decodes, request, config), request, config)
-        for prefill in finalists(prefills, request, config)
-    ]
-    limit_s = within(min(pair.predicted.ttft_s for pair in pairs), config)
-    return next(pair for pair in pairs if pair.predicted.ttft_s <= limit_s)
+    found = []
+    for cost_s, prefill in finalists(prefills, request, config):
+        decode = choose_decode(prefill, decodes, request, config)
+        pair = pair_up(prefill, decode, request, config)
+        found.append((cost_s + pair.predicted.handover_s, pair))
+    limit_s = within(min(total_s for total_s, _ in found), config)
+    return next(pair for total_s, pair in found if total_s <= limit_s)

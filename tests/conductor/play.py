@@ -140,6 +140,7 @@ class Play:
 def terms(p: Prediction) -> str:
     parts = [f"{name}={getattr(p, name + '_s'):.3f}" for name in
              ("ttft", "queue", "transfer", "prefill", "handover", "tbt")]  # fmt: skip
+    parts += [f"delay={p.delay_s:.3f}"] if p.delay_s else []
     return " ".join(parts)
 
 

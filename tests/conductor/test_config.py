@@ -29,7 +29,7 @@ def test_every_mistake_is_listed_at_once_with_its_remedy() -> None:
     )
     for name in named.split():
         assert name in found
-    assert "use one of kvcache_centric, cache_aware, load_balance, random" in found
+    assert "use one of adaptive, kvcache_centric, cache_aware, load_balance, random" in found
     assert len(config.problems()) == 12
 
 

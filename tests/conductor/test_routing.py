@@ -7,7 +7,7 @@ import random
 import pytest
 
 from conductor import Conductor, ConductorConfig, Reject, Route
-from conductor.routing import cached_tokens
+from conductor.fetching import cached_tokens
 from mooncake_store.events import BlockAdded, Event, NodeUp, WorkerReported, WorkerUp
 from tests.conductor.fleet import conductor, fleet, keys, node, prompt, report, worker
 

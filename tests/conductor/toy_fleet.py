@@ -1,8 +1,8 @@
 """A toy fleet around a real Conductor, to see what its policies do to a whole workload.
 
-Prefill workers compute one prompt at a time, decode workers take one step at a time with all they
-have; both take the seconds that their estimates say, give or take `noise`. Each prefill worker has
-its own node with an LRU cache. That is all: no pages, no failures, no congestion.
+Prefill workers compute one prompt at a time, least key first; decode workers take one step at a
+time with all they have; both take the seconds that their estimates say, give or take `noise`. Each
+prefill worker has its own node with an LRU cache. No pages, no failures, no congestion.
 
     python -m tests.conductor.toy_fleet TRACE --rate 3 --requests 6000 --admission reserved
 
@@ -18,7 +18,7 @@ import itertools
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from conductor import Conductor, ConductorConfig, Reject, Request, Route
@@ -74,7 +74,8 @@ class ToyFleet:
 
     def __init__(self, config: ConductorConfig, prefills: int, decodes: int,
                  cache_blocks: int = 6_000, noise: float = 0.1, seed: int = 0) -> None:  # fmt: skip
-        self.conductor, self.outcome = Conductor(config), Outcome()
+        self.conductor = Conductor(replace(config, queue_preempts=False))
+        self.outcome = Outcome()
         self.rng, self.noise, self.cache_blocks = random.Random(seed), noise, cache_blocks
         self.now_s, self.alive = 0.0, 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -136,7 +137,8 @@ class ToyFleet:
     def prefill(self, number: int) -> None:
         if self.computing[number] is not None or not self.queues[number]:
             return
-        job = self.queues[number].popleft()
+        job = min(self.queues[number], key=lambda job: job.route.order_key_s)
+        self.queues[number].remove(job)
         keys, route, cache = job.request.block_keys, job.route, self.caches[number]
         blocks = local = sum(1 for _ in itertools.takewhile(cache.__contains__, keys))
         if route.fetch_node is not None:
