@@ -21,22 +21,15 @@ Not here: where in a node a block is (directory.py); which holder to prefer (the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, cast
 
-import numpy as np
-
+from mooncake_store.holder_numbers import HolderNumbers, Segment, numbers_in
 from mooncake_store.key_pages import PAGE_KEYS, KeyPages
-
-Segment = tuple[int, int]  # (depth, bitmap of the holders that have at least so many blocks)
-BlockCounts = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 SWEPT_PER_CHANGE = 4  # keys looked at for each one that changes, while there is something to sweep
 EMPTY_SHARE_MAX = 8  # one key in so many may be empty before they are swept
-FEW_BITS = 8  # set one by one, faster than as an array
-STARTS_MAX = 256  # first segments whose arrays are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +45,14 @@ class PrefixMatch:
         return self.blocks_by_holder.get(holder, 0)
 
 
-class _Holder:
-    """A node with blocks, or one that is gone while bitmaps still have its bit."""
-
-    __slots__ = (
-        "after_add", "after_remove", "before_add", "before_remove", "bit", "blocks", "name",
-        "number",
-    )  # fmt: skip
-
-    def __init__(self, name: str, number: int) -> None:
-        self.name = name
-        self.number = number
-        self.bit = 1 << number
-        self.blocks = 0  # keys whose bitmap has the bit
-        # The last change of a bitmap. The next key of a prompt has the same bitmap object before,
-        # so it gets the same one after: that is how bitmaps are shared. -1 is none.
-        self.before_add, self.after_add = -1, -1
-        self.before_remove, self.after_remove = -1, -1
-
-
 class PrefixIndex:
     def __init__(self, blocks_max: int = 4_000_000) -> None:
         assert blocks_max > 0
         self.blocks_max = blocks_max
-        self.numbers_version = 0  # another one: holders may have other numbers
+        self._holders = HolderNumbers()
+        # `find` as an array: element n is how many leading blocks holder number n has. There is at
+        # least one element more than there are numbers, so -1, the number of who has none, reads 0.
+        self.blocks_by_number = self._holders.blocks_by_number
         self._cleared: list[tuple[dict[bytes, int], KeyPages]] = []  # to be freed bit by bit
         self._start_over()
 
@@ -83,20 +60,20 @@ class PrefixIndex:
         self._bitmaps: dict[bytes, int] = {}  # 0 for a key that nobody has any more
         self._get = self._bitmaps.get
         self._pages = KeyPages()  # its keys
-        self._holders: dict[str, _Holder] = {}
-        self._dropped: dict[int, _Holder] = {}  # bit -> gone, and still in bitmaps
-        self._by_number: list[_Holder | None] = []  # of both
-        self._live = 0  # the bits of _holders
         self._empty = 0  # keys with bitmap 0
         self._owed = 0  # keys to look at, see _sweep_after
-        self._numbers_changed()
 
     def __len__(self) -> int:
         """Keys with holders. What only a dropped holder had counts until it is swept."""
         return len(self._bitmaps) - self._empty
 
     def __contains__(self, key: bytes) -> bool:
-        return bool(self._get(key, 0) & self._live)
+        return bool(self._get(key, 0) & self._holders.live)
+
+    @property
+    def numbers_version(self) -> int:
+        """While it is the same, every holder has the number that it had."""
+        return self._holders.version
 
     # Changes
 
@@ -105,7 +82,7 @@ class PrefixIndex:
 
     def add_many(self, keys: Sequence[bytes], holder: str) -> None:
         """The holder has these blocks, perhaps had some before. Fastest in order of the chain."""
-        owner = self._holders.get(holder) or self._new_holder(holder)
+        owner = self._holders.holders.get(holder) or self._holders.new(holder)
         bitmaps, get, bit = self._bitmaps, self._get, owner.bit
         before, after = owner.before_add, owner.after_add
         owner.blocks += 1  # stays while others are forgotten
@@ -134,7 +111,7 @@ class PrefixIndex:
             added += 1
         owner.before_add, owner.after_add = before, after
         self._pages.extend(new)
-        self._take_blocks(owner, 1 - added)
+        self._holders.take_blocks(owner, 1 - added)
         self._sweep_after(len(keys))
 
     def remove(self, key: bytes, holder: str) -> None:
@@ -142,7 +119,7 @@ class PrefixIndex:
 
     def remove_many(self, keys: Sequence[bytes], holder: str) -> None:
         """No error for what is not there: the index may have forgotten it."""
-        owner = self._holders.get(holder)
+        owner = self._holders.holders.get(holder)
         if owner is None:
             return
         bitmaps, get, bit = self._bitmaps, self._get, owner.bit
@@ -162,20 +139,17 @@ class PrefixIndex:
                 continue
             removed += 1
         owner.before_remove, owner.after_remove = before, after
-        self._take_blocks(owner, removed)
+        self._holders.take_blocks(owner, removed)
         self._sweep_after(len(keys))
 
     def drop_holder(self, holder: str) -> None:
         """The holder is gone with all it had. Takes no longer for a million blocks than for one."""
-        owner = self._holders.pop(holder, None)
-        if owner is not None:
-            self._live ^= owner.bit
-            self._dropped[owner.bit] = owner
-            self._numbers_changed()
+        self._holders.drop(holder)
 
     def clear(self) -> None:
         """Empty at once; the memory comes back with the next changes, or by `sweep`."""
         self._cleared.append((self._bitmaps, self._pages))
+        self._holders.clear()
         self._start_over()
 
     def sweep(self, keys_max: int) -> bool:
@@ -186,7 +160,7 @@ class PrefixIndex:
         while keys_max > 0:
             if self._cleared:
                 keys_max -= self._free_a_page()
-            elif self._dropped or self._empty:
+            elif self._holders.dropped or self._empty:
                 keys_max -= self._pages.sweep(self._kept)
             else:
                 return False
@@ -201,65 +175,42 @@ class PrefixIndex:
         the next one has exactly `depth` blocks. The last segment has the longest prefix. Empty
         when nobody has the first block. Good until the next change of the index.
         """
-        alive = self._live
+        alive = self._holders.live
         if not alive or not keys:
             return []
-        found: list[Segment] = []
-        walk, depth_max = cast(Any, iter(keys)), len(keys)  # it knows how many are left
-        for bitmap, _ in groupby(map(self._get, walk)):
-            left = alive & bitmap if bitmap else 0
-            if left != alive:
-                depth = depth_max - walk.__length_hint__() - 1  # this run's first key is taken
-                if depth:
-                    found.append((depth, alive))
-                if not left:
-                    return found
-                alive = left
-        found.append((depth_max, alive))
+        get, found, depth, last = self._get, [], 0, -1
+        for key in keys:
+            bitmap = get(key)
+            if bitmap is not last:
+                if not bitmap:
+                    break
+                last, left = bitmap, alive & bitmap
+                if left != alive:
+                    if depth:
+                        found.append((depth, alive))
+                    if not left:
+                        return found
+                    alive = left
+            depth += 1
+        if depth:
+            found.append((depth, alive))
         return found
 
-    def blocks_by_number(self, found: Sequence[Segment]) -> BlockCounts:
-        """`find` as an array: element n is how many leading blocks holder number n has.
-
-        There is at least one element more than there are numbers, so number -1, which
-        `number` gives to who has nothing, reads 0.
-        """
-        if not found:
-            return np.zeros(8 * self._bitmap_bytes, np.int64)
-        start = self._starts.get(found[0])
-        blocks = self._new_start(found[0]) if start is None else start.copy()
-        for depth, bitmap in found[1:]:
-            if bitmap.bit_count() > FEW_BITS:
-                blocks[self._mask(bitmap)] = depth
-                continue
-            while bitmap:
-                number = bitmap.bit_length() - 1
-                blocks[number] = depth
-                bitmap ^= 1 << number
-        return blocks
-
     def number(self, holder: str) -> int:
-        """Small, from 0, the same while `numbers_version` is; -1 for a holder without blocks."""
-        owner = self._holders.get(holder)
-        return -1 if owner is None else owner.number
+        """From 0, below the longest bitmap's length; -1 for a holder without blocks."""
+        return self._holders.number(holder)
 
     def name(self, number: int) -> str:
         """The inverse of `number`, for a number that a holder has."""
-        owner = self._by_number[number]
-        assert owner is not None and self._live & owner.bit, f"nobody has number {number}"
-        return owner.name
+        return self._holders.name(number)
 
     def names(self, bitmap: int) -> list[str]:
-        """Of the holders in a bitmap, in order of their numbers."""
-        names = []
-        while bitmap:
-            names.append(self.name((bitmap & -bitmap).bit_length() - 1))
-            bitmap &= bitmap - 1
-        return names
+        """Of the holders in a segment's bitmap, in order of their numbers."""
+        return [self._holders.name(number) for number in numbers_in(bitmap)]
 
     def holders(self, key: bytes) -> list[str]:
         """Who has this block, by name."""
-        return sorted(self.names(self._get(key, 0) & self._live))
+        return sorted(self.names(self._get(key, 0) & self._holders.live))
 
     def match(self, keys: Sequence[bytes]) -> PrefixMatch:
         """How much of the chain `keys`, from its start, each holder has, by name."""
@@ -274,70 +225,17 @@ class PrefixIndex:
             union += 1
         return PrefixMatch(runs, depth, best, union)
 
-    def _new_start(self, segment: Segment) -> BlockCounts:
-        if len(self._starts) >= STARTS_MAX:
-            self._starts.clear()
-        depth, bitmap = segment
-        self._starts[segment] = self._mask(bitmap).astype(np.int64) * depth
-        return self._starts[segment].copy()
-
-    def _mask(self, bitmap: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        raw = np.frombuffer(bitmap.to_bytes(self._bitmap_bytes, "little"), np.uint8)
-        return np.unpackbits(raw, bitorder="little").view(np.bool_)
-
-    # Numbers
-
-    def _new_holder(self, name: str) -> _Holder:
-        """With the lowest free number, so that bitmaps stay short while nodes come and go."""
-        if None in self._by_number:
-            owner = _Holder(name, self._by_number.index(None))
-            self._by_number[owner.number] = owner
-        else:
-            owner = _Holder(name, len(self._by_number))
-            self._by_number.append(owner)
-        self._holders[name] = owner
-        self._live |= owner.bit
-        self._numbers_changed()
-        return owner
-
-    def _take_blocks(self, owner: _Holder, blocks: int) -> None:
-        """So many keys fewer have its bit; after the last one its number is free again."""
-        owner.blocks -= blocks
-        if owner.blocks:
-            return
-        if self._dropped.pop(owner.bit, None) is None:
-            del self._holders[owner.name]
-            self._live ^= owner.bit
-        self._by_number[owner.number] = None
-        while self._by_number and self._by_number[-1] is None:
-            self._by_number.pop()
-        self._numbers_changed()
-
-    def _numbers_changed(self) -> None:
-        self.numbers_version += 1
-        self._bitmap_bytes = len(self._by_number) // 8 + 1
-        self._starts: dict[Segment, BlockCounts] = {}
-
     # Forgetting and sweeping
 
     def _forget_oldest(self) -> None:
         bitmap = self._bitmaps.pop(self._pages.pop_oldest())
         self._empty -= not bitmap
-        self._take_bits(bitmap, 1)
-
-    def _take_bits(self, bits: int, keys: int) -> None:
-        """So many keys lost these bits."""
-        while bits:
-            number = bits.bit_length() - 1
-            owner = self._by_number[number]
-            assert owner is not None, f"a bitmap has bit {number}, which nobody has"
-            self._take_blocks(owner, keys)
-            bits ^= owner.bit
+        self._holders.take_bits(bitmap, 1)
 
     def _sweep_after(self, changes: int) -> None:
         """Each change pays for a few keys of what there is to sweep, so no change pays for all."""
         is_dirty = self._empty * EMPTY_SHARE_MAX > len(self._bitmaps)
-        if not (is_dirty or self._dropped or self._cleared):
+        if not (is_dirty or self._holders.dropped or self._cleared):
             self._owed = 0
             return
         self._owed += changes * SWEPT_PER_CHANGE
@@ -347,7 +245,6 @@ class PrefixIndex:
 
     def _free_a_page(self) -> int:
         bitmaps, pages = self._cleared[-1]
-
         for key in (page := pages.pop_page()):
             del bitmaps[key]
         if not bitmaps:
@@ -356,7 +253,7 @@ class PrefixIndex:
 
     def _kept(self, page: list[bytes]) -> list[bytes]:
         """What stays of a page; the bits of dropped holders go."""
-        bitmaps, live, kept = self._bitmaps, self._live, []
+        bitmaps, live, kept = self._bitmaps, self._holders.live, []
         gone: dict[int, int] = {}  # bits -> keys that lost them
         before, after = -1, -1
         for key in page:
@@ -374,7 +271,7 @@ class PrefixIndex:
             elif not after:
                 self._empty -= 1
         for bits, keys in gone.items():
-            self._take_bits(bits, keys)
+            self._holders.take_bits(bits, keys)
         return kept
 
     def check(self) -> None:
@@ -383,17 +280,7 @@ class PrefixIndex:
         assert set(self._pages) == set(self._bitmaps), "the pages list other keys"
         assert len(self._bitmaps) <= self.blocks_max
         assert self._empty == sum(not bitmap for bitmap in self._bitmaps.values())
-        owners = {owner.bit: owner for owner in self._holders.values()}
-        assert self._live == sum(owners) and not owners.keys() & self._dropped.keys()
-        assert all(name == owner.name for name, owner in self._holders.items())
-        owners |= self._dropped
-        listed = {o.bit: o for n, o in enumerate(self._by_number) if o and o.number == n}
-        assert listed == owners, "a number is free and somebody has it"
-        counts = dict.fromkeys(owners, 0)
-        for bitmap in self._bitmaps.values():
-            while bitmap:
-                bit = bitmap & -bitmap
-                counts[bit] += 1
-                bitmap ^= bit
-        assert counts == {bit: owner.blocks for bit, owner in owners.items()}, "a count is wrong"
-        assert all(counts.values()), "a holder without blocks keeps a number"
+        self._holders.check()
+        bits = Counter(n for bitmap in self._bitmaps.values() for n in numbers_in(bitmap))
+        holders = [*self._holders.holders.values(), *self._holders.dropped.values()]
+        assert bits == {holder.number: holder.blocks for holder in holders}, "a count is wrong"

@@ -25,9 +25,9 @@ STANDARD_PURE = {
 }  # fmt: skip
 PURE_STORE = {
     "block_index", "block_keys", "config", "copies", "directory", "errors", "events", "eviction",
-    "holder", "inventory", "key_pages", "layout", "leases", "membership", "nodes", "path_cost",
-    "pins", "placement", "prefix_index", "rows", "slots", "spills", "status", "tenants", "topology",
-    "upkeep", "workers",
+    "holder", "holder_numbers", "inventory", "key_pages", "layout", "leases", "membership",
+    "nodes", "path_cost", "pins", "placement", "prefix_index", "rows", "slots", "spills", "status",
+    "tenants", "topology", "upkeep", "workers",
 }  # fmt: skip
 PURE_BACKENDS = {
     "backends/engine/batching.py", "backends/engine/occupation.py", "backends/engine/pages.py",
