@@ -7,11 +7,10 @@ the shell copies when it has nothing better to do, and a suggestion that was not
 made again after replicate_s_max. Copies are never moved or removed here, so no suggestion can cost
 the last one: forgetting cold copies is the store's eviction.
 
-Counting. A hit is a block that a routed request found somewhere. Hits fade with a half-life, by
-*forward decay*: instead of shrinking every old count, each new hit weighs 2^(age / half-life)
-more than one at the start, and a rate is count / today's weight. So a count is one number, and
-nothing has to be walked. Requests are noted in a list and counted on the tick, off the path of a
-decision. Memory is bounded: beyond hot_keys_max the colder half of the keys is forgotten.
+Counting. A hit is a block that a routed request found somewhere. Hits fade with a half-life
+(forward_decay.py), so a count is one number and nothing has to be walked. Requests are noted in a
+list and counted on the tick, off the path of a decision. Memory is bounded: beyond hot_keys_max
+the colder half of the keys is forgotten.
 
 Chains. A block without the blocks before it is useless to a prefix match, so what is suggested is
 the rest of a whole prefix that the target lacks, in order, from a node that has all of it.
@@ -30,12 +29,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from conductor.config import ConductorConfig
+from conductor.forward_decay import ForwardDecay
 from conductor.messages import Replicate
 from mooncake_store.prefix_index import PrefixIndex
 
 NOTES_MAX = 1024  # requests noted between two ticks; more are counted at once
 KEYS_CONSIDERED_MAX = 128  # hottest keys looked at per tick
-WEIGHT_MAX = 2.0**40  # before all counts are rescaled
 
 
 @dataclass(slots=True)
@@ -50,7 +49,7 @@ class Hotspots:
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
         self._heats: dict[bytes, _Heat] = {}
-        self._origin_s: float | None = None
+        self._decay = ForwardDecay(config.hot_half_life_s)
         self._notes: list[tuple[Sequence[bytes], int, float]] = []
         self._arriving: dict[tuple[str, bytes], float] = {}  # (target, key) -> given up at
 
@@ -67,8 +66,8 @@ class Hotspots:
     def hits_per_s(self, key: bytes, now_s: float) -> float:
         """Recent rate; exact for a steady rate that has lasted several half-lives."""
         self._count()
-        heat = self._heats.get(key)
-        return heat.hits * self._per_s(now_s) if heat is not None else 0.0
+        per_s, heat = self._per_s(now_s), self._heats.get(key)  # in this order: it may rescale
+        return heat.hits * per_s if heat is not None else 0.0
 
     def arrived(self, key: bytes, node_id: str) -> None:
         """The block is on the node now, whoever copied it."""
@@ -171,15 +170,11 @@ class Hotspots:
             self._forget_colder_half()
 
     def _weight(self, at_s: float) -> float:
-        if self._origin_s is None:
-            self._origin_s = at_s
-        weight = 2.0 ** ((at_s - self._origin_s) / self._config.hot_half_life_s)
-        if weight > WEIGHT_MAX:
+        divisor = self._decay.rescaled(at_s)
+        if divisor != 1.0:
             for heat in self._heats.values():
-                heat.hits /= weight
-            self._origin_s = at_s
-            return 1.0
-        return float(weight)
+                heat.hits /= divisor
+        return self._decay.weight(at_s)
 
     def _per_s(self, now_s: float) -> float:
         """Multiplies a count into hits per second: ln 2 / half-life, at today's weight."""

@@ -145,3 +145,13 @@ def test_every_limit_holds_under_random_load(seed: int) -> None:
                 for key in suggestion.block_keys:
                     index.add(key, suggestion.target_node)
                     hot.arrived(key, suggestion.target_node)
+
+
+def test_a_silence_of_a_week_cools_everything_and_breaks_nothing() -> None:
+    hot, index = setup(hot_hits_per_s=0.01, hot_half_life_s=60.0)
+    hold(index, "s0", "a*3")
+    for _ in range(100):
+        hot.note(keys("a*3"), 3, 0.0)
+    assert hot.hits_per_s(keys("a*3")[0], 7 * 86_400.0) == 0.0
+    assert hot.suggest(index, ["s0", "s1"], 7 * 86_400.0) == []
+    hot.check()
