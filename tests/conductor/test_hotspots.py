@@ -152,6 +152,6 @@ def test_a_silence_of_a_week_cools_everything_and_breaks_nothing() -> None:
     hold(index, "s0", "a*3")
     for _ in range(100):
         hot.note(keys("a*3"), 3, 0.0)
-    assert hot.hits_per_s(keys("a*3")[0], 7 * 86_400.0) == 0.0
+    assert hot.hits_per_s(keys("a*3")[0], 7 * 86_400.0) < 1e-9
     assert hot.suggest(index, ["s0", "s1"], 7 * 86_400.0) == []
     hot.check()
