@@ -49,6 +49,11 @@ class Hotspots:
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
         self._heats: dict[bytes, _Heat] = {}
+        # Those hot enough at their last hit for another copy: a tick looks at no others. Rates only
+        # fall between hits, so none is missed. In order, as a set.
+        self._warm: dict[bytes, None] = {}
+        rounding = 1 - 1e-9
+        self._warm_hits = rounding * config.hot_hits_per_s * config.hot_half_life_s / math.log(2.0)
         self._decay = ForwardDecay(config.hot_half_life_s)
         self._notes: list[tuple[Sequence[bytes], int, float]] = []
         self._arriving: dict[tuple[str, bytes], float] = {}  # (target, key) -> given up at
@@ -101,11 +106,9 @@ class Hotspots:
     def _leaves(self, index: PrefixIndex, now_s: float) -> list[tuple[float, bytes]]:
         """The deepest blocks that deserve another copy; those before them come along."""
         config, per_s = self._config, self._per_s(now_s)
-        hottest = heapq.nsmallest(
-            KEYS_CONSIDERED_MAX,
-            ((-h.hits * per_s, key) for key, h in self._heats.items()
-             if h.hits * per_s >= config.hot_hits_per_s),
-        )  # fmt: skip
+        rates = {key: self._heats[key].hits * per_s for key in self._warm if key in self._heats}
+        self._warm = {key: None for key, rate in rates.items() if rate >= config.hot_hits_per_s}
+        hottest = heapq.nsmallest(KEYS_CONSIDERED_MAX, ((-rates[key], key) for key in self._warm))
         wanting: dict[bytes, float] = {}
         for minus_rate, key in hottest:
             copies = len(index.holders(key))
@@ -157,13 +160,16 @@ class Hotspots:
         for block_keys, blocks, at_s in self._notes:
             weight = self._weight(at_s)
             parent: bytes | None = None
+            warm = weight * self._warm_hits
             for position in range(blocks):
                 key = block_keys[position]
                 heat = self._heats.get(key)
                 if heat is None:
-                    self._heats[key] = _Heat(weight, parent)
+                    heat = self._heats[key] = _Heat(weight, parent)
                 else:
                     heat.hits += weight
+                if heat.hits >= warm:
+                    self._warm[key] = None
                 parent = key
         self._notes.clear()
         if len(self._heats) > self._config.hot_keys_max:

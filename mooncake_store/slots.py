@@ -158,6 +158,8 @@ class SlotPool:
         """A free slot of that many units; None when there is none."""
         slabs = self._open.get(units)
         if not slabs:
+            if self.free_units < units:
+                return None  # a full memory, the usual case: no need to look for a run
             slab = self._new_slab(units)
             if slab is None:
                 return None
