@@ -1,0 +1,250 @@
+"""A decode worker: the real batching; a model only says how long a step takes.
+
+It does what backends/decode_worker.py does: pages are reserved when the first layers of a prompt
+are announced, its KV is read while prefill goes on, and when request and KV are there it joins the
+batch at the next step. Steps that compute the very same requests are taken at once, as many as
+batching says are alike; whoever comes meanwhile cuts that plan behind the step that is under way.
+So the outcome is that of one step after the other, to the last bit (a test says so).
+
+Not here: whether a request is taken when it comes (on_arrival, from fleet.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from backends.engine.batching import DecodeBatching
+from backends.engine.pages import PagePool
+from backends.step_times import SMOOTHING
+from loadtest.simulator.cluster.jitter import Jitter
+from loadtest.simulator.cluster.job import Job
+from loadtest.simulator.cluster.site import Site
+from loadtest.simulator.cluster.step_log import Seconds, StepLog, longest_tenth_s
+from mooncake_store.membership import WorkerReport
+
+NO_STEPS: Seconds = np.zeros(0)
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """One request that has a place here, from its first layer to its last token."""
+
+    job: Job
+    prefill_node: str
+    paced_s: float  # how long its prefill is expected to compute
+    is_sent: bool = False  # its KV is on the way, or here
+    is_here: bool = False  # all of it that was computed when it was sent
+    is_asked: bool = False  # the request itself has come
+    is_ready: bool = False
+    first_step: int = -1
+
+
+class DecodeNode:
+    """`on_end`: a job has all its tokens, or was refused."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        incarnation: str,
+        node_id: str,
+        site: Site,
+        jitter: Jitter,
+        on_end: Callable[[Job], None],
+    ) -> None:
+        self.worker_id, self.incarnation, self.node_id = worker_id, incarnation, node_id
+        self.slowness = 1.0  # 2.0: every step takes twice as long (faults.py)
+        self.busy_s = 0.0
+        self._site, self._jitter, self._on_end = site, jitter, on_end
+        settings = site.settings
+        self._pool = PagePool(site.pages_max)
+        self._batching = DecodeBatching(
+            self._pool, settings.block_tokens, settings.decode_slots, settings.waiting_max
+        )
+        self._arrivals: dict[str, Arrival] = {}
+        self._ready: list[Arrival] = []  # they join at the next step
+        self._running: dict[str, Arrival] = {}
+        self._tokens_at_end: dict[str, int] = {}  # of those that run
+        self._log = StepLog()
+        self._base = 0  # steps before the plan
+        self._ends_s: Seconds = NO_STEPS  # when each step of the plan ends
+        self._plan = 0
+        self._recent_s, self._recent_steps = 0.0, 0  # as StepTimes, and after how many steps
+        self.is_dead = False
+
+    # -- KV comes in
+
+    def expect(self, job: Job, prefill_node: str, paced_s: float) -> None:
+        """The first layers of this prompt were announced."""
+        tokens_max = job.prompt_tokens + job.request.output_tokens_max
+        if self.is_dead or not self._batching.add(job.request_id, 1, tokens_max - 1):
+            return
+        self._arrivals[job.request_id] = Arrival(job, prefill_node, paced_s)
+        self._admit()
+
+    def submit(self, job: Job, refusal: str) -> None:
+        """The request has come, its first token computed; `refusal`: why it is not taken."""
+        arrival = self._arrivals.get(job.request_id)
+        if arrival is None or refusal:
+            self.forget(job.request_id)
+            job.refused = refusal or "decode_queue_full"
+            self._on_end(job)
+            return
+        arrival.is_asked = True
+        self._check_ready(arrival)
+
+    def forget(self, request_id: str) -> None:
+        """It was stopped, or ended with its first token: its place is free."""
+        if self._arrivals.pop(request_id, None) is not None:
+            self._pool_release(request_id)
+
+    def _admit(self) -> None:
+        """Hand out pages, and have the KV sent into them."""
+        site = self._site
+        for admitted in self._batching.admit():
+            arrival = self._arrivals[admitted.request_id]
+            arrival.is_sent = True
+            size_bytes = arrival.job.prompt_tokens * site.gpu.token_bytes
+            is_computed = arrival.job.prefilled_s is not None
+            paced_s = 0.0 if is_computed else arrival.paced_s
+            if arrival.prefill_node == self.node_id:
+                site.clock.after(paced_s, self._sent, arrival)
+                continue
+            site.network.send(
+                arrival.prefill_node, self.node_id, size_bytes,
+                lambda arrival=arrival: self._sent(arrival), paced_s,  # type: ignore[misc]
+            )  # fmt: skip
+
+    def _sent(self, arrival: Arrival) -> None:
+        arrival.is_here = True
+        self._check_ready(arrival)
+
+    def _check_ready(self, arrival: Arrival) -> None:
+        """Request and KV are both here: read it and let it in. The last layer comes a moment
+        after it was computed."""
+        if arrival.is_asked and arrival.is_here and not arrival.is_ready:
+            arrival.is_ready = True
+            self._site.clock.after(self._site.network.latency_s, self._join, arrival)
+
+    def _join(self, arrival: Arrival) -> None:
+        if self._arrivals.get(arrival.job.request_id) is not arrival or self.is_dead:
+            return  # it was stopped, or the worker died
+        arrival.job.handed_over_s = self._site.clock.now_s
+        self._site.store.release(arrival.job.request_id)
+        self._ready.append(arrival)
+        if len(self._ends_s):
+            self._cut_plan()
+        else:
+            self._make_plan()
+
+    # -- tokens are computed
+
+    def _make_plan(self) -> None:
+        """The engine is between two steps: let in who is ready, then steps until that changes."""
+        now_s, batching = self._site.clock.now_s, self._batching
+        for arrival in self._ready:
+            job = arrival.job
+            arrival.first_step, job.joined_s = self._log.steps, now_s
+            batching.start(job.request_id, job.prompt_tokens + 1)
+            self._running[job.request_id] = arrival
+            self._tokens_at_end[job.request_id] = job.prompt_tokens + job.output_tokens
+        self._ready.clear()
+        steps = batching.steps_alike(self._tokens_at_end)
+        if not steps:
+            self._ends_s = NO_STEPS
+            return
+        steps = min(steps, self._site.settings.steps_at_once or steps)
+        self._base = self._log.steps
+        context = batching.context_tokens + batching.running * np.arange(float(steps))
+        factors = self.slowness * self._jitter.factors(self._base, steps)
+        seconds = factors * self._site.gpu.decode_s(batching.running, context)
+        self._log.append(seconds)
+        self._ends_s = np.cumsum(np.concatenate(([now_s], seconds)))[1:]
+        self._plan += 1
+        self._site.clock.at(float(self._ends_s[-1]), self._planned, self._plan)
+
+    def _cut_plan(self) -> None:
+        """Somebody waits: the step that is under way is the last of the plan."""
+        steps = self._steps_done() + 1
+        if steps >= len(self._ends_s):
+            return
+        self._ends_s = self._ends_s[:steps]
+        self._log.cut(self._base + steps)
+        self._plan += 1
+        self._site.clock.at(float(self._ends_s[-1]), self._planned, self._plan)
+
+    def _steps_done(self) -> int:
+        """Of the plan, by now."""
+        return int(np.searchsorted(self._ends_s, self._site.clock.now_s, side="right"))
+
+    def _planned(self, plan: int) -> None:
+        if plan != self._plan or self.is_dead:
+            return  # it was cut
+        self._batching.advance(len(self._ends_s))
+        self.busy_s += float(self._log.slice(self._base, self._log.steps).sum())
+        ended = [
+            arrival for name, arrival in self._running.items()
+            if arrival.first_step + arrival.job.output_tokens - 1 == self._log.steps
+        ]  # fmt: skip
+        self._ends_s = NO_STEPS
+        for arrival in ended:
+            self._finish(arrival)
+        self._make_plan()
+
+    def _finish(self, arrival: Arrival) -> None:
+        job, name = arrival.job, arrival.job.request_id
+        assert job.joined_s is not None and job.prefilled_s is not None
+        seconds = self._log.slice(arrival.first_step, self._log.steps)
+        intervals = seconds.copy()
+        intervals[0] += job.joined_s - job.prefilled_s  # from the first token to the second
+        job.tbt_s, job.tbt_decode_s = longest_tenth_s(intervals), longest_tenth_s(seconds)
+        job.finished_s = self._site.clock.now_s
+        del self._running[name], self._tokens_at_end[name], self._arrivals[name]
+        self._pool_release(name)
+        self._on_end(job)
+
+    def _pool_release(self, request_id: str) -> None:
+        pages = self._batching.remove(request_id)
+        if pages:
+            self._pool.release(pages)
+        self._admit()
+
+    # -- what it says of itself
+
+    def report(self) -> WorkerReport:
+        batching, done = self._batching, self._steps_done()
+        context_tokens = batching.context_tokens + done * batching.running
+        asked = sum(arrival.is_asked for arrival in self._arrivals.values())
+        return WorkerReport(
+            self.worker_id, self.incarnation, asked - batching.running, 0, batching.running,
+            self._pool.used_pages, context_tokens, self._recent(self._end_of(done)), False,
+        )  # fmt: skip
+
+    def _end_of(self, done: int) -> int:
+        return self._base + done if len(self._ends_s) else self._log.steps
+
+    def _recent(self, steps: int) -> float:
+        """The smoothed seconds of a step, after so many of them; as backends/step_times.py."""
+        recent_s = self._recent_s
+        for step_s in self._log.slice(self._recent_steps, steps).tolist():
+            recent_s += SMOOTHING * (step_s - recent_s)
+        self._recent_s, self._recent_steps = recent_s, steps
+        return recent_s
+
+    def die(self) -> list[Job]:
+        """The process is killed; its jobs, which nobody will end."""
+        self.is_dead = True
+        jobs = [arrival.job for arrival in self._arrivals.values()]
+        self._arrivals.clear()
+        return jobs
+
+    def check(self) -> None:
+        """Prove the invariants; of an idle worker, that nothing stayed behind."""
+        self._batching.check()
+        self._pool.check()
+        assert self._running.keys() == self._tokens_at_end.keys() <= self._arrivals.keys()
+        if not self._arrivals and not self.is_dead:
+            left = (self._pool.used_pages, self._batching.admitted, self._batching.waiting)
+            assert left == (0, 0, 0), f"{self.worker_id} kept pages or requests: {left}"

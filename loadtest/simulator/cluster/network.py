@@ -1,0 +1,115 @@
+"""Bytes between nodes that share their network cards: who sends slows who else sends there.
+
+Each node has one link, full duplex, of `bytes_per_s` each way. A transfer goes as fast as its
+sender's and its receiver's link allow, each shared evenly among the transfers on it. A *paced*
+transfer (KV that is sent while it is computed) asks for less than its share and gets that: it is
+taken off both links before the others share what is left.
+
+This is max-min fairness but for one thing: what a transfer cannot use at its other end is not
+given to its neighbours. Not here: who sends what (prefill_node.py, decode_node.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from loadtest.simulator.cluster.clock import Clock
+
+PACED_SHARE_MAX = 0.5  # of a link: what asks for more is no trickle and shares as the others do
+LEAST_SHARE = 0.1  # of a link, left to the others together by those that are paced
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One direction of one node's network card."""
+
+    paced_bytes_per_s: float = 0.0
+    flows: dict[Flow, None] = field(default_factory=dict)  # a set in order
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    sender: Link
+    receiver: Link
+    left_bytes: float
+    done: Callable[[], None]
+    at_s: float = 0.0  # when left_bytes was true
+    rate_bytes_per_s: float = 0.0
+    plan: int = 0  # changes with each new rate: an older end does not count
+    is_over: bool = False
+
+
+class Network:
+    def __init__(self, clock: Clock, bytes_per_s: float, latency_s: float) -> None:
+        assert bytes_per_s > 0 and latency_s >= 0, (bytes_per_s, latency_s)
+        self._clock = clock
+        self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
+        self._out: dict[str, Link] = {}
+        self._in: dict[str, Link] = {}
+        self.moved_bytes = 0
+
+    def send(
+        self,
+        sender: str,
+        receiver: str,
+        size_bytes: int,
+        done: Callable[[], None],
+        paced_s: float = 0.0,
+    ) -> None:
+        """Call `done` when all bytes are there; `paced_s`: they come into being over that time."""
+        assert size_bytes >= 0 and sender != receiver, (sender, receiver, size_bytes)
+        self.moved_bytes += size_bytes
+        out, into = self._link(self._out, sender), self._link(self._in, receiver)
+        pace = size_bytes / paced_s if paced_s > 0 else self.bytes_per_s
+        if pace <= PACED_SHARE_MAX * self.bytes_per_s - max(
+            out.paced_bytes_per_s, into.paced_bytes_per_s
+        ):
+            out.paced_bytes_per_s += pace
+            into.paced_bytes_per_s += pace
+            self._clock.after(paced_s + self.latency_s, self._paced_done, out, into, pace, done)
+            return
+        flow = Flow(out, into, size_bytes, done, self._clock.now_s + self.latency_s)
+        out.flows[flow] = into.flows[flow] = None
+        self._share(out, into)
+
+    def _link(self, links: dict[str, Link], node_id: str) -> Link:
+        if node_id not in links:
+            links[node_id] = Link()
+        return links[node_id]
+
+    def _paced_done(self, out: Link, into: Link, pace: float, done: Callable[[], None]) -> None:
+        for link in (out, into):
+            link.paced_bytes_per_s = max(0.0, link.paced_bytes_per_s - pace)
+        done()
+
+    def _share(self, out: Link, into: Link) -> None:
+        """Somebody came or left on these links: everybody on them has a new rate."""
+        now_s = self._clock.now_s
+        for flow in {**out.flows, **into.flows}:
+            rate = min(self._share_of(flow.sender), self._share_of(flow.receiver))
+            if rate == flow.rate_bytes_per_s:
+                continue
+            since_s = max(0.0, now_s - flow.at_s)
+            flow.left_bytes = max(0.0, flow.left_bytes - since_s * flow.rate_bytes_per_s)
+            flow.at_s, flow.rate_bytes_per_s = max(flow.at_s, now_s), rate
+            flow.plan += 1
+            self._clock.at(flow.at_s + flow.left_bytes / rate, self._ended, flow, flow.plan)
+
+    def _share_of(self, link: Link) -> float:
+        room = max(LEAST_SHARE * self.bytes_per_s, self.bytes_per_s - link.paced_bytes_per_s)
+        return room / len(link.flows)
+
+    def _ended(self, flow: Flow, plan: int) -> None:
+        if plan != flow.plan or flow.is_over:
+            return
+        flow.is_over = True
+        del flow.sender.flows[flow], flow.receiver.flows[flow]
+        self._share(flow.sender, flow.receiver)
+        flow.done()
+
+    def check(self) -> None:
+        """Nothing is under way: every transfer has ended and gave its share back."""
+        for link in (*self._out.values(), *self._in.values()):
+            assert not link.flows, f"{len(link.flows)} transfers never ended"
+            assert link.paced_bytes_per_s < 1.0, "a paced transfer kept its share"

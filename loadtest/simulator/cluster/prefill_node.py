@@ -1,0 +1,212 @@
+"""A prefill worker: the real queue, batching and claims; a model only says how long a step takes.
+
+It does what backends/prefill_worker.py does, in the same order: a prompt waits for pages, looks its
+prefix up, is set aside while another prompt brings the next block, fetches what the conductor told
+it to, loads, is computed in chunks together with others, and puts each block when it is whole.
+Fetching and loading run beside the computing of other prompts, as there.
+
+Not here: the way to decode (decode_node.py), retries (fleet.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from backends.engine.batching import Chunk, PrefillBatching
+from backends.engine.pages import PagePool
+from backends.prefix_claims import PrefixClaims
+from backends.step_times import StepTimes
+from loadtest.simulator.cluster.jitter import Jitter
+from loadtest.simulator.cluster.job import Job
+from loadtest.simulator.cluster.site import Site
+from loadtest.simulator.cluster.store import Found
+from mooncake_store.membership import WorkerReport
+
+
+class PrefillNode:
+    """`on_begin`: a job's first chunk begins; `on_end`: its first token is there, or it failed."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        incarnation: str,
+        node_id: str,
+        site: Site,
+        jitter: Jitter,
+        on_begin: Callable[[Job], None],
+        on_end: Callable[[Job], None],
+    ) -> None:
+        self.worker_id, self.incarnation, self.node_id = worker_id, incarnation, node_id
+        self.slowness = 1.0  # 2.0: every step takes twice as long (faults.py)
+        self.busy_s = 0.0
+        self._site, self._jitter = site, jitter
+        self._on_begin, self._on_end = on_begin, on_end
+        settings = site.settings
+        self._pool = PagePool(site.pages_max)
+        self._batching = PrefillBatching(
+            self._pool, settings.block_tokens, settings.chunk_tokens,
+            slots_max=site.pages_max, waiting_max=settings.waiting_max,
+        )  # fmt: skip
+        self._claims = PrefixClaims()
+        self._jobs: dict[str, Job] = {}
+        self._set_aside: list[Job] = []
+        self._loaded_blocks: dict[str, int] = {}
+        self._steps = StepTimes()
+        self._is_busy = False
+        self.is_dead = False
+
+    def submit(self, job: Job, key_s: float) -> None:
+        self._jobs[job.request_id] = job
+        if not self._batching.add(job.request_id, job.prompt_tokens, key_s):
+            del self._jobs[job.request_id]
+            job.refused = "prefill_queue_full"
+            self._on_end(job)
+            return
+        self._wake()
+
+    def report(self) -> WorkerReport:
+        batching = self._batching
+        return WorkerReport(
+            self.worker_id, self.incarnation, len(self._jobs), batching.queue_tokens,
+            batching.admitted, self._pool.used_pages, 0, self._steps.recent_s, False,
+        )  # fmt: skip
+
+    def die(self) -> list[Job]:
+        """The process is killed; its jobs, which nobody will end."""
+        self.is_dead = True
+        jobs, self._jobs = list(self._jobs.values()), {}
+        return jobs
+
+    def _wake(self) -> None:
+        if not self._is_busy:
+            self._begin()
+
+    def _begin(self) -> None:
+        """The engine is free: let prompts in, and compute what is ready."""
+        for admitted in self._batching.admit():
+            self._load(self._jobs[admitted.request_id])
+        chunks = self._batching.next_step()
+        self._is_busy = bool(chunks)
+        if not chunks:
+            return
+        now_s = self._site.clock.now_s
+        for chunk in chunks:
+            job = self._jobs[chunk.request_id]
+            if job.started_s is None:
+                job.started_s = now_s
+                self._on_begin(job)
+        factor = self.slowness * float(self._jitter.factors(self._steps.steps, 1)[0])
+        seconds = factor * self._site.gpu.prefill_s([(c.start, c.tokens) for c in chunks])
+        self._site.clock.after(seconds, self._stepped, chunks, seconds)
+
+    # -- the prefix comes in
+
+    def _load(self, job: Job) -> None:
+        """Look the prefix up, and bring what is to be brought."""
+        site, route = self._site, job.route
+        assert route is not None
+        found = site.store.find(job.keys, self.node_id, job.request_id)
+        if not self._claims.claim(job.keys[found.own :], job.request_id):
+            self._set_aside.append(job)
+            return
+        wanted = min(route.fetch_blocks, len(found.copies) - found.own)
+        if wanted > 0:
+            self._fetch(job, found, wanted, route.fetch_node)
+        else:
+            self._read(job, found.own)
+
+    def _fetch(self, job: Job, found: Found, wanted: int, told: str | None) -> None:
+        """Blocks from other nodes, each from where the conductor said if it is there."""
+        by_source: dict[str, int] = {}
+        for places in found.copies[found.own : found.own + wanted]:
+            nodes = [copy.node_id for copy in places]
+            source = told if told in nodes else nodes[0]
+            by_source[source] = by_source.get(source, 0) + 1
+        arriving = len(by_source)
+
+        def arrived() -> None:
+            nonlocal arriving
+            arriving -= 1
+            if arriving == 0 and not self.is_dead:
+                blocks = found.own + wanted
+                there = self._site.store.put(job.keys[:blocks], self.node_id, job.request_id)
+                job.fetched_blocks = max(0, there - found.own)
+                self._read(job, there)
+
+        for source, blocks in by_source.items():
+            size_bytes = blocks * self._site.block_bytes
+            self._site.network.send(source, self.node_id, size_bytes, arrived)
+
+    def _read(self, job: Job, blocks: int) -> None:
+        """From the node's DRAM into the pages."""
+        rate = self._site.settings.host_to_gpu_bytes_per_s
+        seconds = blocks * self._site.block_bytes / rate
+        self._site.clock.after(seconds, self._read_in, job, blocks)
+
+    def _read_in(self, job: Job, blocks: int) -> None:
+        if self.is_dead:
+            return
+        tokens = blocks * self._site.settings.block_tokens
+        job.cached_tokens = min(tokens, job.prompt_tokens - 1)
+        job.loaded_s = self._site.clock.now_s
+        self._loaded_blocks[job.request_id] = blocks
+        self._batching.start(job.request_id, job.cached_tokens)
+        self._settle(job, job.keys[:blocks])
+        self._wake()
+
+    def _settle(self, job: Job, keys: Sequence[bytes] | None) -> None:
+        """These blocks (None: all it claimed) are there or given up: others may look again."""
+        if keys is None:
+            self._claims.settle_all(job.request_id)
+        else:
+            self._claims.settle(keys, job.request_id)
+        waiting, self._set_aside = self._set_aside, []
+        for other in waiting:
+            self._load(other)
+
+    # -- the rest is computed, and leaves
+
+    def _stepped(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        if self.is_dead:
+            return
+        self.busy_s += seconds
+        self._steps.took(seconds)
+        self._batching.computed(chunks)
+        for chunk in chunks:
+            job = self._jobs[chunk.request_id]
+            job.compute_s += seconds
+            self._put(job, chunk)
+            if job.refused or chunk.is_last:
+                self._leave(job)
+        self._begin()
+
+    def _put(self, job: Job, chunk: Chunk) -> None:
+        """The blocks that this chunk has filled, and the partial one at the end of the prompt."""
+        store, block_tokens = self._site.store, self._site.settings.block_tokens
+        end = chunk.start + chunk.tokens
+        first = max(self._loaded_blocks[job.request_id], chunk.start // block_tokens)
+        keys = job.keys[first : min(end // block_tokens, len(job.keys))]
+        is_stored = not keys or store.put(keys, self.node_id, job.request_id) == len(keys)
+        if is_stored and chunk.is_last and end % block_tokens:
+            is_stored = store.put_tail(self.node_id, job.request_id)
+        if not is_stored:
+            job.refused = "store_full"
+        if keys:
+            self._settle(job, keys)
+
+    def _leave(self, job: Job) -> None:
+        del self._jobs[job.request_id], self._loaded_blocks[job.request_id]
+        self._pool.release(self._batching.remove(job.request_id))
+        self._settle(job, None)
+        if not job.refused:
+            job.prefilled_s = self._site.clock.now_s
+        self._on_end(job)
+
+    def check(self) -> None:
+        """Prove the invariants; of an idle worker, that nothing stayed behind."""
+        self._batching.check()
+        self._pool.check()
+        self._claims.check()
+        if not self._jobs and not self.is_dead:
+            left = (self._pool.used_pages, len(self._claims), self._batching.queue_tokens)
+            assert left == (0, 0, 0), f"{self.worker_id} kept pages, claims, tokens: {left}"

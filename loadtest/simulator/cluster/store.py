@@ -1,0 +1,131 @@
+"""The real Directory on the virtual clock, with the few groups of verbs that workers use.
+
+Each group is what a worker says in one call, so a request costs a handful of calls however many
+blocks it has. Whatever the Directory announces goes to the Conductor at once.
+
+Sizes: a block is one unit here, because the Directory's decisions depend on the number of blocks
+only; its real size counts where bytes move (network.py). Leases last until they are released, as a
+worker renews them for as long as it is busy; checksums are not made.
+
+Not here: which blocks are worth what (the Conductor), moving them (prefill_node.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from loadtest.simulator.cluster.clock import Clock
+from mooncake_store.block_keys import tail_key
+from mooncake_store.config import DirectoryConfig
+from mooncake_store.directory import Directory
+from mooncake_store.events import Event
+from mooncake_store.layout import memory_bytes_for
+from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
+from mooncake_store.slots import Copy
+
+UNIT_BYTES = 4_096
+FOREVER_S = 1e12
+CHECKSUM = 1
+EVENTS_MAX = 1_024  # more than any one group of verbs makes
+LIFE = "life1"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Leading blocks of a chain that are somewhere, leased; `own` of them on the asking node."""
+
+    copies: Sequence[tuple[Copy, ...]]
+    own: int
+
+
+class SimulatedStore:
+    def __init__(
+        self,
+        clock: Clock,
+        on_events: Callable[[Sequence[Event]], None],
+        eviction: str,
+        worker_ttl_s: float,
+    ) -> None:
+        config = DirectoryConfig(
+            node_ttl_s=FOREVER_S, worker_ttl_s=worker_ttl_s, lease_s_max=FOREVER_S,
+            eviction=eviction, events_max=EVENTS_MAX,
+        )  # fmt: skip
+        self.directory = Directory(1, config)
+        self._clock = clock
+        self._on_events = on_events
+        self._told = 0
+
+    @property
+    def now_s(self) -> float:
+        return self._clock.now_s
+
+    def add_node(self, node_id: str, blocks: int, life: str = LIFE) -> None:
+        memory_bytes = memory_bytes_for(blocks, UNIT_BYTES, UNIT_BYTES)
+        info = NodeInfo(
+            node_id, life, node_id, "", memory_bytes, "agent", b"", 0, unit_bytes=UNIT_BYTES
+        )
+        self.directory.register_node(info, self.now_s)
+        self.directory.attach(node_id, "print", UNIT_BYTES, self.now_s)
+        self.tell()
+
+    def lose_node(self, node_id: str, life: str = LIFE) -> None:
+        self.directory.deregister_node(node_id, life, self.now_s)
+        self.tell()
+
+    def add_worker(self, info: WorkerInfo) -> None:
+        self.directory.register_worker(info, self.now_s)
+        self.tell()
+
+    def report(self, reports: Sequence[WorkerReport]) -> None:
+        """Every worker's report of this second; whoever is silent is gone after its TTL."""
+        for report in reports:
+            self.directory.worker_report(report, self.now_s)
+        self.directory.tick(self.now_s)
+        self.tell()
+
+    def find(self, keys: Sequence[bytes], node_id: str, owner: str) -> Found:
+        """What of this chain is where; leased until `release(owner)`."""
+        copies = self.directory.lookup(keys, owner, FOREVER_S, self.now_s) if keys else []
+        own = 0
+        for places in copies:
+            if all(copy.node_id != node_id for copy in places):
+                break
+            own += 1
+        return Found(copies, own)
+
+    def put(self, keys: Sequence[bytes], node_id: str, owner: str) -> int:
+        """Write consecutive blocks of a chain; how many leading ones are there (or under way)."""
+        directory, now_s = self.directory, self.now_s
+        allocation = directory.allocate(node_id, keys, owner, FOREVER_S, False, now_s)
+        written = [
+            (key, slot.slot, slot.generation, CHECKSUM)
+            for key, slot in zip(keys, allocation.slots, strict=True)
+            if slot is not None
+        ]
+        if written:
+            directory.commit(node_id, written, owner, FOREVER_S, now_s)
+        self.tell()
+        return allocation.covered
+
+    def put_tail(self, node_id: str, owner: str) -> bool:
+        """The partial last block of a prompt: found by nobody else, freed with its lease."""
+        directory, now_s, key = self.directory, self.now_s, tail_key(owner)
+        slot = directory.allocate(node_id, [key], owner, FOREVER_S, True, now_s).slots[0]
+        if slot is None:
+            return False
+        blocks = [(key, slot.slot, slot.generation, CHECKSUM)]
+        directory.commit(node_id, blocks, owner, FOREVER_S, now_s)
+        return True
+
+    def release(self, owner: str) -> None:
+        self.directory.release(owner, self.now_s)
+
+    def tell(self) -> None:
+        """What happened since the last time, to whoever listens."""
+        if self.directory.sequence == self._told:
+            return
+        events = self.directory.events_since(self._told)
+        assert events is not None, "EVENTS_MAX is too small: events were lost"
+        self._told = self.directory.sequence
+        self._on_events(events)

@@ -1,0 +1,1 @@
+"""How long a GPU takes for a step: from published numbers (roofline.py) or measured (table.py)."""
