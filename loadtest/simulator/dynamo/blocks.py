@@ -1,0 +1,124 @@
+"""The KV blocks of one worker of Dynamo's engine: physical copies, held or idle, LRU.
+
+A full block of a prompt carries a key (its tokens and its whole prefix) and can be hit while it is
+held and, after release, until its room is needed. Two prompts that compute the same block at the
+same time make two copies. A held block is never evicted. Released full blocks queue for eviction
+behind all others, the deepest first; partial blocks are free at once.
+
+Blocks that were generated are full too, but nothing ever asks for their key, so they only take
+room until they are evicted.
+
+Not here: which prompt gets blocks when (prefill_worker.py, decode_worker.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+GENERATED = -1  # the key of a full block that nothing asks for
+PARTIAL = -2  # no key: freed on release
+
+# (key, is_there): the first copy of a key came, or its last one went
+Watcher = Callable[[int, bool], None]
+
+
+class BlockPool:
+    """`blocks` physical blocks; a block is known by its number."""
+
+    def __init__(self, blocks: int, watcher: Watcher | None = None) -> None:
+        assert blocks > 0
+        self.blocks = blocks
+        self._watcher = watcher
+        self._keys = [PARTIAL] * blocks
+        self._holds = [0] * blocks
+        self._free = list(range(blocks))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._copies: dict[int, dict[int, None]] = {}  # key -> its blocks, oldest first
+
+    @property
+    def room(self) -> int:
+        """Blocks that nobody holds: free ones, and idle ones that can be evicted."""
+        return len(self._free) + len(self._idle)
+
+    def hits(self, keys: Sequence[int]) -> list[int]:
+        """One block for each leading key that is there."""
+        found = []
+        for key in keys:
+            copies = self._copies.get(key)
+            if copies is None:
+                break
+            found.append(next(iter(copies)))
+        return found
+
+    def held(self, blocks: Iterable[int]) -> int:
+        """How many of these somebody holds already."""
+        return sum(self._holds[block] > 0 for block in blocks)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if not self._holds[block]:
+                del self._idle[block]
+            self._holds[block] += 1
+
+    def take(self, key: int) -> int:
+        """A block for new contents, held once; the least recently released one goes for it."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            self._forget(block)
+        self._holds[block] = 1
+        self._name(block, key)
+        return block
+
+    def fill(self, block: int) -> None:
+        """A held partial block has become full of generated tokens."""
+        assert self._holds[block] and self._keys[block] == PARTIAL
+        self._keys[block] = GENERATED
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Let go of a chain, root first in `blocks`; its deepest block will be evicted first."""
+        for block in reversed(blocks):
+            self._holds[block] -= 1
+            assert self._holds[block] >= 0, f"block {block} was released too often"
+            if self._holds[block]:
+                continue
+            if self._keys[block] == PARTIAL:
+                self._free.append(block)
+            else:
+                self._idle[block] = None
+
+    def _name(self, block: int, key: int) -> None:
+        self._keys[block] = key
+        if key < 0:
+            return
+        copies = self._copies.get(key)
+        if copies is not None:
+            copies[block] = None
+            return
+        self._copies[key] = {block: None}
+        if self._watcher is not None:
+            self._watcher(key, True)
+
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        if key < 0:
+            return
+        copies = self._copies[key]
+        del copies[block]
+        if not copies:
+            del self._copies[key]
+            if self._watcher is not None:
+                self._watcher(key, False)
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        held = {block for block, holds in enumerate(self._holds) if holds}
+        groups = (held, set(self._idle), set(self._free))
+        assert sum(map(len, groups)) == self.blocks == len(set().union(*groups))
+        assert len(self._free) == len(set(self._free)), "a block is free twice"
+        assert all(self._keys[block] != PARTIAL for block in self._idle)
+        listed = {block: key for key, copies in self._copies.items() for block in copies}
+        named = {b: k for b, k in enumerate(self._keys) if k >= 0 and b not in groups[2]}
+        assert listed == named, "the blocks of a key are not those that carry it"
