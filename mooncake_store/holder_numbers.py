@@ -46,6 +46,40 @@ def numbers_in(bitmap: int) -> Iterator[int]:
         bitmap &= bitmap - 1
 
 
+class _Places(dict[int, tuple[int | Mask, ...]]):
+    """By bitmap: what picks its holders' elements out of an array, numbers or one mask."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size  # of the arrays
+
+    def __missing__(self, bitmap: int) -> tuple[int | Mask, ...]:
+        if len(self) >= PLACES_MAX:
+            self.clear()
+        if bitmap.bit_count() <= FEW_BITS:
+            self[bitmap] = tuple(numbers_in(bitmap))
+        else:
+            raw = np.frombuffer(bitmap.to_bytes(self.size // 8, "little"), np.uint8)
+            self[bitmap] = (np.unpackbits(raw, bitorder="little").view(np.bool_),)
+        return self[bitmap]
+
+
+class _Starts(dict[Segment, BlockCounts]):
+    """By first segment: its array. Nearly all prompts begin with the same one."""
+
+    def __init__(self, places: _Places) -> None:
+        self._places = places
+
+    def __missing__(self, segment: Segment) -> BlockCounts:
+        if len(self) >= STARTS_MAX:
+            self.clear()
+        depth, bitmap = segment
+        start = np.zeros(self._places.size, np.int64)
+        for place in self._places[bitmap]:
+            start[place] = depth
+        self[segment] = start
+        return start
+
+
 class HolderNumbers:
     def __init__(self) -> None:
         self.version = 0
@@ -112,43 +146,19 @@ class HolderNumbers:
         """PrefixIndex.blocks_by_number."""
         if not found:
             return np.zeros(self._size, np.int64)
-        start = self._starts.get(found[0])
-        blocks = self._new_start(found[0]) if start is None else start.copy()
+        blocks = self._starts[found[0]].copy()
         places = self._places
         for depth, bitmap in found[1:]:
-            for place in places.get(bitmap) or self._new_places(bitmap):
+            for place in places[bitmap]:
                 blocks[place] = depth
         return blocks
-
-    def _new_start(self, segment: Segment) -> BlockCounts:
-        if len(self._starts) >= STARTS_MAX:
-            self._starts.clear()
-        depth, bitmap = segment
-        start = np.zeros(self._size, np.int64)
-        for place in self._new_places(bitmap):
-            start[place] = depth
-        self._starts[segment] = start
-        return start.copy()
-
-    def _new_places(self, bitmap: int) -> tuple[int | Mask, ...]:
-        """What picks these holders' elements out of an array: their numbers, or one mask."""
-        if len(self._places) >= PLACES_MAX:
-            self._places.clear()
-        places: tuple[int | Mask, ...]
-        if bitmap.bit_count() <= FEW_BITS:
-            places = tuple(numbers_in(bitmap))
-        else:
-            raw = np.frombuffer(bitmap.to_bytes(self._size // 8, "little"), np.uint8)
-            places = (np.unpackbits(raw, bitorder="little").view(np.bool_),)
-        self._places[bitmap] = places
-        return places
 
     def _changed(self) -> None:
         """Who has which number, or which numbers there are."""
         self.version += 1
         self._size = (len(self._by_number) // 8 + 1) * 8  # of arrays: more than there are numbers
-        self._starts: dict[Segment, BlockCounts] = {}
-        self._places: dict[int, tuple[int | Mask, ...]] = {}
+        self._places = _Places(self._size)
+        self._starts = _Starts(self._places)
 
     def check(self) -> None:
         """Prove the invariants."""

@@ -176,11 +176,10 @@ class PrefixIndex:
         when nobody has the first block. Good until the next change of the index.
         """
         alive = self._holders.live
-        if not alive or not keys:
+        if not alive:
             return []
-        get, found, depth, last = self._get, [], 0, -1
-        for key in keys:
-            bitmap = get(key)
+        found, depth, last = [], 0, -1
+        for bitmap in map(self._get, keys):
             if bitmap is not last:
                 if not bitmap:
                     break
