@@ -27,10 +27,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from conductor.cluster import Cluster, Worker
 from conductor.config import ConductorConfig
 from conductor.decode_batch import DecodeBatch, Load
+from conductor.fair_share import Shed
+from conductor.length_class import class_name
 from conductor.messages import Reject, Request
 from conductor.routing import DecodeOption, Options, Pair
 from mooncake_store.layout import blocks_touched
@@ -103,66 +106,138 @@ def reject_too_large(role: str, workers: Sequence[Worker], request: Request) -> 
     return Reject(request.request_id, "too_large", reason, None, 0.0)
 
 
-def objection(pair: Pair, request: Request, config: ConductorConfig) -> str:
-    """The kind of rejection that this pair would meet; empty when it is admitted."""
-    share = config.low_priority_load_max if request.priority < 0 else 1.0
+def objection(pair: Pair, request: Request, config: ConductorConfig, ttft_limit_s: float) -> str:
+    """The kind of rejection that this pair would meet; empty when it keeps its limits."""
     if not pair.prefill.has_room:
         return "prefill_full"
     if config.admission == "none":
         return "" if pair.decode.has_room else "decode_full"
-    if pair.predicted.ttft_s > config.ttft_slo_s * share:
+    if pair.predicted.ttft_s > ttft_limit_s:
         return "ttft_slo"
     if config.admission == "baseline":
         return ""
     if not pair.decode.has_room:
         return "decode_full"
-    if pair.predicted.tbt_s > config.tbt_slo_s * share:
+    if pair.predicted.tbt_s > tbt_limit_s(request, config):
         return "tbt_slo"
     return ""
 
 
-def reject_for(
-    kind: str, pair: Pair, options: Options, request: Request, now_s: float, cluster: Cluster
-) -> Reject:
+def tbt_limit_s(request: Request, config: ConductorConfig) -> float:
+    return config.tbt_slo_s * (config.low_priority_load_max if request.priority < 0 else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """All that a rejection is worded from."""
+
+    pair: Pair
+    options: Options
+    request: Request
+    shed: Shed | None  # of kind fair_share
+    now_s: float
+    cluster: Cluster
+
+    @property
+    def of_priority(self) -> str:
+        priority = self.request.priority
+        return f" for priority {priority}" if priority < 0 else ""
+
+
+def reject_for(kind: str, refusal: Refusal) -> Reject:
     """Words, numbers, the limit, and when to come back."""
-    config, predicted = cluster.config, pair.predicted
-    share = config.low_priority_load_max if request.priority < 0 else 1.0
-    of_priority = f" for priority {request.priority}" if request.priority < 0 else ""
-    prefills, decodes = options.prefills, options.decodes
-    if kind == "prefill_full":
-        queues = ", ".join(f"{p.worker.queue.requests} of {p.worker.info.slots_max}"
-                           for p in prefills[:SHOWN_MAX])  # fmt: skip
-        reason = f"the queues of all {len(prefills)} prefill workers are full ({queues})"
-        # A place is free when the shortest queue has finished one of its requests.
-        wait_s = min(p.queue_s / max(1, p.worker.queue.requests) for p in prefills)
-    elif kind == "ttft_slo":
-        limit_s = config.ttft_slo_s * share
-        reason = (
-            f"predicted TTFT {predicted.ttft_s:.2f} s exceeds the {limit_s:g} s limit"
-            f"{of_priority} on the best of {len(prefills)} prefill workers"
+    reason, wait_s = WORDS[kind](refusal)
+    retry_s = _bounded(wait_s, refusal.cluster.config)
+    return Reject(refusal.request.request_id, kind, reason, refusal.pair.predicted, retry_s)
+
+
+def _prefill_full(refusal: Refusal) -> tuple[str, float]:
+    prefills = refusal.options.prefills
+    queues = ", ".join(f"{p.worker.queue.requests} of {p.worker.info.slots_max}"
+                       for p in prefills[:SHOWN_MAX])  # fmt: skip
+    # A place is free when the shortest queue has finished one of its requests.
+    wait_s = min(p.queue_s / max(1, p.worker.queue.requests) for p in prefills)
+    return f"the queues of all {len(prefills)} prefill workers are full ({queues})", wait_s
+
+
+def _ttft_slo(refusal: Refusal) -> tuple[str, float]:
+    config, predicted = refusal.cluster.config, refusal.pair.predicted
+    limit_s, wait_s = refusal.options.ttft_limit_s, predicted.ttft_s - refusal.options.ttft_limit_s
+    asked_s = config.ttft_slo_s * (
+        config.low_priority_load_max if refusal.request.priority < 0 else 1.0
+    )
+    low_by = f"{asked_s / limit_s - 1:.0%} by which predictions of such prompts were too low"
+    of_errors = f" ({asked_s:g} s less the {low_by})"
+    reason = (
+        f"predicted TTFT {predicted.ttft_s:.2f} s exceeds the {limit_s:.3g} s limit"
+        f"{refusal.of_priority}{of_errors if limit_s < asked_s else ''} "
+        f"on the best of {len(refusal.options.prefills)} prefill workers"
+    )
+    if wait_s > predicted.queue_s:
+        reason += f", {predicted.ttft_s - predicted.queue_s:.2f} s of it without any queue"
+        wait_s = max(option.queue_s for option in refusal.options.prefills)
+    return reason, wait_s
+
+
+def _tbt_slo(refusal: Refusal) -> tuple[str, float]:
+    predicted, limit_s = (
+        refusal.pair.predicted,
+        tbt_limit_s(refusal.request, refusal.cluster.config),
+    )
+    reason = (
+        f"predicted TBT {predicted.tbt_s:.3f} s exceeds the {limit_s:g} s limit"
+        f"{refusal.of_priority} on the best of {len(refusal.options.decodes)} decode workers "
+        f"({predicted.decode_sequences:.0f} requests)"
+    )
+    return reason, _least_decode_wait_s(refusal, limit_s)
+
+
+def _decode_full(refusal: Refusal) -> tuple[str, float]:
+    decodes = refusal.options.decodes
+    taken = ", ".join(
+        f"{d.load.sequences:.0f} of {d.worker.info.slots_max} slots and "
+        f"{d.load.pages:.0f} of {d.worker.info.pages_max} pages taken"
+        for d in decodes[:SHOWN_MAX]
+    )
+    wait_s = _least_decode_wait_s(refusal, refusal.cluster.config.tbt_slo_s)
+    return f"no room on any of {len(decodes)} decode workers ({taken})", wait_s
+
+
+def _fair_share(refusal: Refusal) -> tuple[str, float]:
+    shed = refusal.shed
+    assert shed is not None, "whoever found the kind found the reason"
+    above = f"above the {shed.limit_s:.3f} s that are admitted"
+    if shed.work_s <= shed.limit_s:  # in the bucket of the cut
+        above = "where some are admitted in turns, and it was not its turn"
+    reason = (
+        f"overload: {shed.backlog_s:.2f} s of prefill queued per worker, held at "
+        f"{shed.target_s:g} s; a prompt of {class_name(shed.length)} that costs "
+        f"{shed.work_s:.3f} s is {above}"
+    )
+    if refusal.request.tenant or refusal.cluster.config.tenant_shares:
+        reason += (
+            f"; tenant {refusal.request.tenant!r} asks for {shed.wanted:.2f} and has a share of "
+            f"{shed.granted:.2f} prefill seconds per second"
         )
-        wait_s = predicted.ttft_s - limit_s
-        if wait_s > predicted.queue_s:
-            reason += f", {predicted.ttft_s - predicted.queue_s:.2f} s of it without any queue"
-            wait_s = config.retry_after_s_max
-    elif kind == "tbt_slo":
-        limit_s = config.tbt_slo_s * share
-        reason = (
-            f"predicted TBT {predicted.tbt_s:.3f} s exceeds the {limit_s:g} s limit{of_priority} "
-            f"on the best of {len(decodes)} decode workers "
-            f"({predicted.decode_sequences:.0f} requests)"
-        )
-        wait_s = min(_decode_wait_s(d, request, limit_s, now_s, cluster) for d in decodes)
-    else:
-        limit_s = config.tbt_slo_s
-        taken = ", ".join(
-            f"{d.load.sequences:.0f} of {d.worker.info.slots_max} slots and "
-            f"{d.load.pages:.0f} of {d.worker.info.pages_max} pages taken"
-            for d in decodes[:SHOWN_MAX]
-        )
-        reason = f"no room on any of {len(decodes)} decode workers ({taken})"
-        wait_s = min(_decode_wait_s(d, request, limit_s, now_s, cluster) for d in decodes)
-    return Reject(request.request_id, kind, reason, predicted, _bounded(wait_s, config))
+    # The queue drains one second per second; who asks for twice its share comes half as often.
+    return reason, shed.excess_s * max(1.0, shed.wanted / max(shed.granted, 1e-9))
+
+
+WORDS: Mapping[str, Callable[[Refusal], tuple[str, float]]] = {
+    "prefill_full": _prefill_full,
+    "ttft_slo": _ttft_slo,
+    "tbt_slo": _tbt_slo,
+    "decode_full": _decode_full,
+    "fair_share": _fair_share,
+}
+DECODE_KINDS = ("tbt_slo", "decode_full")
+
+
+def _least_decode_wait_s(refusal: Refusal, limit_s: float) -> float:
+    now_s, cluster = refusal.now_s, refusal.cluster
+    return min(
+        _decode_wait_s(d, refusal.request, limit_s, now_s, cluster) for d in refusal.options.decodes
+    )
 
 
 def _decode_wait_s(

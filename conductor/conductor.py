@@ -23,15 +23,16 @@ from collections.abc import Iterable
 from conductor.accuracy import Accuracy
 from conductor.admission import (
     LOAD_POLICIES,
+    Refusal,
     fits_decode,
     fits_prefill,
-    objection,
     reject_for,
     reject_nobody,
     reject_too_large,
 )
 from conductor.cluster import Cluster, Flight, Worker
 from conductor.config import ConductorConfig
+from conductor.gate import Gate, pressure_on
 from conductor.hotspots import Hotspots
 from conductor.messages import (
     Candidate,
@@ -76,6 +77,7 @@ class Conductor:
         self._cluster = Cluster(config)
         self._hotspots = Hotspots(config)
         self._accuracy = Accuracy()
+        self._gate = Gate(config)
         self._now_s = float("-inf")
         self._totals: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
@@ -141,13 +143,19 @@ class Conductor:
         if isinstance(options, Reject):
             return self._refuse(options)
         pair = choose_pair(options, request, self.config)
-        kind, advice = objection(pair, request, self.config), None
+        pressure = pressure_on(options.prefills, pair.decode, self.config)
+        kind, advice = self._gate.objection(pair, request, pressure, options.ttft_limit_s), None
         if kind:
-            rejection = reject_for(kind, pair, options, request, now_s, self._cluster)
+            shed = self._gate.shed(pair, request, pressure) if kind == "fair_share" else None
+            rejection = reject_for(
+                kind, Refusal(pair, options, request, shed, now_s, self._cluster)
+            )
             if not self.config.advisory:
+                self._gate.note(pair, request, pressure, now_s, kind)
                 return self._refuse(rejection)
             advice = rejection
             self._advised[kind] += 1
+        self._gate.note(pair, request, pressure, now_s, "")
         return self._send(request, pair, advice, now_s)
 
     def explain(self, request: Request, now_s: float) -> list[Candidate]:
@@ -162,7 +170,8 @@ class Conductor:
             for decode in options.decodes:
                 pair = pair_up(prefill, decode, request, self.config)
                 is_chosen = prefill is chosen.prefill and decode is chosen.decode
-                verdict = objection(pair, request, self.config)
+                pressure = pressure_on(options.prefills, decode, self.config)
+                verdict = self._gate.objection(pair, request, pressure, options.ttft_limit_s)
                 verdict = verdict or ("chosen" if is_chosen else "slower")
                 found.append((not is_chosen, pair, verdict))
         found.sort(key=lambda row: (row[0], row[1].predicted.ttft_s, row[1].predicted.tbt_s))
@@ -192,7 +201,7 @@ class Conductor:
             )
             for worker in workers["decode"]
         ]
-        return Options(prefills, decodes)
+        return Options(prefills, decodes, self._gate.ttft_limit_s(request))
 
     def _refuse(self, rejection: Reject) -> Reject:
         self._rejected[rejection.kind] += 1
@@ -244,7 +253,9 @@ class Conductor:
     ) -> None:
         """Compare what was predicted with what came."""
         predicted = flight.route.predicted
-        self._accuracy.ttft.add(predicted.ttft_s - predicted.handover_s, now_s - flight.routed_at_s)
+        predicted_s, took_s = predicted.ttft_s - predicted.handover_s, now_s - flight.routed_at_s
+        self._accuracy.ttft.add(predicted_s, took_s)
+        self._gate.learn_ttft(flight.prompt_tokens, predicted_s, took_s, now_s)
         if seconds is None or seconds <= 0:
             return
         self._accuracy.prefill.add(predicted.prefill_s, seconds)
@@ -271,6 +282,7 @@ class Conductor:
     def on_tick(self, now_s: float) -> list[Replicate]:
         """About once a second. Suggestions may be ignored; they come again if they were."""
         now_s = self._advance(now_s)
+        self._gate.tick(now_s)
         for request_id in self._cluster.overdue_flights(now_s):
             self._cluster.drop(request_id, now_s)
         if not self.config.replicate:
@@ -320,6 +332,7 @@ class Conductor:
         """Prove the invariants of everything below."""
         self._cluster.check()
         self._hotspots.check()
+        self._gate.check()
         self._tiers.check()
         routed_or_not = self._totals["routed"] + sum(self._rejected.values())
         assert routed_or_not == self._totals["requests"], "a request was neither routed nor not"

@@ -55,6 +55,7 @@ class Demand:
     def __init__(self) -> None:
         self.offered: Vector = np.zeros((CLASSES, BUCKETS))
         self.offered_s: Vector = np.zeros((CLASSES, BUCKETS))
+        self.recent_s = 0.0  # offered work again, fading faster: what has changed lately
         self.offered_of = [0.0] * CLASSES  # requests, all costs together
         self.admitted_of = [0.0] * CLASSES
         self.cuts = NO_CUTS  # of the latest plan

@@ -14,7 +14,8 @@ shows as backlog and corrects itself. At or below half the target nobody is turn
 room now, and an idle worker earns nothing. (A burst on an idle cluster is never shed.)
 
 **Divide it among tenants, then among requests.** What was offered lately, in seconds of work per
-second, is known per tenant with a half-life of `demand_half_life_s`. The capacity is divided
+second, is known per tenant, with a half-life of `demand_half_life_s` and, to see a flood soon, with
+a sixth of it; the larger counts. The capacity is divided
 max-min fairly by `tenant_shares`: who wants less than its share gets all it wants, and the others
 divide the rest by weight. A tenant that gets all it wants has nobody turned away. For the others
 `Demand.split` finds a limit of cost for each class of prompt length: cheapest first, because that
@@ -51,6 +52,7 @@ from conductor.length_class import length_class
 from conductor.messages import Request
 
 PLAN_S = 0.5
+RECENT_FASTER = 6.0  # demand counts as the larger of two rates: one follows a flood so much faster
 IDLE_SHARE = 0.5  # of the target: below, nothing is shed
 CAPACITY_MIN = 0.1  # of the workers: however long the queue, a little is admitted
 WINDOW_MIN_S = 10.0  # rates are taken over at least so long: one burst is no overload
@@ -68,17 +70,20 @@ class Pressure:
     backlog_s: float  # mean seconds of prefill queued, over the workers that take requests
     workers: int  # of those
     decode_load: float  # of the best decode worker: the highest of its loads / limits
+    is_decoding: bool = True  # it is not empty
 
 
 @dataclass(frozen=True, slots=True)
 class Shed:
     """Turned away, and by which limit."""
 
-    length: int
+    length: int  # class of its prompt
     work_s: float
     limit_s: float  # what it might have cost, in its class and at its priority
+    backlog_s: float
     target_s: float
-    demand: float  # prefill seconds per second that its tenant offered
+    excess_s: float  # of backlog over what nobody is turned away at
+    wanted: float  # prefill seconds per second that its tenant offered lately
     granted: float  # of those, what it may have
 
 
@@ -92,6 +97,7 @@ class FairShare:
         self._demands: dict[str, Demand] = {}
         self._granted: dict[str, tuple[float, float]] = {}  # wanted, granted; seconds per second
         self._decay = ForwardDecay(config.demand_half_life_s)
+        self._recent = ForwardDecay(config.demand_half_life_s / RECENT_FASTER)
         self._planned_s = -math.inf
         self._noted_s = -math.inf  # when the latest request was counted
         self._decode_part = 1.0  # of what prefill could do: what decoding can
@@ -111,7 +117,10 @@ class FairShare:
             return None
         limit_s = cost_at(demand.cuts[length]) * work_s / cost_s
         wanted, granted = self._granted[request.tenant]
-        return Shed(length, work_s, limit_s, self.target_s, wanted, granted)
+        backlog_s, excess_s = pressure.backlog_s, pressure.backlog_s - IDLE_SHARE * self.target_s
+        return Shed(
+            length, work_s, limit_s, backlog_s, self.target_s, max(0.0, excess_s), wanted, granted
+        )
 
     def note(
         self, request: Request, work_s: float, pressure: Pressure, now_s: float, is_admitted: bool
@@ -125,6 +134,7 @@ class FairShare:
                 self._forget(request.tenant)
         length = length_class(request.prompt_tokens)
         demand.note(length, self._cost_s(request, work_s), work_s, weight, is_admitted)
+        demand.recent_s += work_s * self._recent.weight(now_s)
         if now_s - self._planned_s >= PLAN_S:
             self._planned_s = now_s
             self._make_plans(pressure, now_s)
@@ -147,6 +157,10 @@ class FairShare:
         if divisor != 1.0:
             for demand in self._demands.values():
                 demand.rescale(divisor)
+        divisor = self._recent.rescaled(now_s)
+        if divisor != 1.0:
+            for demand in self._demands.values():
+                demand.recent_s /= divisor
         self._noted_s = now_s
         return self._decay.weight(now_s)
 
@@ -154,17 +168,23 @@ class FairShare:
         """Limits for every tenant, from what was offered and the capacity that there is."""
         weight = self._weight(now_s)
         per_s = 1 / (weight * max(self._decay.window_s(now_s), WINDOW_MIN_S))
+        recent_window_s = max(self._recent.window_s(now_s), WINDOW_MIN_S)
+        recent_per_s = 1 / (self._recent.weight(now_s) * recent_window_s)
         faded = FADED_REQUESTS * weight
         self._demands = {t: d for t, d in self._demands.items() if sum(d.offered_of) > faded}
         self._granted.clear()
-        demands = {t: float(d.offered_s.sum()) * per_s for t, d in self._demands.items()}
+        steady = {t: float(d.offered_s.sum()) for t, d in self._demands.items()}
+        demands = {
+            t: max(steady[t] * per_s, d.recent_s * recent_per_s) for t, d in self._demands.items()
+        }
         capacity = self._capacity(pressure, sum(demands.values()))
         grants = max_min(demands, self._weights, capacity)
         for tenant, wanted in demands.items():
             self._granted[tenant] = (wanted, grants[tenant])
             if wanted > grants[tenant]:
                 floor = self._config.length_share_min
-                self._demands[tenant].split(grants[tenant] / per_s, floor)
+                # The mix is the steady one, which has more samples; the amount the larger one.
+                self._demands[tenant].split(steady[tenant] * grants[tenant] / wanted, floor)
             else:
                 self._demands[tenant].cuts = NO_CUTS
 

@@ -82,6 +82,7 @@ class Options:
 
     prefills: list[PrefillOption]
     decodes: list[DecodeOption]
+    ttft_limit_s: float  # predicted to take longer, it is not admitted
 
 
 @dataclass(slots=True)
@@ -169,14 +170,8 @@ def costs(options: Sequence[PrefillOption], config: ConductorConfig) -> list[flo
     return found
 
 
-def ttft_limit_s(request: Request, config: ConductorConfig) -> float:
-    """Predicted to take longer, it is not admitted."""
-    share = config.low_priority_load_max if request.priority < 0 else 1.0
-    return config.ttft_slo_s * share
-
-
 def finalists(
-    options: Sequence[PrefillOption], request: Request, config: ConductorConfig
+    options: Sequence[PrefillOption], request: Request, ttft_limit_s: float, config: ConductorConfig
 ) -> list[tuple[float, PrefillOption]]:
     """The prefill workers worth pairing, with their costs: the best, and those that are as good."""
     assert options, "admission rejects before routing when no worker takes requests"
@@ -185,8 +180,7 @@ def finalists(
         return [(0.0, next(o for o in options if o.worker.key == chosen))]
     found = list(zip(costs(options, config), options, strict=True))
     if not POLICIES[config.policy].is_blind:  # sparing others must not cost the request its level
-        limit_s = ttft_limit_s(request, config)
-        in_time = [row for row in found if row[1].start_s <= limit_s]
+        in_time = [row for row in found if row[1].start_s <= ttft_limit_s]
         found = in_time or [(option.start_s, option) for option in options]
     limit_s = within(min(cost_s for cost_s, _ in found), config)
     equal = [row for row in found if row[0] <= limit_s]
@@ -238,7 +232,7 @@ def choose_pair(options: Options, request: Request, config: ConductorConfig) -> 
     prefills = [prefill for prefill in options.prefills if prefill.has_room] or options.prefills
     decodes = [decode for decode in options.decodes if decode.has_room] or options.decodes
     found = []
-    for cost_s, prefill in finalists(prefills, request, config):
+    for cost_s, prefill in finalists(prefills, request, options.ttft_limit_s, config):
         decode = choose_decode(prefill, decodes, request, config)
         pair = pair_up(prefill, decode, request, config)
         found.append((cost_s + pair.predicted.handover_s, pair))

@@ -8,6 +8,10 @@ Not here: reading scenarios and comparing (test_scenarios.py).
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections import Counter
+
 from conductor import Conductor, ConductorConfig, Prediction, Reject, Request, Route
 from mooncake_store.events import (
     BlockAdded,
@@ -91,14 +95,49 @@ class Play:
         self.conductor.on_events([BlockRemoved(k, node_id) for k in keys(blocks)], self.now_s)
 
     def asked(self, request_id: str, blocks: str = "", prompt: str = "", output: str = "10",
-              priority: str = "0", avoid: str = "") -> Request:  # fmt: skip
+              priority: str = "0", avoid: str = "", tenant: str = "") -> Request:  # fmt: skip
         block_keys = keys(blocks)
         avoided = frozenset((name, "w1") for name in avoid.split(",") if name)
         tokens = int(prompt) if prompt else len(block_keys) * BLOCK_TOKENS + 1
-        return Request(request_id, tokens, block_keys, int(output), int(priority), avoided)
+        return Request(request_id, tokens, block_keys, int(output), int(priority), avoided, tenant)
 
     def request(self, *words: str, **values: str) -> list[str]:
         return [told(self.conductor.on_request(self.asked(*words, **values), self.now_s))]
+
+    def flood(self, name: str, seconds: str, **values: str) -> list[str]:
+        """Requests at a steady pace, `every` so many seconds, on workers that do them in turn and
+        take the time that was predicted. Lists with | in them are gone through in turn."""
+        every_s, until_s = float(values.pop("every")), self.now_s + float(seconds)
+        kinds = {key: text.split("|") for key, text in values.items()}
+        turns = math.lcm(*(len(texts) for texts in kinds.values()))
+        free_s: dict[str, float] = {}
+        running: list[tuple[float, str]] = []
+        came, went_in = Counter[str](), Counter[str]()
+        last, number = "", 0
+        while self.now_s < until_s:
+            while running and running[0][0] <= self.now_s:
+                end_s, request_id = heapq.heappop(running)
+                self.conductor.on_prefill_finished(request_id, end_s, 0)
+                self.conductor.on_finished(request_id, end_s)
+            turn = number % turns
+            kind = {key: texts[turn % len(texts)] for key, texts in kinds.items()}
+            label = " ".join(f"{key}={kind[key]}" for key in kinds if len(kinds[key]) > 1) or "all"
+            request = self.asked(f"{name}{number}", **kind)
+            answer = self.conductor.on_request(request, self.now_s)
+            came[label] += 1
+            if isinstance(answer, Route):
+                went_in[label] += 1
+                worker_id = answer.prefill.worker_id
+                begin_s = max(self.now_s, free_s.get(worker_id, 0.0))
+                free_s[worker_id] = begin_s + answer.predicted.prefill_s
+                heapq.heappush(running, (free_s[worker_id], request.request_id))
+            else:
+                last = told(answer)
+            number, self.now_s = number + 1, self.now_s + every_s
+        for end_s, request_id in sorted(running):
+            self.conductor.on_finished(request_id, max(end_s, self.now_s))
+        rows = [f"{label}: {went_in[label]} of {came[label]} admitted" for label in came]
+        return [*rows, *([last] if last else [])]
 
     def explain(self, *words: str, **values: str) -> list[str]:
         return [
