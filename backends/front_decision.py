@@ -10,8 +10,9 @@
                                verdict: chosen, slower, or why it would have been rejected
     candidates_left_out        how many more there were
     advice                     advisory mode: the rejection that was not carried out
-    cached_tokens, fetched_blocks, fetched_bytes, ttft_s, queue_ahead, queue_s, load_s, prefill_s,
-    put_s                      what came of prefill
+    cached_tokens, fetched_blocks, fetched_bytes, queue_ahead, queue_s, load_s, prefill_s, put_s
+                               what came of prefill
+    ttft_s                     from the request's arrival at the front to its first token there
     decode_queue_s, decode_load_s, loaded_early_blocks, decode_read_bytes
                                what came of the hand-over
 
@@ -80,12 +81,11 @@ def candidate_facts(candidate: Candidate) -> dict[str, object]:
     }
 
 
-def prefill_facts(reply: PrefillReply, ttft_s: float) -> dict[str, object]:
+def prefill_facts(reply: PrefillReply) -> dict[str, object]:
     return {
         "cached_tokens": reply.cached_tokens,
         "fetched_blocks": reply.fetched_blocks,
         "fetched_bytes": reply.fetched_bytes,
-        "ttft_s": ttft_s,
         "queue_ahead": reply.queue_ahead,
         "queue_s": reply.queue_s,
         "load_s": reply.load_s,

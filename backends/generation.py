@@ -161,7 +161,7 @@ class Generation:
                 first, reply = self._prefill(decided, token_ids, mine)
             self._live.times.prefilled(route.predicted, time.monotonic() - decided_s)
             untold = decided.facts(self._cluster.config)
-            untold |= prefill_facts(reply, mine.begun_at_s - self._started_s)
+            untold |= prefill_facts(reply)
             if not self._begin(mine, first, reply, untold):
                 self._decode(route, reply, np.append(token_ids, np.int32(first)), mine, untold)
                 is_taken_over = True
@@ -190,6 +190,7 @@ class Generation:
             if mine.problem is not None:
                 raise mine.problem
             if mine.is_begun:
+                untold["ttft_s"] = mine.begun_at_s - self._started_s
                 return ""
             mine.is_begun = True
             untold["ttft_s"] = time.monotonic() - self._started_s

@@ -3,68 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Answer, Server, running, wait_until
-
-B = 64
+from tests.e2e.load import B, Load, ask, assert_all_answered
+from tests.e2e.server import Server, running, wait_until
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
     yield from running(tmp_path_factory.mktemp("edits"), state_dir, {})
-
-
-def prompt(number: int, tokens: int = 4 * B + 1) -> list[int]:
-    return [20 + (number * 7919 + index * index * (number + 1)) % 2000 for index in range(tokens)]
-
-
-def ask(server: Server, number: int, **parameters: str) -> Answer:
-    return server.ask(
-        input_ids=prompt(number), max_tokens=8, end_id=-1, return_decision=True,
-        parameters=parameters,
-    )  # fmt: skip
-
-
-class Load:
-    """Requests one after the other, in a few threads, until told to stop."""
-
-    def __init__(self, server: Server, threads: int = 3) -> None:
-        self.answers: list[Answer] = []
-        self._server = server
-        self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(threads)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join(60.0)
-
-    def _run(self, first: int) -> None:
-        number = 100 + first
-        while not self._is_over.is_set():
-            self.answers.append(ask(self._server, number))
-            number += 10
-
-    def wait_for_more(self, count: int) -> None:
-        target = len(self.answers) + count
-        wait_until(lambda: len(self.answers) >= target, f"{count} more answers", 60.0)
-
-
-def assert_all_answered(load: Load) -> None:
-    errors = [answer.error for answer in load.answers if answer.error]
-    assert not errors, errors
-    assert all(len(answer.output_ids) == 8 for answer in load.answers)
 
 
 def test_a_copied_worker_folder_serves_within_ten_seconds(server: Server) -> None:

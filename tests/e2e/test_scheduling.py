@@ -1,0 +1,100 @@
+"""What the conductor decides is what the real workers do: hot prefixes, overload, a new policy.
+
+Whether service levels are kept, and how soon an edit takes effect, is measured by
+`python -m loadtest.bench.overload`: on a busy machine a time proves nothing, a counter does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from loadtest.bench.overload import Load as OpenLoad
+from loadtest.bench.overload import Shape
+from loadtest.bench.repository import set_parameters
+from loadtest.metrics import COMPLETED, FAILED, REJECTED
+from loadtest.workloads import TokenSource
+from tests.e2e.load import B, Load, ask, assert_all_answered
+from tests.e2e.server import Answer, Server, running, wait_until
+from tests.e2e.test_pools import holders
+
+PREFIX_BLOCKS = 32
+SENT = 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
+    yield from running(tmp_path_factory.mktemp("scheduling"), state_dir, {})
+
+
+def test_a_prefix_that_is_sent_20_times_at_load_gets_a_second_copy(
+    server: Server, seed: int
+) -> None:
+    chance = random.Random(seed)
+    prefix = [chance.randrange(16, 2048) for _ in range(PREFIX_BLOCKS * B)]
+
+    def send(_: int) -> Answer:
+        own = [chance.randrange(16, 2048) for _ in range(B + 5)]
+        answer = server.ask(input_ids=prefix + own, max_tokens=2, end_id=-1, return_decision=True)
+        assert not answer.error, answer.error
+        return answer
+
+    cold = send(0)
+    assert cold.cached_tokens == 0
+    assert len(set().union(*holders(server, prefix))) == 1, "one node has it"
+    with ThreadPoolExecutor(SENT - 1) as pool:
+        list(pool.map(send, range(1, SENT)))
+    wait_until(lambda: all(found == {"s0", "s1"} for found in holders(server, prefix)),
+               "both nodes to have every block of the prefix")  # fmt: skip
+    copied = server.metric("mooncake_fetches_total") + server.metric(
+        "mooncake_replicated_blocks_total"
+    )
+    assert copied > 0
+    with ThreadPoolExecutor(4) as pool:
+        warm = list(pool.map(send, range(8)))
+    assert all(answer.cached_tokens == PREFIX_BLOCKS * B for answer in warm)
+    ttft_s = statistics.median(answer.decision["ttft_s"] for answer in warm)
+    print(f"TTFT {cold.decision['ttft_s']:.3f} s when it was new, {ttft_s:.3f} s with two copies")
+    assert ttft_s < cold.decision["ttft_s"], "69 tokens are computed instead of 2,117"
+
+
+def test_a_new_policy_takes_effect_under_load_and_loses_no_request(server: Server) -> None:
+    with Load(server) as load:
+        load.wait_for_more(5)
+        edited_s = time.monotonic()
+        server.edit("conductor", "policy", "load_balance")
+
+        def decided_by_it() -> bool:
+            return bool(load.answers[-1].decision.get("policy") == "load_balance")
+
+        wait_until(decided_by_it, "a decision of the new policy")
+        took_s = time.monotonic() - edited_s
+        load.wait_for_more(10)
+    print(f"the new policy decided after {took_s:.1f} s")
+    assert_all_answered(load)
+    policies = [answer.decision["policy"] for answer in load.answers]
+    assert policies[0] == "kvcache_centric" and policies[-1] == "load_balance"
+
+
+def test_under_overload_no_token_of_a_rejected_prompt_is_computed(
+    server: Server, seed: int
+) -> None:
+    set_parameters(server.repository, "conductor", {"admission": "predictive", "ttft_slo_s": 1.0})
+    wait_until(lambda: ask(server, 3).decision.get("admission") == "predictive",
+               "the service level to be in force")  # fmt: skip
+    shape = Shape(prompt_tokens=1024, output_tokens=4, seconds=2.0, at_once=1)
+    load = OpenLoad(server.addresses, TokenSource(2048, range(16), seed), shape)
+    phase = asyncio.run(load.overload("4x", rate_per_s=40.0, seed=seed))
+    assert len(phase.records) == 80 and not phase.of(FAILED)
+    assert phase.of(COMPLETED), "whoever comes first is served"
+    assert phase.of(REJECTED), "40 prompts/s of 1,024 tokens are about four times what fits"
+    assert phase.rejected_without_retry == 0
+    assert phase.wasted_tokens == 0
+    wait_until(server.is_idle, "pages, slots and leases to be free")
