@@ -9,12 +9,12 @@ A server of our own, fresh prompts of one length, in one run:
     none       an open loop at 4x that rate, nothing is rejected
     predictive the same requests, with ttft_slo_s = 10x and tbt_slo_s = 5x the unloaded medians
 
-The policy is changed in config.pbtxt while the server runs and two requests at a time are in flight
-(`policy_change_s`: until a decision shows it, `policy_change_lost`: of those requests). TBT of a request is the mean of its
-longest 10 % of intervals (metrics.py); a level is kept when the P90 over the admitted is below it.
-That no prefill token of a rejected request was computed is read off the workers' own counter
-`mooncake_prompt_tokens_total{path="computed"}`: prompts are fresh, so it must rise by just the
-tokens of those that were admitted.
+The policy is changed in config.pbtxt while the server runs and two requests at a time are in
+flight: `policy_change_s` is the time until a decision shows it, `policy_change_lost` counts those
+requests. TBT of a request is the mean of its longest 10 % of intervals (metrics.py); a level is
+kept when the P90 over the admitted is below it. That no prefill token of a rejected request was
+computed is read off the workers' own counter `mooncake_prompt_tokens_total{path="computed"}`:
+prompts are fresh, so it must rise by just the tokens of those that were admitted.
 
 Not here: starting the server (server.py), the shape of the answer (result.py).
 """
