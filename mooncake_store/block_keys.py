@@ -70,11 +70,10 @@ def extend_keys(last_key_or_seed: bytes, token_ids: Tokens, block_tokens: int) -
     blocks = len(token_ids) // block_tokens
     packed = _packed(token_ids[: blocks * block_tokens])
     step_bytes = block_tokens * TOKEN_BYTES
-    key = last_key_or_seed
-    keys = []
+    key, keys, blake2b = last_key_or_seed, [], hashlib.blake2b
     for start in range(0, blocks * step_bytes, step_bytes):
         block = packed[start : start + step_bytes]
-        key = hashlib.blake2b(block, digest_size=KEY_BYTES, key=key).digest()
+        key = blake2b(block, digest_size=KEY_BYTES, key=key).digest()
         keys.append(key)
     return keys
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,6 +32,19 @@ def test_only_full_blocks_have_keys(tokens: list[int], block_tokens: int) -> Non
     assert len(keys) == len(tokens) // block_tokens
     assert all(len(key) == 16 for key in keys)
     assert len(set(keys)) == len(keys)
+
+
+@given(tokens=TOKENS, block_tokens=st.integers(1, 9), salt=st.text(max_size=3))
+def test_a_key_is_the_hash_of_its_block_keyed_with_the_key_before(
+    tokens: list[int], block_tokens: int, salt: str
+) -> None:
+    key = chain_seed("print", cache_salt=salt)
+    expected = []
+    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        raw = b"".join(struct.pack("<I", token) for token in tokens[start : start + block_tokens])
+        key = hashlib.blake2b(raw, digest_size=16, key=key).digest()
+        expected.append(key)
+    assert block_keys(tokens, block_tokens, chain_seed("print", cache_salt=salt)) == expected
 
 
 @given(first=TOKENS, second=TOKENS, block_tokens=st.integers(1, 5))

@@ -1,0 +1,201 @@
+"""The prefix index, hashing and whole decisions against a clock, beside NVIDIA Dynamo's index.
+
+    python -m loadtest.bench.index --traces FOLDER [--peer-python PATH]
+
+On the conversation trace, at 8, 64 and 1,024 workers and two placements (placement.py): a lookup
+and what a scorer takes from it, in our index, in `pydict`, and with --peer-python in Dynamo's
+RadixTree (its find_matches and .scores), all in turns; memory per block; hashing prompts into block
+keys; and a decision of the real conductor from block keys to a booked route, at 64 and 1,024
+workers of each role.
+
+PATH is a Python with Dynamo's wheel: python3 -m venv /tmp/dynamo, then
+/tmp/dynamo/bin/pip install ai-dynamo-runtime==1.6.1.
+
+Not here: what is measured how (lookups.py, memory.py, hashing.py, decision.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from conductor.policies import POLICIES
+from loadtest.bench.index import decision, hashing, memory
+from loadtest.bench.index.lookups import BYTES, IDS, Contender, Measured, contenders
+from loadtest.bench.index.peer import Peer
+from loadtest.bench.index.placement import Load, placed, requests_of
+from loadtest.bench.result import Cell, Result, Target
+from loadtest.trace import read_trace
+
+PLACEMENTS = ("rr", "rep4")
+OVER_PYDICT = {8: 2.0, 64: 2.5, 1024: 5.0}  # by workers
+OVER_DYNAMO = {8: 3.0, 64: 3.0, 1024: 5.0}
+DECISION_P50_US = {64: 60.0, 1024: 250.0}
+P99_OVER_P50, BYTES_PER_BLOCK = 4.0, 150.0
+Rows = list[dict[str, Cell]]
+
+console = Console(stderr=True, highlight=False)
+
+
+def lookups(load: Load, peer_python: Path | None, rounds: int) -> tuple[list[Measured], Rows]:
+    """All indexes with this load, in turns. RuntimeError when their answers differ."""
+    made = contenders(load)
+    rows: Rows = []
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(Peer(peer_python, load))] if peer_python else []
+        if peers and peers[0].answers != made[0].answers():
+            raise RuntimeError("Dynamo's index finds other prefixes than ours")
+        turns: list[Contender | Peer] = [*made, *peers]
+        for _ in range(rounds):
+            for one in turns:
+                one.round()
+        if peers:
+            rows += [
+                {"what": "hashing", "input": f"list, Dynamo {peers[0].version}",
+                 "prompt_tokens": 131_072, "block_tokens": int(block_tokens),
+                 "million_tokens_per_s": round(rate / 1e6, 1)}
+                for block_tokens, rate in peers[0].hashing.items()
+            ]  # fmt: skip
+    return [one.measured for one in turns], rows
+
+
+def lookup_rows(load: Load, measured: Sequence[Measured]) -> Rows:
+    return [
+        {
+            "what": "lookup", "index": one.index, "keys": one.keys, "placement": load.placement,
+            "workers": load.workers, "store_blocks_per_s": round(one.store_blocks_per_s),
+            "find_us": round(one.median("find_us"), 2), "p50_us": round(one.median("p50_us"), 2),
+            "p99_us": round(one.median("p99_us"), 2), "mean_us": round(one.median("mean_us"), 2),
+            "best_us": round(one.best_us, 2),
+        }
+        for one in measured
+    ]  # fmt: skip
+
+
+def lookup_targets(by_load: dict[tuple[str, int], list[Measured]]) -> list[Target]:
+    """Of the placement in which we are the least ahead.
+
+    The promise is about the keys that bench_index.py gives to all: the trace's ids. What it is with
+    16-byte keys (against pydict with the same, against Dynamo with its ids) is said beside it.
+    """
+    found = []
+    for peer, goals in (("pydict", OVER_PYDICT), ("dynamo", OVER_DYNAMO)):
+        for workers, goal in goals.items():
+            these = [
+                measured
+                for (_, count), measured in by_load.items()
+                if count == workers and any(one.index == peer for one in measured)
+            ]
+            value, why = None, "not measured here"
+            if these:
+                value = round(min(_ratio(each, peer, IDS, IDS) for each in these), 2)
+                theirs = BYTES if peer == "pydict" else IDS
+                other = min(_ratio(each, peer, theirs, BYTES) for each in these)
+                why = f"{other:.2f} with 16-byte keys"
+            found.append(Target(f"find_over_{peer}_{workers}", value, ">=", goal, why))
+    return found
+
+
+def _ratio(measured: Sequence[Measured], peer: str, their_keys: str, our_keys: str) -> float:
+    best_us = {(one.index, one.keys): one.best_us for one in measured}
+    return best_us[peer, their_keys] / best_us["ours", our_keys]
+
+
+def memory_rows(loads: Sequence[Load]) -> tuple[Rows, list[Target]]:
+    rows: Rows = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for load in loads:
+            for way in ("ours", "pydict"):
+                found = memory.measured(load, way, Path(folder))
+                rows.append({
+                    "what": "memory", "index": way, "keys": "16 bytes",
+                    "placement": load.placement, "workers": load.workers, "blocks": load.keys,
+                    "copies": load.blocks,
+                    **{f"{name}_per_block": round(value, 1) for name, value in found.items()},
+                })  # fmt: skip
+    worst = max(float(row["rss_bytes_per_block"] or 0) for row in rows if row["index"] == "ours")
+    why = "resident set, per different block with its key; the worst placement"
+    return rows, [Target("rss_bytes_per_block", worst, "<=", BYTES_PER_BLOCK, why)]
+
+
+def decision_rows(
+    trace: Path, sizes: Sequence[int], policies: Sequence[str], rounds: int, decisions: int
+) -> tuple[Rows, list[Target]]:
+    rows, requests = [], read_trace(trace)
+    targets: list[Target] = []
+    for workers in sizes:
+        these = []
+        for policy in policies:
+            with console.status(f"decisions, {policy}, {workers} workers of each role ..."):
+                these.append(decision.measure(requests, workers, policy, rounds, decisions))
+        rows += these
+        p50_us = max(float(row["p50_us"] or 0) for row in these)
+        over = max(float(row["p99_over_p50"] or 0) for row in these)
+        why = f"the slowest of {', '.join(policies)}"
+        goal = DECISION_P50_US.get(workers)
+        if goal is not None:
+            targets.append(Target(f"decision_us_p50_{workers}", p50_us, "<=", goal, why))
+            targets.append(
+                Target(f"decision_p99_over_p50_{workers}", over, "<=", P99_OVER_P50, why)
+            )
+    return rows, targets
+
+
+def main(
+    traces: Annotated[
+        Path,
+        typer.Option(envvar="MOONCAKE_TRACES", help="Folder with conversation_trace.jsonl."),
+    ],
+    peer_python: Annotated[
+        Path | None, typer.Option(help="A Python that has Dynamo's wheel, to measure it too.")
+    ] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option(min=1, help="Only so many; repeatable.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Decisions of this one ({', '.join(POLICIES)}); repeatable."),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=100, help="Only the first so many of the trace.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each lookup; of decisions, a third.")] = 9,
+    decisions: Annotated[int, typer.Option(min=10, help="In each round.")] = 3_000,
+    seed: Annotated[int, typer.Option(help="Of the hashed tokens.")] = 1,
+) -> None:
+    """Measure; the last line is JSON."""
+    started_s = time.perf_counter()
+    trace = traces / "conversation_trace.jsonl"
+    prompts = requests_of(trace, requests)
+    rows, hash_targets = hashing.measure(rounds * 3, seed)
+    by_load: dict[tuple[str, int], list[Measured]] = {}
+    loads = []
+    for placement in PLACEMENTS:
+        for count in workers or OVER_PYDICT:
+            load = placed(prompts, placement, count)
+            loads.append(load)
+            with console.status(f"lookups, {placement}, {count} workers ..."):
+                measured, hash_rows = lookups(load, peer_python, rounds)
+            by_load[placement, count] = measured
+            rows += lookup_rows(load, measured) + (hash_rows if len(loads) == 1 else [])
+    targets = lookup_targets(by_load)
+    with console.status("memory ..."):
+        more, memory_targets = memory_rows(loads)
+    rows += more
+    more, decision_targets = decision_rows(
+        trace, workers or list(DECISION_P50_US), policy or ["kvcache_centric", "adaptive"],
+        max(1, rounds // 3), decisions,
+    )  # fmt: skip
+    targets += [*memory_targets, *hash_targets, *decision_targets]
+    Result("index", time.perf_counter() - started_s, rows + more, targets).print()
+
+
+if __name__ == "__main__":
+    typer.run(main)
