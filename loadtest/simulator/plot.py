@@ -16,7 +16,6 @@ from loadtest.report.pictures.style import MANY, NAMED
 from loadtest.simulator.hit_rate import OPTIMUM, PAPER_BLOCKS, Run
 
 WIDTH_IN, HEIGHT_IN, DOTS_PER_INCH = 9.0, 3.8, 150
-SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def save(path: Path, runs: Sequence[Run]) -> None:

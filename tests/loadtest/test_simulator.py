@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.simulator.asked import Asked
 from loadtest.simulator.block_cache import BlockCache, DirectoryCache, Hits, key_of, play
-from loadtest.simulator.command import main, requests_of
+from loadtest.simulator.command import main
+from loadtest.simulator.experiments.hit_rates import requests_of
 from loadtest.simulator.hit_rate import Run, rows_of, targets_of
 from loadtest.simulator.optimum import best_hits
 from mooncake_store.eviction import POLICIES
@@ -21,7 +23,7 @@ SMALL = ["--traces", ".", "--trace", "conversation"]
 def published(name: str) -> list[list[bytes]]:
     if not (TRACES / f"{name}_trace.jsonl").exists():
         pytest.skip(f"{name}_trace.jsonl is not in {TRACES.parent.name}/traces beside this tree")
-    return requests_of(TRACES, name)
+    return requests_of(Asked(folder=TRACES), name)
 
 
 def conversations(rng: random.Random, requests: int) -> list[list[bytes]]:

@@ -6,6 +6,7 @@ time. Nothing here looks at a real clock.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
@@ -29,8 +30,17 @@ class Clock:
         self.at(self.now_s + seconds, action, *arguments)
 
     def run(self) -> None:
-        """Until nothing is left to do."""
-        heap = self._heap
-        while heap:
-            self.now_s, _, action, arguments = heappop(heap)
-            action(*arguments)
+        """Until nothing is left to do.
+
+        Without the collector of cycles: a run makes few, and looking for them among a million live
+        objects again and again takes a tenth of its time.
+        """
+        heap, was_collecting = self._heap, gc.isenabled()
+        gc.disable()
+        try:
+            while heap:
+                self.now_s, _, action, arguments = heappop(heap)
+                action(*arguments)
+        finally:
+            if was_collecting:
+                gc.enable()

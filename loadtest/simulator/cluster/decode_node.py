@@ -35,7 +35,7 @@ class Arrival:
     job: Job
     prefill_node: str
     paced_s: float  # how long its prefill is expected to compute
-    is_sent: bool = False  # its KV is on the way, or here
+    sent_s: float = 0.0  # since when it has pages and its KV is on the way
     is_here: bool = False  # all of it that was computed when it was sent
     is_asked: bool = False  # the request itself has come
     is_ready: bool = False
@@ -105,7 +105,7 @@ class DecodeNode:
         site = self._site
         for admitted in self._batching.admit():
             arrival = self._arrivals[admitted.request_id]
-            arrival.is_sent = True
+            arrival.sent_s = site.clock.now_s
             size_bytes = arrival.job.prompt_tokens * site.gpu.token_bytes
             is_computed = arrival.job.prefilled_s is not None
             paced_s = 0.0 if is_computed else arrival.paced_s
@@ -131,8 +131,10 @@ class DecodeNode:
     def _join(self, arrival: Arrival) -> None:
         if self._arrivals.get(arrival.job.request_id) is not arrival or self.is_dead:
             return  # it was stopped, or the worker died
-        arrival.job.handed_over_s = self._site.clock.now_s
-        self._site.store.release(arrival.job.request_id)
+        job = arrival.job
+        assert job.prefilled_s is not None
+        job.handover_s = self._site.clock.now_s - max(job.prefilled_s, arrival.sent_s)
+        self._site.store.release(job.request_id)
         self._ready.append(arrival)
         if len(self._ends_s):
             self._cut_plan()
@@ -212,6 +214,14 @@ class DecodeNode:
         self._admit()
 
     # -- what it says of itself
+
+    @property
+    def step_s(self) -> float:
+        """The step that the batch takes now, as the model says."""
+        batching = self._batching
+        if not batching.running:
+            return 0.0
+        return float(self._site.gpu.decode_s(batching.running, float(batching.context_tokens)))
 
     def report(self) -> WorkerReport:
         batching, done = self._batching, self._steps_done()

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from conductor import Conductor, ConductorConfig, Reject, Replicate, Request
-from conductor.queue_order import FIFO, QueueOrder
 from loadtest.simulator.block_cache import key_of
 from loadtest.simulator.cluster.clock import Clock
 from loadtest.simulator.cluster.decode_node import DecodeNode
@@ -74,9 +73,6 @@ class Fleet:
         self._on_over: Callable[[], None] = lambda: None
         self._alive = 0
         self._copies = 0
-        is_short_first = config.queue_order == "shortest_first"
-        self._order = QueueOrder(config.queue_stretch, config.queue_wait_s_max)
-        self._order = self._order if is_short_first else FIFO
         self._make_workers(calibrate(gpu, settings.chunk_tokens))
 
     @property
@@ -152,8 +148,7 @@ class Fleet:
             self._count_over()
             return
         job.route = decision
-        key_s = self._order.key_s(self.clock.now_s, decision.predicted.prefill_s)
-        self.prefills[decision.prefill.worker_id].submit(job, key_s)
+        self.prefills[decision.prefill.worker_id].submit(job, decision.order_key_s)
 
     def _begun(self, job: Job) -> None:
         """The first layers will be there soon: decode may reserve a place and read along."""
@@ -175,7 +170,7 @@ class Fleet:
             return
         self.conductor.on_prefill_finished(job.request_id, now_s, job.cached_tokens, job.compute_s)
         if job.output_tokens <= 1:
-            job.handed_over_s = job.finished_s = now_s
+            job.finished_s = now_s
             self._over(job)
             return
         decode.submit(job, "")
@@ -204,7 +199,7 @@ class Fleet:
                 job.request, request_id=f"r{job.number}-{job.tries}",
                 excluded_workers=job.request.excluded_workers | {(worker_id, LIFE)},
             )  # fmt: skip
-            job.started_s = job.prefilled_s = job.handed_over_s = job.joined_s = None
+            job.started_s = job.prefilled_s = job.joined_s = None
             self._decide(job)
 
     # -- what goes on beside

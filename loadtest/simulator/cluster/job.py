@@ -28,8 +28,9 @@ class Job:
     cached_tokens: int = 0
     fetched_blocks: int = 0
     compute_s: float = 0.0  # seconds of the steps that it took part in
+    own_compute_s: float = 0.0  # its share of those, by new tokens
     prefilled_s: float | None = None  # its first token was computed
-    handed_over_s: float | None = None  # its KV was at the decode worker
+    handover_s: float = 0.0  # from its first token, and from when decode had room, to KV there
     joined_s: float | None = None  # its first decode step began
     finished_s: float | None = None
     tbt_s: float = 0.0  # mean of the longest 10 % of the intervals between its tokens

@@ -172,9 +172,11 @@ class PrefillNode:
         self.busy_s += seconds
         self._steps.took(seconds)
         self._batching.computed(chunks)
+        new_tokens = sum(chunk.tokens for chunk in chunks)
         for chunk in chunks:
             job = self._jobs[chunk.request_id]
             job.compute_s += seconds
+            job.own_compute_s += seconds * chunk.tokens / new_tokens
             self._put(job, chunk)
             if job.refused or chunk.is_last:
                 self._leave(job)

@@ -14,9 +14,11 @@ Where the constants come from:
 - LLaMA3-70B (its config.json): 80 layers, d = 8,192, 64 heads, 8 KV heads of 128, bfloat16;
   70.6 G parameters. KV: 80 * 2 * 8 * 128 * 2 B = 320 KiB a token, as in the paper.
 - MFU 0.5: with it the prefill times of Fig 14 (8k to 128k tokens) come out within 15 %.
-- MBU 0.6 and 11.5 ms of overhead a step; 4 ms per sequence and step. A pure roofline has no cost
-  per sequence. The paper's points imply 3 to 5 ms (Fig 15: TBT 31 to 58 ms; Fig 1: median 75 ms
-  where the roofline has 29). It is calibrated on those and used everywhere.
+- MBU 0.6 and 11.5 ms of overhead a step: 30 ms for one sequence, 26 of them without it.
+- 3 ms per sequence and step. A pure roofline has no such cost; the paper's points have one. It is
+  calibrated on Fig 15 (TBT from 31 to 58 ms as decode nodes get fewer: 2.9 and 3.3 ms, if those are
+  12 and 4 nodes) and used everywhere; what it gives for Fig 1 (median 75 ms) is in
+  docs/measurements.md.
 
 One set for everything: no experiment changes any of them. Not here: measured coefficients
 (table.py).
@@ -73,7 +75,7 @@ class Efficiency:
 
 A800_X8 = Hardware("8x A800-SXM4-80GB", 8 * 312e12, 8 * 2.039e12, 8 * 80 * 10**9, 0.9)
 LLAMA3_70B = Model("LLaMA3-70B", 80, 8_192, 8, 128, 2, 70.6e9)
-AS_MEASURED = Efficiency(compute=0.5, bandwidth=0.6, step_overhead_s=0.0115, sequence_s=0.004)
+AS_MEASURED = Efficiency(compute=0.5, bandwidth=0.6, step_overhead_s=0.0115, sequence_s=0.003)
 
 
 class Roofline:

@@ -1,0 +1,107 @@
+"""What a user of `mooncake simulate` asked for, checked, and the bar that shows how far it is.
+
+Not here: the options' words (command.py), the experiments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from loadtest.simulator.cluster.settings import Settings
+from loadtest.trace import TraceRow, read_trace
+
+WHERE = "https://github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
+SUFFIXES = (".png", ".svg", ".pdf")
+
+console = Console(stderr=True, highlight=False)
+
+
+class SimulationRefused(Exception):
+    """Nothing was run; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Empty tuples and None: what the experiment does by default."""
+
+    folder: Path | None = None  # of the traces
+    traces: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    admissions: tuple[str, ...] = ()
+    speeds: tuple[float, ...] = ()
+    blocks: tuple[int, ...] = ()
+    requests: int | None = None  # the first so many of a trace
+    seed: int = 0
+    prefills: int = 8
+    decodes: int = 8
+    is_directory: bool = False
+    picture: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.picture is not None and self.picture.suffix not in SUFFIXES:
+            raise SimulationRefused(f"--plot {self.picture}: the name must end in {SUFFIXES}")
+
+    def settings(self) -> Settings:
+        """The shape of the cluster."""
+        return Settings(prefills=self.prefills, decodes=self.decodes, seed=self.seed)
+
+    @property
+    def is_shortened(self) -> str:
+        """Why numbers that were promised of a whole trace and 8 + 8 nodes do not follow; or ""."""
+        if self.requests is not None:
+            return f"only the first {self.requests} requests were replayed"
+        if (self.prefills, self.decodes) != (8, 8):
+            return f"{self.prefills} + {self.decodes} nodes, it was promised of 8 + 8"
+        return ""
+
+    def one_of(self, asked: tuple[str, ...], known: tuple[str, ...], what: str) -> tuple[str, ...]:
+        """What was asked for, or all; SimulationRefused for a name that nobody knows."""
+        if unknown := set(asked) - set(known):
+            names = ", ".join(sorted(unknown))
+            raise SimulationRefused(f"no {what} {names}; there are {', '.join(known)}")
+        return asked or known
+
+    def one_trace(self, default: str) -> str:
+        """For an experiment on one trace."""
+        if len(self.traces) > 1:
+            raise SimulationRefused(f"one --trace at a time, not {', '.join(self.traces)}")
+        return self.traces[0] if self.traces else default
+
+    def rows(self, trace: str) -> list[TraceRow]:
+        """The requests of a trace, in order of arrival; TraceError when the file is wrong."""
+        if self.folder is None:
+            raise SimulationRefused(
+                "say where the traces are: --traces FOLDER, or MOONCAKE_TRACES in the "
+                f"environment. They are published at {WHERE}"
+            )
+        path = self.folder / f"{trace}_trace.jsonl"
+        if not path.is_file():
+            raise SimulationRefused(f"{path} is not there; fetch it from {WHERE}")
+        return read_trace(path, self.requests)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int], Callable[[], None]]]:
+    """Gives a function that begins a line of so many steps and returns what counts one of them."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+
+        def begin(name: str, steps: int) -> Callable[[], None]:
+            task = progress.add_task(name, total=steps)
+            return lambda: progress.advance(task)
+
+        yield begin

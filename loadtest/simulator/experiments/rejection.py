@@ -1,0 +1,216 @@
+"""What does each admission policy do when more is offered than fits? Table 3 of the arXiv report.
+
+The conversation trace, faster and faster, on 8 + 8 nodes of 8x A800 with LLaMA3-70B; TTFT <= 30 s
+and TBT <= 100 ms, the service levels of the paper's runs on real traces. A decode worker checks
+each request once more when it comes; the prefill of what it refuses was for nothing. First the
+lowest speed at which the baseline wastes WASTED_SHARE_MIN of its prefills is looked for; then every
+admission is run at that speed. All rows have the same routing, FIFO queues and limits, and no
+shedding but by limit, as in the paper.
+
+Not here: the policies (conductor/admission.py), the cluster (cluster/).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from conductor import ConductorConfig
+from loadtest.bench.result import Cell, Result, Target
+from loadtest.simulator.asked import Asked, progress_bar
+from loadtest.simulator.cluster.fleet import Fleet, Offered, offered_of
+from loadtest.simulator.cluster.outcome import Outcome, outcome_of, within
+from loadtest.simulator.cluster.settings import Settings
+from loadtest.simulator.experiments import plots
+from loadtest.simulator.gpu.roofline import Roofline
+
+TRACE = "conversation"
+ADMISSIONS = ("baseline", "early", "predictive", "predictive_lengths")
+TTFT_SLO_S, TBT_SLO_S = 30.0, 0.1
+WASTED_SHARE_MIN = 0.15
+SPEEDS = tuple(1.0 + 0.25 * step for step in range(13))
+PAPER_OFFERED = 23_000
+PAPER_REJECTED = {"baseline": 4_183, "early": 3_771, "predictive": 3_589}
+WASTED_OF_BASELINE = {"early": 0.8, "predictive": 0.7}
+STRICTLY_LESS = 0.999
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    admission: str
+    speed: float
+    outcome: Outcome
+    within_slo: int
+    prefill_load_std: float
+    prefill_load_mean: float
+    decode_load_std: float
+    tbt_error: float
+
+
+class LoadWatch:
+    """The load of both pools, each second: predicted latency against its service level.
+
+    Prefill: predicted seconds of queue / TTFT SLO; decode: the step that the batch takes / TBT SLO;
+    each the mean of the pool (arXiv, section 7). Counted while requests arrive: the empty fleet at
+    the end is no swing.
+    """
+
+    def __init__(self, until_s: float) -> None:
+        self._until_s = until_s
+        self.prefill: list[float] = []
+        self.decode: list[float] = []
+
+    def look(self, fleet: Fleet) -> None:
+        now_s = fleet.clock.now_s
+        if now_s > self._until_s:
+            return
+        queues = [w.queue_s for w in fleet.conductor.status(now_s) if w.role == "prefill"]
+        self.prefill.append(sum(queues) / len(queues) / TTFT_SLO_S)
+        steps = [node.step_s for node in fleet.decodes.values()]
+        self.decode.append(sum(steps) / len(steps) / TBT_SLO_S)
+
+
+def answer(asked: Asked) -> Result:
+    """The speed, then every admission at it; the picture when one was asked for."""
+    started_s = time.monotonic()
+    admissions = asked.one_of(asked.admissions, ADMISSIONS, "admission")
+    settings = asked.settings()
+    trace, why_not = asked.one_trace(TRACE), asked.is_shortened
+    if trace != TRACE:
+        why_not = f"it was promised of the {TRACE} trace"
+    offered = offered_of(asked.rows(trace), settings.block_tokens)
+    runs: list[Run] = []
+    with progress_bar() as begin:
+        for speed in asked.speeds or SPEEDS:
+            runs.append(run(offered, "baseline", speed, settings, begin(
+                f"baseline {speed:g}x", len(offered)
+            )))  # fmt: skip
+            if runs[-1].outcome.wasted_share >= WASTED_SHARE_MIN:
+                break
+        speed = runs[-1].speed
+        for admission in admissions:
+            if admission != "baseline":
+                on_over = begin(f"{admission} {speed:g}x", len(offered))
+                runs.append(run(offered, admission, speed, settings, on_over))
+    rows, targets = rows_of(runs), targets_of(runs, why_not)
+    if asked.picture is not None:
+        plots.save_rejection(asked.picture, [row for row in rows if row["speed"] == speed])
+    return Result("rejection", time.monotonic() - started_s, rows, targets)
+
+
+def config_for(admission: str) -> ConductorConfig:
+    """What the conductor is told; the same for every row but for the admission."""
+    return ConductorConfig(
+        admission=admission, policy="kvcache_centric", queue_order="fifo", shedding="limit",
+        ttft_slo_s=TTFT_SLO_S, tbt_slo_s=TBT_SLO_S,
+        decode_s_expected=30.0,  # a first guess; it is measured from then on
+    )  # fmt: skip
+
+
+def run(
+    offered: Sequence[Offered],
+    admission: str,
+    speed: float,
+    settings: Settings,
+    on_over: Callable[[], None] = lambda: None,
+) -> Run:
+    fleet = Fleet(config_for(admission), settings, Roofline())
+    watch = LoadWatch(offered[-1].at_s / speed)
+    fleet.reported = watch.look
+    jobs = fleet.run(offered, speed, on_over)
+    errors = [
+        abs(job.route.predicted.tbt_s - job.tbt_decode_s) / job.tbt_decode_s
+        for job in jobs
+        if job.route is not None and job.finished_s is not None and job.tbt_decode_s > 0
+    ]
+    return Run(
+        admission, speed, outcome_of(jobs), within(jobs, TTFT_SLO_S, TBT_SLO_S),
+        float(np.std(watch.prefill)), float(np.mean(watch.prefill)), float(np.std(watch.decode)),
+        sum(errors) / max(1, len(errors)),
+    )  # fmt: skip
+
+
+def rows_of(runs: Sequence[Run]) -> list[dict[str, Cell]]:
+    rows: list[dict[str, Cell]] = []
+    for run in runs:
+        outcome, paper = run.outcome, PAPER_REJECTED.get(run.admission)
+        rows.append({
+            "admission": run.admission,
+            "speed": run.speed,
+            "offered": outcome.offered,
+            "finished": outcome.finished,
+            "within_slo": run.within_slo,
+            "rejected": outcome.rejected_in_all,
+            "rejected_before": sum(outcome.rejected.values()),
+            "refused_at_decode": outcome.wasted_prefills,
+            "wasted_prefill_percent": round(100 * outcome.wasted_share, 2),
+            "wasted_prefill_s": round(outcome.wasted_prefill_s, 1),
+            "prefill_s": round(outcome.prefill_s, 1),
+            "prefill_load_mean": round(run.prefill_load_mean, 4),
+            "prefill_load_std": round(run.prefill_load_std, 4),
+            "decode_load_std": round(run.decode_load_std, 4),
+            "ttft_mean_s": round(outcome.ttft_s.mean, 3),
+            "ttft_p90_s": round(outcome.ttft_s.p90, 3),
+            "tbt_p50_s": round(outcome.tbt_s.p50, 4),
+            "tbt_p90_s": round(outcome.tbt_s.p90, 4),
+            "tbt_decode_p90_s": round(outcome.tbt_decode_s.p90, 4),
+            "decode_mean_s": round(outcome.decode_s, 2),
+            "tbt_error_percent": round(100 * run.tbt_error, 1),
+            "rejected_percent": round(100 * outcome.rejected_in_all / outcome.offered, 2),
+            "paper_rejected": paper,
+            "paper_rejected_percent": round(100 * paper / PAPER_OFFERED, 2) if paper else None,
+        })  # fmt: skip
+    return rows
+
+
+def targets_of(runs: Sequence[Run], why_not: str = "") -> list[Target]:
+    """What was promised at the last speed, beside what was found; `why_not`: it was not run."""
+    speed = runs[-1].speed
+    found = {run.admission: run for run in runs if run.speed == speed and not why_not}
+    baseline = found.get("baseline")
+    if baseline is not None and baseline.outcome.wasted_share < WASTED_SHARE_MIN:
+        why_not, found = f"the baseline never wasted {WASTED_SHARE_MIN:.0%} of its prefills", {}
+    why_not = why_not or "this admission was not run"
+    targets = [
+        _ratio(f"wasted prefill seconds, {name} / baseline", found, name, "baseline",
+               lambda run: run.outcome.wasted_prefill_s, goal, why_not)
+        for name, goal in WASTED_OF_BASELINE.items()
+    ]  # fmt: skip
+    targets.append(_ratio(
+        "wasted prefill seconds, predictive_lengths / predictive", found, "predictive_lengths",
+        "predictive", lambda run: run.outcome.wasted_prefill_s, STRICTLY_LESS, why_not,
+    ))  # fmt: skip
+    for worse, better in pairwise(ADMISSIONS):
+        targets.append(_ratio(
+            f"requests within both SLOs, {worse} / {better}", found, worse, better,
+            lambda run: float(run.within_slo), STRICTLY_LESS, why_not,
+        ))  # fmt: skip
+    for name, other, goal in (
+        ("predictive", "early", STRICTLY_LESS), ("predictive_lengths", "predictive", 1.0),
+    ):  # fmt: skip
+        targets.append(_ratio(
+            f"swing of the prefill load, {name} / {other}", found, name, other,
+            lambda run: run.prefill_load_std, goal, why_not,
+        ))  # fmt: skip
+    return targets
+
+
+def _ratio(
+    name: str,
+    found: dict[str, Run],
+    above: str,
+    below: str,
+    number: Callable[[Run], float],
+    goal: float,
+    why_not: str,
+) -> Target:
+    if above not in found or below not in found:
+        return Target(name, None, "<=", goal, why_not)
+    over, under = number(found[above]), number(found[below])
+    if not under:
+        return Target(name, None, "<=", goal, f"{below} has {under:g}")
+    return Target(name, round(over / under, 4), "<=", goal)

@@ -1,0 +1,167 @@
+"""Which prefill policy gives the least time to the first token? The paper's Figure 5, and ours.
+
+The conversation trace with its timestamps as they are (and faster), 8 prefill and 8 decode nodes of
+8x A800 with LLaMA3-70B, nothing rejected. The paper's four policies serve each prefill queue in
+order of arrival, as the paper does; `adaptive` serves short work first, with ageing, because its
+formula is about that queue. Nothing else differs between rows.
+
+Not here: the policies (conductor/policies.py), the cluster (cluster/).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from conductor import ConductorConfig
+from loadtest.bench.result import Cell, Result, Target
+from loadtest.simulator.asked import Asked, progress_bar
+from loadtest.simulator.cluster.fleet import Fleet, Offered, offered_of
+from loadtest.simulator.cluster.outcome import Outcome, Quantiles, outcome_of
+from loadtest.simulator.cluster.settings import Settings
+from loadtest.simulator.experiments import plots
+from loadtest.simulator.gpu.roofline import Roofline
+
+POLICIES = ("random", "load_balance", "cache_aware", "kvcache_centric", "adaptive")
+SPEEDS = (1.0, 1.5, 2.0)
+PAPER_TTFT_S = {  # FAST'25, Figure 5: speed 1
+    "random": 19.65, "load_balance": 5.27, "cache_aware": 3.58, "kvcache_centric": 3.07,
+}  # fmt: skip
+CENTRIC_OF_AWARE = {1.0: 0.91, 1.5: 0.86}
+ADAPTIVE_OF_CENTRIC = {1.0: 0.96, 1.5: 0.92, 2.0: 0.6}
+P99_RATIO_MAX = 1.1
+STRICTLY_LESS = 0.999
+TRACE = "conversation"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    policy: str
+    speed: float
+    queue_order: str
+    outcome: Outcome
+    prefill_busy: float  # share of the time, mean of the workers
+    ttft_error: float  # |predicted - actual| / actual, mean of the last requests
+
+
+def answer(asked: Asked) -> Result:
+    """Every policy at every speed; the picture when one was asked for."""
+    started_s = time.monotonic()
+    policies = asked.one_of(asked.policies, POLICIES, "policy")
+    settings = asked.settings()
+    trace, why_not = asked.one_trace(TRACE), asked.is_shortened
+    if trace != TRACE:
+        why_not = f"it was promised of the {TRACE} trace"
+    offered = offered_of(asked.rows(trace), settings.block_tokens)
+    runs: list[Run] = []
+    with progress_bar() as begin:
+        for speed in asked.speeds or SPEEDS:
+            for policy in policies:
+                on_over = begin(f"{policy} {speed:g}x", len(offered))
+                runs.append(run(offered, policy, speed, settings, on_over))
+    rows, targets = rows_of(runs), targets_of(runs, why_not)
+    if asked.picture is not None:
+        plots.save_scheduling(asked.picture, rows)
+    return Result("scheduling", time.monotonic() - started_s, rows, targets)
+
+
+def config_for(policy: str) -> ConductorConfig:
+    """What the conductor is told; the same for every row but for the policy and its queue order."""
+    return ConductorConfig(
+        policy=policy,
+        queue_order="shortest_first" if policy == "adaptive" else "fifo",
+        admission="none",
+        advisory=True,  # nothing is rejected, also where decode is full: the queue says it
+        decode_s_expected=30.0,  # a first guess; it is measured from then on
+    )
+
+
+def run(
+    offered: Sequence[Offered],
+    policy: str,
+    speed: float,
+    settings: Settings,
+    on_over: Callable[[], None] = lambda: None,
+) -> Run:
+    config = config_for(policy)
+    fleet = Fleet(config, settings, Roofline())
+    outcome = outcome_of(fleet.run(offered, speed, on_over))
+    busy = [node.busy_s / fleet.clock.now_s for node in fleet.prefills.values()]
+    error = fleet.conductor.stats().ttft_error
+    return Run(policy, speed, config.queue_order, outcome, sum(busy) / len(busy), error)
+
+
+def rows_of(runs: Sequence[Run]) -> list[dict[str, Cell]]:
+    means = {(run.policy, run.speed): run.outcome.ttft_s.mean for run in runs}
+    rows: list[dict[str, Cell]] = []
+    for run in runs:
+        ttft, outcome = run.outcome.ttft_s, run.outcome
+        centric_s = means.get(("kvcache_centric", run.speed))
+        paper_s = PAPER_TTFT_S.get(run.policy) if run.speed == 1.0 else None
+        rows.append({
+            "policy": run.policy,
+            "queue": run.queue_order,
+            "speed": run.speed,
+            "finished": outcome.finished,
+            "ttft_mean_s": round(ttft.mean, 3),
+            "ttft_p50_s": round(ttft.p50, 3),
+            "ttft_p90_s": round(ttft.p90, 3),
+            "ttft_p99_s": round(ttft.p99, 3),
+            "ttft_max_s": round(ttft.most, 3),
+            "ttft_prefill_mean_s": round(outcome.ttft_prefill_s.mean, 3),
+            "tbt_p50_s": round(outcome.tbt_s.p50, 4),
+            "tbt_decode_p50_s": round(outcome.tbt_decode_s.p50, 4),
+            "hit_percent": round(100 * outcome.hit_share, 2),
+            "fetched_blocks": outcome.fetched_blocks,
+            "prefill_busy_percent": round(100 * run.prefill_busy, 1),
+            "ttft_error_percent": round(100 * run.ttft_error, 1),
+            "of_kvcache_centric": round(ttft.mean / centric_s, 3) if centric_s else None,
+            "paper_ttft_s": paper_s,
+            "paper_of_kvcache_centric":
+                round(paper_s / PAPER_TTFT_S["kvcache_centric"], 3) if paper_s else None,
+        })  # fmt: skip
+    return rows
+
+
+def targets_of(runs: Sequence[Run], why_not: str = "") -> list[Target]:
+    """What was promised of the whole trace, beside what was found; `why_not`: it was not run."""
+    found = {(run.policy, run.speed): run.outcome.ttft_s for run in runs if not why_not}
+    why_not = why_not or "this policy or speed was not run"
+    targets = []
+    for speed in SPEEDS:
+        for worse, better in pairwise(POLICIES[:4]):
+            name = f"{better} / {worse}, mean TTFT at {speed:g}x (strictly less)"
+            pair = (better, speed), (worse, speed)
+            targets.append(_ratio(name, found, *pair, STRICTLY_LESS, why_not))
+    for speed, goal in CENTRIC_OF_AWARE.items():
+        name = f"kvcache_centric / cache_aware, mean TTFT at {speed:g}x"
+        pair = ("kvcache_centric", speed), ("cache_aware", speed)
+        targets.append(_ratio(name, found, *pair, goal, why_not))
+    for speed, goal in ADAPTIVE_OF_CENTRIC.items():
+        pair = ("adaptive", speed), ("kvcache_centric", speed)
+        targets.append(_ratio(
+            f"adaptive / kvcache_centric, mean TTFT at {speed:g}x", found, *pair, goal, why_not
+        ))  # fmt: skip
+        targets.append(_ratio(
+            f"adaptive / kvcache_centric, p99 TTFT at {speed:g}x", found, *pair, P99_RATIO_MAX,
+            why_not, is_p99=True,
+        ))  # fmt: skip
+    return targets
+
+
+def _ratio(
+    name: str,
+    found: dict[tuple[str, float], Quantiles],
+    above: tuple[str, float],
+    below: tuple[str, float],
+    goal: float,
+    why_not: str,
+    is_p99: bool = False,
+) -> Target:
+    if above not in found or below not in found:
+        return Target(name, None, "<=", goal, why_not)
+    over, under = found[above], found[below]
+    value = over.p99 / under.p99 if is_p99 else over.mean / under.mean
+    return Target(name, round(value, 4), "<=", goal)
