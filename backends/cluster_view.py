@@ -16,11 +16,10 @@ from typing import Any
 
 from backends.errors import RequestInvalid
 from backends.front_decision import Decided
-from backends.inbox import Outbox
-from backends.worker_protocol import CopyBlocks
+from backends.hot_copies import HotCopies
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
-from conductor.messages import Reject, Replicate, Request
+from conductor.messages import Reject, Request
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.event_feed import EventFeed
@@ -46,16 +45,14 @@ class Served:
 class ClusterView:
     """Thread-safe door to the Conductor, kept up to date from the directory."""
 
-    def __init__(
-        self, config: ConductorConfig, directory: str, events: str, outbox: Outbox
-    ) -> None:
+    def __init__(self, config: ConductorConfig, directory: str, events: str) -> None:
         self.on_worker_down: Callable[[str, str], None] = lambda *_: None  # set by the front
         self.config = config
         self._lock = threading.Lock()
         self._conductor = Conductor(config)
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
         self._unheard_s: dict[tuple[str, str], float] = {}
-        self._outbox = outbox
+        self._copies = HotCopies(directory)
         self.self_check = SelfCheck(self._check, is_switched_on())
         self._is_closing = threading.Event()
         self.client = DirectoryClient(directory)
@@ -151,6 +148,7 @@ class ClusterView:
         self._is_closing.set()
         self._feed.close()
         self._ticker.join(timeout=2.0)
+        self._copies.close()
         self.client.close()
 
     def _on_snapshot(self, snapshot: Any) -> None:
@@ -180,13 +178,13 @@ class ClusterView:
         while not self._is_closing.wait(TICK_S):
             with self._lock:
                 suggestions = self._conductor.on_tick(time.monotonic())
-                workers = list(self._workers.values())
                 lost = self._never_heard_again(time.monotonic())
             self.self_check.run(time.monotonic())
             for worker_id, incarnation in lost:
                 self.on_worker_down(worker_id, incarnation)
             for suggestion in suggestions:
-                self._carry_out(suggestion, workers)
+                log.info("replicate %s", suggestion.reason)
+                self._copies.carry_out(suggestion)
 
     def _never_heard_again(self, now_s: float) -> list[tuple[str, str]]:
         """Workers that a new directory should have heard of by now; with the lock held."""
@@ -198,12 +196,3 @@ class ClusterView:
         for worker in lost:
             del self._unheard_s[worker]
         return lost
-
-    def _carry_out(self, suggestion: Replicate, workers: Sequence[WorkerInfo]) -> None:
-        """Ask a prefill worker of the target node to bring the blocks."""
-        for worker in workers:
-            if worker.role == "prefill" and worker.node_id == suggestion.target_node:
-                log.info("replicate %s", suggestion)
-                letter = CopyBlocks(list(suggestion.block_keys), suggestion.reason)
-                self._outbox.send(worker.inbox, letter)
-                return

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,7 +32,6 @@ from backends.worker import IDLE_WAIT_S, Worker, finish_jobs
 from backends.worker_config import PrefillConfig
 from backends.worker_protocol import (
     BlockRef,
-    CopyBlocks,
     Letter,
     PrefillRequest,
     Stop,
@@ -152,15 +150,6 @@ class PrefillWorker:
     def _on_letter(self, letter: Letter) -> None:
         if isinstance(letter, Stop):
             self.stop(letter.request_id)
-        elif isinstance(letter, CopyBlocks) and not self._is_closing:
-            self._loaders.submit(self._copy, letter)
-
-    def _copy(self, letter: CopyBlocks) -> None:
-        try:
-            arrived = self._prefixes.copy(letter.keys, f"copy-{uuid.uuid4().hex}")
-            log.info("copied blocks=%d of %d: %s", arrived, len(letter.keys), letter.reason)
-        except StoreError as error:
-            log.warning("a hot prefix was not copied: %s", error)
 
     # -- the prefix comes in
 

@@ -70,16 +70,6 @@ class PrefixLoading:
         arrived = self._loader.load_copies(own, pages)
         return LoadedPrefix(own[:arrived], fetched)
 
-    def copy(self, keys: Sequence[bytes], owner: str) -> int:
-        """Bring consecutive blocks to the own node for later requests; how many are there."""
-        copies = self._store.lookup(keys, owner, self._lease_s)
-        places = [places[0] for places in copies]
-        arrived = self._store.fetch(
-            keys[: len(places)], places, owner, self._lease_s, self._deadline_s
-        )
-        self._store.release(owner)
-        return arrived
-
     def _remote(self, found: FoundPrefix, fetch_blocks: int) -> list[Copy]:
         """The copies to be brought here, for consecutive blocks after the own ones."""
         wanted = []

@@ -3,7 +3,7 @@
 Two channels. *Calls* are requests to the models `prefill_*` and `decode_*` over gRPC
 (grpc_calls.py): token ids travel as a tensor, the rest as one MessagePack string. *Letters* go
 to the inbox of one very process, rather than to "whoever serves that model now": stop a request,
-hand-over progress from prefill to decode, copy a hot prefix, and the tokens of all streams that a
+hand-over progress from prefill to decode, and the tokens of all streams that a
 front has at a decode worker, one letter per step (token_streams.py).
 Not here: the store's protocol (mooncake_store/protocol.py).
 """
@@ -118,13 +118,6 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     reason: str
 
 
-class CopyBlocks(msgspec.Struct, frozen=True, tag="copy"):
-    """Bring a hot prefix to your node (conductor -> a prefill worker of that node)."""
-
-    keys: list[bytes]  # consecutive blocks of one prefix
-    reason: str
-
-
 class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in the order of decoding."""
 
@@ -154,7 +147,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag="first"):
     cached_tokens: int
 
 
-Letter = LayersReady | Stop | CopyBlocks | Tokens | FirstToken
+Letter = LayersReady | Stop | Tokens | FirstToken
 _decode_inbox = msgspec.msgpack.Decoder(Letter)
 _encode = msgspec.msgpack.Encoder().encode
 

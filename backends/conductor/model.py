@@ -33,7 +33,6 @@ class TritonPythonModel:
                 deciding,
                 os.environ["MOONCAKE_DIRECTORY"],
                 os.environ["MOONCAKE_EVENTS"],
-                self.outbox,
             )
         except Exception as error:  # edge: the reason goes to the operator, without a traceback
             raise triton_io.load_error(error) from None

@@ -1,0 +1,44 @@
+"""A suggestion becomes a copy, on real storage nodes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from backends.hot_copies import HotCopies
+from conductor.messages import Replicate
+from mooncake_store.client.client import StoreClient
+from tests.e2e.server import wait_until
+from tests.mooncake_store.sites import SiteProcesses
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteProcesses]:
+    processes = SiteProcesses(tmp_path_factory.mktemp("hot"))
+    try:
+        for name in ("a", "b"):
+            processes.node(name, 16)
+        yield processes
+    finally:
+        processes.close()
+
+
+def test_the_target_node_pulls_the_blocks_and_a_wrong_suggestion_ends_nothing(
+    site: SiteProcesses,
+) -> None:
+    keys = tuple(hashlib.blake2b(bytes([n]), digest_size=16).digest() for n in range(8))
+    copies = HotCopies(site.address)
+    with StoreClient(site.address, "a") as client:
+        assert all(client.put(list(keys), [os.urandom(65_536) for _ in keys]))
+        source = {copy.node_id for places in client.stat(keys) for copy in places}
+        [target] = {"a", "b"} - source
+        copies.carry_out(Replicate(keys, "a", "nowhere", "a node that is not there"))
+        copies.carry_out(Replicate(keys, "a", target, "hot"))
+        wait_until(
+            lambda: all(len(places) == 2 for places in client.stat(keys)),
+            "every block to be on both nodes", 10.0,
+        )  # fmt: skip
+    copies.close()
