@@ -138,7 +138,7 @@ def show(found: Profile) -> None:
         table.add_column(column, justify="left" if column == "step" else "right")
     prefill, decode = found.prefill, found.decode
     for of_prompt in sorted(found.prefill_samples, key=lambda s: (s.prefix_tokens, s.new_tokens)):
-        fitted_s = prefill.estimate.seconds(of_prompt.new_tokens, of_prompt.prefix_tokens)
+        fitted_s = found.prompt_s(of_prompt.new_tokens, of_prompt.prefix_tokens)
         table.add_row("prefill", f"{of_prompt.new_tokens:,}", f"{of_prompt.prefix_tokens:,}",
                       *_compared(of_prompt.seconds, fitted_s))  # fmt: skip
     table.add_section()
@@ -150,14 +150,14 @@ def show(found: Profile) -> None:
     out.print(table)
     base_s, per_token_s, per_pair_s = prefill.estimate.coefficients
     out.print(
-        f"prefill = {base_s * 1e3:.3g} ms + {per_token_s * 1e6:.4g} us x new"
+        f"prefill step = {base_s * 1e3:.3g} ms + {per_token_s * 1e6:.4g} us x new"
         f" + {per_pair_s * 1e9:.4g} ns x new x (prefix + new / 2)"
         f"; error {prefill.error_mean:.1%}, worst {prefill.error_max:.1%}",
         soft_wrap=True,
     )
     base_s, per_sequence_s, per_token_s = decode.estimate.coefficients
     out.print(
-        f"decode  = {base_s * 1e3:.3g} ms + {per_sequence_s * 1e3:.3g} ms x sequences"
+        f"decode step = {base_s * 1e3:.3g} ms + {per_sequence_s * 1e3:.3g} ms x sequences"
         f" + {per_token_s * 1e9:.4g} ns x context"
         f"; error {decode.error_mean:.1%}, worst {decode.error_max:.1%}",
         soft_wrap=True,

@@ -8,8 +8,10 @@
      "serving": {"base_s": ..., "per_cached_token_s": ...}}
 
 `coefficients` are those of conductor/estimates.py, fitted with its relative error: `error_mean` is
-the MAPE as a fraction. `serving` is what a client's TTFT has on top of the prefill: the way
-through Triton and the front, and loading a cached prefix from the worker's own node.
+the MAPE as a fraction. Those of a prefill are of one step: a prompt longer than `chunk_tokens` pays
+base_s once a step (`prompt_s`). Samples are of whole prompts, as measured. `serving` is what a
+client's TTFT has on top of the prefill: the way through Triton and the front, and loading a cached
+prefix from the worker's own node.
 
 Not here: measuring (measure.py), the command (command.py).
 """
@@ -58,8 +60,20 @@ class Profile:
     serving: Serving
 
     @property
+    def chunk_tokens(self) -> int:
+        """The longest prefill step; every prompt is one step where nobody says."""
+        return int(self.settings.get("chunk_tokens", 0)) or 2**31
+
+    @property
     def prefill(self) -> Fit[PrefillEstimate]:
-        return fit_prefill(self.prefill_samples)
+        """Of one step."""
+        return fit_prefill([_mean_step(s, self.chunk_tokens) for s in self.prefill_samples])
+
+    def prompt_s(self, new_tokens: int, prefix_tokens: int) -> float:
+        """A whole prompt by the fit."""
+        estimate, end = self.prefill.estimate, prefix_tokens + new_tokens
+        starts = range(prefix_tokens, end, self.chunk_tokens)
+        return sum(estimate.seconds(min(self.chunk_tokens, end - at), at) for at in starts)
 
     @property
     def decode(self) -> Fit[DecodeEstimate]:
@@ -80,6 +94,17 @@ class Profile:
                 "per_cached_token_s": self.serving.per_cached_token_s,
             },
         })  # fmt: skip
+
+
+def _mean_step(sample: PrefillSample, chunk_tokens: int) -> PrefillSample:
+    """The step that costs by the formula what this prompt's steps cost on average."""
+    steps = -(-sample.new_tokens // chunk_tokens)
+    if steps == 1:
+        return sample
+    new_tokens = sample.new_tokens / steps
+    seen_by_each = sample.prefix_tokens + sample.new_tokens / 2  # keys, by the mean new token
+    prefix_tokens = seen_by_each - new_tokens / 2
+    return PrefillSample(round(new_tokens), round(prefix_tokens), sample.seconds / steps)
 
 
 def _fitted(

@@ -45,6 +45,21 @@ def test_the_fit_of_exact_samples_is_the_formula_that_made_them() -> None:
     assert found.prefill.error_max < 1e-6
 
 
+def test_a_long_prompt_pays_the_fixed_part_once_a_step() -> None:
+    step = PrefillEstimate(0.01, 1e-4, 1e-7)
+    lengths = [(64, 0), (512, 0), (512, 1024), (4096, 0), (1000, 2048)]
+
+    def seconds(new: int, prefix: int) -> float:
+        starts = range(prefix, prefix + new, 512)
+        return sum(step.seconds(min(512, prefix + new - at), at) for at in starts)
+
+    samples = [PrefillSample(*length, seconds(*length)) for length in lengths]
+    found = Profile("m", {"chunk_tokens": "512"}, samples, profile().decode_samples,
+                    Serving(0.0, 0.0))  # fmt: skip
+    assert found.prefill.estimate.coefficients == pytest.approx(step.coefficients, rel=1e-3)
+    assert found.prompt_s(4096, 0) == pytest.approx(seconds(4096, 0), rel=1e-3)
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', "nonsense"])
 def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
