@@ -5,6 +5,8 @@ rejected before (Mooncake, "Overload"). What "will miss" means on the decode sid
 function from a decode worker's charges to the load that the request would meet:
 
     reserved   all that is decoding or on its way there; nobody is assumed to leave
+    predictive_lengths  ours: the same moment, where each request leaves with the probability that
+                its class of prompts gives an answer of its age (lengths.py, decode_forecast.py)
     predictive  the paper's system-level form: the load when this prefill will have ended, which
                adds the requests that will have joined and takes away those that will have left
     early      the load now; it acts one prefill too late, so the two pools swing
@@ -28,6 +30,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from conductor.cluster import Cluster, Worker
 from conductor.config import ConductorConfig
@@ -59,11 +63,24 @@ def load_now(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> 
 
 LOAD_POLICIES: Mapping[str, LoadPolicy] = {
     "reserved": load_reserved,
+    "predictive_lengths": load_when_prefill_ends,  # of all workers at once: see decode_loads()
     "predictive": load_when_prefill_ends,
     "early": load_now,
     "baseline": load_reserved,  # told, not judged: see objection()
     "none": load_reserved,
 }
+
+
+def decode_loads(
+    cluster: Cluster, workers: Sequence[Worker], at_s: float, now_s: float
+) -> list[Load]:
+    """What each of these decode workers has, without the request, as the admission policy sees it
+    for one whose prefill ends at `at_s`."""
+    if cluster.forecasts is not None:
+        rows = np.array([w.batch.forecast.row for w in workers if w.batch.forecast is not None])
+        return [Load(*row) for row in cluster.forecasts.at(rows, at_s).tolist()]
+    policy, decode_s = LOAD_POLICIES[cluster.config.admission], cluster.decode_s
+    return [policy(worker.batch, at_s, now_s, decode_s) for worker in workers]
 
 
 def fits_prefill(worker: Worker, request: Request) -> bool:

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 
 from conductor.config import ConductorConfig
 from conductor.decode_batch import DecodeBatch
+from conductor.decode_forecast import Answer, DecodeForecast, ForecastTable
 from conductor.estimates import DecodeEstimate, PrefillEstimate
+from conductor.lengths import OutputLengths
 from conductor.messages import Route, WorkerRef
 from conductor.prefill_queue import PrefillQueue
 from conductor.speed import SpeedRatio
@@ -86,6 +88,7 @@ class Flight:
     prompt_tokens: int
     output_tokens_max: int
     routed_at_s: float
+    answer: Answer
     joined_at_s: float | None = None  # when its prefill ended
 
     @property
@@ -105,6 +108,9 @@ class Cluster:
         self._sends: dict[str, dict[str, float]] = {}  # node -> request -> when its send ends
         self._routed = 0
         self.decode_s = config.decode_s_expected  # a request's time in decoding, as observed
+        self.lengths = OutputLengths(config.output_tokens_expected)
+        learns = config.admission == "predictive_lengths"
+        self.forecasts = ForecastTable(config.decode_room_sigma) if learns else None
 
     # Membership
 
@@ -123,12 +129,18 @@ class Cluster:
     def worker_up(self, info: WorkerInfo, now_s: float) -> None:
         key = (info.worker_id, info.incarnation)
         if key not in self.workers:
-            self.workers[key] = Worker(info, now_s, self.config.queue_preempts)
+            worker = self.workers[key] = Worker(info, now_s, self.config.queue_preempts)
+            if self.forecasts is not None and info.role == "decode":
+                step_s = worker.decode_estimate.step_s(1, 0)
+                worker.batch.forecast = DecodeForecast(self.forecasts, self.lengths, step_s)
         self._newest[info.worker_id] = key
 
     def worker_down(self, key: WorkerKey) -> None:
         """Its charges go with it; its flights stay until their front finishes or retries them."""
-        self.workers.pop(key, None)
+        worker = self.workers.pop(key, None)
+        if worker is not None and worker.batch.forecast is not None:
+            worker.batch.forecast.close()
+            worker.batch.forecast = None
         if self._newest.get(key[0]) == key:
             del self._newest[key[0]]
             left = [other for other in self.workers if other[0] == key[0]]
@@ -182,6 +194,7 @@ class Cluster:
         output_tokens_max: int,
         send_s: float,
         now_s: float,
+        tenant: str = "",
     ) -> None:
         """Charge both workers, and the sender of a fetch, with what was predicted."""
         prefill, decode = pair
@@ -194,12 +207,13 @@ class Cluster:
         )
         pages = blocks_touched(prompt_tokens + output_tokens_max, decode.info.block_tokens)
         prefill_end_s = now_s + predicted.queue_s + predicted.transfer_s + predicted.prefill_s
-        decode.batch.charge(route.request_id, prompt_tokens, pages, prefill_end_s)
+        answer = Answer(self.lengths.class_of(prompt_tokens, tenant), output_tokens_max)
+        decode.batch.charge(route.request_id, prompt_tokens, pages, prefill_end_s, answer, now_s)
         if route.fetch_node is not None:
             sends = self._sends.setdefault(route.fetch_node, {})
             sends[route.request_id] = now_s + send_s
         self.flights[route.request_id] = Flight(
-            route, prefill, decode, prompt_tokens, output_tokens_max, now_s
+            route, prefill, decode, prompt_tokens, output_tokens_max, now_s, answer
         )
 
     def prefill_started(self, request_id: str, cached_tokens: int, now_s: float) -> None:
@@ -226,11 +240,18 @@ class Cluster:
             flight.decode.batch.drop(request_id)
         return flight
 
-    def learn_decode(self, flight: Flight, now_s: float) -> None:
-        """A cancelled answer leaves the batch too, so it belongs into the expectation."""
-        if flight.joined_at_s is not None:
-            decoded_s = max(now_s - flight.joined_at_s, 1e-3)
-            self.decode_s += RESIDENCE_WEIGHT * (decoded_s - self.decode_s)
+    def learn_decode(self, flight: Flight, output_tokens: int | None, now_s: float) -> None:
+        """A cancelled answer leaves the batch too, so it belongs into the expectation. Without
+        `output_tokens`, as many as steps of the predicted length fit into its time there."""
+        if flight.joined_at_s is None:
+            return
+        decoded_s = max(now_s - flight.joined_at_s, 1e-3)
+        self.decode_s += RESIDENCE_WEIGHT * (decoded_s - self.decode_s)
+        if self.forecasts is not None:
+            tokens_max = max(1, flight.output_tokens_max)
+            tokens = decoded_s / max(flight.route.predicted.tbt_s, 1e-6)
+            tokens = min(tokens_max, tokens if output_tokens is None else output_tokens)
+            self.lengths.learn(flight.answer.key, tokens, tokens >= tokens_max, now_s)
 
     def overdue_flights(self, now_s: float) -> list[str]:
         """Requests that nobody finished for request_s_max; oldest first."""
@@ -256,6 +277,7 @@ class Cluster:
 
     def check(self) -> None:
         """Prove the invariants: every charge belongs to a flight, and every flight is charged."""
+        self.lengths.check()
         queued = batched = 0
         for key, worker in self.workers.items():
             worker.queue.check()

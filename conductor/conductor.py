@@ -22,8 +22,8 @@ from collections.abc import Iterable
 
 from conductor.accuracy import Accuracy
 from conductor.admission import (
-    LOAD_POLICIES,
     Refusal,
+    decode_loads,
     fits_decode,
     fits_prefill,
     reject_for,
@@ -194,12 +194,10 @@ class Conductor:
         ]
         # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
         at_s = now_s + min(option.start_s for option in prefills)
-        policy, decode_s = LOAD_POLICIES[self.config.admission], self._cluster.decode_s
+        loads = decode_loads(self._cluster, workers["decode"], at_s, now_s)
         decodes = [
-            decode_option(
-                worker, request, policy(worker.batch, at_s, now_s, decode_s), now_s, self.config
-            )
-            for worker in workers["decode"]
+            decode_option(worker, request, load, now_s, self.config)
+            for worker, load in zip(workers["decode"], loads, strict=True)
         ]
         return Options(prefills, decodes, self._gate.ttft_limit_s(request))
 
@@ -217,7 +215,7 @@ class Conductor:
         )  # fmt: skip
         self._cluster.depart(
             route, (prefill.worker, decode.worker), request.prompt_tokens,
-            request.output_tokens_max, plan.transfer_s, now_s,
+            request.output_tokens_max, plan.transfer_s, now_s, request.tenant,
         )  # fmt: skip
         reused_blocks = prefill.local_blocks + plan.fetch_blocks
         self._hotspots.note(request.block_keys, reused_blocks, now_s)
@@ -265,12 +263,15 @@ class Conductor:
         began_s = flight.routed_at_s + predicted.transfer_s
         flight.prefill.prefilled(began_s, seconds, estimated_s, now_s)
 
-    def on_finished(self, request_id: str, now_s: float) -> None:
-        """Done, failed or cancelled: drop all that is charged for it. Again is harmless."""
+    def on_finished(self, request_id: str, now_s: float, output_tokens: int | None = None) -> None:
+        """Done, failed or cancelled: drop all that is charged for it. Again is harmless.
+
+        `output_tokens`: how long the answer was, when the caller knows; for predictive_lengths.
+        """
         now_s = self._advance(now_s)
         flight = self._cluster.drop(request_id, now_s)
         if flight is not None:
-            self._cluster.learn_decode(flight, now_s)
+            self._cluster.learn_decode(flight, output_tokens, now_s)
 
     def on_worker_failed(self, worker_id: str, incarnation: str, now_s: float) -> None:
         """A call to it failed. The mark lasts until its next report or failed_mark_s."""

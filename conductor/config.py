@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from conductor.policies import POLICIES
 from conductor.queue_order import FIFO, QueueOrder
 
-ADMISSIONS = ("reserved", "predictive", "early", "baseline", "none")
+ADMISSIONS = ("reserved", "predictive_lengths", "predictive", "early", "baseline", "none")
 SHEDDINGS = ("fair_share", "limit")
 QUEUE_ORDERS = ("fifo", "shortest_first")
 
@@ -29,7 +29,8 @@ class ConductorConfig:
     advisory: bool = False  # True: decide, count and tell, but never reject for a service level
     # Which decode load is judged. reserved: all that is decoding or on its way. predictive: the
     # load when this prefill will end. early: the load now. baseline: no decode load is judged.
-    # none: no service level at all. See admission.py.
+    # predictive_lengths: the same from output lengths learned online. none: no service level at
+    # all. See admission.py.
     admission: str = "reserved"
     low_priority_load_max: float = 0.8  # priority < 0 is admitted up to this share of an SLO
     # Under overload, which of those that would meet their limits are turned away so that the others
@@ -44,7 +45,7 @@ class ConductorConfig:
     demand_half_life_s: float = 60.0  # how fast what was offered and admitted is forgotten
     ttft_margin_quantile: float = 0.9  # of actual / predicted TTFT, which the limit is divided by;
     # 0: the limit is taken as it is (margin.py)
-    decode_room_sigma: float = 1.0  # predicted KV pages and slots get so many standard deviations
+    decode_room_sigma: float = 1.0  # predicted KV pages get so many standard deviations
     overload_mark_s: float = 2.0  # a decode worker that refused on arrival is full for so long
     retry_after_s_min: float = 0.5  # a client that comes back sooner only adds load
     retry_after_s_max: float = 60.0  # predictions further out are guesses

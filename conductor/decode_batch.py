@@ -29,6 +29,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from conductor.decode_forecast import Answer, DecodeForecast
 from mooncake_store.membership import WorkerReport
 
 
@@ -76,6 +77,7 @@ class DecodeBatch:
         self._foreign = Tally()
         self._coming: list[tuple[float, str]] = []  # (prefill_end_s, request), sorted
         self._leaving: list[tuple[float, str]] = []  # (leave_s, request), sorted
+        self.forecast: DecodeForecast | None = None  # of predictive_lengths only
 
     def __len__(self) -> int:
         return len(self._charges)
@@ -84,14 +86,18 @@ class DecodeBatch:
         return request_id in self._charges
 
     def charge(
-        self, request_id: str, context_tokens: int, pages: int, prefill_end_s: float
-    ) -> None:
-        """Routed: it will join when its prefill ends."""
+        self, request_id: str, context_tokens: int, pages: int, prefill_end_s: float,
+        answer: Answer | None = None, now_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Routed: it will join when its prefill ends. A forecast needs to know the answer."""
         assert request_id not in self._charges, f"{request_id} is charged already"
         charge = DecodeCharge(context_tokens, pages, prefill_end_s)
         self._charges[request_id] = charge
         self._tallies["coming"].add(charge, 1)
         insort(self._coming, (prefill_end_s, request_id))
+        if self.forecast is not None and answer is not None:
+            self.forecast.charge(request_id, answer, context_tokens, pages, prefill_end_s, now_s)
+            self._settle()
 
     def join(self, request_id: str, now_s: float, leave_s: float) -> None:
         """Its prefill ended; from here on the worker's reports may know it."""
@@ -103,6 +109,9 @@ class DecodeBatch:
         self._fresh[request_id] = charge
         self._tallies["fresh"].add(charge, 1)
         insort(self._leaving, (leave_s, request_id))
+        if self.forecast is not None:
+            self.forecast.join(request_id, now_s)
+            self._settle()
 
     def drop(self, request_id: str) -> bool:
         """Finished or cancelled; False when it was not charged here."""
@@ -110,7 +119,21 @@ class DecodeBatch:
         if charge is None:
             return False
         self._forget(request_id, charge)
+        if self.forecast is not None:
+            self.forecast.drop(request_id)
+            self._settle()
         return True
+
+    def _settle(self) -> None:
+        """Tell the forecast what the report left of the charges, and what else it counted."""
+        assert self.forecast is not None
+        covered, fresh = self._tallies["covered"].sequences, self._tallies["fresh"].sequences
+        there = min(covered, self._reported.sequences) + fresh
+        foreign = self._foreign
+        self.forecast.settle(
+            there / max(1, covered + fresh),
+            (foreign.sequences, foreign.context_tokens, foreign.pages),
+        )
 
     def _forget(self, request_id: str, charge: DecodeCharge) -> None:
         self._tallies[charge.stage].add(charge, -1)
@@ -139,6 +162,9 @@ class DecodeBatch:
             max(0, self._reported.context_tokens - covered.context_tokens - fresh.context_tokens),
             max(0, self._reported.pages - pages),
         )
+        if self.forecast is not None:
+            self.forecast.renew(now_s, report.step_s if report.running else 0.0)
+            self._settle()
 
     def load_now(self) -> Load:
         """What is decoding now; requests still in prefill are not."""
@@ -190,6 +216,8 @@ class DecodeBatch:
 
     def check(self) -> None:
         """Prove the invariants."""
+        if self.forecast is not None:
+            self.forecast.check()
         for stage, tally in self._tallies.items():
             charges = [c for c in self._charges.values() if c.stage == stage]
             expected = Tally(

@@ -139,6 +139,14 @@ class Play:
         rows = [f"{label}: {went_in[label]} of {came[label]} admitted" for label in came]
         return [*rows, *([last] if last else [])]
 
+    def answers(self, name: str, count: str, tokens: str, **values: str) -> None:
+        """So many requests one after the other, each answered with so many tokens."""
+        for number in range(int(count)):
+            request = self.asked(f"{name}{number}", output="50000", **values)
+            assert isinstance(self.conductor.on_request(request, self.now_s), Route)
+            self.conductor.on_prefill_finished(request.request_id, self.now_s, 0)
+            self.conductor.on_finished(request.request_id, self.now_s, int(tokens))
+
     def explain(self, *words: str, **values: str) -> list[str]:
         return [
             f"{c.prefill.worker_id}+{c.decode.worker_id} {terms(c.predicted)} {c.verdict}"

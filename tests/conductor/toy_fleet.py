@@ -198,7 +198,8 @@ class ToyFleet:
                 self.batches[number].remove(job)
                 longest = sorted(job.steps_s)[-max(1, len(job.steps_s) // 10) :]
                 self.outcome.tbts_s.append(sum(longest) / len(longest))
-                self.conductor.on_finished(job.request.request_id, self.now_s)
+                tokens = job.request.output_tokens_max
+                self.conductor.on_finished(job.request.request_id, self.now_s, tokens)
                 self.alive -= 1
         self.step(number)
 
@@ -243,13 +244,14 @@ def main() -> None:
     parser.add_argument("--decodes", type=int, default=8)
     parser.add_argument("--routing", default="kvcache_centric")
     parser.add_argument("--admission", default="reserved")
+    parser.add_argument("--shedding", default="limit")
     parser.add_argument("--threshold", type=float, default=1.5)
     parser.add_argument("--ttft-slo", type=float, default=30.0)
     parser.add_argument("--tbt-slo", type=float, default=0.15)
     a = parser.parse_args()
     config = ConductorConfig(
-        ttft_slo_s=a.ttft_slo, tbt_slo_s=a.tbt_slo, policy=a.routing,
-        admission=a.admission, kvcache_balancing_threshold=a.threshold,
+        ttft_slo_s=a.ttft_slo, tbt_slo_s=a.tbt_slo, policy=a.routing, queue_order="fifo",
+        admission=a.admission, shedding=a.shedding, kvcache_balancing_threshold=a.threshold,
         decode_s_expected=30.0,
     )  # fmt: skip
     fleet = ToyFleet(config, a.prefills, a.decodes)
