@@ -33,20 +33,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from conductor.cluster import Cluster, Worker
+from conductor.cluster import Cluster
 from conductor.config import ConductorConfig
 from conductor.decode_batch import DecodeBatch, Load
 from conductor.fair_share import Shed
 from conductor.length_class import class_name
 from conductor.messages import Reject, Request
 from conductor.routing import DecodeOption, Options, Pair
+from conductor.worker import Worker
 from mooncake_store.layout import blocks_touched
-
-# (batch, when the prefill will end, now, expected decode time) -> load without the request
-LoadPolicy = Callable[[DecodeBatch, float, float, float], Load]
 
 SHOWN_MAX = 3  # workers that a reason goes into
 RETRY_NOBODY_S = 3.0  # workers report every second and a reload takes two
+
+
+# (batch, when the prefill will end, now, expected decode time) -> load without the request
+LoadPolicy = Callable[[DecodeBatch, float, float, float], Load]
 
 
 def load_reserved(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> Load:
@@ -81,20 +83,6 @@ def decode_loads(
         return [Load(*row) for row in cluster.forecasts.at(rows, at_s).tolist()]
     policy, decode_s = LOAD_POLICIES[cluster.config.admission], cluster.decode_s
     return [policy(worker.batch, at_s, now_s, decode_s) for worker in workers]
-
-
-def fits_prefill(worker: Worker, request: Request) -> bool:
-    """Whether this worker could ever compute the prompt."""
-    info, tokens = worker.info, request.prompt_tokens
-    pages = blocks_touched(tokens, info.block_tokens)
-    return tokens <= info.context_tokens_max and pages <= info.pages_max
-
-
-def fits_decode(worker: Worker, request: Request) -> bool:
-    """Whether this worker could ever hold the prompt and its longest answer."""
-    info, tokens = worker.info, request.prompt_tokens + request.output_tokens_max
-    pages = blocks_touched(tokens, info.block_tokens)
-    return tokens <= info.context_tokens_max and pages <= info.pages_max
 
 
 def reject_nobody(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:

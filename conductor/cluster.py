@@ -16,66 +16,20 @@ Not here: choosing among workers (routing.py), where blocks are (mooncake_store.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from conductor.config import ConductorConfig
-from conductor.decode_batch import DecodeBatch
 from conductor.decode_forecast import Answer, DecodeForecast, ForecastTable
-from conductor.estimates import DecodeEstimate, PrefillEstimate
+from conductor.decode_pool import DecodePool
 from conductor.lengths import OutputLengths
-from conductor.messages import Route, WorkerRef
-from conductor.prefill_queue import PrefillQueue
-from conductor.speed import SpeedRatio
+from conductor.messages import Route
+from conductor.pool import Pool
+from conductor.prefill_pool import PrefillPool
+from conductor.worker import Worker, WorkerKey
 from mooncake_store.layout import blocks_touched
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
 
-WorkerKey = tuple[str, str]  # (worker_id, incarnation)
 RESIDENCE_WEIGHT = 0.05  # of one finished request in the expected decode time
-
-
-class Worker:
-    """One life of one worker: what it said, what it is charged with."""
-
-    def __init__(self, info: WorkerInfo, now_s: float, preempts: bool) -> None:
-        self.info = info
-        self.ref = WorkerRef(info.worker_id, info.incarnation, info.node_id, info.inbox)
-        self.key: WorkerKey = (info.worker_id, info.incarnation)
-        self.prefill_estimate = PrefillEstimate.of(info.prefill_coefficients)
-        self.decode_estimate = DecodeEstimate.of(info.decode_coefficients)
-        self.queue = PrefillQueue(self.prefill_estimate, now_s, preempts)
-        self.batch = DecodeBatch()
-        self.speed = SpeedRatio()
-        self.reported_at_s = now_s  # registering is the first sign of life
-        self.is_draining = False
-        self.failed_at_s: float | None = None
-        self._prefilled_at_s = -math.inf  # when its last prefill ended
-        self.routed_at = 0  # number of the last request routed here, 0 before the first
-
-    def on_report(self, report: WorkerReport, now_s: float, config: ConductorConfig) -> None:
-        self.reported_at_s = now_s
-        self.is_draining = report.is_draining
-        if self.failed_at_s is not None and now_s > self.failed_at_s + config.report_lag_s:
-            self.failed_at_s = None
-        if self.info.role == "prefill":
-            requests = max(report.queue_requests, report.running)  # the queue's head runs
-            self.queue.on_report(report.queue_tokens, requests, now_s, config.report_lag_s)
-            self.queue.step_s = report.step_s
-            return
-        self.batch.on_report(report, now_s, config.report_lag_s)
-        estimated_s = self.decode_estimate.step_s(report.running, report.context_tokens)
-        if report.running and report.step_s > 0 and estimated_s > 0:
-            self.speed.learn(report.step_s / estimated_s, 1.0, now_s)
-
-    def prefilled(self, began_s: float, seconds: float, estimated_s: float, now_s: float) -> None:
-        """Learn from a prefill. Prompts that shared steps each say the seconds of all of them, so
-        time that an earlier one has already accounted for does not count again."""
-        free_s = max(began_s, self._prefilled_at_s)
-        self.speed.learn(min(seconds, max(0.0, now_s - free_s)), estimated_s, now_s)
-        self._prefilled_at_s = now_s
-
-    def speed_ratio(self, now_s: float, config: ConductorConfig) -> float:
-        return self.speed.at(now_s) if config.learn_speed else 1.0
 
 
 @dataclass(slots=True)
@@ -111,11 +65,15 @@ class Cluster:
         self.lengths = OutputLengths(config.output_tokens_expected)
         learns = config.admission == "predictive_lengths"
         self.forecasts = ForecastTable(config.decode_room_sigma) if learns else None
+        self.prefills, self.decodes = PrefillPool(config), DecodePool(config)
+        self._pools: dict[str, Pool] = {"prefill": self.prefills, "decode": self.decodes}
+        self._is_stale = True  # somebody came or went since the pools were built
 
     # Membership
 
     def node_up(self, info: NodeInfo) -> None:
         self.nodes[info.node_id] = info
+        self._is_stale = True
 
     def node_down(self, node_id: str, incarnation: str) -> bool:
         """False when a newer life of the node has already registered."""
@@ -123,6 +81,7 @@ class Cluster:
         if known is None or known.incarnation != incarnation:
             return False
         del self.nodes[node_id]
+        self._is_stale = True
         self._sends.pop(node_id, None)
         return True
 
@@ -134,13 +93,16 @@ class Cluster:
                 step_s = worker.decode_estimate.step_s(1, 0)
                 worker.batch.forecast = DecodeForecast(self.forecasts, self.lengths, step_s)
         self._newest[info.worker_id] = key
+        self._is_stale = True
 
     def worker_down(self, key: WorkerKey) -> None:
         """Its charges go with it; its flights stay until their front finishes or retries them."""
         worker = self.workers.pop(key, None)
-        if worker is not None and worker.batch.forecast is not None:
-            worker.batch.forecast.close()
-            worker.batch.forecast = None
+        if worker is not None:
+            worker.row, self._is_stale = -1, True
+            if worker.batch.forecast is not None:
+                worker.batch.forecast.close()
+                worker.batch.forecast = None
         if self._newest.get(key[0]) == key:
             del self._newest[key[0]]
             left = [other for other in self.workers if other[0] == key[0]]
@@ -151,11 +113,15 @@ class Cluster:
         worker = self.workers.get((report.worker_id, report.incarnation))
         if worker is not None:
             worker.on_report(report, now_s, self.config)
+            pool = self._pools[worker.info.role]
+            pool.heard(worker)
+            pool.measured(worker, now_s)
 
     def worker_failed(self, key: WorkerKey, now_s: float) -> None:
         worker = self.workers.get(key)
         if worker is not None:
             worker.failed_at_s = now_s
+            self._pools[worker.info.role].heard(worker)
 
     def why_not(self, worker: Worker, now_s: float) -> str:
         """Why this worker gets no new request; empty when it does."""
@@ -172,17 +138,25 @@ class Cluster:
             return "a call to it failed"
         return ""
 
-    def takers(
-        self, role: str, now_s: float, excluded: frozenset[WorkerKey] = frozenset()
-    ) -> list[Worker]:
+    def look(self, now_s: float) -> None:
+        """Bring the columns of both pools up to date."""
+        if self._is_stale:
+            self._is_stale = False
+            for role, pool in self._pools.items():
+                members = [w for w in self.workers.values() if w.info.role == role]
+                pool.build(members, self._is_in)
+        self.prefills.look(now_s)
+        self.decodes.look(now_s)
+
+    def _is_in(self, worker: Worker) -> bool:
+        info = worker.info
+        return info.node_id in self.nodes and self._newest[info.worker_id] == worker.key
+
+    def takers(self, role: str, now_s: float) -> list[Worker]:
         """The workers of a role that may be given a request now."""
-        return [
-            worker
-            for worker in self.workers.values()
-            if worker.info.role == role
-            and worker.key not in excluded
-            and not self.why_not(worker, now_s)
-        ]
+        self.look(now_s)
+        pool = self._pools[role]
+        return [pool.workers[row] for row in pool.takers(now_s).nonzero()[0].tolist()]
 
     # Flights
 
@@ -209,6 +183,8 @@ class Cluster:
         prefill_end_s = now_s + predicted.queue_s + predicted.transfer_s + predicted.prefill_s
         answer = Answer(self.lengths.class_of(prompt_tokens, tenant), output_tokens_max)
         decode.batch.charge(route.request_id, prompt_tokens, pages, prefill_end_s, answer, now_s)
+        self.prefills.refresh(prefill)
+        self.decodes.refresh(decode)
         if route.fetch_node is not None:
             sends = self._sends.setdefault(route.fetch_node, {})
             sends[route.request_id] = now_s + send_s
@@ -222,6 +198,7 @@ class Cluster:
         if flight is not None and not flight.prefill_done:
             self._drop_send(flight.route)
             flight.prefill.queue.start(request_id, cached_tokens, now_s)
+            self.prefills.refresh(flight.prefill)
 
     def prefill_finished(self, flight: Flight, leave_s: float, now_s: float) -> None:
         """The charge moves from the prefill queue to the decode batch."""
@@ -230,6 +207,7 @@ class Cluster:
         self._drop_send(flight.route)
         flight.prefill.queue.drop(flight.route.request_id, now_s)
         flight.decode.batch.join(flight.route.request_id, now_s, leave_s)
+        self._refresh(flight)
 
     def drop(self, request_id: str, now_s: float) -> Flight | None:
         """The request is over: no charge of it is left anywhere. None when it was unknown."""
@@ -238,7 +216,19 @@ class Cluster:
             self._drop_send(flight.route)
             flight.prefill.queue.drop(request_id, now_s)
             flight.decode.batch.drop(request_id)
+            self._refresh(flight)
         return flight
+
+    def _refresh(self, flight: Flight) -> None:
+        self.prefills.refresh(flight.prefill)
+        self.decodes.refresh(flight.decode)
+
+    def prefilled(
+        self, flight: Flight, began_s: float, seconds: float, estimated_s: float, now_s: float
+    ) -> None:
+        """Learn how fast the worker was."""
+        flight.prefill.prefilled(began_s, seconds, estimated_s, now_s)
+        self.prefills.measured(flight.prefill, now_s)
 
     def learn_decode(self, flight: Flight, output_tokens: int | None, now_s: float) -> None:
         """A cancelled answer leaves the batch too, so it belongs into the expectation. Without
@@ -275,9 +265,14 @@ class Cluster:
                 if not sends:
                     del self._sends[route.fetch_node]
 
-    def check(self) -> None:
-        """Prove the invariants: every charge belongs to a flight, and every flight is charged."""
+    def check(self, now_s: float) -> None:
+        """Prove the invariants: every charge belongs to a flight, every flight is charged, and
+        the columns say what the workers say."""
         self.lengths.check()
+        self.look(now_s)
+        for pool in self._pools.values():
+            if pool.workers:
+                pool.check(now_s, self.why_not)
         queued = batched = 0
         for key, worker in self.workers.items():
             worker.queue.check()

@@ -22,15 +22,15 @@ from collections.abc import Iterable
 
 from conductor.accuracy import Accuracy
 from conductor.admission import (
+    LOAD_POLICIES,
     Refusal,
     decode_loads,
-    fits_decode,
-    fits_prefill,
+    load_reserved,
     reject_for,
     reject_nobody,
     reject_too_large,
 )
-from conductor.cluster import Cluster, Flight, Worker
+from conductor.cluster import Cluster, Flight
 from conductor.config import ConductorConfig
 from conductor.gate import Gate, pressure_on
 from conductor.hotspots import Hotspots
@@ -43,14 +43,7 @@ from conductor.messages import (
     Route,
     WorkerStatus,
 )
-from conductor.routing import (
-    Options,
-    Pair,
-    choose_pair,
-    decode_option,
-    pair_up,
-    prefill_option,
-)
+from conductor.routing import Options, Pair
 from conductor.tiers import Tiers
 from mooncake_store.events import (
     BlockAdded,
@@ -78,6 +71,7 @@ class Conductor:
         self._hotspots = Hotspots(config)
         self._accuracy = Accuracy()
         self._gate = Gate(config)
+        self._order = config.order
         self._now_s = float("-inf")
         self._totals: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
@@ -142,8 +136,8 @@ class Conductor:
         options = self._options(request, now_s)
         if isinstance(options, Reject):
             return self._refuse(options)
-        pair = choose_pair(options, request, self.config)
-        pressure = pressure_on(options.prefills, pair.decode, self.config)
+        pair = options.best()
+        pressure = pressure_on(options, pair.decode, self.config)
         kind, advice = self._gate.objection(pair, request, pressure, options.ttft_limit_s), None
         if kind:
             shed = self._gate.shed(pair, request, pressure) if kind == "fair_share" else None
@@ -164,13 +158,13 @@ class Conductor:
         options = self._options(request, now_s)
         if isinstance(options, Reject):
             return []
-        chosen = choose_pair(options, request, self.config)
-        found = []
+        chosen = options.best()
+        best, decodes, found = (chosen.prefill.worker, chosen.decode.worker), options.decodes, []
         for prefill in options.prefills:
-            for decode in options.decodes:
-                pair = pair_up(prefill, decode, request, self.config)
-                is_chosen = prefill is chosen.prefill and decode is chosen.decode
-                pressure = pressure_on(options.prefills, decode, self.config)
+            for decode in decodes:
+                pair = options.pair(prefill, decode)
+                is_chosen = (prefill.worker, decode.worker) == best
+                pressure = pressure_on(options, decode, self.config)
                 verdict = self._gate.objection(pair, request, pressure, options.ttft_limit_s)
                 verdict = verdict or ("chosen" if is_chosen else "slower")
                 found.append((not is_chosen, pair, verdict))
@@ -179,27 +173,26 @@ class Conductor:
 
     def _options(self, request: Request, now_s: float) -> Options | Reject:
         """The terms of every worker that may take the request, or why there is none."""
-        workers: dict[str, list[Worker]] = {}
-        for role, fits in (("prefill", fits_prefill), ("decode", fits_decode)):
-            takers = self._cluster.takers(role, now_s, request.excluded_workers)
-            if not takers:
-                return reject_nobody(self._cluster, role, request, now_s)
-            workers[role] = [worker for worker in takers if fits(worker, request)]
-            if not workers[role]:
+        cluster, excluded = self._cluster, request.excluded_workers
+        prompt_tokens = request.prompt_tokens
+        cluster.look(now_s)
+        usable = []
+        for role, pool, tokens in (
+            ("prefill", cluster.prefills, prompt_tokens),
+            ("decode", cluster.decodes, prompt_tokens + request.output_tokens_max),
+        ):
+            workers = pool.usable(now_s, tokens, excluded)
+            if not len(workers) or not workers[workers.argmax()]:
+                takers = [w for w in cluster.takers(role, now_s) if w.key not in excluded]
+                if not takers:
+                    return reject_nobody(cluster, role, request, now_s)
                 return reject_too_large(role, takers, request)
-        runs = self._tiers.runs(request.block_keys)
-        prefills = [
-            prefill_option(self._cluster, worker, request, runs, now_s)
-            for worker in workers["prefill"]
-        ]
-        # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
-        at_s = now_s + min(option.start_s for option in prefills)
-        loads = decode_loads(self._cluster, workers["decode"], at_s, now_s)
-        decodes = [
-            decode_option(worker, request, load, now_s, self.config)
-            for worker, load in zip(workers["decode"], loads, strict=True)
-        ]
-        return Options(prefills, decodes, self._gate.ttft_limit_s(request))
+            usable.append(workers)
+        is_reserved = LOAD_POLICIES[self.config.admission] is load_reserved
+        return Options(
+            cluster, self._tiers, request, (usable[0], usable[1]),
+            None if is_reserved else decode_loads, self._gate.ttft_limit_s(request), now_s,
+        )  # fmt: skip
 
     def _refuse(self, rejection: Reject) -> Reject:
         self._rejected[rejection.kind] += 1
@@ -207,23 +200,23 @@ class Conductor:
 
     def _send(self, request: Request, pair: Pair, advice: Reject | None, now_s: float) -> Route:
         """Charge the pair and count."""
-        prefill, decode, plan = pair.prefill, pair.decode, pair.prefill.plan
+        prefill, decode = pair.prefill, pair.decode
         route = Route(
-            request.request_id, prefill.worker.ref, decode.worker.ref, plan.cached_tokens,
-            prefill.local_blocks, plan.fetch_blocks, plan.fetch_node, pair.predicted, advice,
-            self.config.order.key_s(now_s, plan.prefill_s), plan.restore_blocks,
+            request.request_id, prefill.worker.ref, decode.worker.ref, prefill.cached_tokens,
+            prefill.local_blocks, prefill.fetch_blocks, prefill.fetch_node, pair.predicted, advice,
+            self._order.key_s(now_s, prefill.prefill_s), prefill.restore_blocks,
         )  # fmt: skip
         self._cluster.depart(
             route, (prefill.worker, decode.worker), request.prompt_tokens,
-            request.output_tokens_max, plan.transfer_s, now_s, request.tenant,
+            request.output_tokens_max, prefill.fetch_s, now_s, request.tenant,
         )  # fmt: skip
-        reused_blocks = prefill.local_blocks + plan.fetch_blocks
+        reused_blocks = prefill.local_blocks + prefill.fetch_blocks
         self._hotspots.note(request.block_keys, reused_blocks, now_s)
         self._totals["routed"] += 1
-        self._totals["fetches"] += plan.fetch_node is not None
-        self._totals["fetched_blocks"] += plan.fetch_blocks
+        self._totals["fetches"] += prefill.fetch_node is not None
+        self._totals["fetched_blocks"] += prefill.fetch_blocks
         self._totals["prompt_tokens"] += request.prompt_tokens
-        self._totals["cached_tokens"] += plan.cached_tokens
+        self._totals["cached_tokens"] += prefill.cached_tokens
         return route
 
     def on_prefill_started(self, request_id: str, now_s: float, cached_tokens: int) -> None:
@@ -261,7 +254,7 @@ class Conductor:
         new_tokens = max(1, flight.prompt_tokens - cached_tokens)
         estimated_s = flight.prefill.prefill_estimate.seconds(new_tokens, cached_tokens)
         began_s = flight.routed_at_s + predicted.transfer_s
-        flight.prefill.prefilled(began_s, seconds, estimated_s, now_s)
+        self._cluster.prefilled(flight, began_s, seconds, estimated_s, now_s)
 
     def on_finished(self, request_id: str, now_s: float, output_tokens: int | None = None) -> None:
         """Done, failed or cancelled: drop all that is charged for it. Again is harmless.
@@ -331,7 +324,7 @@ class Conductor:
 
     def check(self) -> None:
         """Prove the invariants of everything below."""
-        self._cluster.check()
+        self._cluster.check(self._now_s)
         self._hotspots.check()
         self._gate.check()
         self._tiers.check()
@@ -345,8 +338,8 @@ class Conductor:
 
 
 def _candidate(pair: Pair, verdict: str) -> Candidate:
-    prefill, plan = pair.prefill, pair.prefill.plan
+    prefill = pair.prefill
     return Candidate(
-        prefill.worker.ref, pair.decode.worker.ref, plan.cached_tokens, prefill.local_blocks,
-        plan.fetch_blocks, plan.fetch_node, pair.predicted, verdict,
+        prefill.worker.ref, pair.decode.worker.ref, prefill.cached_tokens, prefill.local_blocks,
+        prefill.fetch_blocks, prefill.fetch_node, pair.predicted, verdict,
     )  # fmt: skip

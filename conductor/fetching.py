@@ -19,30 +19,59 @@ What is beyond the own run may be fetched from one other node, and the rest is c
 
 The second is Eq. 2 of the paper with what it leaves out: queues, latency, and the sender.
 
+Not every holder is looked at. Of equal runs the one that can send soonest counts, and a shorter run
+only if it can be sent sooner than every longer one, as far as SOURCES_MAX of them. Where workers
+measured different rates the soonest sender need not be the quickest, so there all runs are looked
+at, up to that many.
+
 Not here: the work in front (prefill_queue.py), choosing the worker (routing.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
-from conductor.cluster import Cluster, Worker
-from conductor.estimates import transfer_s
-from conductor.policies import Policy
-from conductor.tiers import NOTHING, Runs
+import numpy as np
+
+from conductor.cluster import Cluster
+from conductor.policies import Policy, Seconds
+from conductor.pool import Counts, Mask
+from conductor.prefill_pool import Place, PrefillPool
+from conductor.tiers import Holdings
+
+SOURCES_MAX = 4  # holders that are compared for one prompt
+NAMES_MAX = 64  # of equal holders that are asked when they can send
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """One way to get the prompt's prefix to a worker; the rest is computed."""
+class Source:
+    """A node that could send its run."""
 
-    cached_tokens: int
-    restore_blocks: int  # from the own SSD
-    fetch_blocks: int  # from fetch_node, after all that the own node has
-    fetch_node: str | None
-    transfer_s: float
-    prefill_s: float  # as calibrated, times the worker's speed ratio
+    node_id: str
+    blocks: int
+    dram_blocks: int  # the first ones; the others are on its SSD
+    wait_s: float  # the sends already charged to it
+
+
+@dataclass(slots=True)
+class Plans:
+    """How each prefill worker would get the prompt's KV, as columns."""
+
+    held: Holdings  # what the worker's own node has
+    own_tokens: Counts  # cached without fetching
+    transfer_s: Seconds  # restoring and fetching
+    prefill_s: Seconds  # computing the rest
+    fetches: list[tuple[Source, Mask]]  # who fetches from where; a later one takes precedence
+    place: Place | None = None  # in the queues with so much work, if that was asked already
+
+    def fetched(self, row: int) -> Source | None:
+        for source, is_fetched in reversed(self.fetches):
+            if is_fetched.item(row):
+                return source
+        return None
 
 
 def cached_tokens(blocks: int, block_tokens: int, prompt_tokens: int) -> int:
@@ -50,61 +79,131 @@ def cached_tokens(blocks: int, block_tokens: int, prompt_tokens: int) -> int:
     return max(0, min(blocks * block_tokens, prompt_tokens - 1))
 
 
-def best_plan(
-    cluster: Cluster, worker: Worker, runs: Runs, policy: Policy,
-    prompt_tokens: int, wait_s: Callable[[float], float], now_s: float,
-) -> Plan:  # fmt: skip
-    """Fetch or compute at this worker. `wait_s` tells the work in front of seconds of prefill."""
-    config = cluster.config
-    own = runs.get(worker.info.node_id, NOTHING)
-    compute = _plan(cluster, worker, runs, None, own.blocks, prompt_tokens, now_s)
-    if policy.fetch == "never":
-        return compute
-    depth_min = own.blocks + 1
-    longest = max((run.blocks for run in runs.values()), default=0)
+def make_plans(
+    cluster: Cluster, held: Holdings, policy: Policy, prompt_tokens: int, now_s: float
+) -> Plans:
+    """Fetch or compute, at each worker."""
+    pool = cluster.prefills
+    if held.is_empty:
+        return Plans(held, pool.none, pool.zeros, pool.prefill_s(prompt_tokens, 0), [])
+    cached = np.minimum(held.blocks * pool.block_tokens, prompt_tokens - 1)
+    plans = Plans(held, cached, pool.zeros, pool.prefill_s(prompt_tokens, cached), [])
+    if held.has_ssd:
+        restore_s = pool.block_bytes / cluster.config.ssd_bytes_per_s
+        plans.transfer_s = (held.blocks - held.dram_blocks) * restore_s
     if policy.fetch == "threshold":
-        if longest <= own.blocks * config.kvcache_balancing_threshold:
-            return compute
-        depth_min = longest
-    plans = [
-        _plan(cluster, worker, runs, node_id, blocks, prompt_tokens, now_s)
-        for node_id, run in runs.items()
-        if node_id != worker.info.node_id and node_id in cluster.nodes
-        for blocks in {run.dram_blocks, run.blocks}
-        if blocks >= depth_min
-    ]
-    plans = [plan for plan in plans if plan.cached_tokens > compute.cached_tokens]
-    if policy.fetch == "times":
-        hidden_s = wait_s(compute.prefill_s)
-        return min((compute, *plans), key=lambda p: (
-            max(hidden_s, p.transfer_s) + p.prefill_s, p.fetch_node or ""
-        ))  # fmt: skip
-    if not plans:
-        return compute
-    best = min(plans, key=lambda p: (p.transfer_s + p.prefill_s, p.fetch_node))
-    pays = best.transfer_s + best.prefill_s < compute.transfer_s + compute.prefill_s
-    return best if pays or not config.fetch_must_pay else compute
+        _fetch_by_threshold(plans, cluster, prompt_tokens, now_s)
+    elif policy.fetch == "times":
+        _fetch_by_times(plans, cluster, prompt_tokens, now_s)
+    return plans
 
 
-def _plan(
-    cluster: Cluster, worker: Worker, runs: Runs, source: str | None, blocks: int,
-    prompt_tokens: int, now_s: float,
-) -> Plan:  # fmt: skip
-    """The first `blocks` blocks cached: the own ones, and those beyond from `source`."""
-    config, info = cluster.config, worker.info
-    own = runs.get(info.node_id, NOTHING)
-    cached = cached_tokens(blocks, info.block_tokens, prompt_tokens)
-    seconds = worker.prefill_estimate.seconds(prompt_tokens - cached, cached)
-    restore = own.blocks - own.dram_blocks
-    move_s = transfer_s(restore * info.block_bytes, config.ssd_bytes_per_s, 0.0)
-    if source is not None:
-        rate = info.transfer_bytes_per_s.get(source) or config.transfer_bytes_per_s
-        fetched = blocks - own.blocks
-        slow = min(fetched, max(0, blocks - runs[source].dram_blocks))  # on the sender's SSD
-        move_s += cluster.send_wait_s(source, now_s) + info.transfer_latency_s
-        move_s += (fetched - slow) * info.block_bytes / rate
-        move_s += slow * info.block_bytes / min(rate, config.ssd_bytes_per_s)
-    return Plan(
-        cached, restore, blocks - own.blocks if source else 0, source, move_s,
-        worker.speed_ratio(now_s, config) * seconds,
-    )  # fmt: skip
+def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int, now_s: float) -> None:
+    """The paper's rule: the longest run, where it is much longer than the own one."""
+    config, sources = cluster.config, _sources(cluster, plans.held, True, now_s)
+    if not sources:
+        return
+    longest = sources[0].blocks
+    is_wanted = plans.held.blocks < longest / config.kvcache_balancing_threshold
+    if not is_wanted[is_wanted.argmax()]:
+        return
+    least_s = plans.transfer_s + plans.prefill_s
+    if not config.fetch_must_pay:
+        is_wanted &= plans.own_tokens < _tokens(cluster.prefills, longest, prompt_tokens)
+        least_s = np.where(is_wanted, math.inf, least_s)
+    restore_s = plans.transfer_s
+    for source in sources:
+        prefill_s, transfer_s = _with(source, cluster.prefills, plans.held, prompt_tokens)
+        if plans.held.has_ssd:
+            transfer_s = transfer_s + restore_s
+        total_s = transfer_s + prefill_s
+        is_better = is_wanted & (total_s < least_s)
+        if is_better[is_better.argmax()]:
+            least_s = _take(plans, source, is_better, transfer_s, prefill_s, total_s, least_s)
+
+
+def _fetch_by_times(plans: Plans, cluster: Cluster, prompt_tokens: int, now_s: float) -> None:
+    """Ours: whatever lets the first token come soonest, beside the work in front."""
+    pool, held = cluster.prefills, plans.held
+    sources = _sources(cluster, held, False, now_s)
+    if not sources:
+        return
+    plans.place = pool.place(plans.prefill_s, now_s)
+    hidden_s = plans.place.wait_s
+    least_s = np.maximum(hidden_s, plans.transfer_s) + plans.prefill_s
+    restore_s = plans.transfer_s
+    for source in sources:
+        is_longer = held.blocks < source.blocks
+        if not is_longer[is_longer.argmax()]:
+            continue
+        prefill_s, transfer_s = _with(source, pool, held, prompt_tokens)
+        if held.has_ssd:
+            transfer_s = transfer_s + restore_s
+        total_s = np.maximum(hidden_s, transfer_s) + prefill_s
+        is_better = is_longer & (total_s < least_s)
+        if is_better[is_better.argmax()]:
+            least_s = _take(plans, source, is_better, transfer_s, prefill_s, total_s, least_s)
+
+
+def _take(
+    plans: Plans, source: Source, rows: Mask, transfer_s: Seconds, prefill_s: Seconds,
+    total_s: Seconds, least_s: Seconds,
+) -> Seconds:  # fmt: skip
+    """These rows fetch from this source; the least total seconds from here on."""
+    plans.transfer_s = np.where(rows, transfer_s, plans.transfer_s)
+    plans.prefill_s = np.where(rows, prefill_s, plans.prefill_s)
+    plans.fetches.append((source, rows))
+    plans.place = None
+    return np.where(rows, total_s, least_s)
+
+
+def _with(
+    source: Source, pool: PrefillPool, held: Holdings, prompt_tokens: int
+) -> tuple[Seconds, Seconds]:
+    """(computing, fetching) at each worker with this source. Of use only where its run is longer
+    than the own one."""
+    prefill_s = pool.prefill_s(prompt_tokens, _tokens(pool, source.blocks, prompt_tokens))
+    path, blocks = pool.path(source.node_id), source.blocks - held.blocks
+    fixed_s = path.latency_s + source.wait_s if source.wait_s else path.latency_s
+    if source.blocks == source.dram_blocks:
+        return prefill_s, blocks * path.block_s + fixed_s
+    slow = np.minimum(blocks, source.blocks - source.dram_blocks)
+    slow_s = np.maximum(path.block_s, pool.block_bytes / pool.config.ssd_bytes_per_s)
+    return prefill_s, (blocks - slow) * path.block_s + slow * slow_s + fixed_s
+
+
+def _tokens(pool: PrefillPool, blocks: int, prompt_tokens: int) -> int | Counts:
+    """`cached_tokens` at each worker; one number while their blocks are of one size."""
+    if isinstance(pool.block_tokens, int):
+        return min(blocks * pool.block_tokens, prompt_tokens - 1)
+    return np.minimum(blocks * pool.block_tokens, prompt_tokens - 1)
+
+
+def _sources(cluster: Cluster, held: Holdings, is_longest_only: bool, now_s: float) -> list[Source]:
+    """The holders worth comparing, longest run first."""
+    found: list[Source] = []
+    soonest_s, are_alike = math.inf, not (cluster.prefills.rates_differ or held.has_ssd)
+    for blocks, dram_blocks, nodes in held.groups():
+        offers = _offers(cluster, nodes, are_alike, now_s)
+        for wait_s, node_id in offers[: 1 if are_alike else SOURCES_MAX]:
+            if wait_s < soonest_s or not are_alike:
+                found.append(Source(node_id, blocks, dram_blocks, wait_s))
+                soonest_s = min(soonest_s, wait_s)
+        is_enough = is_longest_only or len(found) >= SOURCES_MAX or (are_alike and soonest_s == 0)
+        if found and is_enough:
+            break
+    return found[:SOURCES_MAX]
+
+
+def _offers(
+    cluster: Cluster, nodes: Iterator[str], are_alike: bool, now_s: float
+) -> list[tuple[float, str]]:
+    """(when it can send, node), soonest first."""
+    found = []
+    for node_id in islice(nodes, NAMES_MAX):
+        if node_id in cluster.nodes:
+            wait_s = cluster.send_wait_s(node_id, now_s)
+            if are_alike and wait_s == 0:
+                return [(wait_s, node_id)]
+            found.append((wait_s, node_id))
+    return sorted(found)

@@ -15,19 +15,15 @@ Not here: the words of a rejection and the limits (admission.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from conductor.admission import DECODE_KINDS, objection
 from conductor.config import ConductorConfig
 from conductor.fair_share import FairShare, Pressure, Shed
 from conductor.margin import Margin
 from conductor.messages import Request
-from conductor.routing import DecodeOption, Pair, PrefillOption
+from conductor.routing import DecodeOption, Options, Pair
 
 
-def pressure_on(
-    prefills: Sequence[PrefillOption], decode: DecodeOption, config: ConductorConfig
-) -> Pressure:
+def pressure_on(options: Options, decode: DecodeOption, config: ConductorConfig) -> Pressure:
     """What the pools are loaded with before this request: all prefill queues, the best batch."""
     info, load = decode.worker.info, decode.load
     decode_load = max(
@@ -35,8 +31,9 @@ def pressure_on(
         load.sequences / info.slots_max,
         load.pages / info.pages_max,
     )
-    backlog_s = sum(option.queue_s for option in prefills) / len(prefills)
-    return Pressure(backlog_s, len(prefills), decode_load, is_decoding=load.sequences > 0)
+    return Pressure(
+        options.backlog_s, options.prefill_count, decode_load, is_decoding=load.sequences > 0
+    )
 
 
 class Gate:

@@ -50,6 +50,7 @@ class Policy:
     cost: Callable[[Terms], Seconds]
     fetch: Literal["never", "threshold", "times"]
     is_blind: bool = False
+    spares_others: bool = False  # so its best for all may be too late for this request
 
 
 def load_balance(terms: Terms) -> Seconds:
@@ -73,7 +74,7 @@ def no_cost(terms: Terms) -> Seconds:
 
 
 POLICIES: Mapping[str, Policy] = {
-    "adaptive": Policy(adaptive, fetch="times"),
+    "adaptive": Policy(adaptive, fetch="times", spares_others=True),
     "kvcache_centric": Policy(kvcache_centric, fetch="threshold"),
     "cache_aware": Policy(cache_aware, fetch="never"),
     "load_balance": Policy(load_balance, fetch="never", is_blind=True),

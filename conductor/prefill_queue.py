@@ -106,6 +106,34 @@ class PrefillQueue:
     def _is_ahead_of_head(self, key_s: float) -> bool:
         return self._preempts and bool(self._line) and key_s < self._line[0].key_s
 
+    # The same as columns need it (prefill_pool.py): moments instead of spans of time.
+
+    @property
+    def foreign_until_s(self) -> float:
+        """When the foreign work will be done."""
+        return self._as_of_s + self._foreign_s
+
+    @property
+    def busy_until_s(self) -> float:
+        """When the foreign work and the head will be done, if nothing else is done first."""
+        foreign_until_s = self._as_of_s + self._foreign_s
+        if not self._line:
+            return foreign_until_s
+        return max(self._head_since_s, foreign_until_s) + self._line[0].remaining_s
+
+    @property
+    def head_key_s(self) -> float:
+        """Smaller keys go before the head."""
+        return self._line[0].key_s if self._line and self._preempts else -math.inf
+
+    def places(self) -> list[tuple[float, float]]:
+        """(key, seconds) of each charge behind the head; -inf for what has begun."""
+        preempts = self._preempts
+        return [
+            (-math.inf if charge.is_started and not preempts else charge.key_s, charge.remaining_s)
+            for charge in self._line[1:]
+        ]
+
     def _settle(self, now_s: float) -> None:
         """Write down the time that has passed, before something else changes."""
         if self._line:

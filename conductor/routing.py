@@ -22,6 +22,7 @@ counts as one fewer (it reads mapped memory), so that locality outweighs at most
 imbalance. Equal prefill workers: fewer requests, then the one that got its last request
 longest ago, then the smaller name. So an idle cluster is used evenly, and in a fixed order.
 
+All workers are compared as columns (pool.py); only what is looked at one by one becomes an object.
 Everything here is a function of the cluster's state and changes nothing. Not here: whether the
 winner is good enough (admission.py).
 """
@@ -29,20 +30,24 @@ winner is good enough (admission.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from conductor.cluster import Cluster, Worker
+from conductor.cluster import Cluster
 from conductor.config import ConductorConfig
 from conductor.decode_batch import Load
-from conductor.estimates import transfer_s
-from conductor.fetching import Plan, best_plan
+from conductor.fetching import Source, cached_tokens, make_plans
 from conductor.messages import Prediction, Request
 from conductor.policies import POLICIES, Terms, at_random
-from conductor.tiers import NOTHING, Runs
+from conductor.pool import Column, Mask
+from conductor.tiers import Tiers
+from conductor.worker import Worker
 from mooncake_store.layout import blocks_touched
+
+# (cluster, decode workers, when the prefill will end, now) -> their loads without the request
+Loads = Callable[[Cluster, Sequence[Worker], float, float], list[Load]]
 
 
 @dataclass(slots=True)
@@ -50,18 +55,30 @@ class PrefillOption:
     """One prefill worker and what the request would meet there."""
 
     worker: Worker
-    plan: Plan
-    local_blocks: int
+    local_blocks: int  # its node has them, on its SSD too
+    restore_blocks: int  # of these, on the SSD
+    cached_tokens: int
+    source: Source | None  # of what is fetched
     queue_s: float  # all work there
     wait_s: float  # of it, what goes before this request
-    transfer_s: float  # of the plan's, what is not hidden by the wait
-    delay_s: float
+    fetch_s: float  # restoring and fetching
+    transfer_s: float  # of that, what the wait does not hide
+    prefill_s: float
+    delay_s: float  # what it does to others there
     has_room: bool  # its queue is bounded
 
     @property
     def start_s(self) -> float:
         """The first token, before the hand-over."""
-        return self.wait_s + self.transfer_s + self.plan.prefill_s
+        return self.wait_s + self.transfer_s + self.prefill_s
+
+    @property
+    def fetch_blocks(self) -> int:
+        return self.source.blocks - self.local_blocks if self.source else 0
+
+    @property
+    def fetch_node(self) -> str | None:
+        return self.source.node_id if self.source else None
 
 
 @dataclass(slots=True)
@@ -72,17 +89,6 @@ class DecodeOption:
     load: Load  # as the admission policy sees it, without this request
     tbt_s: float  # with it
     has_room: bool
-    reserved: float  # requests in the batch or on their way to it
-    reserved_tbt_s: float  # the step of all those; ranks, or a burst would pile onto one worker
-
-
-@dataclass(slots=True)
-class Options:
-    """What every worker that may take the request would mean for it."""
-
-    prefills: list[PrefillOption]
-    decodes: list[DecodeOption]
-    ttft_limit_s: float  # predicted to take longer, it is not admitted
 
 
 @dataclass(slots=True)
@@ -92,100 +98,189 @@ class Pair:
     predicted: Prediction
 
 
-def prefill_option(
-    cluster: Cluster, worker: Worker, request: Request, runs: Runs, now_s: float
-) -> PrefillOption:
-    """What this worker would do with the request, and when."""
-    config, queue, order = cluster.config, worker.queue, cluster.config.order
-    policy, ratio = POLICIES[config.policy], worker.speed_ratio(now_s, config)
-    local = runs.get(worker.info.node_id, NOTHING).blocks
+class Options:
+    """What every worker that may take the request would mean for it."""
 
-    def wait_s(prefill_s: float) -> float:
-        return ratio * queue.ahead_s(order.key_s(now_s, prefill_s), now_s)
+    def __init__(
+        self, cluster: Cluster, tiers: Tiers, request: Request, usable: tuple[Mask, Mask],
+        loads: Loads | None, ttft_limit_s: float, now_s: float,
+    ) -> None:  # fmt: skip
+        """`usable`: the prefill and the decode workers in question, at least one of each.
+        `loads`: what admission takes the decode loads to be; None for the reserved ones."""
+        self._cluster, self._config = cluster, cluster.config
+        self._request, self._now_s = request, now_s
+        self._is_prefill, self._is_decode = usable
+        self._loads = loads
+        self.ttft_limit_s = ttft_limit_s  # predicted to take longer, it is not admitted
+        self._meet_prefills(tiers)
+        self._meet_decodes()
 
-    tokens = request.prompt_tokens
-    plan = best_plan(cluster, worker, runs, policy, tokens, wait_s, now_s)
-    wait, is_hidden = wait_s(plan.prefill_s), policy.fetch == "times"
-    return PrefillOption(
-        worker, plan, local, queue_s=ratio * queue.work_s(now_s), wait_s=wait,
-        transfer_s=max(0.0, plan.transfer_s - wait) if is_hidden else plan.transfer_s,
-        delay_s=plan.prefill_s * queue.behind(order.key_s(now_s, plan.prefill_s)),
-        has_room=queue.requests < worker.info.slots_max,
-    )  # fmt: skip
+    def _meet_prefills(self, tiers: Tiers) -> None:
+        pool, request, now_s = self._cluster.prefills, self._request, self._now_s
+        policy, held = POLICIES[self._config.policy], tiers.held(request.block_keys, pool)
+        plans = make_plans(self._cluster, held, policy, request.prompt_tokens, now_s)
+        self._plans = plans
+        place, transfer_s = plans.place or pool.place(plans.prefill_s, now_s), plans.transfer_s
+        wait_s = place.wait_s
+        if policy.fetch == "times":  # fetching runs beside the work in front
+            transfer_s = np.maximum(transfer_s - wait_s, 0.0)
+        delay_s = plans.prefill_s * place.behind
+        self._terms = Terms(place.queue_s, wait_s, transfer_s, plans.prefill_s, delay_s)
+        self._start_s = wait_s + transfer_s + plans.prefill_s
 
+    def _meet_decodes(self) -> None:
+        pool, request = self._cluster.decodes, self._request
+        self._step_s = pool.step_s(request.prompt_tokens)
+        tokens = request.prompt_tokens + request.output_tokens_max
+        self._has_room = self._is_decode & pool.has_room(tokens)
+        if self._loads is None:
+            return
+        # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
+        starts_s = np.where(self._is_prefill, self._start_s, math.inf)
+        self._at_s = self._now_s + starts_s.item(starts_s.argmin())
+        # Mostly less than is reserved, so who has room for that need not be asked.
+        is_more = self._config.admission == "predictive_lengths"
+        is_asked = self._is_decode if is_more else self._is_decode & ~self._has_room
+        rows = is_asked.nonzero()[0].tolist()
+        for row, load in zip(rows, self._loads_of(rows), strict=True):
+            info = pool.workers[row].info
+            pages = blocks_touched(tokens, info.block_tokens)
+            # Rounded: 3.999 of 4 slots are 4. The worker itself makes sure, and queues if need be.
+            has_slot = round(load.sequences) < info.slots_max
+            self._has_room[row] = has_slot and load.pages + pages <= info.pages_max
 
-def handover_s(decode: Worker, node_id: str, prompt_tokens: int, config: ConductorConfig) -> float:
-    """Time for the decode worker to read the prompt's KV from the prefill worker's node."""
-    info = decode.info
-    blocks = blocks_touched(prompt_tokens, info.block_tokens)
-    is_local = info.node_id == node_id
-    default = config.local_bytes_per_s if is_local else config.transfer_bytes_per_s
-    rate = info.transfer_bytes_per_s.get(node_id) or default
-    latency_s = 0.0 if is_local else info.transfer_latency_s
-    return transfer_s(blocks * info.block_bytes, rate, latency_s)
+    def _loads_of(self, rows: Sequence[int]) -> list[Load]:
+        workers = [self._cluster.decodes.workers[row] for row in rows]
+        if self._loads is None:
+            return [worker.batch.load_reserved() for worker in workers]
+        return self._loads(self._cluster, workers, self._at_s, self._now_s)
 
+    # The best of them
 
-def decode_option(
-    worker: Worker, request: Request, load: Load, now_s: float, config: ConductorConfig
-) -> DecodeOption:
-    """The step of this batch with the request in it, and whether it fits."""
-    info, tokens, step_s = worker.info, request.prompt_tokens, worker.decode_estimate.step_s
-    ratio, reserved = worker.speed_ratio(now_s, config), worker.batch.load_reserved()
-    pages = blocks_touched(tokens + request.output_tokens_max, info.block_tokens)
-    return DecodeOption(
-        worker,
-        load,
-        tbt_s=ratio * step_s(load.sequences + 1, load.context_tokens + tokens),
-        # Rounded: 3.999 of 4 slots are 4. The worker itself makes sure, and queues when need be.
-        has_room=round(load.sequences) < info.slots_max and load.pages + pages <= info.pages_max,
-        reserved=reserved.sequences,
-        reserved_tbt_s=ratio * step_s(reserved.sequences + 1, reserved.context_tokens + tokens),
-    )
+    def best(self) -> Pair:
+        """Each finalist with its decode worker; the least cost wins, equal ones in their order.
 
+        Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
+        """
+        rows, cost_s = self._finalists()
+        step_s = self._step_s
+        is_choice = self._has_room if _any(self._has_room) else self._is_decode
+        step_s = np.where(is_choice, step_s, math.inf)
+        nodes, found = self._cluster.prefills.node_ids, []
+        # No pair can be better than this; most often the first finalist is as good.
+        least_s = min(cost_s.item(row) for row in rows)
+        least_s += self._request.prompt_tokens * self._cluster.decodes.token_s_least
+        bound_s = within(least_s, self._config)
+        for row in rows:
+            decode, handover_s = self._partner(nodes[row], step_s)
+            total_s = cost_s.item(row) + handover_s
+            found.append((total_s, row, decode))
+            if total_s <= bound_s:
+                break
+        limit_s = within(min(total_s for total_s, _, _ in found), self._config)
+        row, decode = next((row, decode) for total_s, row, decode in found if total_s <= limit_s)
+        return self.pair(self.prefill(row), self.decode(decode))
 
-def pair_up(
-    prefill: PrefillOption, decode: DecodeOption, request: Request, config: ConductorConfig
-) -> Pair:
-    handover = handover_s(decode.worker, prefill.worker.info.node_id, request.prompt_tokens, config)
-    predicted = Prediction(
-        queue_s=prefill.wait_s,
-        transfer_s=prefill.transfer_s,
-        prefill_s=prefill.plan.prefill_s,
-        handover_s=handover,
-        ttft_s=prefill.start_s + handover,
-        tbt_s=decode.tbt_s,
-        decode_sequences=decode.load.sequences + 1,
-        delay_s=prefill.delay_s,
-    )
-    return Pair(prefill, decode, predicted)
+    def _finalists(self) -> tuple[list[int], Column]:
+        """The prefill workers worth pairing, and what the policy makes of all of them."""
+        pool, config, policy = self._cluster.prefills, self._config, POLICIES[self._config.policy]
+        is_choice = self._is_prefill & pool.has_room
+        if not _any(is_choice):
+            is_choice = self._is_prefill
+        cost_s = policy.cost(self._terms)
+        if config.policy == "random":
+            row_of = {pool.workers[row].key: row for row in is_choice.nonzero()[0].tolist()}
+            return [row_of[at_random(self._request.request_id, list(row_of))]], cost_s
+        if policy.spares_others:  # but not at the price of the request's own service level
+            is_in_time = is_choice & (self._start_s <= self.ttft_limit_s)
+            if _any(is_in_time):
+                is_choice = is_in_time
+            else:
+                cost_s = self._start_s
+        cost_s = np.where(is_choice, cost_s, math.inf)
+        rows = (cost_s <= within(cost_s.item(cost_s.argmin()), config)).nonzero()[0]
+        if len(rows) > 1:
+            rows = rows[pool.rank[rows].argsort(kind="stable")]
+        return rows[: 1 if policy.is_blind else config.finalists_max].tolist(), cost_s
 
+    def _partner(self, node_id: str, step_s: Column) -> tuple[int, float]:
+        """The decode worker for a prefill worker of this node, and the seconds of the hand-over.
 
-def costs(options: Sequence[PrefillOption], config: ConductorConfig) -> list[float]:
-    """What the policy minimises, of each option."""
-    terms = Terms(*(
-        np.array([getattr(o.plan if name == "prefill_s" else o, name) for o in options])
-        for name in Terms._fields
-    ))  # fmt: skip
-    found: list[float] = POLICIES[config.policy].cost(terms).tolist()
-    return found
+        The least cost; among equals the emptier one, where this node's own are ahead by one.
+        """
+        pool, config, request = self._cluster.decodes, self._config, self._request
+        path = pool.path(node_id)
+        handover_s = path.block_s * -(-request.prompt_tokens // pool.block_tokens) + path.latency_s
+        tokens = max(1, min(request.output_tokens_max, config.output_tokens_expected))
+        cost_s = handover_s / tokens + step_s
+        limit_s = cost_s.item(cost_s.argmin()) * (1 + config.tie_ratio)
+        rank = np.where(cost_s <= limit_s, pool.rank - path.lead, math.inf)
+        row = int(rank.argmin())
+        return row, handover_s.item(row)
 
+    # One by one
 
-def finalists(
-    options: Sequence[PrefillOption], request: Request, ttft_limit_s: float, config: ConductorConfig
-) -> list[tuple[float, PrefillOption]]:
-    """The prefill workers worth pairing, with their costs: the best, and those that are as good."""
-    assert options, "admission rejects before routing when no worker takes requests"
-    if config.policy == "random":
-        chosen = at_random(request.request_id, [o.worker.key for o in options])
-        return [(0.0, next(o for o in options if o.worker.key == chosen))]
-    found = list(zip(costs(options, config), options, strict=True))
-    if not POLICIES[config.policy].is_blind:  # sparing others must not cost the request its level
-        in_time = [row for row in found if row[1].start_s <= ttft_limit_s]
-        found = in_time or [(option.start_s, option) for option in options]
-    limit_s = within(min(cost_s for cost_s, _ in found), config)
-    equal = [row for row in found if row[0] <= limit_s]
-    equal.sort(key=lambda row: _spread(row[1]))
-    return equal[: 1 if POLICIES[config.policy].is_blind else config.finalists_max]
+    def prefill(self, row: int) -> PrefillOption:
+        pool, plans, terms = self._cluster.prefills, self._plans, self._terms
+        source, held = plans.fetched(row), plans.held
+        restore = held.blocks.item(row) - held.dram_blocks.item(row) if held.has_ssd else 0
+        cached = plans.own_tokens.item(row)
+        if source is not None:
+            block_tokens = pool.workers[row].info.block_tokens
+            cached = cached_tokens(source.blocks, block_tokens, self._request.prompt_tokens)
+        return PrefillOption(
+            worker=pool.workers[row],
+            local_blocks=held.blocks.item(row),
+            restore_blocks=restore,
+            cached_tokens=cached,
+            source=source,
+            queue_s=terms.queue_s.item(row),
+            wait_s=terms.wait_s.item(row),
+            fetch_s=plans.transfer_s.item(row),
+            transfer_s=terms.transfer_s.item(row),
+            prefill_s=terms.prefill_s.item(row),
+            delay_s=terms.delay_s.item(row),
+            has_room=pool.has_room.item(row),
+        )
+
+    def decode(self, row: int) -> DecodeOption:
+        pool, tokens = self._cluster.decodes, self._request.prompt_tokens
+        worker, (load,) = pool.workers[row], self._loads_of([row])
+        step_s = worker.decode_estimate.step_s(load.sequences + 1, load.context_tokens + tokens)
+        return DecodeOption(worker, load, pool.ratio.item(row) * step_s, self._has_room.item(row))
+
+    def pair(self, prefill: PrefillOption, decode: DecodeOption) -> Pair:
+        path, row = self._cluster.decodes.path(prefill.worker.info.node_id), decode.worker.row
+        blocks = blocks_touched(self._request.prompt_tokens, decode.worker.info.block_tokens)
+        handover_s = path.block_s.item(row) * blocks + path.latency_s.item(row)
+        predicted = Prediction(
+            queue_s=prefill.wait_s,
+            transfer_s=prefill.transfer_s,
+            prefill_s=prefill.prefill_s,
+            handover_s=handover_s,
+            ttft_s=prefill.start_s + handover_s,
+            tbt_s=decode.tbt_s,
+            decode_sequences=decode.load.sequences + 1,
+            delay_s=prefill.delay_s,
+        )
+        return Pair(prefill, decode, predicted)
+
+    @property
+    def prefills(self) -> list[PrefillOption]:
+        return [self.prefill(row) for row in self._is_prefill.nonzero()[0].tolist()]
+
+    @property
+    def decodes(self) -> list[DecodeOption]:
+        return [self.decode(row) for row in self._is_decode.nonzero()[0].tolist()]
+
+    @property
+    def prefill_count(self) -> int:
+        return int(np.count_nonzero(self._is_prefill))
+
+    @property
+    def backlog_s(self) -> float:
+        """Predicted work of a prefill worker, on average."""
+        return float(self._terms.queue_s @ self._is_prefill) / self.prefill_count
 
 
 def within(least_s: float, config: ConductorConfig) -> float:
@@ -193,48 +288,6 @@ def within(least_s: float, config: ConductorConfig) -> float:
     return least_s + max(least_s * config.tie_ratio, config.tie_s)
 
 
-def _spread(option: PrefillOption) -> tuple[int, int, str]:
-    worker = option.worker
-    return (worker.queue.requests, worker.routed_at, worker.info.worker_id)
-
-
-def choose_decode(
-    prefill: PrefillOption,
-    decodes: Sequence[DecodeOption],
-    request: Request,
-    config: ConductorConfig,
-) -> DecodeOption:
-    """The least cost; among equals the emptier one, the prefill worker's node ahead by one."""
-    node_id = prefill.worker.info.node_id
-    tokens = max(1, min(request.output_tokens_max, config.output_tokens_expected))
-    best_s, costs = math.inf, []
-    for decode in decodes:
-        handover = handover_s(decode.worker, node_id, request.prompt_tokens, config)
-        cost_s = decode.reserved_tbt_s + handover / tokens
-        best_s = min(best_s, cost_s)
-        costs.append((cost_s, decode))
-    limit_s = best_s * (1 + config.tie_ratio)
-    return min(
-        (decode for cost_s, decode in costs if cost_s <= limit_s),
-        key=lambda d: (
-            d.reserved - (d.worker.info.node_id == node_id),
-            d.worker.routed_at,
-            d.worker.info.worker_id,
-        ),
-    )
-
-
-def choose_pair(options: Options, request: Request, config: ConductorConfig) -> Pair:
-    """Each finalist with its decode worker; the least cost wins, equal ones in their order.
-
-    Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
-    """
-    prefills = [prefill for prefill in options.prefills if prefill.has_room] or options.prefills
-    decodes = [decode for decode in options.decodes if decode.has_room] or options.decodes
-    found = []
-    for cost_s, prefill in finalists(prefills, request, options.ttft_limit_s, config):
-        decode = choose_decode(prefill, decodes, request, config)
-        pair = pair_up(prefill, decode, request, config)
-        found.append((cost_s + pair.predicted.handover_s, pair))
-    limit_s = within(min(total_s for total_s, _ in found), config)
-    return next(pair for total_s, pair in found if total_s <= limit_s)
+def _any(mask: Mask) -> bool:
+    """mask.any(), in a fifth of its time."""
+    return bool(mask[mask.argmax()])

@@ -16,6 +16,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[np.float64]
+
 RATIO_MAX = 4.0  # beyond, the calibration is wrong rather than the moment
 OUTLIER_MAX = 10.0  # one measurement counts as at most so many times its estimate
 PRIOR = 0.5  # as much work as this was as estimated
@@ -39,6 +44,11 @@ class SpeedRatio:
         self._estimated = self._estimated * kept + estimated
         self._at_s = now_s
 
+    @property
+    def sums(self) -> tuple[float, float, float]:
+        """Measured, estimated, and when they were last added to."""
+        return (self._measured, self._estimated, self._at_s)
+
     def at(self, now_s: float) -> float:
         """The ratio to expect at `now_s`."""
         if not self._estimated:
@@ -50,3 +60,10 @@ class SpeedRatio:
     def _kept(self, now_s: float) -> float:
         """The share of the sums that has not faded since the last measurement."""
         return math.pow(2.0, -max(0.0, now_s - self._at_s) / HALF_LIFE_S)
+
+
+def ratios(measured: Column, estimated: Column, at_s: Column, now_s: float) -> Column:
+    """SpeedRatio.at for the `sums` of many."""
+    kept = np.exp2(np.minimum(at_s - now_s, 0.0) / HALF_LIFE_S)
+    found: Column = (measured * kept + PRIOR) / (estimated * kept + PRIOR)
+    return np.minimum(np.maximum(found, 1 / RATIO_MAX), RATIO_MAX)

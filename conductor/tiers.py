@@ -11,23 +11,74 @@ Not here: what it costs to bring a block from one of them (fetching.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from conductor.pool import Counts, Pool
+from mooncake_store.holder_numbers import Segment, numbers_in
 from mooncake_store.membership import SSD_SUFFIX
 from mooncake_store.prefix_index import PrefixIndex
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Leading blocks that one node has."""
-
-    dram_blocks: int = 0
-    blocks: int = 0  # with those on its SSD that follow
+Group = tuple[int, int, Iterator[str]]  # (blocks, of these in DRAM, nodes that have just so many)
 
 
-Runs = Mapping[str, Run]  # by node; only nodes that have the first block
-NOTHING = Run()
+class Holdings:
+    """Who has how much of one prompt's prefix. Good until the next change of an index."""
+
+    def __init__(self, tiers: Tiers, keys: Sequence[bytes], pool: Pool) -> None:
+        self._tiers, self._keys = tiers, keys
+        self._in_dram = tiers.dram.find(keys)
+        self._on_ssd: list[tuple[int, list[Segment]]] = []  # (DRAM blocks before, what follows)
+        self.dram_blocks: Counts  # of each worker's node
+        self.blocks: Counts  # with those on its SSD that follow
+        numbers = tiers.numbers(tiers.dram, pool)
+        self.dram_blocks = self.blocks = tiers.dram.blocks_by_number(self._in_dram)[numbers]
+        if len(tiers.ssd):
+            self._look_on_ssds(pool)
+
+    def _look_on_ssds(self, pool: Pool) -> None:
+        ssd, numbers = self._tiers.ssd, self._tiers.numbers(self._tiers.ssd, pool)
+        for depth in (0, *(depth for depth, _ in self._in_dram)):
+            found = ssd.find(self._keys[depth:])
+            if found:
+                self._on_ssd.append((depth, found))
+                more = ssd.blocks_by_number(found)[numbers]
+                self.blocks = self.blocks + np.where(self.dram_blocks == depth, more, 0)
+
+    @property
+    def has_ssd(self) -> bool:
+        return bool(self._on_ssd)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._in_dram and not self._on_ssd
+
+    def groups(self) -> Iterator[Group]:
+        """Holders by the length of their run, longest first."""
+        if self._on_ssd:
+            yield from sorted(self._all_groups(), key=lambda group: -group[0])
+            return
+        deeper, name = 0, self._tiers.dram.name
+        for depth, bitmap in reversed(self._in_dram):
+            yield depth, depth, map(name, numbers_in(bitmap & ~deeper))
+            deeper = bitmap
+
+    def _all_groups(self) -> Iterator[Group]:
+        """With SSDs. Nodes that have more on their SSD are in two groups: part of a run is one."""
+        dram, ssd, deeper = self._tiers.dram, self._tiers.ssd, 0
+        exactly: dict[str, int] = {}
+        for depth, bitmap in reversed(self._in_dram):
+            nodes = dram.names(bitmap & ~deeper)
+            exactly |= dict.fromkeys(nodes, depth)
+            yield depth, depth, iter(nodes)
+            deeper = bitmap
+        for before, found in self._on_ssd:
+            further = 0
+            for depth, bitmap in reversed(found):
+                nodes = ssd.names(bitmap & ~further)
+                yield before + depth, before, (n for n in nodes if exactly.get(n, 0) == before)
+                further = bitmap
 
 
 class Tiers:
@@ -35,7 +86,8 @@ class Tiers:
 
     def __init__(self, dram: PrefixIndex) -> None:
         self.dram = dram
-        self._ssd = PrefixIndex(dram.blocks_max)
+        self.ssd = PrefixIndex(dram.blocks_max)
+        self._numbers: dict[int, tuple[object, int, Counts]] = {}
 
     def add(self, key: bytes, holder: str) -> None:
         self._of(holder).add(key, holder.removesuffix(SSD_SUFFIX))
@@ -48,24 +100,24 @@ class Tiers:
 
     def clear(self) -> None:
         self.dram.clear()
-        self._ssd.clear()
+        self.ssd.clear()
 
     def _of(self, holder: str) -> PrefixIndex:
-        return self._ssd if holder.endswith(SSD_SUFFIX) else self.dram
+        return self.ssd if holder.endswith(SSD_SUFFIX) else self.dram
 
-    def runs(self, keys: Sequence[bytes]) -> Runs:
-        """What each node has of this chain of keys, from its start."""
-        in_dram = self.dram.match(keys).blocks_by_holder
-        runs = {node_id: Run(blocks, blocks) for node_id, blocks in in_dram.items()}
-        if not len(self._ssd):
-            return runs
-        for depth in {0, *in_dram.values()}:
-            for node_id, more in self._ssd.match(keys[depth:]).blocks_by_holder.items():
-                if in_dram.get(node_id, 0) == depth:
-                    runs[node_id] = Run(depth, depth + more)
-        return runs
+    def held(self, keys: Sequence[bytes], pool: Pool) -> Holdings:
+        """Who has how much of this chain of keys."""
+        return Holdings(self, keys, pool)
+
+    def numbers(self, index: PrefixIndex, pool: Pool) -> Counts:
+        """The holder's number of each worker's node, -1 where the node has nothing."""
+        known = self._numbers.get(id(index))
+        if known is None or known[0] is not pool.node_ids or known[1] != index.numbers_version:
+            numbers = np.array([index.number(node_id) for node_id in pool.node_ids], np.int64)
+            known = self._numbers[id(index)] = (pool.node_ids, index.numbers_version, numbers)
+        return known[2]
 
     def check(self) -> None:
         """Prove the invariants."""
         self.dram.check()
-        self._ssd.check()
+        self.ssd.check()

@@ -1,0 +1,209 @@
+"""All workers of one role as columns: one row for each worker, one array for each figure.
+
+A decision compares every worker. A Python object for each of them costs microseconds a worker; an
+operation on an array costs about one for all of them. So what decisions read is kept as arrays
+beside the objects (worker.py): `refresh` copies one worker's figures after each change, and that is
+the only door. What changes by itself with time is stored as the moment at which it ends, so that a
+row stays true until its worker changes. `check` compares every row with its object.
+
+Two things are looked at only now and then, because asking each time would cost as much as deciding:
+
+    takers   who may be given a request: anew when a report, a failure or time can change it
+    ratio    speed ratios fade: anew every RATIO_FRESH_S, and for a worker that was measured
+
+Not here: the figures of each role (prefill_pool.py, decode_pool.py), what they mean (routing.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.config import ConductorConfig
+from conductor.speed import ratios
+from conductor.worker import Worker, WorkerKey
+
+Column = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+RATIO_FRESH_S = 0.05  # a ratio fades by less than 0.12 % in this time
+REQUESTS_RANK = 2.0**40  # weighs one request more than the order of any two routings
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Moving blocks from one node to each worker of the pool: latency + blocks * block_s."""
+
+    block_s: Column
+    latency_s: Column
+    lead: Column  # subtracted from the rank: who is on that node is ahead by one request
+
+
+class Pool:
+    """The workers of one role. Empty until the first `build`."""
+
+    def __init__(self, config: ConductorConfig) -> None:
+        self.config = config
+        self.order = config.order
+        self.workers: list[Worker] = []
+
+    def build(self, workers: Sequence[Worker], is_in: Callable[[Worker], bool]) -> None:
+        """Anew, after somebody came or went. `is_in`: its node is up and it is the newest life."""
+        infos = [worker.info for worker in workers]
+        for row, worker in enumerate(workers):
+            worker.row = row
+        self.workers = list(workers)
+        self.rows = np.arange(len(workers))
+        self.zeros, self.none = self._zeros(), np.zeros(len(workers), np.int64)  # not to be changed
+        self.node_ids = [info.node_id for info in infos]
+        tokens = {info.block_tokens for info in infos}
+        self.block_tokens: int | Counts = np.array([info.block_tokens for info in infos])
+        if len(tokens) == 1:
+            self.block_tokens = tokens.pop()  # arithmetic with a number is quicker
+        self.tokens_max = np.array(
+            [min(i.context_tokens_max, i.pages_max * i.block_tokens) for i in infos]
+        )
+        self.block_bytes = np.array([float(info.block_bytes) for info in infos])
+        self._tokens_max_least = min(self.tokens_max.tolist(), default=0)
+        self._paths: dict[str, Path] = {}
+        rates = {rate for info in infos for rate in info.transfer_bytes_per_s.values()}
+        self.rates_differ = len(rates) > 1
+        # No node sends a prompt's blocks to any worker in less time for each of its tokens.
+        rate_max = max((*rates, self.config.local_bytes_per_s, self.config.transfer_bytes_per_s))
+        least = min((info.block_bytes / info.block_tokens for info in infos), default=0.0)
+        self.token_s_least = least / rate_max
+        # Never routed to: before all others, in the order of names.
+        by_name = sorted(range(len(infos)), key=lambda row: infos[row].worker_id)
+        self._unrouted = [0.0] * len(infos)
+        for place, row in enumerate(by_name):
+            self._unrouted[row] = float(place - len(infos))
+        self._is_in = np.array([is_in(worker) for worker in workers], bool)
+        self._reported_s, self._failed_s = self._zeros(), self._zeros()
+        self._is_draining = np.zeros(len(workers), bool)
+        self._measured, self._estimated, self._measured_s = (self._zeros() for _ in range(3))
+        self.ratio = np.ones(len(workers))
+        self._ratio_s = -math.inf
+        self._takers, self._takers_until_s = np.zeros(len(workers), bool), -math.inf
+        self._allocate(len(workers))
+        for worker in workers:
+            self._hear(worker)
+            self._learn(worker)
+            self.refresh(worker)
+
+    def _zeros(self) -> Column:
+        return np.zeros(len(self.workers))
+
+    # The door
+
+    def refresh(self, worker: Worker) -> None:
+        """Its charges changed, or when it got the last one."""
+        raise NotImplementedError
+
+    def _allocate(self, count: int) -> None:
+        """Make the role's own columns."""
+        raise NotImplementedError
+
+    def _scale(self, rows: slice | int) -> None:
+        """`ratio` changed in these rows: make the products with it anew."""
+        raise NotImplementedError
+
+    def heard(self, worker: Worker) -> None:
+        """It reported, or a call to it failed."""
+        if worker.row >= 0:
+            self._hear(worker)
+            self.refresh(worker)
+
+    def measured(self, worker: Worker, now_s: float) -> None:
+        """Its speed ratio changed."""
+        if worker.row >= 0:
+            self._learn(worker)
+            self.ratio[worker.row] = worker.speed_ratio(now_s, self.config)
+            self._scale(worker.row)
+
+    def _hear(self, worker: Worker) -> None:
+        row, failed_s = worker.row, worker.failed_at_s
+        self._reported_s[row] = worker.reported_at_s
+        failed_s = -math.inf if failed_s is None else failed_s
+        if (
+            not self._takers[row]
+            or failed_s != self._failed_s[row]
+            or worker.is_draining != self._is_draining[row]
+        ):
+            self._failed_s[row], self._is_draining[row] = failed_s, worker.is_draining
+            self._takers_until_s = -math.inf
+
+    def _learn(self, worker: Worker) -> None:
+        row = worker.row
+        self._measured[row], self._estimated[row], self._measured_s[row] = worker.speed.sums
+
+    # What decisions read
+
+    def look(self, now_s: float) -> None:
+        """Bring up to date what fades."""
+        if now_s - self._ratio_s > RATIO_FRESH_S:
+            self._ratio_s = now_s
+            if self.config.learn_speed:
+                self.ratio = ratios(self._measured, self._estimated, self._measured_s, now_s)
+            self._scale(slice(None))
+
+    def takers(self, now_s: float) -> Mask:
+        """Who may be given a request now, as `Cluster.why_not` says. Not to be changed."""
+        if now_s >= self._takers_until_s:
+            config = self.config
+            expires_s = self._reported_s + config.report_s_max
+            is_failed = now_s - self._failed_s < config.failed_mark_s
+            is_silent = now_s - self._reported_s > config.report_s_max
+            self._takers = self._is_in & ~self._is_draining & ~is_failed & ~is_silent
+            ends = np.concatenate(
+                (expires_s[self._takers], self._failed_s[is_failed] + config.failed_mark_s)
+            )
+            # A little early: it is decided by differences, which round in other places.
+            self._takers_until_s = float(ends.min(initial=math.inf)) - 1e-6
+        return self._takers
+
+    def usable(self, now_s: float, tokens: int, excluded: frozenset[WorkerKey]) -> Mask:
+        """The takers that could ever hold so many tokens and are not excluded."""
+        takers = self.takers(now_s)
+        if tokens > self._tokens_max_least:
+            takers = takers & (self.tokens_max >= tokens)
+        if excluded:
+            takers = takers & np.array([w.key not in excluded for w in self.workers], bool)
+        return takers
+
+    def path(self, node_id: str) -> Path:
+        """From this node to each worker, as the worker measured it, else as configured."""
+        found = self._paths.get(node_id)
+        if found is None:
+            found = self._paths[node_id] = self._new_path(node_id)
+        return found
+
+    def _new_path(self, node_id: str) -> Path:
+        config = self.config
+        block_s, latency_s, lead = self._zeros(), self._zeros(), self._zeros()
+        for row, worker in enumerate(self.workers):
+            info = worker.info
+            local = info.node_id == node_id
+            default = config.local_bytes_per_s if local else config.transfer_bytes_per_s
+            block_s[row] = info.block_bytes / (info.transfer_bytes_per_s.get(node_id) or default)
+            latency_s[row] = 0.0 if local else info.transfer_latency_s
+            lead[row] = REQUESTS_RANK if local else 0.0
+        return Path(block_s, latency_s, lead)
+
+    def routed(self, worker: Worker) -> float:
+        """Orders workers by how long ago they got their last request."""
+        return float(worker.routed_at) or self._unrouted[worker.row]
+
+    def check(self, now_s: float, why_not: Callable[[Worker, float], str]) -> None:
+        """Prove that every row is what its worker says."""
+        takers = self.takers(now_s)
+        self.look(now_s)
+        for row, worker in enumerate(self.workers):
+            assert worker.row == row, worker.key
+            assert bool(takers[row]) == (not why_not(worker, now_s)), worker.key
+            ratio = worker.speed_ratio(now_s, self.config)
+            assert math.isclose(self.ratio[row], ratio, rel_tol=1e-2), worker.key
