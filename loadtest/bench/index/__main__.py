@@ -20,6 +20,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -45,9 +46,10 @@ console = Console(stderr=True, highlight=False)
 
 
 def lookups(load: Load, peer_python: Path | None, rounds: int) -> tuple[list[Measured], Rows]:
-    """All indexes with this load, in turns. RuntimeError when their answers differ."""
+    """All indexes with this load, in turns; RuntimeError when their answers differ. Dynamo's
+    hashing comes along, since its process is there."""
     made = contenders(load)
-    rows: Rows = []
+    hash_rows: Rows = []
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Peer(peer_python, load))] if peer_python else []
         if peers and peers[0].answers != made[0].answers():
@@ -57,26 +59,36 @@ def lookups(load: Load, peer_python: Path | None, rounds: int) -> tuple[list[Mea
             for one in turns:
                 one.round()
         if peers:
-            rows += [
+            hash_rows = [
                 {"what": "hashing", "input": f"list, Dynamo {peers[0].version}",
                  "prompt_tokens": 131_072, "block_tokens": int(block_tokens),
                  "million_tokens_per_s": round(rate / 1e6, 1)}
                 for block_tokens, rate in peers[0].hashing.items()
             ]  # fmt: skip
-    return [one.measured for one in turns], rows
+    return [one.measured for one in turns], hash_rows
 
 
-def lookup_rows(load: Load, measured: Sequence[Measured]) -> Rows:
-    return [
-        {
-            "what": "lookup", "index": one.index, "keys": one.keys, "placement": load.placement,
-            "workers": load.workers, "store_blocks_per_s": round(one.store_blocks_per_s),
-            "find_us": round(one.median("find_us"), 2), "p50_us": round(one.median("p50_us"), 2),
-            "p99_us": round(one.median("p99_us"), 2), "mean_us": round(one.median("mean_us"), 2),
-            "best_us": round(one.best_us, 2),
-        }
-        for one in measured
-    ]  # fmt: skip
+def lookup_rows(
+    loads: Sequence[Load], peer_python: Path | None, rounds: int
+) -> tuple[Rows, list[Target]]:
+    rows: Rows = []
+    by_load: dict[tuple[str, int], list[Measured]] = {}
+    for load in loads:
+        with console.status(f"lookups, {load.placement}, {load.workers} workers ..."):
+            measured, hash_rows = lookups(load, peer_python, rounds)
+        by_load[load.placement, load.workers] = measured
+        rows += [lookup_row(load, one) for one in measured]
+    return rows + hash_rows, lookup_targets(by_load)
+
+
+def lookup_row(load: Load, one: Measured) -> dict[str, Cell]:
+    return {
+        "what": "lookup", "index": one.index, "keys": one.keys, "placement": load.placement,
+        "workers": load.workers, "store_blocks_per_s": round(one.store_blocks_per_s),
+        "find_us": round(one.median("find_us"), 2), "p50_us": round(one.median("p50_us"), 2),
+        "p99_us": round(one.median("p99_us"), 2), "mean_us": round(one.median("mean_us"), 2),
+        "best_us": round(one.best_us, 2),
+    }  # fmt: skip
 
 
 def lookup_targets(by_load: dict[tuple[str, int], list[Measured]]) -> list[Target]:
@@ -148,6 +160,13 @@ def decision_rows(
     return rows, targets
 
 
+class Part(str, Enum):
+    LOOKUPS = "lookups"
+    MEMORY = "memory"
+    HASHING = "hashing"
+    DECISIONS = "decisions"
+
+
 def main(
     traces: Annotated[
         Path,
@@ -156,6 +175,7 @@ def main(
     peer_python: Annotated[
         Path | None, typer.Option(help="A Python that has Dynamo's wheel, to measure it too.")
     ] = None,
+    only: Annotated[list[Part] | None, typer.Option(help="Only this part; repeatable.")] = None,
     workers: Annotated[
         list[int] | None, typer.Option(min=1, help="Only so many; repeatable.")
     ] = None,
@@ -172,29 +192,29 @@ def main(
 ) -> None:
     """Measure; the last line is JSON."""
     started_s = time.perf_counter()
-    trace = traces / "conversation_trace.jsonl"
+    trace, parts = traces / "conversation_trace.jsonl", only or list(Part)
     prompts = requests_of(trace, requests)
-    rows, hash_targets = hashing.measure(rounds * 3, seed)
-    by_load: dict[tuple[str, int], list[Measured]] = {}
-    loads = []
-    for placement in PLACEMENTS:
-        for count in workers or OVER_PYDICT:
-            load = placed(prompts, placement, count)
-            loads.append(load)
-            with console.status(f"lookups, {placement}, {count} workers ..."):
-                measured, hash_rows = lookups(load, peer_python, rounds)
-            by_load[placement, count] = measured
-            rows += lookup_rows(load, measured) + (hash_rows if len(loads) == 1 else [])
-    targets = lookup_targets(by_load)
-    with console.status("memory ..."):
-        more, memory_targets = memory_rows(loads)
-    rows += more
-    more, decision_targets = decision_rows(
-        trace, workers or list(DECISION_P50_US), policy or ["kvcache_centric", "adaptive"],
-        max(1, rounds // 3), decisions,
-    )  # fmt: skip
-    targets += [*memory_targets, *hash_targets, *decision_targets]
-    Result("index", time.perf_counter() - started_s, rows + more, targets).print()
+    loads = [
+        placed(prompts, placement, count)
+        for placement in PLACEMENTS
+        for count in workers or OVER_PYDICT
+    ]
+    found: list[tuple[Rows, list[Target]]] = []
+    if Part.LOOKUPS in parts:
+        found.append(lookup_rows(loads, peer_python, rounds))
+    if Part.MEMORY in parts:
+        with console.status("memory ..."):
+            found.append(memory_rows(loads))
+    if Part.HASHING in parts:
+        found.append(hashing.measure(rounds * 3, seed))
+    if Part.DECISIONS in parts:
+        found.append(decision_rows(
+            trace, workers or list(DECISION_P50_US), policy or ["kvcache_centric", "adaptive"],
+            max(1, rounds // 3), decisions,
+        ))  # fmt: skip
+    rows = [row for these, _ in found for row in these]
+    targets = [target for _, these in found for target in these]
+    Result("index", time.perf_counter() - started_s, rows, targets).print()
 
 
 if __name__ == "__main__":
