@@ -48,6 +48,7 @@ class Asked:
     decodes: int = 8
     is_directory: bool = False
     picture: Path | None = None
+    peer_python: str | None = None  # with Dynamo's wheel, to run its own replay beside ours
 
     def __post_init__(self) -> None:
         if self.picture is not None and self.picture.suffix not in SUFFIXES:

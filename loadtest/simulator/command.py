@@ -16,7 +16,7 @@ import typer
 
 from loadtest.bench.result import Result
 from loadtest.simulator.asked import SUFFIXES, WHERE, Asked, SimulationRefused, console
-from loadtest.simulator.experiments import hit_rates, rejection, scheduling
+from loadtest.simulator.experiments import dynamo_replay, hit_rates, rejection, scheduling
 from loadtest.trace import TraceError
 
 
@@ -24,23 +24,33 @@ class Experiment(str, Enum):
     HIT_RATE = "hit-rate"
     SCHEDULING = "scheduling"
     REJECTION = "rejection"
+    DYNAMO_REPLAY = "dynamo-replay"
 
 
 EXPERIMENTS: Mapping[Experiment, Callable[[Asked], Result]] = {
     Experiment.HIT_RATE: hit_rates.answer,
     Experiment.SCHEDULING: scheduling.answer,
     Experiment.REJECTION: rejection.answer,
+    Experiment.DYNAMO_REPLAY: dynamo_replay.answer,
 }
+
+WholeDirectory = Annotated[
+    bool, typer.Option("--directory", help="hit-rate: through the whole Directory; same, slower.")
+]
+PeerPython = Annotated[
+    str | None,
+    typer.Option(
+        help="dynamo-replay: a Python with ai-dynamo-runtime; Dynamo's own replay runs too, "
+        "instead of what was recorded of it."
+    ),
+]
 
 
 def simulate(
     experiment: Annotated[Experiment, typer.Option(help="What to find out.")],
     traces: Annotated[
         Path | None,
-        typer.Option(
-            envvar="MOONCAKE_TRACES",
-            help=f"Folder with NAME_trace.jsonl ({WHERE}).",
-        ),
+        typer.Option(envvar="MOONCAKE_TRACES", help=f"Folder with NAME_trace.jsonl ({WHERE})."),
     ] = None,
     trace: Annotated[
         list[str] | None, typer.Option(help="Only this trace, e.g. conversation; repeatable.")
@@ -65,10 +75,8 @@ def simulate(
     blocks: Annotated[
         list[int] | None, typer.Option(min=1, help="hit-rate: only this size; repeatable.")
     ] = None,
-    directory: Annotated[
-        bool,
-        typer.Option("--directory", help="hit-rate: through the whole Directory; same, slower."),
-    ] = False,
+    directory: WholeDirectory = False,
+    peer_python: PeerPython = None,
     picture: Annotated[
         Path | None, typer.Option("--plot", help=f"Draw it: a {', '.join(SUFFIXES)} file.")
     ] = None,
@@ -86,6 +94,8 @@ def simulate(
     conductor, directory and batching on a virtual clock, 8 + 8 nodes, a model of the GPUs.
 
     rejection: what each admission policy does when more is offered than fits (the paper's Table 3).
+
+    dynamo-replay: the conductor in the engine of NVIDIA Dynamo's replay, beside Dynamo's router.
     """
     try:
         result = EXPERIMENTS[experiment](
@@ -94,6 +104,7 @@ def simulate(
                 admissions=tuple(admission or ()), speeds=tuple(speed or ()),
                 blocks=tuple(blocks or ()), requests=requests, seed=seed, prefills=prefills,
                 decodes=decodes, is_directory=directory, picture=picture,
+                peer_python=peer_python,
             )
         )  # fmt: skip
     except (SimulationRefused, TraceError) as problem:

@@ -36,10 +36,9 @@ from loadtest.simulator.dynamo.job import Job
 from loadtest.simulator.dynamo.replay import Replay
 from loadtest.simulator.dynamo.timing import (
     BLOCK_TOKENS,
-    PASS_TOKENS_MAX,
     SEQUENCES_MAX,
     Steps,
-    prefill_pass_s,
+    alone_s,
 )
 from mooncake_store.events import (
     BlockAdded,
@@ -56,12 +55,6 @@ BLOCK_BYTES = BLOCK_TOKENS * 327_680  # LLaMA3-70B in bf16; only ratios to the r
 REPORT_S = 1.0
 LENGTHS = (64, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-
-
-def alone_s(new_tokens: int) -> float:
-    """Prefill time of a prompt on an idle worker."""
-    full, rest = divmod(new_tokens, PASS_TOKENS_MAX)
-    return full * prefill_pass_s(PASS_TOKENS_MAX) + prefill_pass_s(rest)
 
 
 def profile_prefill() -> Fit[PrefillEstimate]:

@@ -36,6 +36,12 @@ def prefill_pass_s(new_tokens: int) -> float:
     return PREFILL_BASE_S + new_tokens * (PREFILL_PER_TOKEN_S + PREFILL_PER_TOKEN2_S * new_tokens)
 
 
+def alone_s(new_tokens: int) -> float:
+    """Prefill time of one prompt on an idle worker, in as few passes as it takes."""
+    full, rest = divmod(new_tokens, PASS_TOKENS_MAX)
+    return full * prefill_pass_s(PASS_TOKENS_MAX) + prefill_pass_s(rest)
+
+
 @dataclass(frozen=True, slots=True)
 class Steps:
     """Decode steps of one unchanging batch: time of the first m steps, and the inverse."""
