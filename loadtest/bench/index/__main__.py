@@ -150,7 +150,11 @@ def decision_rows(
         rows += these
         p50_us = max(float(row["p50_us"] or 0) for row in these)
         over = max(float(row["p99_over_p50"] or 0) for row in these)
-        why = f"the slowest of {', '.join(policies)}"
+        slowest = max(these, key=lambda row: float(row["p50_us"] or 0))
+        why = (
+            f"{slowest['policy']}, the slowest; CPU time p50 {slowest['cpu_p50_us']}, "
+            f"p99 {slowest['cpu_p99_us']} us"
+        )
         goal = DECISION_P50_US.get(workers)
         if goal is not None:
             targets.append(Target(f"decision_us_p50_{workers}", p50_us, "<=", goal, why))

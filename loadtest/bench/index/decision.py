@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from conductor import Conductor, ConductorConfig, Request, Route
 from loadtest.bench.index.placement import block_key
@@ -37,6 +38,13 @@ TRANSFER_BYTES_PER_S = 20e9
 TTFT_SLO_S = 300.0  # every prompt of the trace is taken
 WARM_UP = 500  # decisions that are not counted
 ROLES = ("prefill", "decode")
+
+
+class Took(NamedTuple):
+    """One decision, in microseconds."""
+
+    wall_us: float
+    cpu_us: float  # of this thread; without what others do on a busy machine
 
 
 @dataclass(slots=True)
@@ -134,10 +142,10 @@ def fleet_of(policy: str, workers: int) -> Fleet:
     return Fleet(Conductor(config), workers)
 
 
-def decided_us(fleet: Fleet, rows: Iterable[TraceRow], every_s: float) -> list[float]:
-    """Microseconds of each decision, in order; RuntimeError when a request is rejected."""
-    times: list[float] = []
-    clock, next_report_s = time.perf_counter_ns, 0.0
+def decided_us(fleet: Fleet, rows: Iterable[TraceRow], every_s: float) -> list[Took]:
+    """Each decision, in order; RuntimeError when a request is rejected."""
+    times: list[Took] = []
+    clock, cpu_clock, next_report_s = time.perf_counter_ns, time.thread_time_ns, 0.0
     for number, row in enumerate(rows):
         now_s = number * every_s
         fleet.advance(now_s)
@@ -148,9 +156,10 @@ def decided_us(fleet: Fleet, rows: Iterable[TraceRow], every_s: float) -> list[f
         blocks = row.hash_ids[: row.input_tokens // TRACE_BLOCK_TOKENS]
         keys = [block_key(block) for block in blocks]
         request = Request(f"r{number}", row.input_tokens, keys, row.output_tokens)
-        began = clock()
+        cpu_began, began = cpu_clock(), clock()
         decision = fleet.conductor.on_request(request, now_s)
-        times.append((clock() - began) / 1e3)
+        ended, cpu_ended = clock(), cpu_clock()
+        times.append(Took((ended - began) / 1e3, (cpu_ended - cpu_began) / 1e3))
         if not isinstance(decision, Route):
             raise RuntimeError(f"request {number}: {decision.kind}: {decision.reason}")
         fleet.sent(decision, request, now_s)
@@ -162,16 +171,21 @@ def measure(
 ) -> dict[str, Cell]:
     """One row: medians over the rounds."""
     half, every_s = len(rows) // 2, gap_s(rows, workers)
-    taken = []
+    taken: list[list[Took]] = []
     for _ in range(rounds):
         fleet = fleet_of(policy, workers)
         fleet.cache(rows[:half])
         arriving = islice(rows, half, half + WARM_UP + decisions_max)
-        taken.append(sorted(decided_us(fleet, arriving, every_s)[WARM_UP:]))
-    p50, p99 = (
-        statistics.median(one[len(one) * share // 100] for one in taken) for share in (50, 99)
-    )
+        taken.append(decided_us(fleet, arriving, every_s)[WARM_UP:])
+    wall = [sorted(took.wall_us for took in one) for one in taken]
+    cpu = [sorted(took.cpu_us for took in one) for one in taken]
+    p50, p99 = _median_at(wall, 50), _median_at(wall, 99)
     return {
         "what": "decision", "policy": policy, "workers": workers, "decisions": len(taken[0]),
         "p50_us": round(p50, 1), "p99_us": round(p99, 1), "p99_over_p50": round(p99 / p50, 2),
+        "cpu_p50_us": round(_median_at(cpu, 50), 1), "cpu_p99_us": round(_median_at(cpu, 99), 1),
     }  # fmt: skip
+
+
+def _median_at(rounds: Sequence[Sequence[float]], percent: int) -> float:
+    return statistics.median(ordered[len(ordered) * percent // 100] for ordered in rounds)
