@@ -46,6 +46,7 @@ from conductor.lengths import EDGES, ClassKey, OutputLengths, Vector, residual
 GRID_S: Vector = np.array(
     [0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0]
 )
+PER_S = np.append(1 / np.diff(GRID_S), 0.0)  # beyond the last moment nothing changes
 SUMS = 4  # sequences, context tokens, pages, variance of pages
 SHOWN = 3  # of those, the last one is part of the third
 
@@ -62,14 +63,14 @@ class ForecastTable:
 
     def __init__(self, sigma: float) -> None:
         self.sigma = sigma
-        self._peaks: Vector = np.zeros((0, len(GRID_S), SHOWN))
+        self._peaks: Vector = np.zeros((0, len(GRID_S) + 1, SHOWN))
         self._base_s: Vector = np.zeros(0)
         self._free: list[int] = []
 
     def take_row(self) -> int:
         if not self._free:
             old, more = len(self._base_s), max(8, len(self._base_s))
-            self._peaks = np.concatenate([self._peaks, np.zeros((more, len(GRID_S), SHOWN))])
+            self._peaks = np.concatenate([self._peaks, np.zeros((more, len(GRID_S) + 1, SHOWN))])
             self._base_s = np.concatenate([self._base_s, np.zeros(more)])
             self._free = list(range(old + more - 1, old - 1, -1))
         return self._free.pop()
@@ -79,15 +80,16 @@ class ForecastTable:
         self._free.append(row)
 
     def put(self, row: int, base_s: float, peaks: Vector) -> None:
-        self._base_s[row], self._peaks[row] = base_s, peaks
+        self._base_s[row] = base_s
+        self._peaks[row, :-1], self._peaks[row, -1] = peaks, peaks[-1]
 
     def at(self, rows: npt.NDArray[np.intp], at_s: float) -> Vector:
         """[worker, (sequences, context tokens, pages)] from one moment on, for many at once."""
-        offset_s = np.clip(at_s - self._base_s[rows], 0.0, GRID_S[-1])
-        right = np.clip(np.searchsorted(GRID_S, offset_s, side="right"), 1, len(GRID_S) - 1)
-        part = ((offset_s - GRID_S[right - 1]) / (GRID_S[right] - GRID_S[right - 1]))[:, None]
-        found = self._peaks[rows, right - 1] * (1 - part) + self._peaks[rows, right] * part
-        return np.asarray(found)
+        offset_s = np.maximum(at_s - self._base_s[rows], 0.0)
+        left = GRID_S.searchsorted(offset_s, side="right") - 1
+        part = ((offset_s - GRID_S[left]) * PER_S[left])[:, None]
+        low, high = self._peaks[rows, left], self._peaks[rows, left + 1]
+        return np.asarray(low + part * (high - low))
 
 
 class _Rows:
@@ -196,9 +198,21 @@ class DecodeForecast:
         self._table.give_back(self.row)
 
     def _count(self, row: int, now_s: float) -> None:
-        rows = np.array([row], dtype=np.intp)
-        self._rows.sums[row] = self._curves(rows, now_s)[0]
-        self._sums[int(self._rows.is_joined[row])] += self._rows.sums[row]
+        """One that has had no token yet; the same as _curves, for it alone."""
+        (began_s, context, pages, tokens_max), key = self._rows.columns[row], self._rows.keys[row]
+        assert key is not None, f"row {row} is free"
+        is_joined = bool(self._rows.is_joined[row])
+        tokens = (GRID_S + (self._base_s - max(began_s, now_s))) / self._step_s
+        alive = np.interp(tokens, EDGES, self._lengths.curve(key, now_s))
+        alive[tokens >= max(tokens_max, 1.0)] = 0.0
+        if not is_joined:
+            alive[tokens < 0.0] = 0.0
+        sums = self._rows.sums[row]
+        sums[:, 0] = alive
+        sums[:, 1] = alive * (context + np.maximum(tokens, 0.0))
+        sums[:, 2] = alive * pages
+        sums[:, 3] = sums[:, 2] * (pages - sums[:, 2])
+        self._sums[int(is_joined)] += sums
 
     def _curves(self, rows: npt.NDArray[np.intp], now_s: float) -> Vector:
         """[request, moment, sum], for all these at once."""

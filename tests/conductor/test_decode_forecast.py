@@ -186,3 +186,20 @@ def test_many_workers_are_asked_at_once_and_rows_are_used_again() -> None:
     again = bench.worker().forecast
     assert again is not None and again.row == last.row
     assert bench.table.at(np.array([again.row]), 0.0).tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_one_request_alone_is_computed_as_many_are(seed: int) -> None:
+    rng, bench = random.Random(seed), Bench()
+    bench.report(7.0, 0)
+    for number in range(30):
+        end_s = 7.0 + rng.choice((0.0, 0.4, 5.0))
+        bench.charge(f"r{number}", end_s, 7.0, rng.randint(0, 300), rng.randint(1, 50))
+        if end_s == 7.0:
+            bench.batch.join(f"r{number}", 7.0, 17.0)
+    times = [7.0 + 0.3 * n for n in range(100)]
+    alone = [bench.at(at_s) for at_s in times]
+    assert bench.batch.forecast is not None
+    bench.batch.forecast.renew(7.0, STEP_S)
+    bench.batch.forecast.settle(1.0, (0, 0, 0))
+    for at_s, found in zip(times, alone, strict=True):
+        assert bench.at(at_s) == pytest.approx(found, rel=1e-6, abs=1e-6)
