@@ -95,6 +95,14 @@ class DecodeNode:
         arrival.is_asked = True
         self._check_ready(arrival)
 
+    def refusal(self, job: Job, tbt_slo_s: float) -> str:
+        """Why this request is not taken now that it comes: time has passed since it was routed."""
+        others = [a.job for a in self._arrivals.values() if a.is_asked]
+        waiting_tokens = sum(a.prompt_tokens for a in others) if others else 0
+        sequences, context_tokens = len(others) + 1, float(waiting_tokens + job.prompt_tokens)
+        step_s = self.slowness * self._site.gpu.decode_s(sequences, context_tokens)
+        return "tbt_slo" if step_s > tbt_slo_s else ""
+
     def forget(self, request_id: str) -> None:
         """It was stopped, or ended with its first token: its place is free."""
         if self._arrivals.pop(request_id, None) is not None:

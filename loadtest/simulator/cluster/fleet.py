@@ -173,7 +173,8 @@ class Fleet:
             job.finished_s = now_s
             self._over(job)
             return
-        decode.submit(job, "")
+        checks = self.config.admission != "none" and not self.config.advisory
+        decode.submit(job, decode.refusal(job, self.config.tbt_slo_s) if checks else "")
 
     def _over(self, job: Job) -> None:
         """All tokens are there, or the request was refused on its way."""
