@@ -110,10 +110,8 @@ class ConductorScheduler:
         self._report()
 
     def arrive(self, job: Job, now_s: float) -> bool:
-        self._flush()
-        keys = [self._key(key) for key in job.keys]
-        request = Request(str(job.line), job.prompt_tokens, keys, job.output_tokens)
-        answer = self.conductor.on_request(request, now_s)
+        self.flush()
+        answer = self.conductor.on_request(self.request_of(job), now_s)
         if isinstance(answer, Reject):
             self.rejected[answer.kind] = self.rejected.get(answer.kind, 0) + 1
             return False
@@ -122,6 +120,10 @@ class ConductorScheduler:
         job.order_key_s = answer.order_key_s
         self.errors.append((job, answer.predicted.ttft_s))
         return True
+
+    def request_of(self, job: Job) -> Request:
+        keys = [self._key(key) for key in job.keys]
+        return Request(str(job.line), job.prompt_tokens, keys, job.output_tokens)
 
     def started(self, job: Job, now_s: float) -> None:
         self.conductor.on_prefill_started(str(job.line), now_s, job.cached_tokens)
@@ -142,7 +144,8 @@ class ConductorScheduler:
     def _tell(self, events: list[Event]) -> None:
         self.conductor.on_events(events, self._replay.now_s)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Tell the conductor what the caches did since the last time."""
         if self._events:
             events, self._events = self._events, []
             self._tell(events)
@@ -161,7 +164,7 @@ class ConductorScheduler:
                 decode.pool.blocks - decode.pool.room, decode.context_at(replay.now_s),
                 decode.step_s, False,
             ))  # fmt: skip
-        self._flush()
+        self.flush()
         self._tell([WorkerReported(report) for report in said])
         self.conductor.on_tick(replay.now_s)
         if replay.unfinished or not replay.now_s:

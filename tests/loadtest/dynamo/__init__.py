@@ -1,0 +1,1 @@
+"""Dynamo's replay engine: its rules one by one, the gate, and the conductor in it."""

@@ -1,0 +1,191 @@
+"""The rules of Dynamo's engine one by one, on traces small enough to do by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from loadtest.simulator.dynamo.decode_worker import DecodeWorker, OutOfBlocks
+from loadtest.simulator.dynamo.job import Job
+from loadtest.simulator.dynamo.prefill_worker import PrefillWorker
+from loadtest.simulator.dynamo.replay import Replay
+from loadtest.simulator.dynamo.round_robin import RoundRobin
+from loadtest.simulator.dynamo.timing import Steps, alone_s, prefill_pass_s
+
+STEP_S = 5.74e-3  # a decode step of next to no context
+
+
+def job(tokens: int, arrived_s: float = 0.0, output: int = 1, first_key: int = 0) -> Job:
+    keys = range(first_key, first_key + tokens // 512)
+    return Job(0, arrived_s, tokens, output, list(keys))
+
+
+def own(tokens: int, number: int, arrived_s: float = 0.0, output: int = 1) -> Job:
+    """A prompt that shares nothing with others."""
+    return job(tokens, arrived_s, output, first_key=1_000_000 * (number + 1))
+
+
+def replayed(*jobs: Job, blocks: int = 2_048, workers: int = 1, **settings: float) -> Replay:
+    replay = Replay(RoundRobin(), blocks, workers, workers, **settings)
+    replay.run(jobs)
+    replay.check()
+    return replay
+
+
+def test_a_pass_takes_what_the_polynomial_says() -> None:
+    assert prefill_pass_s(8192) == pytest.approx(0.16913692, abs=1e-7)
+    assert alone_s(8192 + 100) == prefill_pass_s(8192) + prefill_pass_s(100)
+
+
+def test_many_steps_at_once_are_the_steps_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    room = 2_048 * 512
+    for _ in range(50):
+        count, context = rng.randrange(1, 200), rng.randrange(1_000, room // 2)
+        steps, spent_s = Steps.of(count, context, room), 0.0
+        for number in range(rng.randrange(1, 300)):
+            assert steps.until(spent_s - 1e-9) == max(1, number)
+            spent_s += Steps.of(count, context + number * count, room).first_s
+            assert steps.seconds(number + 1) == pytest.approx(spent_s, rel=1e-12)
+
+
+def test_prompts_that_wait_share_a_pass_in_their_order_and_the_last_is_cut() -> None:
+    first, second, third = own(5_000, 1), own(5_000, 2), own(5_000, 3)
+    replayed(first, second, third)
+    full_s = prefill_pass_s(8_192)
+    assert first.prefilled_s == full_s
+    assert second.started_s == 0.0 and third.started_s == full_s
+    assert second.prefilled_s == third.prefilled_s == full_s + prefill_pass_s(15_000 - 8_192)
+
+
+def test_the_first_token_comes_one_decode_step_after_the_prefill() -> None:
+    alone = own(2_000, 1, output=3)
+    replayed(alone)
+    step_s = Steps.of(1, 2_000, 2_048 * 512).first_s
+    assert alone.ttft_s == prefill_pass_s(2_000) + step_s
+    assert alone.itl_s == pytest.approx(step_s, rel=1e-4)
+
+
+def test_a_prompt_that_comes_during_a_step_joins_at_its_end() -> None:
+    long, late = own(1_000, 1, output=2_000), own(1_000, 2, arrived_s=1.0)
+    replay = Replay(RoundRobin(), 2_048, 1, 1)
+    replay.run([long, late])
+    assert late.prefilled_s == 1.0 + prefill_pass_s(1_000)
+    assert 0 <= late.joined_s - late.prefilled_s < 2 * STEP_S
+    assert late.joined_s == pytest.approx(
+        long.first_token_s - Steps.of(1, 1_000, 2_048 * 512).first_s
+        + Steps.of(1, 1_000, 2_048 * 512).seconds(
+            Steps.of(1, 1_000, 2_048 * 512).until(late.prefilled_s - long.joined_s)
+        ), abs=1e-12,
+    )  # fmt: skip
+
+
+def test_only_whole_blocks_hit_and_the_last_token_is_always_computed() -> None:
+    first, same, longer = job(1_024), job(1_024, 5.0), job(1_300, 10.0)
+    replayed(first, same, longer)
+    assert (first.cached_tokens, same.cached_tokens, longer.cached_tokens) == (0, 512, 1_024)
+
+
+def test_blocks_can_be_hit_within_the_pass_that_computes_them() -> None:
+    first, second = job(1_000), job(1_000)
+    replayed(first, second)
+    assert second.cached_tokens == 512
+    assert second.prefilled_s == prefill_pass_s(1_000 + 488)
+
+
+def test_a_prompt_that_does_not_fit_blocks_those_behind_it() -> None:
+    worker = PrefillWorker(0, blocks=10)
+    held, large, small = own(512 * 6, 1), own(512 * 6, 2), own(512, 3)
+    for found in (held, large, small):
+        worker.add(found)
+    _, begun = worker.start_pass(0.0)
+    assert begun == [held] and worker.end_pass() == [held]
+    assert worker.start_pass(1.0) == (0.0, [])  # its source is held until decode took it over
+    worker.release(held)
+    _, begun = worker.start_pass(2.0)
+    assert begun == [large, small]
+
+
+def test_what_somebody_holds_of_its_prefix_needs_no_room() -> None:
+    worker = PrefillWorker(0, blocks=10)
+    worker.add(job(512 * 6))
+    worker.start_pass(0.0)
+    worker.end_pass()
+    worker.add(job(512 * 8))  # six of its eight blocks are held, four are free
+    _, begun = worker.start_pass(1.0)
+    assert len(begun) == 1 and begun[0].cached_tokens == 512 * 6
+
+
+def test_a_decode_worker_takes_over_first_come_first_served_while_prompts_fit() -> None:
+    worker = DecodeWorker(0, blocks=10)
+    first, large, small = own(512 * 6, 1, output=3), own(512 * 6, 2), own(512, 3)
+    worker.pending.extend((first, large, small))
+    came, end_s = worker.plan(0.0)
+    assert came == [first] and end_s is not None
+    assert worker.end_span(end_s) == [first]
+    assert worker.plan(end_s)[0] == [large, small]
+
+
+def test_a_decode_worker_holds_at_most_256_sequences() -> None:
+    worker = DecodeWorker(0, blocks=2_048)
+    worker.pending.extend(own(512, number) for number in range(300))
+    came, _ = worker.plan(0.0)
+    assert len(came) == 256 and len(worker.pending) == 44
+
+
+def test_an_answer_takes_one_more_block_for_each_512_tokens() -> None:
+    worker = DecodeWorker(0, blocks=10)
+    worker.pending.append(own(600, 1, output=1_000))
+    _, end_s = worker.plan(0.0)
+    assert worker.pool.room == 8 and end_s is not None
+    worker.end_span(end_s)
+    worker.pool.check()
+    assert worker.pool.room == 10 and len(worker.pool._idle) == 3  # 1,600 tokens: 3 whole blocks
+
+
+def test_a_sequence_without_a_block_to_grow_into_is_refused_not_guessed() -> None:
+    worker = DecodeWorker(0, blocks=2)
+    worker.pending.append(own(600, 1, output=1_000))
+    _, end_s = worker.plan(0.0)
+    assert end_s is not None
+    with pytest.raises(OutOfBlocks):
+        worker.end_span(end_s)
+
+
+def test_round_robin_turns_by_arrival_for_prefill_and_by_completion_for_decode() -> None:
+    long, short, third = own(8_000, 1), own(600, 2), own(600, 3)
+    replayed(long, short, third, workers=2)
+    assert [found.prefill for found in (long, short, third)] == [0, 1, 0]
+    assert [found.decode for found in (short, long)] == [0, 1]
+
+
+def test_with_keys_a_short_prompt_overtakes_a_long_one_between_two_chunks() -> None:
+    worker = PrefillWorker(0, blocks=2_048)
+    long, short = own(40_000, 1), own(600, 2)
+    long.order_key_s, short.order_key_s = 5.0, 0.1
+    worker.add(long)
+    worker.start_pass(0.0)
+    assert worker.end_pass() == []
+    worker.add(short)
+    worker.start_pass(1.0)
+    assert worker.end_pass() == [short] and long.computed_tokens == 2 * 8_192 - 600
+
+
+def test_an_overtaken_prompt_keeps_the_room_it_was_promised() -> None:
+    worker = PrefillWorker(0, blocks=100)
+    long, other = own(512 * 90, 1), own(512 * 20, 2)
+    long.order_key_s, other.order_key_s = 5.0, 0.1
+    worker.add(long)
+    worker.start_pass(0.0)
+    worker.end_pass()
+    worker.add(other)
+    assert worker.start_pass(1.0)[1] == []  # 90 of 100 blocks are spoken for
+    worker.pool.check()
+
+
+def test_shared_passes_end_before_a_long_prompt_fills_them() -> None:
+    short, long = own(600, 1), own(20_000, 2)
+    replayed(short, long, overhead_tokens=1_000.0)
+    assert short.prefilled_s == prefill_pass_s(600)
+    assert long.started_s == short.prefilled_s
