@@ -26,7 +26,7 @@ DATA = Path(__file__).parents[2] / "data"
 
 @pytest.fixture(scope="module")
 def rows() -> list[TraceRow]:
-    return read_trace(DATA / "conversation_500.jsonl")
+    return read_trace(DATA / "conversation_start.jsonl")
 
 
 GATE = [case for case in all_cases() if case.policy == "round_robin"]
@@ -34,7 +34,7 @@ GATE = [case for case in all_cases() if case.policy == "round_robin"]
 
 @pytest.mark.parametrize("case", GATE, ids=lambda case: case.name)
 def test_round_robin_agrees_with_dynamos_own_replay(case: Case, rows: list[TraceRow]) -> None:
-    recorded_of, recorded = read_recorded(DATA / "conversation_500_dynamo.json")
+    recorded_of, recorded = read_recorded(DATA / "conversation_start_dynamo.json")
     assert recorded_of == digest(rows)
     theirs = recorded[PeerRun("round_robin", case.blocks, case.speed)]
     found = run(case, rows).outcome
@@ -127,7 +127,7 @@ def test_an_outcome_counts_each_length_class(rows: list[TraceRow]) -> None:
 
 
 def test_a_shortened_experiment_names_what_it_cannot_say(tmp_path: Path) -> None:
-    lines = (DATA / "conversation_500.jsonl").read_text().splitlines(keepends=True)
+    lines = (DATA / "conversation_start.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "conversation_trace.jsonl").write_text("".join(lines[:60]))
     picture = tmp_path / "found.png"
     result = answer(Asked(folder=tmp_path, requests=50, blocks=(2_048,), picture=picture))
