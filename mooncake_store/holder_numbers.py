@@ -17,8 +17,8 @@ Segment = tuple[int, int]  # (depth, bitmap of the holders that have at least so
 BlockCounts = np.ndarray[tuple[int], np.dtype[np.int64]]
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-FEW_BITS = 16  # are set one by one, faster than through a mask
-STARTS_MAX, PLACES_MAX = 256, 4096  # arrays and places of bitmaps that are kept, for all holders
+FEW_BITS = 12  # are set one by one, faster than through a new mask
+STARTS_MAX, MASKS_MAX = 64, 512  # arrays that are kept; of 8 KiB and 1 KiB for 1,000 holders
 
 
 class Holder:
@@ -46,38 +46,35 @@ def numbers_in(bitmap: int) -> Iterator[int]:
         bitmap &= bitmap - 1
 
 
-class _Places(dict[int, tuple[int | Mask, ...]]):
-    """By bitmap: what picks its holders' elements out of an array, numbers or one mask."""
+IN_BYTE = tuple(tuple(numbers_in(bitmap)) for bitmap in range(256))
+
+
+class _Masks(dict[int, Mask]):
+    """By bitmap: what picks its holders' elements out of an array of `size`."""
 
     def __init__(self, size: int) -> None:
-        self.size = size  # of the arrays
+        self.size = size
 
-    def __missing__(self, bitmap: int) -> tuple[int | Mask, ...]:
-        if len(self) >= PLACES_MAX:
+    def __missing__(self, bitmap: int) -> Mask:
+        if len(self) >= MASKS_MAX:
             self.clear()
-        if bitmap.bit_count() <= FEW_BITS:
-            self[bitmap] = tuple(numbers_in(bitmap))
-        else:
-            raw = np.frombuffer(bitmap.to_bytes(self.size // 8, "little"), np.uint8)
-            self[bitmap] = (np.unpackbits(raw, bitorder="little").view(np.bool_),)
+        raw = np.frombuffer(bitmap.to_bytes(self.size // 8, "little"), np.uint8)
+        self[bitmap] = np.unpackbits(raw, bitorder="little").view(np.bool_)
         return self[bitmap]
 
 
 class _Starts(dict[Segment, BlockCounts]):
     """By first segment: its array. Nearly all prompts begin with the same one."""
 
-    def __init__(self, places: _Places) -> None:
-        self._places = places
+    def __init__(self, masks: _Masks) -> None:
+        self._masks = masks
 
     def __missing__(self, segment: Segment) -> BlockCounts:
         if len(self) >= STARTS_MAX:
             self.clear()
         depth, bitmap = segment
-        start = np.zeros(self._places.size, np.int64)
-        for place in self._places[bitmap]:
-            start[place] = depth
-        self[segment] = start
-        return start
+        self[segment] = np.where(self._masks[bitmap], np.int64(depth), np.int64(0))
+        return self[segment]
 
 
 class HolderNumbers:
@@ -147,18 +144,25 @@ class HolderNumbers:
         if not found:
             return np.zeros(self._size, np.int64)
         blocks = self._starts[found[0]].copy()
-        places = self._places
         for depth, bitmap in found[1:]:
-            for place in places[bitmap]:
-                blocks[place] = depth
+            if bitmap < 256:
+                for number in IN_BYTE[bitmap]:
+                    blocks[number] = depth
+            elif bitmap.bit_count() <= FEW_BITS:
+                while bitmap:
+                    number = bitmap.bit_length() - 1
+                    blocks[number] = depth
+                    bitmap ^= 1 << number
+            else:
+                blocks[self._masks[bitmap]] = depth
         return blocks
 
     def _changed(self) -> None:
         """Who has which number, or which numbers there are."""
         self.version += 1
         self._size = (len(self._by_number) // 8 + 1) * 8  # of arrays: more than there are numbers
-        self._places = _Places(self._size)
-        self._starts = _Starts(self._places)
+        self._masks = _Masks(self._size)
+        self._starts = _Starts(self._masks)
 
     def check(self) -> None:
         """Prove the invariants."""
