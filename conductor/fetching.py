@@ -184,13 +184,14 @@ def _sources(cluster: Cluster, held: Holdings, is_longest_only: bool, now_s: flo
     found: list[Source] = []
     soonest_s, are_alike = math.inf, not (cluster.prefills.rates_differ or held.has_ssd)
     for blocks, dram_blocks, nodes in held.groups():
+        if found and is_longest_only and blocks < found[0].blocks:
+            break
         offers = _offers(cluster, nodes, are_alike, now_s)
         for wait_s, node_id in offers[: 1 if are_alike else SOURCES_MAX]:
             if wait_s < soonest_s or not are_alike:
                 found.append(Source(node_id, blocks, dram_blocks, wait_s))
                 soonest_s = min(soonest_s, wait_s)
-        is_enough = is_longest_only or len(found) >= SOURCES_MAX or (are_alike and soonest_s == 0)
-        if found and is_enough:
+        if len(found) >= SOURCES_MAX or (are_alike and soonest_s == 0):
             break
     return found[:SOURCES_MAX]
 

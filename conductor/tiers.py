@@ -77,7 +77,8 @@ class Holdings:
             further = 0
             for depth, bitmap in reversed(found):
                 nodes = ssd.names(bitmap & ~further)
-                yield before + depth, before, (n for n in nodes if exactly.get(n, 0) == before)
+                there = [node_id for node_id in nodes if exactly.get(node_id, 0) == before]
+                yield before + depth, before, iter(there)
                 further = bitmap
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from conductor import Conductor, ConductorConfig, Prediction, Reject, Replicate, Request, Route
+from conductor.policies import POLICIES
 from mooncake_store.events import (
     BlockAdded,
     BlockRemoved,
@@ -130,7 +131,8 @@ class Life:
         self.conductor.on_events([event], self.now_s)
 
     def fail(self) -> None:
-        self.conductor.on_worker_failed(f"d{self.rng.randrange(4)}", "w1", self.now_s)
+        told = self.rng.choice((self.conductor.on_worker_failed, self.conductor.on_worker_refused))
+        told(f"d{self.rng.randrange(4)}", "w1", self.now_s)
 
     def tick(self) -> None:
         self.outcomes.append(self.conductor.on_tick(self.now_s))
@@ -162,7 +164,7 @@ def test_after_a_long_random_life_nothing_is_charged_to_anyone(seed: int, policy
     assert kinds == {Route, Reject, list}, "the life was too dull to prove anything"
 
 
-@pytest.mark.parametrize("policy", ["kvcache_centric", "cache_aware", "load_balance", "random"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_inputs_give_the_same_decisions(seed: int, policy: str) -> None:
     lives = [Life(seed, busy(policy=policy)) for _ in range(2)]
     for life in lives:
