@@ -204,8 +204,11 @@ def _decode_full(refusal: Refusal) -> tuple[str, float]:
         f"{d.load.pages:.0f} of {d.worker.info.pages_max} pages taken"
         for d in decodes[:SHOWN_MAX]
     )
-    wait_s = _least_decode_wait_s(refusal, refusal.cluster.config.tbt_slo_s)
-    return f"no room on any of {len(decodes)} decode workers ({taken})", wait_s
+    reason = f"no room on any of {len(decodes)} decode workers ({taken})"
+    marked = len(refusal.cluster.overloaded(refusal.now_s))
+    if marked:
+        reason += f"; {marked} refused a request on its arrival and not reported since"
+    return reason, _least_decode_wait_s(refusal, refusal.cluster.config.tbt_slo_s)
 
 
 def _fair_share(refusal: Refusal) -> tuple[str, float]:

@@ -61,6 +61,7 @@ class Cluster:
         self.flights: dict[str, Flight] = {}
         self._sends: dict[str, dict[str, float]] = {}  # node -> request -> when its send ends
         self._routed = 0
+        self._refused_at_s: dict[WorkerKey, float] = {}
         self.decode_s = config.decode_s_expected  # a request's time in decoding, as observed
         self.lengths = OutputLengths(config.output_tokens_expected)
         learns = config.admission == "predictive_lengths"
@@ -113,6 +114,8 @@ class Cluster:
         worker = self.workers.get((report.worker_id, report.incarnation))
         if worker is not None:
             worker.on_report(report, now_s, self.config)
+            if self._refused_at_s.get(worker.key, now_s) < now_s - self.config.report_lag_s:
+                del self._refused_at_s[worker.key]
             pool = self._pools[worker.info.role]
             pool.heard(worker)
             pool.measured(worker, now_s)
@@ -122,6 +125,25 @@ class Cluster:
         if worker is not None:
             worker.failed_at_s = now_s
             self._pools[worker.info.role].heard(worker)
+
+    def worker_refused(self, key: WorkerKey, now_s: float) -> None:
+        """It was too full for a request that came there; arrival_check.py."""
+        if key in self.workers:
+            self._refused_at_s[key] = now_s
+
+    def overloaded(self, now_s: float) -> list[Worker]:
+        """Decode workers that refused a request on arrival: full, whatever was predicted. The mark
+        lasts until the next report or overload_mark_s, and no longer than there is anybody."""
+        if not self._refused_at_s:
+            return []
+        expired_s = now_s - self.config.overload_mark_s
+        self._refused_at_s = {
+            key: at_s
+            for key, at_s in self._refused_at_s.items()
+            if at_s > expired_s and key in self.workers
+        }
+        marked = [self.workers[key] for key in self._refused_at_s]
+        return [worker for worker in marked if worker.batch.load_reserved().sequences > 0]
 
     def why_not(self, worker: Worker, now_s: float) -> str:
         """Why this worker gets no new request; empty when it does."""

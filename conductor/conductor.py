@@ -10,6 +10,7 @@ threads may read their clock before they get the lock, so an older `now_s` count
     on_prefill_started, on_prefill_finished    the charge follows the request
     on_finished                                done, failed or cancelled: nothing is left charged
     on_worker_failed                           a call failed: avoided until it reports again
+    on_worker_refused                          a decode worker was too full: the same, for new ones
     on_tick                                    housekeeping, and suggestions for hot prefixes
 
 Not here: the formulas (routing.py, estimates.py), the limits (admission.py).
@@ -270,6 +271,13 @@ class Conductor:
         """A call to it failed. The mark lasts until its next report or failed_mark_s."""
         now_s = self._advance(now_s)
         self._cluster.worker_failed((worker_id, incarnation), now_s)
+
+    def on_worker_refused(self, worker_id: str, incarnation: str, now_s: float) -> None:
+        """A decode worker was too full for a request that came (arrival_check.py): it counts as
+        full until its next report or for overload_mark_s."""
+        now_s = self._advance(now_s)
+        self._cluster.worker_refused((worker_id, incarnation), now_s)
+        self._gate.decode_was_short()
 
     # Housekeeping and views
 

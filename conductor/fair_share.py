@@ -142,7 +142,8 @@ class FairShare:
     def _is_idle(self, pressure: Pressure) -> bool:
         if pressure.backlog_s > IDLE_SHARE * self.target_s:
             return False
-        return self._decode_part == 1.0 or pressure.decode_load < DECODE_BUSY
+        is_busy = pressure.is_decoding and pressure.decode_load >= DECODE_BUSY
+        return self._decode_part == 1.0 or not is_busy
 
     def decode_is_short(self) -> None:
         """A request was rejected for decode room or TBT."""

@@ -83,6 +83,11 @@ class Gate:
             self._share.decode_is_short()
         self._share.note(request, pair.predicted.prefill_s, pressure, now_s, not kind)
 
+    def decode_was_short(self) -> None:
+        """A decode worker refused a request that had been admitted."""
+        if self._share is not None:
+            self._share.decode_is_short()
+
     def learn_ttft(
         self, prompt_tokens: int, predicted_s: float, actual_s: float, now_s: float
     ) -> None:

@@ -133,8 +133,14 @@ class Options:
         self._step_s = pool.step_s(request.prompt_tokens)
         tokens = request.prompt_tokens + request.output_tokens_max
         self._has_room = self._is_decode & pool.has_room(tokens)
-        if self._loads is None:
-            return
+        if self._loads is not None:
+            self._ask_loads(tokens)
+        for worker in self._cluster.overloaded(self._now_s):
+            self._has_room[worker.row] = False
+
+    def _ask_loads(self, tokens: int) -> None:
+        """Who has room as admission takes the loads to be."""
+        pool = self._cluster.decodes
         # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
         starts_s = np.where(self._is_prefill, self._start_s, math.inf)
         self._at_s = self._now_s + starts_s.item(starts_s.argmin())

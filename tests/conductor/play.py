@@ -169,6 +169,9 @@ class Play:
     def failed(self, worker_id: str, life: str = "w1") -> None:
         self.conductor.on_worker_failed(worker_id, life, self.now_s)
 
+    def refused(self, worker_id: str, life: str = "w1") -> None:
+        self.conductor.on_worker_refused(worker_id, life, self.now_s)
+
     def tick(self) -> list[str]:
         return [
             f"replicate {len(s.block_keys)} blocks {s.block_keys[0].decode().rstrip('.')}.. "
