@@ -3,7 +3,7 @@
 Points are measured in rounds, cheapest first, until each has `REPEATS` samples or the budget is
 spent; the result is the median of a point's samples, so one hiccup does not bend the fit. Points
 that do not fit into the engine's context or free pages are left out, and so are those that no
-budget was left for.
+budget was left for, but for the cheapest few.
 
 Not here: the formula that is fitted to them (conductor/estimates.py).
 """
@@ -19,6 +19,7 @@ from backends.engine.interface import Engine, Work
 from mooncake_store.layout import blocks_touched
 
 REPEATS = 5
+POINTS_MIN = 3  # get a sample however busy the machine is: with none there is nothing to fit
 Point = TypeVar("Point", bound=tuple[int, ...])
 
 
@@ -87,15 +88,17 @@ def _medians(
 ) -> list[tuple[Point, float]]:
     deadline_s = time.perf_counter() + budget_s
     samples: dict[Point, list[float]] = {point: [] for point in steps}
-    for batch in steps.values():
-        engine.forward(batch)  # warm: libraries choose kernels at the first call of a shape
-        if time.perf_counter() > deadline_s:
+    warm: list[Point] = []
+    for point, batch in steps.items():
+        engine.forward(batch)  # libraries choose kernels at the first call of a shape
+        warm.append(point)
+        if len(warm) >= POINTS_MIN and time.perf_counter() > deadline_s:
             break
-    for _ in range(REPEATS):
-        for point, batch in steps.items():
+    for number in range(REPEATS):
+        for place, point in enumerate(warm):
             started_s = time.perf_counter()
-            if started_s > deadline_s:
+            if started_s > deadline_s and (number > 0 or place >= POINTS_MIN):
                 break
-            engine.forward(batch)
+            engine.forward(steps[point])
             samples[point].append(time.perf_counter() - started_s)
     return [(point, statistics.median(taken)) for point, taken in samples.items() if taken]

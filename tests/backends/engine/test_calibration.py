@@ -58,7 +58,9 @@ def test_points_that_do_not_fit_are_left_out() -> None:
     assert [sample[:2] for sample in samples] == [(8, 128)]
 
 
-def test_no_budget_gives_no_samples_and_gives_the_pages_back() -> None:
-    engine = NotingEngine(8)
-    assert measure_prefill(engine, [(16, 0)], budget_s=-1.0) == []  # type: ignore[arg-type]
-    assert engine.pages.free_pages == 8
+def test_a_machine_too_busy_for_the_budget_still_gets_a_sample_of_the_cheapest_points() -> None:
+    engine = NotingEngine(64)
+    points = [(512, 0), (128, 0), (16, 0), (256, 0), (64, 0)]
+    samples = measure_prefill(engine, points, budget_s=-1.0)  # type: ignore[arg-type]
+    assert [sample[:2] for sample in samples] == [(16, 0), (64, 0), (128, 0)]
+    assert engine.pages.free_pages == 64
