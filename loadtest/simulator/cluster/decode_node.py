@@ -6,7 +6,7 @@ batch at the next step. Steps that compute the very same requests are taken at o
 batching says are alike; whoever comes meanwhile cuts that plan behind the step that is under way.
 So the outcome is that of one step after the other, to the last bit (a test says so).
 
-Not here: whether a request is taken when it comes (on_arrival, from fleet.py).
+Not here: the rule of the second look (conductor/arrival_check.py), retries (fleet.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import numpy as np
 from backends.engine.batching import DecodeBatching
 from backends.engine.pages import PagePool
 from backends.step_times import SMOOTHING
+from conductor.arrival_check import There, refusal
+from conductor.estimates import DecodeEstimate
 from loadtest.simulator.cluster.jitter import Jitter
 from loadtest.simulator.cluster.job import Job
 from loadtest.simulator.cluster.site import Site
@@ -43,7 +45,7 @@ class Arrival:
 
 
 class DecodeNode:
-    """`on_end`: a job has all its tokens, or was refused."""
+    """`on_end`: a job has all its tokens."""
 
     def __init__(
         self,
@@ -52,12 +54,14 @@ class DecodeNode:
         node_id: str,
         site: Site,
         jitter: Jitter,
+        estimate: DecodeEstimate,
         on_end: Callable[[Job], None],
     ) -> None:
         self.worker_id, self.incarnation, self.node_id = worker_id, incarnation, node_id
         self.slowness = 1.0  # 2.0: every step takes twice as long (faults.py)
         self.busy_s = 0.0
         self._site, self._jitter, self._on_end = site, jitter, on_end
+        self._estimate = estimate  # what it measured of itself when it started
         settings = site.settings
         self._pool = PagePool(site.pages_max)
         self._batching = DecodeBatching(
@@ -84,24 +88,36 @@ class DecodeNode:
         self._arrivals[job.request_id] = Arrival(job, prefill_node, paced_s)
         self._admit()
 
-    def submit(self, job: Job, refusal: str) -> None:
-        """The request has come, its first token computed; `refusal`: why it is not taken."""
-        arrival = self._arrivals.get(job.request_id)
-        if arrival is None or refusal:
+    def submit(self, job: Job, tbt_slo_s: float) -> bool:
+        """The request has come, its first token computed. False: it is refused, `tbt_slo_s` being
+        what a step may take (0: as long as it likes)."""
+        job.refused = self.refusal(job, tbt_slo_s)
+        if job.refused:
             self.forget(job.request_id)
-            job.refused = refusal or "decode_queue_full"
-            self._on_end(job)
-            return
+            return False
+        arrival = self._arrivals[job.request_id]
         arrival.is_asked = True
         self._check_ready(arrival)
+        return True
 
     def refusal(self, job: Job, tbt_slo_s: float) -> str:
-        """Why this request is not taken now that it comes: time has passed since it was routed."""
-        others = [a.job for a in self._arrivals.values() if a.is_asked]
-        waiting_tokens = sum(a.prompt_tokens for a in others) if others else 0
-        sequences, context_tokens = len(others) + 1, float(waiting_tokens + job.prompt_tokens)
-        step_s = self.slowness * self._site.gpu.decode_s(sequences, context_tokens)
-        return "tbt_slo" if step_s > tbt_slo_s else ""
+        """The second look at a request that comes: why it is not taken, or ""."""
+        if job.request_id not in self._arrivals:
+            return "decode_queue_full"
+        done, batching = self._steps_done(), self._batching
+        running_context = batching.context_tokens + done * batching.running
+        waiting = [a.job for a in self._arrivals.values() if a.is_asked and a.first_step < 0]
+        left = [
+            arrival.job.request.output_tokens_max - (self._end_of(done) - arrival.first_step)
+            for arrival in self._running.values()
+        ]
+        there = There(
+            running_context + sum(other.prompt_tokens for other in waiting),
+            [*left, *(other.request.output_tokens_max for other in waiting)],
+            batching.running, running_context, self._recent(self._end_of(done)),
+        )  # fmt: skip
+        refused = refusal(there, job.prompt_tokens, self._estimate, tbt_slo_s)
+        return refused.kind if refused is not None else ""
 
     def forget(self, request_id: str) -> None:
         """It was stopped, or ended with its first token: its place is free."""

@@ -73,6 +73,8 @@ class Fleet:
         self._on_over: Callable[[], None] = lambda: None
         self._alive = 0
         self._copies = 0
+        checks = config.admission != "none" and not config.advisory
+        self._tbt_limit_s = config.tbt_slo_s if checks else 0.0
         self._make_workers(calibrate(gpu, settings.chunk_tokens))
 
     @property
@@ -93,7 +95,10 @@ class Fleet:
                     name, LIFE, node_id, self.site, jitter, self._begun, self._prefilled
                 )
             else:
-                self.decodes[name] = DecodeNode(name, LIFE, node_id, self.site, jitter, self._over)
+                estimate = calibration.decode.estimate
+                self.decodes[name] = DecodeNode(
+                    name, LIFE, node_id, self.site, jitter, estimate, self._over
+                )
             self.site.store.add_worker(self._info(name, node_id, nodes, is_prefill, calibration))
 
     def _info(
@@ -173,8 +178,9 @@ class Fleet:
             job.finished_s = now_s
             self._over(job)
             return
-        checks = self.config.admission != "none" and not self.config.advisory
-        decode.submit(job, decode.refusal(job, self.config.tbt_slo_s) if checks else "")
+        if not decode.submit(job, self._tbt_limit_s):
+            self.conductor.on_worker_refused(decode.worker_id, decode.incarnation, now_s)
+            self._over(job)
 
     def _over(self, job: Job) -> None:
         """All tokens are there, or the request was refused on its way."""
