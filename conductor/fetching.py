@@ -107,7 +107,9 @@ def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int, now_
     is_wanted = plans.held.blocks < longest / config.kvcache_balancing_threshold
     if not is_wanted[is_wanted.argmax()]:
         return
-    least_s = plans.transfer_s + plans.prefill_s
+    least_s = plans.prefill_s
+    if plans.held.has_ssd:
+        least_s = least_s + plans.transfer_s
     if not config.fetch_must_pay:
         is_wanted &= plans.own_tokens < _tokens(cluster.prefills, longest, prompt_tokens)
         least_s = np.where(is_wanted, math.inf, least_s)
