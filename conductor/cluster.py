@@ -25,6 +25,7 @@ from conductor.lengths import OutputLengths
 from conductor.messages import Route
 from conductor.pool import Pool
 from conductor.prefill_pool import PrefillPool
+from conductor.slow_start import newness
 from conductor.worker import Worker, WorkerKey
 from mooncake_store.layout import blocks_touched
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
@@ -61,6 +62,7 @@ class Cluster:
         self.flights: dict[str, Flight] = {}
         self._sends: dict[str, dict[str, float]] = {}  # node -> request -> when its send ends
         self._routed = 0
+        self._newcomers: dict[WorkerKey, float] = {}  # since when
         self._refused_at_s: dict[WorkerKey, float] = {}
         self.decode_s = config.decode_s_expected  # a request's time in decoding, as observed
         self.lengths = OutputLengths(config.output_tokens_expected)
@@ -89,6 +91,11 @@ class Cluster:
     def worker_up(self, info: WorkerInfo, now_s: float) -> None:
         key = (info.worker_id, info.incarnation)
         if key not in self.workers:
+            if any(
+                other.info.role == info.role and now_s - other.joined_s >= self.config.slow_start_s
+                for other in self.workers.values()
+            ):
+                self._newcomers[key] = now_s
             worker = self.workers[key] = Worker(info, now_s, self.config.queue_preempts)
             if self.forecasts is not None and info.role == "decode":
                 step_s = worker.decode_estimate.step_s(1, 0)
@@ -144,6 +151,20 @@ class Cluster:
         }
         marked = [self.workers[key] for key in self._refused_at_s]
         return [worker for worker in marked if worker.batch.load_reserved().sequences > 0]
+
+    def newcomers(self, role: str, now_s: float) -> list[tuple[Worker, float]]:
+        """Workers of this role that joined others at work lately, and how new they are."""
+        if not self._newcomers:
+            return []
+        slow_s = self.config.slow_start_s
+        found = {key: newness(at_s, now_s, slow_s) for key, at_s in self._newcomers.items()}
+        self._newcomers = {
+            key: at_s
+            for key, at_s in self._newcomers.items()
+            if found[key] > 0 and key in self.workers
+        }
+        workers = [(self.workers[key], found[key]) for key in self._newcomers]
+        return [row for row in workers if row[0].info.role == role and row[0].row >= 0]
 
     def why_not(self, worker: Worker, now_s: float) -> str:
         """Why this worker gets no new request; empty when it does."""

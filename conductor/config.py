@@ -59,6 +59,9 @@ class ConductorConfig:
     fetch_must_pay: bool = True
     tie_ratio: float = 0.02  # predictions this close are equal: estimates are no better than that
     tie_s: float = 0.001  # ... or this close in absolute terms
+    slow_start_s: float = (
+        30.0  # a worker that joins others gets its share little by little; 0: at once
+    )
     finalists_max: int = 4  # prefill workers for which a decode partner is looked up
     output_tokens_expected: int = 128  # spreads the one-off hand-over over the tokens it serves
     decode_s_expected: float = 10.0  # first guess of a request's decode time; then measured
@@ -101,6 +104,11 @@ class ConductorConfig:
         if self.queue_order == "fifo":
             return FIFO
         return QueueOrder(self.queue_stretch, self.queue_wait_s_max)
+
+    @property
+    def arrival_tbt_slo_s(self) -> float:
+        """What a decode worker checks once more (arrival_check.py); 0 where nobody is rejected."""
+        return 0.0 if self.advisory or self.admission == "none" else self.tbt_slo_s
 
     def problems(self) -> list[str]:
         """Every mistake, each with what to write instead; empty when all is well."""
@@ -151,7 +159,7 @@ class ConductorConfig:
 
 MAY_BE_0 = {
     "tie_ratio", "tie_s", "retry_after_s_min", "report_lag_s", "failed_mark_s", "overload_mark_s",
-    "length_share_min", "decode_room_sigma", "ttft_margin_quantile",
+    "length_share_min", "decode_room_sigma", "slow_start_s", "ttft_margin_quantile",
 }  # fmt: skip
 SHARES = {
     "low_priority_load_max": "a share of the service level",

@@ -15,7 +15,9 @@ the colder half of the keys is forgotten.
 Chains. A block without the blocks before it is useless to a prefix match, so what is suggested is
 the rest of a whole prefix that the target lacks, in order, from a node that has all of it.
 
-Limits: blocks suggested per tick, in flight in total, in flight to one target, copies per block.
+Limits: blocks suggested per tick, in flight in total, in flight to one target, copies per block. A
+node that joins others lacks everything, so it would be everybody's first choice: its limit grows
+from an eighth to the whole (slow_start.py).
 
 Not here: copying (the shell and mooncake_store), which node has what (prefix_index).
 """
@@ -25,12 +27,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from conductor.config import ConductorConfig
 from conductor.forward_decay import ForwardDecay
 from conductor.messages import Replicate
+from conductor.slow_start import budget, newness
 from mooncake_store.prefix_index import PrefixIndex
 
 NOTES_MAX = 1024  # requests noted between two ticks; more are counted at once
@@ -57,6 +60,7 @@ class Hotspots:
         self._decay = ForwardDecay(config.hot_half_life_s)
         self._notes: list[tuple[Sequence[bytes], int, float]] = []
         self._arriving: dict[tuple[str, bytes], float] = {}  # (target, key) -> given up at
+        self._joined_s: dict[str, float] = {}  # when each target was first seen beside others
 
     def __len__(self) -> int:
         return len(self._heats)
@@ -86,22 +90,32 @@ class Hotspots:
         """Copies worth making now, hottest prefix first. `targets`: nodes that may take copies."""
         self._count()
         self._arriving = {k: v for k, v in self._arriving.items() if v > now_s}
-        nodes, found = sorted(targets), []
-        budget = min(
+        nodes, found = self._with_room(sorted(targets), now_s), []
+        left = min(
             self._config.hot_blocks_per_tick_max,
             self._config.hot_blocks_in_flight_max - len(self._arriving),
         )
         for rate, key in self._leaves(index, now_s):
-            if budget <= 0:
+            if left <= 0:
                 break
-            suggestion = self._copy(index, nodes, key, rate, budget)
+            suggestion = self._copy(index, nodes, key, rate, left)
             if suggestion is not None:
                 found.append(suggestion)
-                budget -= len(suggestion.block_keys)
+                left -= len(suggestion.block_keys)
                 until_s = now_s + self._config.replicate_s_max
                 for copied in suggestion.block_keys:
                     self._arriving[(suggestion.target_node, copied)] = until_s
         return found
+
+    def _with_room(self, nodes: Sequence[str], now_s: float) -> dict[str, int]:
+        """How many blocks may be on their way to each node: a newcomer has a growing share."""
+        config, whole = self._config, self._config.hot_target_blocks_max
+        since_s = now_s if self._joined_s else -math.inf  # they all came together
+        self._joined_s = {node: self._joined_s.get(node, since_s) for node in nodes}
+        return {
+            node: budget(whole, newness(at_s, now_s, config.slow_start_s))
+            for node, at_s in self._joined_s.items()
+        }
 
     def _leaves(self, index: PrefixIndex, now_s: float) -> list[tuple[float, bytes]]:
         """The deepest blocks that deserve another copy; those before them come along."""
@@ -118,7 +132,7 @@ class Hotspots:
         return [(rate, key) for key, rate in wanting.items() if key not in inner]
 
     def _copy(
-        self, index: PrefixIndex, nodes: Sequence[str], key: bytes, rate: float, budget: int
+        self, index: PrefixIndex, nodes: Mapping[str, int], key: bytes, rate: float, left: int
     ) -> Replicate | None:
         """The rest of this prefix, from a node that has it to the one that lacks least of it."""
         config, chain = self._config, self._chain(key)
@@ -133,12 +147,12 @@ class Hotspots:
             return None  # those that are on their way are enough
         targets = [
             node for node in nodes
-            if have[node] < len(chain) and load[node] < config.hot_target_blocks_max
+            if have[node] < len(chain) and load[node] < nodes[node]
         ]  # fmt: skip
         if not targets:
             return None
         target = min(targets, key=lambda node: (-have[node], load[node], node))
-        room = min(budget, config.hot_target_blocks_max - load[target])
+        room = min(left, nodes[target] - load[target])
         missing = tuple(chain[have[target] :][:room])
         reason = f"{rate:.2f} hits/s on {copies} {'copy' if copies == 1 else 'copies'}"
         return Replicate(missing, sources[0], target, reason)

@@ -42,6 +42,7 @@ from conductor.fetching import Source, cached_tokens, make_plans
 from conductor.messages import Prediction, Request
 from conductor.policies import POLICIES, Terms, at_random
 from conductor.pool import Column, Mask
+from conductor.slow_start import SLOWER
 from conductor.tiers import Tiers
 from conductor.worker import Worker
 from mooncake_store.layout import blocks_touched
@@ -196,10 +197,19 @@ class Options:
         if not _any(is_choice):
             is_choice = self._is_prefill
         cost_s = policy.cost(self._terms)
+        newcomers = self._cluster.newcomers("prefill", self._now_s)
+        if newcomers and not policy.is_blind:
+            cost_s = cost_s.copy()
+            for worker, new in newcomers:
+                row = worker.row
+                work_s = self._terms.wait_s.item(row) + self._terms.prefill_s.item(row)
+                cost_s[row] += new * SLOWER * work_s
         if config.policy == "random":
             row_of = {pool.workers[row].key: row for row in is_choice.nonzero()[0].tolist()}
             return [row_of[at_random(self._request.request_id, list(row_of))]], cost_s
-        if policy.spares_others:  # but not at the price of the request's own service level
+        if (
+            policy.spares_others or newcomers
+        ):  # but not at the price of the request's own service level
             is_in_time = is_choice & (self._start_s <= self.ttft_limit_s)
             if _any(is_in_time):
                 is_choice = is_in_time

@@ -30,7 +30,7 @@ class Worker:
         self.queue = PrefillQueue(self.prefill_estimate, now_s, preempts)
         self.batch = DecodeBatch()
         self.speed = SpeedRatio()
-        self.reported_at_s = now_s  # registering is the first sign of life
+        self.joined_s = self.reported_at_s = now_s  # registering is the first sign of life
         self.is_draining = False
         self.failed_at_s: float | None = None
         self._prefilled_at_s = -math.inf  # when its last prefill ended

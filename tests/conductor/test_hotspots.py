@@ -155,3 +155,23 @@ def test_a_silence_of_a_week_cools_everything_and_breaks_nothing() -> None:
     assert hot.hits_per_s(keys("a*3")[0], 7 * 86_400.0) < 1e-9
     assert hot.suggest(index, ["s0", "s1"], 7 * 86_400.0) == []
     hot.check()
+
+
+def test_a_node_that_joins_others_is_not_flooded_with_copies() -> None:
+    hot, index = setup(
+        hot_hits_per_s=0.01, hot_target_blocks_max=64, hot_blocks_per_tick_max=1_000,
+        hot_blocks_in_flight_max=1_000, slow_start_s=30.0, replicate_s_max=5.0,
+    )  # fmt: skip
+    for name in "abcdefgh":
+        for node_id in ("s0", "s1"):
+            hold(index, node_id, f"{name}*20")
+        for _ in range(100):
+            hot.note(keys(f"{name}*20"), 20, 0.0)
+    assert hot.suggest(index, ["s0", "s1"], 0.0) == [], "both have all of it"
+    sent = {}
+    for now_s in (10.0, 25.0, 60.0):
+        made = hot.suggest(index, ["s0", "s1", "s2"], now_s)
+        assert {suggestion.target_node for suggestion in made} == {"s2"}
+        sent[now_s] = sum(len(suggestion.block_keys) for suggestion in made)
+        hot.check()
+    assert sent == {10.0: 8, 25.0: 32, 60.0: 64}
