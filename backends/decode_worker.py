@@ -40,6 +40,8 @@ from backends.worker_protocol import (
     Tokens,
     TokenUpdate,
 )
+from conductor.arrival_check import There, refusal
+from conductor.estimates import DecodeEstimate
 from mooncake_store.errors import StoreError
 from mooncake_store.membership import WorkerReport
 
@@ -84,6 +86,7 @@ class DecodeWorker:
         for _ in range(REPLIERS):
             self._repliers.submit(begun.wait)
         begun.wait()
+        self._estimate = DecodeEstimate.of(self.worker.info.decode_coefficients)
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -109,6 +112,7 @@ class DecodeWorker:
                 raise RequestInvalid(f"request id {request.request_id} is being served already")
             if self._arrivals.is_refused(request.request_id):
                 raise Cancelled("it was stopped before it came")
+            self._look_again(request, len(ids))
             if not self._arrivals.has(request.request_id) and not self._reserve(
                 request.request_id, tokens_max
             ):
@@ -121,6 +125,20 @@ class DecodeWorker:
             self._jobs[request.request_id] = job
             self._lock.notify_all()
         self.worker.owners.hold(request.request_id, time.monotonic())
+
+    def _look_again(self, request: DecodeRequest, tokens: int) -> None:
+        """Refuse a request that would slow everybody down too much; with the lock held."""
+        jobs, batching = self._jobs.values(), self._batching
+        there = There(
+            sum(len(job.token_ids) for job in jobs),
+            [job.request.sampling.max_tokens - len(job.output_ids) for job in jobs],
+            batching.running, batching.context_tokens, self.worker.steps.recent_s,
+        )  # fmt: skip
+        refused = refusal(there, tokens, self._estimate, request.tbt_slo_s)
+        if refused is not None:
+            self._arrivals.refuse(request.request_id, time.monotonic())  # its place is freed
+            self._lock.notify_all()
+            raise Overloaded(refused.kind, refused.reason, refused.retry_after_s)
 
     def stop(self, request_id: str) -> None:
         """End a request at the next step; one that is not here yet will not start."""

@@ -286,6 +286,7 @@ class Generation:
             blocks=reply.blocks,
             stream_interval=request.stream_interval if request.is_stream else 0,
             reply_inbox=self._streams.address,
+            tbt_slo_s=self._cluster.config.arrival_tbt_slo_s,
         )
 
         def deliver(incarnation: str, emission: Emission) -> None:
@@ -301,6 +302,9 @@ class Generation:
                 rest = stream.rest(end.tokens_before)
         except WorkerUnavailable:
             self._worker_failed(route.decode.worker_id, route.decode.incarnation)
+            raise
+        except Overloaded:
+            self._live.times.prefill_wasted(reply.compute_s)
             raise
         self._live.check()
         last = merge([*rest, emission_of(ids, end)])

@@ -32,8 +32,8 @@ OUTCOMES = (
 )  # fmt: skip
 REASONS = (
     "ttft_slo", "tbt_slo", "prefill_full", "decode_full", "too_large", "no_prefill_worker",
-    "no_decode_worker", "front_full", "prefill_queue_full", "decode_queue_full", "store_full",
-    "other",
+    "no_decode_worker", "fair_share", "front_full", "prefill_queue_full", "decode_queue_full",
+    "decode_overload", "store_full", "other",
 )  # fmt: skip
 
 
@@ -101,6 +101,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         counter("mooncake_rejections_total", "requests", (FRONT,),
                 "Requests rejected on purpose, by the `kind` that their clients read.",
                 Label("reason", REASONS)),
+        counter("mooncake_wasted_prefills_total", "requests", (FRONT,),
+                "Requests that their decode worker refused, after their prefill was computed."),
+        counter("mooncake_wasted_prefill_seconds_total", "seconds", (FRONT,),
+                "Time that those prefills took."),
         counter("mooncake_routed_total", "tries", (FRONT,),
                 "Tries of requests that were given to a pair of workers."),
         counter("mooncake_retries_total", "tries", (FRONT,),

@@ -43,6 +43,11 @@ class RequestTimes:
         predicted_s = predicted.ttft_s - predicted.handover_s  # which the first token does not need
         self._observe("mooncake_ttft_prediction_error_ratio", _error(predicted_s, actual_s))
 
+    def prefill_wasted(self, compute_s: float) -> None:
+        """Its decode worker refused it after the prefill was paid for."""
+        self._observe("mooncake_wasted_prefills_total")
+        self._observe("mooncake_wasted_prefill_seconds_total", compute_s)
+
     def sent(self, tokens: int, now_s: float) -> None:
         """A message with so many new tokens has left."""
         if not tokens:

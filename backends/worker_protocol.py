@@ -71,6 +71,7 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
     blocks: list[BlockRef]
     stream_interval: int  # tokens per message; 0: all with the reply
     reply_inbox: str  # of the front: where messages before the reply go
+    tbt_slo_s: float = 0.0  # refuse it when a step with it would take longer; 0: no limit
 
 
 class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import shutil
 import signal
 import urllib.request
@@ -31,9 +32,11 @@ Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]  # (name, labels) ->
 
 @pytest.fixture(scope="module")
 def rough(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
-    """Two requests at once, room for 64 blocks a node, and whatever else its tests do to it."""
+    """Two requests at once, room for 64 blocks a node, no second request in a decode worker, and
+    whatever else its tests do to it."""
     folder = tmp_path_factory.mktemp("rough")
-    yield from running(folder, state_dir, {"requests_max": "2"}, ("--store-bytes", "8M"))
+    parameters = {"requests_max": "2", "admission": "baseline", "tbt_slo_s": "0.0001"}
+    yield from running(folder, state_dir, parameters, ("--store-bytes", "8M"))
 
 
 def families(server: Server) -> list[Family]:
@@ -178,6 +181,19 @@ def more_requests_than_the_front_takes(server: Server) -> Iterator[None]:
     yield
     for stream in streams:
         stream.leave()
+
+
+@cause("wasted_prefills_total", "wasted_prefill_seconds_total", is_rough=True)
+def a_request_that_its_decode_worker_refuses_when_it_comes(server: Server) -> Iterator[None]:
+    pin = {"decode_worker": "decode_0"}
+    stream = server.stream(
+        text_input="It was", max_tokens=4000, end_id=-1, stream=True, parameters=pin
+    )
+    assert stream.next() is not None and stream.next() is not None, "it decodes"
+    refused = server.ask(text_input="Is it", max_tokens=8, parameters=pin).error
+    assert re.search(r"rejected kind=decode_overload retry_after_s=[0-9.]+: ", refused), refused
+    yield
+    stream.leave()
 
 
 @cause("store_evictions_total", is_rough=True)
