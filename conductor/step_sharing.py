@@ -23,6 +23,8 @@ Not here: the order in which prompts are offered (queue_order.py).
 
 from __future__ import annotations
 
+from conductor.estimates import PrefillEstimate
+
 ALWAYS = float("inf")  # as overhead_tokens: every step is filled as far as it goes
 
 
@@ -34,3 +36,8 @@ def shares_step(sharing: int, behind: int, tokens: int, overhead_tokens: float) 
     """
     assert sharing >= 0 and behind >= 1 and tokens > 0, (sharing, behind, tokens)
     return sharing * tokens <= behind * overhead_tokens
+
+
+def overhead_tokens(estimate: PrefillEstimate) -> float:
+    """How many tokens take as long as one step's overhead."""
+    return estimate.base_s / estimate.per_token_s if estimate.per_token_s > 0 else ALWAYS

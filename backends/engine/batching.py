@@ -18,8 +18,9 @@ gives no key and is first come, first served.
 
 Prefill: one step takes at most `chunk_tokens` new tokens, so that it has a bounded length. The
 head takes what it needs, the rest of the budget goes to those behind it: several short prompts
-share a step. A chunk that is not its prompt's last ends at the end of a block, so that the block
-can be handed over at once. Decode: one token of every started request.
+share a step, as long as that pays (conductor/step_sharing.py). A chunk that is not its prompt's
+last ends at the end of a block, so that the block can be handed over at once. Decode: one token of
+every started request.
 
 Not here: tokens (sequence.py), page memory (kv_memory.py), when to reject (conductor).
 """
@@ -32,6 +33,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from backends.engine.pages import PagePool
+from conductor.step_sharing import ALWAYS, shares_step
 from mooncake_store.layout import blocks_touched
 
 Place = tuple[float, int, str]  # (key, how many came before, request): the least is next
@@ -60,21 +62,33 @@ class Progress:
     computed_tokens: int
 
 
-def next_chunks(started: Iterable[Progress], chunk_tokens: int, block_tokens: int) -> list[Chunk]:
-    """One prefill step for these prompts, in this order of precedence."""
+def next_chunks(
+    started: Iterable[Progress], chunk_tokens: int, block_tokens: int,
+    overhead_tokens: float = ALWAYS, waiting: int = 0,
+) -> list[Chunk]:  # fmt: skip
+    """One prefill step for these prompts, in this order of precedence.
+
+    `overhead_tokens`, `waiting`: how much a step costs by itself, and how many more wait for one;
+    they decide how many prompts share it (conductor/step_sharing.py). By default it is filled.
+    """
     assert chunk_tokens >= block_tokens, f"{chunk_tokens} tokens a step, {block_tokens} a block"
-    chunks = []
+    chunks: list[Chunk] = []
     budget = chunk_tokens
-    for progress in started:
+    todo = [progress for progress in started if progress.computed_tokens < progress.prompt_tokens]
+    for progress in todo:
         start = progress.computed_tokens
         end = min(progress.prompt_tokens, start + budget)
         if end < progress.prompt_tokens:
             end -= end % block_tokens
-        if end > start:
-            is_last = end == progress.prompt_tokens
-            chunks.append(Chunk(progress.request_id, start, end - start, is_last))
-            budget -= end - start
-        if budget == 0 or end < progress.prompt_tokens:
+        if end <= start:
+            break
+        is_last = end == progress.prompt_tokens
+        behind, tokens = waiting + len(todo) - len(chunks), end - start if is_last else chunk_tokens
+        if chunks and not shares_step(len(chunks), behind, tokens, overhead_tokens):
+            break
+        chunks.append(Chunk(progress.request_id, start, end - start, is_last))
+        budget -= end - start
+        if budget == 0 or not is_last:
             break
     return chunks
 
@@ -183,10 +197,12 @@ class PrefillBatching(Admission):
         chunk_tokens: int,
         slots_max: int,
         waiting_max: int,
+        overhead_tokens: float = ALWAYS,
     ) -> None:
         super().__init__(pages, block_tokens, slots_max, waiting_max)
         assert chunk_tokens >= block_tokens, (chunk_tokens, block_tokens)
         self._chunk_tokens = chunk_tokens
+        self._overhead_tokens = overhead_tokens
         self._prompt_tokens: dict[str, int] = {}  # of waiting and admitted ones
         self._started: dict[str, Progress] = {}
         self._order: list[Place] = []  # of the started ones, sorted
@@ -226,7 +242,9 @@ class PrefillBatching(Admission):
     def next_step(self) -> list[Chunk]:
         """What to compute now; changes nothing."""
         in_order = (self._started[request_id] for _, _, request_id in self._order)
-        return next_chunks(in_order, self._chunk_tokens, self._block_tokens)
+        return next_chunks(
+            in_order, self._chunk_tokens, self._block_tokens, self._overhead_tokens, self.waiting
+        )
 
     def computed(self, chunks: Iterable[Chunk]) -> list[str]:
         """These chunks are done. Returns the requests whose prompts are complete.

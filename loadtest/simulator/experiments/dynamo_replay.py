@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from conductor import ConductorConfig
-from conductor.step_sharing import ALWAYS
+from conductor.step_sharing import ALWAYS, overhead_tokens
 from loadtest.bench.result import Cell, Result
 from loadtest.simulator.asked import Asked, SimulationRefused, progress_bar
 from loadtest.simulator.dynamo import plot
@@ -120,11 +120,8 @@ def run(
     scheduler: Scheduler = RoundRobin()
     if case.policy != "round_robin":
         scheduler = ConductorScheduler(config_for(case.policy, case.queue_order))
-    overhead_tokens = ALWAYS
-    if case.passes == "shared":
-        fitted = profile_prefill().estimate
-        overhead_tokens = fitted.base_s / fitted.per_token_s
-    replay = Replay(scheduler, case.blocks, overhead_tokens=overhead_tokens)
+    shares = overhead_tokens(profile_prefill().estimate) if case.passes == "shared" else ALWAYS
+    replay = Replay(scheduler, case.blocks, overhead_tokens=shares)
     jobs = jobs_of(rows, case.speed)
     replay.run(jobs, arrived)
     replay.check()

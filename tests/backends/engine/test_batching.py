@@ -56,6 +56,22 @@ def test_short_prompts_share_a_step() -> None:
     assert [chunk.request_id for chunk in batching.next_step()] == ["d"]
 
 
+def test_a_long_prompt_does_not_fill_the_step_of_a_short_one() -> None:
+    short, long = Progress("a", 10, 0), Progress("b", 500, 0)
+    chunks = next_chunks([short, long], 64, BLOCK_TOKENS, overhead_tokens=32.0)
+    assert [chunk.request_id for chunk in chunks] == ["a"]
+    filled = next_chunks([short, long], 64, BLOCK_TOKENS)
+    assert [chunk.tokens for chunk in filled] == [10, 48]
+
+
+def test_short_prompts_share_a_step_when_many_wait() -> None:
+    prompts = [Progress(name, 20, 0) for name in "abcd"]
+    few = next_chunks(prompts[:2], 64, BLOCK_TOKENS, overhead_tokens=16.0)
+    many = next_chunks(prompts, 64, BLOCK_TOKENS, overhead_tokens=16.0)
+    behind = next_chunks(prompts[:2], 64, BLOCK_TOKENS, overhead_tokens=16.0, waiting=1)
+    assert [len(chunks) for chunks in (few, many, behind)] == [1, 2, 2]
+
+
 def test_the_rest_of_the_budget_goes_to_the_next_prompt_in_whole_blocks() -> None:
     _, batching = prefill()
     batching.add("a", 20)
