@@ -268,10 +268,13 @@ class DecodeNode:
         return recent_s
 
     def die(self) -> list[Job]:
-        """The process is killed; its jobs, which nobody will end."""
+        """The process is killed; its jobs, which nobody will end. Those that are still in prefill
+        will find it dead when they come."""
         self.is_dead = True
-        jobs = [arrival.job for arrival in self._arrivals.values()]
-        self._arrivals.clear()
+        jobs = [arrival.job for arrival in self._arrivals.values() if arrival.is_asked]
+        for known in (self._arrivals, self._running, self._tokens_at_end):
+            known.clear()
+        self._ready.clear()
         return jobs
 
     def check(self) -> None:

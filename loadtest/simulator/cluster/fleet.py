@@ -178,7 +178,10 @@ class Fleet:
             job.finished_s = now_s
             self._over(job)
             return
-        if not decode.submit(job, self._tbt_limit_s):
+        if decode.is_dead:
+            self.conductor.on_worker_failed(decode.worker_id, decode.incarnation, now_s)
+            self.lost([job], decode.worker_id)
+        elif not decode.submit(job, self._tbt_limit_s):
             self.conductor.on_worker_refused(decode.worker_id, decode.incarnation, now_s)
             self._over(job)
 
@@ -195,6 +198,8 @@ class Fleet:
     def lost(self, jobs: Sequence[Job], worker_id: str) -> None:
         """These jobs' worker is gone: another try elsewhere, or the end of it."""
         for job in jobs:
+            assert job.route is not None
+            self.decodes[job.route.decode.worker_id].forget(job.request_id)
             self.site.store.release(job.request_id)
             self.conductor.on_finished(job.request_id, self.clock.now_s)
             if job.tries == self.settings.attempts_max:

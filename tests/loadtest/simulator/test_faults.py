@@ -1,0 +1,40 @@
+"""What breaks in a simulated cluster costs time, not requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtest.simulator.cluster.faults import Fault, plan
+from loadtest.simulator.cluster.fleet import Fleet
+from loadtest.simulator.cluster.outcome import Outcome, outcome_of
+from loadtest.simulator.cluster.settings import Settings
+from tests.loadtest.simulator.fleets import fleet, start_of_trace
+
+
+def broken(*faults: Fault) -> tuple[Fleet, Outcome]:
+    tried = fleet(Settings(prefills=3, decodes=3))
+    plan(tried, faults)
+    return tried, outcome_of(tried.run(start_of_trace()[:120]))
+
+
+@pytest.mark.parametrize("worker", ["p1", "d1"])
+@pytest.mark.parametrize("kind", ["kill", "host"])
+def test_requests_of_a_lost_worker_are_tried_again_elsewhere(worker: str, kind: str) -> None:
+    tried, outcome = broken(Fault(12.0, worker, kind))  # type: ignore[arg-type]
+    assert outcome.finished == 120 and not outcome.refused
+    again = [job for job in tried.jobs if job.tries > 1]
+    assert again, "nobody was there"
+    for job in tried.jobs:
+        assert job.route is not None and job.finished_s is not None
+        used = (job.route.prefill.worker_id, job.route.decode.worker_id)
+        assert worker not in used or job.finished_s <= 12.0 or worker == used[0]
+    assert {status.worker.worker_id for status in tried.conductor.status(tried.clock.now_s)} == {
+        f"{role}{number}" for role in "pd" for number in range(3)
+    } - {worker}, "the directory misses its reports"
+
+
+def test_a_slow_worker_gets_less_work_once_it_is_known(seed: int) -> None:
+    tried, outcome = broken(Fault(5.0, "p0", "slow", 4.0))
+    assert outcome.finished == 120
+    routed = [job.route.prefill.worker_id for job in tried.jobs[30:] if job.route is not None]
+    assert routed.count("p0") < 0.7 * max(routed.count("p1"), routed.count("p2"))
