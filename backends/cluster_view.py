@@ -120,9 +120,10 @@ class ClusterView:
                 request_id, time.monotonic(), cached_tokens, seconds
             )
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, output_tokens: int | None = None) -> None:
+        """`output_tokens` of an answer that is complete: others like it will be as long."""
         with self._lock:
-            self._conductor.on_finished(request_id, time.monotonic())
+            self._conductor.on_finished(request_id, time.monotonic(), output_tokens)
 
     def release(self, owner: str) -> None:
         """Nobody reads the blocks of this try any more; without a directory its leases run out."""
@@ -134,6 +135,10 @@ class ClusterView:
     def worker_failed(self, worker_id: str, incarnation: str) -> None:
         with self._lock:
             self._conductor.on_worker_failed(worker_id, incarnation, time.monotonic())
+
+    def worker_refused(self, worker_id: str, incarnation: str) -> None:
+        with self._lock:
+            self._conductor.on_worker_refused(worker_id, incarnation, time.monotonic())
 
     def stats(self) -> Any:
         """ConductorStats."""

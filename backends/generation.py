@@ -117,8 +117,10 @@ class Generation:
             self._live.worker_request_id = mine.request_id
             with self._lock:
                 self._try = mine
+            before, is_complete = len(self._released), False
             try:
                 self._attempt(served, mine)
+                is_complete = True
                 return True
             except Superseded:
                 return False
@@ -130,7 +132,8 @@ class Generation:
                 if self._tries >= self._attempts_max:
                     raise
             finally:
-                self._cluster.finished(mine.request_id)
+                output_tokens = len(self._released) - before if is_complete else None
+                self._cluster.finished(mine.request_id, output_tokens)
 
     def lost(self, worker_id: str, incarnation: str) -> bool:
         """A worker process is gone. True: it was at this request, and `run` must be called again.
@@ -304,6 +307,7 @@ class Generation:
             self._worker_failed(route.decode.worker_id, route.decode.incarnation)
             raise
         except Overloaded:
+            self._cluster.worker_refused(route.decode.worker_id, route.decode.incarnation)
             self._live.times.prefill_wasted(reply.compute_s)
             raise
         self._live.check()
