@@ -92,7 +92,14 @@ class Fleet:
             jitter = Jitter(settings.jitter, settings.seed, number)
             if is_prefill:
                 self.prefills[name] = PrefillNode(
-                    name, LIFE, node_id, self.site, jitter, self._begun, self._prefilled
+                    name,
+                    LIFE,
+                    node_id,
+                    self.site,
+                    jitter,
+                    calibration.prefill.estimate,
+                    self._begun,
+                    self._prefilled,
                 )
             else:
                 estimate = calibration.decode.estimate

@@ -16,6 +16,8 @@ from backends.engine.batching import Chunk, PrefillBatching
 from backends.engine.pages import PagePool
 from backends.prefix_claims import PrefixClaims
 from backends.step_times import StepTimes
+from conductor.estimates import PrefillEstimate
+from conductor.step_sharing import overhead_tokens
 from loadtest.simulator.cluster.jitter import Jitter
 from loadtest.simulator.cluster.job import Job
 from loadtest.simulator.cluster.site import Site
@@ -33,6 +35,7 @@ class PrefillNode:
         node_id: str,
         site: Site,
         jitter: Jitter,
+        estimate: PrefillEstimate,
         on_begin: Callable[[Job], None],
         on_end: Callable[[Job], None],
     ) -> None:
@@ -46,10 +49,11 @@ class PrefillNode:
         self._batching = PrefillBatching(
             self._pool, settings.block_tokens, settings.chunk_tokens,
             slots_max=site.pages_max, waiting_max=settings.waiting_max,
+            overhead_tokens=overhead_tokens(estimate),
         )  # fmt: skip
         self._claims = PrefixClaims()
         self._jobs: dict[str, Job] = {}
-        self._set_aside: list[Job] = []
+        self._set_aside: dict[bytes, list[Job]] = {}  # by the block that another one brings
         self._loaded_blocks: dict[str, int] = {}
         self._steps = StepTimes()
         self._is_busy = False
@@ -107,7 +111,7 @@ class PrefillNode:
         assert route is not None
         found = site.store.find(job.keys, self.node_id, job.request_id)
         if not self._claims.claim(job.keys[found.own :], job.request_id):
-            self._set_aside.append(job)
+            self._set_aside.setdefault(job.keys[found.own], []).append(job)
             return
         wanted = min(route.fetch_blocks, len(found.copies) - found.own)
         if wanted > 0:
@@ -160,8 +164,10 @@ class PrefillNode:
             self._claims.settle_all(job.request_id)
         else:
             self._claims.settle(keys, job.request_id)
-        waiting, self._set_aside = self._set_aside, []
-        for other in waiting:
+        if not self._set_aside:
+            return
+        settled = job.keys if keys is None else keys
+        for other in [other for key in settled for other in self._set_aside.pop(key, ())]:
             self._load(other)
 
     # -- the rest is computed, and leaves
