@@ -285,6 +285,7 @@ class Conductor:
         """About once a second. Suggestions may be ignored; they come again if they were."""
         now_s = self._advance(now_s)
         self._gate.tick(now_s)
+        self._cluster.prepare(now_s)
         for request_id in self._cluster.overdue_flights(now_s):
             self._cluster.drop(request_id, now_s)
         if not self.config.replicate:

@@ -17,8 +17,9 @@ Not here: the figures of each role (prefill_pool.py, decode_pool.py), what they 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -68,9 +69,22 @@ class Pool:
         self.tokens_max = np.array(
             [min(i.context_tokens_max, i.pages_max * i.block_tokens) for i in infos]
         )
-        self.block_bytes = np.array([float(info.block_bytes) for info in infos])
         self._tokens_max_least = min(self.tokens_max.tolist(), default=0)
+        self.block_bytes = np.array([float(info.block_bytes) for info in infos])
         self._paths: dict[str, Path] = {}
+        self._far = Path(
+            self.block_bytes / self.config.transfer_bytes_per_s,
+            np.array([info.transfer_latency_s for info in infos]),
+            self.zeros,
+        )
+        self._rows_on: dict[str, list[int]] = {}
+        for row, node_id in enumerate(self.node_ids):
+            self._rows_on.setdefault(node_id, []).append(row)
+        self._measured_rates = [
+            (row, info.transfer_bytes_per_s)
+            for row, info in enumerate(infos)
+            if info.transfer_bytes_per_s
+        ]
         rates = {rate for info in infos for rate in info.transfer_bytes_per_s.values()}
         self.rates_differ = len(rates) > 1
         # No node sends a prompt's blocks to any worker in less time for each of its tokens.
@@ -195,16 +209,24 @@ class Pool:
         return found
 
     def _new_path(self, node_id: str) -> Path:
-        config = self.config
-        block_s, latency_s, lead = self._zeros(), self._zeros(), self._zeros()
-        for row, worker in enumerate(self.workers):
-            info = worker.info
-            local = info.node_id == node_id
-            default = config.local_bytes_per_s if local else config.transfer_bytes_per_s
-            block_s[row] = info.block_bytes / (info.transfer_bytes_per_s.get(node_id) or default)
-            latency_s[row] = 0.0 if local else info.transfer_latency_s
-            lead[row] = REQUESTS_RANK if local else 0.0
+        block_s, latency_s, lead = (
+            self._far.block_s.copy(),
+            self._far.latency_s.copy(),
+            self._zeros(),
+        )
+        for row in self._rows_on.get(node_id, ()):
+            block_s[row] = self.block_bytes[row] / self.config.local_bytes_per_s
+            latency_s[row], lead[row] = 0.0, REQUESTS_RANK
+        for row, rates in self._measured_rates:
+            if rate := rates.get(node_id):
+                block_s[row] = self.block_bytes[row] / rate
         return Path(block_s, latency_s, lead)
+
+    def prepare(self, node_ids: Iterable[str], count_max: int) -> None:
+        """Make so many of the paths that are not known yet, before a decision needs one."""
+        missing = (node_id for node_id in node_ids if node_id not in self._paths)
+        for node_id in islice(missing, count_max):
+            self._paths[node_id] = self._new_path(node_id)
 
     def routed(self, worker: Worker) -> float:
         """Orders workers by how long ago they got their last request."""
