@@ -195,7 +195,8 @@ class Fleet:
     def _over(self, job: Job) -> None:
         """All tokens are there, or the request was refused on its way."""
         self.site.store.release(job.request_id)
-        self.conductor.on_finished(job.request_id, self.clock.now_s)
+        output_tokens = None if job.refused else job.output_tokens
+        self.conductor.on_finished(job.request_id, self.clock.now_s, output_tokens)
         self._count_over()
 
     def _count_over(self) -> None:
