@@ -36,6 +36,8 @@ from backends.worker_protocol import (
     PrefillRequest,
     Stop,
 )
+from conductor.estimates import PrefillEstimate
+from conductor.step_sharing import overhead_tokens
 from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import blocks_touched
@@ -64,6 +66,9 @@ class PrefillWorker:
         self._batching = PrefillBatching(
             self._engine.pages, self._block_tokens, config.chunk_tokens,
             slots_max=config.kv_pages, waiting_max=config.queue_requests_max,
+            overhead_tokens=overhead_tokens(
+                PrefillEstimate.of(self.worker.info.prefill_coefficients)
+            ),
         )  # fmt: skip
         self._loader = KvLoader(store, layout, pool, config.transfer_s_max)
         self._pages = PageGuard(self._engine.pages, self._loader.pending_pages)

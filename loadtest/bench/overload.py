@@ -25,7 +25,7 @@ import asyncio
 import secrets
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -52,6 +52,7 @@ TTFT_SLO, TBT_SLO = 10.0, 5.0  # times unloaded
 COUNTER = "mooncake_prompt_tokens_total"
 COUNTER_S_MAX = 20.0
 RELOAD_S_MAX = 30.0
+AROUND_CHANGE_S = 1.0
 TIMEOUT_S = 300.0
 
 
@@ -147,17 +148,26 @@ class Load:
         await asyncio.gather(*(keep_on() for _ in range(self._shape.at_once)))
         return len(ended_s) / (max(ended_s) - started_s)
 
-    async def until(self, over: asyncio.Future[float]) -> Phase:
-        """A few requests at a time, until `over` is done."""
+    async def during(self, change: Callable[[], Awaitable[float]]) -> tuple[Phase, float]:
+        """A few requests at a time, before, during and after the change; and what it returned."""
         records: list[RequestRecord] = []
+        is_over = asyncio.Event()
 
         async def keep_on() -> None:
-            while not over.done():
+            while not is_over.is_set():
                 records.extend(await self._send(self._planned([0.0])))
 
         before = await self._computed(0.0)
-        await asyncio.gather(*(keep_on() for _ in range(2)))
-        return Phase("policy change", records, await self._computed(before, records) - before)
+        senders = [asyncio.ensure_future(keep_on()) for _ in range(2)]
+        try:
+            await asyncio.sleep(AROUND_CHANGE_S)
+            took_s = await change()
+            await asyncio.sleep(AROUND_CHANGE_S)
+        finally:
+            is_over.set()
+            await asyncio.gather(*senders)
+        phase = Phase("policy change", records, await self._computed(before, records) - before)
+        return phase, took_s
 
     async def overload(self, name: str, rate_per_s: float, seed: int) -> Phase:
         """Poisson arrivals, the same for the same seed."""
@@ -230,11 +240,9 @@ async def measure(
         "tbt_slo_s": round(TBT_SLO * unloaded.p50_s("tbt_s"), 4),
     }
     with console.status("switching to predictive ..."):
-        changing = asyncio.ensure_future(
-            reload(addresses.grpc, repository, dict(levels), "predictive")
+        change, reload_s = await load.during(
+            lambda: reload(addresses.grpc, repository, dict(levels), "predictive")
         )
-        change = await load.until(changing)
-        reload_s = await changing
     with console.status(f"{rate_per_s:.1f} requests/s, predictive ..."):
         predictive = await load.overload("predictive", rate_per_s, seed)
     numbers = {"capacity_per_s": capacity_per_s, "reload_s": reload_s, **levels}

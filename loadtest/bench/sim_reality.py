@@ -182,7 +182,7 @@ def targets(found: Sequence[tuple[Means, Means]]) -> list[Target]:
 
     def error(name: str) -> float:
         apart = [getattr(sim, name) / getattr(real, name) - 1.0 for real, sim in found]
-        return round(abs(statistics.median(apart)), 4)
+        return round(abs(float(statistics.median(apart))), 4)
 
     return [
         Target("ttft_mean_apart", error("ttft_s"), "<=", ERROR_GOAL),
