@@ -96,6 +96,11 @@ def of_records(records: Sequence[RequestRecord]) -> Means:
 
 
 def of_jobs(jobs: Sequence[Job], profile: Profile) -> Means:
+    lost = Counter(
+        job.reject.reason if job.reject else job.refused for job in jobs if job.finished_s is None
+    )
+    if lost:
+        raise ValueError(f"the simulator did not answer {dict(lost)} of {len(jobs)} requests")
     serving_s = profile.serving
     several = [job for job in jobs if job.output_tokens > 1]
     return Means(
@@ -209,7 +214,7 @@ def main(
             Path(folder) / "model_repository", without=("prefill_1", "decode_0")
         )
         set_parameters(repository, "conductor", {"requests_max": 1024, "admission": "none"})
-        set_parameters(repository, WORKERS[1], {"slots": 128, "kv_pages": 2048})
+        set_parameters(repository, WORKERS[1], {"slots": 512, "kv_pages": 8192})
         arguments = ["--model-repository", str(repository), "--store-bytes", "1G"]
         try:
             rows = read_trace(trace, requests)
