@@ -16,7 +16,13 @@ import typer
 
 from loadtest.bench.result import Result
 from loadtest.simulator.asked import SUFFIXES, WHERE, Asked, SimulationRefused, console
-from loadtest.simulator.experiments import dynamo_replay, hit_rates, rejection, scheduling
+from loadtest.simulator.experiments import (
+    coupled_baselines,
+    dynamo_replay,
+    hit_rates,
+    rejection,
+    scheduling,
+)
 from loadtest.trace import TraceError
 
 
@@ -24,6 +30,7 @@ class Experiment(str, Enum):
     HIT_RATE = "hit-rate"
     SCHEDULING = "scheduling"
     REJECTION = "rejection"
+    COUPLED = "coupled"
     DYNAMO_REPLAY = "dynamo-replay"
 
 
@@ -31,6 +38,7 @@ EXPERIMENTS: Mapping[Experiment, Callable[[Asked], Result]] = {
     Experiment.HIT_RATE: hit_rates.answer,
     Experiment.SCHEDULING: scheduling.answer,
     Experiment.REJECTION: rejection.answer,
+    Experiment.COUPLED: coupled_baselines.answer,
     Experiment.DYNAMO_REPLAY: dynamo_replay.answer,
 }
 
@@ -96,6 +104,8 @@ def simulate(
     rejection: what each admission policy does when more is offered than fits (the paper's Table 3).
 
     dynamo-replay: the conductor in the engine of NVIDIA Dynamo's replay, beside Dynamo's router.
+
+    coupled: the same trace on as many nodes of vLLM-like engines, swept over their knobs.
     """
     try:
         result = EXPERIMENTS[experiment](

@@ -1,0 +1,257 @@
+"""Coupled engines, as the paper compares with: prefill and decode on one node, in one batch.
+
+    vllm      continuous batching: waiting prompts are computed whole, before any decode step
+    prefix    the same with a prefix cache in the GPU's own free memory
+    chunked   a prefix cache, and steps that carry all decodes and fill up with chunks of prompts
+
+Requests are dispatched to a node when they come (round robin, at random, or to the fewest requests)
+and stay there; each node's waiting line is first come, first served; memory for prompt and longest
+answer is reserved, so nothing is preempted. The cache is the store's LRU order over the blocks that
+no request holds. Only for comparison: none of the project's own scheduling is in it.
+
+Not here: seconds of a step (gpu/), what is asked of it (experiments/coupled_baselines.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from backends.engine.batching import Chunk, Progress, next_chunks
+from conductor.messages import Request
+from loadtest.simulator.cluster.clock import Clock
+from loadtest.simulator.cluster.fleet import Offered
+from loadtest.simulator.cluster.jitter import Jitter
+from loadtest.simulator.cluster.job import Job
+from loadtest.simulator.cluster.step_log import StepLog, longest_tenth_s
+from loadtest.simulator.gpu.steps import GpuModel
+from mooncake_store.eviction import make_eviction
+from mooncake_store.layout import blocks_touched
+
+ENGINES = ("vllm", "prefix", "chunked")
+DISPATCHES = ("round_robin", "random", "least_requests")
+
+
+@dataclass(frozen=True, slots=True)
+class CoupledSettings:
+    engine: str
+    nodes: int = 16
+    chunk_tokens: int = 2_048  # of `chunked`: all tokens of a step
+    prompts_tokens: int = 131_072  # of the others: prompt tokens of a step, so prompts are whole
+    sequences_max: int = 256
+    dispatch: str = "round_robin"
+    block_tokens: int = 512
+    max_tokens: int = 2_000
+    jitter: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.engine in ENGINES and self.dispatch in DISPATCHES, self
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    job: Job
+    first: int  # number of the decode step that gives it its second token
+
+
+class GpuBlocks:
+    """A GPU's memory for KV: blocks in use, and idle ones that are kept as a prefix cache."""
+
+    def __init__(self, blocks_max: int, has_cache: bool) -> None:
+        self._blocks_max, self._has_cache = blocks_max, has_cache
+        self._users: dict[bytes, int] = {}
+        self._idle = make_eviction("lru")
+        self._private = 0  # blocks that nobody else can use: partial ones, and the answers'
+
+    def take(self, keys: Sequence[bytes], blocks: int) -> int | None:
+        """Places for a request of so many blocks; how many leading ones are cached, or None."""
+        keys = keys if self._has_cache else ()
+        new = sum(key not in self._users for key in keys)
+        private = blocks - len(keys)
+        if len(self._users) + new + self._private + private > self._blocks_max:
+            return None
+        hits = 0
+        while hits < len(keys) and (keys[hits] in self._users or keys[hits] in self._idle):
+            hits += 1
+        for key in keys:
+            if key in self._idle:
+                self._idle.discard(key)
+            self._users[key] = self._users.get(key, 0) + 1
+        self._private += private
+        while len(self._users) + self._private + len(self._idle) > self._blocks_max:
+            coldest = self._idle.coldest()
+            assert coldest is not None
+            self._idle.evicted(coldest)
+        return hits
+
+    def give(self, keys: Sequence[bytes], blocks: int) -> None:
+        """The request is over: its full blocks stay as cache, the end of the chain coldest."""
+        keys = keys if self._has_cache else ()
+        self._private -= blocks - len(keys)
+        for key in reversed(keys):
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                self._idle.add(key)
+
+    def check(self) -> None:
+        assert not self._users and self._private == 0, "a request kept blocks"
+        self._idle.check()
+
+
+class CoupledNode:
+    """One engine. `on_end` hears of each job that has all its tokens."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        gpu: GpuModel,
+        settings: CoupledSettings,
+        jitter: Jitter,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._clock, self._gpu, self._settings = clock, gpu, settings
+        self._jitter, self._on_end = jitter, on_end
+        blocks_max = gpu.pages_bytes // (settings.block_tokens * gpu.token_bytes)
+        self._memory = GpuBlocks(blocks_max, settings.engine != "vllm")
+        self._waiting: deque[Job] = deque()
+        self._computing: dict[str, Progress] = {}
+        self._jobs: dict[str, Job] = {}  # admitted
+        self._running: list[Running] = []
+        self._gaps = StepLog()  # between the ends of one decode step and the next
+        self._decoded_s = 0.0  # when the last one ended
+        self._steps = self._context = 0
+        self._is_busy = False
+
+    @property
+    def requests(self) -> int:
+        return len(self._waiting) + len(self._jobs)
+
+    def submit(self, job: Job) -> None:
+        self._waiting.append(job)
+        if not self._is_busy:
+            self._begin()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._jobs) < self._settings.sequences_max:
+            job = self._waiting[0]
+            hits = self._memory.take(job.keys, self._blocks_of(job))
+            if hits is None:
+                return
+            self._waiting.popleft()
+            job.cached_tokens = min(hits * self._settings.block_tokens, job.prompt_tokens - 1)
+            job.started_s, name = self._clock.now_s, job.request_id
+            self._jobs[name] = job
+            self._computing[name] = Progress(name, job.prompt_tokens, job.cached_tokens)
+
+    def _blocks_of(self, job: Job) -> int:
+        tokens = job.prompt_tokens + job.request.output_tokens_max
+        return blocks_touched(tokens, self._settings.block_tokens)
+
+    def _begin(self) -> None:
+        """The next step: chunks, decodes, or both."""
+        self._admit()
+        settings, is_chunked = self._settings, self._settings.engine == "chunked"
+        decodes = len(self._running) if is_chunked or not self._computing else 0
+        budget = settings.chunk_tokens - decodes if is_chunked else settings.prompts_tokens
+        budget -= budget % settings.block_tokens
+        chunks: list[Chunk] = []
+        if self._computing and budget:
+            chunks = next_chunks(self._computing.values(), budget, settings.block_tokens)
+        self._is_busy = bool(chunks or decodes)
+        if not self._is_busy:
+            return
+        spans = [(chunk.start, chunk.tokens) for chunk in chunks]
+        factor = float(self._jitter.factors(self._steps, 1)[0])
+        context = float(self._context)
+        seconds = factor * self._gpu.mixed_s(spans, decodes, context)
+        self._steps += 1
+        # A prompt's share of the GPU: what the step takes longer for it.
+        alone_s = factor * float(self._gpu.decode_s(decodes, context)) if decodes else 0.0
+        new_tokens = sum(chunk.tokens for chunk in chunks)
+        for chunk in chunks:
+            share = (seconds - alone_s) * chunk.tokens / new_tokens
+            self._jobs[chunk.request_id].own_compute_s += share
+        self._clock.after(seconds, self._stepped, chunks, decodes)
+
+    def _stepped(self, chunks: Sequence[Chunk], decodes: int) -> None:
+        if decodes:
+            self._gaps.append(np.array([self._clock.now_s - self._decoded_s]))
+            self._decoded_s = self._clock.now_s
+            self._context += decodes
+            for running in self._running[:]:
+                if running.first + running.job.output_tokens - 1 == self._gaps.steps:
+                    self._running.remove(running)
+                    self._finish(running)
+        for chunk in chunks:
+            self._computing[chunk.request_id].computed_tokens += chunk.tokens
+            if chunk.is_last:
+                del self._computing[chunk.request_id]
+                self._prefilled(self._jobs[chunk.request_id])
+        self._begin()
+
+    def _prefilled(self, job: Job) -> None:
+        job.prefilled_s = self._clock.now_s
+        running = Running(job, self._gaps.steps)
+        self._context += job.prompt_tokens + 1
+        if job.output_tokens > 1:
+            self._running.append(running)
+        else:
+            self._finish(running)
+
+    def _finish(self, running: Running) -> None:
+        job, now_s = running.job, self._clock.now_s
+        assert job.prefilled_s is not None
+        self._context -= job.prompt_tokens + job.output_tokens
+        gaps = self._gaps.slice(running.first, self._gaps.steps).copy()
+        if len(gaps):  # the first one began with its own first token
+            gaps[0] += now_s - float(gaps.sum()) - job.prefilled_s
+        job.tbt_s = job.tbt_decode_s = longest_tenth_s(gaps)
+        job.finished_s = now_s
+        del self._jobs[job.request_id]
+        self._memory.give(job.keys, self._blocks_of(job))
+        self._on_end()
+
+    def check(self) -> None:
+        assert not self._waiting and not self._jobs and not self._running and not self._context
+        self._memory.check()
+
+
+def replay(
+    offered: Sequence[Offered],
+    speed: float,
+    settings: CoupledSettings,
+    gpu: GpuModel,
+    on_end: Callable[[], None] = lambda: None,
+) -> list[Job]:
+    """Every request through one of the nodes; nothing is rejected."""
+    clock, chance, jobs = Clock(), random.Random(settings.seed), list[Job]()
+    nodes = [
+        CoupledNode(clock, gpu, settings, Jitter(settings.jitter, settings.seed, number), on_end)
+        for number in range(settings.nodes)
+    ]
+
+    def arrive(one: Offered) -> None:
+        output_tokens_max = max(settings.max_tokens, one.output_tokens)
+        request = Request(f"r{one.number}", one.prompt_tokens, one.keys, output_tokens_max)
+        job = Job(one.number, request, one.output_tokens, clock.now_s)
+        jobs.append(job)
+        if settings.dispatch == "random":
+            node = chance.choice(nodes)
+        elif settings.dispatch == "least_requests":
+            node = min(nodes, key=lambda each: each.requests)
+        else:
+            node = nodes[one.number % len(nodes)]
+        node.submit(job)
+
+    for one in offered:
+        clock.at(one.at_s / speed, arrive, one)
+    clock.run()
+    for node in nodes:
+        node.check()
+    return jobs

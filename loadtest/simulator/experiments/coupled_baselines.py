@@ -1,0 +1,76 @@
+"""What coupled engines do with the same trace on the same 16 nodes, swept over their knobs.
+
+vLLM-like continuous batching, with a prefix cache, with chunked prefill; the size of a chunk, the
+batch and the dispatch matter as much as the engine, so each is varied on its own from the default.
+The first row is the project's own 8 + 8 nodes. Nothing is rejected anywhere.
+
+Not here: the engines (cluster/coupled.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from loadtest.bench.result import Cell, Result
+from loadtest.simulator.asked import Asked, progress_bar
+from loadtest.simulator.cluster.coupled import CoupledSettings, replay
+from loadtest.simulator.cluster.fleet import Fleet, offered_of
+from loadtest.simulator.cluster.job import Job
+from loadtest.simulator.cluster.outcome import outcome_of, within
+from loadtest.simulator.experiments import scheduling
+from loadtest.simulator.gpu.roofline import Roofline
+
+TRACE, TTFT_SLO_S = "conversation", 30.0
+TBT_SLOS_S = (0.1, 0.2, 0.3)  # FAST'25, Figure 1
+CHUNKED = CoupledSettings("chunked")
+SWEPT = (
+    CoupledSettings("vllm"), CoupledSettings("prefix"), CHUNKED,
+    replace(CHUNKED, chunk_tokens=512), replace(CHUNKED, chunk_tokens=8_192),
+    replace(CHUNKED, sequences_max=32), replace(CHUNKED, dispatch="random"),
+    replace(CHUNKED, dispatch="least_requests"),
+)  # fmt: skip
+
+
+def answer(asked: Asked) -> Result:
+    """Every engine and knob at every speed."""
+    started_s, gpu = time.monotonic(), Roofline()
+    offered = offered_of(asked.rows(asked.one_trace(TRACE)), CHUNKED.block_tokens)
+    rows: list[dict[str, Cell]] = []
+    with progress_bar() as begin:
+        for speed in asked.speeds or (1.0,):
+            on_over = begin(f"{asked.prefills} + {asked.decodes} {speed:g}x", len(offered))
+            fleet = Fleet(scheduling.config_for("kvcache_centric"), asked.settings(), gpu)
+            name = f"{asked.prefills}P+{asked.decodes}D kvcache_centric"
+            rows.append(_row(name, speed, None, fleet.run(offered, speed, on_over)))
+            for swept in SWEPT:
+                settings = replace(swept, nodes=asked.prefills + asked.decodes, seed=asked.seed)
+                on_over = begin(f"{settings.engine} {speed:g}x", len(offered))
+                jobs = replay(offered, speed, settings, gpu, on_over)
+                rows.append(_row(settings.engine, speed, settings, jobs))
+    return Result("coupled", time.monotonic() - started_s, rows, [])
+
+
+def _row(
+    name: str, speed: float, settings: CoupledSettings | None, jobs: Sequence[Job]
+) -> dict[str, Cell]:
+    outcome = outcome_of(jobs)
+    row: dict[str, Cell] = {
+        "engine": name,
+        "speed": speed,
+        "chunk_tokens": settings.chunk_tokens if settings else None,
+        "sequences_max": settings.sequences_max if settings else None,
+        "dispatch": settings.dispatch if settings else None,
+        "finished": outcome.finished,
+        "ttft_mean_s": round(outcome.ttft_s.mean, 3),
+        "ttft_p90_s": round(outcome.ttft_s.p90, 3),
+        "tbt_p50_s": round(outcome.tbt_s.p50, 4),
+        "tbt_p90_s": round(outcome.tbt_s.p90, 4),
+        "hit_percent": round(100 * outcome.hit_share, 2),
+        "prefill_s_per_request": round(outcome.prefill_s / max(1, outcome.prefills), 3),
+    }
+    for tbt_slo_s in TBT_SLOS_S:
+        kept = within(jobs, TTFT_SLO_S, tbt_slo_s)
+        row[f"within_{1e3 * tbt_slo_s:.0f}_ms_percent"] = round(100 * kept / len(jobs), 1)
+    return row

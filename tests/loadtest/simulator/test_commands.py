@@ -1,0 +1,79 @@
+"""`mooncake simulate` on simulated clusters: a JSON line, a picture, reasons for what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.simulator.command import main
+from tests.loadtest.simulator.fleets import START
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    lines = START.read_text().splitlines(keepends=True)[:40]
+    (tmp_path / "conversation_trace.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def simulated(
+    folder: Path, capsys: pytest.CaptureFixture[str], *given: str
+) -> tuple[dict[str, Any], bytes]:
+    picture = folder / "picture.png"
+    asked = ["--traces", str(folder), "--prefills", "2", "--decodes", "2", "--json", *given]
+    with pytest.raises(SystemExit) as ended:
+        main([*asked, *(["--plot", str(picture)] if "coupled" not in given else [])])
+    assert ended.value.code == 0
+    drawn = picture.read_bytes() if picture.exists() else b""
+    return json.loads(capsys.readouterr().out), drawn
+
+
+def test_scheduling_says_the_paper_s_numbers_beside_its_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, drawn = simulated(folder, capsys, "--experiment", "scheduling", "--speed", "1")
+    rows = {row["policy"]: row for row in said["rows"]}
+    assert [row["finished"] for row in said["rows"]] == [40] * 5
+    assert rows["kvcache_centric"]["paper_ttft_s"] == 3.07 and rows["adaptive"]["queue"] != "fifo"
+    assert all(target["value"] is None and target["why"] for target in said["targets"])
+    assert drawn.startswith(b"\x89PNG")
+
+
+def test_rejection_stops_at_the_speed_that_was_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, drawn = simulated(folder, capsys, "--experiment", "rejection", "--speed", "2")
+    assert [row["admission"] for row in said["rows"]] == [
+        "baseline", "early", "predictive", "predictive_lengths",
+    ]  # fmt: skip
+    assert all(row["finished"] + row["rejected"] == 40 for row in said["rows"])
+    assert said["rows"][0]["paper_rejected"] == 4_183
+    assert drawn.startswith(b"\x89PNG")
+
+
+def test_coupled_sweeps_the_engines_beside_the_cluster(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, _ = simulated(folder, capsys, "--experiment", "coupled", "--requests", "12")
+    assert [row["finished"] for row in said["rows"]] == [12] * 9
+    assert {row["engine"] for row in said["rows"][1:]} == {"vllm", "prefix", "chunked"}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["scheduling", "--policy", "fastest"], "no policy fastest; there are random"),
+        (["rejection", "--admission", "all"], "no admission all"),
+        (["rejection", "--trace", "a", "--trace", "b"], "one --trace at a time"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_a_reason(
+    given: list[str], why: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--traces", str(folder), "--experiment", *given])
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
