@@ -1,4 +1,4 @@
-"""`mooncake simulate` on simulated clusters: a JSON line, a picture, reasons for what is missing."""
+"""`mooncake simulate` on simulated clusters: a JSON line, a picture, and reasons."""
 
 from __future__ import annotations
 
