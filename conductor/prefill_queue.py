@@ -204,6 +204,8 @@ class PrefillQueue:
             self._line.remove(charge)
             place = sum(other.is_started for other in self._line)
             self._line.insert(place, charge)
+            # A head that others overtook while it was not started goes back to its place.
+            self._line[place + 1 :] = sorted(self._line[place + 1 :], key=lambda c: c.key_s)
 
     def drop(self, request_id: str, now_s: float) -> bool:
         """Finished or cancelled; False when it was not charged here."""

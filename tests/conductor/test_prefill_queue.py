@@ -179,3 +179,12 @@ def test_ahead_and_behind_agree_with_a_walk_over_the_line(seed: int, preempts: b
             ahead += 1
         assert made.ahead_s(probe_s, 0.0) == pytest.approx(0.1 * ahead)
         assert made.behind(probe_s) == len(keys) - ahead
+
+
+def test_a_head_that_another_prompt_overtook_waits_in_its_place_by_key() -> None:
+    queue = PrefillQueue(ONE_MS_A_TOKEN, 0.0, preempts=False)
+    for name, key_s in (("long", 3.0), ("short", 2.0), ("loaded", 2.5)):
+        queue.charge(name, 1_000, 0, 0.0, key_s)
+    queue.start("loaded", 0, 0.1)  # "long" still fetches its prefix, so "loaded" begins
+    queue.check()
+    assert [key_s for key_s, _ in queue.places()] == [2.0, 3.0]
