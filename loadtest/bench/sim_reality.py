@@ -7,7 +7,8 @@ A server of our own with one prefill and one decode worker of one thread each. F
 to it at their times, with fresh tokens; and the simulator serves requests with the very same blocks
 with that profile: the real Conductor, Directory and batching, steps as long as the profile says.
 
-    TTFT   as the client sees it; the simulator's has the profile's `serving` on top
+    TTFT   as the client sees it; the simulator's has the profile's `serving` on top, and so has
+           its first interval
     TBT    mean interval between the tokens of a request, its first one (prefill to decode) included
     longest 10 %   the mean of the longest tenth of a request's intervals, as in the paper
 
@@ -18,6 +19,7 @@ workers, which the simulator does not know. Not here: the simulated cluster (sim
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import statistics
 import tempfile
@@ -108,10 +110,14 @@ def of_jobs(jobs: Sequence[Job], profile: Profile) -> Means:
             (job.prefilled_s or 0.0) - job.arrived_s + serving_s.base_s for job in jobs
         ),
         statistics.fmean(
-            ((job.finished_s or 0.0) - (job.prefilled_s or 0.0)) / (job.output_tokens - 1)
+            ((job.finished_s or 0.0) - (job.prefilled_s or 0.0) + serving_s.handover_s)
+            / (job.output_tokens - 1)
             for job in several
         ),
-        statistics.fmean(job.tbt_s for job in several),
+        statistics.fmean(
+            job.tbt_s + serving_s.handover_s / math.ceil(0.1 * (job.output_tokens - 1))
+            for job in several
+        ),
         sum(job.cached_tokens for job in jobs) / sum(job.prompt_tokens for job in jobs),
     )
 

@@ -118,7 +118,8 @@ async def measure(
             task = progress.add_task(decode, total=rounds * len(decodes))
             steps = await measuring.decode(decodes, rounds, lambda: progress.advance(task))
     machine = f"{cpu_model()}, {os.cpu_count()} cores" if is_local(url) else url
-    return Profile(machine, settings, samples_of(prompts), steps, serving_of(prompts))
+    alone_s = min(step.seconds for step in steps)
+    return Profile(machine, settings, samples_of(prompts), steps, serving_of(prompts, alone_s))
 
 
 async def settings_of(url: str, worker: str) -> dict[str, str]:
@@ -164,7 +165,8 @@ def show(found: Profile) -> None:
     )
     out.print(
         f"serving = {found.serving.base_s * 1e3:.3g} ms"
-        f" + {found.serving.per_cached_token_s * 1e6:.3g} us x cached, before the first token",
+        f" + {found.serving.per_cached_token_s * 1e6:.3g} us x cached, before the first token;"
+        f" {found.serving.handover_s * 1e3:.3g} ms between it and the second",
         soft_wrap=True,
     )
 

@@ -70,6 +70,7 @@ class Prefill:
     prefix_tokens: int
     prefill_s: float
     ttft_s: float
+    second_s: float  # from the first token to the second
 
 
 class Measure:
@@ -102,10 +103,12 @@ class Measure:
                 )
                 cached_tokens = answer.cached_tokens or 0
                 prompt_tokens = new_tokens + prefix_tokens
+                first_s, second_s = answer.token_times_s
                 if number:
                     found.append(Prefill(
                         prompt_tokens - cached_tokens, cached_tokens,
-                        float(str(answer.decision["prefill_s"])), answer.token_times_s[0] - sent_s,
+                        float(str(answer.decision["prefill_s"])), first_s - sent_s,
+                        second_s - first_s,
                     ))  # fmt: skip
                 done()
         return found
@@ -165,8 +168,9 @@ def samples_of(prefills: Sequence[Prefill]) -> list[PrefillSample]:
     return [PrefillSample(*point, statistics.median(s)) for point, s in by_point.items()]
 
 
-def serving_of(prefills: Sequence[Prefill]) -> Serving:
-    """What TTFT has on top of the prefill: a line over the cached tokens, never falling."""
+def serving_of(prefills: Sequence[Prefill], step_s: float) -> Serving:
+    """What TTFT has on top of the prefill: a line over the cached tokens, never falling. And what
+    the second token took on top of `step_s`, a decode step of one sequence."""
     rest_s = [max(0.0, one.ttft_s - one.prefill_s) for one in prefills]
     uncached_s = [s for s, one in zip(rest_s, prefills, strict=True) if not one.prefix_tokens]
     base_s = statistics.median(uncached_s or rest_s)
@@ -175,4 +179,6 @@ def serving_of(prefills: Sequence[Prefill]) -> Serving:
         for s, one in zip(rest_s, prefills, strict=True)
         if one.prefix_tokens
     ]
-    return Serving(base_s, max(0.0, statistics.median(slopes)) if slopes else 0.0)
+    handover_s = statistics.median(one.second_s for one in prefills) - step_s
+    slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
+    return Serving(base_s, slope, max(0.0, handover_s))

@@ -5,13 +5,14 @@
                  "error_max": ..., "samples": [[new_tokens, prefix_tokens, seconds], ...]},
      "decode":  {"coefficients": [base_s, per_sequence_s, per_context_token_s], "error_mean": ...,
                  "error_max": ..., "samples": [[sequences, context_tokens, seconds], ...]},
-     "serving": {"base_s": ..., "per_cached_token_s": ...}}
+     "serving": {"base_s": ..., "per_cached_token_s": ..., "handover_s": ...}}
 
 `coefficients` are those of conductor/estimates.py, fitted with its relative error: `error_mean` is
 the MAPE as a fraction. Those of a prefill are of one step: a prompt longer than `chunk_tokens` pays
 base_s once a step (`prompt_s`). Samples are of whole prompts, as measured. `serving` is what a
-client's TTFT has on top of the prefill: the way through Triton and the front, and loading a cached
-prefix from the worker's own node.
+client's TTFT has on top of the prefill, the way through Triton and the front and loading a cached
+prefix from the worker's own node; and what lies between the first token and the second on top of a
+decode step: putting, calling and reading.
 
 Not here: measuring (measure.py), the command (command.py).
 """
@@ -43,10 +44,11 @@ class ProfileRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """TTFT beyond the prefill itself, in seconds."""
+    """What serving adds to the engines, in seconds, when nothing else is going on."""
 
-    base_s: float
+    base_s: float  # before the first token
     per_cached_token_s: float
+    handover_s: float = 0.0  # between the first token and the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Profile:
             "serving": {
                 "base_s": self.serving.base_s,
                 "per_cached_token_s": self.serving.per_cached_token_s,
+                "handover_s": self.serving.handover_s,
             },
         })  # fmt: skip
 

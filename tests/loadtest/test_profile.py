@@ -88,14 +88,16 @@ def test_streams_that_hardly_ran_together_are_no_sample() -> None:
 
 
 def test_a_sample_is_the_median_of_its_rounds_and_one_hiccup_does_not_bend_it() -> None:
-    rounds = [Prefill(64, 0, seconds, seconds + 0.01) for seconds in (0.02, 0.9, 0.021)]
+    rounds = [Prefill(64, 0, seconds, seconds + 0.01, 0.03) for seconds in (0.02, 0.9, 0.021)]
     assert samples_of(rounds) == [PrefillSample(64, 0, 0.021)]
 
 
 def test_serving_is_what_ttft_has_on_top_of_the_prefill() -> None:
     found = serving_of([
-        Prefill(64, 0, 0.02, 0.03), Prefill(512, 0, 0.1, 0.11), Prefill(64, 1000, 0.02, 0.032),
-    ])  # fmt: skip
+        Prefill(64, 0, 0.02, 0.03, 0.02), Prefill(512, 0, 0.1, 0.11, 0.024),
+        Prefill(64, 1000, 0.02, 0.032, 0.025),
+    ], step_s=0.004)  # fmt: skip
+    assert found.handover_s == pytest.approx(0.020)
     assert found.base_s == pytest.approx(0.01)
     assert found.per_cached_token_s == pytest.approx(2e-6)
 
