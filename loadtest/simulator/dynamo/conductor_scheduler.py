@@ -53,6 +53,7 @@ from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
 RATE_FREE, RATE_NONE = 1e18, 1e-3  # bytes/s
 BLOCK_BYTES = BLOCK_TOKENS * 327_680  # LLaMA3-70B in bf16; only ratios to the rates above matter
 REPORT_S = 1.0
+MAX_TOKENS = 2_000  # what clients ask for; the longest answer of the conversation trace
 LENGTHS = (64, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -123,7 +124,8 @@ class ConductorScheduler:
 
     def request_of(self, job: Job) -> Request:
         keys = [self._key(key) for key in job.keys]
-        return Request(str(job.line), job.prompt_tokens, keys, job.output_tokens)
+        most = max(MAX_TOKENS, job.output_tokens)  # how long an answer will be, nobody knows
+        return Request(str(job.line), job.prompt_tokens, keys, most)
 
     def started(self, job: Job, now_s: float) -> None:
         self.conductor.on_prefill_started(str(job.line), now_s, job.cached_tokens)
@@ -133,7 +135,7 @@ class ConductorScheduler:
         self.conductor.on_prefill_finished(str(job.line), now_s, job.cached_tokens, seconds)
 
     def finished(self, job: Job, now_s: float) -> None:
-        self.conductor.on_finished(str(job.line), now_s)
+        self.conductor.on_finished(str(job.line), now_s, job.output_tokens)
 
     def _key(self, key: int) -> bytes:
         name = self._keys.get(key)
