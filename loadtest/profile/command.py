@@ -99,7 +99,7 @@ async def measure(
     """Of the server at `url`; raises ServerError."""
     prefill, decode = workers
     of_decode = await settings_of(url, decode)
-    settings = of_decode | await settings_of(url, prefill)
+    settings = await settings_of(url, prefill) | of_decode  # memory and slots are those of decode
     async with TritonClient(url, "conductor", channels=STREAMS_MAX) as client:
         server = await describe_server(client, {})
         room = Room(
