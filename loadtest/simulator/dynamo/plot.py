@@ -44,14 +44,15 @@ def _bars(panel: Axes, rows: Rows, column: str) -> None:
     sizes = sorted({int(str(row["blocks"])) for row in rows})
     height = 0.8 / max(1, len(sizes))
     for place, blocks in enumerate(sizes):
+        offset = (place - (len(sizes) - 1) / 2) * height
         for row in rows:
             if row["blocks"] != blocks:
                 continue
             at, value = names.index(_name(row)), float(str(row[column]))
             colour = NAMED["blue" if row["engine"] == "here" else "pale"]
-            panel.barh(at + (place - 0.5) * height, value, height * 0.92, color=colour,
+            panel.barh(at + offset, value, height * 0.92, color=colour,
                        alpha=0.65 if place else 1.0)  # fmt: skip
-            panel.text(value, at + (place - 0.5) * height, f" {value:,.0f} ({blocks:,} blocks)",
+            panel.text(value, at + offset, f" {value:,.0f} ({blocks:,} blocks)",
                        va="center", fontsize=6)  # fmt: skip
     panel.set_yticks(range(len(names)), names, fontsize=7)
     panel.invert_yaxis()
