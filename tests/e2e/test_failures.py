@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +20,31 @@ def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterato
     yield from running(tmp_path_factory.mktemp("failures"), state_dir, {})
 
 
+@pytest.fixture(autouse=True)
+def serving(server: Server) -> None:
+    """Each test begins with a server that answers, whatever the one before it has killed."""
+    wait_until(lambda: answers_again(server), "the server to answer", 90.0)
+
+
+def triton_aborts(server: Server) -> int:
+    """How often Triton itself died of a lock. Its processes share locks in shared memory; when one
+    of them is killed (or paused for seconds) while it holds one, Triton 2.51 aborts as a whole. The
+    launcher starts it again, but no request can outlive its front."""
+    return server.triton_log().count("boost::interprocess::lock_exception")
+
+
+def unless_triton_aborts(server: Server, trial: Callable[[int], None]) -> None:
+    """Run trial(number); once more when Triton aborted meanwhile, and no more than twice more."""
+    for number in range(3):
+        aborts = triton_aborts(server)
+        try:
+            return trial(number)
+        except (AssertionError, triton.InferenceServerException):
+            if number == 2 or triton_aborts(server) == aborts:
+                raise
+        wait_until(lambda: answers_again(server), "Triton to be back", 90.0)
+
+
 def stub_of(server: Server, model: str) -> psutil.Process:
     for process in psutil.Process(server.process.pid).children(recursive=True):
         is_zombie = process.status() == psutil.STATUS_ZOMBIE
@@ -33,31 +58,37 @@ def ask(server: Server, prompt: list[int], tokens: int) -> Answer:
 
 
 def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(server: Server) -> None:
-    prompt = [30 + 7 * n % 1900 for n in range(150)]
-    alone = ask(server, prompt, 300)
-    stream = server.stream(
-        input_ids=prompt, max_tokens=300, end_id=-1, return_decision=True, stream=True,
-        temperature=0.0,
-    )  # fmt: skip
-    answer = Answer()
-    for _ in range(40):
-        take(answer, stream.next())
-    stub_of(server, answer.decision["decode"]).kill()
-    rest = stream.all()
-    assert not rest.error, rest.error
-    assert answer.output_ids + rest.output_ids == alone.output_ids
-    assert answer.text + rest.text == alone.text
+    def trial(number: int) -> None:
+        prompt = [30 + number + 7 * n % 1900 for n in range(150)]
+        alone = ask(server, prompt, 300)
+        stream = server.stream(
+            input_ids=prompt, max_tokens=300, end_id=-1, return_decision=True, stream=True,
+            temperature=0.0,
+        )  # fmt: skip
+        answer = Answer()
+        for _ in range(40):
+            take(answer, stream.next())
+        stub_of(server, answer.decision["decode"]).kill()
+        rest = stream.all()
+        assert not rest.error, rest.error
+        assert answer.output_ids + rest.output_ids == alone.output_ids
+        assert answer.text + rest.text == alone.text
+
+    unless_triton_aborts(server, trial)
 
 
 def test_requests_are_answered_when_a_prefill_worker_is_killed(server: Server) -> None:
-    prompts = [[50 + (n * 31 + i * i) % 1900 for i in range(1500)] for n in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        pending = [pool.submit(ask, server, prompt, 8) for prompt in prompts]
-        wait_until(lambda: server.metric("mooncake_queue_tokens"), "prefill to be at work")
-        stub_of(server, "prefill_0").kill()
-        answers = [future.result() for future in pending]
-    assert not [answer.error for answer in answers if answer.error]
-    assert [len(answer.output_ids) for answer in answers] == [8] * 8
+    def trial(number: int) -> None:
+        prompts = [[50 + number + (n * 31 + i * i) % 1900 for i in range(1500)] for n in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            pending = [pool.submit(ask, server, prompt, 8) for prompt in prompts]
+            wait_until(lambda: server.metric("mooncake_queue_tokens"), "prefill to be at work")
+            stub_of(server, "prefill_0").kill()
+            answers = [future.result() for future in pending]
+        assert not [answer.error for answer in answers if answer.error]
+        assert [len(answer.output_ids) for answer in answers] == [8] * 8
+
+    unless_triton_aborts(server, trial)
 
 
 def test_killed_workers_are_started_again_by_the_launcher(server: Server) -> None:
