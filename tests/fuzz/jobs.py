@@ -80,7 +80,9 @@ class Read:
         if len(self._cells) < use.units:
             self._cells += use.memory.read(use.slot + len(self._cells), 1)
             return False
-        if use.memory.is_ready(use) and not use.is_damaged:
+        # A block that a restarted directory adopted is another Use: damage is known by generation.
+        is_damaged = use.is_damaged or use.generation in use.memory.damaged
+        if use.memory.is_ready(use) and not is_damaged:
             # Whoever has no checksum looks at the header after the bytes, lease or not.
             right = content(use.key, use.size_bytes)
             assert self._cells == right, f"the header of {use} vouched for {self._cells}"
