@@ -39,9 +39,9 @@ from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch_engine import TorchEngine
 from loadtest.bench.cpu_time import CpuTime
 from loadtest.bench.result import Cell, Result, Target
-from loadtest.bench.server import ServerFailed, serving
+from loadtest.bench.server import measuring, serving
 from loadtest.server_info import describe_server
-from loadtest.triton_client import GenerateRequest, ServerError, TritonClient
+from loadtest.triton_client import GenerateRequest, TritonClient
 from loadtest.workloads import TokenIds, TokenSource
 
 TTFT_ADDED_S_GOAL = 0.010
@@ -233,14 +233,14 @@ def main(
     seed = secrets.randbits(62) if seed is None else seed
     shape = Shape(short_tokens, prompt_tokens, output_tokens, rounds)
     started_s = time.perf_counter()
-    try:
-        with console.status("waiting for the server ...") as waiting, serving(url) as addresses:
-            waiting.stop()
-            console.print(f"{rounds} rounds, --seed {seed}")
-            rows = asyncio.run(measure(addresses.grpc, shape, threads, seed, console))
-    except (ServerFailed, ServerError, OSError, ValueError) as error:
-        console.print(f"cannot measure: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+    with (
+        measuring(console),
+        console.status("waiting for the server ...") as waiting,
+        serving(url) as addresses,
+    ):
+        waiting.stop()
+        console.print(f"{rounds} rounds, --seed {seed}")
+        rows = asyncio.run(measure(addresses.grpc, shape, threads, seed, console))
     Result("overhead", time.perf_counter() - started_s, rows, targets(rows)).print()
 
 

@@ -37,7 +37,7 @@ from rich.console import Console
 from loadtest.addresses import Addresses
 from loadtest.bench.repository import copy_repository, set_parameters
 from loadtest.bench.result import Cell, Result, Target
-from loadtest.bench.server import ServerFailed, serving
+from loadtest.bench.server import measuring, serving
 from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, spread
 from loadtest.metrics_page import counter_sum, fetch_page
 from loadtest.open_loop import WallClock
@@ -289,14 +289,12 @@ def main(
     with tempfile.TemporaryDirectory(prefix="mooncake-overload-") as folder:
         repository = copy_repository(Path(folder) / "model_repository", ("prefill_1", "decode_0"))
         set_parameters(repository, "conductor", {"admission": "none", "requests_max": 2048})
-        try:
-            with serving(None, ["--model-repository", str(repository)]) as addresses:
-                console.print(f"--seed {seed}")
-                phases, numbers = asyncio.run(measure(addresses, repository, shape, seed, console))
-        except (ServerFailed, ServerError, OSError, ValueError) as error:
-            console.print(f"cannot measure: {error}", style="bold red", markup=False,
-                          soft_wrap=True)  # fmt: skip
-            raise typer.Exit(1) from error
+        with (
+            measuring(console),
+            serving(None, ["--model-repository", str(repository)]) as addresses,
+        ):
+            console.print(f"--seed {seed}")
+            phases, numbers = asyncio.run(measure(addresses, repository, shape, seed, console))
     rows = [phase.row() for phase in phases]
     rows.append({name: round(value, 4) for name, value in numbers.items()})
     result = Result("overload", time.perf_counter() - started_s, rows, targets(phases, numbers))

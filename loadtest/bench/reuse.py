@@ -30,9 +30,9 @@ from rich.console import Console
 from loadtest.addresses import Addresses
 from loadtest.answer import Answer
 from loadtest.bench.result import Cell, Result, Target
-from loadtest.bench.server import ServerFailed, serving
+from loadtest.bench.server import measuring, serving
 from loadtest.metrics_page import counter_sum, fetch_page
-from loadtest.protocol import GenerateRequest, ServerError
+from loadtest.protocol import GenerateRequest
 from loadtest.server_info import describe_server
 from loadtest.triton_client import TritonClient
 from loadtest.workloads import TokenIds, TokenSource
@@ -162,14 +162,14 @@ def main(
     console = Console(stderr=True, highlight=False)
     seed = secrets.randbits(62) if seed is None else seed
     started_s = time.perf_counter()
-    try:
-        with console.status("waiting for the server ...") as waiting, serving(url) as addresses:
-            waiting.stop()
-            console.print(f"{prompts} prompts of {prompt_tokens:,} tokens, --seed {seed}")
-            rows = asyncio.run(measure(addresses, model, prompts, prompt_tokens, seed, console))
-    except (ServerFailed, ServerError, OSError, ValueError) as error:
-        console.print(f"cannot measure: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+    with (
+        measuring(console),
+        console.status("waiting for the server ...") as waiting,
+        serving(url) as addresses,
+    ):
+        waiting.stop()
+        console.print(f"{prompts} prompts of {prompt_tokens:,} tokens, --seed {seed}")
+        rows = asyncio.run(measure(addresses, model, prompts, prompt_tokens, seed, console))
     Result("reuse", time.perf_counter() - started_s, rows, targets(rows)).print()
 
 

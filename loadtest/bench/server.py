@@ -22,7 +22,11 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import typer
+from rich.console import Console
+
 from loadtest.addresses import Addresses, addresses_of
+from loadtest.protocol import ServerError
 
 PROJECT = Path(__file__).resolve().parents[2]
 READY_S_MAX = 300.0
@@ -52,6 +56,16 @@ def serving(url: str | None, arguments: Sequence[str] = ()) -> Iterator[Addresse
             yield addresses
         finally:
             stop(process)
+
+
+@contextlib.contextmanager
+def measuring(console: Console) -> Iterator[None]:
+    """What keeps from measuring is said in one line, and ends the command with status 1."""
+    try:
+        yield
+    except (ServerFailed, ServerError, OSError, ValueError) as error:
+        console.print(f"cannot measure: {error}", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
 
 
 def free_addresses() -> Addresses:

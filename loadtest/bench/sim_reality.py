@@ -37,7 +37,7 @@ from conductor import ConductorConfig
 from loadtest.addresses import Addresses
 from loadtest.bench.repository import copy_repository, set_parameters
 from loadtest.bench.result import Cell, Result, Target
-from loadtest.bench.server import PROJECT, ServerFailed, serving
+from loadtest.bench.server import PROJECT, measuring, serving
 from loadtest.metrics import COMPLETED, RequestRecord
 from loadtest.metrics_page import counter_sum, fetch_page
 from loadtest.open_loop import WallClock
@@ -50,7 +50,7 @@ from loadtest.simulator.cluster.fleet import Fleet, Offered
 from loadtest.simulator.cluster.job import Job
 from loadtest.simulator.cluster.settings import Settings
 from loadtest.simulator.gpu.table import Table
-from loadtest.trace import TraceError, TraceRow, read_trace
+from loadtest.trace import TraceRow, read_trace
 from loadtest.triton_client import TritonClient
 from loadtest.workloads import PlannedRequest, TokenSource, plan, too_long
 from mooncake_store.block_keys import block_keys, chain_seed
@@ -222,17 +222,13 @@ def main(
         set_parameters(repository, "conductor", {"requests_max": 1024, "admission": "none"})
         set_parameters(repository, WORKERS[1], {"slots": 512, "kv_pages": 8192})
         arguments = ["--model-repository", str(repository), "--store-bytes", "1G"]
-        try:
+        with measuring(console):
             rows = read_trace(trace, requests)
             with serving(None, arguments) as addresses:
                 console.print(f"{len(rows)} requests, {runs} runs, --seed {seed}")
                 found, profile = asyncio.run(
                     measure(addresses, rows, length_scale, runs, seed, rounds, console)
                 )
-        except (ServerFailed, ServerError, TraceError, OSError, ValueError) as error:
-            console.print(f"cannot measure: {error}", style="bold red", markup=False,
-                          soft_wrap=True)  # fmt: skip
-            raise typer.Exit(1) from error
     table: list[dict[str, Cell]] = []
     for number, (real, simulated) in enumerate(found, 1):
         table += [real.row(number, "server"), simulated.row(number, "simulator")]

@@ -27,7 +27,7 @@ from rich.progress import (
 from rich.table import Table
 
 from backends.machine_profile import cpu_model
-from loadtest.bench.server import ServerFailed, serving
+from loadtest.bench.server import measuring, serving
 from loadtest.profile.measure import (
     DECODE_POINTS,
     PREFILL_POINTS,
@@ -37,7 +37,6 @@ from loadtest.profile.measure import (
     serving_of,
 )
 from loadtest.profile.profile import Profile
-from loadtest.protocol import ServerError
 from loadtest.server_info import describe_server
 from loadtest.triton_client import TritonClient
 from loadtest.workloads import TokenSource
@@ -75,15 +74,15 @@ def profile(
     tokens), about a minute on the demo model. Send the server nothing else meanwhile.
     """
     seed = secrets.randbits(62) if seed is None else seed
-    try:
-        with console.status("waiting for the server ...") as waiting, serving(url) as addresses:
-            waiting.stop()
-            found = asyncio.run(
-                measure(addresses.grpc, (prefill, decode), rounds, seed, context_tokens_max)
-            )
-    except (ServerFailed, ServerError, OSError, ValueError) as error:
-        console.print(f"cannot measure: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+    with (
+        measuring(console),
+        console.status("waiting for the server ...") as waiting,
+        serving(url) as addresses,
+    ):
+        waiting.stop()
+        found = asyncio.run(
+            measure(addresses.grpc, (prefill, decode), rounds, seed, context_tokens_max)
+        )
     if out is not None:
         out.write_text(found.to_json() + "\n")
         console.print(f"wrote {out}", markup=False)
