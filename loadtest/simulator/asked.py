@@ -80,6 +80,13 @@ class Asked:
             raise SimulationRefused(f"one --trace at a time, not {', '.join(self.traces)}")
         return self.traces[0] if self.traces else default
 
+    def promised(self, trace: str) -> tuple[list[TraceRow], str]:
+        """The requests, and why what was promised of all of `trace` on 8 + 8 nodes does not follow
+        from them; or ""."""
+        asked = self.one_trace(trace)
+        why_not = self.is_shortened if asked == trace else f"it was promised of the {trace} trace"
+        return self.rows(asked), why_not
+
     def rows(self, trace: str) -> list[TraceRow]:
         """The requests of a trace, in order of arrival; TraceError when the file is wrong."""
         if self.folder is None:

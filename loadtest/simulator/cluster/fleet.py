@@ -73,8 +73,6 @@ class Fleet:
         self._on_over: Callable[[], None] = lambda: None
         self._alive = 0
         self._copies = 0
-        checks = config.admission != "none" and not config.advisory
-        self._tbt_limit_s = config.tbt_slo_s if checks else 0.0
         self._make_workers(calibrate(gpu, settings.chunk_tokens))
 
     @property
@@ -188,7 +186,7 @@ class Fleet:
         if decode.is_dead:
             self.conductor.on_worker_failed(decode.worker_id, decode.incarnation, now_s)
             self.lost([job], decode.worker_id)
-        elif not decode.submit(job, self._tbt_limit_s):
+        elif not decode.submit(job, self.config.arrival_tbt_slo_s):
             self.conductor.on_worker_refused(decode.worker_id, decode.incarnation, now_s)
             self._over(job)
 
@@ -240,7 +238,7 @@ class Fleet:
             self.clock.after(self.settings.tick_s, self._tick)
 
     def _copy(self, suggestion: Replicate) -> None:
-        """A prefill worker of the target node brings the blocks there (prefix_loading.copy)."""
+        """The target node brings the blocks there itself (backends/hot_copies.py)."""
         self._copies += 1
         owner, site = f"copy-{self._copies}", self.site
         found = site.store.find(suggestion.block_keys, suggestion.target_node, owner)

@@ -51,10 +51,8 @@ def answer(asked: Asked) -> Result:
     started_s = time.monotonic()
     policies = asked.one_of(asked.policies, POLICIES, "policy")
     settings = asked.settings()
-    trace, why_not = asked.one_trace(TRACE), asked.is_shortened
-    if trace != TRACE:
-        why_not = f"it was promised of the {TRACE} trace"
-    offered = offered_of(asked.rows(trace), settings.block_tokens)
+    rows_asked, why_not = asked.promised(TRACE)
+    offered = offered_of(rows_asked, settings.block_tokens)
     runs: list[Run] = []
     with progress_bar() as begin:
         for speed in asked.speeds or SPEEDS:
