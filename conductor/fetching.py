@@ -115,9 +115,9 @@ def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int, now_
         least_s = np.where(is_wanted, math.inf, least_s)
     restore_s = plans.transfer_s
     for source in sources:
-        prefill_s, transfer_s = _with(source, cluster.prefills, plans.held, prompt_tokens)
-        if plans.held.has_ssd:
-            transfer_s = transfer_s + restore_s
+        prefill_s, transfer_s = _with(
+            source, cluster.prefills, plans.held, restore_s, prompt_tokens
+        )
         total_s = transfer_s + prefill_s
         is_better = is_wanted & (total_s < least_s)
         if is_better[is_better.argmax()]:
@@ -138,9 +138,7 @@ def _fetch_by_times(plans: Plans, cluster: Cluster, prompt_tokens: int, now_s: f
         is_longer = held.blocks < source.blocks
         if not is_longer[is_longer.argmax()]:
             continue
-        prefill_s, transfer_s = _with(source, pool, held, prompt_tokens)
-        if held.has_ssd:
-            transfer_s = transfer_s + restore_s
+        prefill_s, transfer_s = _with(source, pool, held, restore_s, prompt_tokens)
         total_s = np.maximum(hidden_s, transfer_s) + prefill_s
         is_better = is_longer & (total_s < least_s)
         if is_better[is_better.argmax()]:
@@ -160,13 +158,15 @@ def _take(
 
 
 def _with(
-    source: Source, pool: PrefillPool, held: Holdings, prompt_tokens: int
+    source: Source, pool: PrefillPool, held: Holdings, restore_s: Seconds, prompt_tokens: int
 ) -> tuple[Seconds, Seconds]:
-    """(computing, fetching) at each worker with this source. Of use only where its run is longer
-    than the own one."""
+    """(computing, restoring and fetching) at each worker with this source. Of use only where its
+    run is longer than the own one."""
     prefill_s = pool.prefill_s(prompt_tokens, _tokens(pool, source.blocks, prompt_tokens))
     path, blocks = pool.path(source.node_id), source.blocks - held.blocks
     fixed_s = path.latency_s + source.wait_s if source.wait_s else path.latency_s
+    if held.has_ssd:
+        fixed_s = fixed_s + restore_s
     if source.blocks == source.dram_blocks:
         return prefill_s, blocks * path.block_s + fixed_s
     slow = np.minimum(blocks, source.blocks - source.dram_blocks)
