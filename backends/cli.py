@@ -81,6 +81,7 @@ def serve(
         except Stopped as stopped:
             console.print(f"{stopped}: stopping ...")
         except (EnvironmentProblem, ChildDied) as problem:
+            ignore_signals()  # an impatient Ctrl-C may cut neither the reason nor the clean-up
             console.print(f"[bold red]cannot serve[/]: {problem}", markup=True, soft_wrap=True)
             status = 1
         finally:
