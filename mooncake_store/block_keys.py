@@ -68,7 +68,7 @@ def extend_keys(last_key_or_seed: bytes, token_ids: Tokens, block_tokens: int) -
     assert block_tokens > 0, f"block_tokens is {block_tokens}"
     assert len(last_key_or_seed) == KEY_BYTES, f"a key has {len(last_key_or_seed)} bytes"
     blocks = len(token_ids) // block_tokens
-    packed = _packed(token_ids[: blocks * block_tokens])
+    packed = packed_tokens(token_ids[: blocks * block_tokens])
     step_bytes = block_tokens * TOKEN_BYTES
     key, keys, blake2b = last_key_or_seed, [], hashlib.blake2b
     for start in range(0, blocks * step_bytes, step_bytes):
@@ -84,7 +84,7 @@ def tail_key(request_id: str) -> bytes:
     return hashlib.blake2b(raw, digest_size=KEY_BYTES, person=b"mooncake.tail").digest()
 
 
-def _packed(token_ids: Tokens) -> memoryview:
+def packed_tokens(token_ids: Tokens) -> memoryview:
     """The tokens as little-endian uint32 bytes; ValueError for what is no token id."""
     if isinstance(token_ids, np.ndarray):
         if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
@@ -100,6 +100,11 @@ def _packed(token_ids: Tokens) -> memoryview:
     if not _IS_LITTLE_ENDIAN:
         packed.byteswap()
     return memoryview(packed).cast("B")
+
+
+def unpacked_tokens(packed: bytes) -> np.ndarray[Any, Any]:
+    """Token ids that packed_tokens made bytes of, without a copy."""
+    return np.frombuffer(packed, dtype="<u4")
 
 
 _IS_LITTLE_ENDIAN = array("I", [1]).tobytes()[0] == 1

@@ -1,0 +1,307 @@
+"""The channel between a worker and the connector inside TensorRT-LLM's processes.
+
+    worker: ConnectorHost ──Stage, Unstage──▶ scheduler on rank 0    (a ConnectorLink)
+                   │ ▲  └────────Drain──────▶ every rank             (a ConnectorLink each)
+                   │ └── Staged, Claimed, Unstaged, Ready, Saved, Loaded, Drained, Broken ──┘
+                   └──▶ futures, and a Listener for what comes by itself
+
+ZeroMQ over ipc: each end binds an inbox of its own and pushes into the others', so no socket is
+shared between threads that wait and threads that send. Everything that a worker waits for has a
+deadline. Nothing here is called while TensorRT-LLM allocates blocks (scheduler.py).
+
+Unstaging takes two steps, because ranks copy on their own time: the scheduler says how many
+copies it has ordered for the request, then every rank says when it has done that many.
+
+Not here: what the messages mean (messages.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from backends.engine.trtllm import messages as m
+
+log = logging.getLogger(__name__)
+LETTERS_MAX = 100_000  # queued per peer; a peer that lets more wait is taken for dead
+POLL_MS = 50  # how late a deadline may be noticed
+SCHEDULER = "scheduler"
+STAGING, UNSTAGING = "staging", "unstaging"
+
+TokensOf = dict[str, dict[int, int]]  # request -> rank -> tokens
+T = TypeVar("T")
+
+
+class ChannelError(Exception):
+    """The other side did not answer, refused, or cannot work at all."""
+
+
+def rank_name(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def _inbox(address: str, name: str) -> str:
+    return f"{address}-{name}"
+
+
+class Mailbox(Generic[T]):
+    """Receives in a thread of its own; `on_turn` runs at least every POLL_MS."""
+
+    def __init__(
+        self, address: str, kinds: object, on_message: Callable[[T], None],
+        on_turn: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._decode = msgspec.msgpack.Decoder(kinds).decode
+        self._on_message = on_message
+        self._on_turn = on_turn
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.set_hwm(LETTERS_MAX)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise ChannelError(f"cannot listen at {address}: {error}") from error
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-channel", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closing.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while not self._is_closing.is_set():
+            try:
+                if self._socket.poll(POLL_MS):
+                    self._on_message(self._decode(self._socket.recv()))
+                self._on_turn()
+            except Exception:  # edge: one bad message must not end the conversation
+                log.exception("a message of the KV channel failed")
+        self._socket.close(linger=0)
+
+
+class Post:
+    """Sends to one inbox; thread-safe, never blocks."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.set_hwm(LETTERS_MAX)
+        self._socket.connect(address)
+
+    def send(self, message: m.ToWorker | m.ToConnector) -> None:
+        data = self._encode(message)
+        with self._lock:
+            if self._socket.closed:
+                return  # a copy that ended after the goodbye: nobody waits for it
+            try:
+                self._socket.send(data, flags=zmq.NOBLOCK)
+            except zmq.Again:
+                raise ChannelError(f"{self._address} does not take its messages") from None
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close(linger=200)
+
+
+class ConnectorLink:
+    """A connector's end: of the scheduler, or of one rank."""
+
+    def __init__(
+        self, address: str, name: str, on_message: Callable[[m.ToConnector], None]
+    ) -> None:
+        self._mailbox = Mailbox(_inbox(address, name), m.ToConnector, on_message)
+        self._post = Post(address)
+
+    def send(self, message: m.ToWorker) -> None:
+        self._post.send(message)
+
+    def close(self) -> None:
+        self._mailbox.close()
+        self._post.close()
+
+
+class Listener(Protocol):
+    """What a worker hears unasked, in the channel's thread: return soon."""
+
+    def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
+    def loaded(self, request_id: str, tokens: int) -> None: ...
+    def saved(self, request_id: str, tokens: int) -> None:
+        """Every rank has the KV of so many leading tokens in the pages; it only grows."""
+
+    def broken(self, reason: str) -> None: ...
+
+
+class ConnectorHost:
+    """The worker's end. Futures fail with ChannelError, at the latest when their time is over."""
+
+    def __init__(self, address: str, listener: Listener) -> None:
+        self._address = address
+        self._listener = listener
+        self._changed = threading.Condition()
+        self._ready: dict[int, m.Ready] = {}
+        self._broken = ""
+        self._waiting: dict[tuple[str, str], tuple[Future[None], float]] = {}  # with its deadline
+        self._undrained: dict[str, set[int]] = {}  # ranks that still copy, of an unstaged request
+        self._loaded: TokensOf = defaultdict(dict)
+        self._saved: TokensOf = defaultdict(dict)
+        self._scheduler = Post(_inbox(address, SCHEDULER))
+        self._ranks: dict[int, Post] = {}
+        self._mailbox: Mailbox[m.ToWorker] = Mailbox(
+            address, m.ToWorker, self._on_message, self._expire
+        )
+
+    def wait_ready(self, timeout_s: float) -> list[m.Ready]:
+        """What every rank says of itself, once all are there."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._broken or self._is_complete(), timeout_s):
+                here = sorted(self._ready)
+                raise ChannelError(
+                    f"TensorRT-LLM's connector did not report within {timeout_s:g} s; ranks that "
+                    f"did: {here or 'none'}. Is this package importable in its processes?"
+                )
+            self._refuse_if_broken()
+            return [self._ready[rank] for rank in sorted(self._ready)]
+
+    def stage(self, stage: m.Stage, timeout_s: float) -> Future[None]:
+        """Done when the connector knows. After a failure unstage it before its pages are reused."""
+        with self._changed:
+            self._forget(stage.request_id)
+        return self._ask(STAGING, stage.request_id, stage, timeout_s)
+
+    def unstage(self, request_id: str, timeout_s: float) -> Future[None]:
+        """Done when no copy touches its pages any more; also of a request that is not staged."""
+        return self._ask(UNSTAGING, request_id, m.Unstage(request_id), timeout_s)
+
+    def close(self) -> None:
+        self._mailbox.close()
+        with self._changed:
+            waiting, self._waiting = self._waiting, {}
+        for future, _ in waiting.values():
+            _fail(future, "the channel was closed")
+        for post in (self._scheduler, *self._ranks.values()):
+            post.close()
+
+    def _is_complete(self) -> bool:
+        return bool(self._ready) and len(self._ready) == next(iter(self._ready.values())).tp_size
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken:
+            raise ChannelError(self._broken)
+
+    def _ask(
+        self, kind: str, request_id: str, message: m.ToConnector, timeout_s: float
+    ) -> Future[None]:
+        with self._changed:
+            self._refuse_if_broken()
+            if (kind, request_id) in self._waiting:
+                return self._waiting[kind, request_id][0]
+            future: Future[None] = Future()
+            self._waiting[kind, request_id] = (future, time.monotonic() + timeout_s)
+        self._scheduler.send(message)
+        return future
+
+    def _on_message(self, message: m.ToWorker) -> None:
+        match message:
+            case m.Ready():
+                with self._changed:
+                    self._ready[message.rank] = message
+                    if message.rank not in self._ranks:
+                        inbox = _inbox(self._address, rank_name(message.rank))
+                        self._ranks[message.rank] = Post(inbox)
+                    self._changed.notify_all()
+            case m.Staged():
+                self._resolve(STAGING, message.request_id)
+            case m.Refused():
+                self._resolve(STAGING, message.request_id, message.reason)
+            case m.Unstaged():
+                self._drain(message)
+            case m.Drained():
+                self._drained(message)
+            case m.Claimed():
+                self._listener.claimed(
+                    message.request_id, message.local_tokens, message.loaded_tokens
+                )
+            case m.Loaded():
+                tokens = self._all_have(self._loaded, message)
+                if tokens is not None:
+                    self._listener.loaded(message.request_id, tokens)
+            case m.Saved():
+                tokens = self._all_have(self._saved, message)
+                if tokens is not None:
+                    self._listener.saved(message.request_id, tokens)
+            case m.Broken():
+                self._break(message.reason)
+
+    def _all_have(self, tokens_of: TokensOf, message: m.Loaded | m.Saved) -> int | None:
+        """What the slowest rank has, when this message raised it. None: not raised."""
+        with self._changed:
+            by_rank = tokens_of[message.request_id]
+            before = min(by_rank.values()) if len(by_rank) == len(self._ready) else 0
+            by_rank[message.rank] = message.tokens
+            now = min(by_rank.values()) if len(by_rank) == len(self._ready) else 0
+            return now if now > before else None
+
+    def _forget(self, request_id: str) -> None:
+        self._loaded.pop(request_id, None)
+        self._saved.pop(request_id, None)
+
+    def _drain(self, message: m.Unstaged) -> None:
+        with self._changed:
+            ranks = dict(self._ranks)
+            self._undrained[message.request_id] = set(ranks)
+        for post in ranks.values():
+            post.send(m.Drain(message.request_id, message.moves))
+
+    def _drained(self, message: m.Drained) -> None:
+        with self._changed:
+            left = self._undrained.get(message.request_id, set())
+            left.discard(message.rank)
+            if left:
+                return
+            self._undrained.pop(message.request_id, None)
+            self._forget(message.request_id)
+        self._resolve(UNSTAGING, message.request_id)
+
+    def _resolve(self, kind: str, request_id: str, error: str = "") -> None:
+        with self._changed:
+            future, _ = self._waiting.pop((kind, request_id), (None, 0.0))
+        if future is not None and error:
+            _fail(future, error)
+        elif future is not None:
+            with contextlib.suppress(InvalidStateError):  # its user gave it up
+                future.set_result(None)
+
+    def _expire(self) -> None:
+        now_s = time.monotonic()
+        with self._changed:
+            late = [asked for asked, (_, until_s) in self._waiting.items() if until_s <= now_s]
+            futures = [(asked, self._waiting.pop(asked)[0]) for asked in late]
+        for (kind, request_id), future in futures:
+            _fail(future, f"{kind} {request_id}: TensorRT-LLM's processes did not answer in time")
+
+    def _break(self, reason: str) -> None:
+        with self._changed:
+            self._broken = self._broken or reason
+            waiting, self._waiting = self._waiting, {}
+            self._changed.notify_all()
+        for future, _ in waiting.values():
+            _fail(future, reason)
+        self._listener.broken(reason)
+
+
+def _fail(future: Future[None], reason: str) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(ChannelError(reason))
