@@ -1,0 +1,141 @@
+"""The executor's side of the connector API: what is called when, on every rank."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tensorrt_llm._fake.api import RequestData, SchedulerOutput
+from tensorrt_llm._fake.kv_model import RankModel
+from tensorrt_llm._fake.request import LlmRequest, State
+from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
+
+
+class Connectors:
+    """One scheduler, a worker per rank, and the requests that wait for them."""
+
+    def __init__(self, args: TorchLlmArgs) -> None:
+        config = args.kv_connector_config
+        assert config is not None
+        module = importlib.import_module(config.connector_module)
+        scheduler_class = getattr(module, config.connector_scheduler_class)
+        worker_class = getattr(module, config.connector_worker_class)
+        ranks = [args.on_rank(rank) for rank in range(args.tensor_parallel_size)]
+        with ThreadPoolExecutor() as threads:  # built at the same time, as the real ones are
+            workers = [threads.submit(worker_class, rank) for rank in ranks]
+            scheduler = threads.submit(scheduler_class, args)
+            self.workers: list[Any] = [worker.result() for worker in workers]
+            self.scheduler: Any = scheduler.result()
+        self._seen: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        self._just_matched: dict[int, int] = {}
+        self._started_saving: list[LlmRequest] = []
+        self._started_loading: list[LlmRequest] = []
+        self.saving: dict[int, LlmRequest] = {}
+        self.loading: dict[int, LlmRequest] = {}
+        self._saved_by: dict[int, set[int]] = defaultdict(set)
+        self._loaded_by: dict[int, set[int]] = defaultdict(set)
+        self._callables: list[Any] = []
+
+    def register(self, models: Sequence[RankModel]) -> None:
+        for worker, model in zip(self.workers, models, strict=True):
+            worker.register_kv_caches(model.kv)
+            self._callables.append(worker.register_forward_pass_callable())
+        if hasattr(self.scheduler, "wait_for_initialization"):
+            self.scheduler.wait_for_initialization()
+
+    def match(self, request: LlmRequest, local_tokens: int) -> int:
+        tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, local_tokens)
+        if is_async and tokens == 0:
+            raise RuntimeError("a connector answered (0, True)")
+        assert local_tokens + tokens < len(request.prompt), "one token must be left to compute"
+        if is_async:
+            self._started_loading.append(request)
+            self.loading[request.request_id] = request
+            request.state = State.DISAGG_GENERATION_TRANS_IN_PROGRESS
+        elif tokens:
+            self._just_matched[request.request_id] = tokens
+        return tokens
+
+    def describe(self, batch: Sequence[tuple[LlmRequest, int, int]]) -> SchedulerOutput:
+        """What this iteration computes; tokens as the host knows them by now."""
+        output = SchedulerOutput()
+        for request, start, count in batch:
+            is_new = request.request_id not in self._seen
+            tokens, blocks = self._seen[request.request_id]
+            is_context = start < len(request.prompt)
+            computed = start if is_context else len(request.tokens) - 1
+            computed -= self._just_matched.pop(request.request_id, 0)
+            data = RequestData(
+                request.request_id,
+                request.tokens[len(tokens) :],
+                request.block_ids[len(blocks) :],
+                computed,
+                count,
+            )
+            tokens += data.new_tokens
+            blocks += data.new_block_ids
+            (output.new_requests if is_new else output.cached_requests).append(data)
+        return output
+
+    def start(self, output: SchedulerOutput, stream: Any) -> None:
+        broadcast = pickle.dumps(self.scheduler.build_connector_meta(output))
+        for worker in self.workers:
+            worker.bind_connector_meta(pickle.loads(broadcast))
+        for worker in self.workers:
+            worker.start_load_kv(stream)
+
+    def before_layer(self, layer: int, stream: Any) -> None:
+        for worker in self.workers:
+            worker.wait_for_layer_load(layer, stream)
+
+    def after_layer(self, layer: int, stream: Any) -> None:
+        for worker in self.workers:
+            worker.save_kv_layer(layer, stream)
+
+    def after_forward(self, stream: Any) -> None:
+        for each in self._callables:
+            if each is not None:
+                each()
+        for worker in self.workers:
+            worker.wait_for_save(stream)
+
+    def finished(self, request: LlmRequest) -> bool:
+        """Must its pages stay for a while?"""
+        self._seen.pop(request.request_id, None)
+        if not self.scheduler.request_finished(request, list(request.block_ids)):
+            return False
+        self._started_saving.append(request)
+        self.saving[request.request_id] = request
+        return True
+
+    def poll(self) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """(saved, loaded): requests that every rank is done with."""
+        new_saving = [request.request_id for request in self._started_saving]
+        new_loading = [request.request_id for request in self._started_loading]
+        self._started_saving, self._started_loading = [], []
+        for rank, worker in enumerate(self.workers):
+            saved, loaded = worker.get_finished(list(new_saving), list(new_loading))
+            for ids, waiting, by in (
+                (saved, self.saving, self._saved_by),
+                (loaded, self.loading, self._loaded_by),
+            ):
+                for request_id in ids:
+                    assert request_id in waiting, f"{request_id} was never passed in"
+                    assert rank not in by[request_id], f"{request_id} was returned twice"
+                    by[request_id].add(rank)
+        return (
+            self._complete(self.saving, self._saved_by),
+            self._complete(self.loading, self._loaded_by),
+        )
+
+    def _complete(
+        self, waiting: dict[int, LlmRequest], by: dict[int, set[int]]
+    ) -> list[LlmRequest]:
+        done = [i for i, ranks in by.items() if len(ranks) == len(self.workers)]
+        for request_id in done:
+            del by[request_id]
+        return [waiting.pop(request_id) for request_id in done]

@@ -1,0 +1,55 @@
+"""One request inside the executor, with the attributes that connectors may use."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+OnOutput = Callable[[list[int], "str | None"], None]  # new tokens, finish reason
+
+
+class State(enum.Enum):
+    CONTEXT_INIT = enum.auto()
+    GENERATION_IN_PROGRESS = enum.auto()
+    DISAGG_GENERATION_TRANS_IN_PROGRESS = enum.auto()  # KV is on its way: an asynchronous load
+    GENERATION_COMPLETE = enum.auto()
+
+
+@dataclass(eq=False)
+class LlmRequest:
+    request_id: int
+    prompt: list[int]
+    max_tokens: int
+    end_id: int = -1
+    cache_salt: str | None = None
+    kind: str = "normal"  # normal | context_only | generation_only
+    opaque_state: bytes = b""
+    on_output: OnOutput = lambda new, reason: None
+    lora_task_id: int | None = None
+    multimodal_hashes: list[list[int]] | None = None
+    state: State = State.CONTEXT_INIT
+    is_aborted: bool = False
+
+    # The executor's own.
+    tokens: list[int] = field(default_factory=list)  # as the host knows them
+    block_ids: list[int] = field(default_factory=list)
+    is_allocated: bool = False
+    local_tokens: int = 0
+    matched_tokens: int = 0
+    context_current_position: int = 0
+    kv_tokens: int = 0  # computed or loaded, as the device has them
+    device_tokens: list[int] = field(default_factory=list)  # sampled ones the host may not know yet
+    finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.device_tokens = list(self.prompt)
+
+    def get_tokens(self, beam: int) -> list[int]:
+        assert beam == 0, "beams are not supported with a connector"
+        return list(self.tokens)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.prompt)
