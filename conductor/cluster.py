@@ -234,7 +234,7 @@ class Cluster:
         answer = Answer(self.lengths.class_of(prompt_tokens, tenant), output_tokens_max)
         decode.batch.charge(route.request_id, prompt_tokens, pages, prefill_end_s, answer, now_s)
         self.prefills.refresh(prefill)
-        self.decodes.refresh(decode)
+        self.decodes.charged(decode, prompt_tokens, pages)
         if route.fetch_node is not None:
             sends = self._sends.setdefault(route.fetch_node, {})
             sends[route.request_id] = now_s + send_s

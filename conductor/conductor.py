@@ -183,7 +183,7 @@ class Conductor:
             ("decode", cluster.decodes, prompt_tokens + request.output_tokens_max),
         ):
             workers = pool.usable(now_s, tokens, excluded)
-            if not len(workers) or not workers[workers.argmax()]:
+            if not pool.count(workers):
                 takers = [w for w in cluster.takers(role, now_s) if w.key not in excluded]
                 if not takers:
                     return reject_nobody(cluster, role, request, now_s)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from conductor.decode_batch import Load
 from conductor.pool import REQUESTS_RANK, Column, Mask, Pool
 from conductor.worker import Worker
 
@@ -25,23 +26,32 @@ class DecodePool(Pool):
         self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
         self._sequences, self._context_tokens = self._zeros(), self._zeros()
         self._step_s, self._per_token_s = self._zeros(), self._zeros()
-        self._pages_free = np.zeros(count, np.int64)
-        self._has_slot = np.zeros(count, bool)
+        self._pages_free = np.zeros(count, np.int64)  # less than any request needs: no slot either
         self.rank = self._zeros()  # equal workers: fewer requests first, then the longest idle
+        self.loads = [Load(0, 0, 0)] * count  # reserved
 
     def refresh(self, worker: Worker) -> None:
-        row = worker.row
-        if row < 0:
-            return
-        load, info = worker.batch.load_reserved(), worker.info
-        self._sequences[row], self._context_tokens[row] = load.sequences, load.context_tokens
-        base_s, per_sequence_s, per_token_s = worker.decode_estimate.coefficients
-        self._step_s[row] = float(self.ratio[row]) * (
-            base_s + per_sequence_s * (load.sequences + 1) + per_token_s * load.context_tokens
-        )
-        self._pages_free[row] = info.pages_max - load.pages
-        self._has_slot[row] = load.sequences < info.slots_max
-        self.rank[row] = load.sequences * REQUESTS_RANK + self.routed(worker)
+        if worker.row >= 0:
+            self._set(worker, worker.batch.load_reserved())
+
+    def charged(self, worker: Worker, context_tokens: int, pages: int) -> None:
+        """One request more was routed there: as `refresh`, without asking the batch."""
+        if worker.row >= 0:
+            load = self.loads[worker.row]
+            self._set(
+                worker,
+                Load(load.sequences + 1, load.context_tokens + context_tokens, load.pages + pages),
+            )
+
+    def _set(self, worker: Worker, load: Load) -> None:
+        row, info = worker.row, worker.info
+        sequences, context_tokens, pages = load
+        self.loads[row] = load
+        self._sequences[row], self._context_tokens[row] = sequences, context_tokens
+        estimate = worker.decode_estimate
+        self._step_s[row] = self.ratio.item(row) * estimate.step_s(sequences + 1, context_tokens)
+        self._pages_free[row] = info.pages_max - pages if sequences < info.slots_max else -1
+        self.rank[row] = sequences * REQUESTS_RANK + self.routed(worker)
 
     def _scale(self, rows: slice | int) -> None:
         ratio, (base_s, per_sequence_s, per_token_s) = self.ratio[rows], self._coefficients[rows].T
@@ -58,8 +68,7 @@ class DecodePool(Pool):
 
     def has_room(self, tokens: int) -> Mask:
         """For one more request with so many tokens, the longest answer included."""
-        pages = -(-tokens // self.block_tokens)
-        return self._has_slot & (self._pages_free >= pages)
+        return self._pages_free >= -(-tokens // self.block_tokens)
 
     def check(self, now_s: float, why_not: Callable[[Worker, float], str]) -> None:
         """Prove that every row is what its worker says."""
@@ -67,6 +76,7 @@ class DecodePool(Pool):
         step_s, has_room = self.step_s(500), self.has_room(700)
         for row, worker in enumerate(self.workers):
             load, info = worker.batch.load_reserved(), worker.info
+            assert self.loads[row] == load, worker.key
             expected_s = float(self.ratio[row]) * worker.decode_estimate.step_s(
                 load.sequences + 1, load.context_tokens + 500
             )

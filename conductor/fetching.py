@@ -33,21 +33,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from conductor.cluster import Cluster
 from conductor.policies import Policy, Seconds
-from conductor.pool import Counts, Mask
-from conductor.prefill_pool import Place, PrefillPool
+from conductor.pool import Column, Mask
+from conductor.prefill_pool import Place, PrefillPool, Queues
 from conductor.tiers import Holdings
 
 SOURCES_MAX = 4  # holders that are compared for one prompt
 NAMES_MAX = 64  # of equal holders that are asked when they can send
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A node that could send its run."""
 
     node_id: str
@@ -61,7 +61,7 @@ class Plans:
     """How each prefill worker would get the prompt's KV, as columns."""
 
     held: Holdings  # what the worker's own node has
-    own_tokens: Counts  # cached without fetching
+    own_tokens: Column  # cached without fetching
     transfer_s: Seconds  # restoring and fetching
     prefill_s: Seconds  # computing the rest
     fetches: list[tuple[Source, Mask]]  # who fetches from where; a later one takes precedence
@@ -80,21 +80,23 @@ def cached_tokens(blocks: int, block_tokens: int, prompt_tokens: int) -> int:
 
 
 def make_plans(
-    cluster: Cluster, held: Holdings, policy: Policy, prompt_tokens: int, now_s: float
+    cluster: Cluster, held: Holdings, policy: Policy, prompt_tokens: int, queues: Queues
 ) -> Plans:
     """Fetch or compute, at each worker."""
     pool = cluster.prefills
     if held.is_empty:
-        return Plans(held, pool.none, pool.zeros, pool.prefill_s(prompt_tokens, 0), [])
-    cached = np.minimum(held.blocks * pool.block_tokens, prompt_tokens - 1)
+        return Plans(held, pool.zeros, pool.zeros, pool.prefill_s(prompt_tokens, 0), [])
+    cached = held.blocks * pool.block_tokens_of
+    if held.longest * pool.block_tokens_max >= prompt_tokens:
+        cached = np.minimum(cached, prompt_tokens - 1)
     plans = Plans(held, cached, pool.zeros, pool.prefill_s(prompt_tokens, cached), [])
     if held.has_ssd:
         restore_s = pool.block_bytes / cluster.config.ssd_bytes_per_s
         plans.transfer_s = (held.blocks - held.dram_blocks) * restore_s
     if policy.fetch == "threshold":
-        _fetch_by_threshold(plans, cluster, prompt_tokens, now_s)
+        _fetch_by_threshold(plans, cluster, prompt_tokens, queues.now_s)
     elif policy.fetch == "times":
-        _fetch_by_times(plans, cluster, prompt_tokens, now_s)
+        _fetch_by_times(plans, cluster, prompt_tokens, queues)
     return plans
 
 
@@ -105,7 +107,7 @@ def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int, now_
         return
     longest = sources[0].blocks
     is_wanted = plans.held.blocks < longest / config.kvcache_balancing_threshold
-    if not is_wanted[is_wanted.argmax()]:
+    if not np.count_nonzero(is_wanted):
         return
     least_s = plans.prefill_s
     if plans.held.has_ssd:
@@ -119,42 +121,50 @@ def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int, now_
             source, cluster.prefills, plans.held, restore_s, prompt_tokens
         )
         total_s = transfer_s + prefill_s
-        is_better = is_wanted & (total_s < least_s)
-        if is_better[is_better.argmax()]:
-            least_s = _take(plans, source, is_better, transfer_s, prefill_s, total_s, least_s)
+        is_better = total_s < least_s
+        is_better &= is_wanted
+        if np.count_nonzero(is_better):
+            if source is not sources[-1]:
+                least_s = np.where(is_better, total_s, least_s)
+            _take(plans, source, is_better, transfer_s, prefill_s)
 
 
-def _fetch_by_times(plans: Plans, cluster: Cluster, prompt_tokens: int, now_s: float) -> None:
+def _fetch_by_times(plans: Plans, cluster: Cluster, prompt_tokens: int, queues: Queues) -> None:
     """Ours: whatever lets the first token come soonest, beside the work in front."""
     pool, held = cluster.prefills, plans.held
-    sources = _sources(cluster, held, False, now_s)
+    sources = _sources(cluster, held, False, queues.now_s)
     if not sources:
         return
-    plans.place = pool.place(plans.prefill_s, now_s)
+    plans.place = pool.place(queues, plans.prefill_s)
     hidden_s = plans.place.wait_s
-    least_s = np.maximum(hidden_s, plans.transfer_s) + plans.prefill_s
+    least_s = hidden_s
+    if held.has_ssd:
+        least_s = np.maximum(hidden_s, plans.transfer_s)
+    least_s = least_s + plans.prefill_s
     restore_s = plans.transfer_s
     for source in sources:
         is_longer = held.blocks < source.blocks
-        if not is_longer[is_longer.argmax()]:
+        if not np.count_nonzero(is_longer):
             continue
         prefill_s, transfer_s = _with(source, pool, held, restore_s, prompt_tokens)
-        total_s = np.maximum(hidden_s, transfer_s) + prefill_s
-        is_better = is_longer & (total_s < least_s)
-        if is_better[is_better.argmax()]:
-            least_s = _take(plans, source, is_better, transfer_s, prefill_s, total_s, least_s)
+        total_s = np.maximum(hidden_s, transfer_s)
+        total_s += prefill_s
+        is_better = total_s < least_s
+        is_better &= is_longer
+        if np.count_nonzero(is_better):
+            if source is not sources[-1]:
+                least_s = np.where(is_better, total_s, least_s)
+            _take(plans, source, is_better, transfer_s, prefill_s)
 
 
 def _take(
-    plans: Plans, source: Source, rows: Mask, transfer_s: Seconds, prefill_s: Seconds,
-    total_s: Seconds, least_s: Seconds,
-) -> Seconds:  # fmt: skip
-    """These rows fetch from this source; the least total seconds from here on."""
+    plans: Plans, source: Source, rows: Mask, transfer_s: Seconds, prefill_s: Seconds
+) -> None:
+    """These rows fetch from this source."""
     plans.transfer_s = np.where(rows, transfer_s, plans.transfer_s)
     plans.prefill_s = np.where(rows, prefill_s, plans.prefill_s)
     plans.fetches.append((source, rows))
     plans.place = None
-    return np.where(rows, total_s, least_s)
 
 
 def _with(
@@ -168,17 +178,19 @@ def _with(
     if held.has_ssd:
         fixed_s = fixed_s + restore_s
     if source.blocks == source.dram_blocks:
-        return prefill_s, blocks * path.block_s + fixed_s
+        blocks *= path.block_s
+        blocks += fixed_s
+        return prefill_s, blocks
     slow = np.minimum(blocks, source.blocks - source.dram_blocks)
     slow_s = np.maximum(path.block_s, pool.block_bytes / pool.config.ssd_bytes_per_s)
     return prefill_s, (blocks - slow) * path.block_s + slow * slow_s + fixed_s
 
 
-def _tokens(pool: PrefillPool, blocks: int, prompt_tokens: int) -> int | Counts:
+def _tokens(pool: PrefillPool, blocks: int, prompt_tokens: int) -> int | Column:
     """`cached_tokens` at each worker; one number while their blocks are of one size."""
     if isinstance(pool.block_tokens, int):
         return min(blocks * pool.block_tokens, prompt_tokens - 1)
-    return np.minimum(blocks * pool.block_tokens, prompt_tokens - 1)
+    return np.minimum(blocks * pool.block_tokens_of, prompt_tokens - 1)
 
 
 def _sources(cluster: Cluster, held: Holdings, is_longest_only: bool, now_s: float) -> list[Source]:

@@ -63,9 +63,12 @@ class Pool:
         self.zeros, self.none = self._zeros(), np.zeros(len(workers), np.int64)  # not to be changed
         self.node_ids = [info.node_id for info in infos]
         tokens = {info.block_tokens for info in infos}
+        self.block_tokens_of = np.array([float(info.block_tokens) for info in infos])
+        self.block_tokens_max = max(tokens, default=0)
+        # One number where they have all the same: what is computed from it is one number too.
         self.block_tokens: int | Counts = np.array([info.block_tokens for info in infos])
         if len(tokens) == 1:
-            self.block_tokens = tokens.pop()  # arithmetic with a number is quicker
+            self.block_tokens = tokens.pop()
         self.tokens_max = np.array(
             [min(i.context_tokens_max, i.pages_max * i.block_tokens) for i in infos]
         )
@@ -190,7 +193,7 @@ class Pool:
     def mean(self, column: Column, mask: Mask) -> float:
         """Of these workers; at least one."""
         count = self.count(mask)
-        return float(column @ self._counted[2]) / count
+        return float(column.dot(self._counted[2])) / count
 
     def usable(self, now_s: float, tokens: int, excluded: frozenset[WorkerKey]) -> Mask:
         """The takers that could ever hold so many tokens and are not excluded."""

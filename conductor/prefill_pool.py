@@ -7,7 +7,8 @@ new = tokens - cached, prefill.seconds(new, cached) is
 
 The queue behind the head is two padded matrices, a column for each worker: `keys` in order, and the
 work that has gone by after each of them. How many keys are smaller than that of a request is where
-it would stand, and that entry of the work is its wait.
+it would stand, and that entry of the work is its wait. A request whose key is above all that were
+ever given out stands last everywhere, and then nothing is counted.
 
 Not here: fetching (fetching.py), which worker is best (routing.py).
 """
@@ -27,11 +28,18 @@ from conductor.worker import Worker
 PLACES_MIN = 8  # of the matrices; they grow to the longest queue there ever was
 
 
-class Place(NamedTuple):
-    """What a request would find at each worker."""
+class Queues(NamedTuple):
+    """What is queued at each worker at one moment."""
 
+    now_s: float
+    busy_s: Column  # foreign work and the rest of the head, as calibrated
     queue_s: Column  # all predicted work
-    wait_s: Column  # of it, what goes before the request
+
+
+class Place(NamedTuple):
+    """Where a request would stand at each worker."""
+
+    wait_s: Column  # of the work there, what goes before the request
     behind: Counts  # requests that it overtakes
 
 
@@ -45,8 +53,12 @@ class PrefillPool(Pool):
         self._waiting_s, self._length = self._zeros(), np.zeros(count, np.int64)
         self._keys_s = np.full((PLACES_MIN, count), math.inf)
         self._work_s = np.zeros((PLACES_MIN + 1, count))
+        self._counts = np.full(count, count, np.int64)
+        # At least the greatest there is: these two never fall.
+        self._key_s_max = self._foreign_until_s_max = -math.inf
         self.rank = self._zeros()  # equal workers: fewer requests first, then the longest idle
         self.has_room = np.zeros(count, bool)  # queues are bounded
+        self.full = count  # how many have none
         self._slots_max = [worker.info.slots_max for worker in self.workers]
 
     def refresh(self, worker: Worker) -> None:
@@ -54,25 +66,36 @@ class PrefillPool(Pool):
         if row < 0:
             return
         queue, requests = worker.queue, worker.queue.requests
-        self._foreign_until_s[row] = queue.foreign_until_s
-        self._busy_until_s[row] = queue.busy_until_s
-        self._head_key_s[row] = queue.head_key_s
+        foreign_until_s, busy_until_s, head_key_s, last_key_s = queue.moments()
+        self._foreign_until_s[row] = foreign_until_s
+        self._busy_until_s[row] = busy_until_s
+        self._head_key_s[row] = head_key_s
         self._half_step_s[row] = queue.step_s / 2
+        if last_key_s > self._key_s_max:
+            self._key_s_max = last_key_s
+        if foreign_until_s > self._foreign_until_s_max:
+            self._foreign_until_s_max = foreign_until_s
         self.rank[row] = requests * REQUESTS_RANK + self.routed(worker)
-        self.has_room[row] = requests < self._slots_max[row]
-        places = queue.places()
+        has_room = requests < self._slots_max[row]
+        self.full += self.has_room.item(row) - has_room
+        self.has_room[row] = has_room
+        places, before = queue.places(), self._length.item(row)
+        if places or before:
+            self._place(row, places, before)
+
+    def _place(self, row: int, places: list[tuple[float, float]], before: int) -> None:
+        """The charges behind the head; there were so many before."""
         length = len(places)
-        self._length[row] = length
         if length > len(self._keys_s):
             self._grow(length)
-        self._keys_s[length:, row] = math.inf
+        self._length[row] = length
+        self._keys_s[length : max(length, before), row] = math.inf
+        self._waiting_s[row] = 0.0
         if length:
             self._keys_s[:length, row] = [key_s for key_s, _ in places]
             work = list(accumulate(work_s for _, work_s in places))
             self._work_s[1 : length + 1, row] = work
             self._waiting_s[row] = work[-1]
-        else:
-            self._waiting_s[row] = 0.0
 
     def _grow(self, length: int) -> None:
         more = length  # at least twice as many
@@ -85,38 +108,58 @@ class PrefillPool(Pool):
         self._per_token_s[rows] = self._coefficients[rows, 1] * ratio
         self._half_pair_s[rows] = self._coefficients[rows, 2] * ratio / 2
 
-    def prefill_s(self, tokens: int, cached: int | Counts) -> Column:
+    def prefill_s(self, tokens: int, cached: int | Column) -> Column:
         """Seconds at each worker with so many of the prompt's tokens cached there."""
-        rate_s = self._half_pair_s * (tokens + cached) + self._per_token_s
-        return rate_s * (tokens - cached) + self._base_s
+        found_s = self._half_pair_s * (tokens + cached)
+        found_s += self._per_token_s
+        found_s *= tokens - cached
+        found_s += self._base_s
+        return found_s
 
-    def place(self, prefill_s: Column, now_s: float) -> Place:
+    def queues(self, now_s: float) -> Queues:
+        """What is queued everywhere at this moment. Good until the next change."""
+        busy_s = self._busy_until_s - now_s
+        np.maximum(busy_s, self.zeros, busy_s)
+        queue_s = busy_s + self._waiting_s
+        queue_s *= self.ratio
+        return Queues(now_s, busy_s, queue_s)
+
+    def place(self, queues: Queues, prefill_s: Column) -> Place:
         """Where a request with so much work at each worker would stand in its queue."""
-        busy_s = np.maximum(self._busy_until_s - now_s, 0.0)
-        queue_s = (busy_s + self._waiting_s) * self.ratio
-        order = self.order
-        if order.stretch == 0:  # it goes behind all
-            return Place(queue_s, queue_s, self.none)
-        keys_s = np.minimum(prefill_s * order.stretch, order.wait_s_max) + now_s
-        wait_s, behind = busy_s, self.none
+        order, now_s = self.order, queues.now_s
+        least_s = order.key_s(now_s, prefill_s.item(prefill_s.argmin()))
+        if order.stretch == 0 or least_s >= self._key_s_max:
+            return Place(queues.queue_s, self.none)
+        keys_s = prefill_s * order.stretch
+        np.minimum(keys_s, order.wait_s_max, keys_s)
+        keys_s += now_s
+        wait_s, behind = queues.busy_s, self.none
         if longest := self._length.item(self._length.argmax()):
             ahead = np.add.reduce(self._keys_s[:longest] <= keys_s, 0)
-            wait_s = busy_s + self._work_s[ahead, self.rows]
             behind = self._length - ahead
+            ahead *= self._counts
+            ahead += self.rows
+            wait_s = wait_s + self._work_s.take(ahead)
         is_first = keys_s < self._head_key_s  # never where the head is not overtaken
-        if is_first[is_first.argmax()]:
-            foreign_s = np.maximum(self._foreign_until_s - now_s, 0.0)
-            step_s = np.minimum(busy_s - foreign_s, self._half_step_s)
-            wait_s = np.where(is_first, foreign_s + step_s, wait_s)
+        if np.count_nonzero(is_first):
+            step_s = self._half_step_s
+            if now_s < self._foreign_until_s_max:
+                foreign_s = np.maximum(self._foreign_until_s - now_s, self.zeros)
+                step_s = np.minimum(queues.busy_s - foreign_s, step_s) + foreign_s
+            else:
+                step_s = np.minimum(queues.busy_s, step_s)
+            wait_s = np.where(is_first, step_s, wait_s)
             behind = behind + is_first
-        return Place(queue_s, wait_s * self.ratio, behind)
+        return Place(wait_s * self.ratio, behind)
 
     def check(self, now_s: float, why_not: Callable[[Worker, float], str]) -> None:
         """Prove that every row is what its worker says."""
         super().check(now_s, why_not)
         close = math.isclose
+        assert self.full == len(self.workers) - np.count_nonzero(self.has_room)
         prefill_s = self.prefill_s(1_000, 300)
-        queue_s, wait_s, behind = self.place(prefill_s, now_s)
+        queues = self.queues(now_s)
+        wait_s, behind = self.place(queues, prefill_s)
         for row, worker in enumerate(self.workers):
             queue, ratio = worker.queue, float(self.ratio[row])
             key_s = self.order.key_s(now_s, float(prefill_s[row]))
@@ -125,7 +168,8 @@ class PrefillPool(Pool):
                 worker.prefill_estimate.seconds(700, 300),
                 queue.ahead_s(key_s, now_s),
             )
-            for found, seconds in zip((queue_s, prefill_s, wait_s), expected_s, strict=True):
+            columns = (queues.queue_s, prefill_s, wait_s)
+            for found, seconds in zip(columns, expected_s, strict=True):
                 assert close(found[row], ratio * seconds, rel_tol=1e-6, abs_tol=1e-6), worker.key
             assert behind[row] == queue.behind(key_s), worker.key
             has_room = queue.requests < worker.info.slots_max

@@ -108,26 +108,21 @@ class PrefillQueue:
 
     # The same as columns need it (prefill_pool.py): moments instead of spans of time.
 
-    @property
-    def foreign_until_s(self) -> float:
-        """When the foreign work will be done."""
-        return self._as_of_s + self._foreign_s
-
-    @property
-    def busy_until_s(self) -> float:
-        """When the foreign work and the head will be done, if nothing else is done first."""
+    def moments(self) -> tuple[float, float, float, float]:
+        """When the foreign work will be done; when that and the head will be, if nothing else is
+        done first; which keys go before the head (smaller ones); and none of ours is above."""
         foreign_until_s = self._as_of_s + self._foreign_s
         if not self._line:
-            return foreign_until_s
-        return max(self._head_since_s, foreign_until_s) + self._line[0].remaining_s
-
-    @property
-    def head_key_s(self) -> float:
-        """Smaller keys go before the head."""
-        return self._line[0].key_s if self._line and self._preempts else -math.inf
+            return foreign_until_s, foreign_until_s, -math.inf, -math.inf
+        head = self._line[0]
+        busy_until_s = max(self._head_since_s, foreign_until_s) + head.remaining_s
+        head_key_s = head.key_s if self._preempts else -math.inf
+        return foreign_until_s, busy_until_s, head_key_s, self._line[-1].key_s
 
     def places(self) -> list[tuple[float, float]]:
         """(key, seconds) of each charge behind the head; -inf for what has begun."""
+        if len(self._line) < 2:
+            return []
         preempts = self._preempts
         return [
             (-math.inf if charge.is_started and not preempts else charge.key_s, charge.remaining_s)

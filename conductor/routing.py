@@ -43,7 +43,7 @@ from conductor.messages import Prediction, Request
 from conductor.policies import POLICIES, Terms, at_random
 from conductor.pool import Column, Mask
 from conductor.slow_start import SLOWER
-from conductor.tiers import Tiers
+from conductor.tiers import Holdings, Tiers
 from conductor.worker import Worker
 from mooncake_store.layout import blocks_touched
 
@@ -109,6 +109,7 @@ class Options:
         """`usable`: the prefill and the decode workers in question, at least one of each.
         `loads`: what admission takes the decode loads to be; None for the reserved ones."""
         self._cluster, self._config = cluster, cluster.config
+        self._policy = POLICIES[cluster.config.policy]
         self._request, self._now_s = request, now_s
         self._is_prefill, self._is_decode = usable
         self._loads = loads
@@ -117,25 +118,31 @@ class Options:
         self._meet_decodes()
 
     def _meet_prefills(self, tiers: Tiers) -> None:
-        pool, request, now_s = self._cluster.prefills, self._request, self._now_s
-        policy, held = POLICIES[self._config.policy], tiers.held(request.block_keys, pool)
-        plans = make_plans(self._cluster, held, policy, request.prompt_tokens, now_s)
+        pool, request, policy = self._cluster.prefills, self._request, self._policy
+        held, queues = Holdings(tiers, request.block_keys, pool), pool.queues(self._now_s)
+        plans = make_plans(self._cluster, held, policy, request.prompt_tokens, queues)
         self._plans = plans
-        place, transfer_s = plans.place or pool.place(plans.prefill_s, now_s), plans.transfer_s
-        wait_s = place.wait_s
-        if policy.fetch == "times":  # fetching runs beside the work in front
-            transfer_s = np.maximum(transfer_s - wait_s, 0.0)
-        delay_s = plans.prefill_s * place.behind
-        self._start_s = wait_s + transfer_s + plans.prefill_s
-        self._terms = Terms(
-            place.queue_s, wait_s, transfer_s, plans.prefill_s, delay_s, self._start_s
-        )
+        prefill_s, transfer_s = plans.prefill_s, plans.transfer_s
+        wait_s, behind = plans.place or pool.place(queues, prefill_s)
+        if transfer_s is pool.zeros:
+            start_s = wait_s + prefill_s
+        else:
+            if policy.fetch == "times":  # fetching runs beside the work in front
+                transfer_s = transfer_s - wait_s
+                np.maximum(transfer_s, pool.zeros, transfer_s)
+            start_s = wait_s + transfer_s
+            start_s += prefill_s
+        delay_s = pool.zeros if behind is pool.none else prefill_s * behind
+        self._start_s = start_s
+        self._terms = Terms(queues.queue_s, wait_s, transfer_s, prefill_s, delay_s, start_s)
 
     def _meet_decodes(self) -> None:
         pool, request = self._cluster.decodes, self._request
         self._step_s = pool.step_s(request.prompt_tokens)
         tokens = request.prompt_tokens + request.output_tokens_max
-        self._has_room = self._is_decode & pool.has_room(tokens)
+        self._has_room = pool.has_room(tokens)
+        if pool.count(self._is_decode) < len(pool.workers):
+            self._has_room &= self._is_decode
         if self._loads is not None:
             self._ask_loads(tokens)
         for worker in self._cluster.overloaded(self._now_s):
@@ -160,8 +167,7 @@ class Options:
 
     def _loads_of(self, rows: Sequence[int]) -> list[Load]:
         workers = [self._cluster.decodes.workers[row] for row in rows]
-        if self._loads is None:
-            return [worker.batch.load_reserved() for worker in workers]
+        assert self._loads is not None, "the pool knows the reserved ones"
         return self._loads(self._cluster, workers, self._at_s, self._now_s)
 
     # The best of them
@@ -172,30 +178,36 @@ class Options:
         Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
         """
         rows, cost_s = self._finalists()
-        step_s = self._step_s
-        is_choice = self._has_room if _any(self._has_room) else self._is_decode
-        step_s = np.where(is_choice, step_s, math.inf)
+        step_s, rooms = self._step_s, np.count_nonzero(self._has_room)
+        if rooms < len(step_s):
+            is_choice = self._has_room if rooms else self._is_decode
+            step_s = np.where(is_choice, step_s, math.inf)
         nodes, found = self._cluster.prefills.node_ids, []
         # No pair can be better than this; most often the first finalist is as good.
-        least_s = min(cost_s.item(row) for row in rows)
+        costs_s = [cost_s.item(row) for row in rows]
+        least_s = min(costs_s)
         least_s += self._request.prompt_tokens * self._cluster.decodes.token_s_least
-        bound_s = within(least_s, self._config)
-        for row in rows:
+        bound_s, least_s = within(least_s, self._config), math.inf
+        for row, own_s in zip(rows, costs_s, strict=True):
             decode, handover_s = self._partner(nodes[row], step_s)
-            total_s = cost_s.item(row) + handover_s
+            total_s = own_s + handover_s
             found.append((total_s, row, decode))
+            least_s = min(least_s, total_s)
             if total_s <= bound_s:
                 break
-        limit_s = within(min(total_s for total_s, _, _ in found), self._config)
+        limit_s = within(least_s, self._config)
         row, decode = next((row, decode) for total_s, row, decode in found if total_s <= limit_s)
         return self.pair(self.prefill(row), self.decode(decode))
 
     def _finalists(self) -> tuple[list[int], Column]:
         """The prefill workers worth pairing, and what the policy makes of all of them."""
-        pool, config, policy = self._cluster.prefills, self._config, POLICIES[self._config.policy]
-        is_choice = self._is_prefill & pool.has_room
-        if not _any(is_choice):
-            is_choice = self._is_prefill
+        pool, config, policy = self._cluster.prefills, self._config, self._policy
+        is_choice, choices = self._is_prefill, pool.count(self._is_prefill)
+        if pool.full:
+            is_choice = is_choice & pool.has_room
+            choices = np.count_nonzero(is_choice)
+            if not choices:
+                is_choice, choices = self._is_prefill, pool.count(self._is_prefill)
         cost_s = policy.cost(self._terms)
         newcomers = self._cluster.newcomers("prefill", self._now_s)
         if newcomers and not policy.is_blind:
@@ -211,14 +223,15 @@ class Options:
             policy.spares_others or newcomers
         ):  # but not at the price of the request's own service level
             is_in_time = is_choice & (self._start_s <= self.ttft_limit_s)
-            if _any(is_in_time):
-                is_choice = is_in_time
+            if in_time := np.count_nonzero(is_in_time):
+                is_choice, choices = is_in_time, in_time
             else:
                 cost_s = self._start_s
-        cost_s = np.where(is_choice, cost_s, math.inf)
+        if choices < len(cost_s):
+            cost_s = np.where(is_choice, cost_s, math.inf)
         rows = (cost_s <= within(cost_s.item(cost_s.argmin()), config)).nonzero()[0]
         if len(rows) > 1:
-            rows = rows[pool.rank[rows].argsort(kind="stable")]
+            rows = rows[pool.rank.take(rows).argsort(kind="stable")]
         return rows[: 1 if policy.is_blind else config.finalists_max].tolist(), cost_s
 
     def _partner(self, node_id: str, step_s: Column) -> tuple[int, float]:
@@ -228,12 +241,16 @@ class Options:
         """
         pool, config, request = self._cluster.decodes, self._config, self._request
         path = pool.path(node_id)
-        handover_s = path.block_s * -(-request.prompt_tokens // pool.block_tokens) + path.latency_s
+        handover_s = path.block_s * -(-request.prompt_tokens // pool.block_tokens)
+        handover_s += path.latency_s
         tokens = max(1, min(request.output_tokens_max, config.output_tokens_expected))
-        cost_s = handover_s / tokens + step_s
-        limit_s = cost_s.item(cost_s.argmin()) * (1 + config.tie_ratio)
-        rank = np.where(cost_s <= limit_s, pool.rank - path.lead, math.inf)
-        row = int(rank.argmin())
+        cost_s = handover_s / tokens
+        cost_s += step_s
+        least = cost_s.argmin()
+        rows = (cost_s <= cost_s.item(least) * (1 + config.tie_ratio)).nonzero()[0]
+        rank = pool.rank.take(rows)
+        rank -= path.lead.take(rows)
+        row = rows.item(rank.argmin())
         return row, handover_s.item(row)
 
     # One by one
@@ -241,14 +258,14 @@ class Options:
     def prefill(self, row: int) -> PrefillOption:
         pool, plans, terms = self._cluster.prefills, self._plans, self._terms
         source, held = plans.fetched(row), plans.held
-        restore = held.blocks.item(row) - held.dram_blocks.item(row) if held.has_ssd else 0
-        cached = plans.own_tokens.item(row)
+        blocks, cached = int(held.blocks.item(row)), int(plans.own_tokens.item(row))
+        restore = blocks - int(held.dram_blocks.item(row)) if held.has_ssd else 0
         if source is not None:
             block_tokens = pool.workers[row].info.block_tokens
             cached = cached_tokens(source.blocks, block_tokens, self._request.prompt_tokens)
         return PrefillOption(
             worker=pool.workers[row],
-            local_blocks=held.blocks.item(row),
+            local_blocks=blocks,
             restore_blocks=restore,
             cached_tokens=cached,
             source=source,
@@ -263,7 +280,8 @@ class Options:
 
     def decode(self, row: int) -> DecodeOption:
         pool, tokens = self._cluster.decodes, self._request.prompt_tokens
-        worker, (load,) = pool.workers[row], self._loads_of([row])
+        worker = pool.workers[row]
+        load = pool.loads[row] if self._loads is None else self._loads_of([row])[0]
         step_s = worker.decode_estimate.step_s(load.sequences + 1, load.context_tokens + tokens)
         return DecodeOption(worker, load, pool.ratio.item(row) * step_s, self._has_room.item(row))
 
@@ -304,8 +322,3 @@ class Options:
 def within(least_s: float, config: ConductorConfig) -> float:
     """Predictions up to this are as good as the least one."""
     return least_s + max(least_s * config.tie_ratio, config.tie_s)
-
-
-def _any(mask: Mask) -> bool:
-    """mask.any(), in a fifth of its time."""
-    return bool(mask[mask.argmax()])

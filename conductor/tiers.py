@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from conductor.pool import Counts, Pool
+from conductor.pool import Column, Counts, Pool
 from mooncake_store.holder_numbers import Segment, numbers_in
 from mooncake_store.membership import SSD_SUFFIX
 from mooncake_store.prefix_index import PrefixIndex
@@ -26,16 +26,26 @@ Group = tuple[int, int, Iterator[str]]  # (blocks, of these in DRAM, nodes that 
 class Holdings:
     """Who has how much of one prompt's prefix. Good until the next change of an index."""
 
+    __slots__ = (
+        "_in_dram", "_keys", "_on_ssd", "_tiers", "blocks", "dram_blocks", "is_empty", "longest",
+    )  # fmt: skip
+
     def __init__(self, tiers: Tiers, keys: Sequence[bytes], pool: Pool) -> None:
         self._tiers, self._keys = tiers, keys
-        self._in_dram = tiers.dram.find(keys)
+        dram = tiers.dram
+        self._in_dram = dram.find(keys)
         self._on_ssd: list[tuple[int, list[Segment]]] = []  # (DRAM blocks before, what follows)
-        self.dram_blocks: Counts  # of each worker's node
-        self.blocks: Counts  # with those on its SSD that follow
-        numbers = tiers.numbers(tiers.dram, pool)
-        self.dram_blocks = self.blocks = tiers.dram.blocks_by_number(self._in_dram)[numbers]
+        # Of each worker's node: in DRAM, and with those on its SSD that follow.
+        self.dram_blocks: Column = pool.zeros
+        self.blocks: Column = pool.zeros
+        self.longest = 0  # no worker's node has more
+        if self._in_dram:
+            self.longest = self._in_dram[-1][0]
+            blocks = dram.blocks_by_number(self._in_dram).take(tiers.numbers(dram, pool))
+            self.dram_blocks = self.blocks = blocks.astype(np.float64)
         if len(tiers.ssd):
             self._look_on_ssds(pool)
+        self.is_empty = not self._in_dram and not self._on_ssd
 
     def _look_on_ssds(self, pool: Pool) -> None:
         ssd, numbers = self._tiers.ssd, self._tiers.numbers(self._tiers.ssd, pool)
@@ -43,16 +53,13 @@ class Holdings:
             found = ssd.find(self._keys[depth:])
             if found:
                 self._on_ssd.append((depth, found))
+                self.longest = max(self.longest, depth + found[-1][0])
                 more = ssd.blocks_by_number(found)[numbers]
                 self.blocks = self.blocks + np.where(self.dram_blocks == depth, more, 0)
 
     @property
     def has_ssd(self) -> bool:
         return bool(self._on_ssd)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._in_dram and not self._on_ssd
 
     def groups(self) -> Iterator[Group]:
         """Holders by the length of their run, longest first."""
@@ -105,10 +112,6 @@ class Tiers:
 
     def _of(self, holder: str) -> PrefixIndex:
         return self.ssd if holder.endswith(SSD_SUFFIX) else self.dram
-
-    def held(self, keys: Sequence[bytes], pool: Pool) -> Holdings:
-        """Who has how much of this chain of keys."""
-        return Holdings(self, keys, pool)
 
     def numbers(self, index: PrefixIndex, pool: Pool) -> Counts:
         """The holder's number of each worker's node, -1 where the node has nothing."""
