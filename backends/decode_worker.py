@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,8 @@ REPLIERS = 8
 
 
 class DecodeWorker:
+    """With an engine that computes step by step; trtllm_decode_worker.py has one that batches."""
+
     def __init__(self, worker_id: str, config: DecodeConfig, repository: str) -> None:
         self._config = config
         self._lock = threading.Condition()
@@ -67,6 +70,7 @@ class DecodeWorker:
             self._on_letter,
             self.report,
             self.check,
+            self._own_engine(worker_id, config, repository),
         )
         self._engine, store = self.worker.engine, self.worker.store
         layout, pool = self._engine.layout, self._engine.kv_pool
@@ -101,7 +105,7 @@ class DecodeWorker:
             raise RequestInvalid(
                 f"prompt and max_tokens ask for {tokens_max} tokens; this worker takes {limit}"
             )
-        job = DecodeJob(
+        job = self._job(
             request, ids, client, self._tokenizer, self.worker.fingerprint,
             self.worker.incarnation, self._config.block_tokens,
         )  # fmt: skip
@@ -185,6 +189,21 @@ class DecodeWorker:
         """A place in the queue for pages and a slot; with the lock held."""
         return self._batching.add(request_id, 1, tokens_max - 1)
 
+    # -- what another kind of engine does otherwise
+
+    def _own_engine(self, worker_id: str, config: DecodeConfig, repository: str) -> Any:
+        return None  # the torch engine, which Worker makes
+
+    def _job(self, *given: Any) -> DecodeJob:
+        return DecodeJob(*given)
+
+    def _loaded(self, job: DecodeJob) -> None:
+        """In the loader's thread: all its KV is in its pages."""
+        with self._lock:
+            job.is_loading = False
+            self._batching.start(job.request_id, len(job.token_ids))
+            self._lock.notify_all()
+
     # -- KV comes in
 
     def _on_letter(self, letter: Letter) -> None:
@@ -249,13 +268,13 @@ class DecodeWorker:
         self.worker.observations.observe("mooncake_decode_queue_seconds", job.queue_s)
         self.worker.observations.observe("mooncake_handover_load_seconds", job.load_s)
         self.worker.owners.release(job.request_id)
+        if error is None:
+            self._loaded(job)
+            return
         with self._lock:
             job.is_loading = False
-            if error is None:
-                self._batching.start(job.request_id, len(job.token_ids))
             self._lock.notify_all()
-        if error is not None:
-            self._end(job, error=error)
+        self._end(job, error=error)
 
     # -- tokens are computed
 

@@ -290,6 +290,7 @@ class Generation:
             stream_interval=request.stream_interval if request.is_stream else 0,
             reply_inbox=self._streams.address,
             tbt_slo_s=self._cluster.config.arrival_tbt_slo_s,
+            native=reply.native,
         )
 
         def deliver(incarnation: str, emission: Emission) -> None:

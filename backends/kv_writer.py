@@ -83,9 +83,12 @@ class KvWriter:
         """Run `action` in the writer's thread after everything that was put before."""
         self._tasks.put(action)
 
-    def put_whole(self, put: BlockPut, blocks: Sequence[int]) -> None:
-        """All layers at once, for blocks that decode has filled."""
-        self._tasks.put(lambda: self._guard(put, lambda: self._put_whole(put, blocks)))
+    def put_whole(self, put: BlockPut, blocks: Sequence[int], is_handover: bool = False) -> None:
+        """All layers at once: blocks that decode has filled, or of engines that show no layers.
+
+        A hand-over must arrive: what the index does not take travels as an object of the request.
+        """
+        self._tasks.put(lambda: self._guard(put, lambda: self._put_whole(put, blocks, is_handover)))
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -150,8 +153,8 @@ class KvWriter:
         if refs:
             self._tell(put, layer, refs, sums)
 
-    def _put_whole(self, put: BlockPut, blocks: Sequence[int]) -> None:
-        self._ensure_slots(put, blocks, may_use_objects=False)
+    def _put_whole(self, put: BlockPut, blocks: Sequence[int], is_handover: bool) -> None:
+        self._ensure_slots(put, blocks, may_use_objects=is_handover)
         for block in blocks:
             if block in put.slots:
                 np.copyto(
@@ -159,6 +162,8 @@ class KvWriter:
                     self._page(put, block),
                 )
         self._commit(put, [block for block in blocks if block in put.slots])
+        if is_handover and put.decode_inbox:
+            self._tell(put, -1, [put.refs[block] for block in blocks], [])
 
     def _commit(self, put: BlockPut, blocks: Sequence[int]) -> None:
         if not blocks:

@@ -39,7 +39,7 @@ def load_or_measure(engine: Engine, role: str, threads: int, state_dir: Path) ->
     folder = state_dir / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
     name = hashlib.blake2b(
-        repr((VERSION, cpu_model(), engine.model_id, engine.weights_id, engine.layout,
+        repr((VERSION, hardware(engine), engine.model_id, engine.weights_id, engine.layout,
               role, threads)).encode(), digest_size=8).hexdigest()  # fmt: skip
     path = folder / f"{role}-{name}.json"
     with (folder / "lock").open("w") as lock:
@@ -62,14 +62,25 @@ def load_or_measure(engine: Engine, role: str, threads: int, state_dir: Path) ->
 def measure(engine: Engine, role: str) -> MachineProfile:
     """A few seconds of work of this role, fitted."""
     if role == "prefill":
-        points = [(new, before) for new, before in PREFILL_POINTS
-                  if new + before <= engine.context_tokens_max]  # fmt: skip
-        measured = calibration.measure_prefill(engine, points, budget_s=BUDGET_S)
+        if hasattr(engine, "measured_prefill"):  # an engine that batches by itself
+            measured = engine.measured_prefill(BUDGET_S)
+        else:
+            points = [(new, before) for new, before in PREFILL_POINTS
+                      if new + before <= engine.context_tokens_max]  # fmt: skip
+            measured = calibration.measure_prefill(engine, points, budget_s=BUDGET_S)
         prefill = estimates.fit_prefill([estimates.PrefillSample(*each) for each in measured])
         return MachineProfile(prefill.estimate.coefficients, (), prefill.error_mean)
-    measured = calibration.measure_decode(engine, list(DECODE_POINTS), budget_s=BUDGET_S)
+    if hasattr(engine, "measured_decode"):
+        measured = engine.measured_decode(BUDGET_S)
+    else:
+        measured = calibration.measure_decode(engine, list(DECODE_POINTS), budget_s=BUDGET_S)
     decode = estimates.fit_decode([estimates.DecodeSample(*each) for each in measured])
     return MachineProfile((), decode.estimate.coefficients, decode.error_mean)
+
+
+def hardware(engine: Engine) -> str:
+    """What computes: the engine knows it where it is not this CPU."""
+    return getattr(engine, "hardware", "") or cpu_model()
 
 
 def cpu_model() -> str:

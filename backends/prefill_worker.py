@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +49,8 @@ LOADERS = 2
 
 
 class PrefillWorker:
+    """With an engine that computes step by step; trtllm_prefill_worker.py has one that batches."""
+
     def __init__(self, worker_id: str, config: PrefillConfig, repository: str) -> None:
         self._config = config
         self._lock = threading.Condition()
@@ -58,6 +61,7 @@ class PrefillWorker:
         self.worker = Worker(
             "prefill", worker_id, config, repository, config.queue_requests_max,
             self._on_letter, self.report, self.check,
+            self._own_engine(worker_id, config, repository),
         )  # fmt: skip
         self._engine, store = self.worker.engine, self.worker.store
         store.expect_threads(LOADERS)
@@ -97,7 +101,7 @@ class PrefillWorker:
             reserve_tokens=request.reserve_tokens,
         )  # fmt: skip
         now_s = time.monotonic()
-        job = PrefillJob(request, ids.astype(np.int32), client, put, now_s)
+        job = self._job(request, ids.astype(np.int32), client, put, now_s)
         with self._lock:
             if self._is_closing:
                 raise WorkerUnavailable(f"{self.worker.worker_id} is shutting down")
@@ -156,6 +160,26 @@ class PrefillWorker:
         if isinstance(letter, Stop):
             self.stop(letter.request_id)
 
+    # -- what another kind of engine does otherwise
+
+    def _own_engine(self, worker_id: str, config: PrefillConfig, repository: str) -> Any:
+        return None  # the torch engine, which Worker makes
+
+    def _job(self, *given: Any) -> PrefillJob:
+        return PrefillJob(*given)
+
+    def _loaded(self, job: PrefillJob) -> None:
+        """In a loader's thread: its cached prefix is in its pages, the rest can be computed."""
+        with self._lock:
+            job.is_loading = False
+            if job.request_id in self._jobs:
+                self._batching.start(job.request_id, job.cached_tokens)
+                self._lock.notify_all()
+
+    def _free(self, job: PrefillJob, pages: list[int]) -> None:
+        """Nothing of this worker's reads or writes its pages any more; with the lock held."""
+        self._pages.release(pages)
+
     # -- the prefix comes in
 
     def _load(self, job: PrefillJob) -> None:
@@ -165,19 +189,14 @@ class PrefillWorker:
         try:
             if not job.is_stopped and not self._load_prefix(job):
                 return  # waits for another prompt's blocks; loaded again when they are there
+            job.load_s = time.monotonic() - started_s
+            self._loaded(job)
         except StoreError as error:  # without the store there is no hand-over
             self._fail(job, WorkerUnavailable(f"store: {error}"))
             return
         except Exception as error:  # edge: one request must not take the loader down
             log.exception("loading %s failed", job.request_id)
             self._fail(job, error)
-            return
-        job.load_s = time.monotonic() - started_s
-        with self._lock:
-            job.is_loading = False
-            if job.request_id in self._jobs:
-                self._batching.start(job.request_id, job.cached_tokens)
-                self._lock.notify_all()
 
     def _load_prefix(self, job: PrefillJob) -> bool:
         """False: another prompt is bringing the next block, the job was set aside."""
@@ -251,7 +270,7 @@ class PrefillWorker:
     def _stopped(self, job: PrefillJob, pages: list[int]) -> None:
         self.worker.owners.release(job.request_id)
         with self._lock:
-            self._pages.release(pages)
+            self._free(job, pages)
         self._settle(job, None)
         job.client.fail(Cancelled("stopped"))
 
@@ -321,7 +340,7 @@ class PrefillWorker:
         with self._lock:
             if self._jobs.pop(job.request_id, None) is None:
                 return False
-            self._pages.release(self._batching.remove(job.request_id))
+            self._free(job, self._batching.remove(job.request_id))
             self._lock.notify_all()
         self._settle(job, None)
         if keep_leases:

@@ -14,11 +14,15 @@ import time
 import uuid
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from backends import machine_profile
 from backends.engine.interface import Engine
 from backends.engine.occupation import Occupation
+from backends.engine.pages import PagePool
 from backends.errors import ConfigError, WorkerUnavailable
 from backends.inbox import Inbox, Outbox
 from backends.observations import Observations
@@ -29,6 +33,7 @@ from mooncake_store import layout as kv_layout
 from mooncake_store.client.store import Store
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import StoreError
+from mooncake_store.layout import KvLayout
 from mooncake_store.membership import WorkerInfo, WorkerReport
 from mooncake_store.self_check import SelfCheck, is_switched_on
 
@@ -37,9 +42,21 @@ REPORT_S = 0.5
 IDLE_WAIT_S = 0.1
 
 
+class ServingEngine(Protocol):
+    """What a worker needs of its engine beside computing, which each kind does in its own way."""
+
+    layout: KvLayout
+    context_tokens_max: int
+    model_id: str
+    weights_id: str
+    tp_shape: str  # for the fingerprint: how KV is spread over ranks and pages
+    pages: PagePool
+    kv_pool: NDArray[np.uint8]
+
+    def close(self) -> None: ...
+
+
 def make_engine(config: WorkerConfig, folder: Path) -> Engine:
-    if config.engine == "tensorrt_llm":
-        raise ConfigError("engine tensorrt_llm is not part of this version; use engine 'torch'")
     from backends.engine.torch_engine import TorchEngine
 
     return TorchEngine.load(
@@ -61,22 +78,19 @@ class Worker:
         on_letter: Callable[[Letter], None],
         make_report: Callable[[], WorkerReport],
         check: Callable[[], None],
+        engine: ServingEngine | None = None,
     ) -> None:
+        """`engine`: one that is there already; None: a torch engine is made."""
         self.worker_id = worker_id
         self.config = config
         self.incarnation = uuid.uuid4().hex[:12]
         folder = checkpoint_folder(config.checkpoint, repository)
-        self.engine = make_engine(config, folder)
-        self.context_tokens_max = config.context_tokens_max or self.engine.context_tokens_max
-        if self.context_tokens_max > self.engine.context_tokens_max:
-            raise ConfigError(
-                f"context_tokens_max is {config.context_tokens_max}, but {folder.name} allows "
-                f"{self.engine.context_tokens_max}; lower it or leave it 0"
-            )
-        pages_tokens = config.kv_pages * config.block_tokens
-        self.context_tokens_max = min(self.context_tokens_max, pages_tokens)
+        self.engine: Any = engine if engine is not None else make_engine(config, folder)
+        self.context_tokens_max = self._context_tokens_max(folder)
         layout = self.engine.layout
-        print_fields = (self.engine.model_id, self.engine.weights_id, layout)
+        print_fields = (
+            self.engine.model_id, self.engine.weights_id, layout, self.engine.tp_shape
+        )  # fmt: skip
         self.directory = DirectoryClient(os.environ["MOONCAKE_DIRECTORY"])
         self.fingerprint = kv_layout.fingerprint(*print_fields)
         self.store = Store(
@@ -118,6 +132,16 @@ class Worker:
         self.self_check = SelfCheck(check, is_switched_on())
         self._is_closing = threading.Event()
         self._reporter = threading.Thread(target=self._report_loop, name="reports", daemon=True)
+
+    def _context_tokens_max(self, folder: Path) -> int:
+        """Longest prompt and output; raises ConfigError where the checkpoint allows less."""
+        asked, allowed = self.config.context_tokens_max, self.engine.context_tokens_max
+        if asked > allowed:
+            raise ConfigError(
+                f"context_tokens_max is {asked}, but {folder.name} allows {allowed}; lower it or "
+                "leave it 0"
+            )
+        return min(asked or allowed, self.config.kv_pages * self.config.block_tokens)
 
     def _on_letters(self, letters: list[Letter]) -> None:
         for letter in letters:

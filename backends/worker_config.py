@@ -7,15 +7,16 @@ mistake with its remedy. Not here: tensors (tensors.py), the conductor's schedul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from backends.errors import ConfigError
 
 ENGINES = ("torch", "tensorrt_llm")
 DTYPES = ("float32", "bfloat16")
+TRTLLM_DTYPES = ("float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
@@ -46,7 +47,8 @@ class WorkerConfig:
 
     def problems(self) -> list[str]:
         found = []
-        for name, allowed in (("engine", ENGINES), ("dtype", DTYPES), ("transport", TRANSPORTS)):
+        dtypes = TRTLLM_DTYPES if self.engine == "tensorrt_llm" else DTYPES
+        for name, allowed in (("engine", ENGINES), ("dtype", dtypes), ("transport", TRANSPORTS)):
             if getattr(self, name) not in allowed:
                 found.append(f"{name} is {getattr(self, name)!r}; use {' or '.join(allowed)}")
         if self.device != "cpu" and not self.device.startswith("cuda"):
@@ -125,9 +127,16 @@ def read_config(cls: type[C], model: str, raw: Mapping[str, str], count: int = 1
 
 
 def read_configs(
-    classes: Sequence[type[Config]], model: str, raw: Mapping[str, str], count: int = 1
-) -> list[Config]:
-    """One object per class out of one flat list of parameters, each name in one class only."""
+    classes: Sequence[type[Config]],
+    model: str,
+    raw: Mapping[str, str],
+    count: int = 1,
+    together: Callable[..., Iterable[str]] = lambda *configs: (),
+) -> list[Any]:
+    """One object per class out of one flat list of parameters, each name in one class only.
+
+    `together`: what is wrong with all of them side by side.
+    """
     known = {f.name: f for cls in classes for f in fields(cls)}  # type: ignore[arg-type]
     found = [
         f"unknown parameter {name!r}; known: {', '.join(sorted(known))}"
@@ -151,6 +160,7 @@ def read_configs(
         own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
         configs.append(cls(**{name: value for name, value in values.items() if name in own}))
         found += configs[-1].problems()
+    found += together(*configs)
     if found:
         lines = "\n".join(f"  - {line}" for line in found)
         raise ConfigError(f"{model}/config.pbtxt has {len(found)} mistake(s):\n{lines}")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from backends import triton_io
-from backends.worker_config import DecodeConfig, PrefillConfig, read_config
+from backends.worker_kinds import read_worker_configs, worker_class
 from backends.worker_protocol import DecodeRequest, PrefillRequest
 
 CLOSE_S_MAX = 30.0
@@ -50,15 +50,15 @@ class WorkerModel:
     def _start(self, args: dict[str, str]) -> None:
         model, raw, count = triton_io.parameters(args)
         is_prefill = self.role == "prefill"
-        config = read_config(PrefillConfig if is_prefill else DecodeConfig, model, raw, count)
+        configs = read_worker_configs(self.role, model, raw, count)
         # Not imported before: Triton tries a wrong config.pbtxt again every second.
         from backends import worker_metrics
-        from backends.decode_worker import DecodeWorker
-        from backends.prefill_worker import PrefillWorker
 
-        worker_class: Any = PrefillWorker if is_prefill else DecodeWorker
+        config, *of_engine = configs
         publish = worker_metrics.prefill if is_prefill else worker_metrics.decode
         request_class = PrefillRequest if is_prefill else DecodeRequest
         self._parse = msgspec.msgpack.Decoder(request_class).decode
-        self._worker = worker_class(model, config, triton_io.repository_of(args))
+        self._worker = worker_class(self.role, config.engine)(
+            model, config, triton_io.repository_of(args), *of_engine
+        )
         self._metrics = triton_io.metrics_loop(model, self.role, publish, self._worker)

@@ -59,6 +59,7 @@ class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
     compute_s: float
     put_s: float
     queue_ahead: int = 0  # prompts in front of it when it came
+    native: bytes = b""  # where the engine itself hands KV over: what its other half needs
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
@@ -72,6 +73,7 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
     stream_interval: int  # tokens per message; 0: all with the reply
     reply_inbox: str  # of the front: where messages before the reply go
     tbt_slo_s: float = 0.0  # refuse it when a step with it would take longer; 0: no limit
+    native: bytes = b""  # PrefillReply's
 
 
 class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):

@@ -146,10 +146,10 @@ class Admission:
             heapq.heappop(self._line)  # it was removed while it waited
         return None
 
-    def admit(self) -> list[Admitted]:
+    def admit(self, at_most: int | None = None) -> list[Admitted]:
         """Give slots and pages to those at the head of the queue, as far as they go."""
-        admitted = []
-        while len(self._pages) < self._slots_max:
+        admitted: list[Admitted] = []
+        while len(self._pages) < self._slots_max and len(admitted) != at_most:
             request_id = self._next_in_line()
             if request_id is None:
                 break

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.engine.checkpoint_error import CheckpointError
-from backends.engine.model_config import ModelConfig, read_json
+from backends.engine.model_config import read_json
 
 SCALAR_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
@@ -104,8 +104,8 @@ class Checkpoint:
             raise CheckpointError(self.folder, [f"{entry.path.name} changed while it was read"])
         return raw
 
-    def weights_id(self, config: ModelConfig) -> str:
-        """32 hex digits for these weights as this config uses them."""
+    def weights_id(self, config: object) -> str:
+        """32 hex digits for these weights as `config`, a dataclass, describes their use."""
         digest = hashlib.blake2b(repr(config).encode(), digest_size=16, person=b"mooncake.weigh")
         total_bytes = sum(entry.size_bytes for entry in self.entries.values())
         is_whole = total_bytes <= HASHED_BYTES_MAX

@@ -42,6 +42,7 @@ class Engine(Protocol):
     eos_token_ids: tuple[int, ...]
     model_id: str
     weights_id: str
+    tp_shape: str  # how KV is spread over ranks and pages, for the fingerprint
     pages: PagePool
     # uint8; page p is kv_pool[p * block_bytes : (p + 1) * block_bytes], in the layout of a block.
     # On a GPU this is the pinned host mirror of the pages, see import_pages and export_pages.

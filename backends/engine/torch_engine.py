@@ -28,6 +28,8 @@ from mooncake_store.layout import KvLayout
 class TorchEngine:
     """Implements interface.Engine. `load` is the way to make one."""
 
+    tp_shape = "tp1"  # one device holds all heads of a page
+
     def __init__(
         self,
         config: ModelConfig,

@@ -1,0 +1,190 @@
+"""TensorRT-LLM as a worker's engine: the LLM, the staging pool beside it, the channel to its KV.
+
+Unlike the torch engine it batches by itself: a worker hands it prompts, not steps. What both have
+in common is what backends/worker.py needs: a layout, pages (here: of the staging pool) and names
+for the fingerprint. Everything that is wrong with the settings is said at once, before minutes are
+spent on weights; that the pages have the promised size is checked when the ranks report.
+
+Not here: the LLM's thread (llm_thread.py), the connector in its processes (connector.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from backends.engine.checkpoint import Checkpoint
+from backends.engine.checkpoint_error import CheckpointError
+from backends.engine.pages import PagePool
+from backends.engine.sampling_params import SamplingParams
+from backends.engine.trtllm import measuring, native_handoff, package
+from backends.engine.trtllm.channel import ChannelError, ConnectorHost, Listener
+from backends.engine.trtllm.environment import choose_gpus, gpu_names, remove_mpi_leftovers
+from backends.engine.trtllm.kv_shape import KvShape, read_kv_shape
+from backends.engine.trtllm.llm_arguments import is_connected, llm_arguments
+from backends.engine.trtllm.llm_sampling import llm_sampling
+from backends.engine.trtllm.llm_thread import LlmThread, Order, Running, Sink
+from backends.engine.trtllm.messages import Site
+from backends.engine.trtllm.settings import TrtllmConfig, option_problems, read_options
+from backends.engine.trtllm.staging_pool import PoolProblem, StagingPool
+from backends.engine.trtllm.stats import IterationStats
+from backends.errors import ConfigError
+from backends.worker_config import PrefillConfig, WorkerConfig
+
+log = logging.getLogger(__name__)
+READY_S_MAX = 60.0  # after the LLM was built: its connectors have reported before
+CLOSE_S_MAX = 5.0
+
+
+class TrtllmEngine:
+    def __init__(
+        self,
+        worker_id: str,
+        worker: WorkerConfig,
+        config: TrtllmConfig,
+        folder: Path,
+        repository: str,
+        listener: Listener,
+        on_stats: Callable[[IterationStats], None],
+    ) -> None:
+        """Raises ConfigError with all mistakes; takes minutes with real weights."""
+        self.config = config
+        self.role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
+        self.is_connected = is_connected(config, self.role)
+        shape, options = self._checked(worker, config, folder, repository)
+        self.layout = shape.layout(worker.dtype, worker.block_tokens, config.tp_size)
+        pages_tokens = worker.kv_pages * worker.block_tokens
+        wanted = worker.context_tokens_max or shape.context_tokens_max
+        self.context_tokens_max = min(shape.context_tokens_max, pages_tokens)
+        self.vocabulary_tokens = shape.vocabulary_tokens
+        self.eos_token_ids = shape.eos_token_ids
+        self.model_id = shape.model_id
+        self.weights_id = Checkpoint.open(folder).weights_id(shape)
+        # The fingerprint's field for all that makes one rank's pages different from another's.
+        self.tp_shape = f"tensorrt_llm-tp{config.tp_size}-page{config.page_tokens}-HND"
+        self.pages = PagePool(worker.kv_pages)
+        self._slots = getattr(worker, "slots", 1)
+        remove_mpi_leftovers(os.environ)
+        self._host: ConnectorHost | None = None
+        self._llm: LlmThread | None = None
+        try:
+            choose_gpus(os.environ, config.gpus)
+            self._package = package.load()
+            self._pool = self._make_pool(worker_id, worker.kv_pages if self.is_connected else 1)
+            self.kv_pool = self._pool.bytes
+        except (ValueError, package.PackageProblem, PoolProblem) as error:
+            raise ConfigError(str(error)) from error
+        try:
+            if self.is_connected:
+                self._host = self._listen(worker_id, listener)
+            limit = min(wanted, self.context_tokens_max)
+            arguments = llm_arguments(self._package, worker, config, folder, limit, options)
+            log.info("tensorrt_llm %s: LLM(%s)", self._package.version, arguments)
+            self._llm = LlmThread(lambda: self._package.llm(**arguments), on_stats)
+            self._check_ranks()
+        except BaseException as error:
+            reason = self._reason_of(error)
+            self.close()
+            if isinstance(error, Exception):
+                raise ConfigError(reason) from error
+            raise
+
+    def _checked(
+        self, worker: WorkerConfig, config: TrtllmConfig, folder: Path, repository: str
+    ) -> tuple[KvShape, dict[str, Any]]:
+        """What can be told before anything is started."""
+        found: list[str] = []
+        if not package.is_installed():
+            found.append(package.MISSING)
+        options = read_options(config.llm_options, repository, found)
+        found += option_problems(options, self.is_connected)
+        try:
+            shape = read_kv_shape(folder, config.tp_size)
+            Checkpoint.open(folder)
+        except CheckpointError as error:
+            found += error.problems
+        if found:
+            raise ConfigError("\n".join(f"  - {line}" for line in found))
+        return shape, options
+
+    def _make_pool(self, worker_id: str, pages: int) -> StagingPool:
+        run = Path(os.environ["MOONCAKE_SOCKETS"]).name
+        return StagingPool(run, worker_id, pages, self.layout.block_bytes)
+
+    def _listen(self, worker_id: str, listener: Listener) -> ConnectorHost:
+        """Before the LLM is built: its connectors report while it is."""
+        address = f"ipc://{os.environ['MOONCAKE_SOCKETS']}/kv-{worker_id}-{os.getpid()}"
+        layout = self.layout
+        site = Site(address, str(self._pool.path), layout.block_tokens, layout.block_bytes)
+        os.environ.update(site.to_environment())
+        return ConnectorHost(address, listener)
+
+    def _check_ranks(self) -> None:
+        if self._host is None:
+            return
+        ranks = self._host.wait_ready(READY_S_MAX)
+        block_bytes = sum(rank.rank_bytes for rank in ranks)
+        if len(ranks) != self.config.tp_size or block_bytes != self.layout.block_bytes:
+            raise ConfigError(
+                f"a block has {block_bytes} bytes over {len(ranks)} rank(s) in TensorRT-LLM, but "
+                f"{self.layout.block_bytes} over {self.config.tp_size} by config.json and dtype: "
+                "is its KV quantised? Set dtype to what it really is"
+            )
+        found = {rank.tokens_per_block for rank in ranks}
+        if found != {self.config.page_tokens}:
+            raise ConfigError(f"page_tokens is {self.config.page_tokens}, TensorRT-LLM has {found}")
+
+    def _reason_of(self, error: BaseException) -> str:
+        """What the connector says is wrong is more to the point than what came of it."""
+        if self._host is not None:
+            try:
+                self._host.wait_ready(0.0)
+            except ChannelError as said:
+                if "did not report" not in str(said):
+                    return str(said)
+        return f"tensorrt_llm did not start: {type(error).__name__}: {error}"
+
+    @property
+    def host(self) -> ConnectorHost:
+        assert self._host is not None, "this engine has no connector"
+        return self._host
+
+    @property
+    def llm(self) -> LlmThread:
+        assert self._llm is not None, "the engine has been closed"
+        return self._llm
+
+    def sampling(self, params: SamplingParams, position: int, tokens: int) -> Any:
+        """Raises RequestInvalid for what this release cannot do."""
+        return llm_sampling(self._package.sampling_params, params, position, tokens)
+
+    def native_params(self, request_id: str, state: bytes) -> Any:
+        cls = self._package.disaggregated_params
+        if self.role == "prefill":
+            return native_handoff.for_prefill(cls, request_id)
+        return native_handoff.for_decode(cls, state)
+
+    def generate(self, order: Order, sink: Sink) -> Running:
+        return self.llm.generate(order, sink)
+
+    def measured_prefill(self, budget_s: float) -> list[tuple[int, int, float]]:
+        return measuring.measured_prefill(self, budget_s)
+
+    def measured_decode(self, budget_s: float) -> list[tuple[int, int, float]]:
+        return measuring.measured_decode(self, budget_s, self._slots)
+
+    @property
+    def hardware(self) -> str:
+        """Whose speed the machine profile is of."""
+        return f"tensorrt_llm {self._package.version}, tp {self.config.tp_size}, {gpu_names()}"
+
+    def close(self) -> None:
+        """The LLM first: its processes map the pool and speak to the host."""
+        if self._llm is not None:
+            self._llm.close(CLOSE_S_MAX)
+        if self._host is not None:
+            self._host.close()
+        self._pool.close()

@@ -1,0 +1,110 @@
+"""What TensorRT-LLM's KV of a Hugging Face folder will look like, read from its config.json alone.
+
+The pool that its pages are copied to is made before the engine starts, so its size must be known
+before; when the engine is up, each rank says how big its pages really are and a difference is
+refused (channel.py). TensorRT-LLM serves many more families than the torch engine: what counts is
+that every layer has full attention with the same number of heads. Loads neither torch nor
+tensorrt_llm.
+
+Not here: the weights (../checkpoint.py), which settings the engine gets (llm_arguments.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backends.engine.checkpoint_error import CheckpointError
+from backends.engine.model_config import read_json
+from mooncake_store.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    architecture: str
+    layers: int
+    hidden: int
+    kv_heads: int
+    head_dim: int
+    vocabulary_tokens: int
+    context_tokens_max: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def model_id(self) -> str:
+        """Says what it is, not where it lies."""
+        return f"{self.architecture}-{self.layers}x{self.hidden}-v{self.vocabulary_tokens}"
+
+    def layout(self, dtype: str, block_tokens: int, tp_size: int) -> KvLayout:
+        """Of a block over all ranks: where there are fewer heads than ranks, each has a copy."""
+        heads_of_rank = max(1, self.kv_heads // tp_size)
+        return KvLayout(self.layers, heads_of_rank * tp_size, self.head_dim, dtype, block_tokens)
+
+
+def read_kv_shape(checkpoint_dir: str | Path, tp_size: int = 1) -> KvShape:
+    """Of this folder, or a CheckpointError that lists all problems."""
+    folder = Path(checkpoint_dir)
+    found: list[str] = []
+    raw = read_json(folder / "config.json", found)
+    generation: dict[str, Any] = {}
+    if (folder / "generation_config.json").exists():
+        generation = read_json(folder / "generation_config.json", found) or {}
+    if raw is None:
+        raise CheckpointError(folder, found)
+    found += _unsupported(raw)
+    heads, hidden = (
+        _positive(raw, "num_attention_heads", found),
+        _positive(raw, "hidden_size", found),
+    )
+    kv_heads = _positive(raw, "num_key_value_heads", found, heads)
+    shape = KvShape(
+        architecture=str((raw.get("architectures") or ["unknown"])[0]),
+        layers=_positive(raw, "num_hidden_layers", found),
+        hidden=hidden,
+        kv_heads=kv_heads,
+        head_dim=_positive(raw, "head_dim", found, hidden // heads or 1),
+        vocabulary_tokens=_positive(raw, "vocab_size", found),
+        context_tokens_max=_positive(raw, "max_position_embeddings", found),
+        eos_token_ids=_eos_token_ids(raw, generation),
+    )
+    if max(kv_heads, tp_size) % min(kv_heads, tp_size) or heads % tp_size:
+        found.append(
+            f"tp_size is {tp_size}, but {heads} heads and {kv_heads} KV heads cannot be divided so"
+        )
+    if found:
+        raise CheckpointError(folder, found)
+    return shape
+
+
+def _positive(
+    raw: Mapping[str, Any], key: str, found: list[str], default: int | None = None
+) -> int:
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        found.append(f"config.json: {key} must be a positive integer, is {value!r}")
+        return 1
+    return value
+
+
+def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
+    """KV that is not one page of equal layers for each token position."""
+    if raw.get("kv_lora_rank"):
+        yield "config.json: latent attention (kv_lora_rank) is not supported by this engine yet"
+    is_windowed = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
+    if is_windowed and raw.get("sliding_window") is not None:
+        yield "config.json: sliding windows are not supported; the connector needs full attention"
+    other = {str(kind) for kind in raw.get("layer_types") or []} - {"full_attention"}
+    if other and not is_windowed:
+        yield f"config.json: layer_types {sorted(other)} are not supported; only full_attention is"
+    if any(key in raw for key in ("ssm_state_size", "mamba_d_state", "hybrid_override_pattern")):
+        yield "config.json: state-space layers are not supported; the connector cannot move them"
+
+
+def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    value = generation.get("eos_token_id", raw.get("eos_token_id"))
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(token_id for token_id in values if isinstance(token_id, int))

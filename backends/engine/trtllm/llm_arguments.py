@@ -1,0 +1,119 @@
+"""The keywords of tensorrt_llm.LLM for a prefill or a decode worker.
+
+Prefill computes one step after the other and has no use for CUDA graphs or for scheduling the next
+step early; decode keeps TensorRT-LLM's defaults for both (loads are whole pages before the forward
+pass, so no hook has to fire inside a graph). Page reuse inside the engine stays on, since the
+connector is only asked with it; partial pages are never reused.
+
+Not here: what may be set (settings.py), the model's shape (kv_shape.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from backends.engine.trtllm.package import (
+    CONNECTOR_MODULE,
+    SCHEDULER_CLASS,
+    WORKER_CLASS,
+    Package,
+    PackageProblem,
+)
+from backends.engine.trtllm.settings import TrtllmConfig
+from backends.worker_config import DecodeConfig, PrefillConfig, WorkerConfig
+
+PREFILL_BATCH_MAX = 64  # prompts that may share a step; chunk_tokens bounds their tokens
+DECODE_STEP_TOKENS_MIN = 2048  # ends of prompts that join a step; the rest waits for the next one
+LATENT_TOKENS = 1  # a prompt that fills the context still gets its one token
+
+
+def is_connected(config: TrtllmConfig, role: str) -> bool:
+    """Does KV of this worker's engine come from and go to the store?"""
+    return role == "prefill" or config.has_connector_at_decode
+
+
+def llm_arguments(
+    package: Package,
+    worker: WorkerConfig,
+    config: TrtllmConfig,
+    folder: Path,
+    context_tokens_max: int,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
+    rest = dict(options)
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,  # tokens in, tokens out: text is the front's and ours
+        "tensor_parallel_size": config.tp_size,
+        "dtype": worker.dtype,
+        "max_seq_len": context_tokens_max + LATENT_TOKENS,
+        "enable_chunked_prefill": True,
+        "enable_iter_perf_stats": True,
+        **_batch(worker),
+        "kv_cache_config": package.config(
+            "KvCacheConfig",
+            **{
+                "enable_block_reuse": True,
+                "enable_partial_reuse": False,
+                "tokens_per_block": config.page_tokens,
+                "max_tokens": worker.kv_pages * worker.block_tokens,
+                "free_gpu_memory_fraction": config.gpu_memory_fraction,
+                **rest.pop("kv_cache_config", {}),
+            },
+        ),
+        "scheduler_config": package.config(
+            "SchedulerConfig",
+            **{
+                "capacity_scheduler_policy": _guaranteed(package),
+                **{
+                    name: value
+                    for name, value in rest.pop("scheduler_config", {}).items()
+                    if name != "capacity_scheduler_policy"
+                },
+            },
+        ),
+    }
+    if is_connected(config, role):
+        arguments["kv_connector_config"] = package.config(
+            "KvCacheConnectorConfig",
+            connector_module=CONNECTOR_MODULE,
+            connector_scheduler_class=SCHEDULER_CLASS,
+            connector_worker_class=WORKER_CLASS,
+        )
+    if config.handoff == "native":
+        arguments["cache_transceiver_config"] = package.config(
+            "CacheTransceiverConfig",
+            backend=config.transceiver, max_tokens_in_buffer=context_tokens_max,
+        )  # fmt: skip
+    arguments |= rest
+    if package.llm_fields is not None and (unknown := set(arguments) - package.llm_fields):
+        raise PackageProblem(
+            f"tensorrt_llm {package.version} does not know {', '.join(sorted(unknown))}"
+        )
+    return arguments
+
+
+def _batch(worker: WorkerConfig) -> dict[str, Any]:
+    """What one step may compute, and how steps follow each other."""
+    if isinstance(worker, PrefillConfig):
+        return {
+            "max_batch_size": min(PREFILL_BATCH_MAX, worker.queue_requests_max),
+            "max_num_tokens": worker.chunk_tokens,
+            "cuda_graph_config": None,
+            "disable_overlap_scheduler": True,
+        }
+    assert isinstance(worker, DecodeConfig), type(worker)
+    return {
+        "max_batch_size": worker.slots,
+        "max_num_tokens": max(DECODE_STEP_TOKENS_MIN, worker.slots),
+    }
+
+
+def _guaranteed(package: Package) -> Any:
+    policies = getattr(package.llm_args, "CapacitySchedulerPolicy", None) or getattr(
+        package.llmapi, "CapacitySchedulerPolicy", None
+    )
+    return "GUARANTEED_NO_EVICT" if policies is None else policies.GUARANTEED_NO_EVICT

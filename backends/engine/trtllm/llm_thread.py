@@ -1,0 +1,212 @@
+"""tensorrt_llm.LLM in a thread of its own, with the event loop that its results need.
+
+A result belongs to the loop in which it was asked for, so everything that touches the LLM happens
+in this thread; other threads hand over orders and hear of tokens through a `Sink`, which is called
+in this thread and must return soon. Releases differ in the keywords that they take: those that are
+only welcome are left out where they are not known.
+
+Not here: what the LLM is made of (engine.py), which request runs when (the workers).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from backends.engine.trtllm import native_handoff
+from backends.engine.trtllm.package import only_accepted
+from backends.engine.trtllm.stats import NONE, IterationStats
+from backends.errors import RequestInvalid, WorkerUnavailable
+
+log = logging.getLogger(__name__)
+STATS_TIMEOUT_S = 0.5  # how long one question waits for an iteration that has not happened yet
+STATS_PERIOD_S = 0.2
+SHUTDOWN_S_MAX = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a generation ended. finish_reason: stop | length | cancelled | timeout."""
+
+    finish_reason: str = ""
+    error: Exception | None = None
+    native: bytes = b""  # of a context-only request: what the decode engine needs (native_handoff)
+
+
+class Sink(Protocol):
+    """Hears of one generation, in the LLM's thread."""
+
+    def tokens(self, token_ids: list[int]) -> None: ...
+    def ended(self, outcome: Outcome) -> None:
+        """Called once, after the last tokens, whatever happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to generate. `sampling` is a tensorrt_llm.SamplingParams."""
+
+    token_ids: Sequence[int]
+    sampling: Any
+    cache_salt: str = ""
+    is_streaming: bool = True
+    disaggregated_params: Any = None
+
+
+class Running:
+    """A generation that was ordered; `abort` may be called from any thread, also too late."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.result: Any = None
+        self.is_aborted = False
+
+    def abort(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and everything with it
+            self._loop.call_soon_threadsafe(self.abort_here)
+
+    def abort_here(self) -> None:
+        """In the LLM's thread."""
+        if not self.is_aborted:
+            self.is_aborted = True
+            if self.result is not None:
+                self.result.abort()
+
+
+class LlmThread:
+    def __init__(
+        self, build: Callable[[], Any], on_stats: Callable[[IterationStats], None]
+    ) -> None:
+        """Raises what `build` raises. It runs in a thread beside the loop: it takes minutes."""
+        self._build = build
+        self._on_stats = on_stats
+        self._llm: Any = None
+        self.stats = NONE
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self._end_loop()
+            raise
+
+    @property
+    def running(self) -> int:
+        """Generations that have not ended yet."""
+        return len(self._tasks)
+
+    def generate(self, order: Order, sink: Sink) -> Running:
+        """Never blocks; everything else comes through the sink."""
+        running = Running(self._loop)
+        try:
+            self._loop.call_soon_threadsafe(self._begin, order, sink, running)
+        except RuntimeError as error:
+            raise WorkerUnavailable("the engine has been shut down") from error
+        return running
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Run `action` in this thread after what it does now. Only from within this thread."""
+        self._loop.call_soon(action)
+
+    def close(self, timeout_s: float) -> None:
+        """Abort what runs, wait for it for so long, end the LLM and this thread."""
+        if not self._thread.is_alive():
+            return
+        try:
+            closing = asyncio.run_coroutine_threadsafe(self._close(timeout_s), self._loop)
+            closing.result(timeout_s + SHUTDOWN_S_MAX + 5.0)
+        except (concurrent.futures.TimeoutError, asyncio.TimeoutError, RuntimeError) as error:
+            log.error("tensorrt_llm did not shut down: %s", error)
+        self._end_loop()
+
+    # -- in the thread
+
+    async def _start(self) -> None:
+        self._llm = await self._loop.run_in_executor(None, self._build)
+        self._stats_task = self._loop.create_task(self._watch_stats())
+
+    def _begin(self, order: Order, sink: Sink, running: Running) -> None:
+        task = self._loop.create_task(self._run(order, sink, running))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, order: Order, sink: Sink, running: Running) -> None:
+        try:
+            outcome = await self._generate(order, sink, running)
+        except asyncio.CancelledError:
+            outcome = Outcome("cancelled", WorkerUnavailable("the engine is shutting down"))
+        except ValueError as error:  # tensorrt_llm checks requests before it takes them
+            outcome = Outcome(error=RequestInvalid(f"tensorrt_llm: {error}"))
+        except Exception as error:  # edge: one generation must not take the others along
+            log.exception("a generation failed")
+            outcome = Outcome(error=WorkerUnavailable(f"tensorrt_llm: {error}"))
+        try:
+            sink.ended(outcome)
+        except Exception:  # edge: as above
+            log.exception("the end of a generation was not taken")
+
+    async def _generate(self, order: Order, sink: Sink, running: Running) -> Outcome:
+        if running.is_aborted:
+            return Outcome("cancelled")
+        welcome = {"cache_salt": order.cache_salt} if order.cache_salt else {}
+        needed = (
+            {"disaggregated_params": order.disaggregated_params}
+            if order.disaggregated_params is not None else {}
+        )  # fmt: skip
+        generate = self._llm.generate_async
+        result = running.result = generate(
+            {"prompt_token_ids": list(order.token_ids)},
+            sampling_params=order.sampling,
+            streaming=order.is_streaming,
+            **needed,
+            **only_accepted(generate, welcome),
+        )
+        if not order.is_streaming:
+            await result
+            output = result.outputs[0]
+            if output.token_ids:
+                sink.tokens(list(output.token_ids))
+        else:
+            async for _ in result:
+                output = result.outputs[0]
+                if output.token_ids_diff:
+                    sink.tokens(list(output.token_ids_diff))
+            output = result.outputs[0]
+        return Outcome(output.finish_reason or "", native=native_handoff.packed(result))
+
+    async def _watch_stats(self) -> None:
+        ask = getattr(self._llm, "get_stats_async", None)
+        while ask is not None:
+            try:
+                async for raw in ask(STATS_TIMEOUT_S):
+                    self.stats = IterationStats.of(json.loads(raw) if isinstance(raw, str) else raw)
+                    self._on_stats(self.stats)
+            except Exception as error:  # edge: numbers on a page must not end the engine
+                log.debug("no statistics: %s", error)
+            await asyncio.sleep(STATS_PERIOD_S)
+
+    async def _close(self, timeout_s: float) -> None:
+        self._stats_task.cancel()
+        tasks = list(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(self._stats_task, *self._tasks, return_exceptions=True)
+        shutdown = self._loop.run_in_executor(None, self._llm.shutdown)
+        await asyncio.wait_for(shutdown, SHUTDOWN_S_MAX)
+        await self._loop.shutdown_default_executor()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self._loop.close()

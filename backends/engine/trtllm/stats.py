@@ -1,0 +1,70 @@
+"""TensorRT-LLM's statistics of its newest iteration, as the worker reports and publishes them.
+
+`LLM.get_stats_async` yields dicts whose keys differ a little between releases; what is missing
+is 0. Pure. Not here: asking for them (engine.py), the series (../../worker_metrics.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# nv_trt_llm_* as the classic Triton model names them: (metric, label, value of the label) -> where.
+SERIES: dict[tuple[str, str, str], tuple[str, ...]] = {
+    ("nv_trt_llm_request_metrics", "request_type", "active"): ("numActiveRequests",),
+    ("nv_trt_llm_request_metrics", "request_type", "max"): ("maxNumActiveRequests",),
+    ("nv_trt_llm_request_metrics", "request_type", "scheduled"):
+        ("inflightBatchingStats", "numScheduledRequests"),
+    ("nv_trt_llm_request_metrics", "request_type", "context"):
+        ("inflightBatchingStats", "numContextRequests"),
+    ("nv_trt_llm_request_metrics", "request_type", "waiting"): ("numQueuedRequests",),
+    ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "max"):
+        ("kvCacheStats", "maxNumBlocks"),
+    ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "free"):
+        ("kvCacheStats", "freeNumBlocks"),
+    ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "used"):
+        ("kvCacheStats", "usedNumBlocks"),
+    ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "tokens_per"):
+        ("kvCacheStats", "tokensPerBlock"),
+    ("nv_trt_llm_runtime_memory_metrics", "memory_type", "gpu"): ("gpuMemUsage",),
+    ("nv_trt_llm_runtime_memory_metrics", "memory_type", "cpu"): ("cpuMemUsage",),
+    ("nv_trt_llm_runtime_memory_metrics", "memory_type", "pinned"): ("pinnedMemUsage",),
+    ("nv_trt_llm_inflight_batcher_metrics", "inflight_batcher_specific_metric",
+     "total_context_tokens"): ("inflightBatchingStats", "numCtxTokens"),
+    ("nv_trt_llm_inflight_batcher_metrics", "inflight_batcher_specific_metric",
+     "generation_requests"): ("inflightBatchingStats", "numGenRequests"),
+    ("nv_trt_llm_general_metrics", "general_type", "iteration_counter"): ("iter",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStats:
+    """One iteration of the engine."""
+
+    iterations: int
+    step_s: float
+    raw: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> IterationStats:
+        return cls(int(_number(raw, ("iter",))), _number(raw, ("iterLatencyMS",)) / 1e3, raw)
+
+    def series(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        """(metric, labels, value) of everything that TensorRT-LLM's own Triton model shows."""
+        for (metric, label, value), path in SERIES.items():
+            yield metric, {label: value}, _number(self.raw, path)
+        used, most = (_number(self.raw, ("kvCacheStats", key)) for key in
+                      ("usedNumBlocks", "maxNumBlocks"))  # fmt: skip
+        labels = {"kv_cache_block_type": "fraction"}
+        yield "nv_trt_llm_kv_cache_block_metrics", labels, used / most if most else 0.0
+
+
+NONE = IterationStats(0, 0.0, {})
+
+
+def _number(raw: Mapping[str, Any], path: tuple[str, ...]) -> float:
+    value: Any = raw
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -1,0 +1,297 @@
+"""The decode worker on TensorRT-LLM: handed-over KV goes into its pages, it batches and decodes.
+
+As with the torch engine (decode_worker.py) KV is read ahead into reserved pages while prefill
+computes. Those are pages of the staging pool here: when all of it is there the request is *staged*
+and submitted, as prompt and first token; the engine copies whole pages of its own from there and
+computes the few tokens that are left. Blocks that it fills come back into pages that the request
+has reserved for them, and go to the store. A request that has ended keeps its pages until the last
+of its blocks came out, or a moment is over.
+
+handoff "native": the engine gets KV from the prefill engine by itself; there is no connector, and
+what it generates does not go to the store.
+
+Not here: tensorrt_llm itself (engine/trtllm/).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from backends.decode_job import DecodeClient, DecodeJob
+from backends.decode_worker import DecodeWorker
+from backends.engine.trtllm.engine import TrtllmEngine
+from backends.engine.trtllm.llm_thread import Order, Outcome, Running
+from backends.engine.trtllm.messages import Stage
+from backends.engine.trtllm.settings import TrtllmConfig
+from backends.engine.trtllm.stats import IterationStats
+from backends.errors import ServingError, WorkerUnavailable
+from backends.staged_pages import StagedPages
+from backends.worker import IDLE_WAIT_S
+from backends.worker_config import DecodeConfig, checkpoint_folder
+from backends.worker_protocol import DecodeRequest, Tokens, TokenUpdate
+from mooncake_store.block_keys import block_keys, chain_seed, packed_tokens
+from mooncake_store.membership import WorkerReport
+
+log = logging.getLogger(__name__)
+ENDS_WELL = ("length", "end_id", "stop_word")
+
+
+class TrtllmDecodeJob(DecodeJob):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.running: Running | None = None
+        self.is_staged = False
+        self.filled: set[int] = set()  # blocks whose tokens are all known, and
+        self.saved: set[int] = set()  # those that are in their pages; put when they are in both
+        self.ended_s = 0.0
+
+    def take_ready(self) -> list[int]:
+        """Blocks that can go to the store now."""
+        ready = sorted(self.filled & self.saved)
+        self.filled -= set(ready)
+        self.saved -= set(ready)
+        return ready
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSink:
+    """What the engine says of one request."""
+
+    worker: TrtllmDecodeWorker
+    job: TrtllmDecodeJob
+
+    def tokens(self, token_ids: list[int]) -> None:
+        self.worker.decoded(self.job, token_ids)
+
+    def ended(self, outcome: Outcome) -> None:
+        self.worker.ended(self.job, outcome)
+
+
+class TrtllmDecodeWorker(DecodeWorker):
+    def __init__(
+        self, worker_id: str, config: DecodeConfig, repository: str, trtllm: TrtllmConfig
+    ) -> None:
+        self._trtllm = trtllm
+        self._is_native = trtllm.handoff == "native"
+        self._engine: Any = None
+        self._is_broken = False
+        self._leaving: dict[str, tuple[TrtllmDecodeJob, list[int]]] = {}  # ended, blocks to come
+        self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)  # by front, of this moment
+        try:
+            super().__init__(worker_id, config, repository)
+        except BaseException:
+            if self._engine is not None:
+                self._engine.close()
+            raise
+
+    def submit(self, request: DecodeRequest, ids: np.ndarray, client: DecodeClient) -> None:
+        if self._is_broken:
+            raise WorkerUnavailable(f"{self.worker.worker_id} has lost its engine")
+        if bool(request.native) != self._is_native:
+            raise WorkerUnavailable(
+                f"{self.worker.worker_id} has handoff {self._trtllm.handoff}, the prefill worker "
+                "has another; give all workers the same"
+            )
+        super().submit(request, ids, client)
+
+    def report(self) -> WorkerReport:
+        report = super().report()
+        return replace(report, is_draining=True) if self._is_broken else report
+
+    # -- the engine
+
+    def _own_engine(self, worker_id: str, config: DecodeConfig, repository: str) -> Any:
+        folder = checkpoint_folder(config.checkpoint, repository)
+        self._engine = TrtllmEngine(
+            worker_id, config, self._trtllm, folder, repository, self, self._on_stats
+        )
+        if not self._is_native:
+            self._staged = StagedPages(self._engine.host, config.transfer_s_max, self._release)
+        return self._engine
+
+    def _on_stats(self, stats: IterationStats) -> None:
+        if hasattr(self, "worker"):  # else still starting: it is being measured
+            self.worker.steps.took(stats.step_s)
+
+    def _job(self, *given: Any) -> TrtllmDecodeJob:
+        return TrtllmDecodeJob(*given)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._is_closing and not self._jobs and not self._leaving:
+                    return
+                self._drop_stopped()
+                self._pages.settle()
+                self._admit()
+                self._let_go(time.monotonic())
+                self._lock.wait(IDLE_WAIT_S)
+
+    def _loaded(self, job: DecodeJob) -> None:
+        """In the loader's thread: stage, then submit."""
+        assert isinstance(job, TrtllmDecodeJob)
+        try:
+            if not job.is_stopped and not self._is_native:
+                self._stage(job)
+            order = self._order(job)
+        except ServingError as error:
+            with self._lock:
+                job.is_loading = False
+            self._end(job, error=error)
+            return
+        with self._lock:
+            job.is_loading = False
+            self._lock.notify_all()
+            if job.is_stopped:
+                return  # dropped at the next turn
+            self._batching.start(job.request_id, len(job.token_ids))
+            job.running = self._engine.generate(order, AnswerSink(self, job))
+
+    def _stage(self, job: TrtllmDecodeJob) -> None:
+        ids, salt, page = (
+            np.asarray(job.token_ids),
+            job.request.cache_salt,
+            self._trtllm.page_tokens,
+        )
+        seed = chain_seed(self.worker.fingerprint, cache_salt=salt)
+        kv_tokens = len(ids) - 1  # the newest token's KV is nobody's yet
+        job.is_staged = True
+        self._staged.stage(Stage(
+            job.request_id, bytes(packed_tokens(ids)), salt, seed,
+            block_keys(ids, self._config.block_tokens, seed), list(job.pages),
+            kv_tokens // page * page,
+        ))  # fmt: skip
+
+    def _order(self, job: TrtllmDecodeJob) -> Order:
+        sampling, done = job.request.sampling, len(job.output_ids)
+        if self._is_native:  # the first token counts, and is among what prefill's engine left
+            params = self._engine.native_params(job.request_id, job.request.native)
+            wanted = self._engine.sampling(sampling, done - 1, sampling.max_tokens - done + 1)
+            return Order(job.token_ids[:-1], wanted, job.request.cache_salt, True, params)
+        wanted = self._engine.sampling(sampling, done, sampling.max_tokens - done)
+        return Order(list(job.token_ids), wanted, job.request.cache_salt)
+
+    # -- what the engine says: in the LLM's thread, or in the channel's
+
+    def decoded(self, job: TrtllmDecodeJob, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            with self._lock:
+                if job.request_id not in self._jobs or job.is_stopped or job.finish_reason:
+                    return
+                job.kv_grew()
+                if job.full_block is not None:
+                    job.filled.add(job.full_block)
+                job.append(token_id)
+                self._batching.computed([job.request_id])
+                self.tokens_generated += 1
+        self._put(job)
+        if job.finish_reason:
+            self._end(job)
+        elif job.has_update:
+            if not self._updates:
+                self._engine.llm.soon(self._send_updates)
+            self._updates[job.request.reply_inbox].append(job.take_update())
+
+    def _send_updates(self) -> None:
+        """One letter per front with what this turn of the LLM's loop brought."""
+        updates, self._updates = self._updates, defaultdict(list)
+        for inbox, of_front in updates.items():
+            self.worker.outbox.send(inbox, Tokens(self.worker.incarnation, of_front))
+
+    def ended(self, job: TrtllmDecodeJob, outcome: Outcome) -> None:
+        if job.finish_reason or job.request_id not in self._jobs:
+            return  # we saw its end before the engine did
+        if outcome.error is not None:
+            self._end(job, error=outcome.error)
+        elif outcome.finish_reason == "stop":  # the end id itself is kept by some releases
+            end_ids = job.request.sampling.end_ids
+            self.decoded(job, list(end_ids[:1]))
+            if not job.finish_reason:
+                self._end(job, error=WorkerUnavailable("the engine stopped without an end id"))
+        elif not job.is_stopped:
+            reason = f"the engine ended it after {len(job.output_ids)} tokens: "
+            self._end(job, error=WorkerUnavailable(reason + outcome.finish_reason))
+
+    def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
+        log.debug("%s: %d tokens local, %d loaded", request_id, local_tokens, loaded_tokens)
+
+    def loaded(self, request_id: str, tokens: int) -> None:
+        """Of no interest: its pages are kept until it has ended."""
+
+    def saved(self, request_id: str, blocks: list[int]) -> None:
+        with self._lock:
+            job = self._jobs.get(request_id)
+            if job is None and request_id in self._leaving:
+                job = self._leaving[request_id][0]
+            if job is None:
+                return
+            assert isinstance(job, TrtllmDecodeJob)
+            job.saved |= set(blocks)
+        self._put(job)
+        with self._lock:
+            self._lock.notify_all()
+
+    def broken(self, reason: str) -> None:
+        log.critical("the engine's connector does not work any more: %s", reason)
+        with self._lock:
+            self._is_broken = True
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            self._end(job, error=WorkerUnavailable(reason))
+
+    def _put(self, job: TrtllmDecodeJob) -> None:
+        with self._lock:
+            ready = job.take_ready()
+            put = job.put if ready else None
+        if put is not None:
+            self._writer.put_whole(put, ready)
+
+    # -- and leaves
+
+    def _end(self, job: DecodeJob, error: Exception | None = None) -> None:
+        assert isinstance(job, TrtllmDecodeJob)
+        if job.running is not None:
+            job.running.abort()  # also where only we know that a stop word ended it
+        super()._end(job, error)
+
+    def _freed(self, job: DecodeJob, pages: list[int]) -> None:
+        """In the writer's thread, behind what it had to do for this job."""
+        assert isinstance(job, TrtllmDecodeJob)
+        if not job.is_staged:
+            super()._freed(job, pages)
+            return
+        with self._lock:
+            job.ended_s = time.monotonic()
+            if job.finish_reason not in ENDS_WELL or self._is_broken:
+                job.filled.clear()
+            self._leaving[job.request_id] = (job, pages)
+            self._lock.notify_all()
+
+    def _let_go(self, now_s: float) -> None:
+        """Those whose blocks all came out, or that took too long; with the lock held."""
+        over = [
+            (job, pages) for job, pages in self._leaving.values()
+            if not job.filled or now_s - job.ended_s > self._config.transfer_s_max
+        ]  # fmt: skip
+        for job, pages in over:
+            del self._leaving[job.request_id]
+            self._writer.then(self._give_back(job, pages))
+
+    def _give_back(self, job: TrtllmDecodeJob, pages: list[int]) -> Callable[[], None]:
+        def give_back() -> None:
+            self.worker.owners.release(job.request_id)
+            self._staged.give_back(job.request_id, pages)
+
+        return give_back
+
+    def _release(self, pages: list[int]) -> None:
+        with self._lock:
+            self._pages.release(pages)
+            self._lock.notify_all()

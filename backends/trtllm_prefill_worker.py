@@ -1,0 +1,304 @@
+"""The prefill worker on TensorRT-LLM: it batches and computes, we bring prefixes and take KV out.
+
+A prompt waits its turn, gets pages of the staging pool, has its cached prefix loaded into them as
+with the torch engine (prefill_worker.py), is *staged* (the connector in the engine's processes
+knows its pages and keys) and only then submitted, for one token. What the engine computes comes
+back block by block into the pages and goes to the store; the answer leaves after the last one.
+
+The engine takes prompts in the order in which it gets them, so only as many are given to it as
+keep it busy for two steps: the others wait in our queue, whose order is the conductor's.
+
+handoff "native": the engine hands KV to the decode engine by itself, so the answer does not wait
+for the store; blocks go there all the same, for the next prompt with that prefix.
+
+Not here: tensorrt_llm itself (engine/trtllm/).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from backends.engine.batching import Chunk
+from backends.engine.trtllm.engine import TrtllmEngine
+from backends.engine.trtllm.llm_thread import Order, Outcome, Running
+from backends.engine.trtllm.messages import Stage
+from backends.engine.trtllm.settings import TrtllmConfig
+from backends.engine.trtllm.stats import IterationStats
+from backends.errors import Cancelled, WorkerUnavailable
+from backends.prefill_job import PrefillClient, PrefillJob
+from backends.prefill_worker import PrefillWorker
+from backends.staged_pages import StagedPages
+from backends.worker import IDLE_WAIT_S
+from backends.worker_config import PrefillConfig, checkpoint_folder
+from backends.worker_protocol import PrefillReply, PrefillRequest
+from mooncake_store.block_keys import chain_seed, packed_tokens
+from mooncake_store.layout import blocks_touched
+from mooncake_store.membership import WorkerReport
+
+log = logging.getLogger(__name__)
+STEPS_AHEAD = 2  # so many steps' tokens are in the engine's own queue
+SAME_STEP_S = 0.001  # first tokens that come so close to each other are of one step
+
+
+@dataclass(slots=True)
+class TrtllmPrefillJob(PrefillJob):
+    running: Running | None = None
+    is_staged: bool = False
+    is_answered: bool = False
+    started_tokens: int = 0  # cached ones when the engine got it
+    token_id: int | None = None
+    unsaved: set[int] = field(default_factory=set)  # blocks that are not in their pages yet
+    given_s: float = 0.0  # to the engine
+    native: bytes | None = None  # None: the engine has not ended it yet
+
+    def reply(self, incarnation: str, block_bytes: int) -> PrefillReply:
+        reply = PrefillJob.reply(self, incarnation, block_bytes)
+        return msgspec.structs.replace(reply, native=self.native or b"")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSink:
+    """What the engine says of one prompt."""
+
+    worker: TrtllmPrefillWorker
+    job: TrtllmPrefillJob
+
+    def tokens(self, token_ids: list[int]) -> None:
+        self.worker.computed(self.job, token_ids[0])
+
+    def ended(self, outcome: Outcome) -> None:
+        self.worker.ended(self.job, outcome)
+
+
+class TrtllmPrefillWorker(PrefillWorker):
+    def __init__(
+        self, worker_id: str, config: PrefillConfig, repository: str, trtllm: TrtllmConfig
+    ) -> None:
+        self._trtllm = trtllm
+        self._is_native = trtllm.handoff == "native"
+        self._engine: Any = None
+        self._is_broken = False
+        self._step_began_s = self._step_ended_s = 0.0
+        try:
+            super().__init__(worker_id, config, repository)
+        except BaseException:
+            if self._engine is not None:
+                self._engine.close()
+            raise
+
+    def submit(self, request: PrefillRequest, ids: np.ndarray, client: PrefillClient) -> None:
+        if self._is_broken:
+            raise WorkerUnavailable(f"{self.worker.worker_id} has lost its engine")
+        super().submit(request, ids, client)
+
+    def report(self) -> WorkerReport:
+        report = super().report()
+        return replace(report, is_draining=True) if self._is_broken else report
+
+    # -- the engine
+
+    def _own_engine(self, worker_id: str, config: PrefillConfig, repository: str) -> Any:
+        folder = checkpoint_folder(config.checkpoint, repository)
+        self._engine = TrtllmEngine(
+            worker_id, config, self._trtllm, folder, repository, self, self._on_stats
+        )
+        self._staged = StagedPages(self._engine.host, config.transfer_s_max, self._release)
+        return self._engine
+
+    def _on_stats(self, stats: IterationStats) -> None:
+        if hasattr(self, "worker"):  # else still starting: it is being measured
+            self.worker.steps.took(stats.step_s)
+
+    def _job(self, *given: Any) -> TrtllmPrefillJob:
+        job = TrtllmPrefillJob(*given)
+        if self._is_native:
+            job.put.decode_inbox = ""  # nothing is read ahead: the engines do it themselves
+        return job
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._is_closing and not self._jobs:
+                    return
+                self._drop_stopped()
+                self._pages.settle()
+                self._admit()
+                late = self._late(time.monotonic())
+                self._lock.wait(0.0 if late else IDLE_WAIT_S)
+            for job in late:
+                self._fail(job, WorkerUnavailable("the engine did not give the KV of a prompt"))
+
+    def _admit(self) -> None:
+        """As many prompts as keep the engine busy; with the lock held."""
+        ahead = STEPS_AHEAD * self._config.chunk_tokens
+        while self._tokens_ahead() < ahead:
+            for admitted in self._batching.admit(at_most=1):
+                job = self._jobs[admitted.request_id]
+                job.put.pages = admitted.pages
+                job.is_loading = True
+                self._loaders.submit(self._load, job)
+                break
+            else:
+                return
+
+    def _tokens_ahead(self) -> int:
+        """What the engine has got or gets, and has not computed."""
+        return sum(
+            len(job.token_ids) - job.cached_tokens
+            for job in self._jobs.values()
+            if job.put.pages and not job.computed_at_s
+        )
+
+    def _late(self, now_s: float) -> list[PrefillJob]:
+        """Computed, but their KV does not come out."""
+        return [
+            job for job in self._jobs.values()
+            if job.computed_at_s and job.unsaved  # type: ignore[attr-defined]
+            and now_s - job.computed_at_s > self._config.transfer_s_max
+        ]  # fmt: skip
+
+    def _loaded(self, job: PrefillJob) -> None:
+        """In a loader's thread: stage, then submit."""
+        assert isinstance(job, TrtllmPrefillJob)
+        put, salt, page = job.put, job.request.cache_salt, self._trtllm.page_tokens
+        if not job.is_stopped:
+            job.is_staged = True
+            self._staged.stage(Stage(
+                job.request_id, bytes(packed_tokens(job.token_ids)), salt,
+                chain_seed(self.worker.fingerprint, cache_salt=salt), list(put.keys),
+                list(put.pages), put.first_block * self._block_tokens,
+            ))  # fmt: skip
+        whole = len(job.token_ids) // page * page  # the rest of the last page is computed again
+        job.unsaved = set(range(put.first_block, blocks_touched(whole, self._block_tokens)))
+        order = self._order(job)
+        with self._lock:
+            job.is_loading = False
+            self._lock.notify_all()
+            if job.request_id not in self._jobs or job.is_stopped:
+                return  # dropped at the next turn
+            self._batching.start(job.request_id, job.cached_tokens)
+            job.started_tokens = job.cached_tokens
+            job.given_s = time.monotonic()
+            job.running = self._engine.generate(order, PromptSink(self, job))
+
+    def _order(self, job: TrtllmPrefillJob) -> Order:
+        request = job.request
+        native = self._is_native and request.decode_inbox
+        return Order(
+            job.token_ids.tolist(),
+            self._engine.sampling(
+                request.sampling, len(job.token_ids) - request.prompt_tokens, 1
+            ),
+            request.cache_salt,
+            is_streaming=False,
+            disaggregated_params=self._engine.native_params(job.request_id, b"")
+            if native else None,
+        )  # fmt: skip
+
+    # -- what the engine says: in the LLM's thread, or in the channel's
+
+    def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
+        with self._lock:
+            job = self._jobs.get(request_id)
+            if job is not None and not job.computed_at_s:
+                job.cached_tokens = min(local_tokens + loaded_tokens, len(job.token_ids) - 1)
+
+    def loaded(self, request_id: str, tokens: int) -> None:
+        """Of no interest: its pages are kept until it has ended."""
+
+    def computed(self, job: TrtllmPrefillJob, token_id: int) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            if job.request_id not in self._jobs or job.token_id is not None:
+                return
+            if now_s - self._step_ended_s > SAME_STEP_S:
+                self._step_began_s = self._step_ended_s
+            self._step_ended_s = now_s
+            job.compute_s = now_s - max(job.given_s, self._step_began_s)
+            job.computed_at_s = now_s
+            job.token_id = token_id
+            left = len(job.token_ids) - job.started_tokens
+            self._batching.computed([Chunk(job.request_id, job.started_tokens, left, True)])
+            self._lock.notify_all()
+        if letter := job.first_token(token_id):
+            self.worker.outbox.send(job.request.reply_inbox, letter)
+        self._answer_if_done(job)
+
+    def ended(self, job: TrtllmPrefillJob, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            self._fail(job, outcome.error)
+            return
+        if outcome.finish_reason == "stop" and job.token_id is None:  # the end id itself is kept
+            self.computed(job, job.request.sampling.end_ids[0])
+        elif job.token_id is None:
+            self._fail(job, Cancelled(f"the engine ended it: {outcome.finish_reason}"))
+            return
+        job.native = outcome.native
+        self._answer_if_done(job)
+
+    def saved(self, request_id: str, blocks: list[int]) -> None:
+        with self._lock:
+            job = self._jobs.get(request_id)
+            if job is None:
+                return
+            assert isinstance(job, TrtllmPrefillJob)
+            new = sorted(job.unsaved & set(blocks))
+            job.unsaved -= set(new)
+        if new:
+            self._writer.put_whole(job.put, new, is_handover=not self._is_native)
+            keys = [job.put.keys[block] for block in new if block < len(job.put.keys)]
+            self._writer.then(lambda: self._settle(job, keys))
+        self._answer_if_done(job)
+
+    def broken(self, reason: str) -> None:
+        log.critical("the engine's connector does not work any more: %s", reason)
+        with self._lock:
+            self._is_broken = True
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            self._fail(job, WorkerUnavailable(reason))
+
+    # -- and leaves
+
+    def _answer_if_done(self, job: TrtllmPrefillJob) -> None:
+        """The last of: the token, the KV in the store (or, native, the engine's word for it)."""
+        with self._lock:
+            if job.token_id is None or job.request_id not in self._jobs:
+                return
+            is_ready = job.native is not None if self._is_native else not job.unsaved
+            is_first, job.is_answered = is_ready and not job.is_answered, is_ready
+            is_over = self._is_native and job.is_answered and not job.unsaved
+        token_id = job.token_id
+        if is_first and self._is_native:
+            self._writer.then(lambda: self._answer_early(job, token_id))
+        elif is_first:
+            self._writer.then(lambda: self._answer(job, token_id))
+        if is_over:
+            self._writer.then(lambda: self._forget(job, keep_leases=False))
+
+    def _answer_early(self, job: TrtllmPrefillJob, token_id: int) -> None:
+        """The engines hand KV over by themselves; what is still being saved goes on."""
+        reply = job.reply(self.worker.incarnation, self._engine.layout.block_bytes)
+        job.observe(reply, self._block_tokens, self.worker.observations)
+        job.client.prefilled(token_id, reply)
+
+    def _free(self, job: PrefillJob, pages: list[int]) -> None:
+        assert isinstance(job, TrtllmPrefillJob)
+        if job.running is not None:
+            job.running.abort()
+        if job.is_staged:
+            # Behind what the writer still copies from these pages.
+            self._writer.then(lambda: self._staged.give_back(job.request_id, pages))
+        else:
+            self._pages.release(pages)
+
+    def _release(self, pages: list[int]) -> None:
+        with self._lock:
+            self._pages.release(pages)
+            self._lock.notify_all()
