@@ -192,6 +192,8 @@ class ConnectorHost:
         for future, _ in waiting.values():
             _fail(future, "the channel was closed")
         for post in (self._scheduler, *self._ranks.values()):
+            with contextlib.suppress(ChannelError):
+                post.send(m.Goodbye())
             post.close()
 
     def _is_complete(self) -> bool:

@@ -92,6 +92,10 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
     moves: int
 
 
+class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
+    """The worker ends: TensorRT-LLM does not tell connectors that it is shut down."""
+
+
 # -- from the connector's scheduler, on rank 0
 
 
@@ -157,5 +161,5 @@ class Broken(msgspec.Struct, tag="broken", frozen=True):
     reason: str
 
 
-ToConnector = Stage | Unstage | Drain
+ToConnector = Stage | Unstage | Drain | Goodbye
 ToWorker = Staged | Refused | Claimed | Unstaged | Ready | Saved | Loaded | Drained | Broken

@@ -1,0 +1,152 @@
+"""The classes that TensorRT-LLM loads into its own processes: `kv_connector_config` names them.
+
+    connector_module            backends.engine.trtllm.connector
+    connector_scheduler_class   MooncakeConnectorScheduler     on rank 0
+    connector_worker_class      MooncakeConnectorWorker        on every rank
+
+They only translate; what they do is in scheduler.py and rank_copies.py. Both places where
+versions of TensorRT-LLM have the base classes are known (1.2.x, and 1.3.0rc14 and later); without
+tensorrt_llm this file can be imported too, and serves nobody. Loads are ordered on the stream of
+the forward pass, so they are synchronous to TensorRT-LLM and wait on nothing but the GPU; saves
+are asynchronous, and layer hooks have nothing to do: a page is complete when all layers are.
+
+A worker says goodbye through the channel, because TensorRT-LLM tells a connector nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from backends.engine.trtllm import messages as m
+from backends.engine.trtllm.block_pages import BlockPages, Orders, size_problems
+from backends.engine.trtllm.channel import SCHEDULER, ConnectorLink, rank_name
+from backends.engine.trtllm.copier import make_copier, map_pool
+from backends.engine.trtllm.rank_copies import RankCopies
+from backends.engine.trtllm.scheduler import StageScheduler
+
+if TYPE_CHECKING:
+    from backends.engine.trtllm.connector_base import SchedulerBase, WorkerBase
+else:
+    try:
+        from tensorrt_llm._torch.pyexecutor.connectors import kv_cache_connector as _api
+    except ImportError:
+        try:
+            from tensorrt_llm._torch.pyexecutor import kv_cache_connector as _api
+        except ImportError:
+            _api = None
+    if _api is None:
+        from backends.engine.trtllm.connector_base import SchedulerBase, WorkerBase
+    else:
+        SchedulerBase = _api.KvCacheConnectorScheduler
+        WorkerBase = _api.KvCacheConnectorWorker
+
+
+class MooncakeConnectorScheduler(SchedulerBase):
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        site = m.Site.from_environment(dict(os.environ))
+        self._scheduler = StageScheduler(
+            site.block_tokens, llm_args.kv_cache_config.tokens_per_block, self._send
+        )
+        self._link = ConnectorLink(site.channel, SCHEDULER, self._on_message)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        return self._scheduler.match(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
+        self._scheduler.allocated(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        return self._scheduler.orders(
+            scheduler_output.new_requests, scheduler_output.cached_requests
+        )
+
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
+        return self._scheduler.finished(request)
+
+    def wait_for_initialization(self) -> None:
+        """Nothing: the worker waits for every rank (ConnectorHost.wait_ready)."""
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _send(self, message: m.ToWorker) -> None:
+        self._link.send(message)
+
+    def _on_message(self, message: m.ToConnector) -> None:
+        if isinstance(message, m.Goodbye):
+            self.close()
+        else:
+            self._scheduler.on_message(message)
+
+
+class MooncakeConnectorWorker(WorkerBase):
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self._site = m.Site.from_environment(dict(os.environ))
+        self._tokens_per_block: int = llm_args.kv_cache_config.tokens_per_block
+        self._tp_size: int = llm_args.tensor_parallel_size
+        self._rank: int = llm_args.parallel_config.to_mapping().rank
+        self._copies: RankCopies | None = None
+        self._link = ConnectorLink(self._site.channel, rank_name(self._rank), self._on_message)
+
+    def register_kv_caches(self, kv_cache_tensor: Any) -> None:
+        """Sizes are compared once, here; a difference ends the start of the worker."""
+        try:
+            self._register(kv_cache_tensor)
+        except Exception as error:  # edge: TensorRT-LLM's own words for it are far from the cause
+            self._link.send(m.Broken(f"rank {self._rank}: {error}"))
+            raise
+
+    def _register(self, kv: Any) -> None:
+        site, tokens = self._site, self._tokens_per_block
+        page_bytes = kv[0].numel() * kv.element_size() if len(kv.shape) else 0
+        problems = size_problems(
+            kv.shape, page_bytes, tokens, self._tp_size, site.block_tokens, site.block_bytes
+        )
+        if problems:
+            raise ValueError("; ".join(problems))
+        pages = BlockPages.of(self._rank, self._tp_size, page_bytes, tokens, site.block_tokens)
+        pool = map_pool(site.pool_path, site.block_bytes)
+        self._copies = RankCopies(pages, tokens, make_copier(kv, pool), self._link.send)
+        pool_pages = len(pool) // site.block_bytes
+        self._link.send(m.Ready(self._rank, self._tp_size, pages.rank_bytes, tokens, pool_pages))
+
+    def start_load_kv(self, stream: Any) -> None:
+        orders = self.get_connector_meta()
+        if orders is not None:
+            self._ready_copies.start(Orders(*orders), stream)
+
+    def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
+        self._ready_copies.before_layer(stream)
+
+    def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
+        """Nothing: pages are saved whole, after the last layer."""
+
+    def wait_for_save(self, stream: Any) -> None:
+        self._ready_copies.after_forward(stream)
+
+    def get_finished(
+        self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
+    ) -> tuple[list[int], list[int]]:
+        # Loads are synchronous: none of ours is ever in the second list.
+        return self._ready_copies.finished(finished_gen_req_ids), list(started_loading_req_ids)
+
+    def close(self) -> None:
+        self._link.close()
+        if self._copies is not None:
+            self._copies.close()
+
+    @property
+    def _ready_copies(self) -> RankCopies:
+        assert self._copies is not None, "register_kv_caches comes first"
+        return self._copies
+
+    def _on_message(self, message: m.ToConnector) -> None:
+        if isinstance(message, m.Goodbye):
+            self.close()
+        elif self._copies is not None:
+            self._copies.on_message(message)

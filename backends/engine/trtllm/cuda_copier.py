@@ -1,0 +1,117 @@
+"""Copies between pages on a GPU and the staging pool, without holding up the forward pass.
+
+The pool is page-locked, so the GPU's copy engines read and write it themselves. Loads and saves
+each have a stream of their own, tied to the forward pass by events:
+
+    load:  forward stream ──event──▶ load stream: copies ──event──▶ forward stream goes on
+    save:  forward stream ──event──▶ save stream: copies ──event──▶ the thread that waits here
+
+A load waits for what the forward stream still has to do, because the pages that it fills may just
+have been taken from a request whose last step is under way. Copies are issued through the CUDA
+driver (ctypes, 2 to 4 us each, where a torch copy costs 8): a page of 32 tokens takes 7 us on a
+PCIe 5 link, so a slower call would be the limit. They are plain copies, not kernels: no
+multiprocessor is taken from the forward pass.
+
+Not here: which copies (rank_copies.py). torch is imported late: only a process with CUDA gets here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.engine.trtllm.block_pages import Run
+from backends.engine.trtllm.copier import Event
+
+log = logging.getLogger(__name__)
+HOST_REGISTER_PORTABLE = 1
+ISSUED_MAX = 512  # copies in flight; beyond 1,000 or so the driver's queue is full
+
+
+class CudaDriver:
+    """The one call of libcuda that is needed; addresses are unified, so it copies either way."""
+
+    def __init__(self) -> None:
+        # PyDLL keeps the GIL: giving it up for 3 us would cost a switch interval to get it back.
+        self._quick = _copy_function(ctypes.PyDLL("libcuda.so.1"))
+        self._patient = _copy_function(ctypes.CDLL("libcuda.so.1"))
+
+    def copy(self, target: int, source: int, size_bytes: int, stream: int, issued: int) -> None:
+        """`issued` copies may be in flight already: beyond some, this call waits for them."""
+        call = self._quick if issued < ISSUED_MAX else self._patient
+        if error := call(target, source, size_bytes, stream):
+            raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {error}")
+
+
+def _copy_function(library: ctypes.CDLL) -> Any:
+    function = library.cuMemcpyAsync
+    function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+class CudaCopier:
+    def __init__(self, kv: Any, pool: NDArray[np.uint8]) -> None:
+        import torch
+
+        assert kv.is_contiguous(), "pages must be contiguous"
+        self._torch: Any = torch
+        self._device = kv.device
+        self._driver = CudaDriver()
+        self._pages_at = kv.data_ptr()
+        self._kv, self._pool = kv, pool  # kept alive
+        self._pool_at = pool.ctypes.data
+        with self._torch.cuda.device(self._device):
+            error = self._torch.cuda.cudart().cudaHostRegister(
+                self._pool_at, pool.nbytes, HOST_REGISTER_PORTABLE
+            )
+            self._is_locked = int(error) == 0
+            if not self._is_locked:
+                log.warning(
+                    "the staging pool cannot be page-locked (CUDA error %s): copies will be slow "
+                    "and hold up the forward pass; raise the limit of locked memory (ulimit -l)",
+                    int(error),
+                )
+            self._load_stream = self._torch.cuda.Stream()
+            self._save_stream = self._torch.cuda.Stream()
+
+    def load(self, runs: Sequence[Run], stream: Any) -> Event | None:
+        with self._torch.cuda.device(self._device):
+            self._load_stream.wait_event(self.record(stream))
+            pages, pool, copy = self._pages_at, self._pool_at, self._driver.copy
+            queue = self._load_stream.cuda_stream
+            for issued, (pages_offset, pool_offset, size_bytes) in enumerate(runs):
+                copy(pages + pages_offset, pool + pool_offset, size_bytes, queue, issued)
+            done: Event = self.record(self._load_stream)
+            stream.wait_event(done)
+        return done
+
+    def record(self, stream: Any) -> Any:
+        # Blocking: a thread that waits for it sleeps instead of spinning.
+        event = self._torch.cuda.Event(blocking=True)
+        event.record(stream)
+        return event
+
+    def save(self, runs: Sequence[Run], after: Event | None) -> None:
+        with self._torch.cuda.device(self._device):
+            if after is not None:
+                self._save_stream.wait_event(after)
+            pages, pool, copy = self._pages_at, self._pool_at, self._driver.copy
+            queue = self._save_stream.cuda_stream
+            for start in range(0, len(runs), ISSUED_MAX):
+                for pages_offset, pool_offset, size_bytes in runs[start : start + ISSUED_MAX]:
+                    copy(pool + pool_offset, pages + pages_offset, size_bytes, queue, 0)
+                self.record(self._save_stream).synchronize()
+
+    def close(self) -> None:
+        """Page locks end here; later copies would be an error of ours."""
+        if self._is_locked:
+            with self._torch.cuda.device(self._device):
+                self._load_stream.synchronize()
+                self._torch.cuda.cudart().cudaHostUnregister(self._pool_at)
+            self._is_locked = False

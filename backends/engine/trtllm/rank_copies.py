@@ -1,0 +1,158 @@
+"""One rank's copies: loads before a forward pass, saves behind it, and who waits for them.
+
+The executor's thread hands orders over and never waits for a copy to end (on a GPU; on the CPU
+loads are copied at once). A thread of its own waits for events, copies what is to be saved, counts
+what is over, tells the worker, and lets TensorRT-LLM have its pages back through `get_finished`.
+
+Not here: which copies (scheduler.py), how bytes move (copier.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from backends.engine.trtllm import messages as m
+from backends.engine.trtllm.block_pages import BlockPages, Move, Orders
+from backends.engine.trtllm.copier import Copier, Event
+
+log = logging.getLogger(__name__)
+SAVE_BYTES_MAX = 64 * 2**20  # between two words to the worker, which puts them into the store
+
+
+class Batch(NamedTuple):
+    moves: list[Move]
+    is_load: bool
+    event: Event | None  # loads: reached when they are over; saves: when they may start
+
+
+class RankCopies:
+    def __init__(
+        self, pages: BlockPages, tokens_per_block: int, copier: Copier,
+        send: Callable[[m.ToWorker], None],
+    ) -> None:  # fmt: skip
+        self._pages = pages
+        self._tokens_per_block = tokens_per_block
+        self._copier = copier
+        self._send = send
+        self._lock = threading.Lock()
+        self._ended: Counter[str] = Counter()  # moves that are over, by request
+        self._draining: dict[str, int] = {}  # moves to be waited for
+        self._saving: Counter[int] = Counter()  # moves that are not, by TensorRT-LLM's id
+        self._finished: set[int] = set()  # TensorRT-LLM waits for their saves
+        self._next_saves: list[Move] = []
+        self._load_event: Event | None = None
+        self._load_stream: Any = None
+        self._is_broken = False
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
+        self._thread.start()
+
+    # -- the executor's thread
+
+    def start(self, orders: Orders, stream: Any) -> None:
+        """Before the forward pass."""
+        self._load_event = None
+        if orders.saves:
+            self._next_saves += orders.saves
+            with self._lock:
+                for move in orders.saves:
+                    self._saving[move.llm_id] += 1
+        if orders.loads:
+            self._load_event = self._copier.load(self._pages.runs(orders.loads), stream)
+            self._load_stream = stream
+            self._batches.put(Batch(orders.loads, True, self._load_event))
+
+    def before_layer(self, stream: Any) -> None:
+        """A forward pass on another stream than the one that loads were announced on waits too."""
+        if self._load_event is not None and stream != self._load_stream:
+            stream.wait_event(self._load_event)
+            self._load_stream = stream
+
+    def after_forward(self, stream: Any) -> None:
+        if self._next_saves:
+            saves, self._next_saves = self._next_saves, []
+            self._batches.put(Batch(saves, False, self._copier.record(stream)))
+
+    def finished(self, llm_ids: Sequence[int]) -> list[int]:
+        """Of these and earlier ones: whose pages TensorRT-LLM may have back now."""
+        with self._lock:
+            self._finished.update(llm_ids)
+            if not self._finished:
+                return []
+            over = [llm_id for llm_id in self._finished if not self._saving[llm_id]]
+            for llm_id in over:
+                self._finished.discard(llm_id)
+                del self._saving[llm_id]
+            return over
+
+    # -- the channel's thread
+
+    def on_message(self, message: m.ToConnector) -> None:
+        if isinstance(message, m.Drain):
+            with self._lock:
+                self._draining[message.request_id] = message.moves
+                is_over = self._take_drained(message.request_id)
+            if is_over:
+                self._send(m.Drained(message.request_id, self._pages.rank))
+
+    def close(self) -> None:
+        """After what is ordered, or not at all where events are not reached any more."""
+        self._batches.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    # -- the thread of copies
+
+    def _run(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            if not self._is_broken:
+                try:
+                    self._load(batch) if batch.is_load else self._save(batch)
+                except Exception as error:  # edge: TensorRT-LLM cannot be told, the worker can
+                    log.exception("copying KV failed")
+                    self._is_broken = True  # and nothing is called saved any more
+                    self._send(m.Broken(f"rank {self._pages.rank} could not copy KV: {error}"))
+            self._end(batch)
+        self._copier.close()
+
+    def _load(self, batch: Batch) -> None:
+        if batch.event is not None:
+            batch.event.synchronize()
+        for move in batch.moves:
+            tokens = len(move.block_ids) * self._tokens_per_block
+            self._send(m.Loaded(move.request_id, self._pages.rank, tokens))
+
+    def _save(self, batch: Batch) -> None:
+        pages_max = max(1, SAVE_BYTES_MAX // self._pages.page_bytes)
+        for move in batch.moves:
+            for start in range(0, len(move.block_ids), pages_max):
+                part = move._replace(
+                    first_page=move.first_page + start,
+                    block_ids=move.block_ids[start : start + pages_max],
+                )
+                self._copier.save(self._pages.runs([part]), batch.event)
+                tokens = (part.first_page + len(part.block_ids)) * self._tokens_per_block
+                self._send(m.Saved(move.request_id, self._pages.rank, tokens))
+
+    def _end(self, batch: Batch) -> None:
+        """These moves touch nothing any more, whether they went well or not."""
+        with self._lock:
+            for move in batch.moves:
+                self._ended[move.request_id] += 1
+                if not batch.is_load:
+                    self._saving[move.llm_id] -= 1
+            asked = {move.request_id for move in batch.moves}
+            drained = [request_id for request_id in asked if self._take_drained(request_id)]
+        for request_id in drained:
+            self._send(m.Drained(request_id, self._pages.rank))
+
+    def _take_drained(self, request_id: str) -> bool:
+        if self._draining.get(request_id, -1) != self._ended[request_id]:
+            return False
+        del self._draining[request_id], self._ended[request_id]
+        return True

@@ -1,0 +1,173 @@
+"""The connector's scheduler: what TensorRT-LLM need not compute, and what every rank copies.
+
+Lives on rank 0. TensorRT-LLM asks `match` once per request while it allocates pages, from then on
+it counts the matched tokens as computed: a promised load is ordered in the same iteration, even
+if the worker has changed its mind meanwhile. Saves are ordered with the iteration that fills the
+pages. Two threads: the executor's, and the channel's with stages; `_lock` guards the table.
+
+Not here: TensorRT-LLM's classes (connector.py), copying (rank_copies.py).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from backends.engine.trtllm import messages as m
+from backends.engine.trtllm.block_pages import Move, Orders
+from backends.engine.trtllm.stages import Entry, StageTable, stage_problem
+
+
+class RequestData(Protocol):
+    """What this iteration computes of one request, as TensorRT-LLM says it."""
+
+    request_id: int
+    new_block_ids: list[int]
+    computed_position: int
+    num_scheduled_tokens: int
+
+
+class StageScheduler:
+    def __init__(
+        self, block_tokens: int, tokens_per_block: int, send: Callable[[m.ToWorker], None]
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._tokens_per_block = tokens_per_block
+        self._send = send
+        self._table = StageTable(block_tokens, tokens_per_block)
+        self._due: list[Entry] = []  # loads that were promised and not ordered
+        self._lock = threading.Lock()
+
+    # -- the channel's thread
+
+    def on_message(self, message: m.ToConnector) -> None:
+        if isinstance(message, m.Stage):
+            problem = stage_problem(message, self._block_tokens)
+            if not problem:
+                with self._lock:
+                    problem = self._table.add(message)
+            request_id = message.request_id
+            self._send(m.Refused(request_id, problem) if problem else m.Staged(request_id))
+        elif isinstance(message, m.Unstage):
+            with self._lock:
+                reply = self._unstage(message.request_id)
+            if reply is not None:
+                self._send(reply)
+
+    def _unstage(self, request_id: str) -> m.Unstaged | None:
+        """None: when the load that was promised is ordered."""
+        entry = self._table.get(request_id)
+        if entry is None:
+            return m.Unstaged(request_id, 0)
+        entry.is_unstaged = True
+        return None if entry.is_load_due else self._remove(entry)
+
+    def _remove(self, entry: Entry) -> m.Unstaged:
+        request_id = entry.stage.request_id
+        self._table.remove(request_id)
+        return m.Unstaged(request_id, entry.moves)
+
+    # -- the executor's thread
+
+    def match(self, request: Any, local_tokens: int) -> int:
+        """Tokens beyond the local ones that need not be computed; at least one is left."""
+        salt = _salt(request)
+        if salt is None:
+            return 0
+        token_ids = request.get_tokens(0)
+        size, tokens_per_block = len(token_ids), self._tokens_per_block
+        with self._lock:
+            entry = self._table.taken_by(request.request_id)
+            if entry is not None:
+                return 0  # asked again: what was promised first counts
+            entry = self._table.take(request.request_id, token_ids, salt)
+            if entry is None:
+                return 0
+            entry.local_tokens = local_tokens
+            if local_tokens % tokens_per_block:
+                return 0  # it would write into a page that has tokens already
+            entry.first_page = local_tokens // tokens_per_block
+            stop = min(entry.loaded_pages, (size - 1) // tokens_per_block)
+            entry.load_pages = max(0, stop - entry.first_page)
+            if entry.load_pages:
+                entry.is_load_due = True
+                self._due.append(entry)
+            return entry.load_pages * tokens_per_block
+
+    def allocated(self, request: Any, block_ids: Sequence[int]) -> None:
+        with self._lock:
+            entry = self._table.taken_by(request.request_id)
+            if entry is None:
+                return
+            entry.block_ids = list(block_ids)
+            local, pages = entry.local_tokens, entry.load_pages
+        loaded_tokens = pages * self._tokens_per_block
+        self._send(m.Claimed(entry.stage.request_id, local, loaded_tokens))
+
+    def orders(self, new: Sequence[RequestData], cached: Sequence[RequestData]) -> Orders:
+        """Copies of this iteration: loads before it, saves of what it computes."""
+        saves: list[Move] = []
+        with self._lock:
+            due, self._due = self._due, []
+            loads = [entry.load() for entry in due]
+            for data in new:
+                entry = self._table.taken_by(data.request_id)
+                if entry is not None:
+                    entry.block_ids = list(data.new_block_ids)
+                    loaded = entry.load_pages * self._tokens_per_block
+                    # Versions differ in whether the position has the loaded tokens in it.
+                    start = min(entry.local_tokens, data.computed_position) + loaded
+                    self._computes(entry, start, data, saves)
+            for data in cached:
+                entry = self._table.taken_by(data.request_id)
+                if entry is not None:
+                    entry.block_ids += data.new_block_ids
+                    self._computes(entry, data.computed_position, data, saves)
+            replies = [self._remove(entry) for entry in due if entry.is_unstaged]
+        for reply in replies:
+            self._send(reply)
+        return Orders(loads, saves)
+
+    def _computes(self, entry: Entry, start: int, data: RequestData, saves: list[Move]) -> None:
+        prompt_tokens = entry.stage.token_count
+        if entry.position >= prompt_tokens:
+            # It generates: one token that is certain, whatever was drafted. The overlap scheduler
+            # names the place before, which only means that a page is saved one iteration later.
+            entry.position = max(entry.position, start + 1)
+        elif start < entry.position:
+            raise RuntimeError(
+                f"TensorRT-LLM is at token {start} of a prompt that it should have computed up to "
+                f"{entry.position}: pages may have been saved before they were computed"
+            )
+        else:
+            entry.position = min(start + data.num_scheduled_tokens, prompt_tokens)
+        move = entry.save(entry.position, self._tokens_per_block)
+        if move is not None:
+            saves.append(move)
+
+    def finished(self, request: Any) -> bool:
+        """Were saves ordered, so that its pages must stay until every rank has done them?"""
+        with self._lock:
+            entry = self._table.finish(request.request_id)
+            return entry is not None and entry.done_pages > entry.loaded_pages
+
+    def check(self) -> None:
+        with self._lock:
+            self._table.check()
+
+
+def _salt(request: Any) -> str | None:
+    """The request's cache salt, or None when its KV depends on more than tokens and a salt."""
+    if getattr(request, "lora_task_id", None) is not None:
+        return None
+    if getattr(request, "multimodal_hashes", None):
+        return None
+    salt = getattr(request, "cache_salt", None)
+    if salt is None and getattr(request, "cache_salt_id", None) is not None:
+        return None  # salted, and this version does not say with what
+    return str(salt or "")
+
+
+assert sys.byteorder == "little", "token ids are compared as little-endian bytes"
