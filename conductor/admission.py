@@ -9,6 +9,7 @@ function from a decode worker's charges to the load that the request would meet:
                 its class of prompts gives an answer of its age (lengths.py, decode_forecast.py)
     predictive  the paper's system-level form: the load when this prefill will have ended, which
                adds the requests that will have joined and takes away those that will have left
+                (both predictions also keep room for those yet to come: overtakers.py)
     early      the load now; it acts one prefill too late, so the two pools swing
     baseline   no decode check: overload there shows only after prefill was paid for
     none       no service level is checked; only bounded queues and batches reject
@@ -63,6 +64,7 @@ def load_now(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> 
     return batch.load_now()
 
 
+PREDICTIVE = ("predictive", "predictive_lengths")  # these see overtakers as well (overtakers.py)
 LOAD_POLICIES: Mapping[str, LoadPolicy] = {
     "reserved": load_reserved,
     "predictive_lengths": load_when_prefill_ends,  # of all workers at once: see decode_loads()
@@ -78,11 +80,22 @@ def decode_loads(
 ) -> list[Load]:
     """What each of these decode workers has, without the request, as the admission policy sees it
     for one whose prefill ends at `at_s`."""
+    name, decode_s = cluster.config.admission, cluster.decode_s
     if cluster.forecasts is not None:
         rows = np.array([w.batch.forecast.row for w in workers if w.batch.forecast is not None])
-        return [Load(*row) for row in cluster.forecasts.at(rows, at_s).tolist()]
-    policy, decode_s = LOAD_POLICIES[cluster.config.admission], cluster.decode_s
-    return [policy(worker.batch, at_s, now_s, decode_s) for worker in workers]
+        loads = [Load(*row) for row in cluster.forecasts.at(rows, at_s).tolist()]
+    else:
+        policy = LOAD_POLICIES[name]
+        loads = [policy(worker.batch, at_s, now_s, decode_s) for worker in workers]
+    if name not in PREDICTIVE:
+        return loads
+    more, context, room = cluster.overtakers.expected(at_s, now_s, len(cluster.decodes.workers))
+    # Whoever finds nobody there harms nobody, whatever may come later.
+    return [
+        Load(sequences + more, tokens + context, pages + room) if sequences > 0 else load
+        for load in loads
+        for sequences, tokens, pages in (load,)
+    ]
 
 
 def reject_nobody(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:

@@ -23,6 +23,7 @@ from conductor.decode_forecast import Answer, DecodeForecast, ForecastTable
 from conductor.decode_pool import DecodePool
 from conductor.lengths import OutputLengths
 from conductor.messages import Route
+from conductor.overtakers import Overtakers
 from conductor.pool import Pool
 from conductor.prefill_pool import PrefillPool
 from conductor.slow_start import newness
@@ -69,6 +70,7 @@ class Cluster:
         self.lengths = OutputLengths(config.output_tokens_expected)
         learns = config.admission == "predictive_lengths"
         self.forecasts = ForecastTable(config.decode_room_sigma) if learns else None
+        self.overtakers = Overtakers(config.overtaker_share, config.demand_half_life_s)
         self.prefills, self.decodes = PrefillPool(config), DecodePool(config)
         self._pools: dict[str, Pool] = {"prefill": self.prefills, "decode": self.decodes}
         self._is_stale = True  # somebody came or went since the pools were built
@@ -233,6 +235,7 @@ class Cluster:
         prefill_end_s = now_s + predicted.queue_s + predicted.transfer_s + predicted.prefill_s
         answer = Answer(self.lengths.class_of(prompt_tokens, tenant), output_tokens_max)
         decode.batch.charge(route.request_id, prompt_tokens, pages, prefill_end_s, answer, now_s)
+        self.overtakers.admitted(prefill_end_s - now_s, prompt_tokens, pages, now_s)
         self.prefills.refresh(prefill)
         self.decodes.charged(decode, prompt_tokens, pages)
         if route.fetch_node is not None:

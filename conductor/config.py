@@ -45,7 +45,10 @@ class ConductorConfig:
     demand_half_life_s: float = 60.0  # how fast what was offered and admitted is forgotten
     ttft_margin_quantile: float = 0.9  # of actual / predicted TTFT, which the limit is divided by;
     # 0: the limit is taken as it is (margin.py)
-    decode_room_sigma: float = 1.0  # predicted KV pages get so many standard deviations
+    decode_room_sigma: float = 1.0  # predicted batches get so many standard deviations
+    overtaker_share: float = 0.65  # for how many of those who will come, and join before this
+    # one, room is kept. 0: a slow prefill books room ahead of all who come meanwhile; 1: long
+    # prompts hardly come in under overload (overtakers.py)
     overload_mark_s: float = 2.0  # a decode worker that refused on arrival is full for so long
     retry_after_s_min: float = 0.5  # a client that comes back sooner only adds load
     retry_after_s_max: float = 60.0  # predictions further out are guesses
@@ -159,12 +162,14 @@ class ConductorConfig:
 
 MAY_BE_0 = {
     "tie_ratio", "tie_s", "retry_after_s_min", "report_lag_s", "failed_mark_s", "overload_mark_s",
-    "length_share_min", "decode_room_sigma", "slow_start_s", "ttft_margin_quantile",
+    "length_share_min", "decode_room_sigma", "overtaker_share", "slow_start_s",
+    "ttft_margin_quantile",
 }  # fmt: skip
 SHARES = {
     "low_priority_load_max": "a share of the service level",
     "backlog_share": "a share of the service level",
     "length_share_min": "a share of what all classes get",
+    "overtaker_share": "a share of those who come",
     "ttft_margin_quantile": "a quantile",
 }
 

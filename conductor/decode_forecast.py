@@ -11,16 +11,17 @@ all answers says. The worker's curve is the sum over its requests, of sequences,
 (prompt and what was generated) and of reserved pages:
 
     load(t) = sum of alive(t) x (1, prompt + n(t), pages)
-    pages(t) is raised by decode_room_sigma x sqrt(sum of alive (1 - alive) pages^2)
+    each of them raised by decode_room_sigma x sqrt(sum of alive (1 - alive) x its size^2)
 
 A request decodes from the end of its prefill on, next to those that join after it. So what it is
 judged by is the *peak* of the curve from that moment on, not its value there: room that is booked
 by a longer prefill is not given away a second time.
 
-What this promises. A worker reserves all pages of a request when it arrives and the request waits
-while there are none, so a wrong guess costs waiting, never a failure. With sigma = 1 room that was
-predicted is there about five times out of six; `reserved` admission counts nobody as gone and is
-for those who want it every time. Slots and TBT use the mean: the next step may have one more.
+What this promises. With sigma = 1 the room, and the step time, that were predicted are there about
+five times out of six. Without it they would be missed every other time, and the prefill of whoever
+comes then was for nothing: the worker looks again (arrival_check.py). Pages are reserved when a
+request arrives and it waits while there are none, so there a wrong guess costs waiting. `reserved`
+admission counts nobody as gone and is for those who want their room every time.
 
 Cost. A curve is a row of one table, changed by adding and taking away the rows of requests, and
 made anew at a report (so once a second, off the path of a decision: then the ages are current and
@@ -47,8 +48,8 @@ GRID_S: Vector = np.array(
     [0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0]
 )
 PER_S = np.append(1 / np.diff(GRID_S), 0.0)  # beyond the last moment nothing changes
-SUMS = 4  # sequences, context tokens, pages, variance of pages
-SHOWN = 3  # of those, the last one is part of the third
+SHOWN = 3  # sequences, context tokens, pages
+SUMS = 2 * SHOWN  # and the variance of each
 
 
 class Answer(NamedTuple):
@@ -135,7 +136,7 @@ class DecodeForecast:
         self._base_s = -math.inf
         # By stage: coming, joined.
         self._sums: Vector = np.zeros((2, len(GRID_S), SUMS))
-        self._pages = 0.0  # of all requests together
+        self._most: Vector = np.zeros(SHOWN)  # of all requests together, if nobody leaves
         self._share = 1.0  # of the joined ones, that the report left standing
         self._foreign = (0, 0, 0)
         self._foreign_alive: Vector = np.ones(len(GRID_S))
@@ -150,7 +151,7 @@ class DecodeForecast:
         row = self._rows.add(
             request_id, answer.key, end_s, context_tokens, pages, answer.tokens_max
         )
-        self._pages += pages
+        self._most += (1.0, context_tokens + answer.tokens_max, pages)
         self._count(row, now_s)
 
     def join(self, request_id: str, now_s: float) -> None:
@@ -164,16 +165,15 @@ class DecodeForecast:
         row = self._rows.remove(request_id)
         if row is not None:
             self._sums[int(self._rows.is_joined[row])] -= self._rows.sums[row]
-            self._pages -= self._rows.columns[row, 2]
+            _, context_tokens, pages, tokens_max = self._rows.columns[row]
+            self._most -= (1.0, context_tokens + tokens_max, pages)
 
     def settle(self, share: float, foreign: tuple[int, int, int]) -> None:
         """After a change: what the report left of the joined requests, and what is not ours."""
         self._share, self._foreign = share, foreign
         total = np.maximum(self._sums[0] + self._share * self._sums[1], 0.0)
-        total, variance = total[:, :SHOWN], total[:, SHOWN]
-        # Never more than if nobody left.
-        doubt = self._table.sigma * np.sqrt(variance)
-        total[:, 2] = np.minimum(total[:, 2] + doubt, max(self._pages, 0.0))
+        doubt = self._table.sigma * np.sqrt(total[:, SHOWN:])
+        total = np.minimum(total[:, :SHOWN] + doubt, np.maximum(self._most, 0.0))
         if any(foreign):
             total += self._foreign_alive[:, None] * np.array(foreign)
         peak = np.maximum.accumulate(total[::-1])[::-1]
@@ -211,7 +211,7 @@ class DecodeForecast:
         sums[:, 0] = alive
         sums[:, 1] = alive * (context + np.maximum(tokens, 0.0))
         sums[:, 2] = alive * pages
-        sums[:, 3] = sums[:, 2] * (pages - sums[:, 2])
+        sums[:, SHOWN:] = sums[:, :SHOWN] ** 2 * _odds_of_leaving(alive)[:, None]
         self._sums[int(is_joined)] += sums
 
     def _curves(self, rows: npt.NDArray[np.intp], now_s: float) -> Vector:
@@ -229,8 +229,9 @@ class DecodeForecast:
         later = np.maximum(tokens, had)
         alive = np.minimum(_height(curves, kind, later) / _height(curves, kind, had), 1.0)
         alive *= (is_joined | (tokens >= 0.0)) & (later < np.maximum(tokens_max, 1.0))
-        held = alive * pages
-        return np.stack([alive, alive * (context + later), held, held * (pages - held)], axis=-1)
+        means = np.stack([alive, alive * (context + later), alive * pages], axis=-1)
+        variances = means**2 * _odds_of_leaving(alive)[..., None]
+        return np.concatenate([means, variances], axis=-1)
 
     def check(self) -> None:
         """Prove the invariants: the sums are those of the rows."""
@@ -243,6 +244,12 @@ class DecodeForecast:
             if rows:
                 alive = self._rows.sums[rows][:, :, 0]
                 assert alive.min() >= 0 and alive.max() <= 1 + 1e-9
+
+
+def _odds_of_leaving(alive: Vector) -> Vector:
+    """(1 - p) / p: the variance of a size that is there with probability p, over its mean squared.
+    0 where it is surely gone."""
+    return np.divide(1.0 - alive, alive, out=np.zeros_like(alive), where=alive > 0.0)
 
 
 def _height(curves: Vector, kind: npt.NDArray[np.intp], tokens: Vector) -> Vector:
