@@ -1,0 +1,322 @@
+"""Our connector when things end early, come late, or take long: nothing wrong is read or kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.engine.trtllm import messages as m
+from backends.engine.trtllm.copier import HostCopier
+from backends.engine.trtllm.scheduler import StageScheduler
+from tests.backends.engine.trtllm.connected import Connected
+from tests.backends.engine.trtllm.listening import WAIT_S
+from tests.backends.engine.trtllm.test_connector import Make, expected, filled, prompt_of
+from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
+
+pytestmark = pytest.mark.usefixtures("trtllm")
+
+
+class Gate:
+    """Holds up saves until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: set[int] | None = None) -> None:
+        self.is_open, self.is_reached = threading.Event(), threading.Event()
+        save = HostCopier.save
+        first_of: dict[int, int] = {}
+
+        def held(copier: HostCopier, runs: Any, after: Any) -> None:
+            rank = first_of.setdefault(id(copier), len(first_of))
+            if ranks is None or rank in ranks:
+                self.is_reached.set()
+                assert self.is_open.wait(WAIT_S)
+            save(copier, runs, after)
+
+        monkeypatch.setattr(HostCopier, "save", held)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.is_open.set()
+
+
+def step_until(engine: Connected, is_true: Any) -> None:
+    for _ in range(1000):
+        if is_true():
+            return
+        engine.executor.step()
+    raise AssertionError("it never happened")
+
+
+def all_free(engine: Connected) -> bool:
+    return bool(engine.executor.blocks.free_blocks == engine.executor.blocks.blocks)
+
+
+def test_pages_stay_while_they_are_saved_and_the_answer_does_not_wait(
+    make: Make, gate: Gate
+) -> None:
+    engine, prompt = make(), prompt_of(40)
+    pages = engine.stage("a", prompt)
+    request = engine.submit(1, prompt, 1)
+    step_until(engine, lambda: request.finish_reason)
+    assert engine.output(request) == expected(engine, prompt, 1)
+    assert gate.is_reached.wait(WAIT_S)
+    other = engine.submit(2, prompt_of(9, 2), 3)
+    step_until(engine, lambda: other.finish_reason)  # others go on meanwhile
+    assert engine.executor.connectors.saving.keys() == {1} and not all_free(engine)
+    assert ("saved", "a", 40) not in engine.heard.all
+    gate.is_open.set()
+    engine.executor.run_until_idle()
+    assert all_free(engine)
+    engine.heard.wait_for("saved", "a", 40)
+    engine.unstage("a", pages)
+
+
+def test_unstaging_waits_for_a_slow_save(make: Make, gate: Gate) -> None:
+    engine, prompt = make(), prompt_of(40)
+    engine.stage("a", prompt)
+    request = engine.submit(1, prompt, 1)
+    step_until(engine, lambda: request.finish_reason)
+    assert gate.is_reached.wait(WAIT_S)
+    future = engine.host.unstage("a", WAIT_S)
+    engine.host.unstage("nobody", WAIT_S).result(WAIT_S)  # what came later is over
+    assert not future.done()
+    gate.is_open.set()
+    future.result(WAIT_S)
+    engine.executor.run_until_idle()
+
+
+def test_a_slow_rank_holds_up_what_is_called_saved(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, ranks={1})
+    engine, prompt = make(tensor_parallel_size=2), prompt_of(40)
+    pages = engine.stage("a", prompt)
+    request = engine.submit(1, prompt, 1)
+    step_until(engine, lambda: request.finish_reason)
+    assert gate.is_reached.wait(WAIT_S)
+    step_until(engine, lambda: engine.executor.connectors._saved_by[1])  # one rank is done
+    assert engine.executor.connectors.saving.keys() == {1}
+    assert not [what for what in engine.heard.all if what[0] == "saved"]
+    gate.is_open.set()
+    engine.executor.run_until_idle()
+    engine.heard.wait_for("saved", "a", 40)
+    engine.unstage("a", pages)
+
+
+def test_a_save_waits_for_the_forward_pass(make: Make) -> None:
+    """The stream is held up: a page that is read too early would have old bytes."""
+    engine, prompt = make(disable_overlap_scheduler=False), prompt_of(40)
+    pages = engine.stage("a", prompt)
+    may_go = threading.Event()
+    engine.executor.stream.run(lambda: may_go.wait(WAIT_S))
+    request = engine.submit(1, prompt, 1)
+    engine.executor.step()  # launched; the overlap scheduler does not wait for it
+    assert ("saved", "a", 40) not in engine.heard.all
+    may_go.set()
+    engine.executor.run_until_idle()
+    engine.heard.wait_for("saved", "a", 40)
+    store: dict[bytes, bytes] = {}
+    engine.keep(prompt, pages, store)
+    engine.unstage("a", pages)
+    assert engine.output(request) == expected(engine, prompt, 1)
+    assert store == filled(make(), prompt)
+
+
+@pytest.mark.parametrize("is_overlapping", [False, True])
+@pytest.mark.parametrize("phase", ["waiting", "chunk", "generating", "saving"])
+def test_an_aborted_request_leaves_nothing_behind(
+    make: Make, phase: str, is_overlapping: bool
+) -> None:
+    prompt = prompt_of(100)
+    store = filled(make(), prompt[:50])
+    engine = make(
+        enable_chunked_prefill=True, max_num_tokens=16, max_batch_size=1,
+        disable_overlap_scheduler=not is_overlapping,
+    )  # fmt: skip
+    pages = engine.stage("a", prompt, store, loaded_tokens=48, more_tokens=20)
+    if phase == "waiting":
+        blocker = engine.submit(9, prompt_of(10, 3), 3)
+        engine.executor.step()
+    request = engine.submit(1, prompt, 20)
+    if phase in ("waiting", "chunk"):
+        engine.executor.step()
+    else:
+        step_until(engine, lambda: request.generated >= 2)
+    if phase == "saving":  # the order is out, its pages are pinned
+        assert engine.heard.all
+    engine.executor.abort(request)
+    engine.executor.run_until_idle()
+    assert request.finish_reason == "cancelled"
+    assert request.is_allocated == (phase != "waiting")
+    if phase == "waiting":
+        assert engine.output(blocker) == expected(engine, prompt_of(10, 3), 3)
+    engine.unstage("a", pages)
+    assert all_free(engine)
+    again = engine.generate(2, prompt, 3)
+    assert engine.output(again) == expected(engine, prompt, 3), "its own pages are good as well"
+
+
+def test_taking_a_stage_back_while_it_runs_stops_further_copies_only(make: Make) -> None:
+    prompt = prompt_of(100)
+    store = filled(make(), prompt[:50])
+    engine = make(enable_chunked_prefill=True, max_num_tokens=16)
+    pages = engine.stage("a", prompt, store, loaded_tokens=48)
+    request = engine.submit(1, prompt, 3)
+    engine.executor.step()
+    engine.unstage("a", pages)
+    for page in pages:
+        engine.page(page)[:] = 0x11  # somebody else's by now
+    engine.executor.run_until_idle()
+    assert engine.output(request) == expected(engine, prompt, 3)
+    assert all((engine.page(page) == 0x11).all() for page in pages)
+
+
+class Asked:
+    """A request as the scheduler sees it."""
+
+    request_id = 7
+    cache_salt = None
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def get_tokens(self, beam: int) -> list[int]:
+        return list(self.tokens)
+
+
+class Computed:
+    def __init__(self, blocks: list[int], position: int, scheduled: int) -> None:
+        self.request_id, self.new_block_ids = 7, blocks
+        self.computed_position, self.num_scheduled_tokens = position, scheduled
+
+
+def test_a_promised_load_is_ordered_even_if_the_stage_was_taken_back() -> None:
+    sent: list[m.ToWorker] = []
+    scheduler = StageScheduler(16, 4, sent.append)
+    prompt = prompt_of(40)
+    scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2], 32))
+    assert scheduler.match(Asked(prompt), 0) == 32
+    scheduler.on_message(m.Unstage("a"))
+    assert m.Unstaged("a", 0) not in sent
+    scheduler.allocated(Asked(prompt), list(range(10)))
+    orders = scheduler.orders([Computed(list(range(10)), 0, 8)], [])
+    assert [move.block_ids for move in orders.loads] == [list(range(8))]
+    assert orders.saves == [], "its pages are somebody else's soon"
+    assert sent[-1] == m.Unstaged("a", 1)
+    assert scheduler.finished(Asked(prompt)) is False
+    scheduler.check()
+
+
+def test_a_position_with_or_without_the_loaded_tokens_means_the_same() -> None:
+    for position in (0, 32):
+        scheduler = StageScheduler(16, 4, lambda message: None)
+        prompt = prompt_of(64)
+        scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 32))
+        assert scheduler.match(Asked(prompt), 0) == 32
+        scheduler.allocated(Asked(prompt), list(range(16)))
+        orders = scheduler.orders([Computed(list(range(16)), position, 16)], [])
+        (save,) = orders.saves
+        assert (save.first_page, len(save.block_ids)) == (8, 4)
+
+
+def test_a_prompt_that_goes_backwards_is_an_error() -> None:
+    scheduler = StageScheduler(16, 4, lambda message: None)
+    prompt = prompt_of(64)
+    scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 0))
+    scheduler.match(Asked(prompt), 0)
+    scheduler.orders([Computed(list(range(16)), 0, 32)], [])
+    with pytest.raises(RuntimeError, match="should have computed up to 32"):
+        scheduler.orders([], [Computed([], 16, 16)])
+
+
+def test_pages_that_were_not_given_for_a_promised_load_are_an_error() -> None:
+    scheduler = StageScheduler(16, 4, lambda message: None)
+    prompt = prompt_of(64)
+    scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 32))
+    scheduler.match(Asked(prompt), 0)
+    scheduler.allocated(Asked(prompt), [1, 2])
+    with pytest.raises(RuntimeError, match="V2 is not supported"):
+        scheduler.orders([], [])
+
+
+@pytest.mark.parametrize("attribute", ["lora_task_id", "multimodal_hashes", "cache_salt_id"])
+def test_requests_whose_kv_depends_on_more_than_tokens_match_nothing(attribute: str) -> None:
+    scheduler = StageScheduler(16, 4, lambda message: None)
+    prompt = prompt_of(40)
+    scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2], 32))
+    request = Asked(prompt)
+    setattr(request, attribute, [[1]] if attribute == "multimodal_hashes" else 3)
+    assert scheduler.match(request, 0) == 0
+
+
+def test_a_copy_that_fails_is_told_and_nothing_is_called_saved(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(copier: HostCopier, runs: Any, after: Any) -> None:
+        raise RuntimeError("the bus is off")
+
+    monkeypatch.setattr(HostCopier, "save", fail)
+    engine, prompt = make(), prompt_of(40)
+    engine.stage("a", prompt)
+    request = engine.generate(1, prompt, 1)
+    assert engine.output(request) == expected(engine, prompt, 1)
+    reason = "rank 0 could not copy KV: the bus is off"
+    engine.heard.wait_for("broken", reason)
+    assert all_free(engine) and not [what for what in engine.heard.all if what[0] == "saved"]
+
+
+def test_a_shutdown_in_the_middle_of_a_save_ends_all_threads(make: Make, gate: Gate) -> None:
+    before = set(threading.enumerate())
+    engine, prompt = make(), prompt_of(40)
+    engine.stage("a", prompt)
+    engine.executor.start()
+    request = engine.submit(1, prompt, 1)
+    assert gate.is_reached.wait(WAIT_S)
+    engine.executor.shutdown()
+    gate.is_open.set()
+    engine.close()
+    assert engine.output(request) == expected(engine, prompt, 1)
+    left = [each for each in set(threading.enumerate()) - before if each.is_alive()]
+    for each in left:
+        each.join(WAIT_S)
+    assert not [each.name for each in left if each.is_alive()]
+
+
+def test_five_hundred_requests_leave_nothing_behind(make: Make) -> None:
+    engine = make(pool_pages=12, enable_chunked_prefill=True, max_num_tokens=32)
+    threads = threading.active_count()
+    prompts = [prompt_of(20 + number % 25, number % 40) for number in range(500)]
+    wanted = {n: expected(engine, prompts[n], 2) for n in range(40)}
+    for start in range(0, 500, 4):
+        group = range(start, start + 4)
+        pages = {n: engine.stage(str(n), prompts[n]) for n in group if n % 4}
+        requests = {n: engine.submit(n, prompts[n], 2) for n in group}
+        engine.executor.step()
+        engine.executor.abort(requests[start + 1])
+        engine.executor.run_until_idle()
+        for n, own in pages.items():
+            engine.unstage(str(n), own)
+        for n in group:
+            if n < 40 and n != start + 1:
+                assert engine.output(requests[n]) == wanted[n]
+    assert all_free(engine) and threading.active_count() == threads
+    scheduler = engine.executor.connectors.scheduler._scheduler
+    scheduler.check()
+    assert len(scheduler._table) == 0 and not scheduler._table._taken and not scheduler._due
+    for worker in engine.executor.connectors.workers:
+        copies = worker._copies
+        assert not (+copies._saving or copies._finished or copies._draining or +copies._ended)
+    assert not engine.host._saved and not engine.host._loaded and not engine.host._waiting
+
+
+def test_a_pool_file_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+    from backends.engine.trtllm.copier import map_pool
+
+    with pytest.raises(FileNotFoundError):
+        map_pool(str(tmp_path / "none"), 4096)
