@@ -154,6 +154,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Prompt tokens by how their KV came: computed, local (cached in the worker's "
                 "node), fetched (from another node).",
                 Label("path", ("computed", "local", "fetched"))),
+        counter("mooncake_handover_tokens_total", "tokens", (DECODE,),
+                "With engine tensorrt_llm: tokens of requests that came to decode, by how their "
+                "KV got into the engine: loaded (handed over), local (it still had it), computed "
+                "(the end of the last page, and whatever was not there).",
+                Label("path", ("loaded", "local", "computed"))),
         counter("mooncake_output_tokens_total", "tokens", WORKERS,
                 "Tokens generated: the first of each prompt by prefill, the others by decode."),
     ),
@@ -204,6 +209,19 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Their time; transfers side by side add up.", TRANSPORT),
         counter("mooncake_transfer_failures_total", "transfers", WORKERS,
                 "Transfers that failed or missed their deadline.", TRANSPORT),
+    ),
+    "TensorRT-LLM's own": tuple(
+        # As its own Triton model names them, for dashboards that know them.
+        gauge(name, unit, WORKERS, f"{meaning} With engine tensorrt_llm only.", Label(label))
+        for name, unit, meaning, label in (
+            ("nv_trt_llm_request_metrics", "requests", "Requests in the engine.", "request_type"),
+            ("nv_trt_llm_kv_cache_block_metrics", "pages",
+             "Pages of the engine's KV memory (it calls them blocks).", "kv_cache_block_type"),
+            ("nv_trt_llm_runtime_memory_metrics", "bytes", "Memory of the engine.", "memory_type"),
+            ("nv_trt_llm_inflight_batcher_metrics", "1", "Its newest iteration.",
+             "inflight_batcher_specific_metric"),
+            ("nv_trt_llm_general_metrics", "1", "How many iterations there were.", "general_type"),
+        )
     ),
     "Storage nodes, as the directory knows them": (
         gauge("mooncake_store_bytes_used", "bytes", (FRONT,),

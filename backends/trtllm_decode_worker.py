@@ -41,6 +41,8 @@ from mooncake_store.membership import WorkerReport
 
 log = logging.getLogger(__name__)
 ENDS_WELL = ("length", "end_id", "stop_word")
+# A block that the very last step filled may not come any more: the engine was done with it.
+LAST_BLOCK_S_MAX = 1.0
 
 
 class TrtllmDecodeJob(DecodeJob):
@@ -48,15 +50,14 @@ class TrtllmDecodeJob(DecodeJob):
         super().__init__(*given)
         self.running: Running | None = None
         self.is_staged = False
-        self.filled: set[int] = set()  # blocks whose tokens are all known, and
-        self.saved: set[int] = set()  # those that are in their pages; put when they are in both
+        self.filled: list[int] = []  # blocks that are to go to the store once they are in a page
+        self.saved_blocks = 0  # so many are, from the first on
         self.ended_s = 0.0
 
     def take_ready(self) -> list[int]:
         """Blocks that can go to the store now."""
-        ready = sorted(self.filled & self.saved)
-        self.filled -= set(ready)
-        self.saved -= set(ready)
+        ready = [block for block in self.filled if block < self.saved_blocks]
+        self.filled = [block for block in self.filled if block >= self.saved_blocks]
         return ready
 
 
@@ -187,7 +188,7 @@ class TrtllmDecodeWorker(DecodeWorker):
                     return
                 job.kv_grew()
                 if job.full_block is not None:
-                    job.filled.add(job.full_block)
+                    job.filled.append(job.full_block)
                 job.append(token_id)
                 self._batching.computed([job.request_id])
                 self.tokens_generated += 1
@@ -220,12 +221,22 @@ class TrtllmDecodeWorker(DecodeWorker):
             self._end(job, error=WorkerUnavailable(reason + outcome.finish_reason))
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
-        log.debug("%s: %d tokens local, %d loaded", request_id, local_tokens, loaded_tokens)
+        with self._lock:
+            job = self._jobs.get(request_id)
+        if job is None:
+            return
+        paths = {"loaded": loaded_tokens, "local": local_tokens}
+        paths["computed"] = job.request.prompt_tokens - loaded_tokens - local_tokens
+        for path, tokens in paths.items():
+            if tokens > 0:
+                self.worker.observations.observe("mooncake_handover_tokens_total", tokens,
+                                                 path=path)  # fmt: skip
 
     def loaded(self, request_id: str, tokens: int) -> None:
         """Of no interest: its pages are kept until it has ended."""
 
-    def saved(self, request_id: str, blocks: list[int]) -> None:
+    def saved(self, request_id: str, tokens: int) -> None:
+        """So many leading tokens are in the pages, of every rank."""
         with self._lock:
             job = self._jobs.get(request_id)
             if job is None and request_id in self._leaving:
@@ -233,7 +244,7 @@ class TrtllmDecodeWorker(DecodeWorker):
             if job is None:
                 return
             assert isinstance(job, TrtllmDecodeJob)
-            job.saved |= set(blocks)
+            job.saved_blocks = max(job.saved_blocks, tokens // self._config.block_tokens)
         self._put(job)
         with self._lock:
             self._lock.notify_all()
@@ -278,7 +289,7 @@ class TrtllmDecodeWorker(DecodeWorker):
         """Those whose blocks all came out, or that took too long; with the lock held."""
         over = [
             (job, pages) for job, pages in self._leaving.values()
-            if not job.filled or now_s - job.ended_s > self._config.transfer_s_max
+            if not job.filled or now_s - job.ended_s > LAST_BLOCK_S_MAX
         ]  # fmt: skip
         for job, pages in over:
             del self._leaving[job.request_id]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -53,7 +53,8 @@ class TrtllmPrefillJob(PrefillJob):
     is_answered: bool = False
     started_tokens: int = 0  # cached ones when the engine got it
     token_id: int | None = None
-    unsaved: set[int] = field(default_factory=set)  # blocks that are not in their pages yet
+    unsaved: range = range(0)  # blocks that are not wholly in their pages yet
+    whole_tokens: int = 0  # of the prompt, in whole pages of the engine: all that is saved
     given_s: float = 0.0  # to the engine
     native: bytes | None = None  # None: the engine has not ended it yet
 
@@ -174,8 +175,9 @@ class TrtllmPrefillWorker(PrefillWorker):
                 chain_seed(self.worker.fingerprint, cache_salt=salt), list(put.keys),
                 list(put.pages), put.first_block * self._block_tokens,
             ))  # fmt: skip
-        whole = len(job.token_ids) // page * page  # the rest of the last page is computed again
-        job.unsaved = set(range(put.first_block, blocks_touched(whole, self._block_tokens)))
+        job.whole_tokens = len(job.token_ids) // page * page  # decode computes the rest again
+        stop = blocks_touched(job.whole_tokens, self._block_tokens)
+        job.unsaved = range(put.first_block, max(put.first_block, stop))
         order = self._order(job)
         with self._lock:
             job.is_loading = False
@@ -242,14 +244,16 @@ class TrtllmPrefillWorker(PrefillWorker):
         job.native = outcome.native
         self._answer_if_done(job)
 
-    def saved(self, request_id: str, blocks: list[int]) -> None:
+    def saved(self, request_id: str, tokens: int) -> None:
+        """So many leading tokens are in the pages, of every rank."""
         with self._lock:
             job = self._jobs.get(request_id)
             if job is None:
                 return
             assert isinstance(job, TrtllmPrefillJob)
-            new = sorted(job.unsaved & set(blocks))
-            job.unsaved -= set(new)
+            done = job.unsaved.stop if tokens >= job.whole_tokens else tokens // self._block_tokens
+            new = range(job.unsaved.start, max(job.unsaved.start, done))
+            job.unsaved = range(new.stop, job.unsaved.stop)
         if new:
             self._writer.put_whole(job.put, new, is_handover=not self._is_native)
             keys = [job.put.keys[block] for block in new if block < len(job.put.keys)]

@@ -48,6 +48,10 @@ def common(page: MetricPage, worker: Worker, report: WorkerReport, now_s: float)
     page.counter_to("mooncake_self_checks_total", worker.self_check.passed)
     page.gauge("mooncake_leases_held", len(worker.owners), now_s)
     transfers(page, worker)
+    stats = getattr(worker.engine, "stats", None)
+    if stats is not None and stats.raw:
+        for name, value_labels, value in stats.series():
+            page.gauge(name, value, now_s, **value_labels)
 
 
 def transfers(page: MetricPage, worker: Worker) -> None:

@@ -133,16 +133,25 @@ def take(answer: Answer, result: Any) -> None:
 
 
 class Server:
-    """See the module docstring. `parameters` are set in every config.pbtxt that has them."""
+    """See the module docstring. `parameters` are set in every config.pbtxt that has them;
+    `prepare` may change the copied repository further."""
 
-    def __init__(self, folder: Path, state_dir: Path, parameters: Mapping[str, str],
-                 arguments: Sequence[str] = (), wait: bool = True) -> None:  # fmt: skip
+    def __init__(
+        self,
+        folder: Path,
+        state_dir: Path,
+        parameters: Mapping[str, str],
+        arguments: Sequence[str] = (),
+        wait: bool = True,
+        prepare: Callable[[Path], None] = lambda repository: None,
+    ) -> None:
         self.repository = folder / "model_repository"
         shutil.copytree(ROOT / "model_repository", self.repository)
         for name, value in parameters.items():
             for model in self.repository.iterdir():
                 if model.is_dir():
                     self.edit(model.name, name, value, must_exist=False)
+        prepare(self.repository)
         self.log = folder / "serve.log"
         self.state_dir = state_dir
         self.addresses = bench_server.free_addresses()
@@ -241,10 +250,15 @@ def leftovers(server: Server) -> list[str]:
     return files + mine
 
 
-def running(folder: Path, state_dir: Path, parameters: Mapping[str, str],
-            arguments: Sequence[str] = ()) -> Iterator[Server]:  # fmt: skip
+def running(
+    folder: Path,
+    state_dir: Path,
+    parameters: Mapping[str, str],
+    arguments: Sequence[str] = (),
+    prepare: Callable[[Path], None] = lambda repository: None,
+) -> Iterator[Server]:
     """For fixtures: a server, stopped afterwards, that left nothing behind."""
-    server = Server(folder, state_dir, parameters, arguments)
+    server = Server(folder, state_dir, parameters, arguments, prepare=prepare)
     try:
         yield server
     finally:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,13 @@ class TrtllmEngine:
         if self.role == "prefill":
             return native_handoff.for_prefill(cls, request_id)
         return native_handoff.for_decode(cls, state)
+
+    def import_pages(self, pages: Sequence[int]) -> None:
+        """Nothing: the connector copies them once they are staged."""
+
+    @property
+    def stats(self) -> IterationStats:
+        return self.llm.stats
 
     def generate(self, order: Order, sink: Sink) -> Running:
         return self.llm.generate(order, sink)

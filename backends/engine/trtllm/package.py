@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -22,14 +24,22 @@ MISSING = (
     "(NGC tritonserver:<yy.mm>-trtllm-python-py3), or use engine 'torch'"
 )
 CONNECTOR_MODULE = "backends.engine.trtllm.connector"
-SCHEDULER_CLASS, WORKER_CLASS = "MooncakeScheduler", "MooncakeWorker"
+SCHEDULER_CLASS, WORKER_CLASS = "MooncakeConnectorScheduler", "MooncakeConnectorWorker"
 
 
 class PackageProblem(Exception):
     """tensorrt_llm is not there, or is not one that this project can use."""
 
 
+def honour_python_path() -> None:
+    """Triton's stub starts Python isolated from PYTHONPATH; processes that it starts are not."""
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if folder and folder not in sys.path:
+            sys.path.append(folder)
+
+
 def is_installed() -> bool:
+    honour_python_path()
     try:
         return importlib.util.find_spec("tensorrt_llm") is not None
     except (ImportError, ValueError):
