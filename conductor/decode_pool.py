@@ -16,8 +16,10 @@ from collections.abc import Callable
 import numpy as np
 
 from conductor.decode_batch import Load
-from conductor.pool import REQUESTS_RANK, Column, Mask, Pool
+from conductor.pool import REQUESTS_RANK, Column, Mask, Path, Pool
 from conductor.worker import Worker
+
+COST_ROUNDING = 1e-12  # costs this close are equal
 
 
 class DecodePool(Pool):
@@ -25,9 +27,11 @@ class DecodePool(Pool):
         estimates = [worker.decode_estimate.coefficients for worker in self.workers]
         self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
         self._sequences, self._context_tokens = self._zeros(), self._zeros()
-        self._step_s, self._per_token_s = self._zeros(), self._zeros()
-        self._pages_free = np.zeros(count, np.int64)  # less than any request needs: no slot either
+        self._steps = np.zeros((2, count))  # times (tokens of the prompt, 1): the step with it
+        self._per_token_s, self._step_s = self._steps
+        self._pages_free = self._zeros()  # less than any request needs: no slot either
         self.rank = self._zeros()  # equal workers: fewer requests first, then the longest idle
+        self._by_prompt, self._by_blocks = np.ones(2), np.ones(2)  # filled in when asked
         self.loads = [Load(0, 0, 0)] * count  # reserved
 
     def refresh(self, worker: Worker) -> None:
@@ -62,18 +66,34 @@ class DecodePool(Pool):
             + per_token_s * self._context_tokens[rows]
         )
 
-    def step_s(self, prompt_tokens: int) -> Column:
-        """The step of each batch with this request in it."""
-        return self._per_token_s * prompt_tokens + self._step_s
+    def costs_s(self, path: Path, prompt_tokens: int, tokens: int) -> Column:
+        """The step of each batch with this request in it, and its share of the hand-over, which is
+        spread over so many tokens. Two products of matrices, so equal workers may differ by a
+        rounding: see COST_ROUNDING."""
+        by_prompt, by_blocks = self._by_prompt, self._by_blocks
+        by_prompt[0], by_blocks[1] = prompt_tokens, 1.0 / tokens
+        costs_s = by_prompt.dot(self._steps)
+        if self.block_tokens:
+            by_blocks[0] = -(-prompt_tokens // self.block_tokens) / tokens
+            costs_s += by_blocks.dot(path.both)
+        else:
+            costs_s += (path.block_s * self.blocks(prompt_tokens) + path.latency_s) / tokens
+        found: Column = costs_s
+        return found
 
     def has_room(self, tokens: int) -> Mask:
         """For one more request with so many tokens, the longest answer included."""
-        return self._pages_free >= -(-tokens // self.block_tokens)
+        return self._pages_free >= self.blocks(tokens)
+
+    def has_room_at(self, row: int, tokens: int) -> bool:
+        """The same for one worker."""
+        block_tokens = self.workers[row].info.block_tokens
+        return self._pages_free.item(row) >= -(-tokens // block_tokens)
 
     def check(self, now_s: float, why_not: Callable[[Worker, float], str]) -> None:
         """Prove that every row is what its worker says."""
         super().check(now_s, why_not)
-        step_s, has_room = self.step_s(500), self.has_room(700)
+        has_room, step_s = self.has_room(700), self._per_token_s * 500 + self._step_s
         for row, worker in enumerate(self.workers):
             load, info = worker.batch.load_reserved(), worker.info
             assert self.loads[row] == load, worker.key

@@ -188,15 +188,20 @@ def _with(
 
 def _tokens(pool: PrefillPool, blocks: int, prompt_tokens: int) -> int | Column:
     """`cached_tokens` at each worker; one number while their blocks are of one size."""
-    if isinstance(pool.block_tokens, int):
+    if pool.block_tokens:
         return min(blocks * pool.block_tokens, prompt_tokens - 1)
     return np.minimum(blocks * pool.block_tokens_of, prompt_tokens - 1)
 
 
 def _sources(cluster: Cluster, held: Holdings, is_longest_only: bool, now_s: float) -> list[Source]:
     """The holders worth comparing, longest run first."""
+    are_alike = not (cluster.prefills.rates_differ or held.has_ssd)
+    if are_alike:  # mostly the first of the longest run is idle, and then nobody is better
+        node_id = held.longest_holder()
+        if node_id in cluster.nodes and not cluster.send_wait_s(node_id, now_s):
+            return [Source(node_id, held.longest, held.longest, 0.0)]
     found: list[Source] = []
-    soonest_s, are_alike = math.inf, not (cluster.prefills.rates_differ or held.has_ssd)
+    soonest_s = math.inf
     for blocks, dram_blocks, nodes in held.groups():
         if found and is_longest_only and blocks < found[0].blocks:
             break

@@ -40,9 +40,11 @@ REQUESTS_RANK = 2.0**40  # weighs one request more than the order of any two rou
 class Path:
     """Moving blocks from one node to each worker of the pool: latency + blocks * block_s."""
 
+    both: npt.NDArray[np.float64]  # in one matrix:
     block_s: Column
     latency_s: Column
     lead: Column  # subtracted from the rank: who is on that node is ahead by one request
+    has_lead: bool
 
 
 class Pool:
@@ -65,21 +67,17 @@ class Pool:
         tokens = {info.block_tokens for info in infos}
         self.block_tokens_of = np.array([float(info.block_tokens) for info in infos])
         self.block_tokens_max = max(tokens, default=0)
-        # One number where they have all the same: what is computed from it is one number too.
-        self.block_tokens: int | Counts = np.array([info.block_tokens for info in infos])
-        if len(tokens) == 1:
-            self.block_tokens = tokens.pop()
+        self.block_tokens = tokens.pop() if len(tokens) == 1 else 0  # where all have the same
         self.tokens_max = np.array(
             [min(i.context_tokens_max, i.pages_max * i.block_tokens) for i in infos]
         )
         self._tokens_max_least = min(self.tokens_max.tolist(), default=0)
         self.block_bytes = np.array([float(info.block_bytes) for info in infos])
         self._paths: dict[str, Path] = {}
-        self._far = Path(
+        self._far = np.array([
             self.block_bytes / self.config.transfer_bytes_per_s,
-            np.array([info.transfer_latency_s for info in infos]),
-            self.zeros,
-        )
+            [info.transfer_latency_s for info in infos],
+        ])  # fmt: skip
         self._rows_on: dict[str, list[int]] = {}
         for row, node_id in enumerate(self.node_ids):
             self._rows_on.setdefault(node_id, []).append(row)
@@ -91,9 +89,14 @@ class Pool:
         rates = {rate for info in infos for rate in info.transfer_bytes_per_s.values()}
         self.rates_differ = len(rates) > 1
         # No node sends a prompt's blocks to any worker in less time for each of its tokens.
-        rate_max = max((*rates, self.config.local_bytes_per_s, self.config.transfer_bytes_per_s))
+        rate_max = max((*rates, self.config.transfer_bytes_per_s))
+        local_rate = self.config.local_bytes_per_s
         least = min((info.block_bytes / info.block_tokens for info in infos), default=0.0)
-        self.token_s_least = least / rate_max
+        self.token_s_least = least / max(rate_max, local_rate)
+        bytes_least = min((info.block_bytes for info in infos), default=0)
+        self._local_block_s_least = bytes_least / max((*rates, local_rate))
+        self._block_s_least = bytes_least / rate_max
+        self._latency_s_least = min((info.transfer_latency_s for info in infos), default=0.0)
         # Never routed to: before all others, in the order of names.
         by_name = sorted(range(len(infos)), key=lambda row: infos[row].worker_id)
         self._unrouted = [0.0] * len(infos)
@@ -211,19 +214,31 @@ class Pool:
             found = self._paths[node_id] = self._new_path(node_id)
         return found
 
-    def _new_path(self, node_id: str) -> Path:
-        block_s, latency_s, lead = (
-            self._far.block_s.copy(),
-            self._far.latency_s.copy(),
-            self._zeros(),
+    def blocks(self, tokens: int) -> float | Column:
+        """How many blocks these tokens touch at each worker; one number where all are alike."""
+        if self.block_tokens:
+            return float(-(-tokens // self.block_tokens))
+        found: Column = np.ceil(tokens / self.block_tokens_of)
+        return found
+
+    def path_s_least(self, tokens: int) -> float:
+        """No prompt of so many tokens comes to any worker in less time, from whatever node."""
+        blocks = -(-tokens // self.block_tokens_max)
+        return min(
+            blocks * self._local_block_s_least,
+            blocks * self._block_s_least + self._latency_s_least,
         )
-        for row in self._rows_on.get(node_id, ()):
+
+    def _new_path(self, node_id: str) -> Path:
+        both, lead, rows = self._far.copy(), self._zeros(), self._rows_on.get(node_id, [])
+        block_s, latency_s = both
+        for row in rows:
             block_s[row] = self.block_bytes[row] / self.config.local_bytes_per_s
             latency_s[row], lead[row] = 0.0, REQUESTS_RANK
         for row, rates in self._measured_rates:
             if rate := rates.get(node_id):
                 block_s[row] = self.block_bytes[row] / rate
-        return Path(block_s, latency_s, lead)
+        return Path(both, block_s, latency_s, lead, bool(rows))
 
     def prepare(self, node_ids: Iterable[str], count_max: int) -> None:
         """Make so many of the paths that are not known yet, before a decision needs one."""

@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from conductor.pool import REQUESTS_RANK, Column, Counts, Pool
+from conductor.pool import REQUESTS_RANK, Column, Counts, Mask, Pool
 from conductor.worker import Worker
 
+Matrix = npt.NDArray[np.float64]
+
 PLACES_MIN = 8  # of the matrices; they grow to the longest queue there ever was
+FEW_PLACES = 4  # one row after the other is quicker than the matrix
 
 
 class Queues(NamedTuple):
@@ -40,7 +43,7 @@ class Place(NamedTuple):
     """Where a request would stand at each worker."""
 
     wait_s: Column  # of the work there, what goes before the request
-    behind: Counts  # requests that it overtakes
+    behind: Counts | Mask  # requests that it overtakes; a mask where that is at most one
 
 
 class PrefillPool(Pool):
@@ -51,9 +54,13 @@ class PrefillPool(Pool):
         self._foreign_until_s, self._busy_until_s = self._zeros(), self._zeros()
         self._head_key_s, self._half_step_s = self._zeros(), self._zeros()
         self._waiting_s, self._length = self._zeros(), np.zeros(count, np.int64)
-        self._keys_s = np.full((PLACES_MIN, count), math.inf)
-        self._work_s = np.zeros((PLACES_MIN + 1, count))
-        self._counts = np.full(count, count, np.int64)
+        self._set_matrices(
+            np.full((PLACES_MIN, count), math.inf), np.zeros((PLACES_MIN + 1, count))
+        )
+        # Numbers as columns: arithmetic with those is quicker.
+        self._counts, self._now_s = np.full(count, count, np.int64), self._zeros()
+        self._stretch = np.full(count, self.order.stretch)
+        self._wait_s_max = np.full(count, self.order.wait_s_max)
         # At least the greatest there is: these two never fall.
         self._key_s_max = self._foreign_until_s_max = -math.inf
         self.rank = self._zeros()  # equal workers: fewer requests first, then the longest idle
@@ -88,19 +95,27 @@ class PrefillPool(Pool):
         length = len(places)
         if length > len(self._keys_s):
             self._grow(length)
-        self._length[row] = length
-        self._keys_s[length : max(length, before), row] = math.inf
-        self._waiting_s[row] = 0.0
-        if length:
-            self._keys_s[:length, row] = [key_s for key_s, _ in places]
-            work = list(accumulate(work_s for _, work_s in places))
-            self._work_s[1 : length + 1, row] = work
-            self._waiting_s[row] = work[-1]
+        work_s = 0.0
+        for place, (key_s, more_s) in enumerate(places):
+            work_s += more_s
+            self._key_rows_s[place][row] = key_s
+            self._work_rows_s[place][row] = work_s
+        for place in range(length, before):
+            self._key_rows_s[place][row] = math.inf
+        self._length[row], self._waiting_s[row] = length, work_s
 
     def _grow(self, length: int) -> None:
-        more = length  # at least twice as many
-        self._keys_s = np.vstack((self._keys_s, np.full((more, len(self.workers)), math.inf)))
-        self._work_s = np.vstack((self._work_s, np.zeros((more, len(self.workers)))))
+        """To at least twice as many places."""
+        more = (length, len(self.workers))
+        self._set_matrices(
+            np.vstack((self._keys_s, np.full(more, math.inf))),
+            np.vstack((self._work_s, np.zeros(more))),
+        )
+
+    def _set_matrices(self, keys_s: Matrix, work_s: Matrix) -> None:
+        """`work_s` has one row more, in front: nothing has gone by."""
+        self._keys_s, self._work_s = keys_s, work_s
+        self._key_rows_s, self._work_rows_s = list(keys_s), list(work_s[1:])
 
     def _scale(self, rows: slice | int) -> None:
         ratio = self.ratio[rows]
@@ -110,15 +125,16 @@ class PrefillPool(Pool):
 
     def prefill_s(self, tokens: int, cached: int | Column) -> Column:
         """Seconds at each worker with so many of the prompt's tokens cached there."""
-        found_s = self._half_pair_s * (tokens + cached)
+        found_s = self._half_pair_s * (cached + float(tokens))
         found_s += self._per_token_s
-        found_s *= tokens - cached
+        found_s *= float(tokens) - cached
         found_s += self._base_s
         return found_s
 
     def queues(self, now_s: float) -> Queues:
         """What is queued everywhere at this moment. Good until the next change."""
-        busy_s = self._busy_until_s - now_s
+        self._now_s.fill(now_s)
+        busy_s = self._busy_until_s - self._now_s
         np.maximum(busy_s, self.zeros, busy_s)
         queue_s = busy_s + self._waiting_s
         queue_s *= self.ratio
@@ -126,31 +142,45 @@ class PrefillPool(Pool):
 
     def place(self, queues: Queues, prefill_s: Column) -> Place:
         """Where a request with so much work at each worker would stand in its queue."""
-        order, now_s = self.order, queues.now_s
-        least_s = order.key_s(now_s, prefill_s.item(prefill_s.argmin()))
-        if order.stretch == 0 or least_s >= self._key_s_max:
+        least_s = self.order.stretch * prefill_s.item(prefill_s.argmin())
+        key_s_least = queues.now_s + min(least_s, self.order.wait_s_max)
+        if key_s_least >= self._key_s_max:  # last everywhere
             return Place(queues.queue_s, self.none)
-        keys_s = prefill_s * order.stretch
-        np.minimum(keys_s, order.wait_s_max, keys_s)
-        keys_s += now_s
+        keys_s = prefill_s * self._stretch
+        np.minimum(keys_s, self._wait_s_max, keys_s)
+        keys_s += self._now_s
         wait_s, behind = queues.busy_s, self.none
         if longest := self._length.item(self._length.argmax()):
-            ahead = np.add.reduce(self._keys_s[:longest] <= keys_s, 0)
-            behind = self._length - ahead
-            ahead *= self._counts
-            ahead += self.rows
-            wait_s = wait_s + self._work_s.take(ahead)
+            work_s, behind = self._ahead(keys_s, longest)
+            wait_s = wait_s + work_s
         is_first = keys_s < self._head_key_s  # never where the head is not overtaken
         if np.count_nonzero(is_first):
             step_s = self._half_step_s
-            if now_s < self._foreign_until_s_max:
-                foreign_s = np.maximum(self._foreign_until_s - now_s, self.zeros)
+            if queues.now_s < self._foreign_until_s_max:
+                foreign_s = np.maximum(self._foreign_until_s - self._now_s, self.zeros)
                 step_s = np.minimum(queues.busy_s - foreign_s, step_s) + foreign_s
             else:
                 step_s = np.minimum(queues.busy_s, step_s)
-            wait_s = np.where(is_first, step_s, wait_s)
-            behind = behind + is_first
+            if wait_s is queues.busy_s:
+                wait_s = wait_s.copy()
+            np.putmask(wait_s, is_first, step_s)
+            behind = is_first if behind is self.none else behind + is_first
         return Place(wait_s * self.ratio, behind)
+
+    def _ahead(self, keys_s: Column, longest: int) -> tuple[Column, Counts]:
+        """The work behind each head with keys up to these, and how many charges are above."""
+        if longest <= FEW_PLACES:
+            work_s, behind = self._zeros(), self._length.copy()
+            for place in range(longest):
+                is_ahead = self._key_rows_s[place] <= keys_s
+                np.putmask(work_s, is_ahead, self._work_rows_s[place])
+                behind -= is_ahead
+            return work_s, behind
+        ahead = np.add.reduce(self._keys_s[:longest] <= keys_s, 0)
+        behind = self._length - ahead
+        ahead *= self._counts
+        ahead += self.rows
+        return self._work_s.take(ahead), behind
 
     def check(self, now_s: float, why_not: Callable[[Worker, float], str]) -> None:
         """Prove that every row is what its worker says."""

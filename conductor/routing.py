@@ -38,10 +38,11 @@ import numpy as np
 from conductor.cluster import Cluster
 from conductor.config import ConductorConfig
 from conductor.decode_batch import Load
+from conductor.decode_pool import COST_ROUNDING
 from conductor.fetching import Source, cached_tokens, make_plans
 from conductor.messages import Prediction, Request
 from conductor.policies import POLICIES, Terms, at_random
-from conductor.pool import Column, Mask
+from conductor.pool import Column, Mask, Path
 from conductor.slow_start import SLOWER
 from conductor.tiers import Holdings, Tiers
 from conductor.worker import Worker
@@ -115,7 +116,10 @@ class Options:
         self._loads = loads
         self.ttft_limit_s = ttft_limit_s  # predicted to take longer, it is not admitted
         self._meet_prefills(tiers)
-        self._meet_decodes()
+        # Of the decode workers; None while nothing but their reserved loads can tell.
+        decodes, is_plain = cluster.decodes, loads is None and not cluster.has_refused
+        is_plain = is_plain and decodes.count(self._is_decode) == len(decodes.workers)
+        self._has_room = None if is_plain else self._rooms()
 
     def _meet_prefills(self, tiers: Tiers) -> None:
         pool, request, policy = self._cluster.prefills, self._request, self._policy
@@ -133,37 +137,35 @@ class Options:
             start_s = wait_s + transfer_s
             start_s += prefill_s
         delay_s = pool.zeros if behind is pool.none else prefill_s * behind
-        self._start_s = start_s
         self._terms = Terms(queues.queue_s, wait_s, transfer_s, prefill_s, delay_s, start_s)
 
-    def _meet_decodes(self) -> None:
+    def _rooms(self) -> Mask:
+        """Who of the decode workers in question has room, as admission takes the loads to be."""
         pool, request = self._cluster.decodes, self._request
-        self._step_s = pool.step_s(request.prompt_tokens)
         tokens = request.prompt_tokens + request.output_tokens_max
-        self._has_room = pool.has_room(tokens)
-        if pool.count(self._is_decode) < len(pool.workers):
-            self._has_room &= self._is_decode
+        has_room = pool.has_room(tokens) & self._is_decode
         if self._loads is not None:
-            self._ask_loads(tokens)
+            self._ask_loads(tokens, has_room)
         for worker in self._cluster.overloaded(self._now_s):
-            self._has_room[worker.row] = False
+            has_room[worker.row] = False
+        return has_room
 
-    def _ask_loads(self, tokens: int) -> None:
-        """Who has room as admission takes the loads to be."""
+    def _ask_loads(self, tokens: int, has_room: Mask) -> None:
+        """Put in who has room for other loads than the reserved ones."""
         pool = self._cluster.decodes
         # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
-        starts_s = np.where(self._is_prefill, self._start_s, math.inf)
+        starts_s = np.where(self._is_prefill, self._terms.start_s, math.inf)
         self._at_s = self._now_s + starts_s.item(starts_s.argmin())
         # Mostly less than is reserved, so who has room for that need not be asked.
         is_more = self._config.admission == "predictive_lengths"
-        is_asked = self._is_decode if is_more else self._is_decode & ~self._has_room
+        is_asked = self._is_decode if is_more else self._is_decode & ~has_room
         rows = is_asked.nonzero()[0].tolist()
         for row, load in zip(rows, self._loads_of(rows), strict=True):
             info = pool.workers[row].info
             pages = blocks_touched(tokens, info.block_tokens)
             # Rounded: 3.999 of 4 slots are 4. The worker itself makes sure, and queues if need be.
             has_slot = round(load.sequences) < info.slots_max
-            self._has_room[row] = has_slot and load.pages + pages <= info.pages_max
+            has_room[row] = has_slot and load.pages + pages <= info.pages_max
 
     def _loads_of(self, rows: Sequence[int]) -> list[Load]:
         workers = [self._cluster.decodes.workers[row] for row in rows]
@@ -178,26 +180,27 @@ class Options:
         Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
         """
         rows, cost_s = self._finalists()
-        step_s, rooms = self._step_s, np.count_nonzero(self._has_room)
-        if rooms < len(step_s):
-            is_choice = self._has_room if rooms else self._is_decode
-            step_s = np.where(is_choice, step_s, math.inf)
-        nodes, found = self._cluster.prefills.node_ids, []
-        # No pair can be better than this; most often the first finalist is as good.
-        costs_s = [cost_s.item(row) for row in rows]
-        least_s = min(costs_s)
-        least_s += self._request.prompt_tokens * self._cluster.decodes.token_s_least
-        bound_s, least_s = within(least_s, self._config), math.inf
-        for row, own_s in zip(rows, costs_s, strict=True):
-            decode, handover_s = self._partner(nodes[row], step_s)
-            total_s = own_s + handover_s
-            found.append((total_s, row, decode))
-            least_s = min(least_s, total_s)
-            if total_s <= bound_s:
-                break
-        limit_s = within(least_s, self._config)
-        row, decode = next((row, decode) for total_s, row, decode in found if total_s <= limit_s)
+        row, decode = self._pairing(rows, [cost_s.item(row) for row in rows])
         return self.pair(self.prefill(row), self.decode(decode))
+
+    def _pairing(self, rows: Sequence[int], costs_s: Sequence[float]) -> tuple[int, int]:
+        """The rows of the best pair of one of these prefill workers."""
+        nodes, pool = self._cluster.prefills.node_ids, self._cluster.decodes
+        prompt_tokens, least_s = self._request.prompt_tokens, min(costs_s)
+        decode, handover_s = self._partner(nodes[rows[0]])
+        total_s = costs_s[0] + handover_s
+        # No pair can be better than this; most often the first finalist is as good.
+        if total_s <= within(least_s + pool.path_s_least(prompt_tokens), self._config):
+            return rows[0], decode
+        bound_s = within(least_s + prompt_tokens * pool.token_s_least, self._config)
+        found = [(total_s, rows[0], decode)]
+        for row, own_s in zip(rows[1:], costs_s[1:], strict=True):
+            if found[-1][0] <= bound_s:
+                break
+            decode, handover_s = self._partner(nodes[row])
+            found.append((own_s + handover_s, row, decode))
+        limit_s = within(min(total_s for total_s, _, _ in found), self._config)
+        return next((row, decode) for total_s, row, decode in found if total_s <= limit_s)
 
     def _finalists(self) -> tuple[list[int], Column]:
         """The prefill workers worth pairing, and what the policy makes of all of them."""
@@ -222,11 +225,11 @@ class Options:
         if (
             policy.spares_others or newcomers
         ):  # but not at the price of the request's own service level
-            is_in_time = is_choice & (self._start_s <= self.ttft_limit_s)
+            is_in_time = is_choice & (self._terms.start_s <= self.ttft_limit_s)
             if in_time := np.count_nonzero(is_in_time):
                 is_choice, choices = is_in_time, in_time
             else:
-                cost_s = self._start_s
+                cost_s = self._terms.start_s
         if choices < len(cost_s):
             cost_s = np.where(is_choice, cost_s, math.inf)
         rows = (cost_s <= within(cost_s.item(cost_s.argmin()), config)).nonzero()[0]
@@ -234,24 +237,41 @@ class Options:
             rows = rows[pool.rank.take(rows).argsort(kind="stable")]
         return rows[: 1 if policy.is_blind else config.finalists_max].tolist(), cost_s
 
-    def _partner(self, node_id: str, step_s: Column) -> tuple[int, float]:
+    def _partner(self, node_id: str) -> tuple[int, float]:
         """The decode worker for a prefill worker of this node, and the seconds of the hand-over.
 
         The least cost; among equals the emptier one, where this node's own are ahead by one.
         """
         pool, config, request = self._cluster.decodes, self._config, self._request
-        path = pool.path(node_id)
-        handover_s = path.block_s * -(-request.prompt_tokens // pool.block_tokens)
-        handover_s += path.latency_s
-        tokens = max(1, min(request.output_tokens_max, config.output_tokens_expected))
-        cost_s = handover_s / tokens
-        cost_s += step_s
-        least = cost_s.argmin()
-        rows = (cost_s <= cost_s.item(least) * (1 + config.tie_ratio)).nonzero()[0]
-        rank = pool.rank.take(rows)
-        rank -= path.lead.take(rows)
-        row = rows.item(rank.argmin())
-        return row, handover_s.item(row)
+        path, prompt_tokens = pool.path(node_id), request.prompt_tokens
+        spread = max(1, min(request.output_tokens_max, config.output_tokens_expected))
+        costs_s = pool.costs_s(path, prompt_tokens, spread)
+        if self._has_room is None:  # mostly who is chosen from all has it
+            least, row = self._least(costs_s, path)
+            tokens = prompt_tokens + request.output_tokens_max
+            if pool.has_room_at(least, tokens) and pool.has_room_at(row, tokens):
+                return row, self._handover_s(row, path)
+            self._has_room = self._rooms()
+        is_choice = self._has_room if np.count_nonzero(self._has_room) else self._is_decode
+        _, row = self._least(np.where(is_choice, costs_s, math.inf), path)
+        return row, self._handover_s(row, path)
+
+    def _least(self, costs_s: Column, path: Path) -> tuple[int, int]:
+        """The decode worker of least cost, and the first of its equals."""
+        pool, least = self._cluster.decodes, int(costs_s.argmin())
+        limit_s = costs_s.item(least) * ((1 + self._config.tie_ratio) * (1 + COST_ROUNDING))
+        rows = (costs_s <= limit_s).nonzero()[0]
+        if len(rows) == 1:
+            return least, least
+        rank = pool.rank[rows]
+        if path.has_lead:
+            rank -= path.lead[rows]
+        return least, rows.item(rank.argmin())
+
+    def _handover_s(self, row: int, path: Path) -> float:
+        block_tokens = self._cluster.decodes.workers[row].info.block_tokens
+        blocks = blocks_touched(self._request.prompt_tokens, block_tokens)
+        return path.block_s.item(row) * blocks + path.latency_s.item(row)
 
     # One by one
 
@@ -283,12 +303,15 @@ class Options:
         worker = pool.workers[row]
         load = pool.loads[row] if self._loads is None else self._loads_of([row])[0]
         step_s = worker.decode_estimate.step_s(load.sequences + 1, load.context_tokens + tokens)
-        return DecodeOption(worker, load, pool.ratio.item(row) * step_s, self._has_room.item(row))
+        if self._has_room is not None:
+            has_room = self._has_room.item(row)
+        else:
+            has_room = pool.has_room_at(row, tokens + self._request.output_tokens_max)
+        return DecodeOption(worker, load, pool.ratio.item(row) * step_s, has_room)
 
     def pair(self, prefill: PrefillOption, decode: DecodeOption) -> Pair:
-        path, row = self._cluster.decodes.path(prefill.worker.info.node_id), decode.worker.row
-        blocks = blocks_touched(self._request.prompt_tokens, decode.worker.info.block_tokens)
-        handover_s = path.block_s.item(row) * blocks + path.latency_s.item(row)
+        path = self._cluster.decodes.path(prefill.worker.info.node_id)
+        handover_s = self._handover_s(decode.worker.row, path)
         predicted = Prediction(
             queue_s=prefill.wait_s,
             transfer_s=prefill.transfer_s,

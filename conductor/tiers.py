@@ -16,9 +16,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from conductor.pool import Column, Counts, Pool
-from mooncake_store.holder_numbers import Segment, numbers_in
+from mooncake_store.holder_numbers import FEW_BITS, Segment, numbers_in
 from mooncake_store.membership import SSD_SUFFIX
 from mooncake_store.prefix_index import PrefixIndex
+
+STARTS_MAX = 256  # arrays that are kept; of 8 KiB for 1,000 workers
 
 Group = tuple[int, int, Iterator[str]]  # (blocks, of these in DRAM, nodes that have just so many)
 
@@ -41,25 +43,30 @@ class Holdings:
         self.longest = 0  # no worker's node has more
         if self._in_dram:
             self.longest = self._in_dram[-1][0]
-            blocks = dram.blocks_by_number(self._in_dram).take(tiers.numbers(dram, pool))
-            self.dram_blocks = self.blocks = blocks.astype(np.float64)
+            self.dram_blocks = self.blocks = tiers.nodes(dram, pool).blocks(self._in_dram)
         if len(tiers.ssd):
             self._look_on_ssds(pool)
         self.is_empty = not self._in_dram and not self._on_ssd
 
     def _look_on_ssds(self, pool: Pool) -> None:
-        ssd, numbers = self._tiers.ssd, self._tiers.numbers(self._tiers.ssd, pool)
+        ssd = self._tiers.ssd
+        nodes = self._tiers.nodes(ssd, pool)
         for depth in (0, *(depth for depth, _ in self._in_dram)):
             found = ssd.find(self._keys[depth:])
             if found:
                 self._on_ssd.append((depth, found))
                 self.longest = max(self.longest, depth + found[-1][0])
-                more = ssd.blocks_by_number(found)[numbers]
-                self.blocks = self.blocks + np.where(self.dram_blocks == depth, more, 0)
+                more = nodes.blocks(found)
+                self.blocks = self.blocks + np.where(self.dram_blocks == depth, more, 0.0)
 
     @property
     def has_ssd(self) -> bool:
         return bool(self._on_ssd)
+
+    def longest_holder(self) -> str:
+        """The first node of the first group; without SSDs, and not when it is empty."""
+        bitmap = self._in_dram[-1][1]
+        return self._tiers.dram.name((bitmap & -bitmap).bit_length() - 1)
 
     def groups(self) -> Iterator[Group]:
         """Holders by the length of their run, longest first."""
@@ -89,13 +96,58 @@ class Holdings:
                 further = bitmap
 
 
+class _Starts(dict[Segment, Column]):
+    """By segment: how many blocks each worker's node has, if there is no other segment."""
+
+    def __init__(self, index: PrefixIndex, numbers: Counts) -> None:
+        self._index, self._numbers = index, numbers
+
+    def __missing__(self, segment: Segment) -> Column:
+        if len(self) >= STARTS_MAX:
+            self.clear()
+        blocks = self._index.blocks_by_number([segment]).take(self._numbers)
+        self[segment] = blocks.astype(np.float64)
+        return self[segment]
+
+
+class _Nodes:
+    """The nodes of a pool's workers by their numbers in an index."""
+
+    def __init__(self, index: PrefixIndex, node_ids: Sequence[str]) -> None:
+        self.node_ids, self.version = node_ids, index.numbers_version
+        self._index = index
+        numbers = [index.number(node_id) for node_id in node_ids]
+        self._numbers = np.array(numbers, np.int64)
+        self._starts = _Starts(index, self._numbers)  # most prompts have one of few
+        self._rows: dict[int, list[int]] = {}
+        for row, number in enumerate(numbers):
+            self._rows.setdefault(number, []).append(row)
+
+    def blocks(self, found: Sequence[Segment]) -> Column:
+        """How many of the leading blocks the node of each worker has."""
+        if not found:
+            return np.zeros(len(self.node_ids))
+        blocks = self._starts[found[0]].copy()
+        for segment in found[1:]:
+            depth, bitmap = segment
+            if bitmap.bit_count() > FEW_BITS:
+                np.maximum(blocks, self._starts[segment], blocks)
+                continue
+            while bitmap:
+                number = bitmap.bit_length() - 1
+                for row in self._rows.get(number, ()):
+                    blocks[row] = depth
+                bitmap ^= 1 << number
+        return blocks
+
+
 class Tiers:
     """Two indexes, fed by one stream of events."""
 
     def __init__(self, dram: PrefixIndex) -> None:
         self.dram = dram
         self.ssd = PrefixIndex(dram.blocks_max)
-        self._numbers: dict[int, tuple[object, int, Counts]] = {}
+        self._nodes: dict[int, _Nodes] = {}  # by the index
 
     def add(self, key: bytes, holder: str) -> None:
         self._of(holder).add(key, holder.removesuffix(SSD_SUFFIX))
@@ -113,13 +165,16 @@ class Tiers:
     def _of(self, holder: str) -> PrefixIndex:
         return self.ssd if holder.endswith(SSD_SUFFIX) else self.dram
 
-    def numbers(self, index: PrefixIndex, pool: Pool) -> Counts:
-        """The holder's number of each worker's node, -1 where the node has nothing."""
-        known = self._numbers.get(id(index))
-        if known is None or known[0] is not pool.node_ids or known[1] != index.numbers_version:
-            numbers = np.array([index.number(node_id) for node_id in pool.node_ids], np.int64)
-            known = self._numbers[id(index)] = (pool.node_ids, index.numbers_version, numbers)
-        return known[2]
+    def nodes(self, index: PrefixIndex, pool: Pool) -> _Nodes:
+        """The nodes of the pool's workers, as this index numbers them."""
+        known = self._nodes.get(id(index))
+        if (
+            known is None
+            or known.node_ids is not pool.node_ids
+            or known.version != index.numbers_version
+        ):
+            known = self._nodes[id(index)] = _Nodes(index, pool.node_ids)
+        return known
 
     def check(self) -> None:
         """Prove the invariants."""
