@@ -124,16 +124,24 @@ def test_a_stage_that_was_taken_back_is_not_read(make: Make) -> None:
 
 
 def test_other_tokens_or_another_salt_get_nothing(make: Make) -> None:
-    engine, prompt = make(), prompt_of(40)
+    engine, prompt = make(cache={"enable_block_reuse": False}), prompt_of(40)
     wrong = {key: bytes(engine.block_bytes) for key in keys_of(engine, prompt, "theirs")}
     pages = engine.stage("a", prompt, wrong, loaded_tokens=32, salt="theirs")
-    others = [prompt, [*prompt[:-1], 7], [7, *prompt[1:]], prompt[:-1]]
+    others = [
+        prompt,
+        [*prompt[:-1], 7],
+        [7, *prompt[1:]],
+        prompt[:-1],
+        [*prompt[:9], 7, *prompt[10:]],
+    ]
     for number, other in enumerate(others):
-        request = engine.generate(number, other, 2, salt="ours" if other != prompt else None)
-        assert request.matched_tokens == 0
-        assert engine.output(request) == expected(engine, other, 2)
+        salts = ["theirs", "ours", None] if other != prompt else ["ours", None]
+        for each, salt in enumerate(salts):
+            request = engine.generate(10 * number + each, other, 2, salt=salt)
+            assert request.matched_tokens == 0
+            assert engine.output(request) == expected(engine, other, 2)
     assert engine.heard.all == []
-    assert engine.generate(9, prompt, 2, salt="theirs").matched_tokens == 32
+    assert engine.generate(99, prompt, 2, salt="theirs").matched_tokens == 32
     engine.unstage("a", pages)
 
 
