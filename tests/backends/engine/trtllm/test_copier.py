@@ -28,7 +28,7 @@ from tests.backends.engine.trtllm.conftest import FAKES, forget_modules
 from tests.backends.engine.trtllm.listening import WAIT_S
 
 sys.path.insert(0, str(FAKES))
-from tensorrt_llm._fake.stream import FakeEvent, FakeStream  # noqa: E402
+from tensorrt_llm._fake.stream import FakeEvent, FakeStream
 
 sys.path.remove(str(FAKES))
 forget_modules()
