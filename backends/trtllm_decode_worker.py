@@ -50,6 +50,7 @@ class TrtllmDecodeJob(DecodeJob):
         super().__init__(*given)
         self.running: Running | None = None
         self.is_staged = False
+        self.staged_tokens = 0
         self.filled: list[int] = []  # blocks that are to go to the store once they are in a page
         self.saved_blocks = 0  # so many are, from the first on
         self.ended_s = 0.0
@@ -163,7 +164,7 @@ class TrtllmDecodeWorker(DecodeWorker):
         )
         seed = chain_seed(self.worker.fingerprint, cache_salt=salt)
         kv_tokens = len(ids) - 1  # the newest token's KV is nobody's yet
-        job.is_staged = True
+        job.is_staged, job.staged_tokens = True, len(ids)
         self._staged.stage(Stage(
             job.request_id, bytes(packed_tokens(ids)), salt, seed,
             block_keys(ids, self._config.block_tokens, seed), list(job.pages),
@@ -225,8 +226,9 @@ class TrtllmDecodeWorker(DecodeWorker):
             job = self._jobs.get(request_id)
         if job is None:
             return
+        assert isinstance(job, TrtllmDecodeJob)
         paths = {"loaded": loaded_tokens, "local": local_tokens}
-        paths["computed"] = job.request.prompt_tokens - loaded_tokens - local_tokens
+        paths["computed"] = job.staged_tokens - loaded_tokens - local_tokens
         for path, tokens in paths.items():
             if tokens > 0:
                 self.worker.observations.observe("mooncake_handover_tokens_total", tokens,
