@@ -141,6 +141,11 @@ class StageScheduler:
                 f"TensorRT-LLM is at token {start} of a prompt that it should have computed up to "
                 f"{entry.position}: pages may have been saved before they were computed"
             )
+        elif not hasattr(data, "num_scheduled_tokens"):
+            raise RuntimeError(
+                "this TensorRT-LLM does not say how many tokens it computes: 1.2.0rc2 or later is "
+                "needed"
+            )
         else:
             entry.position = min(start + data.num_scheduled_tokens, prompt_tokens)
         move = entry.save(entry.position, self._tokens_per_block)
@@ -162,7 +167,9 @@ def _salt(request: Any) -> str | None:
     """The request's cache salt, or None when its KV depends on more than tokens and a salt."""
     if getattr(request, "lora_task_id", None) is not None:
         return None
-    if getattr(request, "multimodal_hashes", None):
+    if getattr(request, "multimodal_hashes", None) or getattr(
+        request, "multimodal_positions", None
+    ):
         return None
     salt = getattr(request, "cache_salt", None)
     if salt is None and getattr(request, "cache_salt_id", None) is not None:

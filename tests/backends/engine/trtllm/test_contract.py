@@ -1,0 +1,97 @@
+"""Our connector, the stand-in's base classes and connectors of others agree on the API.
+
+TensorRT-LLM itself cannot be installed here. What its base classes look like is written down in a
+file; connectors that are known to work with it are witnesses that it is written down right.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DATA = Path(__file__).resolve().parents[3] / "data"
+API: dict[str, dict[str, Any]] = json.loads((DATA / "trtllm_connector_api.json").read_text())
+WITNESSES: list[dict[str, Any]] = json.loads((DATA / "trtllm_witnesses.json").read_text())
+PLACES = {
+    "1.3": "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
+    "1.2": "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
+}
+OURS = {
+    "KvCacheConnectorScheduler": "MooncakeConnectorScheduler",
+    "KvCacheConnectorWorker": "MooncakeConnectorWorker",
+}
+
+
+def arguments_of(method: Any) -> list[str]:
+    return list(inspect.signature(method).parameters)
+
+
+@pytest.mark.parametrize("base", API)
+def test_our_methods_have_the_arguments_of_the_api(base: str, trtllm: str) -> None:
+    module = importlib.import_module("backends.engine.trtllm.connector")
+    ours = getattr(module, OURS[base])
+    assert ours.__mro__[1].__name__ == base
+    for name, method in API[base].items():
+        if method.get("since", trtllm) <= trtllm:
+            assert arguments_of(getattr(ours, name)) == method["arguments"], name
+    assert not getattr(ours, "__abstractmethods__", None), "it could not be built"
+    assert arguments_of(ours.__init__) == ["self", "llm_args"]
+
+
+@pytest.mark.parametrize("base", API)
+def test_the_stand_in_has_the_api_at_one_place(base: str, trtllm: str) -> None:
+    theirs = getattr(importlib.import_module(PLACES[trtllm]), base)
+    wanted = {n: m for n, m in API[base].items() if m.get("since", trtllm) <= trtllm}
+    for name, method in wanted.items():
+        assert arguments_of(getattr(theirs, name)) == method["arguments"], name
+    abstract = {name for name, method in wanted.items() if method["is_abstract"]}
+    assert theirs.__abstractmethods__ == abstract
+    (elsewhere,) = set(PLACES.values()) - {PLACES[trtllm]}
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(elsewhere)
+
+
+@pytest.mark.parametrize("witness", WITNESSES, ids=lambda each: f"{each['wheel']}-{each['class']}")
+def test_a_working_connector_has_the_methods_that_are_written_down(
+    witness: dict[str, Any],
+) -> None:
+    api = API[witness["base"]]
+    for name, arguments in witness["methods"].items():
+        if name in api:
+            assert arguments == api[name]["arguments"], name
+    abstract = {name for name, method in api.items() if method["is_abstract"]}
+    assert abstract <= witness["methods"].keys()
+    assert witness["module"] in [[place] for place in PLACES.values()]
+    assert witness["methods"]["__init__"][:2] == ["self", "llm_args"]
+
+
+def test_both_places_of_the_api_have_witnesses() -> None:
+    assert {module for each in WITNESSES for module in each["module"]} == set(PLACES.values())
+
+
+def test_we_use_nothing_of_a_request_that_no_witness_uses() -> None:
+    """Beyond it only attributes that may be missing (getattr with a default)."""
+    used = {name for each in WITNESSES for name in each["uses"]}
+    assert {
+        "request_id", "get_tokens", "new_requests", "cached_requests", "new_block_ids",
+        "computed_position", "num_scheduled_tokens", "multimodal_positions",
+    } <= used  # fmt: skip
+
+
+def test_without_tensorrt_llm_the_connector_can_be_imported_and_loads_no_torch() -> None:
+    code = (
+        "import sys, backends.engine.trtllm.connector as c; "
+        "print(c.MooncakeConnectorWorker.__mro__[1].__module__, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        cwd=DATA.parents[1],
+    )  # fmt: skip
+    assert done.stdout.split() == ["backends.engine.trtllm.connector_base", "False"]

@@ -1,0 +1,1 @@
+"""Scripts that record test data; run by hand, never by tests."""
