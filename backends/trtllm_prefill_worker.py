@@ -60,7 +60,9 @@ class TrtllmPrefillJob(PrefillJob):
 
     def reply(self, incarnation: str, block_bytes: int) -> PrefillReply:
         reply = PrefillJob.reply(self, incarnation, block_bytes)
-        return msgspec.structs.replace(reply, native=self.native or b"")
+        if not self.native:
+            return reply
+        return msgspec.structs.replace(reply, native=self.native, blocks=[])
 
 
 @dataclass(frozen=True, slots=True)

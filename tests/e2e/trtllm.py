@@ -7,13 +7,14 @@ so an answer is right only if the KV of the whole context was right. Not here: t
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 from tests.e2e.server import Server, running
 
@@ -64,14 +65,12 @@ def serving(
                 set_parameter(repository, model, name, value)
         set_parameter(repository, "prefill_1", "store_node", "s0")  # prefill_0's: hits are shared
 
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(FAKES)
+    parameters = {"engine": "tensorrt_llm", **parameters}
+    server = running(folder, state_dir, parameters, prepare=prepare)
+    with pytest.MonkeyPatch.context() as patch:  # until the launcher has it
+        patch.setenv("PYTHONPATH", str(FAKES))
+        started = next(server)
     try:
-        yield from running(
-            folder, state_dir, {"engine": "tensorrt_llm", **parameters}, prepare=prepare
-        )
+        yield started
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        next(server, None)  # stops it, and looks for leftovers

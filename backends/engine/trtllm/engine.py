@@ -64,7 +64,8 @@ class TrtllmEngine:
         self.model_id = shape.model_id
         self.weights_id = Checkpoint.open(folder).weights_id(shape)
         # The fingerprint's field for all that makes one rank's pages different from another's.
-        self.tp_shape = f"tensorrt_llm-tp{config.tp_size}-page{config.page_tokens}-HND"
+        pages = f"tensorrt_llm-tp{config.tp_size}-page{config.page_tokens}-HND"
+        self.tp_shape = pages + ("-native" if config.handoff == "native" else "")
         self.pages = PagePool(worker.kv_pages)
         self._slots = getattr(worker, "slots", 1)
         remove_mpi_leftovers(os.environ)
