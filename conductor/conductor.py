@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from conductor.accuracy import Accuracy
 from conductor.admission import (
@@ -60,6 +61,19 @@ from mooncake_store.events import (
 from mooncake_store.prefix_index import PrefixIndex
 
 
+@dataclass(slots=True)
+class _Totals:
+    """Of ConductorStats."""
+
+    requests: int = 0
+    routed: int = 0
+    fetches: int = 0
+    fetched_blocks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    replicated_blocks: int = 0
+
+
 class Conductor:
     """Decides; never sleeps, never sends, never asks what time it is. Not thread-safe."""
 
@@ -73,8 +87,10 @@ class Conductor:
         self._accuracy = Accuracy()
         self._gate = Gate(config)
         self._order = config.order
+        is_reserved = LOAD_POLICIES[config.admission] is load_reserved
+        self._loads = None if is_reserved else decode_loads
         self._now_s = float("-inf")
-        self._totals: Counter[str] = Counter()
+        self._totals = _Totals()
         self._rejected: Counter[str] = Counter()
         self._advised: Counter[str] = Counter()
 
@@ -133,7 +149,7 @@ class Conductor:
         assert request.prompt_tokens > 0 and request.output_tokens_max >= 0, request
         now_s = self._advance(now_s)
         self._cluster.drop(request.request_id, now_s)
-        self._totals["requests"] += 1
+        self._totals.requests += 1
         options = self._options(request, now_s)
         if isinstance(options, Reject):
             return self._refuse(options)
@@ -175,25 +191,25 @@ class Conductor:
     def _options(self, request: Request, now_s: float) -> Options | Reject:
         """The terms of every worker that may take the request, or why there is none."""
         cluster, excluded = self._cluster, request.excluded_workers
-        prompt_tokens = request.prompt_tokens
+        tokens, prefills, decodes = request.prompt_tokens, cluster.prefills, cluster.decodes
         cluster.look(now_s)
-        usable = []
-        for role, pool, tokens in (
-            ("prefill", cluster.prefills, prompt_tokens),
-            ("decode", cluster.decodes, prompt_tokens + request.output_tokens_max),
-        ):
-            workers = pool.usable(now_s, tokens, excluded)
-            if not pool.count(workers):
-                takers = [w for w in cluster.takers(role, now_s) if w.key not in excluded]
-                if not takers:
-                    return reject_nobody(cluster, role, request, now_s)
-                return reject_too_large(role, takers, request)
-            usable.append(workers)
-        is_reserved = LOAD_POLICIES[self.config.admission] is load_reserved
+        usable = prefills.usable(now_s, tokens, excluded)
+        if not prefills.count(usable):
+            return self._nobody("prefill", request, now_s)
+        joinable = decodes.usable(now_s, tokens + request.output_tokens_max, excluded)
+        if not decodes.count(joinable):
+            return self._nobody("decode", request, now_s)
+        ttft_limit_s = self._gate.ttft_limit_s(request)
         return Options(
-            cluster, self._tiers, request, (usable[0], usable[1]),
-            None if is_reserved else decode_loads, self._gate.ttft_limit_s(request), now_s,
-        )  # fmt: skip
+            cluster, self._tiers, request, (usable, joinable), self._loads, ttft_limit_s, now_s
+        )
+
+    def _nobody(self, role: str, request: Request, now_s: float) -> Reject:
+        excluded = request.excluded_workers
+        takers = [w for w in self._cluster.takers(role, now_s) if w.key not in excluded]
+        if not takers:
+            return reject_nobody(self._cluster, role, request, now_s)
+        return reject_too_large(role, takers, request)
 
     def _refuse(self, rejection: Reject) -> Reject:
         self._rejected[rejection.kind] += 1
@@ -213,11 +229,13 @@ class Conductor:
         )  # fmt: skip
         reused_blocks = prefill.local_blocks + prefill.fetch_blocks
         self._hotspots.note(request.block_keys, reused_blocks, now_s)
-        self._totals["routed"] += 1
-        self._totals["fetches"] += prefill.fetch_node is not None
-        self._totals["fetched_blocks"] += prefill.fetch_blocks
-        self._totals["prompt_tokens"] += request.prompt_tokens
-        self._totals["cached_tokens"] += prefill.cached_tokens
+        totals = self._totals
+        totals.routed += 1
+        totals.prompt_tokens += request.prompt_tokens
+        totals.cached_tokens += prefill.cached_tokens
+        if prefill.source is not None:
+            totals.fetches += 1
+            totals.fetched_blocks += prefill.fetch_blocks
         return route
 
     def on_prefill_started(self, request_id: str, now_s: float, cached_tokens: int) -> None:
@@ -292,22 +310,22 @@ class Conductor:
             return []
         targets = {worker.info.node_id for worker in self._cluster.takers("prefill", now_s)}
         suggestions = self._hotspots.suggest(self._tiers.dram, targets, now_s)
-        self._totals["replicated_blocks"] += sum(len(s.block_keys) for s in suggestions)
+        self._totals.replicated_blocks += sum(len(s.block_keys) for s in suggestions)
         return suggestions
 
     def stats(self) -> ConductorStats:
         """Totals so far."""
         totals = self._totals
         return ConductorStats(
-            requests=totals["requests"],
-            routed=totals["routed"],
+            requests=totals.requests,
+            routed=totals.routed,
             rejected=dict(self._rejected),
             advised=dict(self._advised),
-            fetches=totals["fetches"],
-            fetched_blocks=totals["fetched_blocks"],
-            prompt_tokens=totals["prompt_tokens"],
-            cached_tokens=totals["cached_tokens"],
-            replicated_blocks=totals["replicated_blocks"],
+            fetches=totals.fetches,
+            fetched_blocks=totals.fetched_blocks,
+            prompt_tokens=totals.prompt_tokens,
+            cached_tokens=totals.cached_tokens,
+            replicated_blocks=totals.replicated_blocks,
             in_flight=len(self._cluster.flights),
             prefill_error=self._accuracy.prefill.mean,
             ttft_error=self._accuracy.ttft.mean,
@@ -337,8 +355,8 @@ class Conductor:
         self._hotspots.check()
         self._gate.check()
         self._tiers.check()
-        routed_or_not = self._totals["routed"] + sum(self._rejected.values())
-        assert routed_or_not == self._totals["requests"], "a request was neither routed nor not"
+        routed_or_not = self._totals.routed + sum(self._rejected.values())
+        assert routed_or_not == self._totals.requests, "a request was neither routed nor not"
 
     def _advance(self, now_s: float) -> float:
         """The latest time anyone told us; time does not go back."""

@@ -61,7 +61,6 @@ class Plans:
     """How each prefill worker would get the prompt's KV, as columns."""
 
     held: Holdings  # what the worker's own node has
-    own_tokens: Column  # cached without fetching
     transfer_s: Seconds  # restoring and fetching
     prefill_s: Seconds  # computing the rest
     fetches: list[tuple[Source, Mask]]  # who fetches from where; a later one takes precedence
@@ -84,12 +83,10 @@ def make_plans(
 ) -> Plans:
     """Fetch or compute, at each worker."""
     pool = cluster.prefills
+    own_s = pool.prefill_s(prompt_tokens, _own_tokens(pool, held, prompt_tokens))
+    plans = Plans(held, pool.zeros, own_s, [])
     if held.is_empty:
-        return Plans(held, pool.zeros, pool.zeros, pool.prefill_s(prompt_tokens, 0), [])
-    cached = held.blocks * pool.block_tokens_of
-    if held.longest * pool.block_tokens_max >= prompt_tokens:
-        cached = np.minimum(cached, prompt_tokens - 1)
-    plans = Plans(held, cached, pool.zeros, pool.prefill_s(prompt_tokens, cached), [])
+        return plans
     if held.has_ssd:
         restore_s = pool.block_bytes / cluster.config.ssd_bytes_per_s
         plans.transfer_s = (held.blocks - held.dram_blocks) * restore_s
@@ -102,7 +99,10 @@ def make_plans(
 
 def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int, now_s: float) -> None:
     """The paper's rule: the longest run, where it is much longer than the own one."""
-    config, sources = cluster.config, _sources(cluster, plans.held, True, now_s)
+    config = cluster.config
+    if plans.held.least >= plans.held.longest / config.kvcache_balancing_threshold:
+        return  # nobody lacks so much of it
+    sources = _sources(cluster, plans.held, True, now_s)
     if not sources:
         return
     longest = sources[0].blocks
@@ -113,7 +113,8 @@ def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int, now_
     if plans.held.has_ssd:
         least_s = least_s + plans.transfer_s
     if not config.fetch_must_pay:
-        is_wanted &= plans.own_tokens < _tokens(cluster.prefills, longest, prompt_tokens)
+        own_tokens = _own_tokens(cluster.prefills, plans.held, prompt_tokens)
+        is_wanted &= own_tokens < _tokens(cluster.prefills, longest, prompt_tokens)
         least_s = np.where(is_wanted, math.inf, least_s)
     restore_s = plans.transfer_s
     for source in sources:
@@ -132,7 +133,7 @@ def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int, now_
 def _fetch_by_times(plans: Plans, cluster: Cluster, prompt_tokens: int, queues: Queues) -> None:
     """Ours: whatever lets the first token come soonest, beside the work in front."""
     pool, held = cluster.prefills, plans.held
-    sources = _sources(cluster, held, False, queues.now_s)
+    sources = [] if held.is_same else _sources(cluster, held, False, queues.now_s)
     if not sources:
         return
     plans.place = pool.place(queues, plans.prefill_s)
@@ -184,6 +185,16 @@ def _with(
     slow = np.minimum(blocks, source.blocks - source.dram_blocks)
     slow_s = np.maximum(path.block_s, pool.block_bytes / pool.config.ssd_bytes_per_s)
     return prefill_s, (blocks - slow) * path.block_s + slow * slow_s + fixed_s
+
+
+def _own_tokens(pool: PrefillPool, held: Holdings, prompt_tokens: int) -> int | Column:
+    """Cached at each worker without fetching; one number if that is known to be the same."""
+    if held.is_same and pool.block_tokens:
+        return min(held.longest * pool.block_tokens, prompt_tokens - 1)
+    cached: Column = held.blocks * pool.block_tokens_of
+    if held.longest * pool.block_tokens_max >= prompt_tokens:
+        cached = np.minimum(cached, prompt_tokens - 1)
+    return cached
 
 
 def _tokens(pool: PrefillPool, blocks: int, prompt_tokens: int) -> int | Column:

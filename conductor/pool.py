@@ -43,8 +43,7 @@ class Path:
     both: npt.NDArray[np.float64]  # in one matrix:
     block_s: Column
     latency_s: Column
-    lead: Column  # subtracted from the rank: who is on that node is ahead by one request
-    has_lead: bool
+    own: Sequence[int]  # rows of who is on that node: ahead by one request
 
 
 class Pool:
@@ -230,15 +229,15 @@ class Pool:
         )
 
     def _new_path(self, node_id: str) -> Path:
-        both, lead, rows = self._far.copy(), self._zeros(), self._rows_on.get(node_id, [])
+        both, own = self._far.copy(), self._rows_on.get(node_id, [])
         block_s, latency_s = both
-        for row in rows:
+        for row in own:
             block_s[row] = self.block_bytes[row] / self.config.local_bytes_per_s
-            latency_s[row], lead[row] = 0.0, REQUESTS_RANK
+            latency_s[row] = 0.0
         for row, rates in self._measured_rates:
             if rate := rates.get(node_id):
                 block_s[row] = self.block_bytes[row] / rate
-        return Path(both, block_s, latency_s, lead, bool(rows))
+        return Path(both, block_s, latency_s, own)
 
     def prepare(self, node_ids: Iterable[str], count_max: int) -> None:
         """Make so many of the paths that are not known yet, before a decision needs one."""

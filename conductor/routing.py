@@ -42,7 +42,7 @@ from conductor.decode_pool import COST_ROUNDING
 from conductor.fetching import Source, cached_tokens, make_plans
 from conductor.messages import Prediction, Request
 from conductor.policies import POLICIES, Terms, at_random
-from conductor.pool import Column, Mask, Path
+from conductor.pool import REQUESTS_RANK, Column, Mask, Path
 from conductor.slow_start import SLOWER
 from conductor.tiers import Holdings, Tiers
 from conductor.worker import Worker
@@ -261,12 +261,13 @@ class Options:
         pool, least = self._cluster.decodes, int(costs_s.argmin())
         limit_s = costs_s.item(least) * ((1 + self._config.tie_ratio) * (1 + COST_ROUNDING))
         rows = (costs_s <= limit_s).nonzero()[0]
-        if len(rows) == 1:
-            return least, least
-        rank = pool.rank[rows]
-        if path.has_lead:
-            rank -= path.lead[rows]
-        return least, rows.item(rank.argmin())
+        row = rows.item(pool.rank[rows].argmin())
+        rank = pool.rank.item(row)
+        for own in path.own:
+            own_rank = pool.rank.item(own) - REQUESTS_RANK
+            if costs_s.item(own) <= limit_s and (own_rank, own) < (rank, row):
+                row, rank = own, own_rank
+        return least, row
 
     def _handover_s(self, row: int, path: Path) -> float:
         block_tokens = self._cluster.decodes.workers[row].info.block_tokens
@@ -277,26 +278,16 @@ class Options:
 
     def prefill(self, row: int) -> PrefillOption:
         pool, plans, terms = self._cluster.prefills, self._plans, self._terms
-        source, held = plans.fetched(row), plans.held
-        blocks, cached = int(held.blocks.item(row)), int(plans.own_tokens.item(row))
+        source, held, worker = plans.fetched(row), plans.held, pool.workers[row]
+        blocks = int(held.blocks.item(row))
         restore = blocks - int(held.dram_blocks.item(row)) if held.has_ssd else 0
-        if source is not None:
-            block_tokens = pool.workers[row].info.block_tokens
-            cached = cached_tokens(source.blocks, block_tokens, self._request.prompt_tokens)
+        used, prompt_tokens = source.blocks if source else blocks, self._request.prompt_tokens
         return PrefillOption(
-            worker=pool.workers[row],
-            local_blocks=blocks,
-            restore_blocks=restore,
-            cached_tokens=cached,
-            source=source,
-            queue_s=terms.queue_s.item(row),
-            wait_s=terms.wait_s.item(row),
-            fetch_s=plans.transfer_s.item(row),
-            transfer_s=terms.transfer_s.item(row),
-            prefill_s=terms.prefill_s.item(row),
-            delay_s=terms.delay_s.item(row),
-            has_room=pool.has_room.item(row),
-        )
+            worker, blocks, restore, cached_tokens(used, worker.info.block_tokens, prompt_tokens),
+            source, terms.queue_s.item(row), terms.wait_s.item(row), plans.transfer_s.item(row),
+            terms.transfer_s.item(row), terms.prefill_s.item(row), terms.delay_s.item(row),
+            pool.has_room.item(row),
+        )  # fmt: skip
 
     def decode(self, row: int) -> DecodeOption:
         pool, tokens = self._cluster.decodes, self._request.prompt_tokens

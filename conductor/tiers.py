@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from conductor.pool import Column, Counts, Pool
+from conductor.pool import Column, Pool
 from mooncake_store.holder_numbers import FEW_BITS, Segment, numbers_in
 from mooncake_store.membership import SSD_SUFFIX
 from mooncake_store.prefix_index import PrefixIndex
 
-STARTS_MAX = 256  # arrays that are kept; of 8 KiB for 1,000 workers
+SEGMENTS_MAX = 256  # arrays that are kept; of 8 KiB for 1,000 workers
 
 Group = tuple[int, int, Iterator[str]]  # (blocks, of these in DRAM, nodes that have just so many)
 
@@ -29,7 +29,8 @@ class Holdings:
     """Who has how much of one prompt's prefix. Good until the next change of an index."""
 
     __slots__ = (
-        "_in_dram", "_keys", "_on_ssd", "_tiers", "blocks", "dram_blocks", "is_empty", "longest",
+        "_in_dram", "_keys", "_on_ssd", "_tiers", "blocks", "dram_blocks", "is_empty", "least",
+        "longest",
     )  # fmt: skip
 
     def __init__(self, tiers: Tiers, keys: Sequence[bytes], pool: Pool) -> None:
@@ -40,10 +41,12 @@ class Holdings:
         # Of each worker's node: in DRAM, and with those on its SSD that follow.
         self.dram_blocks: Column = pool.zeros
         self.blocks: Column = pool.zeros
-        self.longest = 0  # no worker's node has more
+        self.longest = self.least = 0  # no worker's node has more, and none has less
         if self._in_dram:
             self.longest = self._in_dram[-1][0]
-            self.dram_blocks = self.blocks = tiers.nodes(dram, pool).blocks(self._in_dram)
+            nodes = tiers.nodes(dram, pool)
+            self.dram_blocks = self.blocks = nodes.blocks(self._in_dram)
+            self.least = nodes.least(self._in_dram)
         if len(tiers.ssd):
             self._look_on_ssds(pool)
         self.is_empty = not self._in_dram and not self._on_ssd
@@ -62,6 +65,11 @@ class Holdings:
     @property
     def has_ssd(self) -> bool:
         return bool(self._on_ssd)
+
+    @property
+    def is_same(self) -> bool:
+        """Every worker's node has as much."""
+        return self.least == self.longest
 
     def longest_holder(self) -> str:
         """The first node of the first group; without SSDs, and not when it is empty."""
@@ -96,20 +104,6 @@ class Holdings:
                 further = bitmap
 
 
-class _Starts(dict[Segment, Column]):
-    """By segment: how many blocks each worker's node has, if there is no other segment."""
-
-    def __init__(self, index: PrefixIndex, numbers: Counts) -> None:
-        self._index, self._numbers = index, numbers
-
-    def __missing__(self, segment: Segment) -> Column:
-        if len(self) >= STARTS_MAX:
-            self.clear()
-        blocks = self._index.blocks_by_number([segment]).take(self._numbers)
-        self[segment] = blocks.astype(np.float64)
-        return self[segment]
-
-
 class _Nodes:
     """The nodes of a pool's workers by their numbers in an index."""
 
@@ -118,7 +112,8 @@ class _Nodes:
         self._index = index
         numbers = [index.number(node_id) for node_id in node_ids]
         self._numbers = np.array(numbers, np.int64)
-        self._starts = _Starts(index, self._numbers)  # most prompts have one of few
+        # By segment: how many blocks each has if there is no other one, and the least of these.
+        self._alone: dict[Segment, tuple[Column, int]] = {}
         self._rows: dict[int, list[int]] = {}
         for row, number in enumerate(numbers):
             self._rows.setdefault(number, []).append(row)
@@ -127,11 +122,11 @@ class _Nodes:
         """How many of the leading blocks the node of each worker has."""
         if not found:
             return np.zeros(len(self.node_ids))
-        blocks = self._starts[found[0]].copy()
+        blocks = self._of(found[0])[0].copy()
         for segment in found[1:]:
             depth, bitmap = segment
             if bitmap.bit_count() > FEW_BITS:
-                np.maximum(blocks, self._starts[segment], blocks)
+                np.maximum(blocks, self._of(segment)[0], blocks)
                 continue
             while bitmap:
                 number = bitmap.bit_length() - 1
@@ -139,6 +134,19 @@ class _Nodes:
                     blocks[row] = depth
                 bitmap ^= 1 << number
         return blocks
+
+    def least(self, found: Sequence[Segment]) -> int:
+        """No node has fewer of them than this."""
+        return self._of(found[0])[1]
+
+    def _of(self, segment: Segment) -> tuple[Column, int]:
+        known = self._alone.get(segment)
+        if known is None:
+            if len(self._alone) >= SEGMENTS_MAX:  # most prompts have one of few
+                self._alone.clear()
+            blocks = self._index.blocks_by_number([segment]).take(self._numbers).astype(np.float64)
+            known = self._alone[segment] = (blocks, int(blocks.min()))
+        return known
 
 
 class Tiers:
