@@ -44,10 +44,7 @@ class StageScheduler:
 
     def on_message(self, message: m.ToConnector) -> None:
         if isinstance(message, m.Stage):
-            problem = stage_problem(message, self._block_tokens)
-            if not problem:
-                with self._lock:
-                    problem = self._table.add(message)
+            problem = stage_problem(message, self._block_tokens) or self.add_checked(message)
             request_id = message.request_id
             self._send(m.Refused(request_id, problem) if problem else m.Staged(request_id))
         elif isinstance(message, m.Unstage):
@@ -55,6 +52,11 @@ class StageScheduler:
                 reply = self._unstage(message.request_id)
             if reply is not None:
                 self._send(reply)
+
+    def add_checked(self, stage: m.Stage) -> str:
+        """Of a stage whose keys are right; why it cannot be kept, or nothing."""
+        with self._lock:
+            return self._table.add(stage)
 
     def _unstage(self, request_id: str) -> m.Unstaged | None:
         """None: when the load that was promised is ordered."""
