@@ -15,8 +15,10 @@ A worker says goodbye through the channel, because TensorRT-LLM tells a connecto
 
 from __future__ import annotations
 
+import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 from backends.engine.trtllm import messages as m
 from backends.engine.trtllm.block_pages import BlockPages, Orders, size_problems
@@ -47,7 +49,7 @@ class MooncakeConnectorScheduler(SchedulerBase):
         super().__init__(llm_args)
         site = m.Site.from_environment(dict(os.environ))
         self._scheduler = StageScheduler(
-            site.block_tokens, llm_args.kv_cache_config.tokens_per_block, self._send
+            site.block_tokens, llm_args.kv_cache_config.tokens_per_block, self._send, _salt_id()
         )
         self._link = ConnectorLink(site.channel, SCHEDULER, self._on_message)
 
@@ -60,6 +62,8 @@ class MooncakeConnectorScheduler(SchedulerBase):
         self._scheduler.allocated(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        if scheduler_output is None:  # some versions ask for a batch that was not prepared
+            return self._scheduler.orders([], [])
         return self._scheduler.orders(
             scheduler_output.new_requests, scheduler_output.cached_requests
         )
@@ -91,6 +95,7 @@ class MooncakeConnectorWorker(WorkerBase):
         self._tp_size: int = llm_args.tensor_parallel_size
         self._rank: int = llm_args.parallel_config.to_mapping().rank
         self._copies: RankCopies | None = None
+        self._orders: Orders | None = None
         self._link = ConnectorLink(self._site.channel, rank_name(self._rank), self._on_message)
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
@@ -115,10 +120,14 @@ class MooncakeConnectorWorker(WorkerBase):
         pool_pages = len(pool) // site.block_bytes
         self._link.send(m.Ready(self._rank, self._tp_size, pages.rank_bytes, tokens, pool_pages))
 
+    def bind_connector_meta(self, metadata: object) -> None:
+        super().bind_connector_meta(metadata)
+        # Once only: a step without metadata of its own finds that of an earlier one still bound.
+        self._orders = metadata if isinstance(metadata, Orders) else None
+
     def start_load_kv(self, stream: Any) -> None:
-        orders = self.get_connector_meta()
-        if orders is not None:
-            self._ready_copies.start(Orders(*orders), stream)
+        orders, self._orders = self._orders, None
+        self._ready_copies.start(orders or Orders([], []), stream)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         self._ready_copies.before_layer(stream)
@@ -150,3 +159,15 @@ class MooncakeConnectorWorker(WorkerBase):
             self.close()
         elif self._copies is not None:
             self._copies.on_message(message)
+
+
+def _salt_id() -> Callable[[str], int] | None:
+    """TensorRT-LLM's number for a cache salt; None where this version has no such function."""
+    for name in ("tensorrt_llm.inputs", "tensorrt_llm.inputs.utils"):
+        try:
+            found = getattr(importlib.import_module(name), "get_cache_salt_id", None)
+        except ImportError:
+            continue
+        if found is not None:
+            return cast("Callable[[str], int]", found)
+    return None

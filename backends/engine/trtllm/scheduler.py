@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from backends.engine.trtllm import messages as m
 from backends.engine.trtllm.block_pages import Move, Orders
-from backends.engine.trtllm.stages import Entry, StageTable, stage_problem
+from backends.engine.trtllm.stages import Entry, Salt, StageTable, stage_problem
 
 
 class RequestData(Protocol):
@@ -31,11 +31,14 @@ class RequestData(Protocol):
 
 class StageScheduler:
     def __init__(
-        self, block_tokens: int, tokens_per_block: int, send: Callable[[m.ToWorker], None]
-    ) -> None:
+        self, block_tokens: int, tokens_per_block: int, send: Callable[[m.ToWorker], None],
+        salt_id: Callable[[str], int] | None = None,
+    ) -> None:  # fmt: skip
+        """`salt_id` is TensorRT-LLM's own: some versions show connectors only its result."""
         self._block_tokens = block_tokens
         self._tokens_per_block = tokens_per_block
         self._send = send
+        self._salt_id = salt_id
         self._table = StageTable(block_tokens, tokens_per_block)
         self._due: list[Entry] = []  # loads that were promised and not ordered
         self._lock = threading.Lock()
@@ -55,8 +58,11 @@ class StageScheduler:
 
     def add_checked(self, stage: m.Stage) -> str:
         """Of a stage whose keys are right; why it cannot be kept, or nothing."""
+        salt_id = None
+        if stage.cache_salt and self._salt_id is not None:
+            salt_id = self._salt_id(stage.cache_salt)
         with self._lock:
-            return self._table.add(stage)
+            return self._table.add(stage, salt_id)
 
     def _unstage(self, request_id: str) -> m.Unstaged | None:
         """None: when the load that was promised is ordered."""
@@ -103,7 +109,7 @@ class StageScheduler:
             entry = self._table.taken_by(request.request_id)
             if entry is None:
                 return
-            entry.block_ids = list(block_ids)
+            entry.given(block_ids, self._tokens_per_block)
             local, pages = entry.local_tokens, entry.load_pages
         loaded_tokens = pages * self._tokens_per_block
         self._send(m.Claimed(entry.stage.request_id, local, loaded_tokens))
@@ -117,7 +123,7 @@ class StageScheduler:
             for data in new:
                 entry = self._table.taken_by(data.request_id)
                 if entry is not None:
-                    entry.block_ids = list(data.new_block_ids)
+                    entry.given(data.new_block_ids, self._tokens_per_block)
                     loaded = entry.load_pages * self._tokens_per_block
                     # Versions differ in whether the position has the loaded tokens in it.
                     start = min(entry.local_tokens, data.computed_position) + loaded
@@ -165,18 +171,23 @@ class StageScheduler:
             self._table.check()
 
 
-def _salt(request: Any) -> str | None:
-    """The request's cache salt, or None when its KV depends on more than tokens and a salt."""
+def _salt(request: Any) -> Salt | None:
+    """The request's cache salt, or None when its KV depends on more than tokens and a salt.
+
+    What TensorRT-LLM hands in while it allocates is its C++ request, which may have less to read
+    than later calls' and, depending on the version, the salt or only its number.
+    """
     if getattr(request, "lora_task_id", None) is not None:
         return None
     if getattr(request, "multimodal_hashes", None) or getattr(
         request, "multimodal_positions", None
     ):
         return None
-    salt = getattr(request, "cache_salt", None)
-    if salt is None and getattr(request, "cache_salt_id", None) is not None:
-        return None  # salted, and this version does not say with what
-    return str(salt or "")
+    salt: str | None = getattr(request, "cache_salt", None)
+    if salt is not None:
+        return salt
+    number: int | None = getattr(request, "cache_salt_id", None)
+    return "" if number is None else number
 
 
 assert sys.byteorder == "little", "token ids are compared as little-endian bytes"

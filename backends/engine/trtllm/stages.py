@@ -20,7 +20,8 @@ from backends.engine.trtllm.messages import Stage
 from mooncake_store.block_keys import TOKEN_BYTES, block_keys, unpacked_tokens
 
 TAIL_BYTES = 16 * TOKEN_BYTES  # prompts differ at the end more often than at the start
-Place = tuple[str, int, bytes]
+Place = tuple[int, bytes]  # a prompt's length and last tokens
+Salt = str | int  # the request's, or the number that TensorRT-LLM makes of it
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,7 @@ class Entry:
     stage: Stage
     loaded_pages: int  # in the pool from the start; whole pages of TensorRT-LLM
     pages_max: int  # that there is room for in the pool
+    salt_id: int | None  # the number that TensorRT-LLM makes of its salt; None: unknown
     llm_id: int | None = None
     block_ids: list[int] = field(default_factory=list)
     local_tokens: int = 0
@@ -41,17 +43,25 @@ class Entry:
     position: int = 0  # tokens that the newest iteration has computed
     moves: int = 0  # ordered so far
 
+    def is_for(self, packed: bytes, salt: Salt) -> bool:
+        own = self.stage.cache_salt if isinstance(salt, str) else self.salt_id
+        return own == salt and self.stage.token_ids == packed
+
+    def given(self, block_ids: Sequence[int], tokens_per_block: int) -> None:
+        """Pages for all of the prompt, at once: what was promised is based on it."""
+        if len(block_ids) * tokens_per_block < self.stage.token_count:
+            raise RuntimeError(
+                f"TensorRT-LLM gave {len(block_ids)} pages of {tokens_per_block} tokens for a "
+                f"prompt of {self.stage.token_count} at first: its KV cache manager V2 is not "
+                "supported"
+            )
+        self.block_ids = list(block_ids)
+
     def load(self) -> Move:
         """The order for what was promised."""
-        stop = self.first_page + self.load_pages
-        if len(self.block_ids) < stop:
-            raise RuntimeError(
-                f"TensorRT-LLM gave pages for {len(self.block_ids)} blocks of a prompt of which "
-                f"{stop} are to be loaded: its KV cache manager V2 is not supported"
-            )
         self.is_load_due = False
         self.moves += 1
-        return self._move(self.first_page, stop)
+        return self._move(self.first_page, self.first_page + self.load_pages)
 
     def save(self, computed_tokens: int, tokens_per_block: int) -> Move | None:
         """The order for pages that are full after this iteration, if there are new ones."""
@@ -94,18 +104,19 @@ class StageTable:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, stage: Stage) -> str:
+    def add(self, stage: Stage, salt_id: int | None = None) -> str:
         """Why not, or nothing."""
         if stage.request_id in self._entries:
             return f"{stage.request_id} is staged already"
         loaded = stage.loaded_tokens // self._tokens_per_block
-        entry = Entry(stage, loaded, len(stage.pages) * self._pages_per_block, done_pages=loaded)
+        pages_max = len(stage.pages) * self._pages_per_block
+        entry = Entry(stage, loaded, pages_max, salt_id, done_pages=loaded)
         self._entries[stage.request_id] = entry
         self._free.setdefault(_place(stage), deque()).append(entry)
         self._lengths[stage.token_count] = self._lengths.get(stage.token_count, 0) + 1
         return ""
 
-    def take(self, llm_id: int, token_ids: Sequence[int], salt: str) -> Entry | None:
+    def take(self, llm_id: int, token_ids: Sequence[int], salt: Salt) -> Entry | None:
         """The oldest stage of exactly these tokens that nobody has taken."""
         count = len(token_ids)
         if count not in self._lengths:
@@ -114,9 +125,8 @@ class StageTable:
             packed = array("I", token_ids).tobytes()
         except (OverflowError, TypeError):  # multimodal placeholders: nothing that we staged
             return None
-        waiting = self._free.get((salt, count, packed[-TAIL_BYTES:]), ())
-        for entry in waiting:
-            if entry.stage.token_ids == packed:
+        for entry in self._free.get((count, packed[-TAIL_BYTES:]), ()):
+            if entry.is_for(packed, salt):
                 self._leave(entry)
                 entry.llm_id = llm_id
                 self._taken[llm_id] = entry
@@ -156,4 +166,4 @@ class StageTable:
 
 
 def _place(stage: Stage) -> Place:
-    return stage.cache_salt, stage.token_count, stage.token_ids[-TAIL_BYTES:]
+    return stage.token_count, stage.token_ids[-TAIL_BYTES:]

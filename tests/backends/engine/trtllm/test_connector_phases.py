@@ -181,7 +181,7 @@ class Asked:
     """A request as the scheduler sees it."""
 
     request_id = 7
-    cache_salt = None
+    cache_salt_id: int | None = None
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
@@ -235,23 +235,56 @@ def test_a_prompt_that_goes_backwards_is_an_error() -> None:
         scheduler.orders([], [Computed([], 16, 16)])
 
 
-def test_pages_that_were_not_given_for_a_promised_load_are_an_error() -> None:
+def test_pages_that_come_in_parts_are_an_error() -> None:
     scheduler = StageScheduler(16, 4, lambda message: None)
     prompt = prompt_of(64)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 32))
     scheduler.match(Asked(prompt), 0)
-    scheduler.allocated(Asked(prompt), [1, 2])
     with pytest.raises(RuntimeError, match="V2 is not supported"):
-        scheduler.orders([], [])
+        scheduler.allocated(Asked(prompt), list(range(15)))
 
 
-@pytest.mark.parametrize("attribute", ["lora_task_id", "multimodal_hashes", "cache_salt_id"])
+def test_a_step_without_metadata_of_its_own_copies_nothing(make: Make) -> None:
+    """Some versions leave the old metadata bound, some ask for the metadata of nothing."""
+    engine, prompt = make(), prompt_of(40)
+    pages = engine.stage("a", prompt)
+    engine.submit(1, prompt, 1)
+    engine.executor.step()
+    engine.heard.wait_for("saved", "a", 40)
+    (worker,) = engine.executor.connectors.workers
+    assert worker.get_connector_meta().saves
+    worker.start_load_kv(engine.executor.stream)
+    worker.wait_for_save(engine.executor.stream)
+    assert not +worker._copies._saving and not worker._copies._next_saves
+    meta = engine.executor.connectors.scheduler.build_connector_meta(None)
+    assert (meta.loads, meta.saves) == ([], [])
+    engine.executor.run_until_idle()
+    engine.unstage("a", pages)
+
+
+def test_a_salt_that_only_shows_as_a_number_is_recognised() -> None:
+    for salt_id, matched in ((lambda salt: len(salt), 32), (None, 0)):
+        scheduler = StageScheduler(16, 4, lambda message: None, salt_id)
+        prompt = prompt_of(40)
+        scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "tenant", [0, 1, 2], 32))
+        for number in (7, 0, None):
+            request = Asked(prompt)
+            request.cache_salt_id = number
+            assert scheduler.match(request, 0) == 0
+        request.cache_salt_id = len("tenant")
+        assert scheduler.match(request, 0) == matched
+
+
+@pytest.mark.parametrize(
+    "attribute", ["lora_task_id", "multimodal_hashes", "cache_salt_id", "cache_salt"]
+)
 def test_requests_whose_kv_depends_on_more_than_tokens_match_nothing(attribute: str) -> None:
     scheduler = StageScheduler(16, 4, lambda message: None)
     prompt = prompt_of(40)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2], 32))
     request = Asked(prompt)
-    setattr(request, attribute, [[1]] if attribute == "multimodal_hashes" else 3)
+    values = {"multimodal_hashes": [[1]], "cache_salt": "other"}
+    setattr(request, attribute, values.get(attribute, 3))
     assert scheduler.match(request, 0) == 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tensorrt_llm._fake.api import RequestData, SchedulerOutput
 from tensorrt_llm._fake.kv_model import RankModel
-from tensorrt_llm._fake.request import LlmRequest, State
+from tensorrt_llm._fake.request import LlmRequest, State, VisibleRequest
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 
 
@@ -48,7 +48,9 @@ class Connectors:
             self.scheduler.wait_for_initialization()
 
     def match(self, request: LlmRequest, local_tokens: int) -> int:
-        tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, local_tokens)
+        tokens, is_async = self.scheduler.get_num_new_matched_tokens(
+            VisibleRequest(request), local_tokens
+        )
         if is_async and tokens == 0:
             raise RuntimeError("a connector answered (0, True)")
         assert local_tokens + tokens < len(request.prompt), "one token must be left to compute"
@@ -59,6 +61,9 @@ class Connectors:
         elif tokens:
             self._just_matched[request.request_id] = tokens
         return tokens
+
+    def allocated(self, request: LlmRequest) -> None:
+        self.scheduler.update_state_after_alloc(VisibleRequest(request), list(request.block_ids))
 
     def describe(self, batch: Sequence[tuple[LlmRequest, int, int]]) -> SchedulerOutput:
         """What this iteration computes; tokens as the host knows them by now."""
@@ -106,7 +111,7 @@ class Connectors:
     def finished(self, request: LlmRequest) -> bool:
         """Must its pages stay for a while?"""
         self._seen.pop(request.request_id, None)
-        if not self.scheduler.request_finished(request, list(request.block_ids)):
+        if not self.scheduler.request_finished(VisibleRequest(request), list(request.block_ids)):
             return False
         self._started_saving.append(request)
         self.saving[request.request_id] = request

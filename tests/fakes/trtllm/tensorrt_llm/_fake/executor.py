@@ -236,7 +236,7 @@ class Executor:
             source, target = partial[0], request.block_ids[len(found)]
             self.stream.run(lambda: self._copy_page(source, target))
         if self.connectors is not None:
-            self.connectors.scheduler.update_state_after_alloc(request, list(request.block_ids))
+            self.connectors.allocated(request)
         request.context_current_position = request.local_tokens + request.matched_tokens
         if request.kind == "generation_only":
             self._take_state(request)

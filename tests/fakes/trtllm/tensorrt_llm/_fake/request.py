@@ -6,6 +6,9 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tensorrt_llm._fake.api import HAS_NEW_API
+from tensorrt_llm.inputs import get_cache_salt_id
+
 OnOutput = Callable[[list[int], "str | None"], None]  # new tokens, finish reason
 
 
@@ -53,3 +56,21 @@ class LlmRequest:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.prompt)
+
+
+class VisibleRequest:
+    """What a connector is handed: the attributes that the C++ request has bound, no others."""
+
+    def __init__(self, request: LlmRequest) -> None:
+        self.request_id = request.request_id
+        self.lora_task_id = request.lora_task_id
+        self.multimodal_hashes = request.multimodal_hashes
+        self.context_current_position = request.context_current_position
+        salt = request.cache_salt
+        self.cache_salt_id = None if salt is None else get_cache_salt_id(salt)
+        if HAS_NEW_API:
+            self.cache_salt = salt
+        self._request = request
+
+    def get_tokens(self, beam: int) -> list[int]:
+        return self._request.get_tokens(beam)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass, field
@@ -156,6 +157,7 @@ class LLM:
         scheduling_params: Any = None,
         cache_salt: str | None = None,
     ) -> RequestOutput:
+        self._fail_on_demand()
         prompt = list(inputs["prompt_token_ids"] if isinstance(inputs, dict) else inputs)
         sampling = sampling_params or SamplingParams()
         if self.args.skip_tokenizer_init and sampling.end_id is None:
@@ -187,6 +189,13 @@ class LLM:
 
     def shutdown(self) -> None:
         self._executor.shutdown()
+
+    def _fail_on_demand(self) -> None:
+        """FAKE_TRTLLM_FAILS names a file; the engine of whose worker it speaks fails for good."""
+        path = Path(os.environ.get("FAKE_TRTLLM_FAILS", "/nonexistent"))
+        if path.exists() and f"kv-{path.read_text()}-" in os.environ["TLLM_MOONCAKE_CONNECTOR"]:
+            self._executor.error = RuntimeError("CUDA error: an illegal memory access")
+            self._executor.shutdown()
 
 
 def shape_of(args: TorchLlmArgs) -> KvShape:
