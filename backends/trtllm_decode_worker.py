@@ -27,6 +27,7 @@ import numpy as np
 from backends.decode_job import DecodeClient, DecodeJob
 from backends.decode_worker import DecodeWorker
 from backends.engine.trtllm.engine import TrtllmEngine
+from backends.engine.trtllm.health import EngineHealth, end_process
 from backends.engine.trtllm.llm_thread import Order, Outcome, Running
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import TrtllmConfig
@@ -83,7 +84,7 @@ class TrtllmDecodeWorker(DecodeWorker):
         self._trtllm = trtllm
         self._is_native = trtllm.handoff == "native"
         self._engine: Any = None
-        self._is_broken = False
+        self._health = EngineHealth(self._lost)
         self._leaving: dict[str, tuple[TrtllmDecodeJob, list[int]]] = {}  # ended, blocks to come
         self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)  # by front, of this moment
         try:
@@ -94,7 +95,7 @@ class TrtllmDecodeWorker(DecodeWorker):
             raise
 
     def submit(self, request: DecodeRequest, ids: np.ndarray, client: DecodeClient) -> None:
-        if self._is_broken:
+        if self._health.is_lost:
             raise WorkerUnavailable(f"{self.worker.worker_id} has lost its engine")
         if bool(request.native) != self._is_native:
             raise WorkerUnavailable(
@@ -105,7 +106,7 @@ class TrtllmDecodeWorker(DecodeWorker):
 
     def report(self) -> WorkerReport:
         report = super().report()
-        return replace(report, is_draining=True) if self._is_broken else report
+        return replace(report, is_draining=True) if self._health.is_lost else report
 
     # -- the engine
 
@@ -195,6 +196,7 @@ class TrtllmDecodeWorker(DecodeWorker):
                 self.tokens_generated += 1
         self._put(job)
         if job.finish_reason:
+            self._health.went_well()
             self._end(job)
         elif job.has_update:
             if not self._updates:
@@ -211,6 +213,7 @@ class TrtllmDecodeWorker(DecodeWorker):
         if job.finish_reason or job.request_id not in self._jobs:
             return  # we saw its end before the engine did
         if outcome.error is not None:
+            self._health_of(outcome.error)
             self._end(job, error=outcome.error)
         elif outcome.finish_reason == "stop":  # the end id itself is kept by some releases
             end_ids = job.request.sampling.end_ids
@@ -219,7 +222,9 @@ class TrtllmDecodeWorker(DecodeWorker):
                 self._end(job, error=WorkerUnavailable("the engine stopped without an end id"))
         elif not job.is_stopped:
             reason = f"the engine ended it after {len(job.output_ids)} tokens: "
-            self._end(job, error=WorkerUnavailable(reason + outcome.finish_reason))
+            error = WorkerUnavailable(reason + outcome.finish_reason)
+            self._health_of(error)
+            self._end(job, error=error)
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
         with self._lock:
@@ -252,12 +257,19 @@ class TrtllmDecodeWorker(DecodeWorker):
             self._lock.notify_all()
 
     def broken(self, reason: str) -> None:
-        log.critical("the engine's connector does not work any more: %s", reason)
+        if hasattr(self, "worker"):  # else it does not start, for this reason
+            self._health.lose(reason)
+
+    def _health_of(self, error: Exception) -> None:
+        if isinstance(error, WorkerUnavailable) and not self._is_closing:
+            self._health.failed(str(error))
+
+    def _lost(self, reason: str) -> None:
         with self._lock:
-            self._is_broken = True
             jobs = list(self._jobs.values())
         for job in jobs:
             self._end(job, error=WorkerUnavailable(reason))
+        end_process(self.worker.deregister)
 
     def _put(self, job: TrtllmDecodeJob) -> None:
         with self._lock:
@@ -282,7 +294,7 @@ class TrtllmDecodeWorker(DecodeWorker):
             return
         with self._lock:
             job.ended_s = time.monotonic()
-            if job.finish_reason not in ENDS_WELL or self._is_broken:
+            if job.finish_reason not in ENDS_WELL or self._health.is_lost:
                 job.filled.clear()
             self._leaving[job.request_id] = (job, pages)
             self._lock.notify_all()

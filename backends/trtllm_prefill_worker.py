@@ -26,11 +26,12 @@ import numpy as np
 
 from backends.engine.batching import Chunk
 from backends.engine.trtllm.engine import TrtllmEngine
+from backends.engine.trtllm.health import EngineHealth, end_process
 from backends.engine.trtllm.llm_thread import Order, Outcome, Running
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
-from backends.errors import Cancelled, WorkerUnavailable
+from backends.errors import WorkerUnavailable
 from backends.prefill_job import PrefillClient, PrefillJob
 from backends.prefill_worker import PrefillWorker
 from backends.staged_pages import StagedPages
@@ -43,6 +44,7 @@ from mooncake_store.membership import WorkerReport
 
 log = logging.getLogger(__name__)
 STEPS_AHEAD = 2  # so many steps' tokens are in the engine's own queue
+UNCLAIMED_S_MAX = 1.0  # the connector's word may come a little after the engine's
 SAME_STEP_S = 0.001  # first tokens that come so close to each other are of one step
 
 
@@ -56,6 +58,8 @@ class TrtllmPrefillJob(PrefillJob):
     unsaved: range = range(0)  # blocks that are not wholly in their pages yet
     whole_tokens: int = 0  # of the prompt, in whole pages of the engine: all that is saved
     given_s: float = 0.0  # to the engine
+    ended_s: float = 0.0  # by the engine
+    is_claimed: bool = False  # the connector recognised it
     native: bytes | None = None  # None: the engine has not ended it yet
 
     def reply(self, incarnation: str, block_bytes: int) -> PrefillReply:
@@ -86,7 +90,7 @@ class TrtllmPrefillWorker(PrefillWorker):
         self._trtllm = trtllm
         self._is_native = trtllm.handoff == "native"
         self._engine: Any = None
-        self._is_broken = False
+        self._health = EngineHealth(self._lost)
         self._step_began_s = self._step_ended_s = 0.0
         try:
             super().__init__(worker_id, config, repository)
@@ -96,13 +100,13 @@ class TrtllmPrefillWorker(PrefillWorker):
             raise
 
     def submit(self, request: PrefillRequest, ids: np.ndarray, client: PrefillClient) -> None:
-        if self._is_broken:
+        if self._health.is_lost:
             raise WorkerUnavailable(f"{self.worker.worker_id} has lost its engine")
         super().submit(request, ids, client)
 
     def report(self) -> WorkerReport:
         report = super().report()
-        return replace(report, is_draining=True) if self._is_broken else report
+        return replace(report, is_draining=True) if self._health.is_lost else report
 
     # -- the engine
 
@@ -135,7 +139,8 @@ class TrtllmPrefillWorker(PrefillWorker):
                 late = self._late(time.monotonic())
                 self._lock.wait(0.0 if late else IDLE_WAIT_S)
             for job in late:
-                self._fail(job, WorkerUnavailable("the engine did not give the KV of a prompt"))
+                said = "did not give its KV" if job.is_claimed else "did not know what was staged"
+                self._fail(job, WorkerUnavailable(f"the engine computed a prompt, but {said}"))
 
     def _admit(self) -> None:
         """As many prompts as keep the engine busy; with the lock held."""
@@ -158,13 +163,15 @@ class TrtllmPrefillWorker(PrefillWorker):
             if job.put.pages and not job.computed_at_s
         )
 
-    def _late(self, now_s: float) -> list[PrefillJob]:
-        """Computed, but their KV does not come out."""
-        return [
-            job for job in self._jobs.values()
-            if job.computed_at_s and job.unsaved  # type: ignore[attr-defined]
-            and now_s - job.computed_at_s > self._config.transfer_s_max
-        ]  # fmt: skip
+    def _late(self, now_s: float) -> list[TrtllmPrefillJob]:
+        """Ended, but their KV does not come out; with the lock held."""
+        late = []
+        for job in self._jobs.values():
+            assert isinstance(job, TrtllmPrefillJob)
+            limit_s = self._config.transfer_s_max if job.is_claimed else UNCLAIMED_S_MAX
+            if job.ended_s and job.unsaved and now_s - job.ended_s > limit_s:
+                late.append(job)
+        return late
 
     def _loaded(self, job: PrefillJob) -> None:
         """In a loader's thread: stage, then submit."""
@@ -212,6 +219,8 @@ class TrtllmPrefillWorker(PrefillWorker):
             job = self._jobs.get(request_id)
             if job is not None and not job.computed_at_s:
                 job.cached_tokens = min(local_tokens + loaded_tokens, len(job.token_ids) - 1)
+            if job is not None:
+                job.is_claimed = True
 
     def loaded(self, request_id: str, tokens: int) -> None:
         """Of no interest: its pages are kept until it has ended."""
@@ -236,13 +245,19 @@ class TrtllmPrefillWorker(PrefillWorker):
 
     def ended(self, job: TrtllmPrefillJob, outcome: Outcome) -> None:
         if outcome.error is not None:
+            self._health_of(outcome.error)
             self._fail(job, outcome.error)
             return
+        job.ended_s = time.monotonic()
         if outcome.finish_reason == "stop" and job.token_id is None:  # the end id itself is kept
             self.computed(job, job.request.sampling.end_ids[0])
         elif job.token_id is None:
-            self._fail(job, Cancelled(f"the engine ended it: {outcome.finish_reason}"))
+            if not job.is_stopped:  # else it is dropped at the next turn
+                error = WorkerUnavailable(f"the engine ended a prompt: {outcome.finish_reason}")
+                self._health_of(error)
+                self._fail(job, error)
             return
+        self._health.went_well()
         job.native = outcome.native
         self._answer_if_done(job)
 
@@ -263,12 +278,19 @@ class TrtllmPrefillWorker(PrefillWorker):
         self._answer_if_done(job)
 
     def broken(self, reason: str) -> None:
-        log.critical("the engine's connector does not work any more: %s", reason)
+        if hasattr(self, "worker"):  # else it does not start, for this reason
+            self._health.lose(reason)
+
+    def _health_of(self, error: Exception) -> None:
+        if isinstance(error, WorkerUnavailable) and not self._is_closing:
+            self._health.failed(str(error))
+
+    def _lost(self, reason: str) -> None:
         with self._lock:
-            self._is_broken = True
             jobs = list(self._jobs.values())
         for job in jobs:
             self._fail(job, WorkerUnavailable(reason))
+        end_process(self.worker.deregister)
 
     # -- and leaves
 

@@ -161,15 +161,20 @@ class Worker:
         self._is_closing.set()
         if self._reporter.is_alive():
             self._reporter.join(timeout=3.0)
-        try:
-            self.directory.deregister_worker(self.worker_id, self.incarnation)
-        except StoreError as error:
-            log.info("the directory is gone already: %s", error)
+        self.deregister()
         self.inbox.close()
         self.outbox.close()
         self.store.close()
         self.directory.close()
         self.engine.close()
+
+    def deregister(self) -> None:
+        """From now on nothing is routed here."""
+        self._is_closing.set()
+        try:
+            self.directory.deregister_worker(self.worker_id, self.incarnation)
+        except StoreError as error:
+            log.info("the directory is gone already: %s", error)
 
     def _report_loop(self) -> None:
         while not self._is_closing.wait(REPORT_S):

@@ -269,3 +269,34 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(
         assert answer.output_ids + rest.output_ids == want
 
     unless_triton_aborts(server, trial)
+
+
+def test_a_worker_whose_engine_fails_is_started_again_with_a_fresh_one(
+    case: tuple[Server, Variant],
+) -> None:
+    server, variant = case
+
+    def trial(number: int) -> None:
+        wait_until(lambda: stub_of(server, "decode_1").pid, "decode_1 to be there", 30.0)
+        old = stub_of(server, "decode_1").pid
+        fails = server.repository.parent / "fails"
+        fails.write_text("decode_1")
+
+        def is_gone() -> bool:
+            if psutil.pid_exists(old):
+                server.ask(input_ids=prompt(60, 40), max_tokens=2, end_id=-1,
+                           parameters={"decode_worker": "decode_1"})  # fmt: skip
+            return not psutil.pid_exists(old)
+
+        wait_until(is_gone, "the process to end", 60.0)
+        fails.unlink()
+        ids = prompt(60 + number, 100)
+
+        def serves_again() -> bool:
+            answer = server.ask(input_ids=ids, max_tokens=TOKENS, end_id=-1,
+                                parameters={"decode_worker": "decode_1"})  # fmt: skip
+            return answer.output_ids == wanted(variant, ids)
+
+        wait_until(serves_again, "decode_1 to serve again", 60.0)
+
+    unless_triton_aborts(server, trial)

@@ -69,6 +69,7 @@ def serving(
     server = running(folder, state_dir, parameters, prepare=prepare)
     with pytest.MonkeyPatch.context() as patch:  # until the launcher has it
         patch.setenv("PYTHONPATH", str(FAKES))
+        patch.setenv("FAKE_TRTLLM_FAILS", str(folder / "fails"))
         started = next(server)
     try:
         yield started

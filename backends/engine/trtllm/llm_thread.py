@@ -2,8 +2,7 @@
 
 A result belongs to the loop in which it was asked for, so everything that touches the LLM happens
 in this thread; other threads hand over orders and hear of tokens through a `Sink`, which is called
-in this thread and must return soon. Releases differ in the keywords that they take: those that are
-only welcome are left out where they are not known.
+in this thread and must return soon.
 
 Not here: what the LLM is made of (engine.py), which request runs when (the workers).
 """
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from backends.engine.trtllm import native_handoff
-from backends.engine.trtllm.package import only_accepted
+from backends.engine.trtllm.package import accepted
 from backends.engine.trtllm.stats import NONE, IterationStats
 from backends.errors import RequestInvalid, WorkerUnavailable
 
@@ -156,18 +155,20 @@ class LlmThread:
     async def _generate(self, order: Order, sink: Sink, running: Running) -> Outcome:
         if running.is_aborted:
             return Outcome("cancelled")
-        welcome = {"cache_salt": order.cache_salt} if order.cache_salt else {}
-        needed = (
-            {"disaggregated_params": order.disaggregated_params}
-            if order.disaggregated_params is not None else {}
-        )  # fmt: skip
+        needed: dict[str, Any] = {}  # without the salt tenants would share the engine's own pages
+        if order.cache_salt:
+            needed["cache_salt"] = order.cache_salt
+        if order.disaggregated_params is not None:
+            needed["disaggregated_params"] = order.disaggregated_params
         generate = self._llm.generate_async
+        known = accepted(generate)
+        if known is not None and (missing := needed.keys() - known):
+            raise ValueError(f"this release's generate_async has no {', '.join(sorted(missing))}")
         result = running.result = generate(
             {"prompt_token_ids": list(order.token_ids)},
             sampling_params=order.sampling,
             streaming=order.is_streaming,
             **needed,
-            **only_accepted(generate, welcome),
         )
         if not order.is_streaming:
             await result
