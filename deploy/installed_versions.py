@@ -1,0 +1,18 @@
+"""Prints `name==version` of what TensorRT-LLM needs just as it is, for `pip install -c`.
+
+Not here: what this project needs (pyproject.toml).
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+KEPT = (
+    "numpy", "protobuf", "pydantic", "tensorrt-llm", "tokenizers", "torch", "transformers",
+    "triton",
+)  # fmt: skip
+
+for name in KEPT:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        continue
+    print(f"{name}=={found}")

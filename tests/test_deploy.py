@@ -1,0 +1,77 @@
+"""What deploy/ has is what the code understands: parameters, comments, names of files."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from backends.engine.trtllm.settings import TrtllmConfig
+from backends.worker_config import FrontConfig, read_configs
+from backends.worker_kinds import read_worker_configs
+from conductor.config import ConductorConfig
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+WORKERS = ("prefill_0", "decode_0")
+
+
+def parsed(path: Path) -> ModelConfig:
+    return text_format.Parse(path.read_text(), ModelConfig())
+
+
+def raw(config: ModelConfig) -> dict[str, str]:
+    return {name: value.string_value for name, value in config.parameters.items()}
+
+
+@pytest.mark.parametrize("model", WORKERS)
+def test_workers_on_tensorrt_llm_state_every_parameter_that_matters(model: str) -> None:
+    path = DEPLOY / "model_repository_trtllm" / model / "config.pbtxt"
+    config, role = parsed(path), model.split("_")[0]
+    worker, trtllm = read_worker_configs(role, model, raw(config), 1)
+    assert worker.engine == "tensorrt_llm"
+    stated = {field.name for field in dataclasses.fields(trtllm)}
+    assert stated <= raw(config).keys()
+    lines = path.read_text().splitlines()
+    for above, line in itertools.pairwise(lines):
+        if line.startswith("parameters"):
+            assert above.startswith("# "), f"{model}: say what this does: {line}"
+    theirs = parsed(ROOT / "model_repository" / model / "config.pbtxt")
+    assert (config.input, config.output, config.backend) == (
+        theirs.input, theirs.output, theirs.backend,
+    )  # fmt: skip
+    assert (path.parent / "1" / ".gitkeep").exists()
+
+
+def test_prefill_and_decode_agree_on_what_makes_a_fingerprint() -> None:
+    both = [raw(parsed(DEPLOY / "model_repository_trtllm" / model / "config.pbtxt"))
+            for model in WORKERS]  # fmt: skip
+    for name in ("checkpoint", "dtype", "block_tokens", "page_tokens", "tp_size", "handoff"):
+        assert both[0][name] == both[1][name], name
+
+
+def test_the_conductor_takes_what_is_appended_for_it() -> None:
+    text = (ROOT / "model_repository" / "conductor" / "config.pbtxt").read_text()
+    config = text_format.Parse(
+        text + (DEPLOY / "conductor_trtllm.pbtxt").read_text(), ModelConfig()
+    )
+    _, conductor = read_configs((FrontConfig, ConductorConfig), "conductor", raw(config))
+    assert not conductor.queue_preempts
+
+
+def test_the_readme_explains_every_parameter_of_the_engine() -> None:
+    readme = (ROOT / "model_repository" / "README.md").read_text()
+    rows = [line for line in readme.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert {field.name for field in dataclasses.fields(TrtllmConfig)} <= named
+
+
+def test_the_image_copies_files_that_are_there() -> None:
+    text = (DEPLOY / "Dockerfile.trtllm").read_text()
+    for path in re.findall(r"src/(deploy/[\w./]*\w)", text):
+        assert (ROOT / path).exists(), path
