@@ -31,6 +31,7 @@ class Orders(NamedTuple):
 
     loads: list[Move]
     saves: list[Move]
+    fences: list[int]  # TensorRT-LLM's requests whose saves must be over before this pass
 
 
 class Run(NamedTuple):

@@ -127,7 +127,7 @@ class MooncakeConnectorWorker(WorkerBase):
 
     def start_load_kv(self, stream: Any) -> None:
         orders, self._orders = self._orders, None
-        self._ready_copies.start(orders or Orders([], []), stream)
+        self._ready_copies.start(orders or Orders([], [], []), stream)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         self._ready_copies.before_layer(stream)

@@ -21,6 +21,7 @@ from backends.engine.trtllm.block_pages import BlockPages, Move, Orders
 from backends.engine.trtllm.copier import Copier, Event
 
 log = logging.getLogger(__name__)
+FENCE_S_MAX = 60.0  # nothing takes so long; better an error than an executor that hangs
 SAVE_BYTES_MAX = 64 * 2**20  # between two words to the worker, which puts them into the store
 
 
@@ -39,7 +40,7 @@ class RankCopies:
         self._tokens_per_block = tokens_per_block
         self._copier = copier
         self._send = send
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._ended: Counter[str] = Counter()  # moves that are over, by request
         self._draining: dict[str, int] = {}  # moves to be waited for
         self._saving: Counter[int] = Counter()  # moves that are not, by TensorRT-LLM's id
@@ -57,6 +58,8 @@ class RankCopies:
     def start(self, orders: Orders, stream: Any) -> None:
         """Before the forward pass."""
         self._load_event = None
+        for llm_id in orders.fences:
+            self._wait_saved(llm_id)
         if orders.saves:
             self._next_saves += orders.saves
             with self._lock:
@@ -66,6 +69,11 @@ class RankCopies:
             self._load_event = self._copier.load(self._pages.runs(orders.loads), stream)
             self._load_stream = stream
             self._batches.put(Batch(orders.loads, True, self._load_event))
+
+    def _wait_saved(self, llm_id: int) -> None:
+        with self._lock:
+            if not self._lock.wait_for(lambda: not self._saving[llm_id], FENCE_S_MAX):
+                raise RuntimeError(f"KV was not copied within {FENCE_S_MAX:g} s")
 
     def before_layer(self, stream: Any) -> None:
         """A forward pass on another stream than the one that loads were announced on waits too."""
@@ -85,9 +93,7 @@ class RankCopies:
             if not self._finished:
                 return []
             over = [llm_id for llm_id in self._finished if not self._saving[llm_id]]
-            for llm_id in over:
-                self._finished.discard(llm_id)
-                del self._saving[llm_id]
+            self._finished.difference_update(over)
             return over
 
     # -- the channel's thread
@@ -146,6 +152,9 @@ class RankCopies:
                 self._ended[move.request_id] += 1
                 if not batch.is_load:
                     self._saving[move.llm_id] -= 1
+                    if not self._saving[move.llm_id]:
+                        del self._saving[move.llm_id]
+            self._lock.notify_all()
             asked = {move.request_id for move in batch.moves}
             drained = [request_id for request_id in asked if self._take_drained(request_id)]
         for request_id in drained:

@@ -5,6 +5,10 @@ it counts the matched tokens as computed: a promised load is ordered in the same
 if the worker has changed its mind meanwhile. Saves are ordered with the iteration that fills the
 pages. Two threads: the executor's, and the channel's with stages; `_lock` guards the table.
 
+Not every version calls `finished` for a cancelled or failed request: its pages may then be
+another's in the very next pass, while they are still being saved. So the saves of a request that
+is missing in a step, and has not been called finished, are waited for before that pass (a fence).
+
 Not here: TensorRT-LLM's classes (connector.py), copying (rank_copies.py).
 """
 
@@ -41,6 +45,7 @@ class StageScheduler:
         self._salt_id = salt_id
         self._table = StageTable(block_tokens, tokens_per_block)
         self._due: list[Entry] = []  # loads that were promised and not ordered
+        self._saving: set[int] = set()  # TensorRT-LLM's ids, of whom saves were ordered
         self._lock = threading.Lock()
 
     # -- the channel's thread
@@ -120,6 +125,7 @@ class StageScheduler:
         with self._lock:
             due, self._due = self._due, []
             loads = [entry.load() for entry in due]
+            fences = self._fences(new, cached)
             for data in new:
                 entry = self._table.taken_by(data.request_id)
                 if entry is not None:
@@ -133,10 +139,19 @@ class StageScheduler:
                 if entry is not None:
                     entry.block_ids += data.new_block_ids
                     self._computes(entry, data.computed_position, data, saves)
+            self._saving.update(move.llm_id for move in saves)
             replies = [self._remove(entry) for entry in due if entry.is_unstaged]
         for reply in replies:
             self._send(reply)
-        return Orders(loads, saves)
+        return Orders(loads, saves, fences)
+
+    def _fences(self, new: Sequence[RequestData], cached: Sequence[RequestData]) -> list[int]:
+        if not self._saving:
+            return []
+        missing = self._saving.difference([data.request_id for data in cached])
+        missing.difference_update([data.request_id for data in new])
+        self._saving -= missing
+        return sorted(missing)
 
     def _computes(self, entry: Entry, start: int, data: RequestData, saves: list[Move]) -> None:
         prompt_tokens = entry.stage.token_count
@@ -163,6 +178,7 @@ class StageScheduler:
     def finished(self, request: Any) -> bool:
         """Were saves ordered, so that its pages must stay until every rank has done them?"""
         with self._lock:
+            self._saving.discard(request.request_id)
             entry = self._table.finish(request.request_id)
             return entry is not None and entry.done_pages > entry.loaded_pages
 

@@ -147,13 +147,15 @@ class StageTable:
         entry = self._entries.pop(request_id)
         if entry.llm_id is None:
             self._leave(entry)
+        elif self._taken.get(entry.llm_id) is entry:
+            del self._taken[entry.llm_id]
 
     def check(self) -> None:
         free = [entry for waiting in self._free.values() for entry in waiting]
         assert all(self._free.values()), "an empty queue of stages is kept"
         assert all(entry.llm_id is None for entry in free), "a taken stage is handed out again"
         assert len(free) == sum(self._lengths.values()), "lengths and stages disagree"
-        assert len(free) <= len(self._entries), "a removed stage is handed out"
+        assert len(free) + len(self._taken) <= len(self._entries), "a removed stage is remembered"
 
     def _leave(self, entry: Entry) -> None:
         place, count = _place(entry.stage), entry.stage.token_count

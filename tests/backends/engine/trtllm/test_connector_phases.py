@@ -128,6 +128,47 @@ def test_a_save_waits_for_the_forward_pass(make: Make) -> None:
     assert store == filled(make(), prompt)
 
 
+def test_pages_that_are_taken_away_without_a_word_are_saved_before_they_are_written(
+    make: Make, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some versions do not call request_finished for a cancelled request."""
+    prompt, other = prompt_of(40), prompt_of(48, 2)
+    engine = make(cache={"max_tokens": 60, "enable_block_reuse": False})
+    monkeypatch.setattr(engine.executor, "aborts_are_told", False)
+    pages = engine.stage("a", prompt)
+    request = engine.submit(1, prompt, 4)
+    step_until(engine, lambda: request.generated)
+    engine.executor.abort(request)
+    step_until(engine, lambda: request.finish_reason)
+    assert all_free(engine) and gate.is_reached.wait(WAIT_S)
+    second = engine.submit(2, other, 4)
+    going = threading.Thread(target=engine.executor.run_until_idle)
+    going.start()
+    gate.is_open.set()
+    going.join(WAIT_S)
+    assert engine.output(second) == expected(engine, other, 4)
+    engine.heard.wait_for("saved", "a", 40)
+    store: dict[bytes, bytes] = {}
+    engine.keep(prompt, pages, store)
+    assert store == filled(make(), prompt)
+    engine.unstage("a", pages)
+    assert not engine.executor.connectors.scheduler._scheduler._table._taken
+
+
+def test_a_request_that_is_missing_in_a_step_is_waited_for_once() -> None:
+    scheduler = StageScheduler(16, 4, lambda message: None)
+    prompt = prompt_of(64)
+    scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 0))
+    scheduler.match(Asked(prompt), 0)
+    assert scheduler.orders([Computed(list(range(16)), 0, 32)], []).fences == []
+    assert scheduler.orders([], [Computed([], 32, 16)]).fences == []
+    assert scheduler.orders([], []).fences == [7]
+    assert scheduler.orders([], []).fences == []
+    assert scheduler.orders([], [Computed([], 48, 16)]).saves, "it was only left out"
+    assert scheduler.finished(Asked(prompt)) is True
+    assert scheduler.orders([], []).fences == [], "its pages are pinned until all is saved"
+
+
 @pytest.mark.parametrize("is_overlapping", [False, True])
 @pytest.mark.parametrize("phase", ["waiting", "chunk", "generating", "saving"])
 def test_an_aborted_request_leaves_nothing_behind(

@@ -36,6 +36,8 @@ IterationStats = dict[str, Any]
 
 
 class Executor:
+    aborts_are_told = True  # False: a cancelled request's pages go without request_finished
+
     def __init__(self, args: TorchLlmArgs, shape: KvShape) -> None:
         cache = args.kv_cache_config
         assert cache.tokens_per_block == shape.tokens_per_block, (cache, shape)
@@ -326,7 +328,8 @@ class Executor:
         if request.is_allocated:
             known = request.tokens[: min(request.kv_tokens, len(request.tokens) - 1)]
             self.blocks.remember(request.block_ids, known, request.cache_salt)
-            if self.connectors is None or not self.connectors.finished(request):
+            is_told = self.connectors and (reason != "cancelled" or self.aborts_are_told)
+            if not is_told or not self.connectors.finished(request):
                 self.blocks.release(request.block_ids)
 
     def _drop_aborted_waiting(self) -> None:
