@@ -118,11 +118,20 @@ class Conductor:
     def on_events(self, events: Iterable[Event], now_s: float) -> None:
         """Apply what changed, in order."""
         now_s = self._advance(now_s)
+        added: list[bytes] = []  # one after the other on `node_id`, and not in the index yet
+        node_id = ""
         for event in events:
             if isinstance(event, BlockAdded):
-                self._tiers.add(event.key, event.node_id)
-                self._hotspots.arrived(event.key, event.node_id)
-            elif isinstance(event, BlockRemoved):
+                if event.node_id != node_id:
+                    self._tiers.add_many(added, node_id)
+                    added, node_id = [], event.node_id
+                added.append(event.key)
+                self._hotspots.arrived(event.key, node_id)
+                continue
+            if added:
+                self._tiers.add_many(added, node_id)
+                added = []
+            if isinstance(event, BlockRemoved):
                 self._tiers.remove(event.key, event.node_id)
             elif isinstance(event, WorkerReported):
                 self._cluster.worker_reported(event.report, now_s)
@@ -136,6 +145,7 @@ class Conductor:
                 self._node_down(event.node_id, event.incarnation)
             else:
                 raise TypeError(f"{type(event).__name__} is not a directory event")
+        self._tiers.add_many(added, node_id)
 
     def _node_down(self, node_id: str, incarnation: str) -> None:
         if self._cluster.node_down(node_id, incarnation):

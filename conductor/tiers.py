@@ -158,7 +158,12 @@ class Tiers:
         self._nodes: dict[int, _Nodes] = {}  # by the index
 
     def add(self, key: bytes, holder: str) -> None:
-        self._of(holder).add(key, holder.removesuffix(SSD_SUFFIX))
+        self.add_many((key,), holder)
+
+    def add_many(self, keys: Sequence[bytes], holder: str) -> None:
+        """In the order in which they were announced."""
+        if keys:
+            self._of(holder).add_many(keys, holder.removesuffix(SSD_SUFFIX))
 
     def remove(self, key: bytes, holder: str) -> None:
         self._of(holder).remove(key, holder.removesuffix(SSD_SUFFIX))

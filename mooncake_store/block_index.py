@@ -51,14 +51,16 @@ class BlockIndex:
         return len(self.held)
 
     def add(self, copy: HeldCopy) -> None:
-        others = copies_of(self.held.get(copy.key))
-        if not others:
-            self.held[copy.key] = copy
+        held = self.held.setdefault(copy.key, copy)
+        if held is copy:
             return
-        both = sorted((*others, copy), key=lambda each: each.holder.info.tier != "dram")
+        both = sorted((*copies_of(held), copy), key=lambda each: each.holder.info.tier != "dram")
         self.held[copy.key] = tuple(both)
 
     def remove(self, copy: HeldCopy) -> None:
+        if self.held[copy.key] is copy:
+            del self.held[copy.key]
+            return
         left = tuple(each for each in copies_of(self.held[copy.key]) if each is not copy)
         if not left:
             del self.held[copy.key]

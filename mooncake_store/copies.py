@@ -62,23 +62,28 @@ class CopyTable:
         for victim in self.tenants.victims(tenant, size_bytes) if tenant else ():
             self.evict(victim)
         generation, self.next_generation = self.next_generation, self.next_generation + 1
-        copy = holder.reserve(key, owner, size_bytes, generation, is_ephemeral)
-        if copy is None:
-            holder.pool.end_quarantines(self.now_s)
-            copy = holder.reserve(key, owner, size_bytes, generation, is_ephemeral)
-        if copy is None and self._make_room(holder, holder.pool.units_for(size_bytes)):
-            copy = holder.reserve(key, owner, size_bytes, generation, is_ephemeral)
-        if copy is not None and tenant:
+        units = holder.pool.units_for(size_bytes)
+        slot = holder.pool.take(units)
+        if slot is None and holder.pool.end_quarantines(self.now_s):
+            slot = holder.pool.take(units)
+        if slot is None and self._make_room(holder, units):
+            slot = holder.pool.take(units)
+        if slot is None:
+            return None
+        copy = holder.hold(key, owner, slot, generation, size_bytes, units, is_ephemeral)
+        if tenant:
             self.tenants.charge(tenant, copy)
         return copy
 
     def publish(self, copy: HeldCopy, checksum: int) -> None:
         """The slot is written: others may read it."""
-        copy.holder.publish(copy, checksum)
+        shelf = copy.shelf
+        shelf.holder.publish(copy, checksum)
         self.blocks.add(copy)
-        self.ephemeral += copy.is_ephemeral
-        if not copy.is_ephemeral:
-            self.events.append(BlockAdded(copy.key, copy.node_id))
+        if copy.kind is Kind.EPHEMERAL:
+            self.ephemeral += 1
+        else:
+            self.events.append(BlockAdded(copy.key, shelf.node_id))
         if len(self.pins):
             copy.holder.mark_pin(copy, self._possible(copy, self.pins.get(copy.key)))
 
@@ -91,7 +96,7 @@ class CopyTable:
             return False
         if not holder.pool.adopt(slot, units):
             return False
-        copy = holder.hold(key, "", slot, generation, size_bytes, is_ephemeral=False)
+        copy = holder.hold(key, "", slot, generation, size_bytes, units, is_ephemeral=False)
         copy.kind = Kind.ADOPTED
         holder.adopted += 1
         self.publish(copy, checksum)
@@ -159,16 +164,18 @@ class CopyTable:
 
     def unleased(self, copies: Iterable[HeldCopy]) -> None:
         """These copies lost a lease, deepest first. What becomes of those that lost the last?"""
+        writing, ephemeral, counts_tenants = CopyState.WRITING, Kind.EPHEMERAL, len(self.tenants)
         for copy in copies:
             if copy.leases > 0:
                 continue
-            if copy.state is CopyState.WRITING:
+            if copy.state is writing:
                 self.remove(copy, is_certain=False)
-            elif copy.is_ephemeral:
+            elif copy.kind is ephemeral:
                 self.remove(copy, is_certain=True)
             else:
                 copy.become_idle()
-                self.tenants.used(copy)
+                if counts_tenants:
+                    self.tenants.used(copy)
 
     def lose(self, holder: Holder) -> None:
         """The holder is gone, and its memory with it."""
@@ -192,9 +199,10 @@ class CopyTable:
 
     def _forget(self, copy: HeldCopy) -> None:
         self.blocks.remove(copy)
-        self.ephemeral -= copy.is_ephemeral
-        if not copy.is_ephemeral:
-            self.events.append(BlockRemoved(copy.key, copy.node_id))
+        if copy.kind is Kind.EPHEMERAL:
+            self.ephemeral -= 1
+        else:
+            self.events.append(BlockRemoved(copy.key, copy.shelf.node_id))
 
     # ---- pins
 

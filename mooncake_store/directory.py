@@ -121,7 +121,7 @@ class Directory(Upkeep):
         if lease_s <= 0:
             raise RequestInvalid("allocate needs lease_s > 0: an unleased slot has no writer")
         size_bytes = size_bytes or holder.block_bytes
-        if holder.pool.slots_for(holder.pool.units_for(size_bytes)) == 0:
+        if holder.pool.units < holder.pool.units_for(size_bytes):
             raise RequestInvalid(
                 f"a block of {size_bytes} bytes is larger than the memory of {node_id} "
                 f"({holder.pool.units * holder.pool.unit_bytes} bytes): cut it up"
@@ -131,24 +131,25 @@ class Directory(Upkeep):
             return Allocation((None,) * len(keys), 0)
         until_s = table.leases.deadline_s(now_s, lease_s)
         first = table.leases.next_depth(owner)
-        there = [table.blocks.on(key, holder) for key in keys]
+        on, reserve, writing = table.blocks.on, table.reserve, holder.writing
+        there = [on(key, holder) for key in keys]
         ready = [(i, copy) for i, copy in enumerate(there, first) if copy is not None]
         if ready:
             table.leases.hold(owner, ready, until_s)
         slots: list[Slot | None] = []
-        for i, key in enumerate(keys):
-            if there[i] is not None or key in holder.writing:
+        for depth, (key, held) in enumerate(zip(keys, there, strict=True), first):
+            if held is not None or key in writing:
                 slots.append(None)
                 continue
             try:
-                copy = table.reserve(holder, key, owner, size_bytes, ephemeral, tenant)
+                copy = reserve(holder, key, owner, size_bytes, ephemeral, tenant)
             except QuotaExceeded:
                 if not slots:
                     raise
                 break
             if copy is None:
                 break
-            table.leases.hold(owner, [(first + i, copy)], until_s)
+            table.leases.write(owner, depth, copy, until_s)
             slots.append(copy.use)
         covered = len(slots)
         return Allocation((*slots, *[None] * (len(keys) - covered)), covered)

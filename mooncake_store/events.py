@@ -100,7 +100,11 @@ class EventLog:
         assert 0 <= sequence <= self._sequence, f"{sequence} is after {self._sequence}"
         missed = self._sequence - sequence
         kept = len(self._events)
-        return None if missed > kept else list(islice(self._events, kept - missed, kept))
+        if missed > kept:
+            return None
+        latest = list(islice(reversed(self._events), missed))  # mostly few of many
+        latest.reverse()
+        return latest
 
     def check(self) -> None:
         """Prove the invariants."""

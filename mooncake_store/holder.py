@@ -130,7 +130,8 @@ class HeldCopy:
 
     @property
     def use(self) -> Slot:
-        return Slot(self.node_id, self.slot, self.generation)
+        rows, row = self.shelf.rows, self.row
+        return Slot(self.shelf.node_id, rows.slot[row], rows.generation[row])
 
     def leave_idle(self) -> None:
         """It is leased, or gone: no candidate for eviction any more."""
@@ -198,17 +199,6 @@ class Holder:
             yield from shelf.idle.keys()
             yield from shelf.soft.keys()
 
-    def reserve(
-        self, key: bytes, owner: str, size_bytes: int, generation: int, is_ephemeral: bool
-    ) -> HeldCopy | None:
-        """Give `key` a slot to be written; None when no slot of its size is free."""
-        assert key not in self.writing, f"{key.hex()} is being written already"
-        units = self.pool.units_for(size_bytes)
-        slot = self.pool.take(units)
-        if slot is None:
-            return None
-        return self.hold(key, owner, slot, generation, size_bytes, is_ephemeral)
-
     def hold(
         self,
         key: bytes,
@@ -216,12 +206,13 @@ class Holder:
         slot: int,
         generation: int,
         size_bytes: int,
+        units: int,
         is_ephemeral: bool,
     ) -> HeldCopy:
-        """A copy in state writing, in a slot that the pool has handed out."""
-        shelf = self.shelf(self.pool.units_for(size_bytes))
-        row = self.rows.take(slot, generation)
-        copy = HeldCopy(key, shelf, row, size_bytes)
+        """A copy in state writing, in a slot of so many units that the pool has handed out."""
+        assert key not in self.writing, f"{key.hex()} is being written already"
+        shelf = self.shelves.get(units) or self.shelf(units)
+        copy = HeldCopy(key, shelf, self.rows.take(slot, generation), size_bytes)
         if is_ephemeral:
             copy.kind = Kind.EPHEMERAL
         self.writing[key] = copy, owner
@@ -233,7 +224,8 @@ class Holder:
         copy, writer = self.writing.get(key, (None, ""))
         if copy is None or writer != owner:
             return None
-        return copy if (copy.slot, copy.generation) == (slot, generation) else None
+        rows, row = self.rows, copy.row
+        return copy if rows.slot[row] == slot and rows.generation[row] == generation else None
 
     def publish(self, copy: HeldCopy, checksum: int) -> None:
         assert copy.state is CopyState.WRITING

@@ -88,6 +88,14 @@ class LeaseTable:
         holding.next_depth = max(holding.next_depth, deepest + 1)
         self._leases += len(held) - before
 
+    def write(self, owner: str, depth: int, copy: HeldCopy, until_s: float) -> None:
+        """Lease a copy that was just made, to its writer. `hold`, for one that is not idle."""
+        holding = self._extended(owner, until_s)
+        holding.copies[copy] = depth
+        holding.next_depth = max(holding.next_depth, depth + 1)
+        copy.leases = 1
+        self._leases += 1
+
     def copies(self) -> Iterable[HeldCopy]:
         """Everything that somebody leases, each once; gone copies may be among it."""
         every = (copy for owner in self._owners.values() for copy in owner.copies)

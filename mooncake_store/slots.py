@@ -158,7 +158,7 @@ class SlotPool:
         """A free slot of that many units; None when there is none."""
         slabs = self._open.get(units)
         if not slabs:
-            if self.free_units < units:
+            if self.units - self.used_units - self.quarantined_units < units:
                 return None  # a full memory, the usual case: no need to look for a run
             slab = self._new_slab(units)
             if slab is None:
@@ -167,7 +167,7 @@ class SlotPool:
             slabs.append(slab)
         slab = slabs[-1]
         slot = slab.take()
-        if not slab.has_room:
+        if slab.used == slab.slots:
             slabs.pop()
         self.used_units += units
         return slot
@@ -183,9 +183,12 @@ class SlotPool:
         self.quarantined_units += units
         heappush(self._quarantine, (until_s, slot))
 
-    def end_quarantines(self, now_s: float) -> None:
+    def end_quarantines(self, now_s: float) -> bool:
+        """Whether any has ended by now."""
+        before = len(self._quarantine)
         while self._quarantine and self._quarantine[0][0] <= now_s:
             self.quarantined_units -= self._give(heappop(self._quarantine)[1])
+        return len(self._quarantine) < before
 
     def adopt(self, slot: int, units: int) -> bool:
         """Mark a slot as used that was in use before; False when its units are taken.

@@ -31,6 +31,10 @@ class TenantTable:
         self._tenants: dict[str, Tenant] = {}
         self._tenant_of: dict[HeldCopy, Tenant] = {}
 
+    def __len__(self) -> int:
+        """Copies that count for somebody."""
+        return len(self._tenant_of)
+
     def set_quota(self, name: str, quota_bytes: int) -> None:
         """0 takes the quota away. What the tenant stored before it had one is not counted."""
         known = self._tenants.get(name)

@@ -10,7 +10,7 @@ from tests.mooncake_store.makers import chain, holder
 
 def copies(count: int) -> list[HeldCopy]:
     home = holder(slots=count)
-    return [home.hold(key, "w", slot, 5, 4096, False) for slot, key in enumerate(chain(count))]
+    return [home.hold(key, "w", slot, 5, 4096, 1, False) for slot, key in enumerate(chain(count))]
 
 
 def test_a_release_gives_copies_back_from_the_end_of_the_chain() -> None:
