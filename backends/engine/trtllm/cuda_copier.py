@@ -99,8 +99,9 @@ class CudaCopier:
 
     def save(self, runs: Sequence[Run], after: Event | None) -> None:
         with self._torch.cuda.device(self._device):
-            if after is not None:
-                self._save_stream.wait_event(after)
+            # Always an event: a thread's first call must be one of the runtime, which gives it the
+            # context that the driver's call needs.
+            self._save_stream.wait_event(after or self.record(self._save_stream))
             pages, pool, copy = self._pages_at, self._pool_at, self._driver.copy
             queue = self._save_stream.cuda_stream
             for start in range(0, len(runs), ISSUED_MAX):
