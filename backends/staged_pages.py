@@ -20,14 +20,23 @@ from backends.errors import WorkerUnavailable
 log = logging.getLogger(__name__)
 
 
+UNSTAGE_S_MAX = 60.0  # nobody waits for it; an engine that is compiling something is not dead
+
+
 class StagedPages:
     def __init__(
-        self, host: ConnectorHost, timeout_s: float, release: Callable[[list[int]], None]
+        self,
+        host: ConnectorHost,
+        timeout_s: float,
+        release: Callable[[list[int]], None],
+        on_dead: Callable[[str], None],
     ) -> None:
-        """`release` may be called from any thread."""
+        """`release`, and `on_dead` where the connector says nothing any more, are called from any
+        thread. `timeout_s`: how long a request waits to be staged."""
         self._host = host
         self._timeout_s = timeout_s
         self._release = release
+        self._on_dead = on_dead
         self.lost_pages = 0
 
     def stage(self, stage: Stage) -> None:
@@ -40,7 +49,7 @@ class StagedPages:
     def give_back(self, request_id: str, pages: list[int]) -> None:
         """Unstage the request, also one whose staging failed; its pages are released after that."""
         try:
-            unstaged = self._host.unstage(request_id, self._timeout_s)
+            unstaged = self._host.unstage(request_id, UNSTAGE_S_MAX)
         except ChannelError as error:
             self._lose(request_id, pages, error)
             return
@@ -57,3 +66,4 @@ class StagedPages:
     def _lose(self, request_id: str, pages: list[int], error: BaseException) -> None:
         self.lost_pages += len(pages)
         log.error("%d pages of %s are lost: %s", len(pages), request_id, error)
+        self._on_dead(str(error))

@@ -116,7 +116,9 @@ class TrtllmDecodeWorker(DecodeWorker):
             worker_id, config, self._trtllm, folder, repository, self, self._on_stats
         )
         if not self._is_native:
-            self._staged = StagedPages(self._engine.host, config.transfer_s_max, self._release)
+            self._staged = StagedPages(
+                self._engine.host, config.transfer_s_max, self._release, self.broken
+            )
         return self._engine
 
     def _on_stats(self, stats: IterationStats) -> None:
@@ -257,7 +259,8 @@ class TrtllmDecodeWorker(DecodeWorker):
             self._lock.notify_all()
 
     def broken(self, reason: str) -> None:
-        if hasattr(self, "worker"):  # else it does not start, for this reason
+        """The connector does not work any more. While we start or end, that is no news."""
+        if hasattr(self, "worker") and not self._is_closing:
             self._health.lose(reason)
 
     def _health_of(self, error: Exception) -> None:
@@ -269,7 +272,7 @@ class TrtllmDecodeWorker(DecodeWorker):
             jobs = list(self._jobs.values())
         for job in jobs:
             self._end(job, error=WorkerUnavailable(reason))
-        end_process(self.worker.deregister)
+        end_process(self.worker.deregister, self._engine.close)
 
     def _put(self, job: TrtllmDecodeJob) -> None:
         with self._lock:
@@ -282,7 +285,7 @@ class TrtllmDecodeWorker(DecodeWorker):
 
     def _end(self, job: DecodeJob, error: Exception | None = None) -> None:
         assert isinstance(job, TrtllmDecodeJob)
-        if job.running is not None:
+        if job.running is not None and job.finish_reason not in ("length", "end_id"):
             job.running.abort()  # also where only we know that a stop word ended it
         super()._end(job, error)
 

@@ -115,7 +115,9 @@ class TrtllmPrefillWorker(PrefillWorker):
         self._engine = TrtllmEngine(
             worker_id, config, self._trtllm, folder, repository, self, self._on_stats
         )
-        self._staged = StagedPages(self._engine.host, config.transfer_s_max, self._release)
+        self._staged = StagedPages(
+            self._engine.host, config.transfer_s_max, self._release, self.broken
+        )
         return self._engine
 
     def _on_stats(self, stats: IterationStats) -> None:
@@ -140,7 +142,10 @@ class TrtllmPrefillWorker(PrefillWorker):
                 self._lock.wait(0.0 if late else IDLE_WAIT_S)
             for job in late:
                 said = "did not give its KV" if job.is_claimed else "did not know what was staged"
-                self._fail(job, WorkerUnavailable(f"the engine computed a prompt, but {said}"))
+                error = WorkerUnavailable(f"the engine computed a prompt, but {said}")
+                if job.is_claimed:  # else this release may not tell connectors of salts
+                    self._health_of(error)
+                self._fail(job, error)
 
     def _admit(self) -> None:
         """As many prompts as keep the engine busy; with the lock held."""
@@ -244,11 +249,13 @@ class TrtllmPrefillWorker(PrefillWorker):
         self._answer_if_done(job)
 
     def ended(self, job: TrtllmPrefillJob, outcome: Outcome) -> None:
+        job.ended_s = time.monotonic()
+        if job.request_id not in self._jobs:
+            return
         if outcome.error is not None:
             self._health_of(outcome.error)
             self._fail(job, outcome.error)
             return
-        job.ended_s = time.monotonic()
         if outcome.finish_reason == "stop" and job.token_id is None:  # the end id itself is kept
             self.computed(job, job.request.sampling.end_ids[0])
         elif job.token_id is None:
@@ -257,7 +264,6 @@ class TrtllmPrefillWorker(PrefillWorker):
                 self._health_of(error)
                 self._fail(job, error)
             return
-        self._health.went_well()
         job.native = outcome.native
         self._answer_if_done(job)
 
@@ -271,14 +277,15 @@ class TrtllmPrefillWorker(PrefillWorker):
             done = job.unsaved.stop if tokens >= job.whole_tokens else tokens // self._block_tokens
             new = range(job.unsaved.start, max(job.unsaved.start, done))
             job.unsaved = range(new.stop, job.unsaved.stop)
-        if new:
-            self._writer.put_whole(job.put, new, is_handover=not self._is_native)
-            keys = [job.put.keys[block] for block in new if block < len(job.put.keys)]
-            self._writer.then(lambda: self._settle(job, keys))
+            if new:  # with the lock held: the answer must stand behind it in the writer's line
+                self._writer.put_whole(job.put, new, is_handover=not self._is_native)
+                keys = [job.put.keys[block] for block in new if block < len(job.put.keys)]
+                self._writer.then(lambda: self._settle(job, keys))
         self._answer_if_done(job)
 
     def broken(self, reason: str) -> None:
-        if hasattr(self, "worker"):  # else it does not start, for this reason
+        """The connector does not work any more. While we start or end, that is no news."""
+        if hasattr(self, "worker") and not self._is_closing:
             self._health.lose(reason)
 
     def _health_of(self, error: Exception) -> None:
@@ -290,7 +297,7 @@ class TrtllmPrefillWorker(PrefillWorker):
             jobs = list(self._jobs.values())
         for job in jobs:
             self._fail(job, WorkerUnavailable(reason))
-        end_process(self.worker.deregister)
+        end_process(self.worker.deregister, self._engine.close)
 
     # -- and leaves
 
@@ -303,6 +310,8 @@ class TrtllmPrefillWorker(PrefillWorker):
             is_first, job.is_answered = is_ready and not job.is_answered, is_ready
             is_over = self._is_native and job.is_answered and not job.unsaved
         token_id = job.token_id
+        if is_first:
+            self._health.went_well()
         if is_first and self._is_native:
             self._writer.then(lambda: self._answer_early(job, token_id))
         elif is_first:

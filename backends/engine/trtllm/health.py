@@ -48,14 +48,19 @@ class EngineHealth:
         self._on_lost(reason)
 
 
-def end_process(leave: Callable[[], None]) -> None:
-    """`leave` the cluster, let answers out, and end: Triton's stub has no other way to say so."""
+def end_process(*steps: Callable[[], None]) -> None:
+    """Leave the cluster, end what can be ended (these `steps`), let answers out, and end.
+
+    Triton's stub has no other way to say that its model is of no use any more.
+    """
 
     def end() -> None:
-        try:
-            leave()
-        finally:
-            threading.Event().wait(LAST_WORDS_S)
-            os._exit(1)
+        for step in steps:
+            try:
+                step()
+            except Exception:  # edge: it is broken, and it will end
+                log.exception("leaving")
+        threading.Event().wait(LAST_WORDS_S)
+        os._exit(1)
 
     threading.Thread(target=end, name="engine-lost", daemon=True).start()

@@ -26,7 +26,6 @@ from backends.worker_config import DecodeConfig, PrefillConfig, WorkerConfig
 
 PREFILL_BATCH_MAX = 64  # prompts that may share a step; chunk_tokens bounds their tokens
 DECODE_STEP_TOKENS_MIN = 2048  # ends of prompts that join a step; the rest waits for the next one
-LATENT_TOKENS = 1  # a prompt that fills the context still gets its one token
 
 
 def is_connected(config: TrtllmConfig, role: str) -> bool:
@@ -43,23 +42,25 @@ def llm_arguments(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
-    rest = dict(options)
+    rest, batch = dict(options), _batch(worker)
     arguments: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,  # tokens in, tokens out: text is the front's and ours
         "tensor_parallel_size": config.tp_size,
         "dtype": worker.dtype,
-        "max_seq_len": context_tokens_max + LATENT_TOKENS,
+        "max_seq_len": context_tokens_max,
         "enable_chunked_prefill": True,
         "enable_iter_perf_stats": True,
-        **_batch(worker),
+        **batch,
         "kv_cache_config": package.config(
             "KvCacheConfig",
             **{
                 "enable_block_reuse": True,
                 "enable_partial_reuse": False,
                 "tokens_per_block": config.page_tokens,
-                "max_tokens": worker.kv_pages * worker.block_tokens,
+                # A page more for each request: the step that is scheduled early needs a place.
+                "max_tokens": worker.kv_pages * worker.block_tokens
+                + batch["max_batch_size"] * config.page_tokens,
                 "free_gpu_memory_fraction": config.gpu_memory_fraction,
                 **rest.pop("kv_cache_config", {}),
             },

@@ -74,7 +74,7 @@ class Running:
         """In the LLM's thread."""
         if not self.is_aborted:
             self.is_aborted = True
-            if self.result is not None:
+            if self.result is not None and not self.result.finished:
                 self.result.abort()
 
 

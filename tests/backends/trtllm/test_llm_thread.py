@@ -182,7 +182,8 @@ def test_prefill_and_decode_engines_are_set_up_for_their_work(fake_package: None
     assert prefill["disable_overlap_scheduler"] and prefill["load_format"] == "dummy"
     cache = prefill["kv_cache_config"]
     assert (cache.tokens_per_block, cache.enable_partial_reuse) == (16, False)
-    assert (cache.max_tokens, cache.event_buffer_max_size) == (256 * 64, 16)
+    room = 256 * 64 + prefill["max_batch_size"] * 16
+    assert (cache.max_tokens, cache.event_buffer_max_size) == (room, 16)
     decode = llm_arguments(loaded, DecodeConfig(slots=8), store, DEMO, 4096, {})
     assert decode["max_batch_size"] == 8 and "cuda_graph_config" not in decode
     assert decode["kv_connector_config"] == prefill["kv_connector_config"]
