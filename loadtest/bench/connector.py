@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import tempfile
 import time
 from array import array
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import numpy as np
 import typer
 
 from backends.engine.trtllm import messages as m
+from backends.engine.trtllm.channel import SCHEDULER, ConnectorHost, ConnectorLink
 from backends.engine.trtllm.scheduler import StageScheduler
 from loadtest.bench import connector_copies
 from loadtest.bench.result import Cell, Result, Target
@@ -130,6 +132,25 @@ class Bench:
             lambda number: partial(scheduler.match, Asked(number, prompt.tolist()), 0),
         )
 
+    def stage(self, tokens: int) -> None:
+        """From a worker's Stage to the acknowledgement, through the channel, in one process."""
+        prompt, pages = self.prompt(tokens), list(range(-(-tokens // BLOCK_TOKENS)))
+        with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
+            address = f"ipc://{folder}/kv"
+            host = ConnectorHost(address, Unheard())
+            scheduler = StageScheduler(
+                BLOCK_TOKENS, TOKENS_PER_BLOCK, lambda message: link.send(message)
+            )
+            link = ConnectorLink(address, SCHEDULER, scheduler.on_message)
+
+            def prepare(number: int) -> Callable[[], object]:
+                stage = m.Stage.of(str(number), prompt, BLOCK_TOKENS, SEED, "", pages, 0)
+                return lambda: host.stage(stage, 60.0).result()
+
+            self.timed(f"stage {tokens // 1024}k and hear of it", prepare)
+            host.close()
+            link.close()
+
     def limits(self, tokens: int) -> None:
         prompt, size = self.prompt(tokens), f"{tokens // 1024}k"
         self.timed(
@@ -174,6 +195,15 @@ class Bench:
         return self.timed(f"orders of {REQUESTS} requests, {kind}", prepare)
 
 
+class Unheard:
+    """A listener that needs nothing."""
+
+    def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
+    def loaded(self, request_id: str, tokens: int) -> None: ...
+    def saved(self, request_id: str, tokens: int) -> None: ...
+    def broken(self, reason: str) -> None: ...
+
+
 def read_once(token_ids: list[int]) -> bytes:
     return array("I", token_ids).tobytes()
 
@@ -192,6 +222,7 @@ def main(
     long_us = max(bench.match(131_072, 0), bench.match(131_072, 130_048))
     for tokens in (4096, 131_072):
         bench.unmatched(tokens)
+        bench.stage(tokens)
         bench.limits(tokens)
     decoding_us, new_us = bench.orders(is_new=False), bench.orders(is_new=True)
     targets = [
