@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from backends.engine.trtllm.channel import ChannelError
 from tests.backends.engine.trtllm.connected import Connected
@@ -56,7 +57,8 @@ def test_a_hand_over_through_the_pool_gives_the_bytes_and_tokens_of_one_engine(
     prompt = prompt_of(75)
     store: dict[bytes, bytes] = {}
     pages = prefill.stage("p", prompt)
-    first = prefill.output(prefill.generate(1, prompt, 1))
+    computed = prefill.generate(1, prompt, 1)
+    first = prefill.output(computed)
     prefill.heard.wait_for("saved", "p", 72)
     prefill.keep(prompt, pages, store)
     prefill.unstage("p", pages)
@@ -65,6 +67,9 @@ def test_a_hand_over_through_the_pool_gives_the_bytes_and_tokens_of_one_engine(
     request = decode.generate(1, prompt + first, 10)
     assert first + decode.output(request) == expected(decode, prompt, 11)
     assert request.matched_tokens == 72 and request.local_tokens == 0
+    for theirs, ours in zip(prefill.executor.ranks, decode.executor.ranks, strict=True):
+        there = theirs.kv[computed.block_ids[:18]].view(torch.uint8)
+        assert there.any() and torch.equal(there, ours.kv[request.block_ids[:18]].view(torch.uint8))
     decode.heard.wait_for("claimed", "d", 0, 72)
     decode.heard.wait_for("loaded", "d", 72)
     assert {b"tail"} <= store.keys()
