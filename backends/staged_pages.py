@@ -29,13 +29,15 @@ class StagedPages:
         host: ConnectorHost,
         timeout_s: float,
         release: Callable[[list[int]], None],
+        on_failed: Callable[[str], None],
         on_dead: Callable[[str], None],
     ) -> None:
-        """`release`, and `on_dead` where the connector says nothing any more, are called from any
-        thread. `timeout_s`: how long a request waits to be staged."""
+        """These are called from any thread: `on_failed` when the connector did not take a stage,
+        within `timeout_s`; `on_dead` when it did not answer when pages were to be given back."""
         self._host = host
         self._timeout_s = timeout_s
         self._release = release
+        self._on_failed = on_failed
         self._on_dead = on_dead
         self.lost_pages = 0
 
@@ -44,6 +46,7 @@ class StagedPages:
         try:
             self._host.stage(stage, self._timeout_s).result()
         except ChannelError as error:
+            self._on_failed(str(error))
             raise WorkerUnavailable(str(error)) from error
 
     def give_back(self, request_id: str, pages: list[int]) -> None:

@@ -117,7 +117,11 @@ class TrtllmDecodeWorker(DecodeWorker):
         )
         if not self._is_native:
             self._staged = StagedPages(
-                self._engine.host, config.transfer_s_max, self._release, self.broken
+                self._engine.host,
+                config.transfer_s_max,
+                self._release,
+                self._health.failed,
+                self.broken,
             )
         return self._engine
 
@@ -268,6 +272,8 @@ class TrtllmDecodeWorker(DecodeWorker):
             self._health.failed(str(error))
 
     def _lost(self, reason: str) -> None:
+        if self._is_closing:
+            return
         with self._lock:
             jobs = list(self._jobs.values())
         for job in jobs:

@@ -116,7 +116,11 @@ class TrtllmPrefillWorker(PrefillWorker):
             worker_id, config, self._trtllm, folder, repository, self, self._on_stats
         )
         self._staged = StagedPages(
-            self._engine.host, config.transfer_s_max, self._release, self.broken
+            self._engine.host,
+            config.transfer_s_max,
+            self._release,
+            self._health.failed,
+            self.broken,
         )
         return self._engine
 
@@ -293,6 +297,8 @@ class TrtllmPrefillWorker(PrefillWorker):
             self._health.failed(str(error))
 
     def _lost(self, reason: str) -> None:
+        if self._is_closing:
+            return
         with self._lock:
             jobs = list(self._jobs.values())
         for job in jobs:

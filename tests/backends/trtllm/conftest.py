@@ -15,6 +15,7 @@ FAKES = Path(__file__).resolve().parents[2] / "fakes" / "trtllm"
 def fake_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`import tensorrt_llm` gives the stand-in; afterwards it is gone again."""
     monkeypatch.syspath_prepend(str(FAKES))
+    monkeypatch.setenv("TLLM_WORKER_USE_SINGLE_PROCESS", "1")
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
         del sys.modules[name]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorrt_llm._fake.executor import Executor
+from tensorrt_llm._fake.executor_process import ProcessExecutor
 from tensorrt_llm._fake.kv_model import KvShape
 from tensorrt_llm._fake.request import LlmRequest
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
@@ -82,7 +83,10 @@ class RequestOutput:
     """Of one generation: to be awaited, or iterated when streaming."""
 
     def __init__(
-        self, executor: Executor, request: LlmRequest, disaggregated: DisaggregatedParams | None
+        self,
+        executor: Executor | ProcessExecutor,
+        request: LlmRequest,
+        disaggregated: DisaggregatedParams | None,
     ) -> None:
         self._executor = executor
         self._request = request
@@ -140,7 +144,9 @@ class LLM:
     def __init__(self, model: str, **keywords: Any) -> None:
         self.args = TorchLlmArgs(model=model, **keywords)
         self._ids = itertools.count(1)
-        self._executor = Executor(self.args, shape_of(self.args))
+        is_single = os.environ.get("TLLM_WORKER_USE_SINGLE_PROCESS") == "1"
+        made = Executor if is_single else ProcessExecutor
+        self._executor: Executor | ProcessExecutor = made(self.args, shape_of(self.args))
         self._executor.start()
 
     def generate_async(
