@@ -1,0 +1,145 @@
+"""The engine as a whole, over the stand-in: it starts, or says why not, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.engine.sampling_params import SamplingParams
+from backends.engine.trtllm import staging_pool
+from backends.engine.trtllm.engine import TrtllmEngine
+from backends.engine.trtllm.llm_thread import Order
+from backends.engine.trtllm.measuring import Stopwatch
+from backends.engine.trtllm.messages import ENVIRONMENT
+from backends.engine.trtllm.settings import TrtllmConfig
+from backends.errors import ConfigError
+from backends.worker_config import DecodeConfig, PrefillConfig
+from tests.backends.small_tokenizers import DEMO
+
+
+class Deaf:
+    """A worker that does not listen."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
+    def loaded(self, request_id: str, tokens: int) -> None: ...
+    def saved(self, request_id: str, tokens: int) -> None: ...
+
+    def broken(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Sockets and the staging pool of this test; what the engine sets is taken back."""
+    sockets = tmp_path / "s"
+    sockets.mkdir()
+    monkeypatch.setenv("MOONCAKE_SOCKETS", str(sockets))
+    monkeypatch.setenv(ENVIRONMENT, "")
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    monkeypatch.setattr(staging_pool, "SHM", shm)
+    before = set(threading.enumerate())
+    yield shm
+    assert not list(shm.iterdir()), "a staging pool stayed"
+    assert not {each.name for each in set(threading.enumerate()) - before if each.name == "llm"}
+
+
+def engine(worker: Any, config: TrtllmConfig, listener: Deaf | None = None) -> TrtllmEngine:
+    return TrtllmEngine(
+        "w", worker, config, DEMO, "model_repository", listener or Deaf(), lambda stats: None
+    )
+
+
+def test_it_starts_with_pages_of_the_promised_size(fake_package: None, places: Path) -> None:
+    made = engine(PrefillConfig(kv_pages=32), TrtllmConfig(tp_size=2))
+    assert len(made.kv_pool) == 32 * made.layout.block_bytes
+    assert made.tp_shape == "tensorrt_llm-tp2-page32-HND"
+    assert [path.stat().st_size for path in places.iterdir()] == [len(made.kv_pool)]
+    watch = Stopwatch()
+    sampling = made.sampling(SamplingParams(max_tokens=3), 0, 3)
+    made.generate(Order([1, 2, 3], sampling), watch)
+    watch.wait()
+    assert len(watch.token_s) == 3
+    assert made.measured_prefill(0.0) and made.hardware.startswith("tensorrt_llm 1.3")
+    made.close()
+    made.close()  # twice is once
+
+
+def test_a_decode_engine_that_hands_over_natively_has_no_pool_to_speak_of(
+    fake_package: None,
+) -> None:
+    made = engine(DecodeConfig(kv_pages=32), TrtllmConfig(handoff="native"))
+    assert len(made.kv_pool) == made.layout.block_bytes
+    assert made.measured_decode(0.0)
+    made.close()
+
+
+def test_everything_that_is_wrong_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    options = '{"pipeline_parallel_size": 2, "dtype": "auto"}'
+    with pytest.raises(ConfigError) as caught:
+        TrtllmEngine("w", PrefillConfig(), TrtllmConfig(llm_options=options), tmp_path,
+                     "model_repository", Deaf(), lambda stats: None)  # fmt: skip
+    said = str(caught.value)
+    for word in ("not installed", "pipeline_parallel_size", "said by dtype", "config.json is mis"):
+        assert word in said, said
+
+
+def test_pages_of_another_size_than_promised_are_refused_with_both_numbers(
+    fake_package: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorrt_llm.llmapi import llm  # type: ignore[import-not-found]
+
+    shape_of = llm.shape_of
+
+    def quantised(args: Any) -> Any:
+        shape = shape_of(args)
+        return type(shape)(**{**shape.__dict__, "dtype": "bfloat16"})
+
+    monkeypatch.setattr(llm, "shape_of", quantised)
+    with pytest.raises(ConfigError, match=r"\d+") as caught:
+        engine(PrefillConfig(kv_pages=4), TrtllmConfig())
+    assert "bytes" in str(caught.value)
+
+
+def test_an_engine_that_cannot_be_built_says_why(
+    fake_package: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorrt_llm.llmapi import llm
+
+    def no_memory(args: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(llm, "shape_of", no_memory)
+    with pytest.raises(ConfigError, match="did not start: RuntimeError: CUDA out of memory"):
+        engine(PrefillConfig(kv_pages=4), TrtllmConfig())
+
+
+def test_leftovers_of_mpi_are_gone_when_the_engine_starts(
+    fake_package: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    engine(PrefillConfig(kv_pages=4), TrtllmConfig()).close()
+    assert "OMPI_COMM_WORLD_RANK" not in os.environ
+
+
+def test_a_worker_on_torch_loads_nothing_of_tensorrt_llm() -> None:
+    script = (
+        "import sys; from backends import worker_kinds as kinds;"
+        "kinds.read_worker_configs('prefill', 'prefill_0', {}, 1);"
+        "[kinds.worker_class(role, 'torch') for role in ('prefill', 'decode')];"
+        "print([m for m in sys.modules if 'tensorrt_llm' in m or '.trtllm.' in m])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "['backends.engine.trtllm.settings']"
