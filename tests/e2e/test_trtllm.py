@@ -29,9 +29,10 @@ class Variant:
     dtype: str = "float32"
     page_tokens: int = 32
     tp_size: int = 1
+    api: str = "1.3"  # the shape of the connector's API
 
 
-VARIANTS = {"tp1": Variant(), "tp2 small pages": Variant("bfloat16", 16, 2)}
+VARIANTS = {"tp1": Variant(), "tp2 small pages": Variant("bfloat16", 16, 2, "1.2")}
 
 
 def prompt(number: int, tokens: int) -> list[int]:
@@ -62,8 +63,10 @@ def case(
     variant = VARIANTS[request.param]
     further = {"page_tokens": str(variant.page_tokens), "tp_size": str(variant.tp_size)}
     folder = tmp_path_factory.mktemp("trtllm")
-    for server in serving(folder, state_dir, {"dtype": variant.dtype}, further):
-        yield server, variant
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAKE_TRTLLM_API", variant.api)
+        for server in serving(folder, state_dir, {"dtype": variant.dtype}, further):
+            yield server, variant
 
 
 @pytest.mark.parametrize("path", PATHS)
