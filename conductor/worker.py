@@ -5,7 +5,7 @@ Not here: who is there (cluster.py), the same figures of all workers as columns 
 
 from __future__ import annotations
 
-import math
+from collections import deque
 
 from conductor.config import ConductorConfig
 from conductor.decode_batch import DecodeBatch
@@ -16,6 +16,7 @@ from conductor.speed import SpeedRatio
 from mooncake_store.membership import WorkerInfo, WorkerReport
 
 WorkerKey = tuple[str, str]  # (worker_id, incarnation)
+PREFILLS_KEPT = 256  # ended ones, to tell what of a longer one's time was theirs
 
 
 class Worker:
@@ -33,7 +34,7 @@ class Worker:
         self.joined_s = self.reported_at_s = now_s  # registering is the first sign of life
         self.is_draining = False
         self.failed_at_s: float | None = None
-        self._prefilled_at_s = -math.inf  # when its last prefill ended
+        self._prefills: deque[tuple[float, float]] = deque(maxlen=PREFILLS_KEPT)  # end, seconds
         self.routed_at = 0  # number of the last request routed here, 0 before the first
         self.row = -1  # in the pool of its role; -1 while it is in none
 
@@ -54,10 +55,16 @@ class Worker:
 
     def prefilled(self, began_s: float, seconds: float, estimated_s: float, now_s: float) -> None:
         """Learn from a prefill. Prompts that shared steps each say the seconds of all of them, so
-        time that an earlier one has already accounted for does not count again."""
-        free_s = max(began_s, self._prefilled_at_s)
-        self.speed.learn(min(seconds, max(0.0, now_s - free_s)), estimated_s, now_s)
-        self._prefilled_at_s = now_s
+        time that those accounted for which ended meanwhile does not count again. A prompt that was
+        overtaken between two chunks keeps all but their time."""
+        free_s = now_s - began_s
+        for ended_s, its_s in reversed(self._prefills):
+            if ended_s <= began_s:
+                break
+            free_s -= min(its_s, ended_s - began_s)
+        measured_s = min(seconds, max(0.0, free_s))
+        self.speed.learn(measured_s, estimated_s, now_s)
+        self._prefills.append((now_s, measured_s))
 
     def speed_ratio(self, now_s: float, config: ConductorConfig) -> float:
         return self.speed.at(now_s) if config.learn_speed else 1.0
