@@ -85,6 +85,7 @@ class TrtllmDecodeWorker(DecodeWorker):
         self._is_native = trtllm.handoff == "native"
         self._engine: Any = None
         self._health = EngineHealth(self._lost)
+        self._staged_jobs: dict[str, TrtllmDecodeJob] = {}
         self._leaving: dict[str, tuple[TrtllmDecodeJob, list[int]]] = {}  # ended, blocks to come
         self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)  # by front, of this moment
         try:
@@ -158,8 +159,8 @@ class TrtllmDecodeWorker(DecodeWorker):
         with self._lock:
             job.is_loading = False
             self._lock.notify_all()
-            if job.is_stopped:
-                return  # dropped at the next turn
+            if job.is_stopped or job.request_id not in self._jobs:
+                return  # dropped at the next turn, or gone with the engine
             self._batching.start(job.request_id, len(job.token_ids))
             job.running = self._engine.generate(order, AnswerSink(self, job))
 
@@ -172,6 +173,8 @@ class TrtllmDecodeWorker(DecodeWorker):
         seed = chain_seed(self.worker.fingerprint, cache_salt=salt)
         kv_tokens = len(ids) - 1  # the newest token's KV is nobody's yet
         job.is_staged, job.staged_tokens = True, len(ids)
+        with self._lock:
+            self._staged_jobs[job.request_id] = job
         self._staged.stage(Stage(
             job.request_id, bytes(packed_tokens(ids)), salt, seed,
             block_keys(ids, self._config.block_tokens, seed), list(job.pages),
@@ -200,7 +203,7 @@ class TrtllmDecodeWorker(DecodeWorker):
                 job.append(token_id)
                 self._batching.computed([job.request_id])
                 self.tokens_generated += 1
-        self._put(job)
+                self._put(job)
         if job.finish_reason:
             self._health.went_well()
             self._end(job)
@@ -234,10 +237,9 @@ class TrtllmDecodeWorker(DecodeWorker):
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
         with self._lock:
-            job = self._jobs.get(request_id)
+            job = self._staged_jobs.get(request_id)
         if job is None:
             return
-        assert isinstance(job, TrtllmDecodeJob)
         paths = {"loaded": loaded_tokens, "local": local_tokens}
         paths["computed"] = job.staged_tokens - loaded_tokens - local_tokens
         for path, tokens in paths.items():
@@ -251,16 +253,11 @@ class TrtllmDecodeWorker(DecodeWorker):
     def saved(self, request_id: str, tokens: int) -> None:
         """So many leading tokens are in the pages, of every rank."""
         with self._lock:
-            job = self._jobs.get(request_id)
-            if job is None and request_id in self._leaving:
-                job = self._leaving[request_id][0]
-            if job is None:
-                return
-            assert isinstance(job, TrtllmDecodeJob)
-            job.saved_blocks = max(job.saved_blocks, tokens // self._config.block_tokens)
-        self._put(job)
-        with self._lock:
-            self._lock.notify_all()
+            job = self._staged_jobs.get(request_id)
+            if job is not None:
+                job.saved_blocks = max(job.saved_blocks, tokens // self._config.block_tokens)
+                self._put(job)
+                self._lock.notify_all()
 
     def broken(self, reason: str) -> None:
         """The connector does not work any more. While we start or end, that is no news."""
@@ -281,11 +278,10 @@ class TrtllmDecodeWorker(DecodeWorker):
         end_process(self.worker.deregister, self._engine.close)
 
     def _put(self, job: TrtllmDecodeJob) -> None:
-        with self._lock:
-            ready = job.take_ready()
-            put = job.put if ready else None
-        if put is not None:
-            self._writer.put_whole(put, ready)
+        """With the lock held: once it has no more blocks to come, its pages may be given back, and
+        that must stand behind this in the writer's line."""
+        if ready := job.take_ready():
+            self._writer.put_whole(job.put, ready)
 
     # -- and leaves
 
@@ -315,7 +311,7 @@ class TrtllmDecodeWorker(DecodeWorker):
             if not job.filled or now_s - job.ended_s > LAST_BLOCK_S_MAX
         ]  # fmt: skip
         for job, pages in over:
-            del self._leaving[job.request_id]
+            del self._leaving[job.request_id], self._staged_jobs[job.request_id]
             self._writer.then(self._give_back(job, pages))
 
     def _give_back(self, job: TrtllmDecodeJob, pages: list[int]) -> Callable[[], None]:
