@@ -6,6 +6,8 @@ that was lost, stale, torn or another rank's gives other tokens.
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -161,6 +163,39 @@ def test_a_client_that_leaves_frees_everything(case: tuple[Server, Variant]) -> 
     ids = prompt(10, 150)
     want = wanted(variant, ids)
     assert ask(server, ids).output_ids == want
+
+
+def test_clients_that_leave_at_any_moment_leave_no_page_and_no_lease(
+    case: tuple[Server, Variant], seed: int
+) -> None:
+    """Before staging, while it is staged, computed, saved, handed over, decoded."""
+    server, variant = case
+    chance = random.Random(seed)
+    wait_until(server.is_idle, "an idle start")
+    for _ in range(60):
+        ids = [chance.randrange(20, 2000) for _ in range(chance.randrange(100, 900))]
+        stream = server.stream(input_ids=ids, max_tokens=200, end_id=-1, stream=True)
+        until_s = time.monotonic() + chance.random() * 0.08
+        wait_until(lambda until_s=until_s: time.monotonic() > until_s, "the client to leave")
+        stream.leave()
+    wait_until(server.is_idle, "pages, slots and leases to be free")
+    wait_until(lambda: server.metric("mooncake_store_leases") == 0, "no lease in the store", 15.0)
+    ids = prompt(12, 150)
+    assert ask(server, ids).output_ids == wanted(variant, ids)
+
+
+def test_stop_words_and_end_ids_end_an_answer_early(case: tuple[Server, Variant]) -> None:
+    server, variant = case
+    ids = prompt(13, 130)
+    want = wanted(variant, ids)
+    end = server.ask(input_ids=ids, max_tokens=TOKENS, end_id=want[7])
+    assert (end.output_ids, end.finish_reason) == (want[: want.index(want[7]) + 1], "end_id")
+    whole = ask(server, ids)
+    word = whole.text[len(whole.text) // 2 :][:6]
+    stopped = server.ask(input_ids=ids, max_tokens=TOKENS, end_id=-1, stop_words=[word])
+    assert stopped.finish_reason == "stop_word"
+    assert stopped.text == whole.text[: whole.text.index(word)]
+    wait_until(server.is_idle, "pages, slots and leases to be free")
 
 
 def test_the_engine_s_statistics_are_on_the_metrics_page(case: tuple[Server, Variant]) -> None:
