@@ -287,11 +287,9 @@ def test_pages_that_come_in_parts_are_an_error() -> None:
 
 def test_a_step_without_metadata_of_its_own_copies_nothing(make: Make) -> None:
     """Some versions leave the old metadata bound, some ask for the metadata of nothing."""
-    engine, prompt = make(), prompt_of(40)
+    engine, prompt = make(disable_overlap_scheduler=True), prompt_of(40)
     pages = engine.stage("a", prompt)
-    engine.submit(1, prompt, 1)
-    engine.executor.step()
-    engine.heard.wait_for("saved", "a", 40)
+    engine.generate(1, prompt, 1)  # until its saves are over
     (worker,) = engine.executor.connectors.workers
     assert worker.get_connector_meta().saves
     worker.start_load_kv(engine.executor.stream)
@@ -299,7 +297,6 @@ def test_a_step_without_metadata_of_its_own_copies_nothing(make: Make) -> None:
     assert not +worker._copies._saving and not worker._copies._next_saves
     meta = engine.executor.connectors.scheduler.build_connector_meta(None)
     assert (meta.loads, meta.saves) == ([], [])
-    engine.executor.run_until_idle()
     engine.unstage("a", pages)
 
 

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from tensorrt_llm._fake.api import HAS_NEW_API
 from tensorrt_llm._fake.blocks import BlockManager
 from tensorrt_llm._fake.connectors import Connectors
 from tensorrt_llm._fake.kv_model import KvShape, RankModel, advance, next_state, next_token
@@ -172,7 +173,7 @@ class Executor:
         batch = [
             (request, request.kv_tokens, 1)
             for request in self._active
-            if request.state is State.GENERATION_IN_PROGRESS
+            if request.state is State.GENERATION_IN_PROGRESS and not self._will_complete(request)
         ]
         budget = self.args.max_num_tokens - len(batch)
         for request in self._active:
@@ -193,6 +194,14 @@ class Executor:
             missing = -(-(start + count) // self.shape.tokens_per_block) - len(request.block_ids)
             request.block_ids += self.blocks.allocate(max(0, missing))
         return batch
+
+    def _will_complete(self, request: LlmRequest) -> bool:
+        """Newer versions do not compute a token too many when max_tokens says that it would be."""
+        sampled = request.kv_tokens - len(request.prompt) + 1
+        return HAS_NEW_API and sampled >= self._limit_of(request)
+
+    def _limit_of(self, request: LlmRequest) -> int:
+        return 1 if request.kind == "context_only" else request.max_tokens
 
     def _schedule_context(self, request: LlmRequest, budget: int, batch: list[Part]) -> int:
         start = request.context_current_position
@@ -306,11 +315,10 @@ class Executor:
                 continue
             token = sampled[request.request_id]
             request.tokens.append(token)
-            limit = 1 if request.kind == "context_only" else request.max_tokens
             reason = None
             if token == request.end_id:
                 reason = "stop"
-            elif request.generated >= limit:
+            elif request.generated >= self._limit_of(request):
                 reason = "length"
             if request.kind == "context_only":
                 request.opaque_state = self._state_of(request)
