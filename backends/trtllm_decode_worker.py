@@ -138,6 +138,8 @@ class TrtllmDecodeWorker(DecodeWorker):
             with self._lock:
                 if self._is_closing and not self._jobs and not self._leaving:
                     return
+                if not self._engine.llm.is_healthy:
+                    self.broken("tensorrt_llm says that its processes have failed")
                 self._drop_stopped()
                 self._pages.settle()
                 self._admit()

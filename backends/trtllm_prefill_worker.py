@@ -139,6 +139,8 @@ class TrtllmPrefillWorker(PrefillWorker):
             with self._lock:
                 if self._is_closing and not self._jobs:
                     return
+                if not self._engine.llm.is_healthy:
+                    self.broken("tensorrt_llm says that its processes have failed")
                 self._drop_stopped()
                 self._pages.settle()
                 self._admit()

@@ -44,7 +44,9 @@ def llm_sampling(cls: Any, params: SamplingParams, position: int, tokens: int) -
     ):  # fmt: skip
         if getattr(params, name) != neutral:
             wanted[name] = getattr(params, name)
-    if not params.is_greedy:
+    if params.is_greedy:
+        wanted["top_k"] = 1  # what nothing at all means differs between releases
+    else:
         wanted["temperature"] = params.temperature
         wanted["top_k"] = params.top_k
         wanted["top_p"] = params.top_p

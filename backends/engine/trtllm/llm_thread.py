@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,6 +78,12 @@ class Running:
                 self.result.abort()
 
 
+async def _nothing() -> AsyncIterator[Any]:
+    """No statistics."""
+    return
+    yield
+
+
 class LlmThread:
     def __init__(
         self, build: Callable[[], Any], on_stats: Callable[[IterationStats], None]
@@ -87,6 +93,7 @@ class LlmThread:
         self._on_stats = on_stats
         self._llm: Any = None
         self.stats = NONE
+        self.is_healthy = True  # as far as it says
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
@@ -185,14 +192,24 @@ class LlmThread:
 
     async def _watch_stats(self) -> None:
         ask = getattr(self._llm, "get_stats_async", None)
-        while ask is not None:
+        while True:
             try:
-                async for raw in ask(STATS_TIMEOUT_S):
+                async for raw in ask(STATS_TIMEOUT_S) if ask is not None else _nothing():
                     self.stats = IterationStats.of(json.loads(raw) if isinstance(raw, str) else raw)
                     self._on_stats(self.stats)
             except Exception as error:  # edge: numbers on a page must not end the engine
                 log.debug("no statistics: %s", error)
+            self._look_after()
             await asyncio.sleep(STATS_PERIOD_S)
+
+    def _look_after(self) -> None:
+        """Releases that know whether their processes live say so by what their own server asks."""
+        check = getattr(self._llm, "_check_health", None)
+        try:
+            if check is not None and check() is False:
+                self.is_healthy = False
+        except Exception as error:  # edge: it is not ours to rely on
+            log.debug("tensorrt_llm does not say how it is: %s", error)
 
     async def _close(self, timeout_s: float) -> None:
         self._stats_task.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,7 +154,7 @@ def test_kv_that_the_engines_hand_over_themselves_gives_the_same_tokens(engines:
 def test_sampling_says_what_was_asked_for_and_nothing_else(fake_package: None) -> None:
     cls = package.load().sampling_params
     greedy = llm_sampling(cls, SamplingParams(max_tokens=9, end_ids=(5,), temperature=0.0), 1, 8)
-    assert (greedy.max_tokens, greedy.end_id, greedy.temperature, greedy.seed) == (8, 5, None, None)
+    assert (greedy.max_tokens, greedy.end_id, greedy.top_k, greedy.seed) == (8, 5, 1, None)
     drawn = SamplingParams(max_tokens=9, end_ids=(5, 6), temperature=0.5, top_k=3, seed=7,
                            min_tokens=4, presence_penalty=1.0)  # fmt: skip
     first, later = llm_sampling(cls, drawn, 0, 1), llm_sampling(cls, drawn, 1, 8)
@@ -201,3 +202,12 @@ def test_without_the_package_the_reason_says_where_it_lives() -> None:
     assert not package.is_installed(), "these tests run without it"
     with pytest.raises(PackageProblem, match=r"not on PyPI.*Dockerfile\.trtllm"):
         package.load()
+
+
+def test_an_engine_whose_processes_failed_is_not_healthy(engines: Engines) -> None:
+    assert engines.llm.is_healthy
+    engines.llm._llm._executor.error = RuntimeError("CUDA error")
+    until_s = time.monotonic() + DEADLINE_S
+    while engines.llm.is_healthy:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)  # poll

@@ -193,6 +193,9 @@ class LLM:
                 yield stats.popleft()
             await asyncio.sleep(STATS_POLL_S)
 
+    def _check_health(self) -> bool:
+        return self._executor.error is None
+
     def shutdown(self) -> None:
         self._executor.shutdown()
 
