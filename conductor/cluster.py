@@ -16,6 +16,7 @@ Not here: choosing among workers (routing.py), where blocks are (mooncake_store.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from conductor.config import ConductorConfig
@@ -24,7 +25,7 @@ from conductor.decode_pool import DecodePool
 from conductor.lengths import OutputLengths
 from conductor.messages import Route
 from conductor.overtakers import Overtakers
-from conductor.pool import Pool
+from conductor.pool import RATIO_FRESH_S, Pool
 from conductor.prefill_pool import PrefillPool
 from conductor.slow_start import newness
 from conductor.worker import Worker, WorkerKey
@@ -74,6 +75,7 @@ class Cluster:
         self.prefills, self.decodes = PrefillPool(config), DecodePool(config)
         self._pools: dict[str, Pool] = {"prefill": self.prefills, "decode": self.decodes}
         self._is_stale = True  # somebody came or went since the pools were built
+        self._looked_s = -math.inf  # when they were last asked to bring up to date what fades
 
     # Membership
 
@@ -192,12 +194,14 @@ class Cluster:
     def look(self, now_s: float) -> None:
         """Bring the columns of both pools up to date."""
         if self._is_stale:
-            self._is_stale = False
+            self._is_stale, self._looked_s = False, -math.inf
             for role, pool in self._pools.items():
                 members = [w for w in self.workers.values() if w.info.role == role]
                 pool.build(members, self._is_in)
-        self.prefills.look(now_s)
-        self.decodes.look(now_s)
+        if not now_s - self._looked_s <= RATIO_FRESH_S:
+            self._looked_s = now_s
+            self.prefills.look(now_s)
+            self.decodes.look(now_s)
 
     def prepare(self, now_s: float) -> None:
         """Work that a decision would have to do, done while none waits for it."""

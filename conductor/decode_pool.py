@@ -87,7 +87,7 @@ class DecodePool(Pool):
 
     def has_room_at(self, row: int, tokens: int) -> bool:
         """The same for one worker."""
-        block_tokens = self.workers[row].info.block_tokens
+        block_tokens = self.block_tokens or self.workers[row].info.block_tokens
         return self._pages_free.item(row) >= -(-tokens // block_tokens)
 
     def check(self, now_s: float, why_not: Callable[[Worker, float], str]) -> None:

@@ -42,7 +42,8 @@ class Terms(NamedTuple):
     wait_s: Seconds  # of it, what will be computed before this request
     transfer_s: Seconds  # bringing cached blocks, as far as the wait does not hide it
     prefill_s: Seconds  # computing what is not cached
-    delay_s: Seconds  # summed over the requests there that this one overtakes
+    # Summed over the requests there that this one overtakes; 0 if the policy spares nobody.
+    delay_s: Seconds
     start_s: Seconds  # wait + transfer + prefill: the first token, before the hand-over
 
 

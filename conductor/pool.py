@@ -199,7 +199,7 @@ class Pool:
 
     def usable(self, now_s: float, tokens: int, excluded: frozenset[WorkerKey]) -> Mask:
         """The takers that could ever hold so many tokens and are not excluded."""
-        takers = self.takers(now_s)
+        takers = self._takers if now_s < self._takers_until_s else self.takers(now_s)
         if tokens > self._tokens_max_least:
             takers = takers & (self.tokens_max >= tokens)
         if excluded:

@@ -43,7 +43,8 @@ class Place(NamedTuple):
     """Where a request would stand at each worker."""
 
     wait_s: Column  # of the work there, what goes before the request
-    behind: Counts | Mask  # requests that it overtakes; a mask where that is at most one
+    # Requests that it overtakes, if that was asked; a mask where it is at most one.
+    behind: Counts | Mask
 
 
 class PrefillPool(Pool):
@@ -72,23 +73,28 @@ class PrefillPool(Pool):
         row = worker.row
         if row < 0:
             return
-        queue, requests = worker.queue, worker.queue.requests
+        queue = worker.queue
+        requests = queue.requests
         foreign_until_s, busy_until_s, head_key_s, last_key_s = queue.moments()
         self._foreign_until_s[row] = foreign_until_s
         self._busy_until_s[row] = busy_until_s
         self._head_key_s[row] = head_key_s
-        self._half_step_s[row] = queue.step_s / 2
         if last_key_s > self._key_s_max:
             self._key_s_max = last_key_s
         if foreign_until_s > self._foreign_until_s_max:
             self._foreign_until_s_max = foreign_until_s
         self.rank[row] = requests * REQUESTS_RANK + self.routed(worker)
         has_room = requests < self._slots_max[row]
-        self.full += self.has_room.item(row) - has_room
-        self.has_room[row] = has_room
-        places, before = queue.places(), self._length.item(row)
-        if places or before:
-            self._place(row, places, before)
+        if has_room != self.has_room.item(row):
+            self.full += -1 if has_room else 1
+            self.has_room[row] = has_room
+        before = self._length.item(row)
+        if before or requests > 1:
+            self._place(row, queue.places(), before)
+
+    def _hear(self, worker: Worker) -> None:
+        super()._hear(worker)
+        self._half_step_s[worker.row] = worker.queue.step_s / 2
 
     def _place(self, row: int, places: list[tuple[float, float]], before: int) -> None:
         """The charges behind the head; there were so many before."""
@@ -140,18 +146,17 @@ class PrefillPool(Pool):
         queue_s *= self.ratio
         return Queues(now_s, busy_s, queue_s)
 
-    def place(self, queues: Queues, prefill_s: Column) -> Place:
+    def place(self, queues: Queues, prefill_s: Column, counts_behind: bool = True) -> Place:
         """Where a request with so much work at each worker would stand in its queue."""
         least_s = self.order.stretch * prefill_s.item(prefill_s.argmin())
-        key_s_least = queues.now_s + min(least_s, self.order.wait_s_max)
-        if key_s_least >= self._key_s_max:  # last everywhere
-            return Place(queues.queue_s, self.none)
+        if queues.now_s + min(least_s, self.order.wait_s_max) >= self._key_s_max:
+            return Place(queues.queue_s, self.none)  # last everywhere
         keys_s = prefill_s * self._stretch
         np.minimum(keys_s, self._wait_s_max, keys_s)
         keys_s += self._now_s
         wait_s, behind = queues.busy_s, self.none
         if longest := self._length.item(self._length.argmax()):
-            work_s, behind = self._ahead(keys_s, longest)
+            work_s, behind = self._ahead(keys_s, longest, counts_behind)
             wait_s = wait_s + work_s
         is_first = keys_s < self._head_key_s  # never where the head is not overtaken
         if np.count_nonzero(is_first):
@@ -164,20 +169,32 @@ class PrefillPool(Pool):
             if wait_s is queues.busy_s:
                 wait_s = wait_s.copy()
             np.putmask(wait_s, is_first, step_s)
-            behind = is_first if behind is self.none else behind + is_first
+            if counts_behind:
+                behind = is_first if behind is self.none else behind + is_first
         return Place(wait_s * self.ratio, behind)
 
-    def _ahead(self, keys_s: Column, longest: int) -> tuple[Column, Counts]:
+    def behind(self, queues: Queues, row: int, prefill_s: float) -> int:
+        """What `place` counts, for one worker."""
+        key_s = self.order.key_s(queues.now_s, prefill_s)
+        count = int(key_s < self._head_key_s.item(row))
+        for keys_s in self._key_rows_s[: self._length.item(row)]:
+            count += keys_s.item(row) > key_s
+        return count
+
+    def _ahead(self, keys_s: Column, longest: int, counts_behind: bool) -> tuple[Column, Counts]:
         """The work behind each head with keys up to these, and how many charges are above."""
         if longest <= FEW_PLACES:
-            work_s, behind = self._zeros(), self._length.copy()
+            work_s, behind = self.zeros.copy(), self.none
+            if counts_behind:
+                behind = self._length.copy()
             for place in range(longest):
                 is_ahead = self._key_rows_s[place] <= keys_s
                 np.putmask(work_s, is_ahead, self._work_rows_s[place])
-                behind -= is_ahead
+                if counts_behind:
+                    behind -= is_ahead
             return work_s, behind
         ahead = np.add.reduce(self._keys_s[:longest] <= keys_s, 0)
-        behind = self._length - ahead
+        behind = self._length - ahead if counts_behind else self.none
         ahead *= self._counts
         ahead += self.rows
         return self._work_s.take(ahead), behind
@@ -202,7 +219,9 @@ class PrefillPool(Pool):
             for found, seconds in zip(columns, expected_s, strict=True):
                 assert close(found[row], ratio * seconds, rel_tol=1e-6, abs_tol=1e-6), worker.key
             assert behind[row] == queue.behind(key_s), worker.key
+            assert behind[row] == self.behind(queues, row, float(prefill_s[row])), worker.key
             has_room = queue.requests < worker.info.slots_max
             assert self.has_room[row] == has_room, worker.key
             rank = queue.requests * REQUESTS_RANK + self.routed(worker)
             assert self.rank[row] == rank, worker.key
+            assert self._half_step_s[row] == queue.step_s / 2, worker.key

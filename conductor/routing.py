@@ -127,7 +127,8 @@ class Options:
         plans = make_plans(self._cluster, held, policy, request.prompt_tokens, queues)
         self._plans = plans
         prefill_s, transfer_s = plans.prefill_s, plans.transfer_s
-        wait_s, behind = plans.place or pool.place(queues, prefill_s)
+        counts_behind, self._queues = policy.spares_others, queues
+        wait_s, behind = plans.place or pool.place(queues, prefill_s, counts_behind)
         if transfer_s is pool.zeros:
             start_s = wait_s + prefill_s
         else:
@@ -249,7 +250,7 @@ class Options:
         if self._has_room is None:  # mostly who is chosen from all has it
             least, row = self._least(costs_s, path)
             tokens = prompt_tokens + request.output_tokens_max
-            if pool.has_room_at(least, tokens) and pool.has_room_at(row, tokens):
+            if pool.has_room_at(row, tokens) and (row == least or pool.has_room_at(least, tokens)):
                 return row, self._handover_s(row, path)
             self._has_room = self._rooms()
         is_choice = self._has_room if np.count_nonzero(self._has_room) else self._is_decode
@@ -261,7 +262,7 @@ class Options:
         pool, least = self._cluster.decodes, int(costs_s.argmin())
         limit_s = costs_s.item(least) * ((1 + self._config.tie_ratio) * (1 + COST_ROUNDING))
         rows = (costs_s <= limit_s).nonzero()[0]
-        row = rows.item(pool.rank[rows].argmin())
+        row = rows.item(pool.rank[rows].argmin()) if len(rows) > 1 else least
         rank = pool.rank.item(row)
         for own in path.own:
             own_rank = pool.rank.item(own) - REQUESTS_RANK
@@ -270,8 +271,9 @@ class Options:
         return least, row
 
     def _handover_s(self, row: int, path: Path) -> float:
-        block_tokens = self._cluster.decodes.workers[row].info.block_tokens
-        blocks = blocks_touched(self._request.prompt_tokens, block_tokens)
+        pool = self._cluster.decodes
+        block_tokens = pool.block_tokens or pool.workers[row].info.block_tokens
+        blocks = -(-self._request.prompt_tokens // block_tokens)
         return path.block_s.item(row) * blocks + path.latency_s.item(row)
 
     # One by one
@@ -282,10 +284,12 @@ class Options:
         blocks = int(held.blocks.item(row))
         restore = blocks - int(held.dram_blocks.item(row)) if held.has_ssd else 0
         used, prompt_tokens = source.blocks if source else blocks, self._request.prompt_tokens
+        prefill_s = terms.prefill_s.item(row)
+        delay_s = prefill_s * pool.behind(self._queues, row, prefill_s)
         return PrefillOption(
             worker, blocks, restore, cached_tokens(used, worker.info.block_tokens, prompt_tokens),
             source, terms.queue_s.item(row), terms.wait_s.item(row), plans.transfer_s.item(row),
-            terms.transfer_s.item(row), terms.prefill_s.item(row), terms.delay_s.item(row),
+            terms.transfer_s.item(row), prefill_s, delay_s,
             pool.has_room.item(row),
         )  # fmt: skip
 
@@ -304,15 +308,9 @@ class Options:
         path = self._cluster.decodes.path(prefill.worker.info.node_id)
         handover_s = self._handover_s(decode.worker.row, path)
         predicted = Prediction(
-            queue_s=prefill.wait_s,
-            transfer_s=prefill.transfer_s,
-            prefill_s=prefill.prefill_s,
-            handover_s=handover_s,
-            ttft_s=prefill.start_s + handover_s,
-            tbt_s=decode.tbt_s,
-            decode_sequences=decode.load.sequences + 1,
-            delay_s=prefill.delay_s,
-        )
+            prefill.wait_s, prefill.transfer_s, prefill.prefill_s, handover_s,
+            prefill.start_s + handover_s, decode.tbt_s, decode.load.sequences + 1, prefill.delay_s,
+        )  # fmt: skip
         return Pair(prefill, decode, predicted)
 
     @property

@@ -29,8 +29,8 @@ class Holdings:
     """Who has how much of one prompt's prefix. Good until the next change of an index."""
 
     __slots__ = (
-        "_in_dram", "_keys", "_on_ssd", "_tiers", "blocks", "dram_blocks", "is_empty", "least",
-        "longest",
+        "_in_dram", "_keys", "_on_ssd", "_tiers", "blocks", "dram_blocks", "has_ssd", "is_empty",
+        "is_same", "least", "longest",
     )  # fmt: skip
 
     def __init__(self, tiers: Tiers, keys: Sequence[bytes], pool: Pool) -> None:
@@ -49,7 +49,9 @@ class Holdings:
             self.least = nodes.least(self._in_dram)
         if len(tiers.ssd):
             self._look_on_ssds(pool)
-        self.is_empty = not self._in_dram and not self._on_ssd
+        self.has_ssd = bool(self._on_ssd)
+        self.is_empty = not self.longest
+        self.is_same = self.least == self.longest  # every worker's node has as much
 
     def _look_on_ssds(self, pool: Pool) -> None:
         ssd = self._tiers.ssd
@@ -61,15 +63,6 @@ class Holdings:
                 self.longest = max(self.longest, depth + found[-1][0])
                 more = nodes.blocks(found)
                 self.blocks = self.blocks + np.where(self.dram_blocks == depth, more, 0.0)
-
-    @property
-    def has_ssd(self) -> bool:
-        return bool(self._on_ssd)
-
-    @property
-    def is_same(self) -> bool:
-        """Every worker's node has as much."""
-        return self.least == self.longest
 
     def longest_holder(self) -> str:
         """The first node of the first group; without SSDs, and not when it is empty."""
