@@ -5,8 +5,8 @@
 On the conversation trace, at 8, 64 and 1,024 workers and two placements (placement.py): a lookup
 and what a scorer takes from it, in our index, in `pydict`, and with --peer-python in Dynamo's
 RadixTree (its find_matches and .scores), all in turns; memory per block; hashing prompts into block
-keys; and a decision of the real conductor from block keys to a booked route, at 64 and 1,024
-workers of each role.
+keys; and a decision of the real conductor from block keys to a booked route, at 32 (64 in all), 64
+and 1,024 workers of each role.
 
 PATH is a Python with Dynamo's wheel: python3 -m venv /tmp/dynamo, then
 /tmp/dynamo/bin/pip install ai-dynamo-runtime==1.6.1.
@@ -38,7 +38,8 @@ from loadtest.trace import read_trace
 PLACEMENTS = ("rr", "rep4")
 OVER_PYDICT = {8: 2.0, 64: 2.5, 1024: 5.0}  # by workers
 OVER_DYNAMO = {8: 3.0, 64: 3.0, 1024: 5.0}
-DECISION_P50_US = {64: 60.0, 1024: 250.0}
+# By workers of each role. "64 workers" can be read in two ways, so there are rows for both.
+DECISION_P50_US = {32: ("64_in_all", 60.0), 64: ("64", 60.0), 1024: ("1024", 250.0)}
 P99_OVER_P50, BYTES_PER_BLOCK = 4.0, 150.0
 Rows = list[dict[str, Cell]]
 
@@ -155,12 +156,10 @@ def decision_rows(
             f"{slowest['policy']}, the slowest; CPU time p50 {slowest['cpu_p50_us']}, "
             f"p99 {slowest['cpu_p99_us']} us"
         )
-        goal = DECISION_P50_US.get(workers)
-        if goal is not None:
-            targets.append(Target(f"decision_us_p50_{workers}", p50_us, "<=", goal, why))
-            targets.append(
-                Target(f"decision_p99_over_p50_{workers}", over, "<=", P99_OVER_P50, why)
-            )
+        if workers in DECISION_P50_US:
+            name, goal = DECISION_P50_US[workers]
+            targets.append(Target(f"decision_us_p50_{name}", p50_us, "<=", goal, why))
+            targets.append(Target(f"decision_p99_over_p50_{name}", over, "<=", P99_OVER_P50, why))
     return rows, targets
 
 
