@@ -228,10 +228,12 @@ class TrtllmPrefillWorker(PrefillWorker):
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
         with self._lock:
             job = self._jobs.get(request_id)
-            if job is not None and not job.computed_at_s:
+            if job is None:
+                return
+            assert isinstance(job, TrtllmPrefillJob)
+            job.is_claimed = True
+            if not job.computed_at_s:
                 job.cached_tokens = min(local_tokens + loaded_tokens, len(job.token_ids) - 1)
-            if job is not None:
-                job.is_claimed = True
 
     def loaded(self, request_id: str, tokens: int) -> None:
         """Of no interest: its pages are kept until it has ended."""
@@ -325,13 +327,16 @@ class TrtllmPrefillWorker(PrefillWorker):
         elif is_first:
             self._writer.then(lambda: self._answer(job, token_id))
         if is_over:
-            self._writer.then(lambda: self._forget(job, keep_leases=False))
+            self._writer.then(lambda: self._over(job))
 
     def _answer_early(self, job: TrtllmPrefillJob, token_id: int) -> None:
         """The engines hand KV over by themselves; what is still being saved goes on."""
         reply = job.reply(self.worker.incarnation, self._engine.layout.block_bytes)
         job.observe(reply, self._block_tokens, self.worker.observations)
         job.client.prefilled(token_id, reply)
+
+    def _over(self, job: TrtllmPrefillJob) -> None:
+        self._forget(job, keep_leases=False)
 
     def _free(self, job: PrefillJob, pages: list[int]) -> None:
         assert isinstance(job, TrtllmPrefillJob)

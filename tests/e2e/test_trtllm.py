@@ -92,6 +92,10 @@ def test_misses_hits_and_partial_hits_give_the_same_tokens(
             answer = ask(server, tokens, **where)
             assert answer.output_ids == wanted(variant, tokens), (length, what)
             assert answer.cached_tokens == cached, (length, what)
+    decode, transport = here["decode_worker"], path
+    read_bytes = server.metric("mooncake_transfer_bytes_total", transport=transport,
+                               direction="read", model=decode)  # fmt: skip
+    assert read_bytes > 0, f"{decode} has read nothing by {transport}"
     wait_until(server.is_idle, "pages, slots and leases to be free")
 
 
