@@ -29,7 +29,6 @@ from conductor.pool import RATIO_FRESH_S, Pool
 from conductor.prefill_pool import PrefillPool
 from conductor.slow_start import newness
 from conductor.worker import Worker, WorkerKey
-from mooncake_store.layout import blocks_touched
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
 
 PATHS_PER_TICK = 64  # made ahead for each role; one takes up to 0.1 ms in a large cluster
@@ -240,7 +239,7 @@ class Cluster:
         prefill.queue.charge(
             route.request_id, new_tokens, route.cached_tokens, now_s, route.order_key_s
         )
-        pages = blocks_touched(prompt_tokens + output_tokens_max, decode.info.block_tokens)
+        pages = -(-(prompt_tokens + output_tokens_max) // decode.info.block_tokens)
         prefill_end_s = now_s + predicted.queue_s + predicted.transfer_s + predicted.prefill_s
         answer = Answer(self.lengths.class_of(prompt_tokens, tenant), output_tokens_max)
         decode.batch.charge(route.request_id, prompt_tokens, pages, prefill_end_s, answer, now_s)

@@ -83,7 +83,8 @@ class PrefillPool(Pool):
             self._key_s_max = last_key_s
         if foreign_until_s > self._foreign_until_s_max:
             self._foreign_until_s_max = foreign_until_s
-        self.rank[row] = requests * REQUESTS_RANK + self.routed(worker)
+        routed = float(worker.routed_at) or self._unrouted[row]
+        self.rank[row] = requests * REQUESTS_RANK + routed
         has_room = requests < self._slots_max[row]
         if has_room != self.has_room.item(row):
             self.full += -1 if has_room else 1

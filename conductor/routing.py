@@ -223,14 +223,16 @@ class Options:
         if config.policy == "random":
             row_of = {pool.workers[row].key: row for row in is_choice.nonzero()[0].tolist()}
             return [row_of[at_random(self._request.request_id, list(row_of))]], cost_s
-        if (
-            policy.spares_others or newcomers
-        ):  # but not at the price of the request's own service level
-            is_in_time = is_choice & (self._terms.start_s <= self.ttft_limit_s)
+        start_s = self._terms.start_s
+        # ... but not at the price of the request's own service level
+        if (policy.spares_others or newcomers) and (
+            start_s.item(start_s.argmax()) > self.ttft_limit_s
+        ):
+            is_in_time = is_choice & (start_s <= self.ttft_limit_s)
             if in_time := np.count_nonzero(is_in_time):
                 is_choice, choices = is_in_time, in_time
             else:
-                cost_s = self._terms.start_s
+                cost_s = start_s
         if choices < len(cost_s):
             cost_s = np.where(is_choice, cost_s, math.inf)
         rows = (cost_s <= within(cost_s.item(cost_s.argmin()), config)).nonzero()[0]

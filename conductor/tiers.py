@@ -45,8 +45,8 @@ class Holdings:
         if self._in_dram:
             self.longest = self._in_dram[-1][0]
             nodes = tiers.nodes(dram, pool)
-            self.dram_blocks = self.blocks = nodes.blocks(self._in_dram)
-            self.least = nodes.least(self._in_dram)
+            self.dram_blocks, self.least = nodes.blocks(self._in_dram)
+            self.blocks = self.dram_blocks
         if len(tiers.ssd):
             self._look_on_ssds(pool)
         self.has_ssd = bool(self._on_ssd)
@@ -61,7 +61,7 @@ class Holdings:
             if found:
                 self._on_ssd.append((depth, found))
                 self.longest = max(self.longest, depth + found[-1][0])
-                more = nodes.blocks(found)
+                more, _ = nodes.blocks(found)
                 self.blocks = self.blocks + np.where(self.dram_blocks == depth, more, 0.0)
 
     def longest_holder(self) -> str:
@@ -111,11 +111,11 @@ class _Nodes:
         for row, number in enumerate(numbers):
             self._rows.setdefault(number, []).append(row)
 
-    def blocks(self, found: Sequence[Segment]) -> Column:
-        """How many of the leading blocks the node of each worker has."""
-        if not found:
-            return np.zeros(len(self.node_ids))
-        blocks = self._of(found[0])[0].copy()
+    def blocks(self, found: Sequence[Segment]) -> tuple[Column, int]:
+        """How many of the leading blocks the node of each worker has, and that none has less than
+        so many. Of segments as `find` gives them, at least one."""
+        blocks, least = self._of(found[0])
+        blocks = blocks.copy()
         for segment in found[1:]:
             depth, bitmap = segment
             if bitmap.bit_count() > FEW_BITS:
@@ -126,11 +126,7 @@ class _Nodes:
                 for row in self._rows.get(number, ()):
                     blocks[row] = depth
                 bitmap ^= 1 << number
-        return blocks
-
-    def least(self, found: Sequence[Segment]) -> int:
-        """No node has fewer of them than this."""
-        return self._of(found[0])[1]
+        return blocks, least
 
     def _of(self, segment: Segment) -> tuple[Column, int]:
         known = self._alone.get(segment)
