@@ -214,6 +214,14 @@ def test_the_engine_s_statistics_are_on_the_metrics_page(case: tuple[Server, Var
     assert server.metric("mooncake_steps_total") > 0
 
 
+def pid_of(server: Server, model: str) -> int:
+    """0 while it has no process."""
+    try:
+        return stub_of(server, model).pid
+    except (AssertionError, psutil.Error):
+        return 0
+
+
 def threads_of(server: Server) -> dict[str, int]:
     names = ("prefill_0", "prefill_1", "decode_0", "decode_1")
     return {name: stub_of(server, name).num_threads() for name in names}
@@ -260,11 +268,11 @@ def test_a_reloaded_worker_finds_the_kv_that_the_old_one_left(
     ids = prompt(21, 4 * B + 1)
     pinned = {"prefill_worker": "prefill_0", "decode_worker": "decode_0", "tenant": "reload"}
     assert ask(server, ids, **pinned).cached_tokens == 0
-    old = {name: stub_of(server, name).pid for name in ("prefill_0", "decode_0")}
+    old = {name: pid_of(server, name) for name in ("prefill_0", "decode_0")}
     server.edit("prefill_0", "queue_requests_max", "300")
     server.edit("decode_0", "slots", "16")
     for name, pid in old.items():
-        wait_until(lambda name=name, pid=pid: not psutil.pid_exists(pid) and stub_of(server, name),
+        wait_until(lambda name=name, pid=pid: not psutil.pid_exists(pid) and pid_of(server, name),
                    f"{name} to be reloaded", 60.0)  # fmt: skip
 
     def served() -> bool:
@@ -319,8 +327,7 @@ def test_a_worker_whose_engine_fails_is_started_again_with_a_fresh_one(
     server, variant = case
 
     def trial(number: int) -> None:
-        wait_until(lambda: stub_of(server, "decode_1").pid, "decode_1 to be there", 30.0)
-        old = stub_of(server, "decode_1").pid
+        old = wait_until(lambda: pid_of(server, "decode_1"), "decode_1 to be there", 60.0)
         fails = server.repository.parent / "fails"
         fails.write_text("decode_1")
 
@@ -330,8 +337,10 @@ def test_a_worker_whose_engine_fails_is_started_again_with_a_fresh_one(
                            parameters={"decode_worker": "decode_1"})  # fmt: skip
             return not psutil.pid_exists(old)
 
-        wait_until(is_gone, "the process to end", 60.0)
-        fails.unlink()
+        try:
+            wait_until(is_gone, "the process to end", 60.0)
+        finally:
+            fails.unlink()
         ids = prompt(60 + number, 100)
 
         def serves_again() -> bool:
