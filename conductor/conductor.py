@@ -45,6 +45,7 @@ from conductor.messages import (
     Route,
     WorkerStatus,
 )
+from conductor.queue_order import QueueOrder
 from conductor.routing import Options, Pair
 from conductor.tiers import Tiers
 from mooncake_store.events import (
@@ -86,7 +87,6 @@ class Conductor:
         self._hotspots = Hotspots(config)
         self._accuracy = Accuracy()
         self._gate = Gate(config)
-        self._order = config.order
         is_reserved = LOAD_POLICIES[config.admission] is load_reserved
         self._loads = None if is_reserved else decode_loads
         self._now_s = float("-inf")
@@ -177,7 +177,7 @@ class Conductor:
             advice = rejection
             self._advised[kind] += 1
         self._gate.note(pair, request, pressure, now_s, "")
-        return self._send(request, pair, advice, now_s)
+        return self._send(request, pair, options.order, advice, now_s)
 
     def explain(self, request: Request, now_s: float) -> list[Candidate]:
         """Every pair with its terms, best first, and what would become of it. Changes nothing."""
@@ -211,8 +211,9 @@ class Conductor:
             return self._nobody("decode", request, now_s)
         ttft_limit_s = self._gate.ttft_limit_s(request)
         return Options(
-            cluster, self._tiers, request, (usable, joinable), self._loads, ttft_limit_s, now_s
-        )
+            cluster, self._tiers, request, (usable, joinable), self._loads,
+            self._gate.order(request), ttft_limit_s, now_s,
+        )  # fmt: skip
 
     def _nobody(self, role: str, request: Request, now_s: float) -> Reject:
         excluded = request.excluded_workers
@@ -225,13 +226,15 @@ class Conductor:
         self._rejected[rejection.kind] += 1
         return rejection
 
-    def _send(self, request: Request, pair: Pair, advice: Reject | None, now_s: float) -> Route:
+    def _send(
+        self, request: Request, pair: Pair, order: QueueOrder, advice: Reject | None, now_s: float
+    ) -> Route:
         """Charge the pair and count."""
         prefill, decode = pair.prefill, pair.decode
         route = Route(
             request.request_id, prefill.worker.ref, decode.worker.ref, prefill.cached_tokens,
             prefill.local_blocks, prefill.fetch_blocks, prefill.fetch_node, pair.predicted, advice,
-            self._order.key_s(now_s, prefill.prefill_s), prefill.restore_blocks,
+            order.key_s(now_s, prefill.prefill_s), prefill.restore_blocks,
         )  # fmt: skip
         self._cluster.depart(
             route, (prefill.worker, decode.worker), request.prompt_tokens,

@@ -17,6 +17,7 @@ from conductor.queue_order import FIFO, QueueOrder
 ADMISSIONS = ("reserved", "predictive_lengths", "predictive", "early", "baseline", "none")
 SHEDDINGS = ("fair_share", "limit")
 QUEUE_ORDERS = ("fifo", "shortest_first")
+OVERLOAD_STRETCH = 20.0  # nearly all prompts reach the bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,9 @@ class ConductorConfig:
 
     # Order inside a prefill worker's queue; see queue_order.py. Workers and conductor must agree.
     queue_order: str = "shortest_first"
-    queue_stretch: float = 20.0  # seconds of place in the queue per second of predicted work
-    queue_wait_s_max: float = 5.0  # nobody is overtaken by what came so much later
+    queue_stretch: float = 2.0  # seconds of place in the queue per second of predicted work
+    queue_wait_s_max: float = 30.0  # nobody is overtaken by what came so much later; while
+    # overload is shed, the queue that it is held at (backlog_share) is the bound
     # A prompt that has begun is overtaken too, between two chunks, as the engine of this project
     # does it; False for engines that finish what they have begun.
     queue_preempts: bool = True
@@ -107,6 +109,16 @@ class ConductorConfig:
         if self.queue_order == "fifo":
             return FIFO
         return QueueOrder(self.queue_stretch, self.queue_wait_s_max)
+
+    @property
+    def overload_order(self) -> QueueOrder:
+        """The same while overload is shed: close to first come, first served, but for the shortest,
+        which cost the others nothing. Nobody who was let in is overtaken for longer than the queue
+        is held at."""
+        if self.queue_order == "fifo":
+            return FIFO
+        wait_s_max = min(self.queue_wait_s_max, self.backlog_share * self.ttft_slo_s)
+        return QueueOrder(max(self.queue_stretch, OVERLOAD_STRETCH), wait_s_max)
 
     @property
     def arrival_tbt_slo_s(self) -> float:

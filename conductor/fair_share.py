@@ -122,6 +122,11 @@ class FairShare:
             length, work_s, limit_s, backlog_s, self.target_s, max(0.0, excess_s), wanted, granted
         )
 
+    def is_shedding(self, tenant: str) -> bool:
+        """Whether the plan turns some of this tenant's requests away, when there is a queue."""
+        demand = self._demands.get(tenant)
+        return demand is not None and demand.cuts is not NO_CUTS
+
     def note(
         self, request: Request, work_s: float, pressure: Pressure, now_s: float, is_admitted: bool
     ) -> None:

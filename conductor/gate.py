@@ -20,6 +20,7 @@ from conductor.config import ConductorConfig
 from conductor.fair_share import FairShare, Pressure, Shed
 from conductor.margin import Margin
 from conductor.messages import Request
+from conductor.queue_order import QueueOrder
 from conductor.routing import DecodeOption, Options, Pair
 
 
@@ -43,8 +44,15 @@ class Gate:
         self._config = config
         quantile, half_life_s = config.ttft_margin_quantile, config.demand_half_life_s
         self._margin = Margin(quantile, config.ttft_slo_s, half_life_s)
+        self._order, self._overload_order = config.order, config.overload_order
         sheds = config.shedding == "fair_share" and config.admission != "none"
         self._share = FairShare(config) if sheds else None
+
+    def order(self, request: Request) -> QueueOrder:
+        """What gives it its place in a prefill queue. While some of its tenant's are turned away,
+        cost and class decide who; an order by cost on top would keep the long ones out."""
+        sheds = self._share is not None and self._share.is_shedding(request.tenant)
+        return self._overload_order if sheds else self._order
 
     def ttft_limit_s(self, request: Request) -> float:
         """What predicted TTFT may be. A request that matters more than others takes the risk that

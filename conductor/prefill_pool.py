@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.pool import REQUESTS_RANK, Column, Counts, Mask, Pool
+from conductor.queue_order import QueueOrder
 from conductor.worker import Worker
 
 Matrix = npt.NDArray[np.float64]
@@ -37,6 +38,7 @@ class Queues(NamedTuple):
     now_s: float
     busy_s: Column  # foreign work and the rest of the head, as calibrated
     queue_s: Column  # all predicted work
+    order: QueueOrder  # what gives the request in question its place
 
 
 class Place(NamedTuple):
@@ -138,22 +140,26 @@ class PrefillPool(Pool):
         found_s += self._base_s
         return found_s
 
-    def queues(self, now_s: float) -> Queues:
+    def queues(self, now_s: float, order: QueueOrder) -> Queues:
         """What is queued everywhere at this moment. Good until the next change."""
         self._now_s.fill(now_s)
         busy_s = self._busy_until_s - self._now_s
         np.maximum(busy_s, self.zeros, busy_s)
         queue_s = busy_s + self._waiting_s
         queue_s *= self.ratio
-        return Queues(now_s, busy_s, queue_s)
+        return Queues(now_s, busy_s, queue_s, order)
 
     def place(self, queues: Queues, prefill_s: Column, counts_behind: bool = True) -> Place:
         """Where a request with so much work at each worker would stand in its queue."""
-        least_s = self.order.stretch * prefill_s.item(prefill_s.argmin())
-        if queues.now_s + min(least_s, self.order.wait_s_max) >= self._key_s_max:
+        order = queues.order
+        least_s = order.stretch * prefill_s.item(prefill_s.argmin())
+        if queues.now_s + min(least_s, order.wait_s_max) >= self._key_s_max:
             return Place(queues.queue_s, self.none)  # last everywhere
-        keys_s = prefill_s * self._stretch
-        np.minimum(keys_s, self._wait_s_max, keys_s)
+        if order is self.order:
+            keys_s = prefill_s * self._stretch
+            np.minimum(keys_s, self._wait_s_max, keys_s)
+        else:
+            keys_s = np.minimum(prefill_s * order.stretch, order.wait_s_max)
         keys_s += self._now_s
         wait_s, behind = queues.busy_s, self.none
         if longest := self._length.item(self._length.argmax()):
@@ -176,7 +182,7 @@ class PrefillPool(Pool):
 
     def behind(self, queues: Queues, row: int, prefill_s: float) -> int:
         """What `place` counts, for one worker."""
-        key_s = self.order.key_s(queues.now_s, prefill_s)
+        key_s = queues.order.key_s(queues.now_s, prefill_s)
         count = int(key_s < self._head_key_s.item(row))
         for keys_s in self._key_rows_s[: self._length.item(row)]:
             count += keys_s.item(row) > key_s
@@ -206,7 +212,7 @@ class PrefillPool(Pool):
         close = math.isclose
         assert self.full == len(self.workers) - np.count_nonzero(self.has_room)
         prefill_s = self.prefill_s(1_000, 300)
-        queues = self.queues(now_s)
+        queues = self.queues(now_s, self.order)
         wait_s, behind = self.place(queues, prefill_s)
         for row, worker in enumerate(self.workers):
             queue, ratio = worker.queue, float(self.ratio[row])

@@ -43,6 +43,7 @@ from conductor.fetching import Source, cached_tokens, make_plans
 from conductor.messages import Prediction, Request
 from conductor.policies import POLICIES, Terms, at_random
 from conductor.pool import REQUESTS_RANK, Column, Mask, Path
+from conductor.queue_order import QueueOrder
 from conductor.slow_start import SLOWER
 from conductor.tiers import Holdings, Tiers
 from conductor.worker import Worker
@@ -105,7 +106,7 @@ class Options:
 
     def __init__(
         self, cluster: Cluster, tiers: Tiers, request: Request, usable: tuple[Mask, Mask],
-        loads: Loads | None, ttft_limit_s: float, now_s: float,
+        loads: Loads | None, order: QueueOrder, ttft_limit_s: float, now_s: float,
     ) -> None:  # fmt: skip
         """`usable`: the prefill and the decode workers in question, at least one of each.
         `loads`: what admission takes the decode loads to be; None for the reserved ones."""
@@ -115,6 +116,7 @@ class Options:
         self._is_prefill, self._is_decode = usable
         self._loads = loads
         self.ttft_limit_s = ttft_limit_s  # predicted to take longer, it is not admitted
+        self.order = order  # what gives this request its place in a queue
         self._meet_prefills(tiers)
         # Of the decode workers; None while nothing but their reserved loads can tell.
         decodes, is_plain = cluster.decodes, loads is None and not cluster.has_refused
@@ -123,7 +125,8 @@ class Options:
 
     def _meet_prefills(self, tiers: Tiers) -> None:
         pool, request, policy = self._cluster.prefills, self._request, self._policy
-        held, queues = Holdings(tiers, request.block_keys, pool), pool.queues(self._now_s)
+        held = Holdings(tiers, request.block_keys, pool)
+        queues = pool.queues(self._now_s, self.order)
         plans = make_plans(self._cluster, held, policy, request.prompt_tokens, queues)
         self._plans = plans
         prefill_s, transfer_s = plans.prefill_s, plans.transfer_s
