@@ -24,7 +24,7 @@ def overload(made: Gate, request: Request, until_s: float = 60.0) -> None:
         made.note(pair, request, BUSY, step * 0.1, "fair_share" if is_shed else "")
 
 
-def test_who_is_let_in_under_overload_is_overtaken_for_no_longer_than_the_queue_is_held_at() -> None:
+def test_who_is_let_in_under_overload_waits_for_later_ones_no_longer_than_the_held_queue() -> None:
     made, request = gate(backlog_share=0.4), asked(30_000)
     assert made.order(request).key_s(0.0, 8.0) == 2 * 8.0
     overload(made, request)
