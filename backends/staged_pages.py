@@ -40,6 +40,7 @@ class StagedPages:
         self._on_failed = on_failed
         self._on_dead = on_dead
         self.lost_pages = 0
+        self.is_closing = False  # the engine ends, and its memory with it: nothing is lost
 
     def stage(self, stage: Stage) -> None:
         """Returns when the connector knows it: only then may the prompt be submitted."""
@@ -67,6 +68,8 @@ class StagedPages:
         unstaged.add_done_callback(over)
 
     def _lose(self, request_id: str, pages: list[int], error: BaseException) -> None:
+        if self.is_closing:
+            return
         self.lost_pages += len(pages)
         log.error("%d pages of %s are lost: %s", len(pages), request_id, error)
         self._on_dead(str(error))

@@ -109,6 +109,11 @@ class TrtllmDecodeWorker(DecodeWorker):
         report = super().report()
         return replace(report, is_draining=True) if self._health.is_lost else report
 
+    def close(self, timeout_s: float) -> None:
+        if not self._is_native:
+            self._staged.is_closing = True
+        super().close(timeout_s)
+
     # -- the engine
 
     def _own_engine(self, worker_id: str, config: DecodeConfig, repository: str) -> Any:

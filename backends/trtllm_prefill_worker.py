@@ -108,6 +108,10 @@ class TrtllmPrefillWorker(PrefillWorker):
         report = super().report()
         return replace(report, is_draining=True) if self._health.is_lost else report
 
+    def close(self, timeout_s: float) -> None:
+        self._staged.is_closing = True
+        super().close(timeout_s)
+
     # -- the engine
 
     def _own_engine(self, worker_id: str, config: PrefillConfig, repository: str) -> Any:
