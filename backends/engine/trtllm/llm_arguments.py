@@ -24,6 +24,8 @@ from backends.engine.trtllm.package import (
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.worker_config import DecodeConfig, PrefillConfig, WorkerConfig
 
+# What would give the engine pages that the connector does not see, switched off in so many words.
+PAGES_OF_ITS_OWN = {"use_kv_cache_manager_v2": False, "host_cache_size": 0, "disk_cache_size": 0}
 PREFILL_BATCH_MAX = 64  # prompts that may share a step; chunk_tokens bounds their tokens
 DECODE_STEP_TOKENS_MIN = 2048  # ends of prompts that join a step; the rest waits for the next one
 
@@ -62,6 +64,8 @@ def llm_arguments(
                 "max_tokens": worker.kv_pages * worker.block_tokens
                 + batch["max_batch_size"] * config.page_tokens,
                 "free_gpu_memory_fraction": config.gpu_memory_fraction,
+                # Each is left out where a release does not know it; defaults have changed.
+                **(PAGES_OF_ITS_OWN if is_connected(config, role) else {}),
                 **rest.pop("kv_cache_config", {}),
             },
         ),

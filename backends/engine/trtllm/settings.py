@@ -55,6 +55,9 @@ ONLY = {
     "kv_cache_config.host_cache_size": Only(
         (None, 0), "its second pool has page numbers of its own; the store is the host cache"
     ),
+    "kv_cache_config.disk_cache_size": Only(
+        (None, 0), "as of host_cache_size; the store has an SSD tier"
+    ),
     "kv_cache_config.max_attention_window": Only((None,), "layers would have pages of their own"),
     "kv_cache_config.use_kv_cache_manager_v2": Only((False,), "a prototype, its pages differ"),
     "scheduler_config.capacity_scheduler_policy": Only(
