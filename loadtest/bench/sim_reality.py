@@ -12,8 +12,9 @@ with that profile: the real Conductor, Directory and batching, steps as long as 
     TBT    mean interval between the tokens of a request, its first one (prefill to decode) included
     longest 10 %   the mean of the longest tenth of a request's intervals, as in the paper
 
-Means over all requests, medians over the runs. Client, Triton and front share the cores with the
-workers, which the simulator does not know. Not here: the simulated cluster (simulator/cluster/).
+Means over all requests, medians over the runs. The two workers share cores, as the profile says;
+that client, Triton and front need them too, the simulator does not know. Not here: the simulated
+cluster (simulator/cluster/).
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ def simulate(
         node_blocks=STORE_BYTES // block_bytes, chunk_tokens=profile.chunk_tokens,
         waiting_max=512, decode_slots=int(profile.settings["slots"]), max_tokens=1,
         nic_bytes_per_s=1e9, host_to_gpu_bytes_per_s=token_bytes / load_s if load_s else 1e12,
-        report_s=0.5,
+        report_s=0.5, shared_prefill=profile.sharing.prefill,
+        shared_decode=profile.sharing.decode,
     )  # fmt: skip
     gpu = Table(
         profile.prefill.estimate.coefficients, profile.decode.estimate.coefficients,

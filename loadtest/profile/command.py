@@ -35,6 +35,7 @@ from loadtest.profile.measure import (
     Room,
     samples_of,
     serving_of,
+    sharing_of,
 )
 from loadtest.profile.profile import Profile
 from loadtest.server_info import describe_server
@@ -116,9 +117,14 @@ async def measure(
             prompts = await measuring.prefill(prefills, rounds, lambda: progress.advance(task))
             task = progress.add_task(decode, total=rounds * len(decodes))
             steps = await measuring.decode(decodes, rounds, lambda: progress.advance(task))
+            task = progress.add_task("both at once", total=rounds)
+            both = await measuring.together(room, rounds, lambda: progress.advance(task))
     machine = f"{cpu_model()}, {os.cpu_count()} cores" if is_local(url) else url
     alone_s = min(step.seconds for step in steps)
-    return Profile(machine, settings, samples_of(prompts), steps, serving_of(prompts, alone_s))
+    return Profile(
+        machine, settings, samples_of(prompts), steps, serving_of(prompts, alone_s),
+        sharing_of(both),
+    )  # fmt: skip
 
 
 async def settings_of(url: str, worker: str) -> dict[str, str]:
@@ -166,6 +172,11 @@ def show(found: Profile) -> None:
         f"serving = {found.serving.base_s * 1e3:.3g} ms"
         f" + {found.serving.per_cached_token_s * 1e6:.3g} us x cached, before the first token;"
         f" {found.serving.handover_s * 1e3:.3g} ms between it and the second",
+        soft_wrap=True,
+    )
+    out.print(
+        f"at the same time: a prefill step takes {found.sharing.prefill:.2f} x as long beside"
+        f" decoding, a decode step {found.sharing.decode:.2f} x beside a prefill",
         soft_wrap=True,
     )
 

@@ -16,12 +16,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from conductor.estimates import DecodeSample, PrefillSample
 from loadtest.answer import Answer
-from loadtest.profile.profile import Serving
+from loadtest.profile.profile import Serving, Sharing
 from loadtest.protocol import GenerateRequest, ServerError
 from loadtest.triton_client import TritonClient
 from loadtest.workloads import TokenIds, TokenSource
@@ -37,6 +38,10 @@ DECODE_POINTS = (
     (24, 256),
 )  # fmt: skip
 STEPS = 32  # tokens of each stream of a decode point
+# Both at once: prompts one after the other beside streams that decode all the time.
+TOGETHER_STREAMS, TOGETHER_CONTEXT, TOGETHER_PROMPT = 4, 256, 1024
+TOGETHER_PROMPTS = 4  # of a round
+TOGETHER_TOKENS = 512  # of each stream, or what fits; they are stopped after the last prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,16 @@ class Prefill:
     prefill_s: float
     ttft_s: float
     second_s: float  # from the first token to the second
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """One round of both at once, in seconds."""
+
+    prefill_alone_s: Sequence[float]
+    prefill_beside_s: Sequence[float]
+    step_alone_s: Sequence[float]  # between tokens of a stream
+    step_beside_s: Sequence[float]
 
 
 class Measure:
@@ -132,7 +147,38 @@ class Measure:
             if seconds
         ]
 
-    async def _ask(self, prompt: TokenIds, output_tokens: int) -> tuple[Answer, float]:
+    async def together(self, room: Room, rounds: int, done: Callable[[], None]) -> list[Together]:
+        """Prompts alone, the same beside decoding streams, and these with and without prompts."""
+        tokens = min(TOGETHER_PROMPT, room.context_tokens_max // 2)
+        length = min(TOGETHER_TOKENS, room.context_tokens_max - TOGETHER_CONTEXT - 1)
+        found = []
+        for _ in range(rounds):
+            alone = [await self._timed(tokens) for _ in range(TOGETHER_PROMPTS)]
+            contexts = [self._fresh(TOGETHER_CONTEXT) for _ in range(TOGETHER_STREAMS)]
+            begun = asyncio.Event()
+            streams = [
+                asyncio.create_task(self._ask(context, length, begun)) for context in contexts
+            ]
+            await begun.wait()
+            beside = [await self._timed(tokens) for _ in range(TOGETHER_PROMPTS)]
+            answers = await asyncio.gather(*streams)
+            windows = [(first_s - computed_s, first_s) for computed_s, first_s in beside]
+            times = [answer.token_times_s for answer, _ in answers]
+            found.append(
+                Together([s for s, _ in alone], [s for s, _ in beside], *split(times, windows))
+            )
+            done()
+        return found
+
+    async def _timed(self, tokens: int) -> tuple[float, float]:
+        """(seconds that its prefill computed, when the first token came) of a fresh prompt."""
+        answer, _ = await self._ask(self._fresh(tokens), 2)
+        return float(str(answer.decision["prefill_s"])), answer.token_times_s[0]
+
+    async def _ask(
+        self, prompt: TokenIds, output_tokens: int, begun: asyncio.Event | None = None
+    ) -> tuple[Answer, float]:
+        """`begun` is set with its second token, when it decodes."""
         self._prompts += 1
         request = GenerateRequest(
             f"profile-{self._prompts}", input_ids=prompt, max_tokens=output_tokens,
@@ -141,6 +187,8 @@ class Measure:
         answer, sent_s = Answer(), time.perf_counter()
         async for event in self._client.generate(request):
             answer.add(event)
+            if begun is not None and len(answer.token_times_s) > 1:
+                begun.set()
         if len(answer.token_times_s) != output_tokens:
             raise ServerError(
                 "incomplete", f"{len(answer.token_times_s)} of {output_tokens} tokens came"
@@ -158,6 +206,36 @@ def step_together_s(streams: Sequence[Sequence[float]]) -> float | None:
         if len(within) >= STEPS // 3:
             means.append((within[-1] - within[0]) / (len(within) - 1))
     return statistics.median(means) if len(means) == len(streams) else None
+
+
+def split(
+    streams: Sequence[Sequence[float]], windows: Sequence[tuple[float, float]]
+) -> tuple[list[float], list[float]]:
+    """Intervals between tokens: those wholly outside the windows, and those wholly inside one."""
+    alone, beside = [], []
+    for times in streams:
+        for before_s, after_s in pairwise(times[1:]):
+            if any(from_s <= before_s and after_s <= until_s for from_s, until_s in windows):
+                beside.append(after_s - before_s)
+            elif all(after_s <= from_s or until_s <= before_s for from_s, until_s in windows):
+                alone.append(after_s - before_s)
+    return alone, beside
+
+
+def sharing_of(rounds: Sequence[Together]) -> Sharing:
+    """Ratios of means, medians over the rounds; 1 where nothing ran beside or nothing was lost."""
+
+    def factor(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
+        found = [
+            statistics.fmean(beside) / statistics.fmean(alone) for alone, beside in pairs
+            if alone and beside
+        ]  # fmt: skip
+        return max(1.0, statistics.median(found)) if found else 1.0
+
+    return Sharing(
+        factor([(each.prefill_alone_s, each.prefill_beside_s) for each in rounds]),
+        factor([(each.step_alone_s, each.step_beside_s) for each in rounds]),
+    )
 
 
 def samples_of(prefills: Sequence[Prefill]) -> list[PrefillSample]:

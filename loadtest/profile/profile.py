@@ -5,14 +5,16 @@
                  "error_max": ..., "samples": [[new_tokens, prefix_tokens, seconds], ...]},
      "decode":  {"coefficients": [base_s, per_sequence_s, per_context_token_s], "error_mean": ...,
                  "error_max": ..., "samples": [[sequences, context_tokens, seconds], ...]},
-     "serving": {"base_s": ..., "per_cached_token_s": ..., "handover_s": ...}}
+     "serving": {"base_s": ..., "per_cached_token_s": ..., "handover_s": ...},
+     "sharing": {"prefill": ..., "decode": ...}}
 
 `coefficients` are those of conductor/estimates.py, fitted with its relative error: `error_mean` is
 the MAPE as a fraction. Those of a prefill are of one step: a prompt longer than `chunk_tokens` pays
 base_s once a step (`prompt_s`). Samples are of whole prompts, as measured. `serving` is what a
 client's TTFT has on top of the prefill, the way through Triton and the front and loading a cached
 prefix from the worker's own node; and what lies between the first token and the second on top of a
-decode step: putting, calling and reading.
+decode step: putting, calling and reading. `sharing` is how many times as long a step takes while
+the other of the two workers computes: 1 where each has a device of its own.
 
 Not here: measuring (measure.py), the command (command.py).
 """
@@ -35,7 +37,7 @@ from conductor.estimates import (
     fit_prefill,
 )
 
-VERSION = 1
+VERSION = 2
 
 
 class ProfileRefused(ValueError):
@@ -52,6 +54,14 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """How many times as long a step takes while the other worker computes; at least 1."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """What was measured, and what was fitted to it."""
 
@@ -60,6 +70,7 @@ class Profile:
     prefill_samples: Sequence[PrefillSample]
     decode_samples: Sequence[DecodeSample]
     serving: Serving
+    sharing: Sharing = Sharing()
 
     @property
     def chunk_tokens(self) -> int:
@@ -96,6 +107,7 @@ class Profile:
                 "per_cached_token_s": self.serving.per_cached_token_s,
                 "handover_s": self.serving.handover_s,
             },
+            "sharing": {"prefill": self.sharing.prefill, "decode": self.sharing.decode},
         })  # fmt: skip
 
 
@@ -136,6 +148,7 @@ def read_profile(path: Path) -> Profile:
             [PrefillSample(*sample) for sample in found["prefill"]["samples"]],
             [DecodeSample(*sample) for sample in found["decode"]["samples"]],
             Serving(**found["serving"]),
+            Sharing(**found["sharing"]),
         )
     except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ProfileRefused(f"{path} is not a file of `mooncake profile`: {error!r}") from None

@@ -11,11 +11,14 @@ from loadtest.profile.measure import (
     STEPS,
     Prefill,
     Room,
+    Together,
     samples_of,
     serving_of,
+    sharing_of,
+    split,
     step_together_s,
 )
-from loadtest.profile.profile import Profile, ProfileRefused, Serving, read_profile
+from loadtest.profile.profile import Profile, ProfileRefused, Serving, Sharing, read_profile
 
 PREFILL = PrefillEstimate(0.01, 1e-4, 1e-7)
 DECODE = DecodeEstimate(0.004, 3e-4, 2e-7)
@@ -28,7 +31,7 @@ def profile() -> Profile:
         "a machine", {"threads": "1"},
         [PrefillSample(new, prefix, PREFILL.seconds(new, prefix)) for new, prefix in prefills],
         [DecodeSample(n, context, DECODE.step_s(n, context)) for n, context in decodes],
-        Serving(0.01, 2e-6),
+        Serving(0.01, 2e-6), Sharing(1.5, 1.25),
     )  # fmt: skip
 
 
@@ -60,7 +63,7 @@ def test_a_long_prompt_pays_the_fixed_part_once_a_step() -> None:
     assert found.prompt_s(4096, 0) == pytest.approx(seconds(4096, 0), rel=1e-3)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', "nonsense"])
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 2}', "nonsense"])
 def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -70,7 +73,7 @@ def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
 
 def test_a_profile_of_another_version_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    path.write_text(profile().to_json().replace('"version": 1', '"version": 0'))
+    path.write_text(profile().to_json().replace('"version": 2', '"version": 0'))
     with pytest.raises(ProfileRefused, match="run `mooncake profile` again"):
         read_profile(path)
 
@@ -107,3 +110,15 @@ def test_points_that_the_workers_cannot_hold_are_left_out() -> None:
     assert room.takes_prefill(512, 511) and not room.takes_prefill(512, 512)
     assert room.takes_decode(8, 256) and not room.takes_decode(9, 64)
     assert not room.takes_decode(8, 512), "8 streams of 9 pages are more than three quarters"
+
+
+def test_intervals_are_told_apart_by_whether_a_prompt_was_computed() -> None:
+    stream = [0.0, 1.0, 2.0, 3.0, 5.0, 7.0, 8.0]  # the first interval is the hand-over
+    alone, beside = split([stream], [(2.9, 7.1)])
+    assert alone == [1.0] and beside == [2.0, 2.0], "[2, 3] and [7, 8] are neither"
+
+
+def test_sharing_is_how_much_longer_steps_take_and_never_less_than_one() -> None:
+    rounds = [Together([1.0], [1.5], [0.1, 0.1], [0.2]) for _ in range(3)]
+    assert sharing_of(rounds) == Sharing(1.5, pytest.approx(2.0))
+    assert sharing_of([Together([1.0], [0.9], [0.1], [])]) == Sharing(1.0, 1.0)

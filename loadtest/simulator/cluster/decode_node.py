@@ -77,6 +77,8 @@ class DecodeNode:
         self._plan = 0
         self._recent_s, self._recent_steps = 0.0, 0  # as StepTimes, and after how many steps
         self.is_dead = False
+        self._computes = False  # as the cores were told
+        site.cores.on_prefill.append(self._cut_plan)
 
     # -- KV comes in
 
@@ -178,13 +180,17 @@ class DecodeNode:
             self._tokens_at_end[job.request_id] = job.prompt_tokens + job.output_tokens
         self._ready.clear()
         steps = batching.steps_alike(self._tokens_at_end)
+        if self._computes != bool(steps):
+            self._computes = bool(steps)
+            self._site.cores.compute("decode", self._computes)
         if not steps:
             self._ends_s = NO_STEPS
             return
         steps = min(steps, self._site.settings.steps_at_once or steps)
         self._base = self._log.steps
         context = batching.context_tokens + batching.running * np.arange(float(steps))
-        factors = self.slowness * self._jitter.factors(self._base, steps)
+        slowness = self.slowness * self._site.cores.decode_factor()
+        factors = slowness * self._jitter.factors(self._base, steps)
         seconds = factors * self._site.gpu.decode_s(batching.running, context)
         self._log.append(seconds)
         self._ends_s = np.cumsum(np.concatenate(([now_s], seconds)))[1:]
@@ -192,7 +198,7 @@ class DecodeNode:
         self._site.clock.at(float(self._ends_s[-1]), self._planned, self._plan)
 
     def _cut_plan(self) -> None:
-        """Somebody waits: the step that is under way is the last of the plan."""
+        """Somebody waits, or the pace changes: the step under way is the last of the plan."""
         steps = self._steps_done() + 1
         if steps >= len(self._ends_s):
             return

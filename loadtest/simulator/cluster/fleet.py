@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from conductor import Conductor, ConductorConfig, Reject, Replicate, Request
 from loadtest.simulator.block_cache import key_of
 from loadtest.simulator.cluster.clock import Clock
+from loadtest.simulator.cluster.cores import Cores
 from loadtest.simulator.cluster.decode_node import DecodeNode
 from loadtest.simulator.cluster.jitter import Jitter
 from loadtest.simulator.cluster.job import Job
@@ -65,7 +66,10 @@ class Fleet:
         self.conductor = Conductor(config)
         store = SimulatedStore(self.clock, self._on_events, settings.eviction, WORKER_TTL_S)
         network = Network(self.clock, settings.nic_bytes_per_s, settings.nic_latency_s)
-        self.site = Site(self.clock, store, network, gpu, settings)
+        self.site = Site(
+            self.clock, store, network, gpu, settings,
+            Cores(settings.shared_prefill, settings.shared_decode),
+        )  # fmt: skip
         self.prefills: dict[str, PrefillNode] = {}
         self.decodes: dict[str, DecodeNode] = {}
         self.jobs: list[Job] = []

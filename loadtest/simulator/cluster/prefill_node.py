@@ -90,7 +90,10 @@ class PrefillNode:
         for admitted in self._batching.admit():
             self._load(self._jobs[admitted.request_id])
         chunks = self._batching.next_step()
-        self._is_busy = bool(chunks)
+        cores = self._site.cores
+        if self._is_busy != bool(chunks):
+            self._is_busy = bool(chunks)
+            cores.compute("prefill", self._is_busy)
         if not chunks:
             return
         now_s = self._site.clock.now_s
@@ -99,7 +102,8 @@ class PrefillNode:
             if job.started_s is None:
                 job.started_s = now_s
                 self._on_begin(job)
-        factor = self.slowness * float(self._jitter.factors(self._steps.steps, 1)[0])
+        factor = self.slowness * cores.prefill_factor()
+        factor *= float(self._jitter.factors(self._steps.steps, 1)[0])
         seconds = factor * self._site.gpu.prefill_s([(c.start, c.tokens) for c in chunks])
         self._site.clock.after(seconds, self._stepped, chunks, seconds)
 

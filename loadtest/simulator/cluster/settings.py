@@ -29,6 +29,9 @@ class Settings:
     host_to_gpu_bytes_per_s: float = 128e9  # B_h2d of the paper
     report_s: float = 1.0  # between a worker's reports
     tick_s: float = 0.5  # between housekeeping of the conductor, as in backends/cluster_view.py
+    # How much slower a step is while the other role computes on the same cores (cores.py).
+    shared_prefill: float = 1.0
+    shared_decode: float = 1.0
     jitter: float = 0.05  # each step takes up to so much more or less than the model says
     steps_at_once: int = 0  # most decode steps taken together; 0: as many as are alike
     attempts_max: int = 3  # tries of a request whose worker was lost

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loadtest.simulator.cluster.clock import Clock
+from loadtest.simulator.cluster.cores import Cores
 from loadtest.simulator.cluster.network import Network
 from loadtest.simulator.cluster.settings import Settings
 from loadtest.simulator.cluster.store import SimulatedStore
@@ -18,6 +19,7 @@ class Site:
     network: Network
     gpu: GpuModel
     settings: Settings
+    cores: Cores
 
     @property
     def block_bytes(self) -> int:
