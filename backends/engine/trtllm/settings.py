@@ -19,6 +19,7 @@ from typing import Any
 from backends.worker_config import WorkerConfig
 
 HANDOFFS = ("store", "native")
+TRANSCEIVERS = ("DEFAULT", "NIXL", "UCX", "MOONCAKE", "MPI")
 
 # What another parameter of config.pbtxt says.
 SAID_ELSEWHERE = {
@@ -98,6 +99,8 @@ class TrtllmConfig:
             found.append(f"gpu_memory_fraction is {self.gpu_memory_fraction}; use 0.9, say")
         if self.handoff not in HANDOFFS:
             found.append(f"handoff is {self.handoff!r}; use {' or '.join(HANDOFFS)}")
+        if self.transceiver not in TRANSCEIVERS:
+            found.append(f"transceiver is {self.transceiver!r}; use {' or '.join(TRANSCEIVERS)}")
         return found
 
 
