@@ -37,8 +37,8 @@ def test_all_mistakes_are_said_at_once() -> None:
     said = refusal(page_tokens="48", handoff="pigeon", gpus="0,1", tp_size="4", dtype="int4",
                    gpu_memory_fraction="90", transceiver="tcp", chunk_tokens="100")  # fmt: skip
     for word in ("page_tokens is 48", "handoff is 'pigeon'", "gpus names 2", "dtype is 'int4'",
-                 "gpu_memory_fraction", "transceiver is 'tcp'", "block_tokens (256) must be a multiple of page_tokens",
-                 "chunk_tokens"):  # fmt: skip
+                 "gpu_memory_fraction", "transceiver is 'tcp'", "chunk_tokens",
+                 "block_tokens (256) must be a multiple of page_tokens"):  # fmt: skip
         assert word in said, said
 
 
