@@ -47,7 +47,7 @@ class ConductorConfig:
     ttft_margin_quantile: float = 0.9  # of actual / predicted TTFT, which the limit is divided by;
     # 0: the limit is taken as it is (margin.py)
     decode_room_sigma: float = 1.0  # predicted batches get so many standard deviations
-    overtaker_share: float = 0.65  # for how many of those who will come, and join before this
+    overtaker_share: float = 0.7  # for how many of those who will come, and join before this
     # one, room is kept. 0: a slow prefill books room ahead of all who come meanwhile; 1: long
     # prompts hardly come in under overload (overtakers.py)
     overload_mark_s: float = 2.0  # a decode worker that refused on arrival is full for so long

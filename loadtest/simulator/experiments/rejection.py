@@ -39,7 +39,7 @@ SPEEDS = tuple(1.0 + 0.25 * step for step in range(13))
 PAPER_OFFERED = 23_000
 PAPER_REJECTED = {"baseline": 4_183, "early": 3_771, "predictive": 3_589}
 WASTED_OF_BASELINE = {"early": 0.8, "predictive": 0.7}
-STRICTLY_LESS = 0.999
+STRICTLY_LESS = 0.9999  # one request in ten thousand: counts are to rise, however little
 
 
 @dataclass(frozen=True, slots=True)
