@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,11 +19,13 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from conductor import ConductorConfig
 from loadtest.simulator.cluster.settings import Settings
 from loadtest.trace import TraceRow, read_trace
 
 WHERE = "https://github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
 SUFFIXES = (".png", ".svg", ".pdf")
+TRUTH = {"true": True, "false": False}
 
 console = Console(stderr=True, highlight=False)
 
@@ -48,11 +50,38 @@ class Asked:
     decodes: int = 8
     is_directory: bool = False
     picture: Path | None = None
+    changes: tuple[str, ...] = ()  # NAME=VALUE of ConductorConfig, for every run
     peer_python: str | None = None  # with Dynamo's wheel, to run its own replay beside ours
 
     def __post_init__(self) -> None:
         if self.picture is not None and self.picture.suffix not in SUFFIXES:
             raise SimulationRefused(f"--plot {self.picture}: the name must end in {SUFFIXES}")
+
+        self.changed(ConductorConfig())  # a mistake shows before anything runs
+
+    def changed(self, config: ConductorConfig) -> ConductorConfig:
+        """What the experiment tells the conductor, with what was asked for instead."""
+        found: dict[str, bool | int | float | str] = {}
+        for change in self.changes:
+            name, equals, text = change.partition("=")
+            before = getattr(config, name, None)
+            if not equals or not isinstance(before, (bool, int, float, str)):
+                raise SimulationRefused(
+                    f"--set {change}: write NAME=VALUE with a parameter of the conductor "
+                    "(model_repository/README.md)"
+                )
+            try:
+                found[name] = (
+                    TRUTH[text.lower()] if isinstance(before, bool) else type(before)(text)
+                )
+            except (KeyError, ValueError):
+                raise SimulationRefused(
+                    f"--set {change}: {text!r} is no {type(before).__name__}"
+                ) from None
+        made = replace(config, **found)  # type: ignore[arg-type]
+        if problems := made.problems():
+            raise SimulationRefused("--set: " + "; ".join(problems))
+        return made
 
     def settings(self) -> Settings:
         """The shape of the cluster."""
@@ -63,6 +92,8 @@ class Asked:
         """Why numbers that were promised of a whole trace and 8 + 8 nodes do not follow; or ""."""
         if self.requests is not None:
             return f"only the first {self.requests} requests were replayed"
+        if self.changes:
+            return f"it was promised without --set {', '.join(self.changes)}"
         if (self.prefills, self.decodes) != (8, 8):
             return f"{self.prefills} + {self.decodes} nodes, it was promised of 8 + 8"
         return ""

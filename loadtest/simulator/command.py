@@ -42,8 +42,20 @@ EXPERIMENTS: Mapping[Experiment, Callable[[Asked], Result]] = {
     Experiment.DYNAMO_REPLAY: dynamo_replay.answer,
 }
 
+Folder = Annotated[
+    Path | None,
+    typer.Option(envvar="MOONCAKE_TRACES", help=f"Folder with NAME_trace.jsonl ({WHERE})."),
+]
 WholeDirectory = Annotated[
     bool, typer.Option("--directory", help="hit-rate: through the whole Directory; same, slower.")
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Another value of a parameter of the conductor, for every run: NAME=VALUE; "
+        "repeatable.",
+    ),
 ]
 PeerPython = Annotated[
     str | None,
@@ -56,10 +68,7 @@ PeerPython = Annotated[
 
 def simulate(
     experiment: Annotated[Experiment, typer.Option(help="What to find out.")],
-    traces: Annotated[
-        Path | None,
-        typer.Option(envvar="MOONCAKE_TRACES", help=f"Folder with NAME_trace.jsonl ({WHERE})."),
-    ] = None,
+    traces: Folder = None,
     trace: Annotated[
         list[str] | None, typer.Option(help="Only this trace, e.g. conversation; repeatable.")
     ] = None,
@@ -84,6 +93,7 @@ def simulate(
         list[int] | None, typer.Option(min=1, help="hit-rate: only this size; repeatable.")
     ] = None,
     directory: WholeDirectory = False,
+    changes: Changes = None,
     peer_python: PeerPython = None,
     picture: Annotated[
         Path | None, typer.Option("--plot", help=f"Draw it: a {', '.join(SUFFIXES)} file.")
@@ -114,7 +124,7 @@ def simulate(
                 admissions=tuple(admission or ()), speeds=tuple(speed or ()),
                 blocks=tuple(blocks or ()), requests=requests, seed=seed, prefills=prefills,
                 decodes=decodes, is_directory=directory, picture=picture,
-                peer_python=peer_python,
+                changes=tuple(changes or ()), peer_python=peer_python,
             )
         )  # fmt: skip
     except (SimulationRefused, TraceError) as problem:

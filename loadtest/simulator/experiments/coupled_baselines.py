@@ -41,7 +41,9 @@ def answer(asked: Asked) -> Result:
     with progress_bar() as begin:
         for speed in asked.speeds or (1.0,):
             on_over = begin(f"{asked.prefills} + {asked.decodes} {speed:g}x", len(offered))
-            fleet = Fleet(scheduling.config_for("kvcache_centric"), asked.settings(), gpu)
+            fleet = Fleet(
+                asked.changed(scheduling.config_for("kvcache_centric")), asked.settings(), gpu
+            )
             name = f"{asked.prefills}P+{asked.decodes}D kvcache_centric"
             rows.append(_row(name, speed, None, fleet.run(offered, speed, on_over)))
             for swept in SWEPT:

@@ -71,15 +71,15 @@ def answer(asked: Asked) -> Result:
     if not cases:
         raise SimulationRefused(f"there are --blocks {BLOCKS} and --speed {SPEEDS}")
     why_not = "" if trace == TRACE else f"it was promised of the {TRACE} trace"
-    if asked.requests is not None:
-        why_not = f"only the first {asked.requests} requests were replayed"
+    if asked.requests is not None or asked.changes:
+        why_not = asked.is_shortened
     with progress_bar() as begin:
         peer = _peer(rows, cases, asked.peer_python, begin)
         spread = spread_ticks(rows)
         runs = []
         for case in cases:
             arrived = begin(case.name, len(rows))
-            runs.append(run(case, spread if case.is_spread else rows, arrived))
+            runs.append(run(case, spread if case.is_spread else rows, arrived, asked.changed))
     shown = _rows(runs, peer.results)
     targets = targets_of(runs, peer.results, why_not, peer.why_not)
     if asked.picture is not None:
@@ -113,13 +113,14 @@ def config_for(policy: str, queue_order: str) -> ConductorConfig:
 
 
 def run(
-    case: Case, rows: Sequence[TraceRow], arrived: Callable[[], None] = lambda: None
+    case: Case, rows: Sequence[TraceRow], arrived: Callable[[], None] = lambda: None,
+    changed: Callable[[ConductorConfig], ConductorConfig] = lambda config: config,
 ) -> Run:  # fmt: skip
     """Replay one case to its end."""
     started_s = time.monotonic()
     scheduler: Scheduler = RoundRobin()
     if case.policy != "round_robin":
-        scheduler = ConductorScheduler(config_for(case.policy, case.queue_order))
+        scheduler = ConductorScheduler(changed(config_for(case.policy, case.queue_order)))
     shares = overhead_tokens(profile_prefill().estimate) if case.passes == "shared" else ALWAYS
     replay = Replay(scheduler, case.blocks, overhead_tokens=shares)
     jobs = jobs_of(rows, case.speed)

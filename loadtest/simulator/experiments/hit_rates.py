@@ -19,6 +19,8 @@ TRACES = ("conversation", "synthetic")
 def answer(asked: Asked) -> Result:
     """Every policy at every size on every trace."""
     started_s = time.monotonic()
+    if asked.changes:
+        raise SimulationRefused("--set: no conductor decides in hit-rate; leave it out")
     loaded = {name: requests_of(asked, name) for name in asked.traces or TRACES}
     policies = asked.one_of(asked.policies, POLICIES, "policy")
     sizes = sorted(set(asked.blocks or hit_rate.SIZES))

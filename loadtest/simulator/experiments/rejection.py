@@ -89,14 +89,14 @@ def answer(asked: Asked) -> Result:
         for speed in asked.speeds or SPEEDS:
             runs.append(run(offered, "baseline", speed, settings, begin(
                 f"baseline {speed:g}x", len(offered)
-            )))  # fmt: skip
+            ), asked.changed))  # fmt: skip
             if runs[-1].outcome.wasted_share >= WASTED_SHARE_MIN:
                 break
         speed = runs[-1].speed
         for admission in admissions:
             if admission != "baseline":
                 on_over = begin(f"{admission} {speed:g}x", len(offered))
-                runs.append(run(offered, admission, speed, settings, on_over))
+                runs.append(run(offered, admission, speed, settings, on_over, asked.changed))
     rows, targets = rows_of(runs), targets_of(runs, why_not)
     if asked.picture is not None:
         plots.save_rejection(asked.picture, [row for row in rows if row["speed"] == speed])
@@ -118,8 +118,9 @@ def run(
     speed: float,
     settings: Settings,
     on_over: Callable[[], None] = lambda: None,
+    changed: Callable[[ConductorConfig], ConductorConfig] = lambda config: config,
 ) -> Run:
-    fleet = Fleet(config_for(admission), settings, Roofline())
+    fleet = Fleet(changed(config_for(admission)), settings, Roofline())
     watch = LoadWatch(offered[-1].at_s / speed)
     fleet.reported = watch.look
     jobs = fleet.run(offered, speed, on_over)

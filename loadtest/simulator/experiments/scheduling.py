@@ -58,7 +58,7 @@ def answer(asked: Asked) -> Result:
         for speed in asked.speeds or SPEEDS:
             for policy in policies:
                 on_over = begin(f"{policy} {speed:g}x", len(offered))
-                runs.append(run(offered, policy, speed, settings, on_over))
+                runs.append(run(offered, policy, speed, settings, on_over, asked.changed))
     rows, targets = rows_of(runs), targets_of(runs, why_not)
     if asked.picture is not None:
         plots.save_scheduling(asked.picture, rows)
@@ -82,8 +82,9 @@ def run(
     speed: float,
     settings: Settings,
     on_over: Callable[[], None] = lambda: None,
+    changed: Callable[[ConductorConfig], ConductorConfig] = lambda config: config,
 ) -> Run:
-    config = config_for(policy)
+    config = changed(config_for(policy))
     fleet = Fleet(config, settings, Roofline())
     outcome = outcome_of(fleet.run(offered, speed, on_over))
     busy = [node.busy_s / fleet.clock.now_s for node in fleet.prefills.values()]

@@ -42,6 +42,15 @@ def test_scheduling_says_the_paper_s_numbers_beside_its_own(
     assert drawn.startswith(b"\x89PNG")
 
 
+def test_a_parameter_of_the_conductor_is_changed_for_every_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--experiment", "scheduling", "--speed", "1", "--policy", "adaptive"]
+    said, _ = simulated(folder, capsys, *asked, "--set", "queue_order=fifo")
+    assert [row["queue"] for row in said["rows"]] == ["fifo"]
+    assert "--set queue_order=fifo" in said["targets"][0]["why"]
+
+
 def test_rejection_stops_at_the_speed_that_was_asked_for(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +77,11 @@ def test_coupled_sweeps_the_engines_beside_the_cluster(
         (["scheduling", "--policy", "fastest"], "no policy fastest; there are random"),
         (["rejection", "--admission", "all"], "no admission all"),
         (["rejection", "--trace", "a", "--trace", "b"], "one --trace at a time"),
+        (["scheduling", "--set", "queue_stretch"], "write NAME=VALUE"),
+        (["scheduling", "--set", "order=3"], "write NAME=VALUE"),
+        (["scheduling", "--set", "queue_stretch=fast"], "'fast' is no float"),
+        (["scheduling", "--set", "queue_order=lifo"], "queue_order is 'lifo'; use one of"),
+        (["hit-rate", "--set", "queue_stretch=3"], "no conductor decides in hit-rate"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_a_reason(
