@@ -8,9 +8,10 @@ Each request gets a key when it arrives, and the least key goes first:
 long one that came a little earlier, and nobody is overtaken by a request that came more than
 `wait_s_max` later: that is the ageing. `stretch = 0` is first come, first served.
 
-Which stretch and bound hold depends on whether overload is being shed (gate.py,
-docs/decisions/0016). A key never changes. So the worker may keep a heap, the conductor can tell which of the requests
-that it routed there will go ahead of a new one, and both agree without talking about it.
+Which stretch and bound hold depends on whether overload is being shed (gate.py, and
+docs/decisions/0016). A key never changes. So the worker may keep a heap, the conductor can tell
+which of the requests that it routed there will go ahead of a new one, and both agree without
+talking about it.
 
 Not here: what the queue holds (prefill_queue.py; in a worker backends/engine/batching.py).
 """
