@@ -70,6 +70,7 @@ class Means:
     ttft_s: float
     tbt_s: float
     longest_s: float
+    first_s: float  # of the intervals: from prefill's token to the first of decode
     hit_share: float
 
     def row(self, run: int, where: str) -> dict[str, Cell]:
@@ -79,6 +80,7 @@ class Means:
             "ttft_mean_ms": round(self.ttft_s * 1e3, 1),
             "tbt_mean_ms": round(self.tbt_s * 1e3, 2),
             "tbt_longest_tenth_ms": round(self.longest_s * 1e3, 2),
+            "first_interval_ms": round(self.first_s * 1e3, 2),
             "hit_share": round(self.hit_share, 3),
         }
 
@@ -94,6 +96,7 @@ def of_records(records: Sequence[RequestRecord]) -> Means:
         statistics.fmean(record.ttft_s or 0.0 for record in done),
         statistics.fmean((times[-1] - times[0]) / (len(times) - 1) for times in streams),
         statistics.fmean(record.tbt_s or 0.0 for record in done if record.tbt_s is not None),
+        statistics.fmean(times[1] - times[0] for times in streams),
         sum(record.cached_tokens or 0 for record in done) / prompt_tokens,
     )
 
@@ -117,6 +120,13 @@ def of_jobs(jobs: Sequence[Job], profile: Profile) -> Means:
         ),
         statistics.fmean(
             job.tbt_s + serving_s.handover_s / math.ceil(0.1 * (job.output_tokens - 1))
+            for job in several
+        ),
+        statistics.fmean(
+            (job.joined_s or 0.0)
+            - (job.prefilled_s or 0.0)
+            + job.tbt_decode_s
+            + serving_s.handover_s
             for job in several
         ),
         sum(job.cached_tokens for job in jobs) / sum(job.prompt_tokens for job in jobs),
@@ -236,7 +246,8 @@ def main(
         table += [real.row(number, "server"), simulated.row(number, "simulator")]
     table.append({
         "where": f"profile: error {profile.prefill.error_mean:.1%} of prefills, "
-        f"{profile.decode.error_mean:.1%} of decode steps"
+        f"{profile.decode.error_mean:.1%} of decode steps; beside the other role they take "
+        f"{profile.sharing.prefill:.2f} and {profile.sharing.decode:.2f} times as long"
     })  # fmt: skip
     Result("sim_reality", time.perf_counter() - started_s, table, targets(found)).print()
 
