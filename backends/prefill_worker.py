@@ -22,7 +22,13 @@ import numpy as np
 from backends.engine.batching import Chunk, PrefillBatching
 from backends.engine.interface import Work
 from backends.engine.sampling import sample
-from backends.errors import Cancelled, Overloaded, RequestInvalid, WorkerUnavailable
+from backends.errors import (
+    Cancelled,
+    Overloaded,
+    RequestInvalid,
+    ServingError,
+    WorkerUnavailable,
+)
 from backends.kv_loader import KvLoader
 from backends.kv_writer import BlockPut, KvWriter
 from backends.page_guard import PageGuard
@@ -193,7 +199,8 @@ class PrefillWorker:
             self._loaded(job)
         except StoreError as error:  # without the store there is no hand-over
             self._fail(job, WorkerUnavailable(f"store: {error}"))
-            return
+        except ServingError as error:  # it says itself what is wrong, with the request say
+            self._fail(job, error)
         except Exception as error:  # edge: one request must not take the loader down
             log.exception("loading %s failed", job.request_id)
             self._fail(job, error)

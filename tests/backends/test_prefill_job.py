@@ -1,17 +1,20 @@
-"""A prompt's tokens are counted by how their KV came, each once."""
+"""A prompt's tokens are counted by how their KV came, each once; its mistakes are its client's."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from backends.engine.sampling_params import SamplingParams
+from backends.errors import RequestInvalid
 from backends.kv_writer import BlockPut
 from backends.metric_page import MetricPage
 from backends.observations import Observations
 from backends.prefill_job import PrefillJob
+from backends.prefill_worker import PrefillWorker
 from backends.worker_protocol import FirstToken, PrefillRequest
 from tests.backends.test_metric_page import Triton
 
@@ -85,3 +88,22 @@ def test_the_first_token_goes_ahead_when_the_answer_surely_goes_on() -> None:
 )
 def test_a_token_that_could_end_the_answer_comes_with_the_reply(asked: dict[str, Any]) -> None:
     assert job(300, 0, 0, **asked).first_token(7) is None
+
+
+def test_what_is_wrong_with_a_request_is_told_to_its_client_and_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(self: PrefillWorker, loaded: PrefillJob) -> None:
+        raise RequestInvalid("this TensorRT-LLM does not support min_p")
+
+    failed: list[Exception] = []
+    monkeypatch.setattr(PrefillWorker, "_loaded", refuses)
+    monkeypatch.setattr(PrefillWorker, "_load_prefix", lambda self, loaded: True)
+    monkeypatch.setattr(PrefillWorker, "_fail", lambda self, loaded, error: failed.append(error))
+    worker = object.__new__(PrefillWorker)
+    worker.worker = SimpleNamespace(  # type: ignore[assignment]
+        owners=SimpleNamespace(hold=lambda request_id, now_s: None)
+    )
+    worker._load(job(100, 0, 0))
+    assert [str(error) for error in failed] == ["this TensorRT-LLM does not support min_p"]
+    assert not caplog.records

@@ -101,6 +101,7 @@ def size_problems(
         return [
             f"a block of {block_tokens} tokens has {ours} bytes in TensorRT-LLM ({tp_size} ranks, "
             f"{shape[1]} layers, pages of {page_bytes} bytes and {tokens_per_block} tokens), but "
-            f"{block_bytes} in the worker's pool: do dtype, checkpoint and tp_size agree?"
+            f"{block_bytes} in the worker's pool: do dtype, checkpoint and tp_size agree? "
+            "(quantised KV is not supported)"
         ]
     return []

@@ -10,9 +10,10 @@ Not here: the LLM's thread (llm_thread.py), the connector in its processes (conn
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ class TrtllmEngine:
         shape, options = self._checked(worker, config, folder, repository)
         self.layout = shape.layout(worker.dtype, worker.block_tokens, config.tp_size)
         pages_tokens = worker.kv_pages * worker.block_tokens
-        wanted = worker.context_tokens_max or shape.context_tokens_max
         self.context_tokens_max = min(shape.context_tokens_max, pages_tokens)
+        self.max_seq_len = worker.context_tokens_max or self.context_tokens_max
         self.vocabulary_tokens = shape.vocabulary_tokens
         self.eos_token_ids = shape.eos_token_ids
         self.model_id = shape.model_id
@@ -81,8 +82,9 @@ class TrtllmEngine:
         try:
             if self.is_connected:
                 self._host = self._listen(worker_id, listener)
-            limit = min(wanted, self.context_tokens_max)
-            arguments = llm_arguments(self._package, worker, config, folder, limit, options)
+            arguments = llm_arguments(
+                self._package, worker, config, folder, self.max_seq_len, options
+            )
             log.info("tensorrt_llm %s: LLM(%s)", self._package.version, arguments)
             self._llm = LlmThread(lambda: self._package.llm(**arguments), on_stats)
             self._check_ranks()
@@ -104,6 +106,7 @@ class TrtllmEngine:
         found += option_problems(options, self.is_connected)
         try:
             shape = read_kv_shape(folder, config.tp_size)
+            found += _context_problems(worker, shape, folder)
             Checkpoint.open(folder)
         except CheckpointError as error:
             found += error.problems
@@ -132,7 +135,7 @@ class TrtllmEngine:
             raise ConfigError(
                 f"a block has {block_bytes} bytes over {len(ranks)} rank(s) in TensorRT-LLM, but "
                 f"{self.layout.block_bytes} over {self.config.tp_size} by config.json and dtype: "
-                "is its KV quantised? Set dtype to what it really is"
+                "quantised KV is not supported; does dtype say what the engine computes in?"
             )
         found = {rank.tokens_per_block for rank in ranks}
         if found != {self.config.page_tokens}:
@@ -191,8 +194,23 @@ class TrtllmEngine:
 
     def close(self) -> None:
         """The LLM first: its processes map the pool and speak to the host."""
-        if self._llm is not None:
-            self._llm.close(CLOSE_S_MAX)
-        if self._host is not None:
-            self._host.close()
-        self._pool.close()
+        with contextlib.ExitStack() as steps:  # each of them, whatever happens to another
+            steps.callback(self._pool.close)
+            if self._host is not None:
+                steps.callback(self._host.close)
+            if self._llm is not None:
+                steps.callback(self._llm.close, CLOSE_S_MAX)
+
+
+def _context_problems(worker: WorkerConfig, shape: KvShape, folder: Path) -> Iterator[str]:
+    asked, of_pages = worker.context_tokens_max, worker.kv_pages * worker.block_tokens
+    if asked > shape.context_tokens_max:
+        yield (
+            f"context_tokens_max is {asked}, but {folder.name} allows {shape.context_tokens_max}; "
+            "lower it or leave it 0"
+        )
+    if asked > of_pages:
+        yield (
+            f"context_tokens_max is {asked}, but kv_pages x block_tokens is {of_pages}; lower it, "
+            "leave it 0, or raise kv_pages"
+        )

@@ -2,7 +2,7 @@
 
 The pool that its pages are copied to is made before the engine starts, so its size must be known
 before; when the engine is up, each rank says how big its pages really are and a difference is
-refused (channel.py). TensorRT-LLM serves many more families than the torch engine: what counts is
+refused (engine.py). TensorRT-LLM serves many more families than the torch engine: what counts is
 that every layer has full attention with the same number of heads. Loads neither torch nor
 tensorrt_llm.
 

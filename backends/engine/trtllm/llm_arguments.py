@@ -21,11 +21,12 @@ from backends.engine.trtllm.package import (
     Package,
     PackageProblem,
 )
-from backends.engine.trtllm.settings import TrtllmConfig
+from backends.engine.trtllm.settings import OBJECTS, TrtllmConfig
 from backends.worker_config import DecodeConfig, PrefillConfig, WorkerConfig
 
 # What would give the engine pages that the connector does not see, switched off in so many words.
 PAGES_OF_ITS_OWN = {"use_kv_cache_manager_v2": False, "host_cache_size": 0, "disk_cache_size": 0}
+OBJECT_CLASSES = dict(zip(OBJECTS, ("KvCacheConfig", "SchedulerConfig"), strict=True))
 PREFILL_BATCH_MAX = 64  # prompts that may share a step; chunk_tokens bounds their tokens
 DECODE_STEP_TOKENS_MIN = 2048  # ends of prompts that join a step; the rest waits for the next one
 
@@ -45,6 +46,10 @@ def llm_arguments(
 ) -> dict[str, Any]:
     role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
     rest, batch = dict(options), _batch(worker)
+    unknown = [
+        f"{option}.{key}" for option, name in OBJECT_CLASSES.items()
+        for key in package.unknown(name, options.get(option, {}))
+    ]  # fmt: skip
     arguments: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,  # tokens in, tokens out: text is the front's and ours
@@ -94,7 +99,9 @@ def llm_arguments(
             backend=config.transceiver, max_tokens_in_buffer=context_tokens_max,
         )  # fmt: skip
     arguments |= rest
-    if package.llm_fields is not None and (unknown := set(arguments) - package.llm_fields):
+    if package.llm_fields is not None:
+        unknown += set(arguments) - package.llm_fields
+    if unknown:
         raise PackageProblem(
             f"tensorrt_llm {package.version} does not know {', '.join(sorted(unknown))}"
         )

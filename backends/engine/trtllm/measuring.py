@@ -32,7 +32,7 @@ ANSWER_S_MAX = 120.0
 
 
 class Measured(Protocol):
-    context_tokens_max: int
+    max_seq_len: int  # what its LLM takes, answer included
     vocabulary_tokens: int
 
     def sampling(self, params: SamplingParams, position: int, tokens: int) -> object: ...
@@ -68,7 +68,7 @@ def measured_prefill(engine: Measured, budget_s: float) -> list[tuple[int, int, 
     until_s = time.perf_counter() + budget_s
     _seconds(engine, _tokens(engine, chance, 32))  # the first request of all compiles kernels
     for new, before in PREFILL_POINTS:
-        if new + before >= engine.context_tokens_max:
+        if new + before >= engine.max_seq_len:
             continue
         prefix = _tokens(engine, chance, before)
         if before:
@@ -86,7 +86,7 @@ def measured_decode(engine: Measured, budget_s: float, slots: int) -> list[tuple
     samples: list[tuple[int, int, float]] = []
     until_s = time.perf_counter() + budget_s
     for batch, context in DECODE_POINTS:
-        if batch > slots or context + GAPS >= engine.context_tokens_max:
+        if batch > slots or context + GAPS >= engine.max_seq_len:
             continue
         prompts = [_tokens(engine, chance, context) for _ in range(batch)]
         watches = _run(engine, prompts, GAPS + 1)

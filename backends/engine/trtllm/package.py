@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -77,10 +77,19 @@ class Package:
 
     def config(self, name: str, **keywords: Any) -> Any:
         """An object of this configuration class, with the keywords that this release knows."""
+        cls = self._class(name)
+        return cls(**only_accepted(cls, keywords))
+
+    def unknown(self, name: str, keywords: Iterable[str]) -> list[str]:
+        """Those of `keywords` that this configuration class does not have."""
+        known = accepted(self._class(name))
+        return [] if known is None else sorted(set(keywords) - known)
+
+    def _class(self, name: str) -> Any:
         cls = getattr(self.llm_args, name, None) or getattr(self.llmapi, name, None)
         if cls is None:
             raise PackageProblem(f"tensorrt_llm {self.version} has no {name}; 1.2 or newer does")
-        return cls(**only_accepted(cls, keywords))
+        return cls
 
 
 def load() -> Package:

@@ -31,6 +31,8 @@ SAID_ELSEWHERE = {
     "kv_cache_config.free_gpu_memory_fraction": "gpu_memory_fraction",
 }  # fmt: skip
 
+OBJECTS = ("kv_cache_config", "scheduler_config")  # whose keys are put together with ours
+
 
 @dataclass(frozen=True, slots=True)
 class Only:
@@ -118,6 +120,8 @@ def option_problems(options: Mapping[str, Any], is_connected: bool) -> Iterator[
     for name, value in _flat(options):
         if name in SAID_ELSEWHERE:
             yield f"llm_options sets {name}; that is said by {SAID_ELSEWHERE[name]}"
+        elif name in OBJECTS and not isinstance(value, Mapping):
+            yield f"llm_options sets {name} to {value!r}; it must be a JSON object"
         elif name in ONLY and (is_connected or name == "backend"):
             rule = ONLY[name]
             if value not in rule.values:
@@ -126,11 +130,11 @@ def option_problems(options: Mapping[str, Any], is_connected: bool) -> Iterator[
 
 
 def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each option, and each key of those that are objects."""
     for name, value in options.items():
+        yield name, value
         if isinstance(value, Mapping):
             yield from ((f"{name}.{inner}", each) for inner, each in value.items())
-        else:
-            yield name, value
 
 
 def read_options(text: str, repository: str, found: list[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """TensorRT-LLM's statistics of its newest iteration, as the worker reports and publishes them.
 
 `LLM.get_stats_async` yields dicts whose keys differ a little between releases; what is missing
-is 0. Pure. Not here: asking for them (engine.py), the series (../../worker_metrics.py).
+is 0. Pure. Not here: asking for them (llm_thread.py), the series (../../worker_metrics.py).
 """
 
 from __future__ import annotations

@@ -84,6 +84,43 @@ def test_a_decode_engine_that_hands_over_natively_has_no_pool_to_speak_of(
     made.close()
 
 
+def test_speed_is_measured_within_the_context_that_the_engine_was_given(
+    fake_package: None,
+) -> None:
+    prefill = engine(PrefillConfig(kv_pages=64, context_tokens_max=1024), TrtllmConfig())
+    assert max(new + before for new, before, _ in prefill.measured_prefill(0.0)) < 1024
+    prefill.close()
+    decode = engine(DecodeConfig(kv_pages=64, context_tokens_max=512), TrtllmConfig())
+    assert decode.measured_decode(0.0)
+    decode.close()
+
+
+def test_a_context_that_is_too_long_is_said_before_the_llm_is_built(
+    fake_package: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backends.engine.trtllm.engine.LlmThread", None)
+    for pages, said in ((64, "allows 8192"), (2, "kv_pages x block_tokens is 128")):
+        config = PrefillConfig(kv_pages=pages, context_tokens_max=8193)
+        with pytest.raises(ConfigError, match=f"context_tokens_max is 8193.*{said}"):
+            engine(config, TrtllmConfig())
+
+
+def test_an_llm_that_does_not_shut_down_leaves_neither_pool_nor_thread(
+    fake_package: None, monkeypatch: pytest.MonkeyPatch, places: Path
+) -> None:
+    made = engine(PrefillConfig(kv_pages=4), TrtllmConfig())
+    assert list(places.iterdir())
+    llm = made.llm._llm
+    shutdown = llm.shutdown
+
+    def fails() -> None:
+        shutdown()
+        raise ValueError("an error of the background")
+
+    monkeypatch.setattr(llm, "shutdown", fails)
+    made.close()
+
+
 def test_everything_that_is_wrong_is_said_before_anything_is_started(tmp_path: Path) -> None:
     options = '{"pipeline_parallel_size": 2, "dtype": "auto"}'
     with pytest.raises(ConfigError) as caught:
@@ -108,7 +145,7 @@ def test_pages_of_another_size_than_promised_are_refused_with_both_numbers(
     monkeypatch.setattr(llm, "shape_of", quantised)
     with pytest.raises(ConfigError, match=r"\d+") as caught:
         engine(PrefillConfig(kv_pages=4), TrtllmConfig())
-    assert "bytes" in str(caught.value)
+    assert "bytes" in str(caught.value) and "quantised KV is not supported" in str(caught.value)
 
 
 def test_an_engine_that_cannot_be_built_says_why(

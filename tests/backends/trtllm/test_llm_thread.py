@@ -16,7 +16,7 @@ from backends.engine.trtllm.llm_arguments import llm_arguments
 from backends.engine.trtllm.llm_sampling import GOLDEN, llm_sampling
 from backends.engine.trtllm.llm_thread import LlmThread, Order, Outcome
 from backends.engine.trtllm.package import PackageProblem
-from backends.engine.trtllm.settings import TrtllmConfig
+from backends.engine.trtllm.settings import OBJECTS, TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import RequestInvalid, WorkerUnavailable
 from backends.worker_config import DecodeConfig, PrefillConfig
@@ -196,6 +196,13 @@ def test_prefill_and_decode_engines_are_set_up_for_their_work(fake_package: None
 def test_an_option_that_the_release_does_not_know_is_named(fake_package: None) -> None:
     with pytest.raises(PackageProblem, match="does not know warp_drive"):
         llm_arguments(package.load(), PrefillConfig(), TrtllmConfig(), DEMO, 1, {"warp_drive": 9})
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_unknown_key_inside_an_option_is_named_too(fake_package: None, name: str) -> None:
+    with pytest.raises(PackageProblem, match=rf"does not know {name}\.dtyp, {name}\.wrap"):
+        llm_arguments(package.load(), PrefillConfig(), TrtllmConfig(), DEMO, 1,
+                      {name: {"wrap": 1, "dtyp": "fp8"}})  # fmt: skip
 
 
 def test_without_the_package_the_reason_says_where_it_lives() -> None:

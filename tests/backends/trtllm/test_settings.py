@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from backends.engine.trtllm.settings import (
+    OBJECTS,
     ONLY,
     SAID_ELSEWHERE,
     TrtllmConfig,
@@ -64,6 +65,8 @@ def wrong_value(name: str) -> object:
         "scheduler_config.capacity_scheduler_policy": "MAX_UTILIZATION",
         "kv_cache_config.enable_block_reuse": False,
         "orchestrator_type": "ray",
+        "speculative_config": {"decoding_type": "MTP"},
+        "sparse_attention_config": {"algorithm": "rocket"},
     }
     return of_words.get(name, 7)
 
@@ -83,13 +86,23 @@ def test_what_a_connector_cannot_work_with_is_refused_with_the_reason(name: str)
 
 @pytest.mark.parametrize("name", SAID_ELSEWHERE)
 def test_what_another_parameter_says_is_not_said_twice(name: str) -> None:
-    [said] = option_problems(nested(name, 1), is_connected=False)
-    assert SAID_ELSEWHERE[name] in said
+    for value in (1, {"a": 1}):
+        [said] = option_problems(nested(name, value), is_connected=False)
+        assert SAID_ELSEWHERE[name] in said
 
 
 def test_an_engine_without_a_connector_may_do_more() -> None:
-    assert not list(option_problems({"speculative_config": {"a": 1}}, is_connected=False))
+    drafts = {"speculative_config": {"a": 1}}
+    assert not list(option_problems(drafts, is_connected=False))
+    assert list(option_problems(drafts, is_connected=True))
     assert list(option_problems({"backend": "tensorrt"}, is_connected=False))
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize("value", [None, "fp8", [1]])
+def test_what_must_be_an_object_is_said(name: str, value: object) -> None:
+    [said] = option_problems({name: value}, is_connected=False)
+    assert name in said and "must be a JSON object" in said
 
 
 def test_options_come_from_the_text_or_from_a_file_beside_the_repository(tmp_path: Path) -> None:
