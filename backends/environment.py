@@ -75,6 +75,13 @@ def libpython_folder() -> Path:
     )
 
 
+def linker_folders() -> frozenset[Path]:
+    """Where the dynamic linker looks by itself, behind LD_LIBRARY_PATH."""
+    triplet = sysconfig.get_config_var("MULTIARCH") or ""
+    names = ("lib", "lib64", *([f"lib/{triplet}"] if triplet else []))
+    return frozenset(Path(root) / name for root in ("/", "/usr") for name in names)
+
+
 def problems(
     triton: TritonInstall,
     ports: Mapping[str, tuple[str, int]],

@@ -223,8 +223,12 @@ class Launcher:
 
     def _environment(self, triton: environment.TritonInstall) -> dict[str, str]:
         env = dict(os.environ)
-        libraries = [str(environment.libpython_folder()), *map(str, triton.library_folders)]
-        env["LD_LIBRARY_PATH"] = ":".join([*libraries, *filter(None, [env.get("LD_LIBRARY_PATH")])])
+        # A folder of the linker's own, put first, would hide what an image put before it.
+        folders = [environment.libpython_folder(), *triton.library_folders]
+        libraries = [str(each) for each in folders if each not in environment.linker_folders()]
+        if given := env.get("LD_LIBRARY_PATH"):
+            libraries.append(given)
+        env["LD_LIBRARY_PATH"] = ":".join(libraries)
         env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
         env["PYTHONUNBUFFERED"] = "1"
         # glibc gives each of many threads an arena of its own, whose free memory stays there.
