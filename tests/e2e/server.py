@@ -27,6 +27,7 @@ import tritonclient.grpc as triton
 from loadtest.bench import server as bench_server
 
 ROOT = Path(__file__).resolve().parents[2]
+READY_S_MAX = 120.0
 TYPES = {
     "input_ids": "INT32", "max_tokens": "INT32", "min_tokens": "INT32", "end_id": "INT32",
     "top_k": "INT32", "stream_interval": "INT32", "stream": "BOOL", "return_decision": "BOOL",
@@ -144,6 +145,7 @@ class Server:
         arguments: Sequence[str] = (),
         wait: bool = True,
         prepare: Callable[[Path], None] = lambda repository: None,
+        ready_s_max: float = READY_S_MAX,
     ) -> None:
         self.repository = folder / "model_repository"
         shutil.copytree(ROOT / "model_repository", self.repository)
@@ -158,11 +160,12 @@ class Server:
         self.process: subprocess.Popen[bytes] = bench_server.start(
             self.addresses,
             ["--model-repository", str(self.repository), "--state-dir", str(state_dir),
-             "--store-bytes", "128M", "--self-check", *arguments],
+             "--store-bytes", "128M", "--self-check", "--ready-s-max", f"{ready_s_max:.0f}",
+             *arguments],
             self.log,
         )  # fmt: skip
         if wait:
-            bench_server.wait_ready(self.addresses, 120.0, self.process, self.log)
+            bench_server.wait_ready(self.addresses, ready_s_max, self.process, self.log)
 
     def edit(self, model: str, name: str, value: str, must_exist: bool = True) -> None:
         path = self.repository / model / "config.pbtxt"
@@ -256,9 +259,12 @@ def running(
     parameters: Mapping[str, str],
     arguments: Sequence[str] = (),
     prepare: Callable[[Path], None] = lambda repository: None,
+    ready_s_max: float = READY_S_MAX,
 ) -> Iterator[Server]:
     """For fixtures: a server, stopped afterwards, that left nothing behind."""
-    server = Server(folder, state_dir, parameters, arguments, prepare=prepare)
+    server = Server(
+        folder, state_dir, parameters, arguments, prepare=prepare, ready_s_max=ready_s_max
+    )
     try:
         yield server
     finally:

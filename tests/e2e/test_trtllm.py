@@ -35,6 +35,8 @@ class Variant:
 
 
 VARIANTS = {"tp1": Variant(), "tp2 small pages": Variant("bfloat16", 16, 2, "1.2")}
+# For what has nothing to do with ranks and sizes of pages: it takes long enough once.
+only_tp1 = pytest.mark.parametrize("case", ["tp1"], indirect=True)
 
 
 def prompt(number: int, tokens: int) -> list[int]:
@@ -152,6 +154,7 @@ def test_sixteen_at_once_give_the_same_tokens(case: tuple[Server, Variant]) -> N
     wait_until(server.is_idle, "pages, slots and leases to be free")
 
 
+@only_tp1
 def test_a_client_that_leaves_frees_everything(case: tuple[Server, Variant]) -> None:
     server, variant = case
     wait_until(server.is_idle, "an idle start")
@@ -169,6 +172,7 @@ def test_a_client_that_leaves_frees_everything(case: tuple[Server, Variant]) -> 
     assert ask(server, ids).output_ids == want
 
 
+@only_tp1
 def test_clients_that_leave_at_any_moment_leave_no_page_and_no_lease(
     case: tuple[Server, Variant], seed: int
 ) -> None:
@@ -188,6 +192,7 @@ def test_clients_that_leave_at_any_moment_leave_no_page_and_no_lease(
     assert ask(server, ids).output_ids == wanted(variant, ids)
 
 
+@only_tp1
 def test_stop_words_and_end_ids_end_an_answer_early(case: tuple[Server, Variant]) -> None:
     server, variant = case
     ids = prompt(13, 130)
@@ -261,6 +266,7 @@ def pools_of(server: Server) -> list[str]:
     return [name for name in names if "-pool-" in name]
 
 
+@only_tp1
 def test_a_reloaded_worker_finds_the_kv_that_the_old_one_left(
     case: tuple[Server, Variant],
 ) -> None:
@@ -283,6 +289,7 @@ def test_a_reloaded_worker_finds_the_kv_that_the_old_one_left(
     wait_until(served, "the same answer from the cache", 30.0)
 
 
+@only_tp1
 def test_an_edit_that_is_wrong_is_refused_with_every_mistake_and_the_old_worker_goes_on(
     case: tuple[Server, Variant],
 ) -> None:
@@ -299,6 +306,7 @@ def test_an_edit_that_is_wrong_is_refused_with_every_mistake_and_the_old_worker_
     (server.repository / "decode_1" / "config.pbtxt").write_text(before)
 
 
+@only_tp1
 def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(
     case: tuple[Server, Variant],
 ) -> None:
@@ -321,6 +329,7 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(
     unless_triton_aborts(server, trial)
 
 
+@only_tp1
 def test_a_worker_whose_engine_fails_is_started_again_with_a_fresh_one(
     case: tuple[Server, Variant],
 ) -> None:

@@ -38,6 +38,7 @@ else:
 pytestmark = pytest.mark.timeout(3600)
 CHECKPOINT = Path(os.environ.get("MOONCAKE_GPU_CHECKPOINT", DEMO)).resolve()
 DTYPE, B, PAGE, TOKENS = "bfloat16", 128, 32, 48
+READY_S_MAX = 1800.0  # weights are read, kernels are tuned
 LENGTHS = (1, PAGE, B, B + 1, 3 * B + PAGE + 5, 1500)
 # Tokens computed in another batch are rounded otherwise: a near-tie may fall the other way.
 EQUAL_MIN = 0.8
@@ -83,8 +84,9 @@ def case(
         set_parameter(repository, "prefill_1", "store_node", "s0")
 
     folder = tmp_path_factory.mktemp(request.param)
-    arguments = ("--ready-s-max", "1800", "--store-bytes", "4G")
-    for server in running(folder, folder / "state", parameters, arguments, prepare=prepare):
+    for server in running(
+        folder, folder / "state", parameters, ("--store-bytes", "4G"), prepare, READY_S_MAX
+    ):
         yield server, request.param
 
 
