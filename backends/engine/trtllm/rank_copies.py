@@ -4,6 +4,9 @@ The executor's thread hands orders over and never waits for a copy to end (on a 
 loads are copied at once). A thread of its own waits for events, copies what is to be saved, counts
 what is over, tells the worker, and lets TensorRT-LLM have its pages back through `get_finished`.
 
+A forward pass that raises is not followed by `wait_for_save`, and TensorRT-LLM goes on. What was
+to be saved behind it was never computed: it counts as over, and nothing of it is called saved.
+
 Not here: which copies (scheduler.py), how bytes move (copier.py).
 """
 
@@ -46,6 +49,7 @@ class RankCopies:
         self._saving: Counter[int] = Counter()  # moves that are not, by TensorRT-LLM's id
         self._finished: set[int] = set()  # TensorRT-LLM waits for their saves
         self._next_saves: list[Move] = []
+        self._holed: set[str] = set()  # requests of which some pages were never computed
         self._load_event: Event | None = None
         self._load_stream: Any = None
         self._is_broken = False
@@ -58,6 +62,7 @@ class RankCopies:
     def start(self, orders: Orders, stream: Any) -> None:
         """Before the forward pass."""
         self._load_event = None
+        self._drop_uncomputed()
         for llm_id in orders.fences:
             self._wait_saved(llm_id)
         if orders.saves:
@@ -69,6 +74,15 @@ class RankCopies:
             self._load_event = self._copier.load(self._pages.runs(orders.loads), stream)
             self._load_stream = stream
             self._batches.put(Batch(orders.loads, True, self._load_event))
+
+    def _drop_uncomputed(self) -> None:
+        """Of a pass that was started and not ended: it raised."""
+        if self._next_saves:
+            saves, self._next_saves = self._next_saves, []
+            with self._lock:
+                self._holed.update(move.request_id for move in saves)
+            log.warning("a forward pass failed: KV of %d requests is not saved", len(saves))
+            self._end(saves, is_load=False)
 
     def _wait_saved(self, llm_id: int) -> None:
         with self._lock:
@@ -84,10 +98,19 @@ class RankCopies:
     def after_forward(self, stream: Any) -> None:
         if self._next_saves:
             saves, self._next_saves = self._next_saves, []
+            with self._lock:  # what is behind a hole: "saved" would speak of the hole too
+                behind = [move for move in saves if move.request_id in self._holed]
+            if behind:
+                self._end(behind, is_load=False)
+                saves = [move for move in saves if move not in behind]
             self._batches.put(Batch(saves, False, self._copier.record(stream)))
 
     def finished(self, llm_ids: Sequence[int]) -> list[int]:
-        """Of these and earlier ones: whose pages TensorRT-LLM may have back now."""
+        """Of these and earlier ones: whose pages TensorRT-LLM may have back now.
+
+        Called at the end of each iteration, also of one whose pass raised; then it may be idle.
+        """
+        self._drop_uncomputed()
         with self._lock:
             self._finished.update(llm_ids)
             if not self._finished:
@@ -123,7 +146,7 @@ class RankCopies:
                     log.exception("copying KV failed")
                     self._is_broken = True  # and nothing is called saved any more
                     self._send(m.Broken(f"rank {self._pages.rank} could not copy KV: {error}"))
-            self._end(batch)
+            self._end(batch.moves, batch.is_load)
         self._copier.close()
 
     def _load(self, batch: Batch) -> None:
@@ -145,17 +168,17 @@ class RankCopies:
                 tokens = (part.first_page + len(part.block_ids)) * self._tokens_per_block
                 self._send(m.Saved(move.request_id, self._pages.rank, tokens))
 
-    def _end(self, batch: Batch) -> None:
+    def _end(self, moves: Sequence[Move], is_load: bool) -> None:
         """These moves touch nothing any more, whether they went well or not."""
         with self._lock:
-            for move in batch.moves:
+            for move in moves:
                 self._ended[move.request_id] += 1
-                if not batch.is_load:
+                if not is_load:
                     self._saving[move.llm_id] -= 1
                     if not self._saving[move.llm_id]:
                         del self._saving[move.llm_id]
             self._lock.notify_all()
-            asked = {move.request_id for move in batch.moves}
+            asked = {move.request_id for move in moves}
             drained = [request_id for request_id in asked if self._take_drained(request_id)]
         for request_id in drained:
             self._send(m.Drained(request_id, self._pages.rank))
@@ -164,4 +187,5 @@ class RankCopies:
         if self._draining.get(request_id, -1) != self._ended[request_id]:
             return False
         del self._draining[request_id], self._ended[request_id]
+        self._holed.discard(request_id)
         return True

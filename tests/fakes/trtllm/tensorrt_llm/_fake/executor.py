@@ -38,6 +38,7 @@ IterationStats = dict[str, Any]
 
 class Executor:
     aborts_are_told = True  # False: a cancelled request's pages go without request_finished
+    passes_to_fail = 0  # from the next one on
 
     def __init__(self, args: TorchLlmArgs, shape: KvShape) -> None:
         cache = args.kv_cache_config
@@ -143,7 +144,11 @@ class Executor:
             running = [part for part in batch if part[0].request_id not in self.connectors.loading]
             self.connectors.start(self.connectors.describe(running), self.stream)
         launched = None
-        if running:
+        if running and self.passes_to_fail:  # it raises: no wait_for_save, everybody gets an error
+            self.passes_to_fail -= 1
+            for request in list(self._active):
+                self._finish(request, [], "cancelled")
+        elif running:
             launched = (running, self._forward(running), self.stream.record_event())
             if self.connectors is not None:
                 self.connectors.after_forward(self.stream)
