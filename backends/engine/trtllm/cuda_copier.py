@@ -8,8 +8,8 @@ each have a stream of their own, tied to the forward pass by events:
 
 A load waits for what the forward stream still has to do, because the pages that it fills may just
 have been taken from a request whose last step is under way. Copies are issued through the CUDA
-driver (ctypes, 2 to 4 us each, where a torch copy costs 8): a page of 32 tokens takes 7 us on a
-PCIe 5 link, so a slower call would be the limit. They are plain copies, not kernels: no
+driver (ctypes): a page takes microseconds on the bus, so a call that costs as much as one of torch
+may be the limit (an estimate; nobody has measured it). They are plain copies, not kernels: no
 multiprocessor is taken from the forward pass.
 
 Not here: which copies (rank_copies.py). torch is imported late: only a process with CUDA gets here.
@@ -30,14 +30,14 @@ from backends.engine.trtllm.copier import Event
 
 log = logging.getLogger(__name__)
 HOST_REGISTER_PORTABLE = 1
-ISSUED_MAX = 512  # copies in flight; beyond 1,000 or so the driver's queue is full
+ISSUED_MAX = 512  # copies in flight; where the driver's queue is full was guessed, not measured
 
 
 class CudaDriver:
     """The one call of libcuda that is needed; addresses are unified, so it copies either way."""
 
     def __init__(self) -> None:
-        # PyDLL keeps the GIL: giving it up for 3 us would cost a switch interval to get it back.
+        # PyDLL keeps the GIL: given up for so short a call, it costs a switch interval to get back.
         self._quick = _copy_function(ctypes.PyDLL("libcuda.so.1"))
         self._patient = _copy_function(ctypes.CDLL("libcuda.so.1"))
 
@@ -46,6 +46,16 @@ class CudaDriver:
         call = self._quick if issued < ISSUED_MAX else self._patient
         if error := call(target, source, size_bytes, stream):
             raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {error}")
+
+    def forget_error(self, cuda_version: str) -> None:
+        """What failed was handled; left behind, torch's next check of a launch would raise it.
+
+        torch does not offer this call; by its name the runtime is the one that torch has loaded.
+        """
+        try:
+            ctypes.CDLL(f"libcudart.so.{cuda_version.split('.')[0]}").cudaGetLastError()
+        except (OSError, AttributeError) as error:
+            log.warning("an error of CUDA that was handled may be reported once more: %s", error)
 
 
 def _copy_function(library: ctypes.CDLL) -> Any:
@@ -77,6 +87,7 @@ class CudaCopier:
                     "and hold up the forward pass; raise the limit of locked memory (ulimit -l)",
                     int(error),
                 )
+                self._driver.forget_error(self._torch.version.cuda)
             self._load_stream = self._torch.cuda.Stream()
             self._save_stream = self._torch.cuda.Stream()
 

@@ -35,6 +35,7 @@ forget_modules()
 
 PAGES, LAYERS, FLAT = 12, 3, 64
 PAGE_BYTES = LAYERS * 2 * FLAT * 2  # bfloat16
+VERSION = SimpleNamespace(cuda="12.8")
 Make = Callable[[Any, Any], Copier]
 
 
@@ -44,6 +45,19 @@ class HostCuda:
     def __init__(self) -> None:
         self.streams: dict[int, CudaStream] = {}
         self.locked: list[int] = []
+        self.last_error = 0
+
+    def forget_error(self, cuda_version: str) -> None:
+        assert cuda_version == "12.8"
+        self.last_error = 0
+
+    def fail_to_lock(self, at: int, size: int, flags: int) -> int:
+        self.last_error = 2
+        return 2
+
+    def launch(self) -> None:
+        """A kernel of torch: it looks for an error that somebody left behind."""
+        assert not self.last_error, "torch raises it here"
 
     @contextlib.contextmanager
     def device(self, device: Any) -> Iterator[None]:
@@ -96,7 +110,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             return make_copier(kv, pool)
         with monkeypatch.context() as patch:
             patch.setattr(cuda_copier, "CudaDriver", lambda: cuda)
-            patch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+            patch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, version=VERSION))
             return CudaCopier(kv, pool)
 
     yield make_one
@@ -219,12 +233,13 @@ def test_a_page_lock_that_fails_is_told_and_copies_go_on(
 ) -> None:
     cuda = HostCuda()
     monkeypatch.setattr(cuda_copier, "CudaDriver", lambda: cuda)
-    cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2)  # type: ignore[method-assign]
+    cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=cuda.fail_to_lock)  # type: ignore[method-assign]
     kv, _, pool = memory(1, 1)
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+        patch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, version=VERSION))
         copier = CudaCopier(kv, pool)
     assert "ulimit -l" in caplog.text
+    cuda.launch()
     copier.close()
     for stream in cuda.streams.values():
         stream.close()
