@@ -6,6 +6,7 @@ file; connectors that are known to work with it are witnesses that it is written
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 DATA = Path(__file__).resolve().parents[3] / "data"
+OUR_FILES = DATA.parents[1] / "backends" / "engine" / "trtllm"
 API: dict[str, dict[str, Any]] = json.loads((DATA / "trtllm_connector_api.json").read_text())
 WITNESSES: list[dict[str, Any]] = json.loads((DATA / "trtllm_witnesses.json").read_text())
 PLACES = {
@@ -78,11 +80,23 @@ def test_both_places_of_the_api_have_witnesses() -> None:
 
 def test_we_use_nothing_of_a_request_that_no_witness_uses() -> None:
     """Beyond it only attributes that may be missing (getattr with a default)."""
-    used = {name for each in WITNESSES for name in each["uses"]}
-    assert {
-        "request_id", "get_tokens", "new_requests", "cached_requests", "new_block_ids",
-        "computed_position", "num_scheduled_tokens", "multimodal_positions",
-    } <= used  # fmt: skip
+    ours = {name for file in ("connector.py", "scheduler.py") for name in uses_in(file)}
+    must_be_seen = {"request_id", "get_tokens", "new_requests", "cached_requests",
+                    "new_block_ids", "computed_position", "num_scheduled_tokens"}  # fmt: skip
+    assert must_be_seen <= ours, "does our code call TensorRT-LLM's things by other names now?"
+    assert ours <= {name for each in WITNESSES for name in each["uses"]}
+
+
+def uses_in(file: str) -> set[str]:
+    """Attributes of what TensorRT-LLM hands in, by the names that our code gives it."""
+    tree = ast.parse((OUR_FILES / file).read_text())
+    return {
+        each.attr
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.value, ast.Name)
+        and each.value.id in ("request", "data", "scheduler_output")
+    }
 
 
 def test_without_tensorrt_llm_the_connector_can_be_imported_and_loads_no_torch() -> None:
