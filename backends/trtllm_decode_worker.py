@@ -254,9 +254,6 @@ class TrtllmDecodeWorker(DecodeWorker):
                 self.worker.observations.observe("mooncake_handover_tokens_total", tokens,
                                                  path=path)  # fmt: skip
 
-    def loaded(self, request_id: str, tokens: int) -> None:
-        """Of no interest: its pages are kept until it has ended."""
-
     def saved(self, request_id: str, tokens: int) -> None:
         """So many leading tokens are in the pages, of every rank."""
         with self._lock:

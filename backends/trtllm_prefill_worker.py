@@ -239,9 +239,6 @@ class TrtllmPrefillWorker(PrefillWorker):
             if not job.computed_at_s:
                 job.cached_tokens = min(local_tokens + loaded_tokens, len(job.token_ids) - 1)
 
-    def loaded(self, request_id: str, tokens: int) -> None:
-        """Of no interest: its pages are kept until it has ended."""
-
     def computed(self, job: TrtllmPrefillJob, token_id: int) -> None:
         now_s = time.monotonic()
         with self._lock:

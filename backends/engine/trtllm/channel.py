@@ -2,7 +2,7 @@
 
     worker: ConnectorHost ──Stage, Unstage──▶ scheduler on rank 0    (a ConnectorLink)
                    │ ▲  └────────Drain──────▶ every rank             (a ConnectorLink each)
-                   │ └── Staged, Claimed, Unstaged, Ready, Saved, Loaded, Drained, Broken ──┘
+                   │ └── Staged, Claimed, Unstaged, Ready, Saved, Drained, Broken ──┘
                    └──▶ futures, and a Listener for what comes by itself
 
 ZeroMQ over ipc: each end binds an inbox of its own and pushes into the others', so no socket is
@@ -36,6 +36,7 @@ LETTERS_MAX = 100_000  # queued per peer; a peer that lets more wait is taken fo
 POLL_MS = 50  # how late a deadline may be noticed
 SCHEDULER = "scheduler"
 STAGING, UNSTAGING = "staging", "unstaging"
+CLOSED = "the channel was closed"
 
 TokensOf = dict[str, dict[int, int]]  # request -> rank -> tokens
 T = TypeVar("T")
@@ -141,7 +142,6 @@ class Listener(Protocol):
     """What a worker hears unasked, in the channel's thread: return soon."""
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
-    def loaded(self, request_id: str, tokens: int) -> None: ...
     def saved(self, request_id: str, tokens: int) -> None:
         """Every rank has the KV of so many leading tokens in the pages; it only grows."""
 
@@ -157,9 +157,9 @@ class ConnectorHost:
         self._changed = threading.Condition()
         self._ready: dict[int, m.Ready] = {}
         self._broken = ""
+        self._is_closed = False
         self._waiting: dict[tuple[str, str], tuple[Future[None], float]] = {}  # with its deadline
         self._undrained: dict[str, set[int]] = {}  # ranks that still copy, of an unstaged request
-        self._loaded: TokensOf = defaultdict(dict)
         self._saved: TokensOf = defaultdict(dict)
         self._scheduler = Post(_inbox(address, SCHEDULER))
         self._ranks: dict[int, Post] = {}
@@ -192,9 +192,10 @@ class ConnectorHost:
     def close(self) -> None:
         self._mailbox.close()
         with self._changed:
+            self._is_closed = True
             waiting, self._waiting = self._waiting, {}
         for future, _ in waiting.values():
-            _fail(future, "the channel was closed")
+            _fail(future, CLOSED)
         for post in (self._scheduler, *self._ranks.values()):
             with contextlib.suppress(ChannelError):
                 post.send(m.Goodbye())
@@ -212,6 +213,8 @@ class ConnectorHost:
     ) -> Future[None]:
         with self._changed:
             self._refuse_if_broken()
+            if self._is_closed:
+                raise ChannelError(CLOSED)
             if (kind, request_id) in self._waiting:
                 return self._waiting[kind, request_id][0]
             future: Future[None] = Future()
@@ -240,28 +243,23 @@ class ConnectorHost:
                 self._listener.claimed(
                     message.request_id, message.local_tokens, message.loaded_tokens
                 )
-            case m.Loaded():
-                tokens = self._all_have(self._loaded, message)
-                if tokens is not None:
-                    self._listener.loaded(message.request_id, tokens)
             case m.Saved():
-                tokens = self._all_have(self._saved, message)
+                tokens = self._all_have(message)
                 if tokens is not None:
                     self._listener.saved(message.request_id, tokens)
             case m.Broken():
                 self._break(message.reason)
 
-    def _all_have(self, tokens_of: TokensOf, message: m.Loaded | m.Saved) -> int | None:
+    def _all_have(self, message: m.Saved) -> int | None:
         """What the slowest rank has, when this message raised it. None: not raised."""
         with self._changed:
-            by_rank = tokens_of[message.request_id]
+            by_rank = self._saved[message.request_id]
             before = min(by_rank.values()) if len(by_rank) == len(self._ready) else 0
             by_rank[message.rank] = message.tokens
             now = min(by_rank.values()) if len(by_rank) == len(self._ready) else 0
             return now if now > before else None
 
     def _forget(self, request_id: str) -> None:
-        self._loaded.pop(request_id, None)
         self._saved.pop(request_id, None)
 
     def _drain(self, message: m.Unstaged) -> None:

@@ -118,7 +118,11 @@ class MooncakeConnectorWorker(WorkerBase):
         pool = map_pool(site.pool_path, site.block_bytes)
         self._copies = RankCopies(pages, tokens, make_copier(kv, pool), self._link.send)
         pool_pages = len(pool) // site.block_bytes
-        self._link.send(m.Ready(self._rank, self._tp_size, pages.rank_bytes, tokens, pool_pages))
+        self._link.send(
+            m.Ready(
+                self._rank, self._tp_size, pages.rank_bytes, tokens, pool_pages, gpu_pages=len(kv)
+            )
+        )  # fmt: skip
 
     def bind_connector_meta(self, metadata: object) -> None:
         super().bind_connector_meta(metadata)

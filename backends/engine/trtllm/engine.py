@@ -140,6 +140,17 @@ class TrtllmEngine:
         found = {rank.tokens_per_block for rank in ranks}
         if found != {self.config.page_tokens}:
             raise ConfigError(f"page_tokens is {self.config.page_tokens}, TensorRT-LLM has {found}")
+        self._check_room(min(rank.gpu_pages for rank in ranks))
+
+    def _check_room(self, pages: int) -> None:
+        """TensorRT-LLM takes fewer pages than it is told to when the GPU has no room for them."""
+        promised = len(self.kv_pool) // self.layout.block_bytes * self.layout.block_tokens
+        there = pages * self.config.page_tokens
+        said = f"TensorRT-LLM has pages for {there} tokens on the GPU, kv_pages promises {promised}"
+        if there < self.max_seq_len:
+            raise ConfigError(f"{said}, and a request may have {self.max_seq_len}: lower both")
+        if there < promised:
+            log.warning("%s: requests will wait inside the engine; lower kv_pages", said)
 
     def _reason_of(self, error: BaseException) -> str:
         """What the connector says is wrong is more to the point than what came of it."""

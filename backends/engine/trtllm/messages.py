@@ -134,6 +134,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     rank_bytes: int  # this rank's part of a store block
     tokens_per_block: int  # TensorRT-LLM's page
     pool_pages: int
+    gpu_pages: int  # of TensorRT-LLM, for all requests
 
 
 class Saved(msgspec.Struct, tag="saved", frozen=True):
@@ -142,12 +143,6 @@ class Saved(msgspec.Struct, tag="saved", frozen=True):
     request_id: str
     rank: int
     tokens: int  # whole pages of TensorRT-LLM
-
-
-class Loaded(msgspec.Struct, tag="loaded", frozen=True):
-    request_id: str
-    rank: int
-    tokens: int
 
 
 class Drained(msgspec.Struct, tag="drained", frozen=True):
@@ -162,4 +157,4 @@ class Broken(msgspec.Struct, tag="broken", frozen=True):
 
 
 ToConnector = Stage | Unstage | Drain | Goodbye
-ToWorker = Staged | Refused | Claimed | Unstaged | Ready | Saved | Loaded | Drained | Broken
+ToWorker = Staged | Refused | Claimed | Unstaged | Ready | Saved | Drained | Broken

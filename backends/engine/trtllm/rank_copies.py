@@ -152,9 +152,6 @@ class RankCopies:
     def _load(self, batch: Batch) -> None:
         if batch.event is not None:
             batch.event.synchronize()
-        for move in batch.moves:
-            tokens = len(move.block_ids) * self._tokens_per_block
-            self._send(m.Loaded(move.request_id, self._pages.rank, tokens))
 
     def _save(self, batch: Batch) -> None:
         pages_max = max(1, SAVE_BYTES_MAX // self._pages.page_bytes)

@@ -2,7 +2,7 @@
 
 A request is recognised by all of its tokens and its cache salt, compared with the staged ones.
 That is what the keys say too (they are checked against the tokens when a stage arrives), and
-comparing takes a third of the time of hashing: this happens while TensorRT-LLM holds the lock of
+comparing takes about half of the time of hashing: this happens while TensorRT-LLM holds the lock of
 its own prefix tree. Equal prompts each have a stage of their own and are handed out in order.
 
 Pure, except that it checks keys. scheduler.py holds the lock around it.

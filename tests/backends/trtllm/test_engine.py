@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.trtllm import staging_pool
+from backends.engine.trtllm.channel import ConnectorHost
 from backends.engine.trtllm.engine import TrtllmEngine
 from backends.engine.trtllm.llm_thread import Order
 from backends.engine.trtllm.measuring import Stopwatch
@@ -31,7 +33,6 @@ class Deaf:
         self.reasons: list[str] = []
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
-    def loaded(self, request_id: str, tokens: int) -> None: ...
     def saved(self, request_id: str, tokens: int) -> None: ...
 
     def broken(self, reason: str) -> None:
@@ -180,3 +181,28 @@ def test_a_worker_on_torch_loads_nothing_of_tensorrt_llm() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "['backends.engine.trtllm.settings']"
+
+
+def test_fewer_pages_on_the_gpu_than_promised_are_told_or_refused(
+    fake_package: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wait_ready, pages = ConnectorHost.wait_ready, [0]
+
+    def less(host: ConnectorHost, timeout_s: float) -> list[Any]:
+        ranks = wait_ready(host, timeout_s)
+        return [msgspec.structs.replace(rank, gpu_pages=pages[0]) for rank in ranks]
+
+    monkeypatch.setattr(ConnectorHost, "wait_ready", less)
+    config = TrtllmConfig()
+    worker = PrefillConfig(kv_pages=32, context_tokens_max=64)
+    promised = 32 * worker.block_tokens
+    pages[0] = promised // config.page_tokens
+    engine(worker, config).close()
+    assert "promises" not in caplog.text
+    pages[0] -= 1
+    engine(worker, config).close()
+    there = promised - config.page_tokens
+    assert f"pages for {there} tokens on the GPU, kv_pages promises {promised}" in caplog.text
+    pages[0] = 1
+    with pytest.raises(ConfigError, match=f"for {config.page_tokens} tokens.* may have 64"):
+        engine(worker, config)

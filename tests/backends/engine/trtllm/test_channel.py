@@ -43,7 +43,7 @@ class Side:
 
     def ready(self) -> None:
         for rank, link in enumerate(self.ranks):
-            link.send(m.Ready(rank, len(self.ranks), 1024, 16, 8))
+            link.send(m.Ready(rank, len(self.ranks), 1024, 16, 8, 64))
 
     def close(self) -> None:
         for link in (self.scheduler, *self.ranks):
@@ -137,9 +137,6 @@ def test_tokens_are_saved_when_the_slowest_rank_has_them(
     zero, one = side.ranks
     zero.send(m.Saved("a", 0, 16))
     zero.send(m.Saved("a", 0, 64))
-    zero.send(m.Loaded("b", 0, 32))
-    one.send(m.Loaded("b", 1, 32))
-    heard.wait_for("loaded", "b", 32)
     one.send(m.Saved("a", 1, 48))
     heard.wait_for("saved", "a", 48)
     one.send(m.Saved("a", 1, 64))
@@ -171,7 +168,7 @@ def test_a_broken_connector_fails_everything_with_its_reason(
 
 def test_ranks_that_are_missing_are_named(host: ConnectorHost, tmp_path: Path) -> None:
     link = ConnectorLink(f"ipc://{tmp_path}/kv", rank_name(1), lambda message: None)
-    link.send(m.Ready(1, 2, 1024, 16, 8))
+    link.send(m.Ready(1, 2, 1024, 16, 8, 64))
     with pytest.raises(ChannelError, match="ranks that did"):
         host.wait_ready(0.0)
     link.close()
@@ -183,3 +180,6 @@ def test_closing_fails_what_is_waited_for(tmp_path: Path, heard: Heard) -> None:
     host.close()
     with pytest.raises(ChannelError, match="closed"):
         future.result(WAIT_S)
+    for ask in (lambda: host.stage(stage(), WAIT_S), lambda: host.unstage("b", WAIT_S)):
+        with pytest.raises(ChannelError, match="closed"):
+            ask()
