@@ -17,6 +17,7 @@ Not here: tensorrt_llm itself (engine/trtllm/).
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,6 +93,7 @@ class TrtllmPrefillWorker(PrefillWorker):
         self._engine: Any = None
         self._health = EngineHealth(self._lost)
         self._step_began_s = self._step_ended_s = 0.0
+        self._staging = threading.Lock()
         try:
             super().__init__(worker_id, config, repository)
         except BaseException:
@@ -189,8 +191,16 @@ class TrtllmPrefillWorker(PrefillWorker):
         return late
 
     def _loaded(self, job: PrefillJob) -> None:
-        """In a loader's thread: stage, then submit."""
+        """In a loader's thread: stage, then submit.
+
+        One at a time: of equal prompts the engine's first request takes the first stage, so they
+        must come in the same order, or one that is cancelled takes the other's stage with it.
+        """
         assert isinstance(job, TrtllmPrefillJob)
+        with self._staging:
+            self._stage_and_submit(job)
+
+    def _stage_and_submit(self, job: TrtllmPrefillJob) -> None:
         put, salt, page = job.put, job.request.cache_salt, self._trtllm.page_tokens
         if not job.is_stopped:
             job.is_staged = True
