@@ -232,6 +232,7 @@ def threads_of(server: Server) -> dict[str, int]:
     return {name: stub_of(server, name).num_threads() for name in names}
 
 
+@only_tp1
 def test_five_hundred_requests_return_leases_pages_and_threads_to_where_they_were(
     case: tuple[Server, Variant],
 ) -> None:
