@@ -64,7 +64,6 @@ def load_now(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> 
     return batch.load_now()
 
 
-PREDICTIVE = ("predictive", "predictive_lengths")  # these see overtakers as well (overtakers.py)
 LOAD_POLICIES: Mapping[str, LoadPolicy] = {
     "reserved": load_reserved,
     "predictive_lengths": load_when_prefill_ends,  # of all workers at once: see decode_loads()
@@ -80,22 +79,21 @@ def decode_loads(
 ) -> list[Load]:
     """What each of these decode workers has, without the request, as the admission policy sees it
     for one whose prefill ends at `at_s`."""
-    name, decode_s = cluster.config.admission, cluster.decode_s
     if cluster.forecasts is not None:
         rows = np.array([w.batch.forecast.row for w in workers if w.batch.forecast is not None])
         loads = [Load(*row) for row in cluster.forecasts.at(rows, at_s).tolist()]
     else:
-        policy = LOAD_POLICIES[name]
+        policy, decode_s = LOAD_POLICIES[cluster.config.admission], cluster.decode_s
         loads = [policy(worker.batch, at_s, now_s, decode_s) for worker in workers]
-    if name not in PREDICTIVE:
+    if cluster.overtakers is None:
         return loads
     more, context, room = cluster.overtakers.expected(at_s, now_s, len(cluster.decodes.workers))
     # Whoever finds nobody there harms nobody, whatever may come later.
     return [
-        Load(sequences + more, tokens + context, pages + room) if sequences > 0 else load
+        Load(load.sequences + more, load.context_tokens + context, load.pages + room)
+        if load.sequences > 0 else load
         for load in loads
-        for sequences, tokens, pages in (load,)
-    ]
+    ]  # fmt: skip
 
 
 def reject_nobody(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:

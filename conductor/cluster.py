@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from conductor.config import ConductorConfig
+from conductor.config import PREDICTIVE, ConductorConfig
 from conductor.decode_forecast import Answer, DecodeForecast, ForecastTable
 from conductor.decode_pool import DecodePool
 from conductor.lengths import OutputLengths
@@ -29,6 +29,7 @@ from conductor.pool import RATIO_FRESH_S, Pool
 from conductor.prefill_pool import PrefillPool
 from conductor.slow_start import newness
 from conductor.worker import Worker, WorkerKey
+from mooncake_store.layout import blocks_touched
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
 
 PATHS_PER_TICK = 64  # made ahead for each role; one takes up to 0.1 ms in a large cluster
@@ -70,7 +71,9 @@ class Cluster:
         self.lengths = OutputLengths(config.output_tokens_expected)
         learns = config.admission == "predictive_lengths"
         self.forecasts = ForecastTable(config.decode_room_sigma) if learns else None
-        self.overtakers = Overtakers(config.overtaker_share, config.demand_half_life_s)
+        self.overtakers: Overtakers | None = None  # of the two predictions only
+        if config.admission in PREDICTIVE:
+            self.overtakers = Overtakers(config.overtaker_share, config.demand_half_life_s)
         self.prefills, self.decodes = PrefillPool(config), DecodePool(config)
         self._pools: dict[str, Pool] = {"prefill": self.prefills, "decode": self.decodes}
         self._is_stale = True  # somebody came or went since the pools were built
@@ -239,11 +242,12 @@ class Cluster:
         prefill.queue.charge(
             route.request_id, new_tokens, route.cached_tokens, now_s, route.order_key_s
         )
-        pages = -(-(prompt_tokens + output_tokens_max) // decode.info.block_tokens)
+        pages = blocks_touched(prompt_tokens + output_tokens_max, decode.info.block_tokens)
         prefill_end_s = now_s + predicted.queue_s + predicted.transfer_s + predicted.prefill_s
         answer = Answer(self.lengths.class_of(prompt_tokens, tenant), output_tokens_max)
         decode.batch.charge(route.request_id, prompt_tokens, pages, prefill_end_s, answer, now_s)
-        self.overtakers.admitted(prefill_end_s - now_s, prompt_tokens, pages, now_s)
+        if self.overtakers is not None:
+            self.overtakers.admitted(prefill_end_s - now_s, prompt_tokens, pages, now_s)
         self.prefills.refresh(prefill)
         self.decodes.charged(decode, prompt_tokens, pages)
         if route.fetch_node is not None:

@@ -15,6 +15,7 @@ from conductor.policies import POLICIES
 from conductor.queue_order import FIFO, QueueOrder
 
 ADMISSIONS = ("reserved", "predictive_lengths", "predictive", "early", "baseline", "none")
+PREDICTIVE = ("predictive", "predictive_lengths")  # of them, those that look ahead
 SHEDDINGS = ("fair_share", "limit")
 QUEUE_ORDERS = ("fifo", "shortest_first")
 OVERLOAD_STRETCH = 20.0  # nearly all prompts reach the bound
