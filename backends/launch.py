@@ -4,35 +4,30 @@ Directory, then storage nodes, then Triton with its models; ready when every mod
 ends the launcher (Ctrl-C, SIGTERM, a child that keeps dying, a model that does not load at the
 start), its processes end too and its files in /dev/shm and its sockets are removed.
 Not here: checks of the machine (environment.py), the staged backends (staging.py), child
-processes (processes.py), what Triton says of its models (repository.py).
+processes (processes.py), its files and those of dead launchers (launch_files.py), what Triton says
+of its models (repository.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from backends import environment, staging
+from backends.launch_files import LaunchFiles, remove_leftovers
 from backends.mirror import RepositoryMirror
 from backends.processes import Child
 from backends.repository import ModelState, RepositoryWatch
 from backends.stub_watch import StubWatch
 from mooncake_store import self_check
 
-SHM = Path("/dev/shm")
-SHM_PREFIX = "mooncake-"
 TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
 STOP_S_MAX = 9.0
 UNIT_BYTES = 16 * 2**10  # grain of the storage nodes' memory: headers take 0.4 % of it
@@ -66,12 +61,12 @@ class Launcher:
 
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
-        self.name = f"{SHM_PREFIX}{os.getpid()}"
+        self._files = LaunchFiles()
+        self.name = self._files.name
         self.children: list[Child] = []
         self.state_dir = options.state_dir.resolve()
         self.log_dir = self.state_dir / f"logs-{options.http_port}"
-        # Socket paths are limited to 107 bytes, so they do not lie under state_dir.
-        self.socket_dir = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
+        self.socket_dir = self._files.socket_dir
         self.mirror = RepositoryMirror(
             options.model_repository, self.state_dir / f"repository-{options.http_port}"
         )
@@ -100,7 +95,7 @@ class Launcher:
                 [*python, "mooncake_store.node", "--node-id", node, "--die-with-parent",
                  "--directory", self.directory_address,
                  "--segment-bytes", str(options.store_bytes),
-                 "--segment-path", str(SHM / f"{self.name}-{node}"),
+                 "--segment-path", str(self._files.path(node)),
                  "--unit-bytes", str(UNIT_BYTES),
                  "--control", f"ipc://{self.socket_dir}/{node}", *self._ssd(node)], env)
             for node in options.nodes
@@ -189,10 +184,7 @@ class Launcher:
                 child.finish(give_up_s - time.monotonic() - 2.0)
         for child in reversed(self.children):
             child.finish(give_up_s - time.monotonic())
-        for path in SHM.glob(f"{self.name}-*"):
-            with contextlib.suppress(OSError):
-                path.unlink()
-        shutil.rmtree(self.socket_dir, ignore_errors=True)
+        self._files.remove()
 
     @property
     def http_url(self) -> str:
@@ -261,15 +253,6 @@ class Launcher:
               for name in staging.OUR_BACKENDS),
             *options.triton_args,
         ]  # fmt: skip
-
-
-def remove_leftovers() -> None:
-    """Delete shared-memory files of launchers that died without cleaning up (kill -9)."""
-    for path in SHM.glob(f"{SHM_PREFIX}[0-9]*-*"):
-        owner = re.match(rf"{SHM_PREFIX}(\d+)-", path.name)
-        if owner and not psutil.pid_exists(int(owner.group(1))):
-            with contextlib.suppress(OSError):
-                path.unlink()
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
