@@ -24,6 +24,11 @@ from backends.engine.sampling_params import SamplingParams
 from backends.engine.trtllm import measuring, native_handoff, package
 from backends.engine.trtllm.channel import ChannelError, ConnectorHost, Listener
 from backends.engine.trtllm.environment import choose_gpus, gpu_names, remove_mpi_leftovers
+from backends.engine.trtllm.kv_identity import (
+    KvIdentity,
+    options_that_reach_kv,
+    pages_description,
+)
 from backends.engine.trtllm.kv_shape import KvShape, read_kv_shape
 from backends.engine.trtllm.llm_arguments import is_connected, llm_arguments
 from backends.engine.trtllm.llm_sampling import llm_sampling
@@ -63,10 +68,7 @@ class TrtllmEngine:
         self.vocabulary_tokens = shape.vocabulary_tokens
         self.eos_token_ids = shape.eos_token_ids
         self.model_id = shape.model_id
-        self.weights_id = Checkpoint.open(folder).weights_id(shape)
-        # The fingerprint's field for all that makes one rank's pages different from another's.
-        pages = f"tensorrt_llm-tp{config.tp_size}-page{config.page_tokens}-HND"
-        self.tp_shape = pages + ("-native" if config.handoff == "native" else "")
+        self.weights_id = Checkpoint.open(folder).weights_id(KvIdentity.of_folder(folder))
         self.pages = PagePool(worker.kv_pages)
         self._slots = getattr(worker, "slots", 1)
         remove_mpi_leftovers(os.environ)
@@ -75,6 +77,10 @@ class TrtllmEngine:
         try:
             choose_gpus(os.environ, config.gpus)
             self._package = package.load()
+            # The fingerprint's field for all that makes one rank's pages unlike another's.
+            self.tp_shape = pages_description(
+                self._package.version, config, worker.dtype, options_that_reach_kv(options)
+            )
             self._pool = self._make_pool(worker_id, worker.kv_pages if self.is_connected else 1)
             self.kv_pool = self._pool.bytes
         except (ValueError, package.PackageProblem, PoolProblem) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -64,7 +66,7 @@ def engine(worker: Any, config: TrtllmConfig, listener: Deaf | None = None) -> T
 def test_it_starts_with_pages_of_the_promised_size(fake_package: None, places: Path) -> None:
     made = engine(PrefillConfig(kv_pages=32), TrtllmConfig(tp_size=2))
     assert len(made.kv_pool) == 32 * made.layout.block_bytes
-    assert made.tp_shape == "tensorrt_llm-tp2-page32-HND"
+    assert made.tp_shape == "tensorrt_llm-1.3.0rc14-tp2-page32-float32"
     assert [path.stat().st_size for path in places.iterdir()] == [len(made.kv_pool)]
     watch = Stopwatch()
     sampling = made.sampling(SamplingParams(max_tokens=3), 0, 3)
@@ -206,3 +208,24 @@ def test_fewer_pages_on_the_gpu_than_promised_are_told_or_refused(
     pages[0] = 1
     with pytest.raises(ConfigError, match=f"for {config.page_tokens} tokens.* may have 64"):
         engine(worker, config)
+
+
+def test_another_rope_or_attention_backend_is_another_engine_s_kv(
+    fake_package: None, tmp_path: Path
+) -> None:
+    def described(folder: Path, options: str = "") -> tuple[str, str]:
+        made = TrtllmEngine(
+            "w", PrefillConfig(kv_pages=4), TrtllmConfig(llm_options=options), folder,
+            "model_repository", Deaf(), lambda stats: None,
+        )  # fmt: skip
+        made.close()
+        return made.weights_id, made.tp_shape
+
+    copy = tmp_path / "copy"
+    shutil.copytree(DEMO, copy)
+    before = described(DEMO)
+    assert described(copy) == before
+    raw = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(raw | {"rope_theta": 123.0}))
+    assert described(copy) != before
+    assert described(DEMO, '{"env_overrides": {"A": "1"}}') != before
