@@ -20,12 +20,16 @@ from mooncake_store.events import BlockAdded, BlockRemoved, EventLog, NodeDown
 from mooncake_store.holder import CopyState, HeldCopy, Holder, Kind, Pin
 from mooncake_store.leases import LeaseTable
 from mooncake_store.pins import PinTable
+from mooncake_store.slots import GENERATION_MAX
 from mooncake_store.status import Totals
 from mooncake_store.tenants import TenantTable
 
 # Generations start at epoch * 2**20 and count up over all nodes. The server's epoch is its start in
-# milliseconds, so even the generations of a restarted directory are new (below 10**9 per second).
+# milliseconds, so the generations of a restarted directory are new (below 10**9 per second), unless
+# the clock was set back: then what nodes claim to hold moves the count on (outgrow). A clock that
+# runs in another century must not use the numbers up.
 GENERATIONS_PER_EPOCH = 2**20
+FIRST_GENERATION_MAX = GENERATION_MAX - 2**60
 LOOK_AGAIN_S = 1e-4  # per idle block; looking at one takes about 1e-6
 
 
@@ -42,7 +46,7 @@ class CopyTable:
         self.events = EventLog(config.events_max)
         self.totals = Totals()
         self.ephemeral = 0  # ready copies that are
-        self.next_generation = epoch * GENERATIONS_PER_EPOCH
+        self.next_generation = min(epoch * GENERATIONS_PER_EPOCH, FIRST_GENERATION_MAX)
 
     # ---- coming
 
@@ -102,6 +106,11 @@ class CopyTable:
         self.publish(copy, checksum)
         copy.become_idle()
         return True
+
+    def outgrow(self, generation: int) -> None:
+        """A holder has used this one before: the next is larger, whatever the clock said."""
+        assert generation < GENERATION_MAX, generation
+        self.next_generation = max(self.next_generation, generation + 1)
 
     # ---- room
 

@@ -201,7 +201,7 @@ class Directory(Upkeep):
             is_there = ready is not None and (ready.slot, ready.generation) == (slot, generation)
             if ready is not None and is_there and ready.kind is not Kind.ADOPTED:
                 mistakes.append("was committed already; a commit is final, write a new slot")
-            elif generation >= table.next_generation:
+            elif holder is not None and holder.is_open and generation >= table.next_generation:
                 mistakes.append("was never allocated; allocate first, then write and commit")
             else:
                 return

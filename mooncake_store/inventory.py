@@ -5,6 +5,8 @@ headers (or the manifest of its SSD) claim. Claims may overlap: an evicted block
 until a unit of it is written again. Of two that overlap, the higher generation is the one that was
 written later, so the other is torn, even when a third one has overwritten the later one since. A
 slot that was being written rests in quarantine: its writer may not know yet that its lease is void.
+A claim that cannot be true, of a generation that nobody can have reached for instance, counts for
+nothing: neither against the others nor for the generations to come.
 
 Whether the bytes are what the claim says is found out by the checksum, at the first read.
 
@@ -17,19 +19,24 @@ from collections.abc import Sequence
 
 from mooncake_store.holder import Claim
 from mooncake_store.layout import STATE_READY, STATE_WRITING
-from mooncake_store.slots import SlotPool
+from mooncake_store.slots import GENERATION_MAX, SlotPool
+
+
+def sound(claims: Sequence[Claim], pool: SlotPool) -> list[Claim]:
+    """The claims that can be true of this memory, each taken by itself."""
+    return [claim for claim in claims
+            if claim.state in (STATE_READY, STATE_WRITING) and claim.size_bytes > 0
+            and 0 <= claim.generation < GENERATION_MAX and claim.slot >= 0
+            and claim.slot + pool.units_for(claim.size_bytes) <= pool.units]  # fmt: skip
 
 
 def consistent(claims: Sequence[Claim], pool: SlotPool) -> list[Claim]:
-    """The claims that do not contradict a later one, in order of their slots."""
+    """Of sound claims, those that do not contradict a later one, in order of their slots."""
 
     def end_of(claim: Claim) -> int:
         return claim.slot + pool.units_for(claim.size_bytes)
 
-    sane = sorted((claim for claim in claims
-                   if claim.state in (STATE_READY, STATE_WRITING) and claim.size_bytes > 0
-                   and claim.slot >= 0 and end_of(claim) <= pool.units),
-                  key=lambda claim: claim.slot)  # fmt: skip
+    sane = sorted(claims, key=lambda claim: claim.slot)
     is_torn = [False] * len(sane)
     reaching: list[int] = []  # earlier ones that may reach into the next; nearly always none
     for i, claim in enumerate(sane):

@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+# On the wire and in headers a generation is a number below 2**64. What names more than this is
+# damaged: a directory counts from its wall clock (copies.py) and passes it in the year 2109.
+GENERATION_MAX = 2**62
 SLABS_WISHED = 64  # of the first size, when it takes everything: a slab is 1/64 of the memory,
 SLAB_BYTES_MAX = 64 * 2**20  # but not more than this, unless one block is larger
 

@@ -62,9 +62,10 @@ class Upkeep:
             )
         if not is_last:
             return 0
-        claims, holder.inventory = inventory.consistent(holder.inventory, holder.pool), []
+        claims, holder.inventory = inventory.sound(holder.inventory, holder.pool), []
+        table.outgrow(max((claim.generation for claim in claims), default=0))
         adopted = 0
-        for claim in claims:
+        for claim in inventory.consistent(claims, holder.pool):
             if claim.state == STATE_READY:
                 adopted += table.adopt(holder, *claim[:5])
             elif holder.pool.adopt(claim.slot, holder.pool.units_for(claim.size_bytes)):

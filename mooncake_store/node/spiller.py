@@ -28,6 +28,7 @@ log = logging.getLogger("mooncake_store.node")
 BLOCKS_MAX = 64  # at once
 LEASE_S = 2 * WRITE_S_MAX
 IDLE_S = 0.5  # between two questions when there was nothing to do
+REST_S_MAX = 30.0  # ... and when nothing of what was offered could be kept, again and again
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Spiller:
         self._incarnation = incarnation
         self._directory, self._memory, self._tier = directory, memory, tier
         self._batch = 0
+        self.rest_s = IDLE_S  # before the next question, unless there is more to do at once
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -75,7 +77,7 @@ class Spiller:
                 log.exception("node_id=%s spilling failed", self._node_id)
                 has_more = False
             if not has_more:
-                self._stop.wait(IDLE_S)
+                self._stop.wait(self.rest_s)
 
     def step(self) -> bool:
         """Spill one batch. True: there may be more to do at once."""
@@ -85,10 +87,12 @@ class Spiller:
         self._batch += 1
         owner = f"spill {self._node_id} {self._incarnation} {self._batch}"
         spills = self._directory.take_spills(self._node_id, owner, BLOCKS_MAX, LEASE_S)
+        kept = self._copy(tier, spills) if spills else {}
         if spills:
-            kept = self._copy(tier, spills)
             self._tell(owner, spills, kept)
-        return len(spills) == BLOCKS_MAX and tier.is_writable
+        is_in_vain = bool(spills) and not kept  # and the next offer would be the same
+        self.rest_s = min(2 * self.rest_s, REST_S_MAX) if is_in_vain else IDLE_S
+        return len(spills) == BLOCKS_MAX and tier.is_writable and not is_in_vain
 
     def _copy(self, tier: SsdTier, spills: Sequence[Spill]) -> dict[int, Entry]:
         """Write them; the entries that are on the SSD now, by index."""

@@ -18,6 +18,7 @@ import zlib
 from typing import NamedTuple
 
 from mooncake_store.errors import ManifestDamaged, ManifestVersion
+from mooncake_store.slots import GENERATION_MAX
 
 MANIFEST_VERSION = 1
 PUT, DROP = 1, 2
@@ -49,8 +50,10 @@ class Shape(NamedTuple):
         return -(-size_bytes // self.unit_bytes)
 
     def holds(self, entry: Entry) -> bool:
+        """Can it be? One of an absurd generation would keep its place against all that come."""
         end_bytes = (entry.slot + self.units_of(entry.size_bytes)) * self.unit_bytes
-        return entry.size_bytes > 0 and end_bytes <= self.capacity_bytes
+        is_possible = entry.size_bytes > 0 and entry.generation < GENERATION_MAX
+        return is_possible and end_bytes <= self.capacity_bytes
 
 
 def _sealed(fields: bytes) -> bytes:

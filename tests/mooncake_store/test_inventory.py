@@ -10,17 +10,17 @@ import pytest
 from mooncake_store.directory import Directory
 from mooncake_store.errors import NodeUnknown, RequestInvalid
 from mooncake_store.holder import Claim
-from mooncake_store.inventory import consistent
+from mooncake_store.inventory import consistent, sound
 from mooncake_store.layout import STATE_READY, STATE_WRITING
-from mooncake_store.slots import SlotPool
+from mooncake_store.slots import GENERATION_MAX, SlotPool
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, node_info
 
 KEYS = chain(8)
 
 
-def restarted(slots: int = 8) -> Directory:
+def restarted(slots: int = 8, epoch: int = 9) -> Directory:
     """A directory to which s0 will say what it holds."""
-    directory = Directory(epoch=9)
+    directory = Directory(epoch)
     directory.register_node(replace(node_info(slots=slots), has_inventory=True), 0.0)
     directory.attach("s0", "print", BLOCK_BYTES, 0.0)
     return directory
@@ -71,7 +71,7 @@ def test_of_two_copies_of_a_key_the_later_one_is_kept() -> None:
 def test_claims_that_cannot_be_true_are_left_out() -> None:
     impossible = [
         claim(KEYS[0], 8, 1), claim(KEYS[1], 7, 2, units=2), claim(KEYS[2], 0, 3, units=0),
-        claim(KEYS[3], 1, 4, state=7),
+        claim(KEYS[3], 1, 4, state=7), claim(KEYS[5], 6, GENERATION_MAX, units=2),
     ]  # fmt: skip
     assert adopted(restarted(), *impossible, claim(KEYS[4], 7, 5)) == [KEYS[4]]
 
@@ -135,6 +135,69 @@ def test_the_new_directorys_generations_are_above_all_that_it_adopted() -> None:
     assert slot is not None and slot.generation >= 9 << 20
 
 
+@pytest.mark.parametrize("epoch", [0, 8, 9])
+def test_generations_grow_past_all_that_is_adopted_though_the_clock_was_set_back(
+    epoch: int,
+) -> None:
+    earlier = restarted(epoch=9)
+    adopted(earlier)
+    old = earlier.allocate("s0", [KEYS[0]], "w", 5.0, False, 0.0).slots[0]
+    assert old is not None
+    later = restarted(epoch=epoch)
+    adopted(later, claim(KEYS[0], old.slot, old.generation, state=STATE_WRITING),
+            claim(KEYS[2], 6, old.generation - 1))  # fmt: skip
+    new = later.allocate("s0", [KEYS[1]], "w", 5.0, False, 0.0).slots[0]
+    assert new is not None and new.generation > old.generation
+    late = [(KEYS[0], old.slot, old.generation, 5)]
+    assert later.commit("s0", late, "w", 5.0, 0.0) == [False], "late, and no mistake of its writer"
+
+
+def test_an_absurd_generation_neither_counts_nor_uses_the_others_up() -> None:
+    for absurd in (GENERATION_MAX, 2**63, 2**64 - 1):
+        directory = restarted()
+        damaged = claim(KEYS[0], 0, absurd, units=8)
+        assert adopted(directory, damaged, claim(KEYS[1], 3, 77)) == [KEYS[1]]
+        slot = directory.allocate("s0", [KEYS[2]], "w", 5.0, False, 0.0).slots[0]
+        assert slot is not None and 9 << 20 <= slot.generation < 10 << 20
+
+
+def test_a_clock_in_another_century_leaves_generations_to_those_who_come_after() -> None:
+    directory = restarted(epoch=2**43)
+    adopted(directory)
+    slot = directory.allocate("s0", [KEYS[0]], "w", 5.0, False, 0.0).slots[0]
+    assert slot is not None and slot.generation < GENERATION_MAX - 2**59
+    after = restarted(epoch=2**43)
+    assert adopted(after, claim(KEYS[0], slot.slot, slot.generation)) == [KEYS[0]]
+    again = after.allocate("s0", [KEYS[1]], "w", 5.0, False, 0.0).slots[0]
+    assert again is not None and again.generation > slot.generation
+
+
+def test_whatever_the_clock_does_each_use_of_a_slot_has_a_larger_generation(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        headers: dict[int, Claim] = {}  # by slot, as the segment keeps them
+        for life in range(6):
+            directory = restarted(epoch=rng.choice([0, 1, 1, 5, 2**41, 2**60]))
+            if headers and rng.random() < 0.5:  # one of them is damaged, and nobody's any more
+                headers[rng.choice(list(headers))] = claim(KEYS[7], 7, 2**64 - 1)
+            adopted(directory, *headers.values())
+            now_s = directory.config.quarantine_s
+            directory.node_report("s0", "n1", now_s)
+            for number in range(rng.randint(0, 12)):
+                key = rng.choice(KEYS)
+                owner = f"w{life}/{number}"
+                slot = directory.allocate("s0", [key], owner, 5.0, False, now_s).slots[0]
+                if slot is None:
+                    continue
+                before = headers.get(slot.slot)
+                is_sound = before is not None and before.generation < GENERATION_MAX
+                assert before is None or not is_sound or slot.generation > before.generation
+                headers[slot.slot] = claim(key, slot.slot, slot.generation)
+                if rng.random() < 0.8:
+                    row = (key, slot.slot, slot.generation, 77)
+                    assert directory.commit("s0", [row], owner, 0.0, now_s) == [True]
+
+
 def test_random_claims_never_overlap_and_never_lose_one_that_nothing_contradicts(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(300):
@@ -144,7 +207,7 @@ def test_random_claims_never_overlap_and_never_lose_one_that_nothing_contradicts
                   rng.choice([STATE_READY, STATE_READY, STATE_WRITING]))
             for generation in rng.sample(range(100), rng.randint(0, 12))
         ]  # fmt: skip
-        kept = consistent(claims, pool)
+        kept = consistent(sound(claims, pool), pool)
 
         def units(one: Claim) -> set[int]:
             return set(range(one.slot, one.slot + one.size_bytes // BLOCK_BYTES))

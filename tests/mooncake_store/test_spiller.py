@@ -17,7 +17,8 @@ from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
 from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.slot_header import SlotHeader
 from mooncake_store.memory.slot_memory import SlotMemory
-from mooncake_store.node.spiller import Spiller
+from mooncake_store.node import spiller as spiller_module
+from mooncake_store.node.spiller import IDLE_S, REST_S_MAX, Spiller
 from mooncake_store.slots import Copy
 from mooncake_store.ssd.records import Shape
 from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier
@@ -175,6 +176,25 @@ def test_a_commit_that_is_refused_counts_as_given_up(
     )
     world.spiller.step()
     assert world.on_ssd() == {} and world.spiller.counters.given_up == 3
+
+
+def test_a_spiller_whose_offers_are_all_refused_rests_longer_and_longer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spiller_module, "BLOCKS_MAX", 4)
+    world.store(KEYS)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.tier.manifest, "make_room", lambda slots: [False for _ in slots])
+        rests_s = []
+        for _ in range(10):
+            assert world.spiller.step() is False, "a full batch, but in vain"
+            rests_s.append(world.spiller.rest_s)
+    assert rests_s[:3] == [2 * IDLE_S, 4 * IDLE_S, 8 * IDLE_S] and rests_s[-1] == REST_S_MAX
+    assert world.spiller.step() is True and world.spiller.rest_s == IDLE_S
+    while world.spiller.step():
+        pass
+    assert set(world.on_ssd()) == set(KEYS)
+    world.check()
 
 
 def test_a_directory_that_dies_midway_costs_nothing_that_an_inventory_does_not_bring_back(

@@ -81,6 +81,19 @@ def test_an_older_use_of_a_slot_may_not_touch_a_newer_one(full: Path) -> None:
     manifest.close()
 
 
+def test_a_record_of_an_absurd_generation_does_not_keep_its_slot_for_ever(path: Path) -> None:
+    manifest = Manifest(str(path), SHAPE)
+    damaged = Entry(b"k" * 16, 2, 2**63, 0, 4096)
+    manifest._append([pack_put(damaged), pack_put(entry(5, 6))])
+    manifest.close()
+    manifest = Manifest(str(path), SHAPE)
+    assert manifest.table.entries() == [entry(5, 6)]
+    put(manifest, entry(2, 7))
+    manifest.check()
+    manifest.close()
+    assert reopened(path) == sorted([entry(5, 6), entry(2, 7)])
+
+
 def test_of_two_records_that_overlap_the_later_written_one_wins_in_any_order() -> None:
     for order in ((entry(0, 1, 2), entry(1, 2)), (entry(1, 2), entry(0, 1, 2))):
         raw = pack_header(SHAPE) + b"".join(pack_put(one) for one in order)
