@@ -24,8 +24,8 @@ from rich.progress import Progress
 from mooncake_store.client.client import StoreClient
 from mooncake_store.command import serving, tables
 from mooncake_store.command.places import (
-    default_folder,
     find_directory,
+    own_folder,
     parse_bytes,
     parse_key,
     shown_bytes,
@@ -91,7 +91,7 @@ def serve(
     if disk_bytes and ssd_path is None:
         raise typer.BadParameter("--ssd-bytes needs --ssd-path, a folder on that SSD")
     site = serving.Site(
-        (folder or default_folder()).resolve(), [name for name in nodes.split(",") if name],
+        (folder or own_folder()).resolve(), [name for name in nodes.split(",") if name],
         size_bytes, ssd_path.resolve() if ssd_path else None, disk_bytes,
         directory_option or [], node_option or [],
     )  # fmt: skip

@@ -1,5 +1,8 @@
 """What a person types, and where the directory is: keys, sizes, addresses.
 
+Everybody may write to /tmp, so a folder of sockets that is found there proves nothing by its name:
+it is used only if it belongs to this user and nobody else can write it.
+
 Not here: what the commands do (app.py).
 """
 
@@ -9,6 +12,7 @@ import contextlib
 import os
 import re
 import socket
+import stat
 import tempfile
 from pathlib import Path
 
@@ -49,17 +53,50 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"mooncake-store-{os.getuid()}"
 
 
+def distrust(folder: Path) -> str:
+    """Why this folder is not used without being named; "" when it is this user's alone."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{folder} is not a folder"
+    if found.st_uid != os.getuid():
+        return f"{folder} belongs to user {found.st_uid}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write {folder} (chmod go-w {folder})"
+    return ""
+
+
+def own_folder() -> Path:
+    """default_folder(), made if it is not there; BadParameter when it cannot be trusted."""
+    folder = default_folder()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if reason := distrust(folder):
+        raise typer.BadParameter(
+            f"{reason}: whoever can write it could pose as the directory; remove it, or name "
+            "another with --folder"
+        )
+    return folder
+
+
 def find_directory() -> str:
     """$MOONCAKE_DIRECTORY, or the directory of this host that answers; the youngest of several."""
     if named := os.environ.get(VARIABLE):
         return named
-    folders = [default_folder(), *Path(tempfile.gettempdir()).glob("mooncake-*")]
-    sockets = [folder / "directory" for folder in folders if (folder / "directory").exists()]
-    for path in sorted(sockets, key=lambda each: each.stat().st_mtime, reverse=True):
+    folders = {default_folder(), *Path(tempfile.gettempdir()).glob("mooncake-*")}
+    found, refused = [], []
+    for folder in sorted(folders):
+        with contextlib.suppress(OSError):
+            path = folder / "directory"
+            made_s = path.lstat().st_mtime
+            if reason := distrust(folder):
+                refused.append(reason)
+            else:
+                found.append((made_s, path))
+    for _, path in sorted(found, reverse=True):
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
             probe.connect(str(path))
             return f"ipc://{path}"
+    passed_over = f" (passed over: {'; '.join(refused)})" if refused else ""
     raise typer.BadParameter(
-        f"no directory runs on this host as far as can be seen: give --directory or {VARIABLE}, or "
-        "start one (mooncake store serve)"
+        f"no directory of this user's runs on this host as far as can be seen{passed_over}: give "
+        f"--directory or {VARIABLE}, or start one (mooncake store serve)"
     )
