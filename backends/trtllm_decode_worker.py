@@ -190,11 +190,14 @@ class TrtllmDecodeWorker(DecodeWorker):
 
     def _order(self, job: TrtllmDecodeJob) -> Order:
         sampling, done = job.request.sampling, len(job.output_ids)
+        prompt = job.request.prompt_tokens
         if self._is_native:  # the first token counts, and is among what prefill's engine left
             params = self._engine.native_params(job.request_id, job.request.native)
-            wanted = self._engine.sampling(sampling, done - 1, sampling.max_tokens - done + 1)
+            wanted = self._engine.sampling(
+                sampling, done - 1, sampling.max_tokens - done + 1, prompt
+            )
             return Order(job.token_ids[:-1], wanted, job.request.cache_salt, True, params)
-        wanted = self._engine.sampling(sampling, done, sampling.max_tokens - done)
+        wanted = self._engine.sampling(sampling, done, sampling.max_tokens - done, prompt)
         return Order(list(job.token_ids), wanted, job.request.cache_salt)
 
     # -- what the engine says: in the LLM's thread, or in the channel's

@@ -104,6 +104,7 @@ class TrtllmPrefillWorker(PrefillWorker):
     def submit(self, request: PrefillRequest, ids: np.ndarray, client: PrefillClient) -> None:
         if self._health.is_lost:
             raise WorkerUnavailable(f"{self.worker.worker_id} has lost its engine")
+        self._sampling(request, len(ids))  # refused now rather than when it is staged
         super().submit(request, ids, client)
 
     def report(self) -> WorkerReport:
@@ -228,14 +229,17 @@ class TrtllmPrefillWorker(PrefillWorker):
         native = self._is_native and request.decode_inbox
         return Order(
             job.token_ids.tolist(),
-            self._engine.sampling(
-                request.sampling, len(job.token_ids) - request.prompt_tokens, 1
-            ),
+            self._sampling(request, len(job.token_ids)),
             request.cache_salt,
             is_streaming=False,
             disaggregated_params=self._engine.native_params(job.request_id, b"")
             if native else None,
         )  # fmt: skip
+
+    def _sampling(self, request: PrefillRequest, tokens: int) -> Any:
+        """Of the one token behind so many."""
+        prompt = request.prompt_tokens
+        return self._engine.sampling(request.sampling, tokens - prompt, 1, prompt)
 
     # -- what the engine says: in the LLM's thread, or in the channel's
 

@@ -34,6 +34,7 @@ from backends.engine.trtllm.llm_arguments import is_connected, llm_arguments
 from backends.engine.trtllm.llm_sampling import llm_sampling
 from backends.engine.trtllm.llm_thread import LlmThread, Order, Running, Sink
 from backends.engine.trtllm.messages import Site
+from backends.engine.trtllm.sampler_support import Sampler
 from backends.engine.trtllm.settings import TrtllmConfig, option_problems, read_options
 from backends.engine.trtllm.staging_pool import PoolProblem, StagingPool
 from backends.engine.trtllm.stats import IterationStats
@@ -77,6 +78,7 @@ class TrtllmEngine:
         try:
             choose_gpus(os.environ, config.gpus)
             self._package = package.load()
+            self._sampler = Sampler.of(self._package.version, options)
             # The fingerprint's field for all that makes one rank's pages unlike another's.
             self.tp_shape = pages_description(
                 self._package.version, config, worker.dtype, options_that_reach_kv(options)
@@ -89,7 +91,7 @@ class TrtllmEngine:
             if self.is_connected:
                 self._host = self._listen(worker_id, listener)
             arguments = llm_arguments(
-                self._package, worker, config, folder, self.max_seq_len, options
+                self._package, worker, config, folder, self.max_seq_len, options, shape.dtype
             )
             log.info("tensorrt_llm %s: LLM(%s)", self._package.version, arguments)
             self._llm = LlmThread(lambda: self._package.llm(**arguments), on_stats)
@@ -178,9 +180,13 @@ class TrtllmEngine:
         assert self._llm is not None, "the engine has been closed"
         return self._llm
 
-    def sampling(self, params: SamplingParams, position: int, tokens: int) -> Any:
-        """Raises RequestInvalid for what this release cannot do."""
-        return llm_sampling(self._package.sampling_params, params, position, tokens)
+    def sampling(
+        self, params: SamplingParams, position: int, tokens: int, prompt_tokens: int = 0
+    ) -> Any:
+        """Raises RequestInvalid for what this release, or its sampler, does not do."""
+        return llm_sampling(
+            self._package.sampling_params, self._sampler, params, position, tokens, prompt_tokens
+        )
 
     def native_params(self, request_id: str, state: bytes) -> Any:
         cls = self._package.disaggregated_params

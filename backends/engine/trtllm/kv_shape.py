@@ -31,6 +31,7 @@ class KvShape:
     vocabulary_tokens: int
     context_tokens_max: int
     eos_token_ids: tuple[int, ...]
+    dtype: str  # that config.json says its weights are computed in; "" where it says none
 
     @property
     def model_id(self) -> str:
@@ -68,6 +69,7 @@ def read_kv_shape(checkpoint_dir: str | Path, tp_size: int = 1) -> KvShape:
         vocabulary_tokens=_positive(raw, "vocab_size", found),
         context_tokens_max=_positive(raw, "max_position_embeddings", found),
         eos_token_ids=_eos_token_ids(raw, generation),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or ""),
     )
     if max(kv_heads, tp_size) % min(kv_heads, tp_size) or heads % tp_size:
         found.append(

@@ -43,7 +43,9 @@ def llm_arguments(
     folder: Path,
     context_tokens_max: int,
     options: Mapping[str, Any],
+    checkpoint_dtype: str,
 ) -> dict[str, Any]:
+    """Raises PackageProblem for what this release does not know."""
     role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
     rest, batch = dict(options), _batch(worker)
     unknown = [
@@ -59,20 +61,8 @@ def llm_arguments(
         "enable_chunked_prefill": True,
         "enable_iter_perf_stats": True,
         **batch,
-        "kv_cache_config": package.config(
-            "KvCacheConfig",
-            **{
-                "enable_block_reuse": True,
-                "enable_partial_reuse": False,
-                "tokens_per_block": config.page_tokens,
-                # A page more for each request: the step that is scheduled early needs a place.
-                "max_tokens": worker.kv_pages * worker.block_tokens
-                + batch["max_batch_size"] * config.page_tokens,
-                "free_gpu_memory_fraction": config.gpu_memory_fraction,
-                # Each is left out where a release does not know it; defaults have changed.
-                **(PAGES_OF_ITS_OWN if is_connected(config, role) else {}),
-                **rest.pop("kv_cache_config", {}),
-            },
+        "kv_cache_config": _kv_cache(
+            package, worker, config, batch, rest.pop("kv_cache_config", {})
         ),
         "scheduler_config": package.config(
             "SchedulerConfig",
@@ -98,6 +88,8 @@ def llm_arguments(
             "CacheTransceiverConfig",
             backend=config.transceiver, max_tokens_in_buffer=context_tokens_max,
         )  # fmt: skip
+    if worker.dtype != checkpoint_dtype:
+        rest["model_kwargs"] = _told_dtype(package, worker.dtype, checkpoint_dtype, rest)
     arguments |= rest
     if package.llm_fields is not None:
         unknown += set(arguments) - package.llm_fields
@@ -106,6 +98,42 @@ def llm_arguments(
             f"tensorrt_llm {package.version} does not know {', '.join(sorted(unknown))}"
         )
     return arguments
+
+
+def _kv_cache(
+    package: Package, worker: WorkerConfig, config: TrtllmConfig, batch: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
+    return package.config(
+        "KvCacheConfig",
+        **{
+            "enable_block_reuse": True,
+            "enable_partial_reuse": False,
+            "tokens_per_block": config.page_tokens,
+            # A page more for each request: the step that is scheduled early needs a place.
+            "max_tokens": worker.kv_pages * worker.block_tokens
+            + batch["max_batch_size"] * config.page_tokens,
+            "free_gpu_memory_fraction": config.gpu_memory_fraction,
+            # Each is left out where a release does not know it; defaults have changed.
+            **(PAGES_OF_ITS_OWN if is_connected(config, role) else {}),
+            **options,
+        },
+    )
+
+
+def _told_dtype(
+    package: Package, dtype: str, checkpoint_dtype: str, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`dtype` is read by the builder of TensorRT engines only: the PyTorch flow computes in what
+    the checkpoint's config says, unless it is told otherwise so."""
+    if package.llm_fields is not None and "model_kwargs" not in package.llm_fields:
+        raise PackageProblem(
+            f"dtype is {dtype}, the checkpoint computes in {checkpoint_dtype or '?'}, and "
+            f"tensorrt_llm {package.version} cannot be told otherwise (no model_kwargs): set dtype "
+            "to the checkpoint's, or use a newer release"
+        )
+    return {**options.get("model_kwargs", {}), "torch_dtype": dtype}
 
 
 def _batch(worker: WorkerConfig) -> dict[str, Any]:

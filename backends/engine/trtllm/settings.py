@@ -29,6 +29,7 @@ SAID_ELSEWHERE = {
     "kv_connector_config": "nothing: it is ours", "cache_transceiver_config": "handoff",
     "kv_cache_config.tokens_per_block": "page_tokens", "kv_cache_config.max_tokens": "kv_pages",
     "kv_cache_config.free_gpu_memory_fraction": "gpu_memory_fraction",
+    "model_kwargs.torch_dtype": "dtype", "model_kwargs.dtype": "dtype",
 }  # fmt: skip
 
 OBJECTS = ("kv_cache_config", "scheduler_config")  # whose keys are put together with ours
@@ -120,7 +121,7 @@ def option_problems(options: Mapping[str, Any], is_connected: bool) -> Iterator[
     for name, value in _flat(options):
         if name in SAID_ELSEWHERE:
             yield f"llm_options sets {name}; that is said by {SAID_ELSEWHERE[name]}"
-        elif name in OBJECTS and not isinstance(value, Mapping):
+        elif name in (*OBJECTS, "model_kwargs") and not isinstance(value, Mapping):
             yield f"llm_options sets {name} to {value!r}; it must be a JSON object"
         elif name in ONLY and (is_connected or name == "backend"):
             rule = ONLY[name]

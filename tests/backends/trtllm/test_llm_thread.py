@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -16,6 +17,7 @@ from backends.engine.trtllm.llm_arguments import llm_arguments
 from backends.engine.trtllm.llm_sampling import GOLDEN, llm_sampling
 from backends.engine.trtllm.llm_thread import LlmThread, Order, Outcome
 from backends.engine.trtllm.package import PackageProblem
+from backends.engine.trtllm.sampler_support import Sampler
 from backends.engine.trtllm.settings import OBJECTS, TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import RequestInvalid, WorkerUnavailable
@@ -24,6 +26,7 @@ from tests.backends.small_tokenizers import DEMO
 
 PROMPT = [20 + 7 * n % 1900 for n in range(100)]
 DEADLINE_S = 20.0
+CXX = Sampler("1.2.1", "TRTLLMSampler")
 
 
 class Heard:
@@ -50,12 +53,12 @@ class Engines:
         self.package = package.load()
         self.stats: queue.Queue[IterationStats] = queue.Queue()
         config = TrtllmConfig(handoff="native")
-        arguments = llm_arguments(self.package, DecodeConfig(), config, DEMO, 4096, {})
+        arguments = llm_arguments(self.package, DecodeConfig(), config, DEMO, 4096, {}, "float32")
         self.llm = LlmThread(lambda: self.package.llm(**arguments), self.stats.put)
 
     def sampling(self, tokens: int, **changes: Any) -> Any:
         params = SamplingParams(max_tokens=tokens, **changes)
-        return llm_sampling(self.package.sampling_params, params, 0, tokens)
+        return llm_sampling(self.package.sampling_params, CXX, params, 0, tokens, 0)
 
     def ask(self, tokens: int, **order: Any) -> Heard:
         heard = Heard()
@@ -153,15 +156,19 @@ def test_kv_that_the_engines_hand_over_themselves_gives_the_same_tokens(engines:
 
 def test_sampling_says_what_was_asked_for_and_nothing_else(fake_package: None) -> None:
     cls = package.load().sampling_params
-    greedy = llm_sampling(cls, SamplingParams(max_tokens=9, end_ids=(5,), temperature=0.0), 1, 8)
+    params = SamplingParams(max_tokens=9, end_ids=(5,), temperature=0.0)
+    greedy = llm_sampling(cls, CXX, params, 1, 8, 20)
     assert (greedy.max_tokens, greedy.end_id, greedy.top_k, greedy.seed) == (8, 5, 1, None)
     drawn = SamplingParams(max_tokens=9, end_ids=(5, 6), temperature=0.5, top_k=3, seed=7,
                            min_tokens=4, presence_penalty=1.0)  # fmt: skip
-    first, later = llm_sampling(cls, drawn, 0, 1), llm_sampling(cls, drawn, 1, 8)
+    first = llm_sampling(cls, CXX, drawn, 0, 1, 20)
+    later = llm_sampling(cls, CXX, drawn, 1, 8, 20)
     assert (first.seed, later.seed) == (7, (7 + GOLDEN) % 2**64)
     assert (first.min_tokens, later.min_tokens) == (1, 3)
     assert later.stop_token_ids == [6] and later.presence_penalty == 1.0 and later.top_k == 3
-    assert llm_sampling(cls, SamplingParams(max_tokens=1), 0, 1).ignore_eos
+    assert later.prompt_ignore_length == 20, "what prefill drew counts as output"
+    assert greedy.prompt_ignore_length is None
+    assert llm_sampling(cls, CXX, SamplingParams(max_tokens=1), 0, 1, 20).ignore_eos
 
 
 def test_sampling_that_a_release_lacks_is_refused_not_ignored() -> None:
@@ -169,40 +176,46 @@ def test_sampling_that_a_release_lacks_is_refused_not_ignored() -> None:
             top_p: float = 1.0, seed: int = 0) -> str:  # fmt: skip
         return "made"
 
-    llm_sampling(old, SamplingParams(max_tokens=1, end_ids=(1,), temperature=1.0), 0, 1)
+    llm_sampling(old, CXX, SamplingParams(max_tokens=1, end_ids=(1,), temperature=1.0), 0, 1, 1)
     with pytest.raises(RequestInvalid, match="min_p"):
         params = SamplingParams(max_tokens=1, end_ids=(1,), temperature=1.0, min_p=0.1)
-        llm_sampling(old, params, 0, 1)
+        llm_sampling(old, CXX, params, 0, 1, 1)
 
 
 def test_prefill_and_decode_engines_are_set_up_for_their_work(fake_package: None) -> None:
     loaded, store = package.load(), TrtllmConfig(page_tokens=16)
     options = {"kv_cache_config": {"event_buffer_max_size": 16}, "load_format": "dummy"}
-    prefill = llm_arguments(loaded, PrefillConfig(), store, DEMO, 4096, options)
+    prefill = llm_arguments(loaded, PrefillConfig(), store, DEMO, 4096, options, "float32")
     assert prefill["max_num_tokens"] == 512 and prefill["cuda_graph_config"] is None
     assert prefill["disable_overlap_scheduler"] and prefill["load_format"] == "dummy"
     cache = prefill["kv_cache_config"]
     assert (cache.tokens_per_block, cache.enable_partial_reuse) == (16, False)
     room = 256 * 64 + prefill["max_batch_size"] * 16
     assert (cache.max_tokens, cache.event_buffer_max_size) == (room, 16)
-    decode = llm_arguments(loaded, DecodeConfig(slots=8), store, DEMO, 4096, {})
+    decode = llm_arguments(loaded, DecodeConfig(slots=8), store, DEMO, 4096, {}, "float32")
     assert decode["max_batch_size"] == 8 and "cuda_graph_config" not in decode
     assert decode["kv_connector_config"] == prefill["kv_connector_config"]
     native = TrtllmConfig(handoff="native")
-    assert "kv_connector_config" not in llm_arguments(loaded, DecodeConfig(), native, DEMO, 1, {})
-    assert "kv_connector_config" in llm_arguments(loaded, PrefillConfig(), native, DEMO, 1, {})
+    assert "kv_connector_config" not in llm_arguments(
+        loaded, DecodeConfig(), native, DEMO, 1, {}, "float32"
+    )
+    assert "kv_connector_config" in llm_arguments(
+        loaded, PrefillConfig(), native, DEMO, 1, {}, "float32"
+    )
 
 
 def test_an_option_that_the_release_does_not_know_is_named(fake_package: None) -> None:
     with pytest.raises(PackageProblem, match="does not know warp_drive"):
-        llm_arguments(package.load(), PrefillConfig(), TrtllmConfig(), DEMO, 1, {"warp_drive": 9})
+        llm_arguments(
+            package.load(), PrefillConfig(), TrtllmConfig(), DEMO, 1, {"warp_drive": 9}, "float32"
+        )
 
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_an_unknown_key_inside_an_option_is_named_too(fake_package: None, name: str) -> None:
     with pytest.raises(PackageProblem, match=rf"does not know {name}\.dtyp, {name}\.wrap"):
         llm_arguments(package.load(), PrefillConfig(), TrtllmConfig(), DEMO, 1,
-                      {name: {"wrap": 1, "dtyp": "fp8"}})  # fmt: skip
+                      {name: {"wrap": 1, "dtyp": "fp8"}}, "float32")  # fmt: skip
 
 
 def test_without_the_package_the_reason_says_where_it_lives() -> None:
@@ -218,3 +231,20 @@ def test_an_engine_whose_processes_failed_is_not_healthy(engines: Engines) -> No
     while engines.llm.is_healthy:
         assert time.monotonic() < until_s
         time.sleep(0.02)  # poll
+
+
+def test_a_dtype_that_is_not_the_checkpoint_s_reaches_the_engine(fake_package: None) -> None:
+    loaded, config = package.load(), TrtllmConfig()
+    worker = PrefillConfig(dtype="bfloat16", engine="tensorrt_llm")
+    options = {"model_kwargs": {"num_hidden_layers": 2}}
+
+    def arguments(checkpoint_dtype: str, known: frozenset[str] | None) -> Any:
+        made = dataclasses.replace(loaded, llm_fields=known)
+        return llm_arguments(made, worker, config, DEMO, 4096, options, checkpoint_dtype)
+
+    changed = arguments("float16", loaded.llm_fields)["model_kwargs"]
+    assert changed == {"num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+    assert options == {"model_kwargs": {"num_hidden_layers": 2}}, "the operator's stay as they are"
+    assert arguments("bfloat16", None)["model_kwargs"] == options["model_kwargs"]
+    with pytest.raises(PackageProblem, match="dtype is bfloat16, the checkpoint computes in float"):
+        arguments("float16", loaded.llm_fields - {"model_kwargs"})

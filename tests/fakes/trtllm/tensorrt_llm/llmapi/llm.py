@@ -58,6 +58,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    prompt_ignore_length: int | None = None
     detokenize: bool = True
 
 
@@ -215,7 +216,10 @@ def shape_of(args: TorchLlmArgs) -> KvShape:
         layers=raw["num_hidden_layers"],
         kv_heads=raw.get("num_key_value_heads", heads),
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        dtype=args.dtype if args.dtype != "auto" else "bfloat16",
+        # Not args.dtype: the PyTorch flow does not read it.
+        dtype=(args.model_kwargs or {}).get("torch_dtype")
+        or raw.get("dtype")
+        or raw["torch_dtype"],
         tokens_per_block=args.kv_cache_config.tokens_per_block,
         vocabulary_tokens=raw["vocab_size"],
     )

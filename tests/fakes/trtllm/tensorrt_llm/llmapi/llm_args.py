@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass
@@ -88,6 +89,9 @@ class TorchLlmArgs:
     env_overrides: dict[str, str] | None = None
     load_format: str = "auto"
     trust_remote_code: bool = False
+    model_kwargs: dict[str, Any] | None = None
+    sampler_type: str = "auto"
+    attn_backend: str = "TRTLLM"
 
     _rank = 0  # of the process that asks
 
