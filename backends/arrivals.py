@@ -1,8 +1,8 @@
 """Hand-overs that began before their request came: reserved places at a decode worker.
 
 An arrival is expected from the first letter about it until its request is submitted. Requests that
-never come (their client left, prefill failed) are reaped. Stopped requests are remembered for a
-while, so that letters still under way do not reserve anything for them again.
+never come (their client left, prefill failed) are reaped. Requests that were stopped, or are over,
+are remembered for a while, so that letters still under way do not reserve anything for them again.
 Not thread-safe: the decode worker's lock guards it.
 """
 
@@ -20,7 +20,7 @@ class Arrivals:
         self._ttl_s = ttl_s
         self._arrivals: dict[str, Arrival] = {}
         self._since_s: dict[str, float] = {}  # announced and not submitted
-        self._refused: dict[str, float] = {}  # request -> when it was stopped
+        self._refused: dict[str, float] = {}  # request -> when it was stopped, in this order
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -31,6 +31,10 @@ class Arrivals:
     def has_pages(self, request_id: str) -> bool:
         arrival = self._arrivals.get(request_id)
         return arrival is not None and bool(arrival.pages)
+
+    def is_loading(self, request_id: str) -> bool:
+        arrival = self._arrivals.get(request_id)
+        return arrival is not None and arrival.is_loading
 
     def get(self, request_id: str) -> Arrival | None:
         return self._arrivals.get(request_id)
@@ -52,7 +56,8 @@ class Arrivals:
         self._arrivals.pop(request_id, None)
 
     def refuse(self, request_id: str, now_s: float) -> None:
-        """It was stopped before it came: give its place back soon, take no more letters."""
+        """It was stopped, or is over: give its place back soon, take no more letters."""
+        self._refused.pop(request_id, None)
         self._refused[request_id] = now_s
         if len(self._refused) > self.REFUSED_MAX:
             del self._refused[next(iter(self._refused))]
@@ -62,11 +67,11 @@ class Arrivals:
 
     def reap(self, now_s: float, submitted: Collection[str]) -> list[tuple[str, list[int]]]:
         """(request, its pages) of arrivals that nobody will claim; they are forgotten here."""
-        self._refused = {
-            request_id: since_s
-            for request_id, since_s in self._refused.items()
-            if now_s - since_s <= self._ttl_s
-        }
+        while self._refused:  # the oldest first
+            oldest = next(iter(self._refused))
+            if now_s - self._refused[oldest] <= self._ttl_s:
+                break
+            del self._refused[oldest]
         reaped = []
         for request_id, since_s in list(self._since_s.items()):
             arrival = self._arrivals[request_id]

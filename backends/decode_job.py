@@ -45,6 +45,7 @@ class DecodeJob:
         self.arrival: Arrival | None = None
         self.is_loading = False
         self.is_stopped = False
+        self.error: Exception | None = None  # it failed with this, and leaves
         self.queue_s = 0.0
         self.load_s = 0.0
         self.loaded_early_blocks = 0
@@ -78,6 +79,10 @@ class DecodeJob:
         return self.arrival.pages
 
     @property
+    def is_leaving(self) -> bool:
+        return self.is_stopped or self.error is not None
+
+    @property
     def put(self) -> BlockPut:
         """Where the blocks that this request fills go."""
         if self._put is None:
@@ -85,6 +90,11 @@ class DecodeJob:
                 self.request_id, self._kv_tokens, self.pages, self._keys, first_block=0
             )
         return self._put
+
+    def end_put(self) -> None:
+        """Its pages go back: nothing more is written for it."""
+        if self._put is not None:
+            self._put.is_ended = True
 
     def kv_grew(self) -> None:
         """The newest token's KV is in the pages; names the block that this filled, if any."""

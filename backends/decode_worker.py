@@ -31,7 +31,7 @@ from backends.kv_loader import KvLoader
 from backends.kv_writer import KvWriter
 from backends.page_guard import PageGuard
 from backends.tokenizer import Tokenizer
-from backends.worker import IDLE_WAIT_S, Worker, finish_jobs
+from backends.worker import IDLE_WAIT_S, Worker, fail_stuck, unfinished
 from backends.worker_config import DecodeConfig, checkpoint_folder
 from backends.worker_protocol import (
     DecodeRequest,
@@ -177,10 +177,12 @@ class DecodeWorker:
         """Finish what was accepted (at most `timeout_s`), then leave the cluster."""
         give_up_s = time.monotonic() + timeout_s
         self._is_closing = True
-        finish_jobs(self._lock, self._jobs, give_up_s, self.worker.worker_id)
+        for job in unfinished(self._lock, self._jobs, give_up_s):
+            self._fail(job, WorkerUnavailable(f"{self.worker.worker_id} is shutting down"))
         self._thread.join(timeout=5.0)
         self._loading.shutdown(wait=True, cancel_futures=True)
         self._writer.close()
+        fail_stuck(self._jobs, self.worker)
         wait(list(self._replies), timeout=max(0.0, give_up_s - time.monotonic()))
         self._repliers.shutdown(wait=False, cancel_futures=True)
         self.worker.leave()
@@ -252,7 +254,7 @@ class DecodeWorker:
         job.queue_s = started_s - job.submitted_s
         error: Exception | None = None
         try:
-            if not job.is_stopped:
+            if not job.is_leaving:
                 early = job.arrival.whole_blocks(self._engine.layout.layers)
                 missing = self._loader.load_rest(job.arrival, job.request.blocks)
                 job.loaded_early_blocks = early
@@ -273,29 +275,33 @@ class DecodeWorker:
             return
         with self._lock:
             job.is_loading = False
-            self._lock.notify_all()
-        self._end(job, error=error)
+            self._fail(job, error)
 
     # -- tokens are computed
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                if self._is_closing and not self._jobs:
-                    return
-                self._drop_stopped()
-                self._pages.settle()
-                self._admit()
-                jobs = [self._jobs[request_id] for request_id in self._batching.next_step()]
-                if not jobs:
-                    self._lock.wait(IDLE_WAIT_S)
-                    continue
-            try:
-                self._step(jobs)
-            except Exception as error:  # edge: a failed step fails its requests, not the worker
-                log.exception("a decode step failed")
-                for job in jobs:
-                    self._end(job, error=error)
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """One turn of the engine's thread; False: it was the last."""
+        with self._lock:
+            if self._is_closing and not self._jobs:
+                return False
+            self._drop_stopped()
+            self._pages.settle()
+            self._admit()
+            jobs = [self._jobs[request_id] for request_id in self._batching.next_step()]
+            if not jobs:
+                self._lock.wait(IDLE_WAIT_S)
+                return True
+        try:
+            self._step(jobs)
+        except Exception as error:  # edge: a failed step fails its requests, not the worker
+            log.exception("a decode step failed")
+            for job in jobs:
+                self._end(job, error=error)
+        return True
 
     def _admit(self) -> None:
         """Hand out pages and start loading; with the lock held."""
@@ -313,10 +319,12 @@ class DecodeWorker:
         for request_id, pages in self._arrivals.reap(now_s, self._jobs.keys()):
             self._batching.remove(request_id)
             self._pages.release(pages)
-        for job in [j for j in self._jobs.values() if j.is_stopped and not j.is_loading]:
+        for job in [j for j in self._jobs.values() if j.is_leaving and not j.is_loading]:
+            if self._arrivals.is_loading(job.request_id):
+                continue  # a layer of it is just being read into its pages
             self._arrivals.discard(job.request_id)
             job.finish_reason = "cancelled"
-            self._end(job)
+            self._end(job, error=job.error)
 
     def _step(self, jobs: Sequence[DecodeJob]) -> None:
         started_s = time.monotonic()
@@ -345,12 +353,20 @@ class DecodeWorker:
         for inbox, of_front in updates.items():
             self.worker.outbox.send(inbox, Tokens(self.worker.incarnation, of_front))
 
+    def _fail(self, job: DecodeJob, error: Exception) -> None:
+        """From any thread: it leaves at the next turn, when nobody is at its pages."""
+        with self._lock:
+            if self._jobs.get(job.request_id) is job and job.error is None:
+                job.error = error
+                self._lock.notify_all()
+
     def _end(self, job: DecodeJob, error: Exception | None = None) -> None:
         """Free everything of a job, then answer; the writer's work on its pages comes first."""
         with self._lock:
             if self._jobs.pop(job.request_id, None) is None:
                 return
             pages = self._batching.remove(job.request_id)
+            self._arrivals.refuse(job.request_id, time.monotonic())  # letters may still come
             self._lock.notify_all()
         self._writer.then(lambda: self._freed(job, pages))
         if error is None:
@@ -370,6 +386,7 @@ class DecodeWorker:
             log.error("a reply was not sent", exc_info=error)
 
     def _freed(self, job: DecodeJob, pages: list[int]) -> None:
+        job.end_put()
         self.worker.owners.release(job.request_id)
         with self._lock:
             self._pages.release(pages)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backends.errors import Overloaded, WorkerUnavailable
+from backends.errors import Overloaded, ServingError, WorkerUnavailable
 from backends.inbox import Outbox
 from backends.worker_protocol import BlockRef, LayersReady
 from mooncake_store.block_keys import tail_key
@@ -50,6 +50,7 @@ class BlockPut:
     slot_keys: dict[int, bytes] = field(default_factory=dict)
     refs: dict[int, BlockRef] = field(default_factory=dict)
     error: Exception | None = None
+    is_ended: bool = False  # its pages are another's now, or soon: nothing more is written for it
 
 
 class KvWriter:
@@ -92,20 +93,28 @@ class KvWriter:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except Exception:  # edge: the writer must outlive any one request
-                log.exception("a write to the store failed")
+            self._do(task)
+
+    def _do(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except Exception:  # edge: the writer must outlive any one request
+            log.exception("a write to the store failed")
 
     def _guard(self, put: BlockPut, action: Callable[[], None]) -> None:
         """The first error of a request ends its writing; the worker finds it in `put.error`."""
-        if put.error is not None:
+        if put.is_ended or put.error is not None:
             return
         try:
             action()
-        except (StoreError, Overloaded) as error:
-            is_full = isinstance(error, Overloaded)
-            put.error = error if is_full else WorkerUnavailable(f"store: {error}")
+        except ServingError as error:
+            put.error = error
+        except StoreError as error:
+            put.error = WorkerUnavailable(f"store: {error}")
+        except Exception as error:  # edge: what was written of it is not known any more
+            log.exception("a write of %s failed", put.request_id)
+            put.error = WorkerUnavailable(f"its KV was not written: {error!r}")
+        if put.error is not None:
             self._store.release(put.request_id)
 
     def _page(self, put: BlockPut, block: int) -> np.ndarray:

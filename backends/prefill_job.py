@@ -36,10 +36,16 @@ class PrefillJob:
     computed_at_s: float = 0.0
     is_loading: bool = False  # a loader writes into its pages
     is_stopped: bool = False
+    error: Exception | None = None  # it failed with this, and leaves
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def is_leaving(self) -> bool:
+        """Nothing more is to be done for it. A put that failed has no use for further chunks."""
+        return self.is_stopped or self.error is not None or self.put.error is not None
 
     @property
     def queue_s(self) -> float:

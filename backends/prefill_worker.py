@@ -35,7 +35,7 @@ from backends.page_guard import PageGuard
 from backends.prefill_job import PrefillClient, PrefillJob
 from backends.prefix_claims import PrefixClaims
 from backends.prefix_loading import PrefixLoading
-from backends.worker import IDLE_WAIT_S, Worker, finish_jobs
+from backends.worker import IDLE_WAIT_S, Worker, fail_stuck, unfinished
 from backends.worker_config import PrefillConfig
 from backends.worker_protocol import (
     BlockRef,
@@ -156,10 +156,12 @@ class PrefillWorker:
         """Finish what was accepted (at most `timeout_s`), then leave the cluster."""
         give_up_s = time.monotonic() + timeout_s
         self._is_closing = True
-        finish_jobs(self._lock, self._jobs, give_up_s, self.worker.worker_id)
+        for job in unfinished(self._lock, self._jobs, give_up_s):
+            self._fail(job, WorkerUnavailable(f"{self.worker.worker_id} is shutting down"))
         self._thread.join(timeout=5.0)
         self._loaders.shutdown(wait=True, cancel_futures=True)
         self._writer.close()
+        fail_stuck(self._jobs, self.worker)
         self.worker.leave()
 
     def _on_letter(self, letter: Letter) -> None:
@@ -193,16 +195,21 @@ class PrefillWorker:
         started_s = time.monotonic()
         self.worker.owners.hold(job.request_id, started_s)
         try:
-            if not job.is_stopped and not self._load_prefix(job):
+            if not job.is_leaving and not self._load_prefix(job):
                 return  # waits for another prompt's blocks; loaded again when they are there
             job.load_s = time.monotonic() - started_s
             self._loaded(job)
         except StoreError as error:  # without the store there is no hand-over
-            self._fail(job, WorkerUnavailable(f"store: {error}"))
+            self._not_loaded(job, WorkerUnavailable(f"store: {error}"))
         except ServingError as error:  # it says itself what is wrong, with the request say
-            self._fail(job, error)
+            self._not_loaded(job, error)
         except Exception as error:  # edge: one request must not take the loader down
             log.exception("loading %s failed", job.request_id)
+            self._not_loaded(job, error)
+
+    def _not_loaded(self, job: PrefillJob, error: Exception) -> None:
+        with self._lock:
+            job.is_loading = False
             self._fail(job, error)
 
     def _load_prefix(self, job: PrefillJob) -> bool:
@@ -236,50 +243,58 @@ class PrefillWorker:
                 self._claims.settle(keys, job.request_id)
             waiting, self._set_aside = self._set_aside, []
             for other in waiting:
-                if other.request_id in self._jobs and not other.is_stopped:
+                if other.request_id in self._jobs and not other.is_leaving:
                     other.is_loading = True
                     self._loaders.submit(self._load, other)
 
     # -- the rest is computed
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                if self._is_closing and not self._jobs:
-                    return
-                self._drop_stopped()
-                self._pages.settle()
-                for admitted in self._batching.admit():
-                    job = self._jobs[admitted.request_id]
-                    job.put.pages = admitted.pages
-                    job.is_loading = True
-                    self._loaders.submit(self._load, job)
-                chunks = self._batching.next_step()
-                if not chunks:
-                    self._lock.wait(IDLE_WAIT_S)
-                    continue
-                jobs = [self._jobs[chunk.request_id] for chunk in chunks]
-            try:
-                self._step(chunks, jobs)
-            except Exception as error:  # edge: a failed step fails its requests, not the worker
-                log.exception("a prefill step failed")
-                for job in jobs:
-                    self._fail(job, error)
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """One turn of the engine's thread; False: it was the last."""
+        with self._lock:
+            if self._is_closing and not self._jobs:
+                return False
+            self._drop_stopped()
+            self._pages.settle()
+            for admitted in self._batching.admit():
+                job = self._jobs[admitted.request_id]
+                job.put.pages = admitted.pages
+                job.is_loading = True
+                self._loaders.submit(self._load, job)
+            chunks = self._batching.next_step()
+            if not chunks:
+                self._lock.wait(IDLE_WAIT_S)
+                return True
+            jobs = [self._jobs[chunk.request_id] for chunk in chunks]
+        try:
+            self._step(chunks, jobs)
+        except Exception as error:  # edge: a failed step fails its requests, not the worker
+            log.exception("a prefill step failed")
+            for job in jobs:
+                self._fail(job, error)
+        return True
 
     def _drop_stopped(self) -> None:
-        """Between steps, with the lock held: stopped jobs leave after the writer's work on them."""
-        stopped = [j for j in self._jobs.values() if j.is_stopped and not j.is_loading]
-        for job in stopped:
+        """Between steps, with the lock held: nobody computes or loads these any more, so what they
+        hold goes back behind the writer's last work on it."""
+        leaving = [j for j in self._jobs.values() if j.is_leaving and not j.is_loading]
+        for job in leaving:
             del self._jobs[job.request_id]
             pages = self._batching.remove(job.request_id)
-            self._writer.then(lambda job=job, pages=pages: self._stopped(job, pages))  # type: ignore[misc]
+            self._writer.then(lambda job=job, pages=pages: self._left(job, pages))  # type: ignore[misc]
 
-    def _stopped(self, job: PrefillJob, pages: list[int]) -> None:
+    def _left(self, job: PrefillJob, pages: list[int]) -> None:
+        """In the writer's thread."""
         self.worker.owners.release(job.request_id)
         with self._lock:
             self._free(job, pages)
+            self._lock.notify_all()
         self._settle(job, None)
-        job.client.fail(Cancelled("stopped"))
+        job.client.fail(job.error or job.put.error or Cancelled("stopped"))
 
     def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
         started_s = time.monotonic()
@@ -329,9 +344,8 @@ class PrefillWorker:
 
     def _answer(self, job: PrefillJob, token_id: int) -> None:
         """In the writer's thread, after the last block is committed."""
-        put = job.put
-        if put.error is not None:
-            self._fail(job, put.error)
+        if job.put.error is not None:
+            self._fail(job, job.put.error)
             return
         reply = job.reply(self.worker.incarnation, self._engine.layout.block_bytes)
         job.observe(reply, self._block_tokens, self.worker.observations)
@@ -339,14 +353,20 @@ class PrefillWorker:
             job.client.prefilled(token_id, reply)
 
     def _fail(self, job: PrefillJob, error: Exception) -> None:
-        if self._forget(job, keep_leases=False):
-            job.client.fail(error)
+        """From any thread: nothing more is written for it, and it leaves at the next turn."""
+        with self._lock:
+            if self._jobs.get(job.request_id) is job and job.error is None:
+                job.error = error
+                job.put.is_ended = True
+                self._lock.notify_all()
 
     def _forget(self, job: PrefillJob, keep_leases: bool) -> bool:
-        """Pages go back; leases stay for the decode worker or go too. False if it had left."""
+        """In the writer's thread, behind the last block of a job that went well: pages go back;
+        leases stay for the decode worker or go too. False if it has failed meanwhile."""
         with self._lock:
-            if self._jobs.pop(job.request_id, None) is None:
+            if self._jobs.get(job.request_id) is not job or job.error is not None:
                 return False
+            del self._jobs[job.request_id]
             self._free(job, self._batching.remove(job.request_id))
             self._lock.notify_all()
         self._settle(job, None)

@@ -155,18 +155,18 @@ class TrtllmDecodeWorker(DecodeWorker):
         """In the loader's thread: stage, then submit."""
         assert isinstance(job, TrtllmDecodeJob)
         try:
-            if not job.is_stopped and not self._is_native:
+            if not job.is_leaving and not self._is_native:
                 self._stage(job)
             order = self._order(job)
         except ServingError as error:
             with self._lock:
                 job.is_loading = False
-            self._end(job, error=error)
+                self._fail(job, error)
             return
         with self._lock:
             job.is_loading = False
             self._lock.notify_all()
-            if job.is_stopped or job.request_id not in self._jobs:
+            if job.is_leaving or job.request_id not in self._jobs:
                 return  # dropped at the next turn, or gone with the engine
             self._batching.start(job.request_id, len(job.token_ids))
             job.running = self._engine.generate(order, AnswerSink(self, job))
@@ -323,6 +323,7 @@ class TrtllmDecodeWorker(DecodeWorker):
 
     def _give_back(self, job: TrtllmDecodeJob, pages: list[int]) -> Callable[[], None]:
         def give_back() -> None:
+            job.end_put()
             self.worker.owners.release(job.request_id)
             self._staged.give_back(job.request_id, pages)
 

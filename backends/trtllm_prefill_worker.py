@@ -203,7 +203,7 @@ class TrtllmPrefillWorker(PrefillWorker):
 
     def _stage_and_submit(self, job: TrtllmPrefillJob) -> None:
         put, salt, page = job.put, job.request.cache_salt, self._trtllm.page_tokens
-        if not job.is_stopped:
+        if not job.is_leaving:
             job.is_staged = True
             self._staged.stage(Stage(
                 job.request_id, bytes(packed_tokens(job.token_ids)), salt,
@@ -217,7 +217,7 @@ class TrtllmPrefillWorker(PrefillWorker):
         with self._lock:
             job.is_loading = False
             self._lock.notify_all()
-            if job.request_id not in self._jobs or job.is_stopped:
+            if job.request_id not in self._jobs or job.is_leaving:
                 return  # dropped at the next turn
             self._batching.start(job.request_id, job.cached_tokens)
             job.started_tokens = job.cached_tokens

@@ -188,18 +188,22 @@ class Worker:
                 log.warning("report failed: %s", error)
 
 
-def finish_jobs(
-    lock: threading.Condition, jobs: MutableMapping[str, Any], give_up_s: float, worker_id: str
-) -> None:
-    """Wake the engine thread and wait until it has emptied `jobs`; fail what is left then."""
+def unfinished(
+    lock: threading.Condition, jobs: MutableMapping[str, Any], give_up_s: float
+) -> list[Any]:
+    """Wake the engine thread and wait until it has emptied `jobs`; what is left then."""
     with lock:
         lock.notify_all()
         while jobs and time.monotonic() < give_up_s:
             lock.wait(IDLE_WAIT_S)
-        left = list(jobs.values())
-        jobs.clear()
-    for job in left:
-        job.client.fail(WorkerUnavailable(f"{worker_id} is shutting down"))
+        return list(jobs.values())
+
+
+def fail_stuck(jobs: MutableMapping[str, Any], worker: Worker) -> None:
+    """Jobs that the engine thread never let go of: answered here, their memory ends with us."""
+    for job in list(jobs.values()):
+        worker.owners.release(job.request_id)
+        job.client.fail(WorkerUnavailable(f"{worker.worker_id} is shutting down"))
 
 
 class LeaseKeeper:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +102,7 @@ def test_what_is_wrong_with_a_request_is_told_to_its_client_and_not_logged(
     monkeypatch.setattr(PrefillWorker, "_load_prefix", lambda self, loaded: True)
     monkeypatch.setattr(PrefillWorker, "_fail", lambda self, loaded, error: failed.append(error))
     worker = object.__new__(PrefillWorker)
+    worker._lock = threading.Condition()
     worker.worker = SimpleNamespace(  # type: ignore[assignment]
         owners=SimpleNamespace(hold=lambda request_id, now_s: None)
     )

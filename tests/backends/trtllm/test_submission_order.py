@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from backends.engine.trtllm.messages import Stage
+from backends.kv_writer import BlockPut
 from backends.trtllm_prefill_worker import TrtllmPrefillJob, TrtllmPrefillWorker
 from tests.backends.engine.trtllm.listening import WAIT_S
 
@@ -36,7 +37,7 @@ class SlowToHear:
 
 
 def job_of(request_id: str) -> TrtllmPrefillJob:
-    put = SimpleNamespace(keys=[], pages=[0], first_block=0)
+    put = BlockPut(request_id, 7, pages=[0], keys=[], first_block=0)
     request: Any = SimpleNamespace(request_id=request_id, cache_salt="")
     return TrtllmPrefillJob(request, np.arange(7), None, put, 0.0)  # type: ignore[arg-type]
 

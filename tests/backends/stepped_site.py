@@ -1,0 +1,322 @@
+"""A prefill and a decode worker with every thread of theirs stepped by hand, from one seed.
+
+The real workers, batching, pages, loaders and writers; the engine, the store and the front are
+small. What other threads do in the middle of an engine step happens at its layers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends import decode_worker, prefill_worker
+from backends.decode_worker import DecodeWorker
+from backends.engine.interface import Work
+from backends.engine.pages import PagePool
+from backends.engine.sampling_params import SamplingParams
+from backends.errors import ServingError
+from backends.kv_writer import KvWriter, object_key
+from backends.observations import Observations
+from backends.prefill_worker import PrefillWorker
+from backends.step_times import StepTimes
+from backends.worker import LeaseKeeper
+from backends.worker_config import DecodeConfig, PrefillConfig
+from backends.worker_protocol import (
+    DecodeReply,
+    DecodeRequest,
+    PrefillReply,
+    PrefillRequest,
+    Stop,
+)
+from tests.backends.stepped_store import (
+    FINGERPRINT,
+    LAYOUT,
+    NODE,
+    SteppedStore,
+    block_of,
+    token_kv,
+)
+
+VOCABULARY = 60
+CONTEXT_TOKENS = 48
+PAGES = 20
+
+
+def next_token(kv: bytes) -> int:
+    return int(kv[0]) % VOCABULARY
+
+
+def answer_of(prompt: Sequence[int], tokens: int) -> list[int]:
+    """What any right pair of workers answers."""
+    kv, found = bytes(8), []
+    for token_id in prompt:
+        kv = token_kv(kv, token_id, LAYOUT.layers - 1)
+    for _ in range(tokens):
+        found.append(next_token(kv))
+        kv = token_kv(kv, found[-1], LAYOUT.layers - 1)
+    return found
+
+
+class Line:
+    """Stands where an executor would: what is submitted waits for `step`."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.waiting: list[Callable[[], Any]] = []
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> None:
+        self.waiting.append(lambda: work(*arguments))
+
+    def step(self, index: int = 0) -> None:
+        self.waiting.pop(index)()
+
+    def shutdown(self, **_: Any) -> None: ...
+
+
+class AtOnce:
+    """An executor that does it now."""
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work(*arguments))
+        return future
+
+
+def executor(_: int, thread_name_prefix: str) -> Line | AtOnce:
+    return AtOnce() if thread_name_prefix == "replier" else Line()
+
+
+class SteppedWriter(KvWriter):
+    def _run(self) -> None:
+        """Its thread ends at once; `step` does one thing."""
+
+    @property
+    def is_idle(self) -> bool:
+        return self._tasks.empty()
+
+    def step(self) -> None:
+        task = self._tasks.get_nowait()
+        assert task is not None
+        self._do(task)
+
+
+class SteppedEngine:
+    layout = LAYOUT
+    vocabulary_tokens = VOCABULARY
+
+    def __init__(self, rng: random.Random, meanwhile: Callable[[], None]) -> None:
+        self.pages = PagePool(PAGES)
+        self.kv_pool = np.zeros(PAGES * LAYOUT.block_bytes, np.uint8)
+        self.fault_share = 0.0
+        self._rng = rng
+        self._meanwhile = meanwhile
+
+    def import_pages(self, pages: Sequence[int]) -> None: ...
+
+    def _token(self, work: Work, index: int) -> np.ndarray:
+        page = work.pages[index // LAYOUT.block_tokens]
+        data = self.kv_pool[page * LAYOUT.block_bytes : (page + 1) * LAYOUT.block_bytes]
+        token: np.ndarray = block_of(data)[:, index % LAYOUT.block_tokens]
+        return token
+
+    def forward(
+        self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
+    ) -> np.ndarray:
+        for layer in range(LAYOUT.layers):
+            for work in batch:
+                before = self._token(work, work.start - 1)[layer].tobytes() if work.start else None
+                for offset, token_id in enumerate(work.token_ids):
+                    before = token_kv(before or bytes(8), token_id, layer)
+                    target = self._token(work, work.start + offset)
+                    target[layer] = np.frombuffer(before, np.uint8)
+            if on_layer is not None:
+                on_layer(layer)
+            self._meanwhile()
+            if self._rng.random() < self.fault_share:
+                raise RuntimeError(f"the engine failed at layer {layer}")
+        logits = np.zeros((len(batch), VOCABULARY), np.float32)
+        for row, work in enumerate(batch):
+            logits[row, next_token(self._token(work, work.end - 1)[-1].tobytes())] = 1.0
+        return logits
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self.letters: list[tuple[str, Any]] = []
+
+    def send(self, address: str, letter: Any) -> None:
+        self.letters.append((address, letter))
+
+
+class Client:
+    """One request's client at both workers, and its front."""
+
+    def __init__(self, site: Site, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        self.site = site
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = SamplingParams(max_tokens=max_tokens)
+        self.reserve_tokens = len(prompt) + max_tokens
+        self.answer: list[int] = []
+        self.error: Exception | None = None
+        self.is_over = False
+
+    def prefilled(self, token_id: int, reply: PrefillReply) -> None:
+        self.answer.append(token_id)
+        if self.sampling.max_tokens == 1:
+            self._end()
+            return
+        ids = np.array([*self.prompt, token_id], np.int32)
+        request = DecodeRequest(
+            self.request_id, len(self.prompt), self.sampling, "", self.site.handed_over(reply),
+            0, "",
+        )  # fmt: skip
+        try:
+            self.site.decode.submit(request, ids, self)
+        except ServingError as error:
+            self.fail(error)
+
+    def decoded(self, token_ids: list[int], reply: DecodeReply) -> None:
+        self.answer += token_ids
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self._end()
+
+    def _end(self) -> None:
+        assert not self.is_over, f"{self.request_id} was answered twice"
+        self.is_over = True
+        self.site.ended(self)
+
+
+class Site:
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng = random.Random(seed)
+        self.store = SteppedStore(self.rng)
+        self.outbox = Outbox()
+        self.clients: list[Client] = []
+        self.drop_share = 0.0  # of the blocks that a reply of prefill names
+        for module in (prefill_worker, decode_worker):
+            monkeypatch.setattr(module, "Worker", self._worker)
+            monkeypatch.setattr(module, "KvWriter", SteppedWriter)
+            monkeypatch.setattr(module, "ThreadPoolExecutor", executor)
+            monkeypatch.setattr(module, "IDLE_WAIT_S", 0.0)
+        monkeypatch.setattr(decode_worker, "REPLIERS", 0)
+        for kind in (PrefillWorker, DecodeWorker):
+            monkeypatch.setattr(kind, "_run", lambda worker: None)
+        common = {"block_tokens": LAYOUT.block_tokens, "kv_pages": PAGES, "store_node": NODE}
+        self.prefill = PrefillWorker("prefill_0", PrefillConfig(
+            chunk_tokens=8, queue_requests_max=6, **common), "")  # type: ignore[arg-type] # fmt: skip
+        self.decode = DecodeWorker("decode_0", DecodeConfig(
+            slots=4, queue_requests_max=6, **common), "")  # type: ignore[arg-type] # fmt: skip
+        self.workers: tuple[Any, Any] = (self.prefill, self.decode)
+
+    def _worker(self, role: str, worker_id: str, *given: Any) -> Any:
+        """Stands where a Worker would."""
+        engine = SteppedEngine(self.rng, self.meanwhile)
+        info = SimpleNamespace(prefill_coefficients=(), decode_coefficients=())
+        return SimpleNamespace(
+            worker_id=worker_id, incarnation="life", engine=engine, store=self.store, info=info,
+            outbox=self.outbox, owners=LeaseKeeper(self.store, 30.0),  # type: ignore[arg-type]
+            steps=StepTimes(), observations=Observations(), fingerprint=FINGERPRINT,
+            context_tokens_max=CONTEXT_TOKENS, join=lambda: None, leave=lambda: None,
+        )  # fmt: skip
+
+    # -- the front
+
+    def ask(self, prompt: list[int], max_tokens: int) -> Client:
+        client = Client(self, f"r{len(self.clients)}", prompt, max_tokens)
+        self.clients.append(client)
+        whole = prompt + answer_of(prompt, max_tokens)
+        self.store.expect(whole)
+        names = [object_key(client.request_id, i) for i in range(len(whole))]
+        self.store.expect_objects(prompt, names)
+        request = PrefillRequest(
+            client.request_id, len(prompt), client.sampling, "", 0,
+            "decode" if max_tokens > 1 else "", "", client.reserve_tokens,
+        )  # fmt: skip
+        try:
+            self.prefill.submit(request, np.array(prompt, np.int32), client)
+        except ServingError as error:
+            client.fail(error)
+        return client
+
+    def handed_over(self, reply: PrefillReply) -> list[Any]:
+        return [block for block in reply.blocks if self.rng.random() >= self.drop_share]
+
+    def ended(self, client: Client) -> None:
+        """As generation.py: whatever became of it, nobody is left with a part of it."""
+        if client.error is not None:
+            self.store.release(client.request_id)
+            self.decode._on_letter(Stop(client.request_id, "over"))
+
+    # -- threads
+
+    def things_to_do(self) -> list[Callable[[], None]]:
+        """What threads other than the engines' could do next."""
+        found: list[Callable[[], None]] = []
+        for worker in self.workers:
+            if not worker._writer.is_idle:
+                found.append(worker._writer.step)
+        if waiting := self.prefill._loaders.waiting:  # type: ignore[attr-defined]
+            index = self.rng.randrange(min(2, len(waiting)))
+            found.append(lambda: self.prefill._loaders.step(index))  # type: ignore[attr-defined]
+        if self.decode._loading.waiting:  # type: ignore[attr-defined]
+            found.append(self.decode._loading.step)  # type: ignore[attr-defined]
+        if self.outbox.letters:
+            found.append(self._deliver)
+        if self.store.late:
+            found.append(self.store.arrive)
+        return found
+
+    def _deliver(self) -> None:
+        address, letter = self.outbox.letters.pop(0)
+        if address == "decode":
+            self.decode._on_letter(letter)
+
+    def meanwhile(self) -> None:
+        """In the middle of an engine step."""
+        for _ in range(self.rng.choice((0, 0, 1, 3))):
+            if todo := self.things_to_do():
+                self.rng.choice(todo)()
+
+    def turn(self, worker: Any) -> None:
+        worker._turn()
+
+    def settle(self) -> None:
+        """No more faults; until nobody has anything to do."""
+        self.store.fault_share = self.store.late_share = 0.0
+        for worker in self.workers:
+            worker._engine.fault_share = 0.0
+        for _ in range(5_000):
+            if all(client.is_over for client in self.clients) and not self.things_to_do():
+                break
+            for worker in self.workers:
+                self.turn(worker)
+            self.meanwhile()
+        for worker in self.workers:  # what was stopped after it was over
+            self.turn(worker)
+        while todo := self.things_to_do():
+            todo[0]()
+
+    def check_empty(self) -> None:
+        """Nobody holds anything for requests that are over."""
+        for client in self.clients:
+            assert client.is_over, f"{client.request_id} was never answered"
+        for worker in self.workers:
+            worker.check()
+            name = worker.worker.worker_id
+            assert not worker._jobs, (name, worker._jobs)
+            assert worker._pages.used_pages == 0, f"{name} lost pages"
+            assert worker._batching.admitted == worker._batching.waiting == 0
+            assert not len(worker.worker.owners), f"{name} renews leases of nobody"
+        assert not len(self.prefill._claims), "claims of nobody"
+        assert not len(self.decode._arrivals), "a place is reserved for nobody"
+        assert not self.store.leases, f"leases of nobody: {list(self.store.leases)}"
+        self.store.check()
