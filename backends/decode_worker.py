@@ -15,8 +15,8 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from backends.errors import Cancelled, KvMissing, Overloaded, RequestInvalid, Wo
 from backends.kv_loader import KvLoader
 from backends.kv_writer import KvWriter
 from backends.page_guard import PageGuard
+from backends.repliers import Repliers
 from backends.tokenizer import Tokenizer
 from backends.worker import IDLE_WAIT_S, Worker, fail_stuck, unfinished
 from backends.worker_config import DecodeConfig, checkpoint_folder
@@ -44,10 +45,10 @@ from backends.worker_protocol import (
 from conductor.arrival_check import There, refusal
 from conductor.estimates import DecodeEstimate
 from mooncake_store.errors import StoreError
+from mooncake_store.layout import blocks_touched
 from mooncake_store.membership import WorkerReport
 
 log = logging.getLogger(__name__)
-REPLIERS = 8
 
 
 class DecodeWorker:
@@ -83,13 +84,7 @@ class DecodeWorker:
         self._writer = KvWriter(store, layout, pool, self.worker.outbox, config.lease_s)
         # One thread: letters and the request that they belong to stay in order.
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="kv-loader")
-        # Several: a reply blocks until Triton has taken it.
-        self._repliers = ThreadPoolExecutor(REPLIERS, thread_name_prefix="replier")
-        self._replies: set[Future[None]] = set()
-        begun = threading.Barrier(REPLIERS + 1)  # all its threads now, and none under load
-        for _ in range(REPLIERS):
-            self._repliers.submit(begun.wait)
-        begun.wait()
+        self._repliers = Repliers()
         self._estimate = DecodeEstimate.of(self.worker.info.decode_coefficients)
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -116,6 +111,7 @@ class DecodeWorker:
                 raise RequestInvalid(f"request id {request.request_id} is being served already")
             if self._arrivals.is_refused(request.request_id):
                 raise Cancelled("it was stopped before it came")
+            self._refuse_uncovered(request, len(ids) - 1)
             self._look_again(request, len(ids))
             if not self._arrivals.has(request.request_id) and not self._reserve(
                 request.request_id, tokens_max
@@ -129,6 +125,16 @@ class DecodeWorker:
             self._jobs[request.request_id] = job
             self._lock.notify_all()
         self.worker.owners.hold(request.request_id, time.monotonic())
+
+    def _refuse_uncovered(self, request: DecodeRequest, kv_tokens: int) -> None:
+        """Exactly the blocks that its engine hands over, each once: pages that nothing was read
+        into hold whatever was there before. With the lock held."""
+        given = sorted(ref.index for ref in request.blocks)
+        due = list(range(self._blocks_due(kv_tokens)))
+        if given != due:
+            self._arrivals.refuse(request.request_id, time.monotonic())  # its place is freed
+            self._lock.notify_all()
+            raise KvMissing(f"blocks {given[:8]} were handed over, {len(due)} from 0 on are due")
 
     def _look_again(self, request: DecodeRequest, tokens: int) -> None:
         """Refuse a request that would slow everybody down too much; with the lock held."""
@@ -183,8 +189,7 @@ class DecodeWorker:
         self._loading.shutdown(wait=True, cancel_futures=True)
         self._writer.close()
         fail_stuck(self._jobs, self.worker)
-        wait(list(self._replies), timeout=max(0.0, give_up_s - time.monotonic()))
-        self._repliers.shutdown(wait=False, cancel_futures=True)
+        self._repliers.close(max(0.0, give_up_s - time.monotonic()))
         self.worker.leave()
 
     def _reserve(self, request_id: str, tokens_max: int) -> bool:
@@ -198,6 +203,10 @@ class DecodeWorker:
 
     def _job(self, *given: Any) -> DecodeJob:
         return DecodeJob(*given)
+
+    def _blocks_due(self, kv_tokens: int) -> int:
+        """How many leading blocks prefill hands over of a request with so much KV."""
+        return blocks_touched(kv_tokens, self._config.block_tokens)
 
     def _loaded(self, job: DecodeJob) -> None:
         """In the loader's thread: all its KV is in its pages."""
@@ -370,20 +379,9 @@ class DecodeWorker:
             self._lock.notify_all()
         self._writer.then(lambda: self._freed(job, pages))
         if error is None:
-            self._reply(job.reply)
+            self._repliers.send(job.reply)
         else:
-            self._reply(lambda: job.client.fail(error))
-
-    def _reply(self, action: Callable[[], None]) -> None:
-        """Not in the engine's thread, which must not wait for Triton."""
-        reply = self._repliers.submit(action)
-        self._replies.add(reply)
-        reply.add_done_callback(self._replied)
-
-    def _replied(self, reply: Future[None]) -> None:
-        self._replies.discard(reply)
-        if not reply.cancelled() and (error := reply.exception()) is not None:
-            log.error("a reply was not sent", exc_info=error)
+            self._repliers.send(lambda: job.client.fail(error))
 
     def _freed(self, job: DecodeJob, pages: list[int]) -> None:
         job.end_put()

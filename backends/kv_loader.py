@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from backends.errors import WorkerUnavailable
 from backends.worker_protocol import BlockRef, LayersReady
 from mooncake_store.client.store import Store
 from mooncake_store.layout import KvLayout
@@ -73,7 +74,11 @@ class KvLoader:
 
     def load_announced(self, arrival: Arrival, letter: LayersReady) -> None:
         """One announced layer (or whole blocks); what does not arrive is read later, in full."""
-        refs = [ref for ref in letter.blocks if ref.index < len(arrival.pages)]
+        late = self.pending_pages()
+        refs = [
+            ref for ref in letter.blocks
+            if ref.index < len(arrival.pages) and arrival.pages[ref.index] not in late
+        ]  # fmt: skip
         if not refs:
             return
         copies = [self._copy(ref) for ref in refs]
@@ -98,15 +103,27 @@ class KvLoader:
         return Copy(ref.node_id, ref.slot, ref.generation, ref.checksum, size_bytes)
 
     def load_rest(self, arrival: Arrival, refs: Sequence[BlockRef]) -> list[int]:
-        """Whatever was not announced; returns the indices of blocks that proved missing."""
+        """Whatever was not announced; returns the indices of blocks that proved missing.
+
+        A page that an earlier read may still write is as good as missing: what is verified in it
+        now may be overwritten later, with bytes that another block has by then.
+        """
+        late = self.pending_pages()
+        gone = [ref.index for ref in refs if arrival.pages[ref.index] in late]
         missing = [ref for ref in refs if not arrival.has_whole(ref, self._layout.layers)]
-        if not missing:
-            return []
+        if gone or not missing:
+            return gone
         copies = [self._copy(ref) for ref in missing]
         offsets = [arrival.pages[ref.index] * self._layout.block_bytes for ref in missing]
         with self._counting(arrival):
             arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
         return [ref.index for ref, is_here in zip(missing, arrived, strict=True) if not is_here]
+
+    def refuse_late(self, pages: Sequence[int]) -> None:
+        """WorkerUnavailable if a read that missed its deadline may still write into these pages:
+        what is computed there now could be overwritten."""
+        if late := self.pending_pages().intersection(pages):
+            raise WorkerUnavailable(f"a read that is late may still write {len(late)} of its pages")
 
     def pending_pages(self) -> set[int]:
         """Pages that a transfer past its deadline may still write."""

@@ -224,6 +224,7 @@ class PrefillWorker:
         loaded = self._prefixes.load(
             put.keys, found, put.pages, job.request.fetch_blocks, job.request_id
         )
+        self._loader.refuse_late(put.pages)
         put.first_block = blocks = len(loaded.copies)
         put.refs = {i: BlockRef(i, *copy[:4]) for i, copy in enumerate(loaded.copies)}
         job.fetched_blocks = loaded.fetched_blocks

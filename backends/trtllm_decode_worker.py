@@ -151,6 +151,11 @@ class TrtllmDecodeWorker(DecodeWorker):
                 self._let_go(time.monotonic())
                 self._lock.wait(IDLE_WAIT_S)
 
+    def _blocks_due(self, kv_tokens: int) -> int:
+        """Whole pages of the engine; it computes the tokens behind them again."""
+        page = self._trtllm.page_tokens
+        return 0 if self._is_native else super()._blocks_due(kv_tokens // page * page)
+
     def _loaded(self, job: DecodeJob) -> None:
         """In the loader's thread: stage, then submit."""
         assert isinstance(job, TrtllmDecodeJob)

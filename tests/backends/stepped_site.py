@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,16 +78,12 @@ class Line:
 
 
 class AtOnce:
-    """An executor that does it now."""
+    """Stands where Repliers would."""
 
-    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(work(*arguments))
-        return future
+    def send(self, reply: Callable[[], None]) -> None:
+        reply()
 
-
-def executor(_: int, thread_name_prefix: str) -> Line | AtOnce:
-    return AtOnce() if thread_name_prefix == "replier" else Line()
+    def close(self, timeout_s: float) -> None: ...
 
 
 class SteppedWriter(KvWriter):
@@ -201,13 +196,13 @@ class Site:
         self.store = SteppedStore(self.rng)
         self.outbox = Outbox()
         self.clients: list[Client] = []
-        self.drop_share = 0.0  # of the blocks that a reply of prefill names
+        self.damage_share = 0.0  # of the replies of prefill, which then name other blocks
         for module in (prefill_worker, decode_worker):
             monkeypatch.setattr(module, "Worker", self._worker)
             monkeypatch.setattr(module, "KvWriter", SteppedWriter)
-            monkeypatch.setattr(module, "ThreadPoolExecutor", executor)
+            monkeypatch.setattr(module, "ThreadPoolExecutor", Line)
             monkeypatch.setattr(module, "IDLE_WAIT_S", 0.0)
-        monkeypatch.setattr(decode_worker, "REPLIERS", 0)
+        monkeypatch.setattr(decode_worker, "Repliers", AtOnce)
         for kind in (PrefillWorker, DecodeWorker):
             monkeypatch.setattr(kind, "_run", lambda worker: None)
         common = {"block_tokens": LAYOUT.block_tokens, "kv_pages": PAGES, "store_node": NODE}
@@ -248,7 +243,15 @@ class Site:
         return client
 
     def handed_over(self, reply: PrefillReply) -> list[Any]:
-        return [block for block in reply.blocks if self.rng.random() >= self.drop_share]
+        blocks = list(reply.blocks)
+        if self.rng.random() >= self.damage_share:
+            return blocks
+        chosen = self.rng.randrange(len(blocks))
+        if self.rng.random() < 0.5:
+            del blocks[chosen]
+        else:
+            blocks[chosen] = blocks[self.rng.randrange(len(blocks))]
+        return blocks
 
     def ended(self, client: Client) -> None:
         """As generation.py: whatever became of it, nobody is left with a part of it."""

@@ -23,6 +23,8 @@ class Walk:
         self.rng = site.rng
         self.stems = [self._tokens(self.rng.randint(4, 20)) for _ in range(3)]
         site.store.fault_share = self.rng.choice((0.0, 0.01, 0.05))
+        site.store.late_share = self.rng.choice((0.0, 0.05))
+        site.damage_share = self.rng.choice((0.0, 0.1))
         for worker in site.workers:
             worker._engine.fault_share = self.rng.choice((0.0, 0.05, 0.2))
 
