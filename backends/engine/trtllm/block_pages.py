@@ -32,6 +32,7 @@ class Orders(NamedTuple):
     loads: list[Move]
     saves: list[Move]
     fences: list[int]  # TensorRT-LLM's requests whose saves must be over before this pass
+    error: str = ""  # rank 0 cannot go on, so nobody does: every rank raises it
 
 
 class Run(NamedTuple):

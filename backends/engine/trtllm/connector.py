@@ -10,14 +10,20 @@ tensorrt_llm this file can be imported too, and serves nobody. Loads are ordered
 the forward pass, so they are synchronous to TensorRT-LLM and wait on nothing but the GPU; saves
 are asynchronous, and layer hooks have nothing to do: a page is complete when all layers are.
 
+TensorRT-LLM asks the scheduler on rank 0 and broadcasts what it says: an exception there would
+leave the other ranks waiting for ever. So the scheduler never raises: it answers what is safe, says
+`Broken` to its worker, and sends the reason to all ranks in the next orders, where each raises.
+
 A worker says goodbye through the channel, because TensorRT-LLM tells a connector nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from backends.engine.trtllm import messages as m
@@ -43,6 +49,8 @@ else:
         SchedulerBase = _api.KvCacheConnectorScheduler
         WorkerBase = _api.KvCacheConnectorWorker
 
+log = logging.getLogger(__name__)
+
 
 class MooncakeConnectorScheduler(SchedulerBase):
     def __init__(self, llm_args: Any) -> None:
@@ -51,25 +59,43 @@ class MooncakeConnectorScheduler(SchedulerBase):
         self._scheduler = StageScheduler(
             site.block_tokens, llm_args.kv_cache_config.tokens_per_block, self._send, _salt_id()
         )
+        self._error = ""
         self._link = ConnectorLink(site.channel, SCHEDULER, self._on_message)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        return self._scheduler.match(request, num_computed_tokens), False
+        with self._never_raising():
+            return self._scheduler.match(request, num_computed_tokens), False
+        return 0, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        self._scheduler.allocated(request, block_ids)
+        with self._never_raising():
+            self._scheduler.allocated(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
-        if scheduler_output is None:  # some versions ask for a batch that was not prepared
-            return self._scheduler.orders([], [])
-        return self._scheduler.orders(
-            scheduler_output.new_requests, scheduler_output.cached_requests
-        )
+        if not self._error:
+            with self._never_raising():
+                if scheduler_output is None:  # some versions ask for a batch that was not prepared
+                    return self._scheduler.orders([], [])
+                return self._scheduler.orders(
+                    scheduler_output.new_requests, scheduler_output.cached_requests
+                )
+        return Orders([], [], [], self._error)
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        return self._scheduler.finished(request)
+        with self._never_raising():
+            return self._scheduler.finished(request)
+        return True  # its pages stay until every rank has done what it was told of them
+
+    @contextlib.contextmanager
+    def _never_raising(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # edge: raised by every rank instead, or the others would wait
+            log.exception("the connector's scheduler failed")
+            self._error = f"the connector failed on rank 0: {type(error).__name__}: {error}"
+            self._link.send(m.Broken(self._error))
 
     def wait_for_initialization(self) -> None:
         """Nothing: the worker waits for every rank (ConnectorHost.wait_ready)."""
@@ -128,10 +154,13 @@ class MooncakeConnectorWorker(WorkerBase):
         super().bind_connector_meta(metadata)
         # Once only: a step without metadata of its own finds that of an earlier one still bound.
         self._orders = metadata if isinstance(metadata, Orders) else None
+        if self._orders is not None and self._orders.error:
+            raise RuntimeError(self._orders.error)  # on every rank, in the same step
 
     def start_load_kv(self, stream: Any) -> None:
         orders, self._orders = self._orders, None
-        self._ready_copies.start(orders or Orders([], [], []), stream)
+        with self._told():
+            self._ready_copies.start(orders or Orders([], [], []), stream)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         self._ready_copies.before_layer(stream)
@@ -140,18 +169,29 @@ class MooncakeConnectorWorker(WorkerBase):
         """Nothing: pages are saved whole, after the last layer."""
 
     def wait_for_save(self, stream: Any) -> None:
-        self._ready_copies.after_forward(stream)
+        with self._told():
+            self._ready_copies.after_forward(stream)
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
         # Loads are synchronous: none of ours is ever in the second list.
-        return self._ready_copies.finished(finished_gen_req_ids), list(started_loading_req_ids)
+        with self._told():
+            return self._ready_copies.finished(finished_gen_req_ids), list(started_loading_req_ids)
 
     def close(self) -> None:
         self._link.close()
         if self._copies is not None:
             self._copies.close()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """What one rank raises leaves the others in a collective: the worker must end them all."""
+        try:
+            yield
+        except Exception as error:
+            self._link.send(m.Broken(f"rank {self._rank}: {error}"))
+            raise
 
     @property
     def _ready_copies(self) -> RankCopies:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class RankCopies:
         self._ended: Counter[str] = Counter()  # moves that are over, by request
         self._draining: dict[str, int] = {}  # moves to be waited for
         self._saving: Counter[int] = Counter()  # moves that are not, by TensorRT-LLM's id
-        self._finished: set[int] = set()  # TensorRT-LLM waits for their saves
+        self._finished: deque[int] = deque()  # TensorRT-LLM waits for their saves; oldest first
         self._next_saves: list[Move] = []
         self._holed: set[str] = set()  # requests of which some pages were never computed
         self._load_event: Event | None = None
@@ -106,18 +106,20 @@ class RankCopies:
             self._batches.put(Batch(saves, False, self._copier.record(stream)))
 
     def finished(self, llm_ids: Sequence[int]) -> list[int]:
-        """Of these and earlier ones: whose pages TensorRT-LLM may have back now.
+        """Whose pages TensorRT-LLM may have back now: at most one request, always the oldest.
+
+        An older executor ends one save an iteration and forgets the others that all ranks are
+        done with. Each rank hears of the same requests in the same calls, so with one at a time
+        and in their order no two are ever completed in one step, however far ranks are apart.
 
         Called at the end of each iteration, also of one whose pass raised; then it may be idle.
         """
         self._drop_uncomputed()
         with self._lock:
-            self._finished.update(llm_ids)
-            if not self._finished:
+            self._finished.extend(sorted(llm_ids))
+            if not self._finished or self._saving[self._finished[0]]:
                 return []
-            over = [llm_id for llm_id in self._finished if not self._saving[llm_id]]
-            self._finished.difference_update(over)
-            return over
+            return [self._finished.popleft()]
 
     # -- the channel's thread
 

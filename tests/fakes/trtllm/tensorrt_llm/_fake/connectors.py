@@ -1,11 +1,15 @@
-"""The executor's side of the connector API: what is called when, on every rank."""
+"""The executor's side of the connector API: what is called when, on every rank.
+
+As the real KvCacheConnectorManager it runs the scheduler on rank 0 and broadcasts what it says; see
+`OtherRanksWait`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pickle
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +17,10 @@ from tensorrt_llm._fake.api import RequestData, SchedulerOutput
 from tensorrt_llm._fake.kv_model import RankModel
 from tensorrt_llm._fake.request import LlmRequest, State, VisibleRequest
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
+
+
+class OtherRanksWait(BaseException):
+    """Rank 0 raised before the broadcast of its result, for which the other ranks wait for ever."""
 
 
 class Connectors:
@@ -48,8 +56,8 @@ class Connectors:
             self.scheduler.wait_for_initialization()
 
     def match(self, request: LlmRequest, local_tokens: int) -> int:
-        tokens, is_async = self.scheduler.get_num_new_matched_tokens(
-            VisibleRequest(request), local_tokens
+        tokens, is_async = self._on_leader(
+            lambda: self.scheduler.get_num_new_matched_tokens(VisibleRequest(request), local_tokens)
         )
         if is_async and tokens == 0:
             raise RuntimeError("a connector answered (0, True)")
@@ -63,7 +71,20 @@ class Connectors:
         return tokens
 
     def allocated(self, request: LlmRequest) -> None:
-        self.scheduler.update_state_after_alloc(VisibleRequest(request), list(request.block_ids))
+        """On rank 0 only, without a broadcast: what it raises is raised there alone."""
+        blocks = list(request.block_ids)
+        self._on_leader(
+            lambda: self.scheduler.update_state_after_alloc(VisibleRequest(request), blocks)
+        )
+
+    def _on_leader(self, ask: Callable[[], Any]) -> Any:
+        """What rank 0 finds, as the others get it."""
+        try:
+            return pickle.loads(pickle.dumps(ask()))
+        except Exception as error:
+            if len(self.workers) > 1:
+                raise OtherRanksWait(repr(error)) from error
+            raise
 
     def describe(self, batch: Sequence[tuple[LlmRequest, int, int]]) -> SchedulerOutput:
         """What this iteration computes; tokens as the host knows them by now."""
@@ -87,11 +108,21 @@ class Connectors:
         return output
 
     def start(self, output: SchedulerOutput, stream: Any) -> None:
-        broadcast = pickle.dumps(self.scheduler.build_connector_meta(output))
-        for worker in self.workers:
-            worker.bind_connector_meta(pickle.loads(broadcast))
+        metadata = self._on_leader(lambda: self.scheduler.build_connector_meta(output))
+        errors = [self._bound(worker, metadata) for worker in self.workers]
+        if raised := [error for error in errors if error is not None]:
+            if len(raised) < len(errors):
+                raise OtherRanksWait(repr(raised[0])) from raised[0]
+            raise raised[0]
         for worker in self.workers:
             worker.start_load_kv(stream)
+
+    def _bound(self, worker: Any, metadata: Any) -> Exception | None:
+        try:
+            worker.bind_connector_meta(pickle.loads(pickle.dumps(metadata)))
+        except Exception as error:
+            return error
+        return None
 
     def before_layer(self, layer: int, stream: Any) -> None:
         for worker in self.workers:
@@ -111,7 +142,10 @@ class Connectors:
     def finished(self, request: LlmRequest) -> bool:
         """Must its pages stay for a while?"""
         self._seen.pop(request.request_id, None)
-        if not self.scheduler.request_finished(VisibleRequest(request), list(request.block_ids)):
+        blocks = list(request.block_ids)
+        if not self._on_leader(
+            lambda: self.scheduler.request_finished(VisibleRequest(request), blocks)
+        ):
             return False
         self._started_saving.append(request)
         self.saving[request.request_id] = request

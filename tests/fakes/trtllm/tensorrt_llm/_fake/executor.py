@@ -362,6 +362,8 @@ class Executor:
         saved, loaded = self.connectors.poll()
         for request in saved:
             self.blocks.release(request.block_ids)
+            if not HAS_NEW_API:
+                break  # an older executor ends one save an iteration and forgets the others
         for request in loaded:
             request.state = State.CONTEXT_INIT
 
