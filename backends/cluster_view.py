@@ -23,7 +23,7 @@ from conductor.messages import Reject, Request
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.event_feed import EventFeed
-from mooncake_store.events import WorkerDown, WorkerUp
+from mooncake_store.events import WorkerDown, WorkerReported, WorkerUp
 from mooncake_store.membership import WorkerInfo
 from mooncake_store.self_check import SelfCheck, is_switched_on
 
@@ -46,12 +46,14 @@ class ClusterView:
     """Thread-safe door to the Conductor, kept up to date from the directory."""
 
     def __init__(self, config: ConductorConfig, directory: str, events: str) -> None:
-        self.on_worker_down: Callable[[str, str], None] = lambda *_: None  # set by the front
+        # Set by the frontend: (worker, incarnation, when it was last heard of).
+        self.on_worker_down: Callable[[str, str, float], None] = lambda *_: None
         self.config = config
         self._lock = threading.Lock()
         self._conductor = Conductor(config)
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
         self._unheard_s: dict[tuple[str, str], float] = {}
+        self._heard_s: dict[tuple[str, str], float] = {}  # its latest report, or its registration
         self._copies = HotCopies(directory)
         self.self_check = SelfCheck(self._check, is_switched_on())
         self._is_closing = threading.Event()
@@ -164,20 +166,27 @@ class ClusterView:
             # A directory that restarted hears of its workers one by one: wait before calling
             # those that are not in its snapshot lost.
             self._unheard_s |= dict.fromkeys(before - self._workers.keys(), now_s)
+            known = self._workers.keys() | self._unheard_s.keys()
+            self._heard_s = {worker: self._heard_s.get(worker, now_s) for worker in known}
             self._conductor.on_snapshot(snapshot, now_s)
 
     def _on_events(self, events: Sequence[Any]) -> None:
-        gone = []
+        gone, now_s = [], time.monotonic()
         with self._lock:
             for event in events:
-                if isinstance(event, WorkerUp):
-                    self._workers[(event.info.worker_id, event.info.incarnation)] = event.info
+                if isinstance(event, WorkerReported):
+                    report = event.report
+                    self._heard_s[(report.worker_id, report.incarnation)] = now_s
+                elif isinstance(event, WorkerUp):
+                    worker = (event.info.worker_id, event.info.incarnation)
+                    self._workers[worker], self._heard_s[worker] = event.info, now_s
                 elif isinstance(event, WorkerDown):
-                    self._workers.pop((event.worker_id, event.incarnation), None)
-                    gone.append((event.worker_id, event.incarnation))
-            self._conductor.on_events(events, time.monotonic())
-        for lost in gone:
-            self.on_worker_down(*lost)
+                    worker = (event.worker_id, event.incarnation)
+                    self._workers.pop(worker, None)
+                    gone.append((*worker, self._heard_s.pop(worker, now_s)))
+            self._conductor.on_events(events, now_s)
+        for worker_id, incarnation, heard_s in gone:
+            self.on_worker_down(worker_id, incarnation, heard_s)
 
     def _tick_loop(self) -> None:
         while not self._is_closing.wait(TICK_S):
@@ -185,14 +194,15 @@ class ClusterView:
                 suggestions = self._conductor.on_tick(time.monotonic())
                 lost = self._never_heard_again(time.monotonic())
             self.self_check.run(time.monotonic())
-            for worker_id, incarnation in lost:
-                self.on_worker_down(worker_id, incarnation)
+            for worker_id, incarnation, heard_s in lost:
+                self.on_worker_down(worker_id, incarnation, heard_s)
             for suggestion in suggestions:
                 log.info("replicate %s", suggestion.reason)
                 self._copies.carry_out(suggestion)
 
-    def _never_heard_again(self, now_s: float) -> list[tuple[str, str]]:
-        """Workers that a new directory should have heard of by now; with the lock held."""
+    def _never_heard_again(self, now_s: float) -> list[tuple[str, str, float]]:
+        """Workers that a new directory should have heard of by now, and when anybody heard of them
+        last; with the lock held."""
         self._unheard_s = {
             worker: since_s for worker, since_s in self._unheard_s.items()
             if worker not in self._workers
@@ -200,4 +210,4 @@ class ClusterView:
         lost = [w for w, since_s in self._unheard_s.items() if now_s - since_s > UNHEARD_S_MAX]
         for worker in lost:
             del self._unheard_s[worker]
-        return lost
+        return [(*worker, self._heard_s.pop(worker, now_s)) for worker in lost]

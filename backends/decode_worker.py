@@ -26,7 +26,14 @@ from backends.decode_job import DecodeClient, DecodeJob
 from backends.engine.batching import DecodeBatching
 from backends.engine.interface import Work
 from backends.engine.sampling import sample
-from backends.errors import Cancelled, KvMissing, Overloaded, RequestInvalid, WorkerUnavailable
+from backends.errors import (
+    Cancelled,
+    KvMissing,
+    Overloaded,
+    RequestInvalid,
+    WorkerGone,
+    WorkerUnavailable,
+)
 from backends.kv_loader import KvLoader
 from backends.kv_writer import KvWriter
 from backends.page_guard import PageGuard
@@ -106,7 +113,7 @@ class DecodeWorker:
         )  # fmt: skip
         with self._lock:
             if self._is_closing:
-                raise WorkerUnavailable(f"{self.worker.worker_id} is shutting down")
+                raise WorkerGone(f"{self.worker.worker_id} is shutting down")
             if request.request_id in self._jobs:
                 raise RequestInvalid(f"request id {request.request_id} is being served already")
             if self._arrivals.is_refused(request.request_id):
@@ -114,7 +121,7 @@ class DecodeWorker:
             self._refuse_uncovered(request, len(ids) - 1)
             self._look_again(request, len(ids))
             if not self._arrivals.has(request.request_id) and not self._reserve(
-                request.request_id, tokens_max
+                request.request_id, tokens_max, request.is_resumed
             ):
                 raise Overloaded(
                     "decode_queue_full",
@@ -192,9 +199,9 @@ class DecodeWorker:
         self._repliers.close(max(0.0, give_up_s - time.monotonic()))
         self.worker.leave()
 
-    def _reserve(self, request_id: str, tokens_max: int) -> bool:
+    def _reserve(self, request_id: str, tokens_max: int, is_resumed: bool = False) -> bool:
         """A place in the queue for pages and a slot; with the lock held."""
-        return self._batching.add(request_id, 1, tokens_max - 1)
+        return self._batching.add(request_id, 1, tokens_max - 1, is_resumed)
 
     # -- what another kind of engine does otherwise
 

@@ -3,8 +3,11 @@
 * ServingError
   x Overloaded        retry later             -> UNAVAILABLE, says retry_after_s
   x RequestInvalid    fix the request         -> INVALID_ARG
-  x WorkerUnavailable a worker could not be reached or died; the front retries elsewhere first
-  x KvMissing         blocks of a request left the store; the front prefills again
+  x WorkerUnavailable a worker died or failed; the frontend goes on elsewhere first
+    x WorkerGone      it was not there: dead before the call, starting again, or shutting down
+    x StoreLost       the directory or the worker's storage node did not do its part
+    x MessagesLost    tokens that were sent did not arrive
+  x KvMissing         blocks of a request left the store; they are computed again first
   x Cancelled         the client went away or asked to stop; nobody reads the answer
 * ConfigError         fix config.pbtxt        -> the model does not load, the old one goes on
 
@@ -16,6 +19,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+
+# Triton's own words for a call that no model process has seen.
+TRITON_NEVER_PASSED_ON = ("unknown model", "is not ready", "is not healthy")
 
 
 class ServingError(Exception):
@@ -50,9 +56,25 @@ class RequestInvalid(ServingError):
 
 
 class WorkerUnavailable(ServingError):
-    """A worker did not answer, and no other could take over."""
+    """A worker died or failed, and no other could take over."""
 
     prefix = "unavailable:"
+
+
+class WorkerGone(WorkerUnavailable):
+    """The request never was at this worker, or it is leaving: no fault of the request's."""
+
+    prefix = "unavailable: gone:"
+
+
+class StoreLost(WorkerUnavailable):
+    """The directory, or the storage node of the worker, did not do its part."""
+
+    prefix = "unavailable: store:"
+
+
+class MessagesLost(WorkerUnavailable):
+    """Tokens that a worker sent did not arrive."""
 
 
 class KvMissing(ServingError):
@@ -76,7 +98,9 @@ def from_wire(message: str, where: str) -> ServingError:
     rejected = re.search(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", message, re.DOTALL)
     if rejected:
         return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
-    for kind in (RequestInvalid, KvMissing, Cancelled):
+    for kind in (RequestInvalid, KvMissing, Cancelled, WorkerGone, StoreLost):
         if kind.prefix in message:
             return kind(message.split(kind.prefix, 1)[1].strip())
+    if any(words in message for words in TRITON_NEVER_PASSED_ON):
+        return WorkerGone(f"{where}: {message}")
     return WorkerUnavailable(f"{where}: {message}")

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from backends import front_request
+from backends.attempts import Attempts
 from backends.cluster_view import ClusterView, Served
 from backends.errors import Cancelled, Overloaded
 from backends.front_answer import Client, StreamedAnswer, WholeAnswer, describe
@@ -30,10 +33,12 @@ from backends.inbox import Outbox
 from backends.live_requests import LiveRequest, LiveRequests
 from backends.observations import Observations
 from backends.request_times import RequestTimes
+from backends.tenant_cap import TenantCap
 from backends.token_streams import TokenStreams
 from backends.tokenizer import Tokenizer
 from backends.worker_config import FrontConfig
 from backends.worker_protocol import Stop
+from conductor.messages import WorkerRef
 
 log = logging.getLogger(__name__)
 SERVED_WAIT_S = 2.0  # a front that starts together with its workers waits this long for them
@@ -60,6 +65,8 @@ class FrontDoor:
         self.live = LiveRequests(config.cancel_poll_s, self._tell_workers_to_stop)
         self._pool = ThreadPoolExecutor(config.requests_max, thread_name_prefix="request")
         self._running: set[Future[None]] = set()
+        self._cap = TenantCap(config.requests_max, config.tenant_requests_share)
+        self._entering = threading.Lock()
         self.observations = Observations()
         cluster.on_worker_down = self._worker_down
 
@@ -68,15 +75,18 @@ class FrontDoor:
     ) -> None:
         now_s = time.monotonic()
         times = RequestTimes(self.observations, now_s)
-        if len(self.live) >= self._config.requests_max:
-            full = Overloaded(
-                "front_full", f"{len(self.live)} requests are in flight, requests_max is "
-                f"{self._config.requests_max}", 1.0)  # fmt: skip
+        named = parameters.get("tenant", "")
+        tenant = named if isinstance(named, str) else ""  # what else it may be is refused later
+        live = LiveRequest(uuid.uuid4().hex, client, times, now_s, tenant)
+        with self._entering:
+            kind, reason = self._cap.objection(tenant, self.live.of_tenants(), now_s)
+            if not kind:
+                self.live.add(live)
+        if kind:
+            full = Overloaded(kind, reason, 1.0)
             times.ended(full, now_s)
             client.fail(full)
             return
-        live = LiveRequest(uuid.uuid4().hex, client, times)
-        self.live.add(live)
         self._start(self._run, live, inputs, parameters, client)
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -114,6 +124,8 @@ class FrontDoor:
                 raise Answered
             answer = (StreamedAnswer if request.is_stream else WholeAnswer)(request, client)
             live.times.is_stream = request.is_stream
+            live.timeout_s = request.timeout_ms / 1000 if request.timeout_ms else math.inf
+            deadline_s = live.arrived_s + min(live.timeout_s, self.cluster.config.request_s_max)
 
             def send(message: Message) -> None:
                 answer.add(message)
@@ -121,7 +133,7 @@ class FrontDoor:
 
             generation = Generation(
                 request, live, self.cluster, self._call, self._streams, self._tokenizer, send,
-                self._config.attempts_max,
+                Attempts(self._config.attempts_max, deadline_s),
             )  # fmt: skip
             live.run = Running(generation, answer, client, served)
         if live.run is not None:
@@ -136,13 +148,13 @@ class FrontDoor:
                 running.answer.finish()
                 raise Answered
 
-    def _worker_down(self, worker_id: str, incarnation: str) -> None:
+    def _worker_down(self, worker_id: str, incarnation: str, heard_s: float) -> None:
         """Take requests away from threads that wait for a worker that is gone."""
         for live in self.live.all():
             stale_id = live.worker_request_id
-            if live.run is not None and live.run.lost(worker_id, incarnation):
+            if live.run is not None and live.run.lost(worker_id, incarnation, heard_s):
                 log.warning("%s is gone, request %s goes on", worker_id, live.request_id)
-                self._stop(stale_id, live.worker_ids, "it goes on elsewhere")
+                self._stop(stale_id, live.workers, "it goes on elsewhere")
                 self._call.cancel(stale_id)  # frees the thread that waits for it
                 self._start(self._drive, live)
 
@@ -174,11 +186,13 @@ class FrontDoor:
         return served
 
     def _tell_workers_to_stop(self, live: LiveRequest) -> None:
-        self._stop(live.worker_request_id, live.worker_ids, "the client went away")
+        self._stop(live.worker_request_id, live.workers, "nobody waits for it any more")
 
-    def _stop(self, worker_request_id: str, worker_ids: Sequence[str], reason: str) -> None:
-        for worker_id in worker_ids:
-            for inbox in self.cluster.inboxes(worker_id):
+    def _stop(self, worker_request_id: str, workers: Sequence[WorkerRef], reason: str) -> None:
+        """Tell every process that may be at it, also one that stands still: it reads this first
+        when it goes on."""
+        for worker in workers:
+            for inbox in {worker.inbox, *self.cluster.inboxes(worker.worker_id)}:
                 self._outbox.send(inbox, Stop(worker_request_id, reason))
 
 
@@ -195,5 +209,5 @@ class Running:
     client: Client
     served: Served
 
-    def lost(self, worker_id: str, incarnation: str) -> bool:
-        return self.generation.lost(worker_id, incarnation)
+    def lost(self, worker_id: str, incarnation: str, heard_s: float) -> bool:
+        return self.generation.lost(worker_id, incarnation, heard_s)

@@ -15,6 +15,7 @@ limit and what to do. The rules for what is not said:
 | request id | a fresh one |
 | parameter `tenant` | "": shares cached KV with all who name none |
 | parameter `request_priority` (Triton keeps `priority` for itself) | 0 |
+| parameter `timeout_ms` (Triton keeps `timeout` for itself) | 0: none of its own |
 | parameters `prefill_worker`, `decode_worker` | the conductor chooses |
 | parameter `describe` | false; true needs no prompt |
 
@@ -42,6 +43,7 @@ from backends.tokenizer import Tokenizer
 REQUEST_ID_BYTES_MAX = 256
 PARAMETER_BYTES_MAX = 256
 PRIORITY_MAX = 2**31 - 1
+TIMEOUT_MS_MAX = 24 * 3600 * 1000
 STREAM_INTERVAL_MAX = 2**20
 
 
@@ -74,6 +76,7 @@ class FrontRequest:
     prefill_worker: str  # "": any
     decode_worker: str  # "": any
     describe: bool
+    timeout_ms: int  # since its arrival; 0: none of its own
 
 
 def parse(
@@ -118,6 +121,7 @@ def parse(
         prefill_worker=options.prefill_worker,
         decode_worker=options.decode_worker,
         describe=options.describe,
+        timeout_ms=options.timeout_ms,
     )
     for name in ("return_num_input_tokens", "return_num_output_tokens"):
         reader.flag(name)  # checked only: the counts are always sent
@@ -164,6 +168,11 @@ class _Options:
         reader.note_some([_unknown(name) for name in parameters if not _is_known(name)])
         self.priority = self._integer("request_priority", PRIORITY_MAX)
         self.tenant = self._text("tenant")
+        self.timeout_ms = self._integer("timeout_ms", TIMEOUT_MS_MAX)
+        if self.timeout_ms < 0:
+            reader.note(
+                f"parameter timeout_ms is {self.timeout_ms}; send 1 or more, or leave it out"
+            )
         self.prefill_worker = self._text("prefill_worker")
         self.decode_worker = self._text("decode_worker")
         self.describe = self._flag("describe")

@@ -1,8 +1,9 @@
-"""One request's way through prefill and decode, with another try when a worker is lost.
+"""One request's way through prefill and decode, with another attempt when one is lost.
 
-A try starts from the prompt and whatever the client already has: sampling is a pure function of
-(logits, seed, position), so a second try goes on with the very tokens that the first would have
-produced, and finds most of their KV in the store.
+An attempt starts from the prompt and whatever the client already has: sampling is a pure function
+of (logits, seed, position), so a second one goes on with the very tokens that the first would have
+produced, and finds most of their KV in the store. Whether there is a second one, and when, is
+decided in attempts.py.
 
 Triton never ends the answer stream of a worker process that was killed. So when the directory says
 that a worker is gone, `lost` takes the request away from the thread that reads that stream, and
@@ -22,8 +23,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from backends import worker_calls
+from backends.attempts import RULES, Attempts, Loss, last_word, loss_by_death, loss_of
 from backends.cluster_view import ClusterView, Served
-from backends.errors import KvMissing, Overloaded, WorkerUnavailable
+from backends.errors import (
+    Overloaded,
+    RequestInvalid,
+    ServingError,
+    WorkerGone,
+    WorkerUnavailable,
+)
 from backends.front_decision import Decided, decode_facts, prefill_facts
 from backends.front_request import FrontRequest
 from backends.live_requests import LiveRequest
@@ -63,6 +71,7 @@ class Try:
     context_ids: list[int] = field(default_factory=list)  # the last tokens before its first one
     worker_id: str = ""  # who is at it now
     incarnation: str = ""  # which life of it: the routed one, until the worker itself tells
+    called_s: float = 0.0  # when it was asked
     begin_lock: threading.Lock = field(default_factory=threading.Lock)
     is_begun: bool = False  # its first token was emitted, or that failed with `problem`
     begun_at_s: float = 0.0
@@ -85,7 +94,7 @@ class Generation:
         streams: TokenStreams,
         tokenizer: Tokenizer,
         send: Callable[[Message], None],
-        attempts_max: int,
+        attempts: Attempts,
     ) -> None:
         self._request = request
         self._live = live
@@ -94,22 +103,23 @@ class Generation:
         self._streams = streams
         self._tokenizer = tokenizer
         self._send = send
-        self._attempts_max = attempts_max
+        self._attempts = attempts
+        self._problem: ServingError | None = None  # of the latest attempt that was lost
         self._tries = 0
         self._lock = threading.Lock()
         self._try: Try | None = None
         self._started_s = time.monotonic()
         self._released: list[int] = []  # tokens the client has
         self._cached_tokens = 0  # of the first prefill: what the client is told
-        self._failed: set[tuple[str, str]] = set()
-        self._pinned_out = cluster.excluded_by_pins(request.prefill_worker, request.decode_worker)
+        self._avoided: set[tuple[str, str]] = set()  # by the next attempt
 
     def run(self, served: Served) -> bool:
-        """Until the answer is complete; raises ServingError when no try succeeded.
+        """Until the answer is complete; raises ServingError when the request is given up.
 
         False: the request was taken away from this thread (`lost`).
         """
         while True:
+            self._pause()
             self._tries += 1
             if self._tries > 1:
                 self._live.times.retried()
@@ -124,19 +134,16 @@ class Generation:
                 return True
             except Superseded:
                 return False
-            except (WorkerUnavailable, KvMissing) as error:
-                if self._try is not mine:
+            except ServingError as error:
+                if not self._take_loss(mine, error):
                     return False
-                self._live.check()
-                log.warning("request %s: %s", mine.request_id, error)
-                if self._tries >= self._attempts_max:
-                    raise
             finally:
                 output_tokens = len(self._released) - before if is_complete else None
                 self._cluster.finished(mine.request_id, output_tokens)
 
-    def lost(self, worker_id: str, incarnation: str) -> bool:
-        """A worker process is gone. True: it was at this request, and `run` must be called again.
+    def lost(self, worker_id: str, incarnation: str, heard_s: float) -> bool:
+        """A worker process is gone, which reported last at `heard_s`. True: it was at this request,
+        and `run` must be called again.
 
         While a config.pbtxt reloads, another process than the routed one may be at work. Then a
         request is taken from a healthy worker, which costs time and nothing else.
@@ -148,9 +155,46 @@ class Generation:
             ):  # fmt: skip
                 return False
             self._try = None
-            self._failed.add((worker_id, incarnation))
-            self._cluster.finished(current.request_id)
-            return True
+            loss = loss_by_death(current.called_s, heard_s)
+            self._note_loss(loss, WorkerUnavailable(f"{worker_id} is gone"), worker_id, incarnation)
+        self._cluster.finished(current.request_id)
+        return True
+
+    def _take_loss(self, mine: Try, error: ServingError) -> bool:
+        """The attempt ended with this. False: it was another thread's already; raises `error`
+        where it is the answer."""
+        with self._lock:
+            if self._try is not mine:
+                return False
+            self._try = None
+        self._live.check()
+        loss = loss_of(error, self._attempts.is_resumed)
+        if loss is None:
+            raise error
+        log.warning("request %s, %s: %s", mine.request_id, loss.value, error)
+        self._note_loss(loss, error, mine.worker_id, mine.incarnation)
+        if isinstance(error, WorkerUnavailable):
+            self._cluster.worker_failed(mine.worker_id, mine.incarnation)
+        return True
+
+    def _note_loss(self, loss: Loss, error: ServingError, worker_id: str, incarnation: str) -> None:
+        """By the one thread that took the attempt away."""
+        self._attempts.lost(loss, len(self._released))
+        self._problem = error
+        if RULES[loss].avoids:
+            self._avoided.add((worker_id, incarnation))
+        elif loss is Loss.NOBODY:
+            self._avoided.clear()  # better somebody who failed at it before than nobody
+
+    def _pause(self) -> None:
+        """Before an attempt that follows a lost one; raises when there is to be none."""
+        problem = self._problem
+        if problem is None:
+            return
+        self._live.pause(self._attempts.pause_s(time.monotonic()))
+        why = self._attempts.given_up(time.monotonic())
+        if why:
+            raise last_word(problem, why)
 
     def _attempt(self, served: Served, mine: Try) -> None:
         token_ids = np.concatenate([self._request.prompt_ids, np.array(self._released, np.int32)])
@@ -231,7 +275,8 @@ class Generation:
                 output_tokens_max=request.sampling.max_tokens - len(self._released),
                 priority=request.priority,
                 tenant=request.cache_salt,
-                excluded_workers=self._pinned_out | frozenset(self._failed),
+                excluded_workers=self._pinned_out() | frozenset(self._avoided),
+                is_resumed=self._attempts.is_resumed,
             ),
             wants_candidates=request.wants_decision,
         )
@@ -240,8 +285,18 @@ class Generation:
             raise Overloaded(decided.kind, decided.reason, decided.retry_after_s)
         route = decided.route
         log.info("decision %s", route)
-        self._live.worker_ids = (route.prefill.worker_id, route.decode.worker_id)
+        self._live.workers = (route.prefill, route.decode)
         return decided
+
+    def _pinned_out(self) -> frozenset[tuple[str, str]]:
+        """Every worker but those that the client named, as they live now."""
+        request = self._request
+        try:
+            return self._cluster.excluded_by_pins(request.prefill_worker, request.decode_worker)
+        except RequestInvalid as error:  # the named one is away at the moment
+            if self._attempts.is_resumed:
+                raise WorkerGone(str(error)) from None
+            raise
 
     def _prefill(
         self, decided: Decided, token_ids: np.ndarray, mine: Try
@@ -259,14 +314,9 @@ class Generation:
             reserve_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
             reply_inbox=self._streams.address,
             place_s=route.order_key_s - time.monotonic(),
+            is_resumed=self._attempts.is_resumed,
         )
-        try:
-            first, reply = worker_calls.prefill(
-                self._call, route.prefill.worker_id, call, token_ids
-            )
-        except WorkerUnavailable:
-            self._worker_failed(route.prefill.worker_id, route.prefill.incarnation)
-            raise
+        first, reply = worker_calls.prefill(self._call, route.prefill.worker_id, call, token_ids)
         self._live.check()
         self._cluster.prefill_finished(mine.request_id, reply.cached_tokens, reply.compute_s)
         return first, reply
@@ -279,7 +329,7 @@ class Generation:
         mine: Try,
         untold: dict[str, object],
     ) -> None:
-        request = self._request
+        request, is_resumed = self._request, self._attempts.is_resumed
         self._now_at(mine, route.decode)
         call = DecodeRequest(
             request_id=mine.request_id,
@@ -289,7 +339,8 @@ class Generation:
             blocks=reply.blocks,
             stream_interval=request.stream_interval if request.is_stream else 0,
             reply_inbox=self._streams.address,
-            tbt_slo_s=self._cluster.config.arrival_tbt_slo_s,
+            tbt_slo_s=0.0 if is_resumed else self._cluster.config.arrival_tbt_slo_s,
+            is_resumed=is_resumed,
             native=reply.native,
         )
 
@@ -304,9 +355,6 @@ class Generation:
             with self._streams.reading(mine.request_id, deliver, request.is_paced) as stream:
                 ids, end = worker_calls.decode(self._call, route.decode.worker_id, call, token_ids)
                 rest = stream.rest(end.tokens_before)
-        except WorkerUnavailable:
-            self._worker_failed(route.decode.worker_id, route.decode.incarnation)
-            raise
         except Overloaded:
             self._cluster.worker_refused(route.decode.worker_id, route.decode.incarnation)
             self._live.times.prefill_wasted(reply.compute_s)
@@ -320,6 +368,7 @@ class Generation:
             if self._try is not mine:
                 raise Superseded
             mine.worker_id, mine.incarnation = worker.worker_id, worker.incarnation
+            mine.called_s = time.monotonic()
 
     def _emit(
         self, mine: Try, emission: Emission, finish_reason: str, decision: dict[str, object]
@@ -342,10 +391,6 @@ class Generation:
         if token_id in sampling.end_ids:
             return "end_id"
         return "length" if len(self._released) + 1 >= sampling.max_tokens else ""
-
-    def _worker_failed(self, worker_id: str, incarnation: str) -> None:
-        self._failed.add((worker_id, incarnation))
-        self._cluster.worker_failed(worker_id, incarnation)
 
 
 def emission_of(ids: np.ndarray, end: DecodeReply) -> Emission:

@@ -33,7 +33,7 @@ OUTCOMES = (
 REASONS = (
     "ttft_slo", "tbt_slo", "prefill_full", "decode_full", "too_large", "no_prefill_worker",
     "no_decode_worker", "fair_share", "front_full", "prefill_queue_full", "decode_queue_full",
-    "decode_overload", "store_full", "other",
+    "decode_overload", "store_full", "tenant_full", "other",
 )  # fmt: skip
 
 
@@ -107,8 +107,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Time that those prefills took."),
         counter("mooncake_routed_total", "tries", (FRONT,),
                 "Tries of requests that were given to a pair of workers."),
-        counter("mooncake_retries_total", "tries", (FRONT,),
-                "Further tries, after a worker was lost or KV had left the store."),
+        counter("mooncake_retries_total", "attempts", (FRONT,),
+                "Further attempts, after a worker was lost or KV had left the store."),
         counter("mooncake_fetches_total", "tries", (FRONT,),
                 "Tries whose prefix was to be fetched from another node (Algorithm 1)."),
         counter("mooncake_replicated_blocks_total", "blocks", (FRONT,),

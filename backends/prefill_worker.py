@@ -27,6 +27,7 @@ from backends.errors import (
     Overloaded,
     RequestInvalid,
     ServingError,
+    WorkerGone,
     WorkerUnavailable,
 )
 from backends.kv_loader import KvLoader
@@ -110,10 +111,11 @@ class PrefillWorker:
         job = self._job(request, ids.astype(np.int32), client, put, now_s)
         with self._lock:
             if self._is_closing:
-                raise WorkerUnavailable(f"{self.worker.worker_id} is shutting down")
+                raise WorkerGone(f"{self.worker.worker_id} is shutting down")
             if request.request_id in self._jobs:
                 raise RequestInvalid(f"request id {request.request_id} is being served already")
-            if not self._batching.add(request.request_id, len(ids), now_s + request.place_s):
+            place_s = now_s + request.place_s
+            if not self._batching.add(request.request_id, len(ids), place_s, request.is_resumed):
                 raise Overloaded(
                     "prefill_queue_full",
                     f"{self._batching.waiting} prompts wait at {self.worker.worker_id}, "

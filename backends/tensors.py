@@ -99,7 +99,8 @@ UNBATCHED_OUTPUTS = {"text_output"}
 # Request parameters (KServe `parameters`) that mean something; others are refused by name.
 PARAMETERS = {
     "request_priority": "int: below 0 is rejected earlier under load",
-    "tenant": "string: salts the cache keys, so tenants never share KV",
+    "tenant": "string: salts the cache keys, so tenants never share KV; nobody checks it here",
+    "timeout_ms": "int: the request ends after so many milliseconds, whatever it has",
     "prefill_worker": "string: use this prefill worker (debugging, benchmarks)",
     "decode_worker": "string: use this decode worker (debugging, benchmarks)",
     "describe": "bool: answer with what is served, as JSON, instead of generating; Triton wants "

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from backends.errors import WorkerUnavailable
+from backends.errors import MessagesLost
 from backends.inbox import Inbox
 from backends.text_stream import Emission, merge
 from backends.worker_protocol import FirstToken, Letter, Tokens, TokenUpdate
@@ -57,7 +57,7 @@ class TokenStream:
         """Tokens came; after a gap nothing more is taken."""
         with self._changed:
             if self._problem is None and update.tokens_before != self._tokens:
-                self._problem = WorkerUnavailable(
+                self._problem = MessagesLost(
                     f"token {self._tokens} of {self._request_id} is missing, "
                     f"{update.tokens_before} came"
                 )
@@ -89,7 +89,7 @@ class TokenStream:
     def rest(self, tokens: int) -> list[Emission]:
         """When so many tokens have come: what was not delivered yet, and never will be.
 
-        Raises what a delivery raised, or WorkerUnavailable when tokens are missing.
+        Raises what a delivery raised, or MessagesLost when tokens are missing.
         """
         with self._changed:
             is_complete = self._changed.wait_for(
@@ -98,7 +98,7 @@ class TokenStream:
             if self._problem is not None:
                 raise self._problem
             if not is_complete:
-                raise WorkerUnavailable(
+                raise MessagesLost(
                     f"{self._tokens} of {tokens} tokens of {self._request_id} arrived"
                 )
             rest, self._waiting = self._waiting, []

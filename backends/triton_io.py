@@ -87,9 +87,13 @@ def inputs_of(request: Any) -> dict[str, np.ndarray]:
 
 
 def parameters_of(request: Any) -> dict[str, Any]:
-    """The request's KServe parameters; {} when there are none."""
+    """The request's KServe parameters; {} when there are none. Triton's own `timeout`, which it
+    keeps for itself, is one more: `timeout_ms`, unless that was sent too."""
     text = request.parameters()
-    return json.loads(text) if text else {}
+    found: dict[str, Any] = json.loads(text) if text else {}
+    if timeout_us := int(request.timeout()):
+        found.setdefault("timeout_ms", max(1, timeout_us // 1000))
+    return found
 
 
 def request_id_of(request: Any) -> str:

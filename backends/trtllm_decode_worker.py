@@ -32,7 +32,7 @@ from backends.engine.trtllm.llm_thread import Order, Outcome, Running
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
-from backends.errors import ServingError, WorkerUnavailable
+from backends.errors import ServingError, WorkerGone, WorkerUnavailable
 from backends.staged_pages import StagedPages
 from backends.worker import IDLE_WAIT_S
 from backends.worker_config import DecodeConfig, checkpoint_folder
@@ -97,7 +97,7 @@ class TrtllmDecodeWorker(DecodeWorker):
 
     def submit(self, request: DecodeRequest, ids: np.ndarray, client: DecodeClient) -> None:
         if self._health.is_lost:
-            raise WorkerUnavailable(f"{self.worker.worker_id} has lost its engine")
+            raise WorkerGone(f"{self.worker.worker_id} has lost its engine")
         if bool(request.native) != self._is_native:
             raise WorkerUnavailable(
                 f"{self.worker.worker_id} has handoff {self._trtllm.handoff}, the prefill worker "

@@ -32,7 +32,7 @@ from backends.engine.trtllm.llm_thread import Order, Outcome, Running
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
-from backends.errors import WorkerUnavailable
+from backends.errors import WorkerGone, WorkerUnavailable
 from backends.prefill_job import PrefillClient, PrefillJob
 from backends.prefill_worker import PrefillWorker
 from backends.staged_pages import StagedPages
@@ -103,7 +103,7 @@ class TrtllmPrefillWorker(PrefillWorker):
 
     def submit(self, request: PrefillRequest, ids: np.ndarray, client: PrefillClient) -> None:
         if self._health.is_lost:
-            raise WorkerUnavailable(f"{self.worker.worker_id} has lost its engine")
+            raise WorkerGone(f"{self.worker.worker_id} has lost its engine")
         self._sampling(request, len(ids))  # refused now rather than when it is staged
         super().submit(request, ids, client)
 

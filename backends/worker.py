@@ -23,7 +23,7 @@ from backends import machine_profile
 from backends.engine.interface import Engine
 from backends.engine.occupation import Occupation
 from backends.engine.pages import PagePool
-from backends.errors import ConfigError, WorkerUnavailable
+from backends.errors import ConfigError, WorkerGone
 from backends.inbox import Inbox, Outbox
 from backends.observations import Observations
 from backends.step_times import StepTimes
@@ -203,7 +203,7 @@ def fail_stuck(jobs: MutableMapping[str, Any], worker: Worker) -> None:
     """Jobs that the engine thread never let go of: answered here, their memory ends with us."""
     for job in list(jobs.values()):
         worker.owners.release(job.request_id)
-        job.client.fail(WorkerUnavailable(f"{worker.worker_id} is shutting down"))
+        job.client.fail(WorkerGone(f"{worker.worker_id} is shutting down"))
 
 
 class LeaseKeeper:

@@ -182,7 +182,8 @@ class FrontConfig:
 
     checkpoint: str = "demo"  # whose tokenizer and chat template; the workers' checkpoint
     requests_max: int = 256  # requests in flight; each holds a thread of the front
-    attempts_max: int = 3  # pairs of workers to try before a request fails
+    attempts_max: int = 3  # attempts lost to workers that died or failed with it; others are free
+    tenant_requests_share: float = 0.5  # of requests_max, for one tenant while others are there
     cancel_poll_s: float = 0.1  # how often clients are checked for having gone away
     output_tokens_default: int = 256  # max_tokens where a request names none
     messages_per_s_max: int = 0  # to all streaming clients; 0: by the cores of this machine
@@ -192,6 +193,11 @@ class FrontConfig:
         for name in ("requests_max", "attempts_max", "output_tokens_default"):
             if getattr(self, name) < 1:
                 found.append(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0.0 < self.tenant_requests_share <= 1.0:
+            found.append(
+                f"tenant_requests_share is {self.tenant_requests_share}; it is a share of "
+                "requests_max, use more than 0 and at most 1"
+            )
         if self.requests_max > 4096:
             found.append(f"requests_max is {self.requests_max}; at most 4096 (a thread for each)")
         if self.messages_per_s_max < 0:

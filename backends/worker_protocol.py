@@ -46,6 +46,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     reserve_tokens: int  # KV that the decode worker should make room for
     # Its place in the queue: so many seconds behind its own arrival (conductor/queue_order.py).
     place_s: float = 0.0
+    is_resumed: bool = False  # it goes on after a loss: a full queue does not refuse it
 
 
 class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
@@ -74,6 +75,7 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
     reply_inbox: str  # of the front: where messages before the reply go
     tbt_slo_s: float = 0.0  # refuse it when a step with it would take longer; 0: no limit
     native: bytes = b""  # PrefillReply's
+    is_resumed: bool = False  # it goes on after a loss: a full queue does not refuse it
 
 
 class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):

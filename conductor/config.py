@@ -90,7 +90,9 @@ class ConductorConfig:
     report_s_max: float = 3.0  # three missed reports: not routed to
     report_lag_s: float = 0.2  # a report cannot know requests routed less than this before it
     failed_mark_s: float = 10.0  # after a failed call; lifted earlier by the next report
-    request_s_max: float = 600.0  # one that nobody finished is then known from reports only
+    # One that nobody finished is then known from reports only; and so long after its arrival a
+    # request that lost its workers goes on, unless its client set a timeout.
+    request_s_max: float = 600.0
 
     # Memory and hot spots.
     index_blocks_max: int = 4_000_000  # about 100 B each; beyond, the oldest are forgotten

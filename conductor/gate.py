@@ -6,6 +6,7 @@
     fits its limits     predicted TTFT x measured error <= limit, TBT <= limit, room (admission.py)
     fair share          under overload, those that would fit are fewer than those that may come in
                         (fair_share.py)
+    goes on             a request that lost its workers was admitted before: it always is
 
 `objection` changes nothing, so `explain` shows what `on_request` would do; `note` counts what was
 decided.
@@ -65,7 +66,10 @@ class Gate:
     def objection(
         self, pair: Pair, request: Request, pressure: Pressure, ttft_limit_s: float
     ) -> str:
-        """The kind of rejection that this pair would meet; empty when it is admitted."""
+        """The kind of rejection that this pair would meet; empty when it is admitted. One that was
+        admitted before may wait, but what it has cost is not thrown away."""
+        if request.is_resumed:
+            return ""
         kind = objection(pair, request, self._config, ttft_limit_s)
         if kind == "ttft_slo" and pressure.backlog_s <= 0.0:
             kind = ""

@@ -24,6 +24,7 @@ class Request:
     excluded_workers: frozenset[tuple[str, str]] = frozenset()  # (worker_id, incarnation) that
     # just failed this very request: a retry goes elsewhere
     tenant: str = ""  # who asks; under overload each tenant has its share, see fair_share.py
+    is_resumed: bool = False  # it was admitted before, and lost its workers: it is not shed now
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -105,6 +105,7 @@ class Admission:
         self._slots_max = slots_max
         self._waiting_max = waiting_max
         self._waiting: dict[str, int] = {}  # request -> tokens to reserve
+        self._resumed: set[str] = set()  # those that a full queue does not refuse
         self._pages: dict[str, list[int]] = {}  # admitted request -> its pages
         self._places: dict[str, Place] = {}  # of all of them
         self._line: list[Place] = []  # a heap of those that wait, and of some that have left
@@ -121,16 +122,20 @@ class Admission:
     @property
     def has_room(self) -> bool:
         """Another request may be added."""
-        return len(self._waiting) < self._waiting_max
+        return len(self._waiting) - len(self._resumed) < self._waiting_max
 
     def can_ever_fit(self, tokens: int) -> bool:
         """A request of so many tokens would be admitted by an empty engine."""
         return blocks_touched(tokens, self._block_tokens) <= self._pool.pages_max
 
-    def _add(self, request_id: str, tokens: int, key_s: float = 0.0) -> bool:
+    def _add(
+        self, request_id: str, tokens: int, key_s: float = 0.0, is_resumed: bool = False
+    ) -> bool:
         assert request_id not in self._waiting and request_id not in self._pages, request_id
         assert tokens > 0 and self.can_ever_fit(tokens), (request_id, tokens)
-        if not self.has_room:
+        if is_resumed:
+            self._resumed.add(request_id)
+        elif not self.has_room:
             return False
         self._waiting[request_id] = tokens
         self._added += 1
@@ -159,6 +164,7 @@ class Admission:
                 break
             heapq.heappop(self._line)
             del self._waiting[request_id]
+            self._resumed.discard(request_id)
             self._pages[request_id] = pages
             admitted.append(Admitted(request_id, pages))
         return admitted
@@ -170,13 +176,16 @@ class Admission:
         them any more.
         """
         del self._places[request_id]
+        self._resumed.discard(request_id)
         if request_id in self._waiting:
             del self._waiting[request_id]
             return []
         return self._pages.pop(request_id)
 
     def check(self) -> None:
-        assert len(self._waiting) <= self._waiting_max, len(self._waiting)
+        assert self._resumed <= self._waiting.keys(), self._resumed
+        new = len(self._waiting) - len(self._resumed)
+        assert new <= self._waiting_max, new
         assert len(self._pages) <= self._slots_max, len(self._pages)
         assert not self._waiting.keys() & self._pages.keys(), "waiting and admitted"
         assert self._places.keys() == self._waiting.keys() | self._pages.keys()
@@ -213,9 +222,12 @@ class PrefillBatching(Admission):
         computed = sum(progress.computed_tokens for progress in self._started.values())
         return sum(self._prompt_tokens.values()) - computed
 
-    def add(self, request_id: str, prompt_tokens: int, key_s: float = 0.0) -> bool:
-        """Queue a request; False, and nothing changes, when the queue is full."""
-        if not self._add(request_id, prompt_tokens, key_s):
+    def add(
+        self, request_id: str, prompt_tokens: int, key_s: float = 0.0, is_resumed: bool = False
+    ) -> bool:
+        """Queue a request; False, and nothing changes, when the queue is full. One that goes on
+        after a loss (`is_resumed`) waits all the same: what it has must not be lost."""
+        if not self._add(request_id, prompt_tokens, key_s, is_resumed):
             return False
         self._prompt_tokens[request_id] = prompt_tokens
         return True
@@ -298,10 +310,13 @@ class DecodeBatching(Admission):
         """KV tokens that the next step reads."""
         return sum(self._started.values())
 
-    def add(self, request_id: str, prompt_tokens: int, output_tokens_max: int) -> bool:
-        """Queue a request; False, and nothing changes, when the queue is full."""
+    def add(
+        self, request_id: str, prompt_tokens: int, output_tokens_max: int, is_resumed: bool = False
+    ) -> bool:
+        """Queue a request; False, and nothing changes, when the queue is full. One that goes on
+        after a loss (`is_resumed`) waits all the same: what it has must not be lost."""
         assert prompt_tokens > 0 and output_tokens_max > 0, (prompt_tokens, output_tokens_max)
-        if not self._add(request_id, prompt_tokens + output_tokens_max):
+        if not self._add(request_id, prompt_tokens + output_tokens_max, is_resumed=is_resumed):
             return False
         self._tokens_max[request_id] = prompt_tokens + output_tokens_max
         return True

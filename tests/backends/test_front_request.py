@@ -42,7 +42,7 @@ def test_only_a_prompt_is_needed_and_every_default_is_filled_in() -> None:
 def test_everything_that_may_be_said_arrives() -> None:
     request = ask(
         {"tenant": "blue", "request_priority": -3, "prefill_worker": "prefill_1",
-         "decode_worker": "d",
+         "decode_worker": "d", "timeout_ms": 2500,
          "triton_enable_empty_final_response": True},
         max_tokens=9, min_tokens=2, stream=True, stream_interval=4, temperature=0.7, top_k=5,
         top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=-0.5, frequency_penalty=0.5,
@@ -59,6 +59,7 @@ def test_everything_that_may_be_said_arrives() -> None:
     assert (request.is_stream, request.stream_interval) == (True, 4)
     assert (request.cache_salt, request.priority) == ("blue", -3)
     assert (request.prefill_worker, request.decode_worker) == ("prefill_1", "d")
+    assert request.timeout_ms == 2500
     assert request.wants_decision and request.wants_perf and not request.includes_prompt
 
 
@@ -159,11 +160,16 @@ def test_messages_need_a_chat_template() -> None:
     [
         ({"max_tokenz": 5}, "unknown parameter 'max_tokenz'; did you mean max_tokens?"),
         ({"tennant": "x"}, "unknown parameter 'tennant'; did you mean tenant?"),
-        ({"qqqq": 1}, "unknown parameter 'qqqq'; known: request_priority, tenant, prefill_worker"),
+        (
+            {"qqqq": 1},
+            "unknown parameter 'qqqq'; known: request_priority, tenant, timeout_ms",
+        ),
         ({"max_tokens": 5}, "max_tokens is an input, not a parameter; send it as a tensor INT32"),
         ({"request_priority": "high"}, "parameter request_priority is 'high'; send an integer"),
         ({"request_priority": True}, "parameter request_priority is True; send an integer"),
         ({"request_priority": 2**40}, "send an integer, at most"),
+        ({"timeout_ms": -5}, "parameter timeout_ms is -5; send 1 or more, or leave it out"),
+        ({"timeout_ms": "1 s"}, "parameter timeout_ms is '1 s'; send an integer"),
         ({"tenant": 5}, "parameter tenant is 5; send a string"),
         ({"tenant": "x" * 257}, "parameter tenant is longer than 256"),
         ({"describe": "yes"}, "parameter describe is 'yes'; send true or false"),

@@ -95,11 +95,15 @@ class Play:
         self.conductor.on_events([BlockRemoved(k, node_id) for k in keys(blocks)], self.now_s)
 
     def asked(self, request_id: str, blocks: str = "", prompt: str = "", output: str = "10",
-              priority: str = "0", avoid: str = "", tenant: str = "") -> Request:  # fmt: skip
+              priority: str = "0", avoid: str = "", tenant: str = "",
+              resumed: str = "") -> Request:  # fmt: skip
         block_keys = keys(blocks)
         avoided = frozenset((name, "w1") for name in avoid.split(",") if name)
         tokens = int(prompt) if prompt else len(block_keys) * BLOCK_TOKENS + 1
-        return Request(request_id, tokens, block_keys, int(output), int(priority), avoided, tenant)
+        return Request(
+            request_id, tokens, block_keys, int(output), int(priority), avoided, tenant,
+            is_resumed=bool(resumed),
+        )  # fmt: skip
 
     def request(self, *words: str, **values: str) -> list[str]:
         return [told(self.conductor.on_request(self.asked(*words, **values), self.now_s))]

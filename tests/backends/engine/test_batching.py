@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -177,6 +179,23 @@ def test_a_full_queue_refuses_and_changes_nothing() -> None:
     assert not batching.add("b", 10, 10)
     batching.check()
     assert batching.waiting == 1
+
+
+@pytest.mark.parametrize("make", [prefill, decode])
+def test_a_request_that_goes_on_waits_in_a_full_queue_and_takes_no_place_of_others(
+    make: Callable[..., tuple[PagePool, Any]],
+) -> None:
+    _, batching = make(slots=1, waiting=1)
+    assert batching.add("first", 16, 1) and batching.admit()
+    assert batching.add("waiting", 16, 1) and not batching.add("refused", 16, 1)
+    assert batching.add("resumed", 16, 1, is_resumed=True)
+    batching.check()
+    batching.remove("waiting")
+    assert batching.has_room and batching.add("next", 16, 1)
+    assert not batching.has_room
+    batching.remove("resumed")
+    batching.check()
+    assert not batching.has_room
 
 
 def test_decode_reserves_the_pages_of_the_longest_output() -> None:
