@@ -24,7 +24,7 @@ import numpy as np
 from backends import front_request
 from backends.attempts import Attempts
 from backends.cluster_view import ClusterView, Served
-from backends.errors import Cancelled, Overloaded
+from backends.errors import Cancelled, Overloaded, WorkerUnavailable
 from backends.front_answer import Client, StreamedAnswer, WholeAnswer, describe
 from backends.front_request import Limits
 from backends.generation import Generation, Message
@@ -41,6 +41,7 @@ from backends.worker_protocol import Stop
 from conductor.messages import WorkerRef
 
 log = logging.getLogger(__name__)
+LAST_WORDS_S = 2.0
 SERVED_WAIT_S = 2.0  # a front that starts together with its workers waits this long for them
 
 
@@ -97,8 +98,11 @@ class FrontDoor:
 
     def close(self, timeout_s: float) -> None:
         """Let every thread come to its end (at most `timeout_s`): clients get their answers, and
-        no worker is left sending to a process that is gone."""
-        wait(list(self._running), timeout=timeout_s)
+        no worker is left sending to a process that is gone. Who only waits then hears of it."""
+        _, left = wait(list(self._running), timeout=timeout_s)
+        for live in self.live.all():
+            live.end(WorkerUnavailable("the frontend is shutting down"))
+        wait(left, timeout=LAST_WORDS_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.live.close()
 

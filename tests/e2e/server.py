@@ -78,7 +78,8 @@ class Stream:
     """One request over its own gRPC stream; may be left in the middle."""
 
     def __init__(self, url: str, model: str, inputs: Sequence[triton.InferInput],
-                 parameters: Mapping[str, Any] | None = None) -> None:  # fmt: skip
+                 parameters: Mapping[str, Any] | None = None,
+                 timeout_us: int | None = None) -> None:  # fmt: skip
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._client = triton.InferenceServerClient(url)
         self._client.start_stream(lambda result, error: self._messages.put((result, error)))
@@ -86,6 +87,7 @@ class Stream:
             self._client.async_stream_infer(
                 model, list(inputs),
                 enable_empty_final_response=True, parameters=dict(parameters or {}),
+                timeout=timeout_us,
             )  # fmt: skip
         except BaseException:
             self.leave()
@@ -176,9 +178,9 @@ class Server:
             path.write_text(text)
 
     def stream(self, model: str = "conductor", parameters: Mapping[str, Any] | None = None,
-               **inputs: Any) -> Stream:  # fmt: skip
+               timeout_us: int | None = None, **inputs: Any) -> Stream:  # fmt: skip
         tensors = [tensor(name, value) for name, value in inputs.items()]
-        return Stream(self.addresses.grpc, model, tensors, parameters)
+        return Stream(self.addresses.grpc, model, tensors, parameters, timeout_us)
 
     def ask(self, model: str = "conductor", parameters: Mapping[str, Any] | None = None,
             **inputs: Any) -> Answer:  # fmt: skip

@@ -64,6 +64,20 @@ def test_a_client_that_leaves_during_prefill_frees_everything(demo: Server) -> N
     assert_freed_within_a_second(demo, time.monotonic())
 
 
+@pytest.mark.parametrize("kind", ["a parameter", "Triton's own"])
+def test_a_request_ends_at_the_timeout_that_its_client_named(demo: Server, kind: str) -> None:
+    wait_until(demo.is_idle, "an idle start")
+    is_own = kind == "Triton's own"
+    stream = demo.stream(
+        text_input="It was", max_tokens=TOKENS, end_id=-1, stream=True,
+        parameters={} if is_own else {"timeout_ms": 700}, timeout_us=700_000 if is_own else None,
+    )  # fmt: skip
+    answer = stream.all()
+    assert answer.error.endswith("unavailable: its timeout of 700 ms has passed"), answer.error
+    assert len(answer.output_ids) < TOKENS
+    wait_until(demo.is_idle, "pages, slots and leases to be free")
+
+
 def test_clients_that_leave_at_any_moment_leave_no_lease_in_the_store(
     demo: Server, seed: int
 ) -> None:

@@ -1,0 +1,105 @@
+"""Who is let into a frontend, and what becomes of those inside when it closes."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from backends.errors import Overloaded, WorkerUnavailable
+from backends.front_door import FrontDoor
+from backends.worker_config import FrontConfig
+from tests.backends.asking import TOKENIZER
+
+
+class Client:
+    """Remembers how its request ended."""
+
+    outputs = frozenset[str]()
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+
+    def send(self, outputs: Any, is_final: bool = False) -> None: ...
+
+    def finish(self) -> None:
+        self.ended.set()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.ended.set()
+
+    def is_cancelled(self) -> bool:
+        return False
+
+
+class Site:
+    """A frontend whose requests stay inside until `is_over`."""
+
+    def __init__(self, **config: Any) -> None:
+        self.is_over = threading.Event()
+        self.door = FrontDoor(
+            FrontConfig(cancel_poll_s=0.01, **config), TOKENIZER,
+            cast(Any, SimpleNamespace(served=self._wait, inboxes=lambda worker_id: [])),
+            *cast(Any, [None] * 3),
+        )  # fmt: skip
+
+    def _wait(self) -> None:
+        assert self.is_over.wait(30.0)
+        raise WorkerUnavailable("the test is over")
+
+    def ask(self, tenant: str) -> Client:
+        client = Client()
+        self.door.submit({}, {"tenant": tenant} if tenant else {}, client)
+        return client
+
+    def close(self) -> None:
+        self.is_over.set()
+        self.door.close(30.0)
+
+
+def kinds(clients: list[Client]) -> list[str]:
+    found = []
+    for client in clients:
+        assert client.error is None or isinstance(client.error, Overloaded)
+        found.append(client.error.kind if client.error else "inside")
+    return found
+
+
+@pytest.mark.parametrize("flood", ["", "a"])
+def test_a_flood_of_one_tenant_leaves_places_to_another(flood: str) -> None:
+    site = Site(requests_max=4, tenant_requests_share=0.5)
+    first = site.ask("b")
+    flooding = [site.ask(flood) for _ in range(4)]
+    second = site.ask("b")
+    assert kinds([first, second]) == ["inside", "inside"]
+    assert kinds(flooding) == ["inside", "inside", "tenant_full", "tenant_full"]
+    assert kinds([site.ask("b")]) == ["front_full"]
+    site.close()
+    assert all(client.ended.is_set() for client in (first, second, *flooding))
+
+
+def test_a_tenant_alone_may_have_all_places() -> None:
+    site = Site(requests_max=4, tenant_requests_share=0.5)
+    assert kinds([site.ask("a") for _ in range(5)]) == [*["inside"] * 4, "front_full"]
+    site.close()
+
+
+def test_a_frontend_that_closes_ends_the_requests_that_wait_for_a_worker() -> None:
+    site = Site(requests_max=4)
+    paused = threading.Event()
+
+    def pause() -> None:
+        [live] = site.door.live.all()
+        paused.set()
+        live.pause(3600.0)
+
+    site.door.cluster.served = pause  # type: ignore[method-assign]
+    client = site.ask("")
+    assert paused.wait(30.0)
+    site.door.close(timeout_s=0.0)
+    assert client.ended.wait(30.0)
+    assert str(client.error) == "the frontend is shutting down"
