@@ -70,17 +70,13 @@ class DecodeWorker:
         self._tokenizer = Tokenizer.load(checkpoint_folder(config.checkpoint, repository))
         self._arrivals = Arrivals(ttl_s=config.lease_s)
         self.worker = Worker(
-            "decode",
-            worker_id,
-            config,
-            repository,
-            config.slots,
-            self._on_letter,
-            self.report,
-            self.check,
+            "decode", worker_id, config, repository, config.slots,
+            self._on_letter, self.report, self.check,
             self._own_engine(worker_id, config, repository),
-        )
+        )  # fmt: skip
         self._engine, store = self.worker.engine, self.worker.store
+        self.worker.jobs = self._jobs
+        self._estimate = DecodeEstimate.of(self.worker.info.decode_coefficients)
         layout, pool = self._engine.layout, self._engine.kv_pool
         self._batching = DecodeBatching(
             self._engine.pages, config.block_tokens, config.slots,
@@ -92,7 +88,6 @@ class DecodeWorker:
         # One thread: letters and the request that they belong to stay in order.
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="kv-loader")
         self._repliers = Repliers()
-        self._estimate = DecodeEstimate.of(self.worker.info.decode_coefficients)
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -178,6 +173,7 @@ class DecodeWorker:
                 context_tokens=self._batching.context_tokens,
                 step_s=self.worker.steps.recent_s,
                 is_draining=self._is_closing,
+                oldest_step_s=self.worker.watch.age_s(time.monotonic()),
             )
 
     def check(self) -> None:
@@ -311,12 +307,16 @@ class DecodeWorker:
             if not jobs:
                 self._lock.wait(IDLE_WAIT_S)
                 return True
+            predicted_s = self._estimate.step_s(len(jobs), self._batching.context_tokens)
+        self.worker.watch.began(time.monotonic(), predicted_s)
         try:
             self._step(jobs)
         except Exception as error:  # edge: a failed step fails its requests, not the worker
             log.exception("a decode step failed")
             for job in jobs:
                 self._end(job, error=error)
+        finally:
+            self.worker.watch.ended()
         return True
 
     def _admit(self) -> None:

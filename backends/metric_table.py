@@ -185,6 +185,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         counter("mooncake_step_seconds_total", "seconds", WORKERS,
                 "Their time: divided by the number of steps, the mean step; as a rate, how busy "
                 "the engine is."),
+        gauge("mooncake_step_age_seconds", "seconds", WORKERS,
+              "How long the engine's step has been under way; 0 between steps. A worker whose step "
+              "does not end leaves, and its process starts again."),
         gauge("mooncake_pages_used", "pages", WORKERS,
               "Pages of KV memory taken: reserved, not necessarily full.", is_use=True),
         gauge("mooncake_pages_max", "pages", WORKERS, "Pages of KV memory."),

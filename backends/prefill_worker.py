@@ -73,13 +73,13 @@ class PrefillWorker:
         self._engine, store = self.worker.engine, self.worker.store
         store.expect_threads(LOADERS)
         self._block_tokens = config.block_tokens
+        self.worker.jobs = self._jobs
+        self._estimate = PrefillEstimate.of(self.worker.info.prefill_coefficients)
         layout, pool = self._engine.layout, self._engine.kv_pool
         self._batching = PrefillBatching(
             self._engine.pages, self._block_tokens, config.chunk_tokens,
             slots_max=config.kv_pages, waiting_max=config.queue_requests_max,
-            overhead_tokens=overhead_tokens(
-                PrefillEstimate.of(self.worker.info.prefill_coefficients)
-            ),
+            overhead_tokens=overhead_tokens(self._estimate),
         )  # fmt: skip
         self._loader = KvLoader(store, layout, pool, config.transfer_s_max)
         self._pages = PageGuard(self._engine.pages, self._loader.pending_pages)
@@ -145,6 +145,7 @@ class PrefillWorker:
                 context_tokens=0,
                 step_s=self.worker.steps.recent_s,
                 is_draining=self._is_closing,
+                oldest_step_s=self.worker.watch.age_s(time.monotonic()),
             )
 
     def check(self) -> None:
@@ -273,12 +274,16 @@ class PrefillWorker:
                 self._lock.wait(IDLE_WAIT_S)
                 return True
             jobs = [self._jobs[chunk.request_id] for chunk in chunks]
+        predicted_s = sum(self._estimate.seconds(chunk.tokens, chunk.start) for chunk in chunks)
+        self.worker.watch.began(time.monotonic(), predicted_s)
         try:
             self._step(chunks, jobs)
         except Exception as error:  # edge: a failed step fails its requests, not the worker
             log.exception("a prefill step failed")
             for job in jobs:
                 self._fail(job, error)
+        finally:
+            self.worker.watch.ended()
         return True
 
     def _drop_stopped(self) -> None:

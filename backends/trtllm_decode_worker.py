@@ -26,8 +26,9 @@ import numpy as np
 
 from backends.decode_job import DecodeClient, DecodeJob
 from backends.decode_worker import DecodeWorker
+from backends.end_process import end_process
 from backends.engine.trtllm.engine import TrtllmEngine
-from backends.engine.trtllm.health import EngineHealth, end_process
+from backends.engine.trtllm.health import EngineHealth
 from backends.engine.trtllm.llm_thread import Order, Outcome, Running
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import TrtllmConfig
@@ -90,6 +91,7 @@ class TrtllmDecodeWorker(DecodeWorker):
         self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)  # by front, of this moment
         try:
             super().__init__(worker_id, config, repository)
+            self.worker.on_hung = self.broken
         except BaseException:
             if self._engine is not None:
                 self._engine.close()
@@ -134,6 +136,7 @@ class TrtllmDecodeWorker(DecodeWorker):
     def _on_stats(self, stats: IterationStats) -> None:
         if hasattr(self, "worker"):  # else still starting: it is being measured
             self.worker.steps.took(stats.step_s)
+            self.worker.watch.progressed(time.monotonic())
 
     def _job(self, *given: Any) -> TrtllmDecodeJob:
         return TrtllmDecodeJob(*given)
@@ -149,7 +152,14 @@ class TrtllmDecodeWorker(DecodeWorker):
                 self._pages.settle()
                 self._admit()
                 self._let_go(time.monotonic())
+                self._watch_engine(time.monotonic())
                 self._lock.wait(IDLE_WAIT_S)
+
+    def _watch_engine(self, now_s: float) -> None:
+        """It shows no steps, but it has something to compute or not; with the lock held."""
+        running = [job for job in self._jobs.values() if job.running is not None]  # type: ignore[attr-defined]
+        predicted_s = self._estimate.step_s(len(running), self._batching.context_tokens)
+        self.worker.watch.is_busy(now_s, bool(running), predicted_s)
 
     def _blocks_due(self, kv_tokens: int) -> int:
         """Whole pages of the engine; it computes the tokens behind them again."""
@@ -208,6 +218,7 @@ class TrtllmDecodeWorker(DecodeWorker):
     # -- what the engine says: in the LLM's thread, or in the channel's
 
     def decoded(self, job: TrtllmDecodeJob, token_ids: list[int]) -> None:
+        self.worker.watch.progressed(time.monotonic())
         for token_id in token_ids:
             with self._lock:
                 if job.request_id not in self._jobs or job.is_stopped or job.finish_reason:

@@ -25,9 +25,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from backends.end_process import end_process
 from backends.engine.batching import Chunk
 from backends.engine.trtllm.engine import TrtllmEngine
-from backends.engine.trtllm.health import EngineHealth, end_process
+from backends.engine.trtllm.health import EngineHealth
 from backends.engine.trtllm.llm_thread import Order, Outcome, Running
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import TrtllmConfig
@@ -96,6 +97,7 @@ class TrtllmPrefillWorker(PrefillWorker):
         self._staging = threading.Lock()
         try:
             super().__init__(worker_id, config, repository)
+            self.worker.on_hung = self.broken
         except BaseException:
             if self._engine is not None:
                 self._engine.close()
@@ -134,6 +136,7 @@ class TrtllmPrefillWorker(PrefillWorker):
     def _on_stats(self, stats: IterationStats) -> None:
         if hasattr(self, "worker"):  # else still starting: it is being measured
             self.worker.steps.took(stats.step_s)
+            self.worker.watch.progressed(time.monotonic())
 
     def _job(self, *given: Any) -> TrtllmPrefillJob:
         job = TrtllmPrefillJob(*given)
@@ -152,6 +155,7 @@ class TrtllmPrefillWorker(PrefillWorker):
                 self._pages.settle()
                 self._admit()
                 late = self._late(time.monotonic())
+                self._watch_engine(time.monotonic())
                 self._lock.wait(0.0 if late else IDLE_WAIT_S)
             for job in late:
                 said = "did not give its KV" if job.is_claimed else "did not know what was staged"
@@ -159,6 +163,15 @@ class TrtllmPrefillWorker(PrefillWorker):
                 if job.is_claimed:  # else this release may not tell connectors of salts
                     self._health_of(error)
                 self._fail(job, error)
+
+    def _watch_engine(self, now_s: float) -> None:
+        """It shows no steps, but it has something to compute or not; with the lock held."""
+        busy = any(
+            isinstance(job, TrtllmPrefillJob) and job.running is not None and not job.ended_s
+            for job in self._jobs.values()
+        )
+        predicted_s = self._estimate.seconds(self._config.chunk_tokens, 0)
+        self.worker.watch.is_busy(now_s, busy, predicted_s)
 
     def _admit(self) -> None:
         """As many prompts as keep the engine busy; with the lock held."""
@@ -261,6 +274,7 @@ class TrtllmPrefillWorker(PrefillWorker):
             if now_s - self._step_ended_s > SAME_STEP_S:
                 self._step_began_s = self._step_ended_s
             self._step_ended_s = now_s
+            self.worker.watch.progressed(now_s)
             job.compute_s = now_s - max(job.given_s, self._step_began_s)
             job.computed_at_s = now_s
             job.token_id = token_id

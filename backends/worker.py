@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends import machine_profile
+from backends.end_process import end_process
 from backends.engine.interface import Engine
 from backends.engine.occupation import Occupation
 from backends.engine.pages import PagePool
@@ -27,6 +28,7 @@ from backends.errors import ConfigError, WorkerGone
 from backends.inbox import Inbox, Outbox
 from backends.observations import Observations
 from backends.step_times import StepTimes
+from backends.step_watch import StepWatch
 from backends.worker_config import WorkerConfig, checkpoint_folder
 from backends.worker_protocol import Letter
 from mooncake_store import layout as kv_layout
@@ -39,6 +41,7 @@ from mooncake_store.self_check import SelfCheck, is_switched_on
 
 log = logging.getLogger(__name__)
 REPORT_S = 0.5
+WATCH_S = 1.0
 IDLE_WAIT_S = 0.1
 
 
@@ -126,12 +129,17 @@ class Worker:
         self.started_at_s = time.time()
         self.observations = Observations()
         self.steps = StepTimes()
+        self.watch = StepWatch()  # told by whoever runs the engine
+        self.on_hung: Callable[[str], None] = self.lose
+        self.jobs: Mapping[str, Any] = {}  # whom to tell when we are lost; set by whoever has them
+        self._reporting = StepWatch()  # it needs the lock that guards jobs and pages
         self.occupation = Occupation(time.monotonic())
         self.engine.pages.on_change = lambda used: self.occupation.changed(used, time.monotonic())
         self._make_report = make_report
         self.self_check = SelfCheck(check, is_switched_on())
         self._is_closing = threading.Event()
         self._reporter = threading.Thread(target=self._report_loop, name="reports", daemon=True)
+        self._watcher = threading.Thread(target=self._watch_loop, name="watch", daemon=True)
 
     def _context_tokens_max(self, folder: Path) -> int:
         """Longest prompt and output; raises ConfigError where the checkpoint allows less."""
@@ -154,6 +162,7 @@ class Worker:
         """Register, or raise with the reason why the pool refuses this worker."""
         self.directory.register_worker(self.info)
         self._reporter.start()
+        self._watcher.start()
         log.info("%s (%s) serves on node %s", self.worker_id, self.incarnation, self.info.node_id)
 
     def leave(self) -> None:
@@ -176,8 +185,31 @@ class Worker:
         except StoreError as error:
             log.info("the directory is gone already: %s", error)
 
+    def lose(self, reason: str) -> None:
+        """We are of no use any more: leave, so that our jobs go on elsewhere, and end.
+
+        Without the lock that guards them, which may be what hangs.
+        """
+
+        def fail_jobs() -> None:
+            for job in list(self.jobs.values()):
+                job.client.fail(WorkerUnavailable(f"{self.worker_id}: {reason}"))
+
+        end_process(self.deregister, fail_jobs)
+
+    def _watch_loop(self) -> None:
+        while not self._is_closing.wait(WATCH_S):
+            now_s = time.monotonic()
+            for name, watch in (("an engine step", self.watch), ("a report", self._reporting)):
+                if watch.is_hung(now_s):
+                    reason = f"{name} has been under way for {watch.age_s(now_s):.0f} s"
+                    log.critical("%s hangs: %s", self.worker_id, reason)
+                    self.on_hung(reason)
+                    return
+
     def _report_loop(self) -> None:
         while not self._is_closing.wait(REPORT_S):
+            self._reporting.began(time.monotonic())
             try:
                 if not self.directory.worker_report(self._make_report()):
                     log.warning("the directory does not know us (any more): registering again")
@@ -186,6 +218,7 @@ class Worker:
                 self.self_check.run(time.monotonic())
             except StoreError as error:
                 log.warning("report failed: %s", error)
+            self._reporting.ended()
 
 
 def unfinished(

@@ -45,6 +45,7 @@ def common(page: MetricPage, worker: Worker, report: WorkerReport, now_s: float)
                     worker.occupation.page_seconds(now_s) * page_bytes)  # fmt: skip
     page.counter_to("mooncake_steps_total", worker.steps.steps)
     page.counter_to("mooncake_step_seconds_total", worker.steps.total_s)
+    page.gauge("mooncake_step_age_seconds", report.oldest_step_s, now_s)
     page.counter_to("mooncake_self_checks_total", worker.self_check.passed)
     page.gauge("mooncake_leases_held", len(worker.owners), now_s)
     transfers(page, worker)

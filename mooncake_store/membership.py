@@ -77,3 +77,4 @@ class WorkerReport:
     context_tokens: int  # KV tokens of the running decodes
     step_s: float  # recent mean seconds per decode or prefill step
     is_draining: bool
+    oldest_step_s: float = 0.0  # how long the engine's step has been under way; 0: there is none

@@ -24,6 +24,7 @@ from backends.kv_writer import KvWriter, object_key
 from backends.observations import Observations
 from backends.prefill_worker import PrefillWorker
 from backends.step_times import StepTimes
+from backends.step_watch import StepWatch
 from backends.worker import LeaseKeeper
 from backends.worker_config import DecodeConfig, PrefillConfig
 from backends.worker_protocol import (
@@ -219,8 +220,9 @@ class Site:
         return SimpleNamespace(
             worker_id=worker_id, incarnation="life", engine=engine, store=self.store, info=info,
             outbox=self.outbox, owners=LeaseKeeper(self.store, 30.0),  # type: ignore[arg-type]
-            steps=StepTimes(), observations=Observations(), fingerprint=FINGERPRINT,
-            context_tokens_max=CONTEXT_TOKENS, join=lambda: None, leave=lambda: None,
+            steps=StepTimes(), watch=StepWatch(), observations=Observations(),
+            fingerprint=FINGERPRINT, context_tokens_max=CONTEXT_TOKENS,
+            join=lambda: None, leave=lambda: None,
         )  # fmt: skip
 
     # -- the front

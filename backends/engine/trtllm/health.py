@@ -2,21 +2,19 @@
 
 A failure that is the request's own fault does not count; several others in a row, with nothing
 that went well between them, mean that the engine is gone. Then the worker leaves the cluster and
-its process ends: the launcher starts it again, with a fresh engine. Pure but for the last step.
+its process ends: the launcher starts it again, with a fresh engine. Pure.
 
-Not here: what a failure is (llm_thread.py), starting again (../../launch.py).
+Not here: what a failure is (llm_thread.py), the end (../../end_process.py).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 FAILURES_MAX = 3  # one may be an accident
-LAST_WORDS_S = 1.0  # for answers that are on their way to clients
 
 
 class EngineHealth:
@@ -46,21 +44,3 @@ class EngineHealth:
             self.is_lost = True
         log.critical("the engine is lost: %s", reason)
         self._on_lost(reason)
-
-
-def end_process(*steps: Callable[[], None]) -> None:
-    """Leave the cluster, end what can be ended (these `steps`), let answers out, and end.
-
-    Triton's stub has no other way to say that its model is of no use any more.
-    """
-
-    def end() -> None:
-        for step in steps:
-            try:
-                step()
-            except Exception:  # edge: it is broken, and it will end
-                log.exception("leaving")
-        threading.Event().wait(LAST_WORDS_S)
-        os._exit(1)
-
-    threading.Thread(target=end, name="engine-lost", daemon=True).start()
