@@ -187,7 +187,7 @@ class DecodeWorker:
         give_up_s = time.monotonic() + timeout_s
         self._is_closing = True
         for job in unfinished(self._lock, self._jobs, give_up_s):
-            self._fail(job, WorkerUnavailable(f"{self.worker.worker_id} is shutting down"))
+            self._fail(job, WorkerGone(f"{self.worker.worker_id} is shutting down"))
         self._thread.join(timeout=5.0)
         self._loading.shutdown(wait=True, cancel_futures=True)
         self._writer.close()

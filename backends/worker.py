@@ -24,7 +24,7 @@ from backends.end_process import end_process
 from backends.engine.interface import Engine
 from backends.engine.occupation import Occupation
 from backends.engine.pages import PagePool
-from backends.errors import ConfigError, WorkerGone
+from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
 from backends.inbox import Inbox, Outbox
 from backends.observations import Observations
 from backends.step_times import StepTimes
