@@ -9,13 +9,19 @@ SECONDS ?= 60
 SEEDS ?= 100
 STEPS ?= 5000
 
-.PHONY: serve test fuzz chaos lint format bench leaks clients loadtest setup clean
+.PHONY: serve test test-quick test-long fuzz chaos lint format bench leaks clients loadtest setup clean
 
 serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
 	@exec $(BIN)/mooncake serve $(ARGS)
 
-test: $(READY)  ## set up, then run every test (ARGS="-k name" picks some)
-	@exec $(BIN)/python -m pytest $(ARGS)
+test: $(READY)  ## set up, then run the tests, the real Triton included (ARGS="-k name" picks some)
+	@exec $(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-quick: $(READY)  ## the tests that start no server, in less than two minutes
+	@exec $(BIN)/python -m pytest -m "not e2e and not servers and not long" -n 2 --dist loadfile $(ARGS)
+
+test-long: $(READY)  ## torture, freezes, full disks, whole traces: what `make test` leaves out
+	@exec $(BIN)/python -m pytest -m long $(ARGS)
 
 fuzz: $(READY)  ## random walks of the store's core (SEEDS=10 STEPS=1000 for less)
 	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --steps $(STEPS) $(ARGS)

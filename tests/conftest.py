@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -21,7 +26,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("--seed")
-    config.stash[SEED] = secrets.randbits(31) if chosen is None else chosen
+    shared = getattr(config, "workerinput", {}).get("seed")  # of the process that shares tests out
+    given = chosen if shared is None else shared
+    config.stash[SEED] = secrets.randbits(31) if given is None else given
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist starts one more process: all of a run have the same seed."""
+    node.workerinput["seed"] = node.config.stash[SEED]
 
 
 SEED = pytest.StashKey[int]()
@@ -29,6 +42,41 @@ SEED = pytest.StashKey[int]()
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.stash[SEED]} (repeat with --seed={config.stash[SEED]})"
+
+
+SERVER_FIXTURES = {"etcd", "process", "targets"}  # who asks for one of these starts a server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if SERVER_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.servers)
+
+
+SERVERS = {"mooncake_store.directory_server", "mooncake_store.node", "tritonserver", "etcd"}
+_current: list[pytest.Item] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    _current[:] = [item]
+    try:
+        return (yield)
+    finally:
+        _current.clear()
+
+
+def _refuse_servers(event: str, arguments: tuple[Any, ...]) -> None:
+    """`make test-quick` leaves out what starts servers, so whatever does must say so."""
+    if event != "subprocess.Popen" or not _current:
+        return
+    words = {Path(os.fsdecode(word)).name for word in arguments[1]}
+    marks = {mark.name for mark in _current[0].iter_markers()}
+    if words & SERVERS and not marks & {"servers", "e2e"}:
+        raise RuntimeError(f"mark {_current[0].nodeid} `servers`: it starts {words & SERVERS}")
+
+
+sys.addaudithook(_refuse_servers)
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from mooncake_store.client.client import StoreClient
 from tests.e2e.server import wait_until
 from tests.mooncake_store.sites import SiteProcesses
 
+pytestmark = pytest.mark.servers
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteProcesses]:

@@ -86,6 +86,7 @@ def test_a_scaled_trace_has_the_lengths_and_times_of_our_own_replay(
         assert (blocks - 1) * block_tokens < line["input_length"] <= blocks * block_tokens
 
 
+@pytest.mark.long
 def test_an_environment_is_made_once_and_anew_when_something_else_is_wanted(tmp_path: Path) -> None:
     made = environment("client", ("pip",), tmp_path)
     assert made.install_s > 0 and (made.bin / "pip").exists()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from loadtest.bench.directory import ASKED, measure
+
+pytestmark = pytest.mark.servers
 
 
 def test_both_directories_are_filled_asked_and_shown() -> None:

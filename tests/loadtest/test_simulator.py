@@ -100,6 +100,7 @@ def test_what_lies_behind_a_hole_is_counted_apart() -> None:
     assert play(Scripted(4, "lru"), [keys]) == Hits(references=4, hits=1, behind_holes=2)
 
 
+@pytest.mark.long
 def test_the_published_numbers_and_the_gain_are_reached_at_the_sizes_that_were_promised() -> None:
     runs: list[Run] = []
     for trace in ("conversation", "synthetic"):

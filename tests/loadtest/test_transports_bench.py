@@ -8,6 +8,8 @@ from loadtest.bench.transports import measure
 from mooncake_store.layout import KvLayout
 from mooncake_store.transports.nixl_agent import NixlUnavailable, load_nixl
 
+pytestmark = pytest.mark.servers
+
 
 def test_each_way_of_reading_is_measured_in_the_same_run() -> None:
     try:

@@ -14,6 +14,8 @@ from tests.chaos.site import ChaosSite
 from tests.chaos.verdict import assert_in_time, assert_kept
 
 
+@pytest.mark.servers
+@pytest.mark.long
 def test_no_prank_makes_a_read_wrong_a_call_hang_or_a_living_nodes_block_go(seed: int) -> None:
     done, counts = run(20.0, seed)
     assert sum(done.values()) >= 10, f"the monkey slept: {done}"
@@ -37,6 +39,7 @@ def test_a_call_that_hangs_is_noticed_unless_its_own_process_stood_still() -> No
     assert_in_time([slow], [Stop("near", 101.0, 105.0)])
 
 
+@pytest.mark.servers
 def test_a_block_that_is_gone_from_a_living_node_is_noticed(tmp_path: Path, seed: int) -> None:
     site = ChaosSite(tmp_path, seed, seconds=1.0)
     try:

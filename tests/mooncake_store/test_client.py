@@ -26,6 +26,8 @@ from mooncake_store.memory.segment import Segment
 from tests.e2e.server import wait_until
 from tests.mooncake_store.sites import SiteProcesses
 
+pytestmark = pytest.mark.servers
+
 SIZE = 300_000  # not a whole number of units
 
 

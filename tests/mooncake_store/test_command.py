@@ -17,6 +17,8 @@ from mooncake_store.client.client import key_of
 from mooncake_store.command.app import app
 from tests.mooncake_store.sites import SiteProcesses
 
+pytestmark = pytest.mark.servers
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteProcesses]:

@@ -17,6 +17,8 @@ from mooncake_store.slots import Allocation, Copy, Slot
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, node_info, report, worker_info
 from tests.mooncake_store.processes import DirectoryProcess
 
+pytestmark = pytest.mark.servers
+
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[DirectoryProcess]:

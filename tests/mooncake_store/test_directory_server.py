@@ -96,6 +96,7 @@ def test_every_mistake_in_the_options_is_named_at_once(capsys: pytest.CaptureFix
     assert "events_max is -1; it must be positive" in said
 
 
+@pytest.mark.servers
 def test_help_explains_every_option() -> None:
     command = [sys.executable, "-m", "mooncake_store.directory_server", "--help"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout

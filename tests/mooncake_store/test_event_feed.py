@@ -24,6 +24,8 @@ from mooncake_store.protocol import Kind
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, node_info, worker_info
 from tests.mooncake_store.processes import DirectoryProcess
 
+pytestmark = pytest.mark.servers
+
 WAIT_S = 20.0
 
 

@@ -21,6 +21,7 @@ from tests.mooncake_store.targets import ROOT, TARGET_BYTES, TargetPool
 TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["transport", "store"])
 @pytest.mark.parametrize("fate", ["thaws", "dies"])
 def test_a_frozen_node_times_out_and_its_targets_stay_pending_until_it(

@@ -102,6 +102,7 @@ def test_hits_misses_and_occupation_add_up() -> None:
         assert value(found, "mooncake_directory_holder_bytes_max", **who) == node.segment_bytes
 
 
+@pytest.mark.servers
 def test_a_directory_process_shows_what_it_says_of_itself(tmp_path: Path) -> None:
     port = free_port()
     with (
@@ -180,6 +181,7 @@ def test_a_reader_shows_bytes_by_transport_and_by_path() -> None:
     assert not any(("node_id", "unreachable") in labels for _, labels in found)
 
 
+@pytest.mark.servers
 def test_nodes_show_who_read_from_them_and_what_they_pulled(tmp_path: Path) -> None:
     ports = {"s0": free_port(), "s1": free_port()}
     site = SiteProcesses(tmp_path)

@@ -21,6 +21,8 @@ from tests.mooncake_store.in_process import InProcessDirectory
 from tests.mooncake_store.site import PATIENCE_S, SIZE, Site, ready_line
 from tests.mooncake_store.targets import ROOT
 
+pytestmark = pytest.mark.servers
+
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:

@@ -19,6 +19,8 @@ from mooncake_store.slots import Copy
 from tests.mooncake_store.block_writer import BLOCK, BlockWriter
 from tests.mooncake_store.site import PATIENCE_S, SIZE, Site, pause, ready_line
 
+pytestmark = pytest.mark.servers
+
 SSD_BYTES = 8 * SIZE
 KEYS = [bytes([i]) * 16 for i in range(40)]
 

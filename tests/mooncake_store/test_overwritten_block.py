@@ -19,6 +19,8 @@ from mooncake_store.memory.slot_memory import SlotMemory
 from mooncake_store.slots import Copy
 from tests.mooncake_store.sites import SiteProcesses
 
+pytestmark = pytest.mark.servers
+
 UNIT = 4096
 
 

@@ -17,6 +17,8 @@ from mooncake_store.slots import Copy
 from tests.mooncake_store.block_writer import BLOCK, BlockWriter
 from tests.mooncake_store.site import SIZE, Site, ready_line
 
+pytestmark = pytest.mark.servers
+
 KEYS = [bytes([i]) * 16 for i in range(8)]
 NIXL, MAPPED = (), ("--mapped-only",)
 TCP = ("--mapped-only", "--data", "127.0.0.1:0", "--unit-bytes", "16384")

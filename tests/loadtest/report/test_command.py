@@ -14,13 +14,14 @@ from loadtest.report.page import read_report, write_report
 from tests.loadtest.report.runs import answered, full, recording
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[str, str]:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("runs")
     faster = [answered(i, token_times_s=(i + 0.25, i + 0.5)) for i in range(8)]
     runs = {"a.html": full(), "b.html": recording(faster, settings={"speed": 4.0})}
     for name, run in runs.items():
-        write_report(run, tmp_path / name)
-    return str(tmp_path / "a.html"), str(tmp_path / "b.html")
+        write_report(run, folder / name)
+    return str(folder / "a.html"), str(folder / "b.html")
 
 
 def status_of(*arguments: str) -> int:
