@@ -87,8 +87,9 @@ class DecodeJob:
         """Where the blocks that this request fills go."""
         if self._put is None:
             self._put = BlockPut(
-                self.request_id, self._kv_tokens, self.pages, self._keys, first_block=0
-            )
+                self.request_id, self._kv_tokens, self.pages, self._keys, first_block=0,
+                tenant=self.request.cache_salt,
+            )  # fmt: skip
         return self._put
 
     def end_put(self) -> None:

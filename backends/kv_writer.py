@@ -46,6 +46,7 @@ class BlockPut:
     first_block: int  # blocks before it are in the store already
     decode_inbox: str = ""
     reserve_tokens: int = 0
+    tenant: str = ""  # whose quota its blocks in the index count for
     slots: dict[int, Slot] = field(default_factory=dict)
     slot_keys: dict[int, bytes] = field(default_factory=dict)
     refs: dict[int, BlockRef] = field(default_factory=dict)
@@ -127,12 +128,13 @@ class KvWriter:
         objects = [block for block in missing if block >= len(put.keys)]
         if by_key:
             wanted = self._store.allocate(
-                [put.keys[block] for block in by_key], put.request_id, self._lease_s
-            )
+                [put.keys[block] for block in by_key], put.request_id, self._lease_s,
+                tenant=put.tenant,
+            )  # fmt: skip
             for block, slot in zip(by_key, wanted.slots, strict=True):
                 if slot is not None:
                     put.slots[block], put.slot_keys[block] = slot, put.keys[block]
-                elif may_use_objects:  # another request is writing it, or has: carry our own
+                elif may_use_objects:  # others write it, or the quota is full: carry our own
                     objects.append(block)
         if objects:
             keys = [object_key(put.request_id, block) for block in objects]

@@ -105,7 +105,7 @@ class PrefillWorker:
         put = BlockPut(
             request.request_id, len(ids), [], block_keys(ids, self._block_tokens, seed),
             first_block=0, decode_inbox=request.decode_inbox,
-            reserve_tokens=request.reserve_tokens,
+            reserve_tokens=request.reserve_tokens, tenant=request.cache_salt,
         )  # fmt: skip
         now_s = time.monotonic()
         job = self._job(request, ids.astype(np.int32), client, put, now_s)

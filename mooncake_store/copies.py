@@ -112,6 +112,10 @@ class CopyTable:
         assert generation < GENERATION_MAX, generation
         self.next_generation = max(self.next_generation, generation + 1)
 
+    def payer(self, key: bytes) -> str:
+        """Whose quota a further copy of this block counts for; "" for nobody's."""
+        return self.tenants.payer(copies_of(self.blocks.held.get(key))) if self.tenants else ""
+
     # ---- room
 
     def _make_room(self, holder: Holder, units: int) -> bool:

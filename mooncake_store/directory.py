@@ -113,7 +113,8 @@ class Directory(Upkeep):
         attached first). What is there already is leased to `owner` as well, so it cannot be
         evicted to make room for the rest. Stops at the first key without room, since blocks behind
         a hole in a chain cannot be found. A node that drains, or is still saying what it holds,
-        has no room. QuotaExceeded only when the tenant has no room for the very first key.
+        has no room. They count for the quota of `tenant`, or else of the tenant for whom other
+        copies of them count. QuotaExceeded only when it has no room for the very first key.
         """
         table = self._copies
         table.advance(now_s)
@@ -137,12 +138,15 @@ class Directory(Upkeep):
         if ready:
             table.leases.hold(owner, ready, until_s)
         slots: list[Slot | None] = []
-        for depth, (key, held) in enumerate(zip(keys, there, strict=True), first):
+        payers = [tenant] * len(keys)
+        if table.tenants and not tenant and not ephemeral:
+            payers = [table.payer(key) for key in keys]
+        for depth, (key, held, payer) in enumerate(zip(keys, there, payers, strict=True), first):
             if held is not None or key in writing:
                 slots.append(None)
                 continue
             try:
-                copy = reserve(holder, key, owner, size_bytes, ephemeral, tenant)
+                copy = reserve(holder, key, owner, size_bytes, ephemeral, payer)
             except QuotaExceeded:
                 if not slots:
                     raise

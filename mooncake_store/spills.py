@@ -49,8 +49,14 @@ def candidates(table: CopyTable, dram: Holder, ssd: Holder, blocks_max: int) -> 
             if table.blocks.on(key, ssd) is None and key not in ssd.writing:
                 copy = table.blocks.on(key, dram)
                 assert copy is not None
-                found.append(copy)
+                if _may_count(table, copy):
+                    found.append(copy)
     return found
+
+
+def _may_count(table: CopyTable, copy: HeldCopy) -> bool:
+    """Has the tenant that the block counts for room for a copy of it?"""
+    return table.tenants.has_room(table.payer(copy.key), copy.size_bytes)
 
 
 def take(
@@ -64,7 +70,9 @@ def take(
     spills: list[Spill] = []
     pairs: list[tuple[int, HeldCopy]] = []
     for depth, copy in enumerate(reversed(chosen)):  # coldest deepest: it is idle first again
-        target = table.reserve(ssd, copy.key, owner, copy.size_bytes)
+        if not _may_count(table, copy):  # those before it have filled the quota
+            continue
+        target = table.reserve(ssd, copy.key, owner, copy.size_bytes, tenant=table.payer(copy.key))
         if target is None:
             break
         pairs.append((depth, target))

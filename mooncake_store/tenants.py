@@ -2,13 +2,16 @@
 
 Only tenants that have a quota are counted: the others cost nothing. A tenant over its quota makes
 room by losing its own coldest blocks, never another's. A block that two tenants compute is one
-block and counts for who wrote it (with a cache salt per tenant no block is shared anyway).
+block and counts for who wrote it (with a cache salt per tenant no block is shared anyway). A
+further copy of it, fetched by a node or restored from an SSD, counts for the same tenant unless its
+writer names another. Spilling takes nothing away: a copy on SSD is made while the quota has room.
 
 Not here: taking copies away (copies.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -21,6 +24,7 @@ LOOKED_AT_MAX = 1_024  # of a tenant's copies, oldest first, when it must give o
 
 @dataclass(slots=True, eq=False)
 class Tenant:
+    name: str
     quota_bytes: int
     used_bytes: int = 0
     copies: dict[HeldCopy, None] = field(default_factory=dict)  # oldest first
@@ -49,11 +53,21 @@ class TenantTable:
                 f"{TENANTS_MAX} tenants have a quota, the most there can be: set one to 0 first"
             )
         else:
-            self._tenants[name] = Tenant(quota_bytes)
+            self._tenants[name] = Tenant(name, quota_bytes)
 
     def usage(self) -> list[tuple[str, int, int]]:
         """(tenant, used bytes, quota bytes), by name."""
         return [(name, t.used_bytes, t.quota_bytes) for name, t in sorted(self._tenants.items())]
+
+    def payer(self, copies: Iterable[HeldCopy]) -> str:
+        """Whom a further copy of these counts for; "" for nobody."""
+        payers = (self._tenant_of.get(copy) for copy in copies)
+        return min((tenant.name for tenant in payers if tenant is not None), default="")
+
+    def has_room(self, name: str, size_bytes: int) -> bool:
+        """Do so many bytes fit without anything having to go?"""
+        tenant = self._tenants.get(name)
+        return tenant is None or tenant.used_bytes + size_bytes <= tenant.quota_bytes
 
     def victims(self, name: str, size_bytes: int) -> list[HeldCopy]:
         """Which idle copies must go so that `size_bytes` more fit; QuotaExceeded when none do."""

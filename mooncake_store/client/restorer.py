@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.errors import NodeUnknown, StoreError, StoreFull
+from mooncake_store.errors import NodeUnknown, QuotaExceeded, StoreError, StoreFull
 from mooncake_store.membership import SSD_SUFFIX
 from mooncake_store.node.control_protocol import Restore
 from mooncake_store.node.node_client import NodeClient
@@ -94,7 +94,7 @@ class Restorer:
                     self._directory.attach(node_id, "restore", size_bytes)
                 except StoreError:
                     break
-            except StoreFull as error:
+            except (StoreFull, QuotaExceeded) as error:
                 log.warning("node_id=%s cannot restore: %s", node_id, error)
                 break
         return Allocation((None,) * len(keys), 0)

@@ -34,7 +34,7 @@ from mooncake_store.client.fetcher import Fetcher, OwnSegment, writing_header
 from mooncake_store.client.header_reader import HeaderReader
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.errors import LayoutMismatch, NodeUnknown
+from mooncake_store.errors import LayoutMismatch, NodeUnknown, QuotaExceeded
 from mooncake_store.layout import KvLayout
 from mooncake_store.memory.checksum import checksum
 from mooncake_store.memory.scratch import Scratch
@@ -156,18 +156,24 @@ class Store:
         lease_s: float,
         ephemeral: bool = False,
         size_bytes: int = 0,
+        tenant: str = "",
     ) -> Allocation:
-        """Slots to write in the own node. Nothing covered (full) while that node is down.
+        """Slots to write in the own node.
 
-        `size_bytes`: of each block; 0 for blocks of the own layout.
+        Nothing covered (full) while that node is down, or while the `tenant` that the blocks count
+        for has its quota full of blocks in use. `size_bytes`: of each block; 0 for blocks of the
+        own layout.
         """
         size_bytes = size_bytes or self.layout.block_bytes
         for _ in range(2):
             own = self._own
             try:
                 given = self._directory.allocate(
-                    self.node_id, keys, owner, lease_s, ephemeral, size_bytes
+                    self.node_id, keys, owner, lease_s, ephemeral, size_bytes, tenant
                 )
+            except QuotaExceeded as error:
+                log.info("owner=%s not stored: %s", owner, error)
+                break
             except NodeUnknown:
                 try:
                     self._attach_again(own)

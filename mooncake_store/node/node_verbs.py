@@ -21,6 +21,7 @@ from mooncake_store.memory.slot_memory import SlotMemory
 from mooncake_store.node import control_protocol as control
 from mooncake_store.node.control_protocol import NodeStats, Restore
 from mooncake_store.node.puller import Puller
+from mooncake_store.slots import GENERATION_MAX
 from mooncake_store.ssd.records import Entry
 from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier
 
@@ -91,7 +92,7 @@ class NodeVerbs:
     def _take(self, block: Restore) -> bool:
         """Mark the slot as being written, unless somebody newer has it."""
         there = self._memory.header(block.slot)
-        if there is not None and there.generation > block.generation:
+        if there is not None and block.generation < there.generation < GENERATION_MAX:
             return False
         self._memory.write_header(block.slot, _header(block, STATE_WRITING))
         return True

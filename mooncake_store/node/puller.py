@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -19,12 +20,13 @@ from mooncake_store.client.block_reader import BlockReader
 from mooncake_store.client.fetcher import Fetcher, OwnSegment, writing_header
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.errors import NodeUnknown, StoreError
+from mooncake_store.errors import NodeUnknown, QuotaExceeded, StoreError
 from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.slot_memory import SlotMemory
 from mooncake_store.slots import Allocation, Copy
 from mooncake_store.transports.known_nodes import KnownNodes
 
+log = logging.getLogger("mooncake_store.node")
 LEASE_MARGIN_S = 10.0
 
 
@@ -88,11 +90,19 @@ class Puller:
         self, keys: Sequence[bytes], owner: str, lease_s: float, size_bytes: int
     ) -> Allocation:
         node_id = self._own.info.node_id
+
+        def ask() -> Allocation:
+            return self._directory.allocate(node_id, keys, owner, lease_s, size_bytes=size_bytes)
+
         try:
-            given = self._directory.allocate(node_id, keys, owner, lease_s, size_bytes=size_bytes)
-        except NodeUnknown:  # no worker has attached to it in this epoch
-            self._directory.attach(node_id, "fetch", size_bytes)
-            given = self._directory.allocate(node_id, keys, owner, lease_s, size_bytes=size_bytes)
+            try:
+                given = ask()
+            except NodeUnknown:  # no worker has attached to it in this epoch
+                self._directory.attach(node_id, "fetch", size_bytes)
+                given = ask()
+        except QuotaExceeded as error:
+            log.info("node_id=%s takes no further copies: %s", node_id, error)
+            return Allocation((None,) * len(keys), 0)
         for key, slot in zip(keys, given.slots, strict=True):
             if slot is not None:
                 self._own.write_header(slot.slot, writing_header(key, slot, size_bytes))

@@ -39,13 +39,16 @@ def nixl_read_bytes(server: Server, worker: str) -> float:
     )
 
 
-def holders(server: Server, prompt: list[int]) -> list[set[str]]:
-    """Which nodes hold each full block of the prompt, as the directory itself says."""
+def directory_address(server: Server) -> str:
     (line,) = [line for line in (server.state_dir / f"logs-{server.addresses.http.split(':')[1]}"
                                  / "directory.log").read_text().splitlines()
                if line.startswith("ready address=")]  # fmt: skip
-    address = line.split("address=")[1].split()[0]
-    with DirectoryClient(address) as client:
+    return line.split("address=")[1].split()[0]
+
+
+def holders(server: Server, prompt: list[int]) -> list[set[str]]:
+    """Which nodes hold each full block of the prompt, as the directory itself says."""
+    with DirectoryClient(directory_address(server)) as client:
         [fingerprint] = {worker.fingerprint for worker in client.workers()}
         keys = block_keys(np.array(prompt), B, chain_seed(fingerprint))
         found = client.lookup(keys, "test", 0.0)
@@ -135,6 +138,36 @@ def test_tenants_share_no_kv(demo: Server, prompt: list[int]) -> None:
     assert cached("a") == 0
     assert cached("b") == 0
     assert cached("a") == 16 * B
+
+
+def test_a_tenants_quota_holds_for_what_serving_stores_and_costs_no_answer(
+    demo: Server, prompt: list[int]
+) -> None:
+    def asked(tenant: str, number: int, prefill: str, decode: str) -> list[int]:
+        ids = [*prompt[number:], *prompt[:number]]
+        pinned = {"tenant": tenant, "prefill_worker": prefill, "decode_worker": decode}
+        answer = demo.ask(input_ids=ids, max_tokens=2 * B, end_id=-1, parameters=pinned)
+        assert not answer.error, answer.error
+        return answer.output_ids
+
+    with DirectoryClient(directory_address(demo)) as client:
+        asked("free", 0, "prefill_0", "decode_0")
+        (worker, *_) = client.workers()
+        quota_bytes = 20 * worker.block_bytes  # of one request's 17 blocks and two that decode adds
+        client.set_quota("bounded", quota_bytes)
+        client.set_quota("tiny", 3 * worker.block_bytes)
+        for number in range(3):
+            for prefill, decode in (("prefill_0", "decode_0"), ("prefill_0", "decode_1"),
+                                    ("prefill_1", "decode_1")):  # fmt: skip
+                expected = asked("free", number, prefill, decode)
+                for tenant in ("bounded", "tiny"):
+                    assert asked(tenant, number, prefill, decode) == expected, tenant
+                    for name, used_bytes, most_bytes in client.stats().tenants:
+                        assert 0 <= used_bytes <= most_bytes, name
+        used = {name: used_bytes for name, used_bytes, _ in client.stats().tenants}
+        assert used["bounded"] > quota_bytes / 2 and used["tiny"] > 0
+        client.set_quota("bounded", 0)
+        client.set_quota("tiny", 0)
 
 
 def test_a_hot_prefix_is_copied_to_the_other_node_without_a_request_there(

@@ -45,15 +45,16 @@ def grant(
     """Allocate; the uses that were granted, by now written nowhere."""
     promises, size_bytes = world.promises, size_of(keys[0])
     world.allowed.holders.add(node_id)
-    world.allowed.tenant = tenant
+    payers = [tenant or ("" if is_ephemeral else payer(world, key)) for key in keys]
+    world.allowed.tenants.update(payers)
     there = [promises.ready[node_id, key] for key in keys if (node_id, key) in promises.ready]
     arguments = (node_id, keys, owner, LEASE_S, is_ephemeral, world.now_s, size_bytes, tenant)
     until_s = world.now_s + LEASE_S
     try:
         given = world.directory.allocate(*arguments)
     except QuotaExceeded:
-        used_bytes = sum(use.size_bytes for use in charged(world, tenant))
-        assert used_bytes + size_bytes > promises.quotas[tenant], "the quota is not used up"
+        used_bytes = sum(use.size_bytes for use in charged(world, payers[0]))
+        assert used_bytes + size_bytes > promises.quotas[payers[0]], "the quota is not used up"
         if there:
             promises.lease(owner, there, until_s)
         world.seen["quota exceeded"] += 1
@@ -75,26 +76,40 @@ def grant(
         world.seen["full"] += 1
     if world.is_open(node_id) and there:
         promises.lease(owner, there, until_s)
-    return _granted(world, keys, given.slots, owner, is_ephemeral, tenant)
+    return _granted(world, keys, given.slots, owner, is_ephemeral, payers)
 
 
 def _granted(
     world: World, keys: Sequence[bytes], slots: Sequence[Slot | None], owner: str,
-    is_ephemeral: bool, tenant: str,
+    is_ephemeral: bool, payers: Sequence[str],
 ) -> list[Use]:  # fmt: skip
     pairs = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
     uses = [world.new_use(key, slot, owner) for key, slot in pairs]
     world.follow()  # what was evicted for them is gone
-    for use in uses:
+    paid = [name for name, slot in zip(payers, slots, strict=True) if slot is not None]
+    for use, name in zip(uses, paid, strict=True):
         use.is_ephemeral = is_ephemeral
-        use.tenant = tenant if tenant in world.promises.quotas else ""
+        use.tenant = name if name in world.promises.quotas else ""
         world.promises.grant(use, world.now_s)
     if uses:
         world.promises.lease(owner, uses, world.now_s + LEASE_S)
-    if tenant in world.promises.quotas and uses:
-        used_bytes = sum(use.size_bytes for use in charged(world, tenant))
-        assert used_bytes <= world.promises.quotas[tenant], f"{tenant} is over its quota"
+    for use in uses:
+        refuse_over_quota(world, use)
     return uses
+
+
+def payer(world: World, key: bytes) -> str:
+    """For whom a further copy of this block counts."""
+    copies = [use for (_, each), use in world.promises.ready.items() if each == key]
+    return min((use.tenant for use in copies if use.tenant), default="")
+
+
+def refuse_over_quota(world: World, use: Use) -> None:
+    """A new copy may not have brought its tenant over the quota."""
+    if use.tenant:
+        used_bytes = sum(use.size_bytes for use in charged(world, use.tenant))
+        assert used_bytes <= world.promises.quotas[use.tenant], f"{use.tenant} is over its quota"
+        world.seen["copies charged"] += 1
 
 
 def charged(world: World, tenant: str) -> list[Use]:

@@ -14,6 +14,7 @@ from mooncake_store.slots import Slot
 from tests.fuzz.jobs import SpillBatch
 from tests.fuzz.memory import Block, Memory, content, units_of
 from tests.fuzz.promises import Use
+from tests.fuzz.requests import payer, refuse_over_quota
 from tests.fuzz.world import Holder, Node, Replica, World
 
 ADOPT_BLOCKS_MAX = 4  # in one call, so that others come between
@@ -208,10 +209,13 @@ def spill(world: World) -> None:
         assert (ssd_id, each.key) not in ready, f"{source} is on SSD already"
         assert (each.slot, each.checksum) == (source.slot, source.checksum)
         target = world.new_use(each.key, Slot(ssd_id, each.ssd_slot, each.ssd_generation), owner)
+        target.tenant = payer(world, each.key)
         world.promises.grant(target, world.now_s)
         batch.append((each, source, target))
     if batch:
         world.promises.lease(owner, [target for *_, target in batch], world.now_s + 6.0)
+        for *_, target in batch:
+            refuse_over_quota(world, target)
         world.add(SpillBatch(node.name, owner, batch))
         world.seen["spills taken"] += len(batch)
 

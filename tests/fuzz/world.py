@@ -103,7 +103,7 @@ class Allowed:
     """Which copies may go in this step, and why."""
 
     holders: set[str] = field(default_factory=set)  # room is needed there
-    tenant: str = ""  # it may lose its own blocks anywhere
+    tenants: set[str] = field(default_factory=set)  # they may lose their own blocks anywhere
     copies: set[tuple[str, bytes]] = field(default_factory=set)  # asked for by name
     lost: set[str] = field(default_factory=set)  # holders that may be taken for gone
 
@@ -208,7 +208,7 @@ class World:
             return
         assert not use.leases, f"{use} was evicted while leased"
         assert not use.is_hard, f"{use} was evicted though pinned"
-        is_own = use.tenant != "" and use.tenant == self.allowed.tenant
+        is_own = use.tenant != "" and use.tenant in self.allowed.tenants
         assert is_own or use.node_id in self.allowed.holders, f"{use} is lost, and nothing asked"
         self.seen["evictions by quota" if is_own else "evictions"] += 1
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from mooncake_store.config import DirectoryConfig
 from mooncake_store.directory import Directory
 from mooncake_store.errors import QuotaExceeded
-from tests.mooncake_store.makers import BLOCK_BYTES, chain, directory_with
+from tests.mooncake_store.makers import BLOCK_BYTES, chain, directory_with, node_info
 
 
 def store(
@@ -101,6 +104,39 @@ def test_what_goes_any_way_is_not_counted_any_more() -> None:
     directory.abandon([given.slots[0]], "w", 1.0)
     directory.check()
     assert used_blocks(directory, 1.0) == 0
+
+
+def test_a_further_copy_that_nobody_names_a_tenant_for_counts_for_the_same_one() -> None:
+    directory = directory_with("s0", "s1")
+    directory.set_quota("t", 3 * BLOCK_BYTES, 0.0)
+    old, hot = chain(1, "old"), chain(2, "hot")
+    store(directory, old, "t", 0.0)
+    store(directory, hot, "t", 1.0)
+    directory.lookup(hot, "r", 50.0, 2.0)  # as whoever copies them does
+    made = store(directory, hot, "", 2.0, node_id="s1", is_released=False)
+    assert made == 1, "the oldest block made room for one"
+    assert not directory.lookup(old, "r", 0.0, 3.0) and used_blocks(directory, 3.0) == 3
+    with pytest.raises(QuotaExceeded):
+        store(directory, hot[1:], "", 4.0, node_id="s1")
+    tail = directory.allocate("s1", hot[1:], "w", 5.0, True, 4.0)
+    assert tail.covered == 1, "an object of one request, gone with it, counts for nobody"
+
+
+def test_copies_on_an_ssd_count_and_push_nothing_out() -> None:
+    config = DirectoryConfig(spill_fraction=0.001)
+    directory = Directory(1, config)
+    for info in (node_info(slots=20), replace(node_info("s0/ssd", slots=20), tier="ssd")):
+        directory.register_node(info, 0.0)
+        directory.attach(info.node_id, "print", BLOCK_BYTES, 0.0)
+    directory.set_quota("t", 4 * BLOCK_BYTES, 0.0)
+    store(directory, chain(3, "a"), "t", 0.0)
+    store(directory, chain(3, "b"), "", 1.0)
+    spills = directory.take_spills("s0", "spill", 64, 5.0, 2.0)
+    directory.check()
+    assert sum(spill.key in chain(3, "a") for spill in spills) == 1, "as many as the quota has room"
+    assert sum(spill.key in chain(3, "b") for spill in spills) == 3
+    assert used_blocks(directory, 2.0) == 4
+    assert len(directory.lookup(chain(3, "a"), "r", 0.0, 3.0)) == 3
 
 
 def test_a_quota_that_is_taken_away_counts_nothing() -> None:
