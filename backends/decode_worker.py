@@ -305,6 +305,7 @@ class DecodeWorker:
             self._admit()
             jobs = [self._jobs[request_id] for request_id in self._batching.next_step()]
             if not jobs:
+                self.worker.steps.batch_is_empty()
                 self._lock.wait(IDLE_WAIT_S)
                 return True
             predicted_s = self._estimate.step_s(len(jobs), self._batching.context_tokens)

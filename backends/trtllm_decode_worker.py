@@ -151,6 +151,8 @@ class TrtllmDecodeWorker(DecodeWorker):
                 self._drop_stopped()
                 self._pages.settle()
                 self._admit()
+                if not self._jobs:
+                    self.worker.steps.batch_is_empty()
                 self._let_go(time.monotonic())
                 self._watch_engine(time.monotonic())
                 self._lock.wait(IDLE_WAIT_S)

@@ -18,7 +18,7 @@ import numpy as np
 
 from backends.engine.batching import DecodeBatching
 from backends.engine.pages import PagePool
-from backends.step_times import SMOOTHING
+from backends.step_times import StepTimes
 from conductor.arrival_check import There, refusal
 from conductor.estimates import DecodeEstimate
 from loadtest.simulator.cluster.jitter import Jitter
@@ -75,7 +75,7 @@ class DecodeNode:
         self._base = 0  # steps before the plan
         self._ends_s: Seconds = NO_STEPS  # when each step of the plan ends
         self._plan = 0
-        self._recent_s, self._recent_steps = 0.0, 0  # as StepTimes, and after how many steps
+        self._times, self._steps_told = StepTimes(), 0
         self.is_dead = False
         self._computes = False  # as the cores were told
         site.cores.on_prefill.append(self._cut_plan)
@@ -185,6 +185,8 @@ class DecodeNode:
             self._site.cores.compute("decode", self._computes)
         if not steps:
             self._ends_s = NO_STEPS
+            self._recent(self._log.steps)
+            self._times.batch_is_empty()
             return
         steps = min(steps, self._site.settings.steps_at_once or steps)
         self._base = self._log.steps
@@ -266,12 +268,11 @@ class DecodeNode:
         return self._base + done if len(self._ends_s) else self._log.steps
 
     def _recent(self, steps: int) -> float:
-        """The smoothed seconds of a step, after so many of them; as backends/step_times.py."""
-        recent_s = self._recent_s
-        for step_s in self._log.slice(self._recent_steps, steps).tolist():
-            recent_s += SMOOTHING * (step_s - recent_s)
-        self._recent_s, self._recent_steps = recent_s, steps
-        return recent_s
+        """The recent seconds of a step, after so many of them."""
+        for step_s in self._log.slice(self._steps_told, steps).tolist():
+            self._times.took(step_s)
+        self._steps_told = steps
+        return self._times.recent_s
 
     def die(self) -> list[Job]:
         """The process is killed; its jobs, which nobody will end. Those that are still in prefill

@@ -1,0 +1,41 @@
+"""What a worker says of its recent steps: those of the batch that it has, not of one long gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends.step_times import StepTimes
+
+
+def test_the_first_step_is_the_recent_mean_and_not_a_fifth_of_it() -> None:
+    steps = StepTimes()
+    steps.took(0.010)
+    assert steps.recent_s == pytest.approx(0.010)
+
+
+def test_the_first_steps_count_alike_and_later_ones_fade() -> None:
+    steps = StepTimes()
+    for step_s in (0.010, 0.020, 0.030):
+        steps.took(step_s)
+    assert steps.recent_s == pytest.approx(0.020)
+    for _ in range(100):
+        steps.took(0.005)
+    assert steps.recent_s == pytest.approx(0.005)
+
+
+def test_a_batch_that_was_empty_does_not_look_as_slow_as_the_overload_before() -> None:
+    steps = StepTimes()
+    for _ in range(100):
+        steps.took(0.080)  # thirty requests at once
+    steps.batch_is_empty()
+    assert steps.recent_s == 0.0, "nothing is known of the next batch"
+    steps.took(0.006)  # one request
+    assert steps.recent_s == pytest.approx(0.006)
+
+
+def test_what_was_computed_in_all_survives_an_empty_batch() -> None:
+    steps = StepTimes()
+    steps.took(0.010)
+    steps.batch_is_empty()
+    steps.took(0.020)
+    assert steps.steps == 2 and steps.total_s == pytest.approx(0.030)
