@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.bench.overload import Load as OpenLoad
-from loadtest.bench.overload import Shape
+from loadtest.bench.overload.load import Load as OpenLoad
+from loadtest.bench.overload.load import Shape
 from loadtest.bench.repository import set_parameters
 from loadtest.metrics import COMPLETED, FAILED, REJECTED
 from loadtest.workloads import TokenSource
@@ -90,7 +90,7 @@ def test_under_overload_no_token_of_a_rejected_prompt_is_computed(
     wait_until(lambda: ask(server, 3).decision.get("admission") == "predictive",
                "the service level to be in force")  # fmt: skip
     shape = Shape(prompt_tokens=1024, output_tokens=4, seconds=2.0, at_once=1)
-    load = OpenLoad(server.addresses, TokenSource(2048, range(16), seed), shape)
+    load = OpenLoad(server.addresses, TokenSource(2048, range(16), seed), shape, seed)
     phase = asyncio.run(load.overload("4x", rate_per_s=40.0, seed=seed))
     assert len(phase.records) == 80 and not phase.of(FAILED)
     assert phase.of(COMPLETED), "whoever comes first is served"

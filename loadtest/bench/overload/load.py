@@ -1,0 +1,231 @@
+"""Fresh prompts for one server, sent as each phase of an overload wants, and what became of them.
+
+What the prefill workers computed is read off their own counter
+`mooncake_prompt_tokens_total{path="computed"}`, from the end of one phase to the end of the next:
+nothing that they do is counted twice or left out.
+
+Not here: which phases there are (prefill_bound.py, decode_bound.py), the server (bench/server.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loadtest.addresses import Addresses
+from loadtest.bench.repository import set_parameters
+from loadtest.bench.result import Cell
+from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, spread
+from loadtest.metrics_page import counter_sum, fetch_page
+from loadtest.open_loop import WallClock
+from loadtest.protocol import GenerateRequest, ServerError
+from loadtest.run import Run, SendOptions, send_all
+from loadtest.server_info import describe_server
+from loadtest.triton_client import TritonClient
+from loadtest.workloads import PlannedRequest, TokenSource
+
+COUNTER = "mooncake_prompt_tokens_total"
+COUNTER_S_MAX = 20.0
+COUNTER_POLL_S = 1.2  # workers publish once a second
+RELOAD_S_MAX = 30.0
+AROUND_CHANGE_S = 1.0
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is sent."""
+
+    prompt_tokens: int
+    output_tokens: int  # of each answer; the least, where output_tokens_max is more
+    seconds: float  # of each overload
+    at_once: int  # requests in flight when capacity is measured
+    output_tokens_max: int = 0  # evenly spread between both; 0: all alike
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One run, and what the prefill workers computed meanwhile."""
+
+    name: str
+    records: Sequence[RequestRecord]
+    computed_tokens: float
+
+    def of(self, outcome: str) -> list[RequestRecord]:
+        return [record for record in self.records if record.outcome == outcome]
+
+    @property
+    def wasted_tokens(self) -> float:
+        """Computed for requests that got no answer: refused by their decode worker, or failed."""
+        return self.computed_tokens - sum(r.prompt_tokens for r in self.of(COMPLETED))
+
+    @property
+    def rejected_without_retry(self) -> int:
+        return sum((record.retry_after_s or 0.0) <= 0.0 for record in self.of(REJECTED))
+
+    def p90_s(self, name: str) -> float | None:
+        found = spread([getattr(record, name) for record in self.of(COMPLETED)])
+        return None if found is None else found.p90
+
+    def p50_s(self, name: str) -> float:
+        found = spread([getattr(record, name) for record in self.of(COMPLETED)])
+        assert found is not None, f"no request of {self.name} was answered"
+        return found.p50
+
+    def row(self) -> dict[str, Cell]:
+        ttft_s, tbt_s = self.p90_s("ttft_s"), self.p90_s("tbt_s")
+        return {
+            "phase": self.name,
+            "sent": len(self.records),
+            "completed": len(self.of(COMPLETED)),
+            "rejected": len(self.of(REJECTED)),
+            "failed": len(self.of(FAILED)),
+            "computed_tokens": round(self.computed_tokens),
+            "wasted_tokens": round(self.wasted_tokens),
+            "ttft_p90_ms": None if ttft_s is None else round(ttft_s * 1e3, 1),
+            "tbt_p90_ms": None if tbt_s is None else round(tbt_s * 1e3, 1),
+        }
+
+
+class Load:
+    """Sends fresh prompts to one server and reads its counter around them."""
+
+    def __init__(self, addresses: Addresses, source: TokenSource, shape: Shape, seed: int) -> None:
+        self._addresses = addresses
+        self._source = source
+        self._shape = shape
+        self._lengths = np.random.default_rng(seed)  # of answers that are part of no arrivals
+        self._prompts = 0
+        self._counted: float | None = None  # the counter at the end of the last phase
+
+    @classmethod
+    async def of(cls, addresses: Addresses, shape: Shape, seed: int) -> Load:
+        """For the vocabulary of the server."""
+        async with TritonClient(addresses.grpc, "conductor", channels=1) as client:
+            server = await describe_server(client, {})
+        source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
+        return cls(addresses, source, shape, seed)
+
+    async def unloaded(self, requests: int) -> Phase:
+        """One after the other."""
+        await self._begin()
+        records: list[RequestRecord] = []
+        for _ in range(requests):
+            records += await self._send_one()
+        return await self._end("unloaded", records)
+
+    async def full(self, seconds: float) -> tuple[Phase, float]:
+        """`at_once` in flight; and completed requests per second."""
+        await self._begin()
+        started_s = time.perf_counter()
+        records: list[RequestRecord] = []
+        ended_s = [0.0]
+
+        async def keep_on() -> None:
+            while time.perf_counter() < started_s + seconds:
+                records.extend(await self._send_one())
+                ended_s.append(time.perf_counter())
+
+        await asyncio.gather(*(keep_on() for _ in range(self._shape.at_once)))
+        phase = await self._end("full", records)
+        return phase, len(phase.of(COMPLETED)) / (max(ended_s) - started_s)
+
+    async def during(self, change: Callable[[], Awaitable[float]]) -> tuple[Phase, float]:
+        """Two requests at a time with the shortest answers, before, during and after the change;
+        and what that returned."""
+        await self._begin()
+        records: list[RequestRecord] = []
+        is_over = asyncio.Event()
+
+        async def keep_on() -> None:
+            while not is_over.is_set():
+                records.extend(await self._send(self._planned([0.0], None)))
+
+        senders = [asyncio.ensure_future(keep_on()) for _ in range(2)]
+        try:
+            await asyncio.sleep(AROUND_CHANGE_S)
+            took_s = await change()
+            await asyncio.sleep(AROUND_CHANGE_S)
+        finally:
+            is_over.set()
+            await asyncio.gather(*senders)
+        return await self._end("policy change", records), took_s
+
+    async def overload(self, name: str, rate_per_s: float, seed: int) -> Phase:
+        """Poisson arrivals; they and the lengths of answers are the same for the same seed."""
+        await self._begin()
+        chance = np.random.default_rng(seed)
+        count = int(rate_per_s * self._shape.seconds)
+        due_s = np.cumsum(chance.exponential(1.0 / rate_per_s, count))
+        return await self._end(name, await self._send(self._planned(due_s.tolist(), chance)))
+
+    async def _send_one(self) -> list[RequestRecord]:
+        return await self._send(self._planned([0.0], self._lengths))
+
+    def _planned(
+        self, due_s: Sequence[float], chance: np.random.Generator | None
+    ) -> list[PlannedRequest]:
+        """`chance`: of the lengths of answers; None: the shortest."""
+        shape, planned = self._shape, []
+        longest = max(shape.output_tokens, shape.output_tokens_max)
+        for index, due in enumerate(due_s):
+            self._prompts += 1
+            prompt = self._source.fresh(self._prompts, shape.prompt_tokens)
+            tokens = shape.output_tokens
+            if chance is not None:
+                tokens = int(chance.integers(tokens, longest, endpoint=True))
+            planned.append(PlannedRequest(index, index, due, prompt, tokens))
+        return planned
+
+    async def _send(self, planned: Sequence[PlannedRequest]) -> list[RequestRecord]:
+        run = Run(planned)
+        options = SendOptions(self._addresses.grpc, "conductor", True, TIMEOUT_S, 4, False)
+        await send_all(run, options, WallClock(), lambda _: None)
+        return sorted(run.records, key=lambda record: record.index)
+
+    async def _begin(self) -> None:
+        if self._counted is None:
+            self._counted = await self._settled(0.0)
+
+    async def _end(self, name: str, records: Sequence[RequestRecord]) -> Phase:
+        assert self._counted is not None, "a phase begins before it ends"
+        answered = [record for record in records if record.outcome == COMPLETED]
+        due = self._counted + sum(record.prompt_tokens for record in answered)
+        before, self._counted = self._counted, await self._settled(due)
+        return Phase(name, records, self._counted - before)
+
+    async def _settled(self, due: float) -> float:
+        """The counter; workers publish a moment later, so wait for what must come."""
+        give_up_s = time.perf_counter() + COUNTER_S_MAX
+        last = -1.0
+        while time.perf_counter() < give_up_s:
+            page = await asyncio.to_thread(fetch_page, self._addresses.metrics_url)
+            found = counter_sum(page, COUNTER, {"path": "computed"}) or 0.0
+            if found >= due and found == last:
+                return found
+            last = found
+            await asyncio.sleep(COUNTER_POLL_S)
+        return last
+
+
+async def reload(
+    url: str, repository: Path, values: dict[str, str | int | float], admission: str
+) -> float:
+    """Edit the conductor's config.pbtxt; seconds until a decision shows the new admission."""
+    started_s = time.perf_counter()
+    set_parameters(repository, "conductor", {"admission": admission, **values})
+    async with TritonClient(url, "conductor", channels=1) as client:
+        while time.perf_counter() - started_s < RELOAD_S_MAX:
+            request = GenerateRequest(
+                "reload", text_input="It is", max_tokens=2, end_id=-1, return_decision=True
+            )
+            async for event in client.generate(request):
+                if event.decision and event.decision.get("admission") == admission:
+                    return time.perf_counter() - started_s
+            await asyncio.sleep(0.1)  # poll
+    raise ServerError("server_error", f"admission did not become {admission}")
