@@ -140,11 +140,11 @@ class DecodeWorker:
 
     def _look_again(self, request: DecodeRequest, tokens: int) -> None:
         """Refuse a request that would slow everybody down too much; with the lock held."""
-        jobs, batching = self._jobs.values(), self._batching
+        jobs = self._jobs.values()
         there = There(
             sum(len(job.token_ids) for job in jobs),
             [job.request.sampling.max_tokens - len(job.output_ids) for job in jobs],
-            batching.running, batching.context_tokens, self.worker.steps.recent_s,
+            self.worker.steps.speed,
         )  # fmt: skip
         refused = refusal(there, tokens, self._estimate, request.tbt_slo_s)
         if refused is not None:
@@ -356,8 +356,8 @@ class DecodeWorker:
                 job.output_ids,
             )  # fmt: skip
             job.append(token_id)
-        step_s = time.monotonic() - started_s
-        self.worker.steps.took(step_s)
+        estimated_s = self._estimate.step_s(len(works), sum(work.end for work in works))
+        self.worker.steps.took(time.monotonic() - started_s, estimated_s)
         self.tokens_generated += len(jobs)
         with self._lock:
             self._batching.computed([job.request_id for job in jobs])

@@ -134,8 +134,10 @@ class TrtllmDecodeWorker(DecodeWorker):
         return self._engine
 
     def _on_stats(self, stats: IterationStats) -> None:
-        if hasattr(self, "worker"):  # else still starting: it is being measured
-            self.worker.steps.took(stats.step_s)
+        if hasattr(self, "_estimate"):  # else still starting: it is being measured
+            running, context_tokens = self._batching.running, self._batching.context_tokens
+            estimated_s = self._estimate.step_s(running, context_tokens)
+            self.worker.steps.took(stats.step_s, estimated_s)
             self.worker.watch.progressed(time.monotonic())
 
     def _job(self, *given: Any) -> TrtllmDecodeJob:

@@ -8,9 +8,11 @@ it would miss the limit, and its prefill is wasted (the second check of the Moon
 
     step = speed * estimate(sequences + 1, context + its tokens)        refused above tbt_slo_s
 
-`speed` is measured / estimated of the worker's recent steps, at least 1 / RATIO_MAX and at most
-RATIO_MAX (speed.py). Whoever is asked and not yet running counts in full. An empty worker takes
-whatever comes: nobody else is harmed.
+`speed` is measured / estimated of the worker's steps, at least 1 / RATIO_MAX and at most RATIO_MAX
+(speed.py), over as many of them as a short answer has (backends/step_times.py). The conductor looks
+at such a mean too; whoever is refused for a few slow steps had its prefill for nothing. Whoever is
+asked and not yet running counts in full. An empty worker takes whatever comes: nobody else is
+harmed.
 
 `retry_after_s` is when so many will have left that the step would fit, if each of them used all the
 tokens it asked for: an upper bound, kept between the same limits as the conductor's.
@@ -38,9 +40,7 @@ class There:
 
     context_tokens: int
     answers_left_tokens: Sequence[int]
-    running: int  # of them, and with this context, the recent steps were computed
-    running_context_tokens: int
-    recent_step_s: float  # 0: nothing was computed yet
+    speed: float = 1.0  # measured / estimated of its steps, over about a short answer
 
     @property
     def sequences(self) -> int:
@@ -54,14 +54,6 @@ class Refusal:
     retry_after_s: float
 
 
-def speed_of(there: There, estimate: DecodeEstimate) -> float:
-    """Measured / estimated; 1 while nothing runs."""
-    estimated_s = estimate.step_s(there.running, there.running_context_tokens)
-    if not there.running or there.recent_step_s <= 0 or estimated_s <= 0:
-        return 1.0
-    return min(RATIO_MAX, max(1 / RATIO_MAX, there.recent_step_s / estimated_s))
-
-
 def refusal(
     there: There, tokens: int, estimate: DecodeEstimate, tbt_slo_s: float
 ) -> Refusal | None:
@@ -69,7 +61,7 @@ def refusal(
     assert tokens > 0 and tbt_slo_s >= 0, (tokens, tbt_slo_s)
     if tbt_slo_s == 0 or not there.sequences:
         return None
-    speed = speed_of(there, estimate)
+    speed = min(RATIO_MAX, max(1 / RATIO_MAX, there.speed))
     step_s = speed * estimate.step_s(there.sequences + 1, there.context_tokens + tokens)
     if step_s <= tbt_slo_s:
         return None

@@ -10,11 +10,8 @@ from conductor.estimates import DecodeEstimate
 ESTIMATE = DecodeEstimate(base_s=0.010, per_sequence_s=0.001, per_context_token_s=1e-6)
 
 
-def there(
-    sequences: int, tokens_each: int = 1000, left: int = 100, recent_step_s: float = 0.0
-) -> There:
-    context = sequences * tokens_each
-    return There(context, [left] * sequences, sequences, context, recent_step_s)
+def there(sequences: int, tokens_each: int = 1000, left: int = 100, speed: float = 1.0) -> There:
+    return There(sequences * tokens_each, [left] * sequences, speed)
 
 
 def test_it_is_taken_as_long_as_the_step_with_it_keeps_the_limit() -> None:
@@ -34,14 +31,13 @@ def test_without_a_limit_nothing_is_refused() -> None:
 
 
 def test_a_worker_that_has_become_slow_refuses_earlier() -> None:
-    as_estimated = 0.010 + 5 * 0.002
-    assert refusal(there(5, recent_step_s=as_estimated), 1000, ESTIMATE, 0.030) is None
-    assert refusal(there(5, recent_step_s=2 * as_estimated), 1000, ESTIMATE, 0.030) is not None
+    assert refusal(there(5, speed=1.0), 1000, ESTIMATE, 0.030) is None
+    assert refusal(there(5, speed=2.0), 1000, ESTIMATE, 0.030) is not None
 
 
 def test_come_back_when_as_many_have_left_as_must() -> None:
     left = [100, 200, 300, *[400] * 9]
-    crowd = There(12_000, left, 12, 12_000, 0.0)
+    crowd = There(12_000, left)
     refused = refusal(crowd, 1000, ESTIMATE, 0.030)
     assert refused is not None  # three must leave: 300 steps of 34 ms
     assert abs(refused.retry_after_s - 300 * 0.034) < 1e-6

@@ -100,7 +100,8 @@ def _serving(
     with tempfile.TemporaryDirectory(prefix="mooncake-overload-") as folder:
         repository = copy_repository(Path(folder) / "model_repository", without)
         set_parameters(repository, "conductor", begins_with)
-        arguments = ["--model-repository", str(repository)]
+        # How fast the workers are is measured anew, not read from another day's profile.
+        arguments = ["--model-repository", str(repository), "--state-dir", f"{folder}/state"]
         with measuring(console), serving(None, arguments) as addresses:
             yield addresses, repository
 

@@ -8,8 +8,9 @@ a look at them, prompts are computed for requests that their decode worker then 
                that go with them, and how many requests per second are completed
 
 Both are measured anew in each run, on the machine as it is at that time, and everything else
-follows from them: tbt_slo_s is 1.2 x that step, ttft_slo_s is loose, arrivals come at 2x that rate,
-and the first guess of a request's time in decoding is the one that was seen. Then in each round
+follows from them: tbt_slo_s is 1.2 x that step, ttft_slo_s is loose, arrivals come at 2.5 x that
+rate, and the first guess of a request's time in decoding is the one that was seen. Then in each
+round
 
     reserved, baseline, early, predictive, predictive_lengths
 
@@ -45,7 +46,7 @@ from loadtest.bench.result import Cell, Target
 from loadtest.metrics import COMPLETED, REJECTED, RequestRecord
 
 POLICIES = ("reserved", "baseline", "early", "predictive", "predictive_lengths")
-OVERLOAD = 2.0
+OVERLOAD = 2.5
 TBT_SLO = 1.2  # times the step of full batches
 TTFT_SLO, TTFT_SLO_S_MIN = 50.0, 5.0  # times unloaded
 WASTED_SHARE_MIN = 0.1

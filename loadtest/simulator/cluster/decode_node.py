@@ -71,7 +71,7 @@ class DecodeNode:
         self._ready: list[Arrival] = []  # they join at the next step
         self._running: dict[str, Arrival] = {}
         self._tokens_at_end: dict[str, int] = {}  # of those that run
-        self._log = StepLog()
+        self._log, self._estimates = StepLog(), StepLog()  # measured, and as the worker estimates
         self._base = 0  # steps before the plan
         self._ends_s: Seconds = NO_STEPS  # when each step of the plan ends
         self._plan = 0
@@ -116,7 +116,7 @@ class DecodeNode:
         there = There(
             running_context + sum(other.prompt_tokens for other in waiting),
             [*left, *(other.request.output_tokens_max for other in waiting)],
-            batching.running, running_context, self._recent(self._end_of(done)),
+            self._told(self._end_of(done)).speed,
         )  # fmt: skip
         refused = refusal(there, job.prompt_tokens, self._estimate, tbt_slo_s)
         return refused.kind if refused is not None else ""
@@ -185,8 +185,7 @@ class DecodeNode:
             self._site.cores.compute("decode", self._computes)
         if not steps:
             self._ends_s = NO_STEPS
-            self._recent(self._log.steps)
-            self._times.batch_is_empty()
+            self._told(self._log.steps).batch_is_empty()
             return
         steps = min(steps, self._site.settings.steps_at_once or steps)
         self._base = self._log.steps
@@ -195,6 +194,8 @@ class DecodeNode:
         factors = slowness * self._jitter.factors(self._base, steps)
         seconds = factors * self._site.gpu.decode_s(batching.running, context)
         self._log.append(seconds)
+        base_s = self._estimate.step_s(batching.running, 0.0)
+        self._estimates.append(base_s + self._estimate.per_context_token_s * context)
         self._ends_s = np.cumsum(np.concatenate(([now_s], seconds)))[1:]
         self._plan += 1
         self._site.clock.at(float(self._ends_s[-1]), self._planned, self._plan)
@@ -206,6 +207,7 @@ class DecodeNode:
             return
         self._ends_s = self._ends_s[:steps]
         self._log.cut(self._base + steps)
+        self._estimates.cut(self._base + steps)
         self._plan += 1
         self._site.clock.at(float(self._ends_s[-1]), self._planned, self._plan)
 
@@ -261,18 +263,20 @@ class DecodeNode:
         asked = sum(arrival.is_asked for arrival in self._arrivals.values())
         return WorkerReport(
             self.worker_id, self.incarnation, asked - batching.running, 0, batching.running,
-            self._pool.used_pages, context_tokens, self._recent(self._end_of(done)), False,
+            self._pool.used_pages, context_tokens, self._told(self._end_of(done)).recent_s, False,
         )  # fmt: skip
 
     def _end_of(self, done: int) -> int:
         return self._base + done if len(self._ends_s) else self._log.steps
 
-    def _recent(self, steps: int) -> float:
-        """The recent seconds of a step, after so many of them."""
-        for step_s in self._log.slice(self._steps_told, steps).tolist():
-            self._times.took(step_s)
+    def _told(self, steps: int) -> StepTimes:
+        """What it knows of its steps after so many of them."""
+        measured_s = self._log.slice(self._steps_told, steps).tolist()
+        estimated_s = self._estimates.slice(self._steps_told, steps).tolist()
+        for step_s, as_estimated_s in zip(measured_s, estimated_s, strict=True):
+            self._times.took(step_s, as_estimated_s)
         self._steps_told = steps
-        return self._times.recent_s
+        return self._times
 
     def die(self) -> list[Job]:
         """The process is killed; its jobs, which nobody will end. Those that are still in prefill
