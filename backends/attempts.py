@@ -7,7 +7,9 @@ Whatever an attempt produced is kept: the next one goes on from the tokens that 
                After `counted_max` of these the request is given up, or a poisonous prompt would
                kill one worker after the other
     is free    the request had no part in it: KV that is gone is computed again, a worker that was
-               not there is not asked again, whoever finds nobody waits. Until the deadline
+               not there is not asked again, whoever finds nobody waits. Until the deadline: the
+               client's own, or so long after the request came. An attempt that decoded tokens
+               puts the latter off: a long answer is not given up for being long
     avoids     the next attempt leaves out the worker, as long as there is another
 
 The first loss is followed by the next attempt at once. As long as losses follow each other without
@@ -20,6 +22,7 @@ deaths), who is asked next (conductor/).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -106,21 +109,27 @@ def loss_by_death(called_s: float, heard_s: float) -> Loss:
 class Attempts:
     """The losses of one request so far. Not thread-safe."""
 
-    def __init__(self, counted_max: int, deadline_s: float) -> None:
-        assert counted_max >= 1, counted_max
+    def __init__(
+        self, counted_max: int, arrived_s: float, request_s_max: float, timeout_s: float = math.inf
+    ) -> None:
+        assert counted_max >= 1 and request_s_max > 0 and timeout_s > 0
         self._counted_max = counted_max
-        self._deadline_s = deadline_s
+        self._request_s_max = request_s_max
+        self._timeout_s = arrived_s + timeout_s
+        self._deadline_s = min(arrived_s + request_s_max, self._timeout_s)
         self._losses: Counter[Loss] = Counter()
         self._in_a_row = 0  # without a decoded token between them
         self._tokens = 0
         self._pause_s = 0.0
 
-    def lost(self, loss: Loss, tokens: int) -> None:
+    def lost(self, loss: Loss, tokens: int, now_s: float) -> None:
         """An attempt was lost; the client has so many tokens by now."""
         assert tokens >= self._tokens, (tokens, self._tokens)
         self._losses[loss] += 1
-        # One token is the prefill's, and what was lost came after it.
-        self._in_a_row = 1 if tokens > self._tokens + 1 else self._in_a_row + 1
+        self._in_a_row += 1
+        if tokens > self._tokens + 1:  # one is the prefill's: what was lost came after it
+            self._in_a_row = 1
+            self._deadline_s = min(now_s + self._request_s_max, self._timeout_s)
         self._tokens = tokens
         doublings = self._in_a_row - (2 if RULES[loss].is_soon else 1)
         # 60 of them are more than any pause: what is too long for a float is never made.

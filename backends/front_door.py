@@ -129,15 +129,18 @@ class FrontDoor:
             answer = (StreamedAnswer if request.is_stream else WholeAnswer)(request, client)
             live.times.is_stream = request.is_stream
             live.timeout_s = request.timeout_ms / 1000 if request.timeout_ms else math.inf
-            deadline_s = live.arrived_s + min(live.timeout_s, self.cluster.config.request_s_max)
 
             def send(message: Message) -> None:
                 answer.add(message)
                 live.times.sent(message.output_tokens, time.monotonic())
 
+            attempts = Attempts(
+                self._config.attempts_max, live.arrived_s, self.cluster.config.request_s_max,
+                live.timeout_s,
+            )  # fmt: skip
             generation = Generation(
                 request, live, self.cluster, self._call, self._streams, self._tokenizer, send,
-                Attempts(self._config.attempts_max, deadline_s),
+                attempts,
             )  # fmt: skip
             live.run = Running(generation, answer, client, served)
         if live.run is not None:

@@ -179,7 +179,7 @@ class Generation:
 
     def _note_loss(self, loss: Loss, error: ServingError, worker_id: str, incarnation: str) -> None:
         """By the one thread that took the attempt away."""
-        self._attempts.lost(loss, len(self._released))
+        self._attempts.lost(loss, len(self._released), time.monotonic())
         self._problem = error
         if RULES[loss].avoids:
             self._avoided.add((worker_id, incarnation))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -146,7 +147,7 @@ class Case:
     """One request among those stand-ins; pauses take no time."""
 
     def __init__(
-        self, outcomes: dict[str, list[Outcome]], deadline_s: float = math.inf,
+        self, outcomes: dict[str, list[Outcome]], request_s_max: float = 600.0,
         decisions: list[Reject | None] | None = None,
         on_call: Callable[[str], None] = lambda model: None,
     ) -> None:  # fmt: skip
@@ -154,7 +155,7 @@ class Case:
         self.pauses_s: list[float] = []
         self.sent: list[Message] = []
         client = SimpleNamespace(is_cancelled=lambda: False)
-        self.live = LiveRequest("r", client, RequestTimes(Observations(), 0.0), 0.0)
+        self.live = LiveRequest("r", client, RequestTimes(Observations(), 0.0), time.monotonic())
 
         def pause(seconds: float) -> None:
             self.pauses_s.append(seconds)
@@ -164,7 +165,7 @@ class Case:
         request = ask(input_ids=PROMPT, max_tokens=TOKENS, end_id=-1)
         self.generation = Generation(
             request, self.live, self.cluster, self.calls, Streams(), TOKENIZER,  # type: ignore[arg-type]
-            self.sent.append, Attempts(3, deadline_s),
+            self.sent.append, Attempts(3, self.live.arrived_s, request_s_max),
         )  # fmt: skip
 
     def run(self) -> list[int]:
@@ -229,14 +230,14 @@ def test_a_request_that_goes_on_waits_until_somebody_is_there() -> None:
 
 def test_where_nobody_is_there_until_the_deadline_it_ends_with_the_word_for_it() -> None:
     nobody: list[Reject | None] = [reject("no_decode_worker")]
-    case = Case({"decode_0": [LEFT]}, decisions=[None, *nobody], deadline_s=-1.0)
+    case = Case({"decode_0": [LEFT]}, decisions=[None, *nobody], request_s_max=1e-9)
     with pytest.raises(WorkerUnavailable, match="deadline has passed"):
         case.run()
 
 
 def test_kv_that_is_gone_until_the_deadline_is_kv_missing() -> None:
     with pytest.raises(KvMissing, match="its KV was gone"):
-        Case({"decode_0": [KV_GONE]}, deadline_s=-1.0).run()
+        Case({"decode_0": [KV_GONE]}, request_s_max=1e-9).run()
 
 
 def test_a_worker_that_was_lost_is_left_out_until_there_is_nobody_else() -> None:
