@@ -34,7 +34,7 @@ from mooncake_store.client.fetcher import Fetcher, OwnSegment, writing_header
 from mooncake_store.client.header_reader import HeaderReader
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.errors import LayoutMismatch, NodeUnknown, QuotaExceeded
+from mooncake_store.errors import LayoutMismatch, NodeUnknown, QuotaExceeded, TransferFailed
 from mooncake_store.layout import KvLayout
 from mooncake_store.memory.checksum import checksum
 from mooncake_store.memory.scratch import Scratch
@@ -162,7 +162,7 @@ class Store:
 
         Nothing covered (full) while that node is down, or while the `tenant` that the blocks count
         for has its quota full of blocks in use. `size_bytes`: of each block; 0 for blocks of the
-        own layout.
+        own layout. TransferFailed when its process has died and the directory has not heard of it.
         """
         size_bytes = size_bytes or self.layout.block_bytes
         for _ in range(2):
@@ -181,6 +181,7 @@ class Store:
                     log.warning("node_id=%s cannot store: %s", self.node_id, error)
                     break
                 continue
+            self._check_alive(self._own)
             for key, slot in zip(keys, given.slots, strict=True):
                 if slot is not None:  # the old block's header must not vouch for new bytes
                     self._own.write_header(slot.slot, writing_header(key, slot, size_bytes))
@@ -195,7 +196,10 @@ class Store:
     def commit(
         self, blocks: Sequence[tuple[bytes, Slot, int]], owner: str, lease_s: float
     ) -> list[bool]:
-        """(key, slot, checksum of its whole payload) are written. False: not ours any more."""
+        """(key, slot, checksum of its whole payload) are written. False: not ours any more.
+
+        TransferFailed when the own node has died: nobody can read what was written.
+        """
         own = self._own
         rows = []
         for key, slot, digest in blocks:
@@ -203,7 +207,14 @@ class Store:
             header = SlotHeader(STATE_READY, slot.generation, key, digest, size_bytes)
             own.write_header(slot.slot, header)
             rows.append((key, slot.slot, slot.generation, digest))
+        self._check_alive(own)
         return self._directory.commit(self.node_id, rows, owner, lease_s)
+
+    def _check_alive(self, own: _Own) -> None:
+        """Memory of a dead node can be written all the same, and the directory promises it for as
+        long as it waits for the node: whoever reads it would find nothing. About 1 us."""
+        if not own.segment.is_owner_alive():
+            raise TransferFailed(f"storage node {self.node_id} has died, what it held is lost")
 
     def abandon(self, slots: Sequence[Slot], owner: str) -> None:
         """These slots will not be committed, and nothing is being written to them any more."""

@@ -1,0 +1,29 @@
+"""A worker whose own storage node died, before the directory has heard of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake_store.errors import TransferFailed
+from tests.mooncake_store.targets import TargetPool
+from tests.mooncake_store.test_store import World, keys_of, put
+
+
+def test_nothing_is_stored_on_a_node_that_died_before_the_directory_hears_of_it(
+    targets: TargetPool, seed: int
+) -> None:
+    """Its memory can be written all the same: every block of it would be promised and missed."""
+    world = World("mapped", targets)
+    keys, (store, _) = keys_of(2, seed), world.store("s0")
+    given = store.allocate(keys[:1], "writer", 60.0)
+    [slot] = given.slots
+    assert slot is not None
+    world.nodes["s0"].kill()
+    with pytest.raises(TransferFailed, match="storage node s0 has died"):
+        store.commit([(keys[0], slot, 1)], "writer", 60.0)
+    with pytest.raises(TransferFailed, match="storage node s0 has died"):
+        store.allocate(keys[1:], "writer", 60.0)
+    assert store.lookup(keys, "reader", 60.0) == []
+    world.start("s0")
+    put(store, keys)
+    world.close()
