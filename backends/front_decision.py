@@ -3,8 +3,8 @@
     policy, admission          that decided
     prefill, decode            the pair
     predicted                  its terms in seconds (conductor/messages.py, Prediction)
-    predicted_cached_tokens, local_blocks, restore_blocks, fetch_blocks, fetch_node
-                               where the prefix was to come from
+    predicted_cached_tokens, local_blocks, restore_blocks, fetch_blocks, fetch_node,
+    second_fetch_node          where the prefix was to come from
     queue_order, place_s       order of the queue, and how far behind its arrival it stands there
     candidates                 the pairs that were considered, best first, each with its terms and a
                                verdict: chosen, slower, or why it would have been rejected
@@ -12,6 +12,7 @@
     advice                     advisory mode: the rejection that was not carried out
     cached_tokens, fetched_blocks, fetched_bytes, queue_ahead, queue_s, load_s, prefill_s, put_s
                                what came of prefill
+    fetched_from               bytes that each node sent for it
     ttft_s                     from the request's arrival at the front to its first token there
     decode_queue_s, decode_load_s, loaded_early_blocks, decode_read_bytes
                                what came of the hand-over
@@ -52,6 +53,7 @@ class Decided:
             "restore_blocks": route.restore_blocks,
             "fetch_blocks": route.fetch_blocks,
             "fetch_node": route.fetch_node,
+            "second_fetch_node": route.second_fetch_node,
             "queue_order": config.queue_order,
             "place_s": route.order_key_s - self.decided_at_s,
         }
@@ -86,6 +88,7 @@ def prefill_facts(reply: PrefillReply) -> dict[str, object]:
         "cached_tokens": reply.cached_tokens,
         "fetched_blocks": reply.fetched_blocks,
         "fetched_bytes": reply.fetched_bytes,
+        "fetched_from": reply.fetched_from,
         "queue_ahead": reply.queue_ahead,
         "queue_s": reply.queue_s,
         "load_s": reply.load_s,

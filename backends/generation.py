@@ -283,9 +283,8 @@ class Generation:
         if isinstance(decided, Reject):
             log.info("decision %s", decided)
             raise Overloaded(decided.kind, decided.reason, decided.retry_after_s)
-        route = decided.route
-        log.info("decision %s", route)
-        self._live.workers = (route.prefill, route.decode)
+        log.info("decision %s", decided.route)
+        self._live.workers = (decided.route.prefill, decided.route.decode)
         return decided
 
     def _pinned_out(self) -> frozenset[tuple[str, str]]:
@@ -310,6 +309,7 @@ class Generation:
             sampling=request.sampling,
             cache_salt=request.cache_salt,
             fetch_blocks=route.fetch_blocks,
+            fetch_nodes=list(route.fetch_nodes),
             decode_inbox=route.decode.inbox if request.sampling.max_tokens > 1 else "",
             reserve_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
             reply_inbox=self._streams.address,

@@ -62,9 +62,11 @@ class HotCopies:
             self._client = StoreClient(self._address)
         started_s = time.monotonic()
         done = self._client.change_replica(
-            suggestion.block_keys, add=[suggestion.target_node], deadline_s=COPY_S_MAX
-        )
+            suggestion.block_keys, add=[suggestion.target_node], deadline_s=COPY_S_MAX,
+            source=suggestion.source_node,
+        )  # fmt: skip
         log.info(
-            "copied blocks=%d of %d to %s in %.3f s: %s", sum(done), len(done),
-            suggestion.target_node, time.monotonic() - started_s, suggestion.reason,
+            "copied blocks=%d of %d from %s to %s in %.3f s: %s", sum(done), len(done),
+            suggestion.source_node, suggestion.target_node, time.monotonic() - started_s,
+            suggestion.reason,
         )  # fmt: skip

@@ -6,7 +6,7 @@ Only the state of one prompt; who computes what next is prefill_worker.py's.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +31,7 @@ class PrefillJob:
     queue_ahead: int = 0  # prompts in front of it when it came
     cached_tokens: int = 0
     fetched_blocks: int = 0
+    fetched_from: dict[str, int] = field(default_factory=dict)  # bytes by node
     load_s: float = 0.0
     compute_s: float = 0.0
     computed_at_s: float = 0.0
@@ -76,6 +77,7 @@ class PrefillJob:
             compute_s=self.compute_s,
             put_s=time.monotonic() - self.computed_at_s,
             queue_ahead=self.queue_ahead,
+            fetched_from=self.fetched_from,
         )
 
     def observe(self, reply: PrefillReply, block_tokens: int, observations: Observations) -> None:

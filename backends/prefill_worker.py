@@ -35,7 +35,7 @@ from backends.kv_writer import BlockPut, KvWriter
 from backends.page_guard import PageGuard
 from backends.prefill_job import PrefillClient, PrefillJob
 from backends.prefix_claims import PrefixClaims
-from backends.prefix_loading import PrefixLoading
+from backends.prefix_loading import Fetching, PrefixLoading
 from backends.worker import IDLE_WAIT_S, Worker, fail_stuck, unfinished
 from backends.worker_config import PrefillConfig
 from backends.worker_protocol import (
@@ -224,13 +224,12 @@ class PrefillWorker:
                 job.is_loading = False
                 self._set_aside.append(job)
                 return False
-        loaded = self._prefixes.load(
-            put.keys, found, put.pages, job.request.fetch_blocks, job.request_id
-        )
+        allowed = Fetching(job.request.fetch_blocks, tuple(job.request.fetch_nodes))
+        loaded = self._prefixes.load(put.keys, found, put.pages, allowed, job.request_id)
         self._loader.refuse_late(put.pages)
         put.first_block = blocks = len(loaded.copies)
         put.refs = {i: BlockRef(i, *copy[:4]) for i, copy in enumerate(loaded.copies)}
-        job.fetched_blocks = loaded.fetched_blocks
+        job.fetched_blocks, job.fetched_from = loaded.fetched_blocks, loaded.fetched_from
         # One token at least is computed: its logits are what the request came for.
         job.cached_tokens = min(blocks * self._block_tokens, len(job.token_ids) - 1)
         self._engine.import_pages(put.pages[:blocks])

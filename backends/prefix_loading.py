@@ -1,18 +1,33 @@
 """Finding the cached prefix of a prompt, bringing it to the own node, loading it into pages.
 
-The conductor decided how much may be fetched from other nodes (Algorithm 1); here it is carried
-out. A block that is gone when we come for it is a miss: the prefix is shorter, nothing fails.
+The conductor decided how much may be fetched from other nodes and from which (Algorithm 1); here it
+is carried out: each block from the named node, else from the conductor's second choice, else from
+whoever has it. What a node failed to send is asked of the next one. A block that is gone when we
+come for it is a miss: the prefix is shorter, nothing fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
 
 from backends.kv_loader import KvLoader
 from mooncake_store.client.store import Store
 from mooncake_store.membership import SSD_SUFFIX
 from mooncake_store.slots import Copy
+
+ROUNDS_MAX = 3  # the named node, the second choice, anybody
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """What the conductor allows: so many blocks beyond the own ones, from these nodes first."""
+
+    blocks: int = 0
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +44,7 @@ class LoadedPrefix:
 
     copies: list[Copy]
     fetched_blocks: int  # of those and beyond: what came from another node for this request
+    fetched_from: dict[str, int]  # bytes, by node
 
 
 class PrefixLoading:
@@ -52,35 +68,57 @@ class PrefixLoading:
         keys: Sequence[bytes],
         found: FoundPrefix,
         pages: Sequence[int],
-        fetch_blocks: int,
+        allowed: Fetching,
         owner: str,
     ) -> LoadedPrefix:
-        """Fetch at most `fetch_blocks` beyond the own copies, then read all into `pages`.
+        """Fetch what is allowed beyond the own copies, then read all into `pages`.
 
         What lies on the own node's SSD is restored in any case: that is faster than computing it,
         and the conductor only decides about other nodes.
         """
-        own, fetched = found.own, 0
-        remote = self._remote(found, fetch_blocks)
-        if remote:
-            span = slice(len(own), len(own) + len(remote))
-            fetched = self._store.fetch(keys[span], remote, owner, self._lease_s, self._deadline_s)
-            if fetched:
-                own = self.find(keys, owner).own
-        arrived = self._loader.load_copies(own, pages)
-        return LoadedPrefix(own[:arrived], fetched)
-
-    def _remote(self, found: FoundPrefix, fetch_blocks: int) -> list[Copy]:
-        """The copies to be brought here, for consecutive blocks after the own ones."""
-        wanted = []
-        for number, copies in enumerate(found.copies[len(found.own) :]):
-            near = [
-                copy for copy in copies if copy.node_id.removesuffix(SSD_SUFFIX) == self._node_id
-            ]
-            if not near and number >= fetch_blocks:
+        before, from_node = len(found.own), Counter[str]()
+        limit = before + allowed.blocks
+        until_s, asked = time.monotonic() + self._deadline_s, set[Copy]()
+        for turn in range(ROUNDS_MAX):
+            start, left_s = len(found.own), until_s - time.monotonic()
+            wanted = self._wanted(found, limit, allowed.nodes, asked)
+            if not wanted or left_s <= 0:
                 break
-            wanted.append(near[0] if near else copies[0])
-        return wanted
+            asked.update(wanted)
+            span = slice(start, start + len(wanted))
+            if turn + 1 < ROUNDS_MAX and self._has_others(found.copies[span]):
+                left_s /= 2  # a node that hangs leaves time to ask another one
+            got = self._store.fetch(keys[span], wanted, owner, self._lease_s, left_s)
+            from_node.update(got.bytes_from)
+            if got.blocks:
+                found = self.find(keys, owner)
+            if got.blocks == len(wanted):
+                break
+        arrived = self._loader.load_copies(found.own, pages)
+        return LoadedPrefix(found.own[:arrived], len(found.own) - before, dict(from_node))
+
+    def _wanted(
+        self, found: FoundPrefix, limit: int, nodes: Sequence[str], asked: Set[Copy]
+    ) -> list[Copy]:
+        """The copies to be brought here, for consecutive blocks after the own ones: those of block
+        `limit` and beyond only from the own SSD. Without those that were asked for in vain."""
+        offers, start = [], len(found.own)
+        for number, copies in enumerate(found.copies[start:], start):
+            left = [copy for copy in copies if copy not in asked]
+            near = [copy for copy in left if copy.node_id.removesuffix(SSD_SUFFIX) == self._node_id]
+            if not near and number >= limit:
+                break
+            offers.append(near or left)
+        chosen = self._store.choose(offers, nodes)
+        return list(takewhile(lambda copy: copy is not None, chosen))  # type: ignore[arg-type]
+
+    def _has_others(self, found: Sequence[Sequence[Copy]]) -> bool:
+        """Whether some of these blocks could come from more than one other node."""
+        own = self._node_id
+        return any(
+            len({copy.node_id.removesuffix(SSD_SUFFIX) for copy in copies} - {own}) > 1
+            for copies in found
+        )
 
     def _on_own_node(self, found: Sequence[tuple[Copy, ...]]) -> list[Copy]:
         own = []

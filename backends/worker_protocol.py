@@ -47,6 +47,9 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     # Its place in the queue: so many seconds behind its own arrival (conductor/queue_order.py).
     place_s: float = 0.0
     is_resumed: bool = False  # it goes on after a loss: a full queue does not refuse it
+    # Which nodes those blocks are to be copied from: the conductor's choice, then its second one.
+    # Others are asked only for what these do not have.
+    fetch_nodes: list[str] = []
 
 
 class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
@@ -61,6 +64,7 @@ class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
     put_s: float
     queue_ahead: int = 0  # prompts in front of it when it came
     native: bytes = b""  # where the engine itself hands KV over: what its other half needs
+    fetched_from: dict[str, int] = {}  # bytes that came from each node for this request
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):

@@ -45,7 +45,6 @@ from conductor.messages import (
     Route,
     WorkerStatus,
 )
-from conductor.queue_order import QueueOrder
 from conductor.routing import Options, Pair
 from conductor.tiers import Tiers
 from mooncake_store.events import (
@@ -177,7 +176,7 @@ class Conductor:
             advice = rejection
             self._advised[kind] += 1
         self._gate.note(pair, request, pressure, now_s, "")
-        return self._send(request, pair, options.order, advice, now_s)
+        return self._send(request, pair, options, advice, now_s)
 
     def explain(self, request: Request, now_s: float) -> list[Candidate]:
         """Every pair with its terms, best first, and what would become of it. Changes nothing."""
@@ -227,14 +226,15 @@ class Conductor:
         return rejection
 
     def _send(
-        self, request: Request, pair: Pair, order: QueueOrder, advice: Reject | None, now_s: float
+        self, request: Request, pair: Pair, options: Options, advice: Reject | None, now_s: float
     ) -> Route:
         """Charge the pair and count."""
         prefill, decode = pair.prefill, pair.decode
         route = Route(
             request.request_id, prefill.worker.ref, decode.worker.ref, prefill.cached_tokens,
             prefill.local_blocks, prefill.fetch_blocks, prefill.fetch_node, pair.predicted, advice,
-            order.key_s(now_s, prefill.prefill_s), prefill.restore_blocks,
+            options.order.key_s(now_s, prefill.prefill_s), prefill.restore_blocks,
+            options.second_fetch_node(prefill),
         )  # fmt: skip
         self._cluster.depart(
             route, (prefill.worker, decode.worker), request.prompt_tokens,

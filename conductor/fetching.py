@@ -226,6 +226,27 @@ def _sources(cluster: Cluster, held: Holdings, is_longest_only: bool, now_s: flo
     return found[:SOURCES_MAX]
 
 
+def second_source(
+    cluster: Cluster, held: Holdings, first: Source, own_blocks: int, now_s: float
+) -> str | None:
+    """Whom to ask when `first` fails: the holder that lacks least of its run, and of equal ones the
+    one that can send soonest. None when nobody else has more than the worker's own node."""
+    least, second = (first.blocks, math.inf), None
+    for blocks, _, nodes in held.groups():
+        lacking = max(0, first.blocks - blocks)
+        if blocks <= own_blocks or lacking > least[0]:
+            break
+        for node_id in islice(nodes, NAMES_MAX):
+            if node_id == first.node_id or node_id not in cluster.nodes:
+                continue
+            offer = (lacking, cluster.send_wait_s(node_id, now_s))
+            if offer < least:
+                least, second = offer, node_id
+            if offer == (0, 0.0):
+                return second
+    return second
+
+
 def _offers(
     cluster: Cluster, nodes: Iterator[str], are_alike: bool, now_s: float
 ) -> list[tuple[float, str]]:

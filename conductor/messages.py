@@ -87,6 +87,12 @@ class Route:
     advice: Reject | None = None  # advisory mode: the rejection that was not carried out
     order_key_s: float = 0.0
     restore_blocks: int = 0  # the last ones of local_blocks are on the node's SSD
+    second_fetch_node: str | None = None  # who is asked when fetch_node fails
+
+    @property
+    def fetch_nodes(self) -> tuple[str, ...]:
+        """Where the worker takes the prefix from, in this order."""
+        return tuple(node for node in (self.fetch_node, self.second_fetch_node) if node)
 
 
 @dataclass(frozen=True, slots=True)

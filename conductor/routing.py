@@ -39,7 +39,7 @@ from conductor.cluster import Cluster
 from conductor.config import ConductorConfig
 from conductor.decode_batch import Load
 from conductor.decode_pool import COST_ROUNDING
-from conductor.fetching import Source, cached_tokens, make_plans
+from conductor.fetching import Source, cached_tokens, make_plans, second_source
 from conductor.messages import Prediction, Request
 from conductor.policies import POLICIES, Terms, at_random
 from conductor.pool import REQUESTS_RANK, Column, Mask, Path
@@ -297,6 +297,13 @@ class Options:
             terms.transfer_s.item(row), prefill_s, delay_s,
             pool.has_room.item(row),
         )  # fmt: skip
+
+    def second_fetch_node(self, chosen: PrefillOption) -> str | None:
+        """Who else could send what this worker fetches."""
+        if chosen.source is None:
+            return None
+        held, own_blocks = self._plans.held, chosen.local_blocks
+        return second_source(self._cluster, held, chosen.source, own_blocks, self._now_s)
 
     def decode(self, row: int) -> DecodeOption:
         pool, tokens = self._cluster.decodes, self._request.prompt_tokens

@@ -242,15 +242,17 @@ class StoreClient:
         add: Sequence[str] = (),
         drop: Sequence[str] = (),
         deadline_s: float = DEADLINE_S,
+        source: str = "",
     ) -> list[bool]:
         """Copy these blocks to the nodes `add`, then give up those on `drop`; both: a move.
 
+        They are read from the node `source` as far as it has them; "" leaves that open.
         False: it is not on every node of `add`, so nothing of it was dropped; or a copy on `drop`
         is in use, or is the last one (`remove` gives up the last one).
         """
         self._check_keys(keys, len(keys))
         deadline_s = self._check_deadline(deadline_s)
-        return self.replicas.change(keys, add, drop, self._owner(), deadline_s)
+        return self.replicas.change(keys, add, drop, self._owner(), deadline_s, source)
 
     # ---- futures
 

@@ -10,6 +10,7 @@ Not here: which blocks, from where (the callers: a worker's store.py, the node's
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,8 +67,9 @@ class Fetcher:
         owner: str,
         lease_s: float,
         deadline_s: float,
-    ) -> None:
-        """Afterwards look up which of them the own node has. `copies` may be local already."""
+    ) -> dict[str, int]:
+        """How many bytes came from each node. Afterwards look up which blocks the own node has;
+        `copies` may be local already."""
         until_s = time.monotonic() + deadline_s
         from_ssd = [i for i, copy in enumerate(copies) if copy.node_id.endswith(SSD_SUFFIX)]
         ready = {i: copy for i, copy in enumerate(copies) if i not in set(from_ssd)}
@@ -80,6 +82,7 @@ class Fetcher:
                 ready.update({from_ssd[at]: copy for at, copy in group})
         node_id = own().info.node_id
         by_size: dict[int, list[int]] = {}
+        bytes_from = Counter[str]()
         for index in sorted(ready):
             if ready[index].node_id != node_id:
                 by_size.setdefault(ready[index].size_bytes, []).append(index)
@@ -91,7 +94,9 @@ class Fetcher:
                 if slot is not None
             ]
             if wanted:
-                self._pull(own(), wanted, owner, lease_s, until_s - time.monotonic())
+                left_s = until_s - time.monotonic()
+                bytes_from.update(self._pull(own(), wanted, owner, lease_s, left_s))
+        return dict(bytes_from)
 
     def _pull(
         self,
@@ -100,7 +105,7 @@ class Fetcher:
         owner: str,
         lease_s: float,
         deadline_s: float,
-    ) -> None:
+    ) -> Counter[str]:
         wants, places = [], []
         for _, slot, copy in wanted:
             span = Span(own.shape.slot_offset_bytes(slot.slot), copy.size_bytes)
@@ -109,13 +114,14 @@ class Fetcher:
             digests = (copy.checksum,) if copy.checksum else ()
             wants.append(Want(copy, 0, (own.view, span), digests))
         arrived = self._reader.read(wants, deadline_s)
-        rows = []
+        rows, bytes_from = [], Counter[str]()
         for (key, slot, copy), is_here in zip(wanted, arrived, strict=True):
             if is_here:
                 digest = copy.checksum or checksum(own.payload(slot.slot, copy.size_bytes))
                 header = SlotHeader(STATE_READY, slot.generation, key, digest, copy.size_bytes)
                 own.write_header(slot.slot, header)
                 rows.append((key, slot.slot, slot.generation, digest))
+                bytes_from[copy.node_id] += copy.size_bytes
         if rows:
             self._directory.commit(own.info.node_id, rows, owner, lease_s)
         late = {span.offset_bytes for span in self._pending_in(own.view)}
@@ -126,6 +132,7 @@ class Fetcher:
         ]
         if lost:
             self._directory.abandon(lost, owner)
+        return bytes_from
 
 
 def writing_header(key: bytes, slot: Slot, size_bytes: int) -> SlotHeader:

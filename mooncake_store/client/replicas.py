@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, RequestInvalid
-from mooncake_store.membership import NodeInfo
+from mooncake_store.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.node.control_protocol import BLOCKS_MAX
 from mooncake_store.slots import Copy
 
@@ -35,6 +35,7 @@ class Replicas:
         drop: Sequence[str],
         owner: str,
         deadline_s: float,
+        source: str = "",
     ) -> list[bool]:
         """See StoreClient.change_replica."""
         until_s = time.monotonic() + deadline_s
@@ -52,7 +53,8 @@ class Replicas:
                 )
         for start in range(0, len(keys), BLOCKS_MAX):
             for node_id in add:
-                self._pull(keys[start : start + BLOCKS_MAX], infos[node_id], owner, until_s)
+                part = keys[start : start + BLOCKS_MAX]
+                self._pull(part, infos[node_id], owner, until_s, source)
         done = []
         for key, places in zip(keys, self._places(keys, owner), strict=True):
             there = {copy.node_id for copy in places}
@@ -69,15 +71,23 @@ class Replicas:
     def _places(self, keys: Sequence[bytes], owner: str) -> list[tuple[Copy, ...]]:
         return self._directory.lookup(keys, owner, 0.0, prefix_only=False)
 
-    def _pull(self, keys: Sequence[bytes], target: NodeInfo, owner: str, until_s: float) -> None:
-        """Have `target` copy those of these blocks that it lacks."""
+    def _pull(
+        self,
+        keys: Sequence[bytes],
+        target: NodeInfo,
+        owner: str,
+        until_s: float,
+        source: str = "",
+    ) -> None:
+        """Have `target` copy those of these blocks that it lacks, from `source` where that has
+        them."""
         left_s = until_s - time.monotonic()
         if left_s <= 0:
             return
         found = self._directory.lookup(keys, owner, left_s + LEASE_MARGIN_S, prefix_only=False)
         try:
             wanted = [
-                (key, places[0])
+                (key, _copy_on(source, places))
                 for key, places in zip(keys, found, strict=True)
                 if places and target.node_id not in {copy.node_id for copy in places}
             ]
@@ -119,3 +129,9 @@ class Replicas:
             gone = sum(key not in still for key in chosen)
             moved, is_moving = moved + gone, gone > 0
         return len(self._directory.blocks_on(node_id, DRAIN_BLOCKS, only_here=True))
+
+
+def _copy_on(node_id: str, places: Sequence[Copy]) -> Copy:
+    """Of this node, in DRAM if it is there; else the first."""
+    on_node = (copy for copy in places if copy.node_id.removesuffix(SSD_SUFFIX) == node_id)
+    return next(on_node, places[0])

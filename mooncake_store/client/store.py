@@ -58,6 +58,14 @@ class _Own(OwnSegment):
     segment: Segment
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What came of a fetch."""
+
+    blocks: int  # leading ones that have a copy in the own node now
+    bytes_from: dict[str, int]  # by the node that sent them
+
+
 class Store:
     """See the module docstring. `transports` says how bytes of a node get here.
 
@@ -264,6 +272,12 @@ class Store:
         first, last = (self.layout.layer_offset_bytes(x) for x in (layers[0], layers[-1]))
         return Span(first, last + self.layout.layer_bytes - first)
 
+    def choose(
+        self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
+    ) -> list[Copy | None]:
+        """Which copy of each block to fetch: see known_nodes.py."""
+        return self._nodes.choose(found, first)
+
     def fetch(
         self,
         keys: Sequence[bytes],
@@ -271,16 +285,17 @@ class Store:
         owner: str,
         lease_s: float,
         deadline_s: float,
-    ) -> int:
+    ) -> Fetched:
         """Copy blocks of other nodes, or of SSDs, into the own segment and commit them there.
 
-        Returns how many leading keys have a copy in the own node afterwards. `copies[i]` may be
-        a local one already.
+        `copies[i]` may be a local one already.
         """
-        self._fetcher.fetch(lambda: self._own, keys, copies, owner, lease_s, deadline_s)
+        bytes_from = self._fetcher.fetch(
+            lambda: self._own, keys, copies, owner, lease_s, deadline_s
+        )
         found = self._directory.lookup(keys, owner, lease_s)
         local = [any(copy.node_id == self.node_id for copy in places) for places in found]
-        return local.index(False) if False in local else len(local)
+        return Fetched(local.index(False) if False in local else len(local), bytes_from)
 
     def pending_offsets(self, buffer: ByteArray | None = None) -> list[Span]:
         """Where a timed-out read may still write into this registered buffer (default: the first).

@@ -29,7 +29,7 @@ from mooncake_store.slots import Copy
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.nixl_agent import NixlUnavailable
 from mooncake_store.transports.nixl_transport import NixlTransport
-from mooncake_store.transports.path_cost import Route, best_copies, distance
+from mooncake_store.transports.path_cost import Route, best_copies, distance, named_copy
 from mooncake_store.transports.tcp_transport import TcpTransport
 from mooncake_store.transports.traffic import Traffic
 from mooncake_store.transports.transport import LocalSpan, Span, Transport
@@ -129,9 +129,19 @@ class KnownNodes:
 
     # ---- which copy
 
-    def choose(self, found: Sequence[Sequence[Copy]]) -> list[Copy | None]:
-        """The cheapest copy of each block of a lookup; None where no holder can be read now."""
-        return best_copies(found, self.routes())
+    def choose(
+        self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
+    ) -> list[Copy | None]:
+        """One copy of each block of a lookup: that of the nodes `first`, in this order, where they
+        have it, else the cheapest one; None where no holder can be read now."""
+        for node_id in {copy.node_id for copies in found for copy in copies}:
+            self._find(node_id)  # the directory may know more of it by now
+        routes = self.routes()
+        named = [named_copy(copies, first, routes) for copies in found]
+        if None not in named:
+            return named
+        others = [copies if copy is None else () for copies, copy in zip(found, named, strict=True)]
+        return [a or b for a, b in zip(named, best_copies(others, routes), strict=True)]
 
     def routes(self) -> dict[str, Route]:
         """What each holder that is not out of order costs from here; see path_cost.py."""

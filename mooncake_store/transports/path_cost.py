@@ -74,6 +74,18 @@ def distance(node: NodeInfo, own_id: str, host_id: str, rack: str) -> Distance:
     return Distance.OTHER
 
 
+def named_copy(
+    copies: Sequence[Copy], node_ids: Sequence[str], routes: Mapping[str, Route]
+) -> Copy | None:
+    """The copy on the first of these nodes that has one and has a route; in DRAM rather than on its
+    SSD, as a lookup orders them."""
+    for node_id in node_ids:
+        for copy in copies:
+            if copy.node_id.removesuffix(SSD_SUFFIX) == node_id and copy.node_id in routes:
+                return copy
+    return None
+
+
 def best_copies(found: Sequence[Sequence[Copy]], routes: Mapping[str, Route]) -> list[Copy | None]:
     """One copy of each block, or None where no holder has a route.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.servers
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteProcesses]:
     processes = SiteProcesses(tmp_path_factory.mktemp("hot"))
     try:
-        for name in ("a", "b"):
+        for name in ("a", "b", "c"):
             processes.node(name, 16)
         yield processes
     finally:
@@ -34,13 +35,28 @@ def test_the_target_node_pulls_the_blocks_and_a_wrong_suggestion_ends_nothing(
     keys = tuple(hashlib.blake2b(bytes([n]), digest_size=16).digest() for n in range(8))
     copies = HotCopies(site.address)
     with StoreClient(site.address, "a") as client:
-        assert all(client.put(list(keys), [os.urandom(65_536) for _ in keys]))
-        source = {copy.node_id for places in client.stat(keys) for copy in places}
-        [target] = {"a", "b"} - source
+        assert all(client.put(list(keys), [os.urandom(65_536) for _ in keys], "a"))
         copies.carry_out(Replicate(keys, "a", "nowhere", "a node that is not there"))
-        copies.carry_out(Replicate(keys, "a", target, "hot"))
+        copies.carry_out(Replicate(keys, "a", "b", "hot"))
         wait_until(
             lambda: all(len(places) == 2 for places in client.stat(keys)),
             "every block to be on both nodes", 10.0,
+        )  # fmt: skip
+    copies.close()
+
+
+def test_the_target_pulls_from_the_node_that_the_conductor_named(site: SiteProcesses) -> None:
+    """The other holder, which the directory names first, is dead: nothing can come from it."""
+    keys = tuple(hashlib.blake2b(bytes([n, 1]), digest_size=16).digest() for n in range(8))
+    copies = HotCopies(site.address)
+    with StoreClient(site.address, "b") as client:
+        assert all(client.put(list(keys), [os.urandom(65_536) for _ in keys], "a"))
+        assert client.change_replica(keys, add=["b"]) == [True] * 8
+        assert [places[0].node_id for places in client.stat(keys)] == ["a"] * 8
+        site.nodes["a"].end(signal.SIGKILL)
+        copies.carry_out(Replicate(keys, "b", "c", "hot"))
+        wait_until(
+            lambda: all("c" in {copy.node_id for copy in places} for places in client.stat(keys)),
+            "every block to be on c", 10.0,
         )  # fmt: skip
     copies.close()

@@ -89,7 +89,7 @@ def use_store(node: NodeInfo) -> None:
         assert store.pending_offsets() == [Span(3 * block, block)]
         assert store.read(copies[:1], pool, [0], 10.0) == [False], "left alone for a moment"
         store._nodes._bad.clear()  # that moment passes
-        assert store.fetch(keys, copies, "reader", 60.0, 0.3) == 0
+        assert store.fetch(keys, copies, "reader", 60.0, 0.3).blocks == 0
         writing = [n.writing_blocks for n in directory.stats().nodes if n.node_id == "own"]
         assert writing == [4], "a slot that may still be written was given up"
         assert store.pending_offsets() == [Span(3 * block, block)]

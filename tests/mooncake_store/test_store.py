@@ -205,7 +205,7 @@ def test_fetch_makes_a_local_copy_and_counts_the_leading_run(world: World, seed:
     reader, pool = world.store("s1")
     put(writer, keys)
     copies = choose(reader.lookup(keys, "reader", 60.0), "s0")
-    assert reader.fetch(keys[:5], copies[:5], "reader", 60.0, DEADLINE_S) == 5
+    assert reader.fetch(keys[:5], copies[:5], "reader", 60.0, DEADLINE_S).blocks == 5
     found = reader.lookup(keys, "reader", 60.0)
     assert [len(places) for places in found] == [2] * 5 + [1] * 3
     own = choose(found[:5], "s1")
@@ -214,12 +214,12 @@ def test_fetch_makes_a_local_copy_and_counts_the_leading_run(world: World, seed:
     for key, offset in zip(keys[:5], offsets, strict=True):
         assert np.array_equal(pool[offset : offset + BLOCK], content(key))
     before = reader.counters()
-    assert reader.fetch(keys[:5], own, "reader", 60.0, DEADLINE_S) == 5  # nothing to do
+    assert reader.fetch(keys[:5], own, "reader", 60.0, DEADLINE_S).blocks == 5  # nothing to do
     assert reader.counters() == before
     with Segment.open(world.nodes["s0"].info.segment_path) as segment:
         shape = world.directory.attach("s0", "f" * 32, BLOCK)
         segment.view[shape.slot_offset_bytes(copies[6].slot)] ^= 1
-    assert reader.fetch(keys, copies, "reader", 60.0, DEADLINE_S) == 6  # block 6 is corrupt
+    assert reader.fetch(keys, copies, "reader", 60.0, DEADLINE_S).blocks == 6  # block 6 is corrupt
     world.directory.directory.check()
     assert world.directory.stats().ephemeral == 0
     writing = [node.writing_blocks for node in world.directory.stats().nodes]
@@ -244,7 +244,7 @@ def test_a_dead_node_is_misses_and_left_alone_for_a_moment(world: World, seed: i
     assert time.monotonic() - started_s < DEADLINE_S / 2
     assert sum(counters.failures for counters in reader.counters().values()) == failures
     assert len(reader.lookup(keys, "reader", 60.0)) == 6  # dead is not corrupt: no drop_copy
-    assert reader.fetch(keys, copies, "reader", 60.0, DEADLINE_S) == 0
+    assert reader.fetch(keys, copies, "reader", 60.0, DEADLINE_S).blocks == 0
 
 
 def test_a_restarted_node_serves_again_at_once(world: World, seed: int) -> None:

@@ -119,16 +119,16 @@ class PrefillNode:
             return
         wanted = min(route.fetch_blocks, len(found.copies) - found.own)
         if wanted > 0:
-            self._fetch(job, found, wanted, route.fetch_node)
+            self._fetch(job, found, wanted, route.fetch_nodes)
         else:
             self._read(job, found.own)
 
-    def _fetch(self, job: Job, found: Found, wanted: int, told: str | None) -> None:
-        """Blocks from other nodes, each from where the conductor said if it is there."""
+    def _fetch(self, job: Job, found: Found, wanted: int, told: Sequence[str]) -> None:
+        """Blocks from other nodes, each from the first that the conductor named and that has it."""
         by_source: dict[str, int] = {}
         for places in found.copies[found.own : found.own + wanted]:
             nodes = [copy.node_id for copy in places]
-            source = told if told in nodes else nodes[0]
+            source = next((node for node in told if node in nodes), nodes[0])
             by_source[source] = by_source.get(source, 0) + 1
         arriving = len(by_source)
 
