@@ -257,14 +257,6 @@ class Cluster:
             route, prefill, decode, prompt_tokens, output_tokens_max, now_s, answer
         )
 
-    def prefill_started(self, request_id: str, cached_tokens: int, now_s: float) -> None:
-        """The fetch is over; what was really found cached replaces what was predicted."""
-        flight = self.flights.get(request_id)
-        if flight is not None and not flight.prefill_done:
-            self._drop_send(flight.route)
-            flight.prefill.queue.start(request_id, cached_tokens, now_s)
-            self.prefills.refresh(flight.prefill)
-
     def prefill_finished(self, flight: Flight, leave_s: float, now_s: float) -> None:
         """The charge moves from the prefill queue to the decode batch."""
         assert not flight.prefill_done, f"{flight.route.request_id} was prefilled twice"

@@ -7,7 +7,7 @@ threads may read their clock before they get the lock, so an older `now_s` count
 
     on_snapshot, on_events                     what the directory says
     on_request                                 a Route or a Reject; charges at once
-    on_prefill_started, on_prefill_finished    the charge follows the request
+    on_prefill_finished                        the charge moves from one worker to the other
     on_finished                                done, failed or cancelled: nothing is left charged
     on_worker_failed                           a call failed: avoided until it reports again
     on_worker_refused                          a decode worker was too full: the same, for new ones
@@ -250,11 +250,6 @@ class Conductor:
             totals.fetches += 1
             totals.fetched_blocks += prefill.fetch_blocks
         return route
-
-    def on_prefill_started(self, request_id: str, now_s: float, cached_tokens: int) -> None:
-        """The prefill worker has fetched what it could and begins to compute."""
-        now_s = self._advance(now_s)
-        self._cluster.prefill_started(request_id, cached_tokens, now_s)
 
     def on_prefill_finished(
         self, request_id: str, now_s: float, cached_tokens: int, seconds: float | None = None

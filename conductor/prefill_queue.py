@@ -48,7 +48,6 @@ class PrefillCharge:
     remaining_s: float
     done_tokens: int = 0
     kept_tokens: int = 0  # computed before others overtook it
-    is_started: bool = False
 
 
 class PrefillQueue:
@@ -58,8 +57,7 @@ class PrefillQueue:
         self._estimate = estimate
         self._preempts = preempts
         self._charges: dict[str, PrefillCharge] = {}
-        self._line: list[PrefillCharge] = []  # the head, then by key; unless it preempts, those
-        # that the worker has started come before those it has not
+        self._line: list[PrefillCharge] = []  # the head, then by key
         self._foreign_s = 0.0
         self._foreign_requests = 0
         self._as_of_s = now_s  # when foreign work was last known
@@ -91,16 +89,13 @@ class PrefillQueue:
             return wait_s + min(head_s, self.step_s / 2)
         wait_s += head_s
         for charge in self._line[1:]:
-            if (charge.is_started and not self._preempts) or charge.key_s <= key_s:
+            if charge.key_s <= key_s:
                 wait_s += charge.remaining_s
         return wait_s
 
     def behind(self, key_s: float) -> int:
         """How many of our requests would begin or go on later because of one with this key."""
-        overtaken = sum(
-            charge.key_s > key_s and (self._preempts or not charge.is_started)
-            for charge in self._line[1:]
-        )
+        overtaken = sum(charge.key_s > key_s for charge in self._line[1:])
         return overtaken + self._is_ahead_of_head(key_s)
 
     def _is_ahead_of_head(self, key_s: float) -> bool:
@@ -120,14 +115,8 @@ class PrefillQueue:
         return foreign_until_s, busy_until_s, head_key_s, self._line[-1].key_s
 
     def places(self) -> list[tuple[float, float]]:
-        """(key, seconds) of each charge behind the head; -inf for what has begun."""
-        if len(self._line) < 2:
-            return []
-        preempts = self._preempts
-        return [
-            (-math.inf if charge.is_started and not preempts else charge.key_s, charge.remaining_s)
-            for charge in self._line[1:]
-        ]
+        """(key, seconds) of each charge behind the head."""
+        return [(charge.key_s, charge.remaining_s) for charge in self._line[1:]]
 
     def _settle(self, now_s: float) -> None:
         """Write down the time that has passed, before something else changes."""
@@ -165,13 +154,12 @@ class PrefillQueue:
             self._keep_what_the_head_computed()
             self._line.insert(0, charge)
         else:
-            insort_right(self._line, charge, lo=self._pinned(), key=lambda other: other.key_s)
+            insort_right(self._line, charge, lo=self._pinned, key=lambda other: other.key_s)
 
+    @property
     def _pinned(self) -> int:
         """The first of the line that no key overtakes any more."""
-        if self._preempts:
-            return 0
-        return max(1, sum(charge.is_started for charge in self._line))
+        return 0 if self._preempts else 1
 
     def _keep_what_the_head_computed(self) -> None:
         head = self._line[0]
@@ -179,28 +167,6 @@ class PrefillQueue:
         if whole_s > 0:
             share = max(0.0, 1.0 - head.remaining_s / whole_s)
             head.done_tokens = head.kept_tokens = int(share * head.new_tokens)
-
-    def start(self, request_id: str, cached_tokens: int, now_s: float) -> None:
-        """The worker began: what it really found cached replaces what was predicted."""
-        charge = self._charges.get(request_id)
-        if charge is None or charge.is_started:
-            return
-        self._settle(now_s)
-        prompt_tokens = charge.prefix_tokens + charge.new_tokens
-        charge.prefix_tokens = min(max(cached_tokens, 0), prompt_tokens - 1)
-        charge.new_tokens = prompt_tokens - charge.prefix_tokens
-        charge.done_tokens, charge.kept_tokens, charge.is_started = 0, 0, True
-        charge.remaining_s = self._remaining_s(charge)
-        head = self._line[0]
-        if not head.is_started:  # overtaken: it still fetches, and has computed nothing
-            head.done_tokens = head.kept_tokens = 0
-            head.remaining_s = self._remaining_s(head)
-        if not self._preempts:  # in the order in which they started
-            self._line.remove(charge)
-            place = sum(other.is_started for other in self._line)
-            self._line.insert(place, charge)
-            # A head that others overtook while it was not started goes back to its place.
-            self._line[place + 1 :] = sorted(self._line[place + 1 :], key=lambda c: c.key_s)
 
     def drop(self, request_id: str, now_s: float) -> bool:
         """Finished or cancelled; False when it was not charged here."""
@@ -250,6 +216,5 @@ class PrefillQueue:
             assert 0 <= charge.kept_tokens <= charge.done_tokens <= charge.new_tokens, request_id
             assert charge.remaining_s >= 0 and math.isfinite(charge.remaining_s)
         assert sorted(map(id, self._line)) == sorted(map(id, self._charges.values()))
-        pinned = self._pinned() if self._line else 0
-        places = [charge.key_s for charge in self._line[pinned:]]
+        places = [charge.key_s for charge in self._line[self._pinned :]]
         assert places == sorted(places), f"out of order: {places}"

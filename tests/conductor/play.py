@@ -157,10 +157,6 @@ class Play:
             for c in self.conductor.explain(self.asked(*words, **values), self.now_s)
         ]
 
-    def started(self, *request_ids: str, cached: str = "0") -> None:
-        for request_id in request_ids:
-            self.conductor.on_prefill_started(request_id, self.now_s, int(cached))
-
     def prefilled(self, *request_ids: str, cached: str = "0", seconds: str = "") -> None:
         took_s = float(seconds) if seconds else None
         for request_id in request_ids:

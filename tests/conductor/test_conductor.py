@@ -36,7 +36,7 @@ class Life:
         self.alive: list[str] = []
         self.outcomes: list[Outcome] = []
         self.steps = [
-            self.request, self.request, self.request, self.retry, self.start, self.prefilled,
+            self.request, self.request, self.request, self.retry, self.prefilled,
             self.prefilled, self.finish, self.finish, self.report, self.report, self.block,
             self.block, self.node, self.worker, self.fail, self.tick,
         ]  # fmt: skip
@@ -85,10 +85,6 @@ class Life:
             request_id = self.alive.pop(self.rng.randrange(len(self.alive)))
             self.conductor.on_worker_failed(failed, "w1", self.now_s)
             self.ask(request_id, frozenset({(failed, "w1")}))
-
-    def start(self) -> None:
-        cached = self.rng.randint(0, 12) * BLOCK_TOKENS
-        self.conductor.on_prefill_started(self.any_request(), self.now_s, cached)
 
     def prefilled(self) -> None:
         seconds = self.rng.choice((None, 0.0, 0.2, 3.0))

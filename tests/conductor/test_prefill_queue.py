@@ -77,23 +77,6 @@ def test_fewer_requests_than_charges_means_that_the_first_are_done() -> None:
     assert made.work_s(0.2) == pytest.approx(0.1), "only c is left"
 
 
-def test_what_was_really_cached_replaces_the_prediction() -> None:
-    made = queue()
-    made.charge("a", 100, 900, 0.0)
-    made.start("a", 0, 0.5)
-    assert made.work_s(0.5) == pytest.approx(1.0)
-    made.start("a", 900, 0.7)
-    assert made.work_s(0.7) == pytest.approx(0.8), "a prefill starts once"
-
-
-def test_one_that_starts_while_the_first_still_fetches_goes_ahead() -> None:
-    made = queue()
-    made.charge("fetching", 100, 900, 0.0)
-    made.charge("quick", 500, 0, 0.0)
-    made.start("quick", 0, 1.0)
-    assert made.work_s(1.2) == pytest.approx(0.4)
-
-
 @pytest.mark.parametrize("preempts", [True, False])
 def test_a_long_random_life_never_goes_below_zero_and_ends_at_zero(
     seed: int, preempts: bool
@@ -103,7 +86,7 @@ def test_a_long_random_life_never_goes_below_zero_and_ends_at_zero(
     alive: list[str] = []
     for _ in range(2_000):
         now_s += rng.choice((0.0, 0.01, 0.3))
-        step = rng.randrange(5)
+        step = rng.randrange(4)
         if step <= 1:
             number += 1
             key_s = now_s + rng.uniform(0.0, 5.0)
@@ -111,8 +94,6 @@ def test_a_long_random_life_never_goes_below_zero_and_ends_at_zero(
             alive.append(f"r{number}")
         elif step == 2:
             made.on_report(rng.randint(0, 9_000), rng.randint(0, 9), now_s, 0.2)
-        elif alive and step == 3:
-            made.start(rng.choice(alive), rng.randint(-5, 20_000), now_s)
         elif alive:
             gone = alive.pop(rng.randrange(len(alive)))
             assert made.drop(gone, now_s) and not made.drop(gone, now_s)
@@ -145,9 +126,6 @@ def test_an_engine_that_finishes_what_it_began_is_overtaken_only_in_its_queue() 
     made = keyed(preempts=False)
     assert made.ahead_s(0.5, 0.1) == pytest.approx(0.2) and made.behind(0.5) == 2
     assert made.ahead_s(1.0, 0.1) == pytest.approx(0.3) and made.behind(1.0) == 1
-    made.start("a", 0, 0.1)
-    made.start("b", 0, 0.2)
-    assert made.behind(0.5) == 1, "b has begun beside a"
 
 
 def test_what_an_overtaken_prompt_has_computed_stays_computed() -> None:
@@ -179,12 +157,3 @@ def test_ahead_and_behind_agree_with_a_walk_over_the_line(seed: int, preempts: b
             ahead += 1
         assert made.ahead_s(probe_s, 0.0) == pytest.approx(0.1 * ahead)
         assert made.behind(probe_s) == len(keys) - ahead
-
-
-def test_a_head_that_another_prompt_overtook_waits_in_its_place_by_key() -> None:
-    queue = PrefillQueue(ONE_MS_A_TOKEN, 0.0, preempts=False)
-    for name, key_s in (("long", 3.0), ("short", 2.0), ("loaded", 2.5)):
-        queue.charge(name, 1_000, 0, 0.0, key_s)
-    queue.start("loaded", 0, 0.1)  # "long" still fetches its prefix, so "loaded" begins
-    queue.check()
-    assert [key_s for key_s, _ in queue.places()] == [2.0, 3.0]

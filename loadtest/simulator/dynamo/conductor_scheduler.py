@@ -127,9 +127,6 @@ class ConductorScheduler:
         most = max(MAX_TOKENS, job.output_tokens)  # how long an answer will be, nobody knows
         return Request(str(job.line), job.prompt_tokens, keys, most)
 
-    def started(self, job: Job, now_s: float) -> None:
-        self.conductor.on_prefill_started(str(job.line), now_s, job.cached_tokens)
-
     def prefilled(self, job: Job, now_s: float) -> None:
         seconds = now_s - job.started_s
         self.conductor.on_prefill_finished(str(job.line), now_s, job.cached_tokens, seconds)

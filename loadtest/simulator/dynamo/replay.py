@@ -32,9 +32,6 @@ class Scheduler(Protocol):
     def arrive(self, job: Job, now_s: float) -> bool:
         """Choose `prefill`, `order_key_s` and perhaps `decode`; False rejects."""
 
-    def started(self, job: Job, now_s: float) -> None:
-        """Its first chunk is scheduled."""
-
     def prefilled(self, job: Job, now_s: float) -> None:
         """Its prompt is computed. Here at the latest `decode` is chosen."""
 
@@ -97,9 +94,7 @@ class Replay:
     def _prefill(self, worker: PrefillWorker) -> None:
         if worker.is_busy:
             return
-        seconds, begun = worker.start_pass(self.now_s)
-        for job in begun:
-            self.scheduler.started(job, self.now_s)
+        seconds, _ = worker.start_pass(self.now_s)
         if worker.is_busy:
             self.at(self.now_s + seconds, lambda: self._prefilled(worker))
 

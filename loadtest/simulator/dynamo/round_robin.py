@@ -24,9 +24,6 @@ class RoundRobin:
         job.prefill = next(self._prefills)
         return True
 
-    def started(self, job: Job, now_s: float) -> None:
-        pass
-
     def prefilled(self, job: Job, now_s: float) -> None:
         job.decode = next(self._decodes)
 
