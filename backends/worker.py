@@ -123,7 +123,7 @@ class Worker:
             prefill_coefficients=profile.prefill,
             decode_coefficients=profile.decode,
             transfer_bytes_per_s=self.store.measure_rates(),
-            transfer_latency_s=0.001,
+            transfer_latency_s=self.store.latencies_s(),  # as those found them
         )
         self.owners = LeaseKeeper(self.store, config.lease_s)
         self.started_at_s = time.time()

@@ -83,6 +83,7 @@ class ConductorConfig:
 
     # Transfers between nodes that no worker has measured.
     transfer_bytes_per_s: float = 1e9  # between nodes: about 10 Gb/s
+    transfer_latency_s: float = 0.001  # of one transfer between nodes
     local_bytes_per_s: float = 4e9  # within a node: a copy out of mapped memory
     ssd_bytes_per_s: float = 1e9  # restoring from an SSD, as measured on a virtual disk; NVMe 3e9
 
@@ -178,7 +179,7 @@ class ConductorConfig:
 MAY_BE_0 = {
     "tie_ratio", "tie_s", "retry_after_s_min", "report_lag_s", "failed_mark_s", "overload_mark_s",
     "length_share_min", "decode_room_sigma", "overtaker_share", "slow_start_s",
-    "ttft_margin_quantile",
+    "ttft_margin_quantile", "transfer_latency_s",
 }  # fmt: skip
 SHARES = {
     "low_priority_load_max": "a share of the service level",

@@ -206,7 +206,7 @@ def _tokens(pool: PrefillPool, blocks: int, prompt_tokens: int) -> int | Column:
 
 def _sources(cluster: Cluster, held: Holdings, is_longest_only: bool, now_s: float) -> list[Source]:
     """The holders worth comparing, longest run first."""
-    are_alike = not (cluster.prefills.rates_differ or held.has_ssd)
+    are_alike = not (cluster.prefills.paths_differ or held.has_ssd)
     if are_alike:  # mostly the first of the longest run is idle, and then nobody is better
         node_id = held.longest_holder()
         if node_id in cluster.nodes and not cluster.send_wait_s(node_id, now_s):

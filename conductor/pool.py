@@ -75,18 +75,24 @@ class Pool:
         self._paths: dict[str, Path] = {}
         self._far = np.array([
             self.block_bytes / self.config.transfer_bytes_per_s,
-            [info.transfer_latency_s for info in infos],
+            self.zeros + self.config.transfer_latency_s,
         ])  # fmt: skip
         self._rows_on: dict[str, list[int]] = {}
         for row, node_id in enumerate(self.node_ids):
             self._rows_on.setdefault(node_id, []).append(row)
-        self._measured_rates = [
-            (row, info.transfer_bytes_per_s)
+        self._measured_paths = [
+            (row, info.transfer_bytes_per_s, info.transfer_latency_s)
             for row, info in enumerate(infos)
-            if info.transfer_bytes_per_s
+            if info.transfer_bytes_per_s or info.transfer_latency_s
         ]
         rates = {rate for info in infos for rate in info.transfer_bytes_per_s.values()}
-        self.rates_differ = len(rates) > 1
+        latencies_s = {
+            latency_s
+            for info in infos
+            for node_id, latency_s in info.transfer_latency_s.items()
+            if node_id != info.node_id
+        }
+        self.paths_differ = len(rates) > 1 or len(latencies_s) > 1
         # No node sends a prompt's blocks to any worker in less time for each of its tokens.
         rate_max = max((*rates, self.config.transfer_bytes_per_s))
         local_rate = self.config.local_bytes_per_s
@@ -95,7 +101,7 @@ class Pool:
         bytes_least = min((info.block_bytes for info in infos), default=0)
         self._local_block_s_least = bytes_least / max((*rates, local_rate))
         self._block_s_least = bytes_least / rate_max
-        self._latency_s_least = min((info.transfer_latency_s for info in infos), default=0.0)
+        self._latency_s_least = min((*latencies_s, self.config.transfer_latency_s))
         # Never routed to: before all others, in the order of names.
         by_name = sorted(range(len(infos)), key=lambda row: infos[row].worker_id)
         self._unrouted = [0.0] * len(infos)
@@ -233,10 +239,12 @@ class Pool:
         block_s, latency_s = both
         for row in own:
             block_s[row] = self.block_bytes[row] / self.config.local_bytes_per_s
-            latency_s[row] = 0.0
-        for row, rates in self._measured_rates:
+        for row, rates, latencies_s in self._measured_paths:
             if rate := rates.get(node_id):
                 block_s[row] = self.block_bytes[row] / rate
+            latency_s[row] = latencies_s.get(node_id, latency_s[row])
+        for row in own:
+            latency_s[row] = 0.0  # it is mapped
         return Path(both, block_s, latency_s, own)
 
     def prepare(self, node_ids: Iterable[str], count_max: int) -> None:

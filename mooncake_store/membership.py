@@ -61,7 +61,7 @@ class WorkerInfo:
     prefill_coefficients: tuple[float, ...]
     decode_coefficients: tuple[float, ...]
     transfer_bytes_per_s: dict[str, float]  # from node_id; measured when the worker starts
-    transfer_latency_s: float
+    transfer_latency_s: dict[str, float]  # of one small read, from node_id; measured with the rates
 
 
 @dataclass(frozen=True, slots=True)

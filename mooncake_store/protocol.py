@@ -34,7 +34,7 @@ from mooncake_store.events import (
 from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.slots import Slot
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 KEYS_MAX = 65_536  # in one request
 REQUEST_BYTES_MAX = 16 * 2**20
 

@@ -1,7 +1,8 @@
 """By which transport and how fast bytes come from each storage node: a short probe, for estimates.
 
-A probe connects with one small read, then reads PROBE_BYTES a few times into memory of its own
-and takes the median. It is not a benchmark: it shares the machine with whatever runs.
+A probe connects with one small read, then reads a little and PROBE_BYTES a few times each into
+memory of its own and takes the medians. It is not a benchmark: it shares the machine with whatever
+runs.
 
 What it finds is logged once for each life of a node. Between processes of one host NIXL copies
 through the kernel (CMA), unless they differ in user, PID namespace or IPC namespace: then it goes
@@ -127,17 +128,20 @@ class Probe:
         until_s = time.monotonic() + PROBE_S_MAX
         length_bytes = min(PROBE_BYTES, info.segment_bytes)
         hello_bytes = min(HELLO_BYTES, length_bytes)
+        latencies_s: list[float] = []
         seconds: list[float] = []
-        latency_s = 0.0
         try:
             self._read(info, transport, hello_bytes, until_s)  # connects
-            latency_s = self._read(info, transport, hello_bytes, until_s)
+            for _ in range(ROUNDS):
+                latencies_s.append(self._read(info, transport, hello_bytes, until_s))
             while len(seconds) < ROUNDS and time.monotonic() < until_s:
                 seconds.append(self._read(info, transport, length_bytes, until_s))
         except TransferFailed:
             if not seconds:
                 raise
-        return (length_bytes / statistics.median(seconds), latency_s) if seconds else None
+        if not seconds:
+            return None
+        return length_bytes / statistics.median(seconds), statistics.median(latencies_s)
 
     def _read(
         self, info: NodeInfo, transport: Transport, length_bytes: int, until_s: float

@@ -56,7 +56,7 @@ def worker(worker_id: str, role: str, node_id: str, **changes: object) -> Worker
         prefill_coefficients=PREFILL,
         decode_coefficients=DECODE,
         transfer_bytes_per_s={},
-        transfer_latency_s=0.001,
+        transfer_latency_s={},
     )
     return replace(info, **changes)  # type: ignore[arg-type]
 

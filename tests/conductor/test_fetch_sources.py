@@ -13,13 +13,15 @@ from tests.conductor.fleet import added, conductor, node, prompt, worker
 SLOW = {"s0": 1e8, "s1": 1e8}  # bytes/s: 30 blocks of 1 MB take 0.3 s
 
 
-def on_s2(rates: dict[str, float], *held: Event) -> Conductor:
+def on_s2(
+    rates: dict[str, float], *held: Event, latency_s: dict[str, float] | None = None
+) -> Conductor:
     """Both workers on s2; s0 and s1 only hold blocks. Computing takes longer than any fetch."""
     events: list[Event] = [NodeUp(node(f"s{n}")) for n in range(3)]
     events += [
         WorkerUp(worker(
             f"{role[0]}0", role, "s2", slots_max=99, prefill_coefficients=(0.0, 0.01, 0.0),
-            transfer_bytes_per_s=rates,
+            transfer_bytes_per_s=rates, transfer_latency_s=latency_s or {},
         ))
         for role in ("prefill", "decode")
     ]  # fmt: skip
@@ -88,3 +90,17 @@ def test_of_equal_holders_the_soonest_is_named_and_the_next_one_is_second(seed: 
         assert waits[str(found.second_fetch_node)] == least[1]
         both += 1
     assert both > 10, "too dull to prove anything"
+
+
+def test_a_measured_latency_decides_between_holders_of_one_rate_and_is_in_the_prediction() -> None:
+    held = (*added("s0", "a*30"), *added("s1", "a*30"))
+    found = routed(on_s2({}, *held, latency_s={"s0": 0.3, "s1": 0.004}), "r1", "a*30", 0.0)
+    assert found.fetch_nodes == ("s1", "s0")
+    assert found.predicted.transfer_s == pytest.approx(0.004 + 30 * 1e6 / 1e9)
+    assert found.predicted.handover_s == pytest.approx(31 * 1e6 / 4e9), "none within a node"
+
+
+def test_a_node_that_nobody_measured_has_the_configured_latency() -> None:
+    made = on_s2({}, *added("s0", "a*30"), latency_s={"s1": 0.0001})
+    found = routed(made, "r1", "a*30", 0.0)
+    assert found.predicted.transfer_s == pytest.approx(0.001 + 30 * 1e6 / 1e9)

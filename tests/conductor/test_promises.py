@@ -52,7 +52,8 @@ def fleet(rng: random.Random, count: int, **changes: object) -> list[Event]:
             info = worker(
                 f"{role[0]}{number}", role, NODES[number % 3], slots_max=99,
                 prefill_coefficients=(0.01, rng.uniform(1e-4, 1e-3), rng.uniform(0, 1e-7)),
-                transfer_bytes_per_s=dict.fromkeys(NODES, RATE), transfer_latency_s=LATENCY_S,
+                transfer_bytes_per_s=dict.fromkeys(NODES, RATE),
+                transfer_latency_s=dict.fromkeys(NODES, LATENCY_S),
             )  # fmt: skip
             found.append(WorkerUp(replace(info, **changes)))  # type: ignore[arg-type]
     return found

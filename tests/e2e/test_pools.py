@@ -179,3 +179,15 @@ def test_a_hot_prefix_is_copied_to_the_other_node_without_a_request_there(
         )
     wait_until(lambda: {"s0", "s1"} in holders(demo, prompt), "a hot block to be copied to s1")
     wait_until(demo.is_idle, "pages, slots and leases to be free")
+
+
+def test_every_worker_told_the_rate_and_latency_of_every_node_as_it_measured_them(
+    demo: Server,
+) -> None:
+    with DirectoryClient(directory_address(demo)) as client:
+        workers = client.workers()
+    assert len(workers) >= 4
+    for worker in workers:
+        assert set(worker.transfer_bytes_per_s) == set(worker.transfer_latency_s) == {"s0", "s1"}
+    measured = [s for worker in workers for s in worker.transfer_latency_s.values()]
+    assert all(0 < latency_s < 1 for latency_s in measured) and len(set(measured)) > 1

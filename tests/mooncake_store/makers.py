@@ -43,7 +43,7 @@ def worker_info(
         prefill_coefficients=(0.01, 1e-5),
         decode_coefficients=(0.01, 1e-6),
         transfer_bytes_per_s={"s0": 5e9, "s1": 2e9},
-        transfer_latency_s=0.001,
+        transfer_latency_s={"s0": 0.0001},
     )
 
 

@@ -83,7 +83,7 @@ def test_other_bytes_are_no_header(frame: bytes) -> None:
 
 def test_another_version_is_refused_with_both_numbers() -> None:
     frame = protocol.pack_header(Kind.REQUEST, 5, version=9)
-    with pytest.raises(errors.ProtocolMismatch, match=r"version 9 .* this side 2"):
+    with pytest.raises(errors.ProtocolMismatch, match=r"version 9 .* this side 3"):
         protocol.unpack_header(frame)
     assert protocol.number_of(frame) == 5, "the refusal must reach the request that it is for"
 

@@ -121,7 +121,7 @@ def _worker(worker_id: str, role: str, node_id: str) -> WorkerInfo:
         worker_id, "w1", role, node_id, "print", "", "", TRACE_BLOCK_TOKENS, BLOCK_BYTES,
         context_tokens_max=200_000, pages_max=4_000, slots_max=256,
         prefill_coefficients=PREFILL, decode_coefficients=DECODE,
-        transfer_bytes_per_s={}, transfer_latency_s=0.001,
+        transfer_bytes_per_s={}, transfer_latency_s={},
     )  # fmt: skip
 
 

@@ -124,7 +124,8 @@ class Fleet:
             slots_max=settings.waiting_max if is_prefill else settings.decode_slots,
             prefill_coefficients=fits.prefill.estimate.coefficients,
             decode_coefficients=fits.decode.estimate.coefficients,
-            transfer_bytes_per_s=rates, transfer_latency_s=settings.nic_latency_s,
+            transfer_bytes_per_s=rates,
+            transfer_latency_s=dict.fromkeys(nodes, settings.nic_latency_s),
         )  # fmt: skip
 
     def run(

@@ -185,5 +185,6 @@ def _worker(
         block_bytes=BLOCK_BYTES, context_tokens_max=blocks * BLOCK_TOKENS, pages_max=blocks,
         slots_max=1_000_000 if is_prefill else SEQUENCES_MAX,
         prefill_coefficients=prefill.coefficients, decode_coefficients=decode.coefficients,
-        transfer_bytes_per_s=dict.fromkeys(names, rate), transfer_latency_s=0.0,
+        transfer_bytes_per_s=dict.fromkeys(names, rate),
+        transfer_latency_s=dict.fromkeys(names, 0.0),
     )  # fmt: skip
