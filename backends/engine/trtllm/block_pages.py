@@ -24,6 +24,7 @@ class Move(NamedTuple):
     first_page: int
     block_ids: list[int]  # TensorRT-LLM's pages
     pool_pages: list[int]  # of all blocks of the request
+    is_aside: bool = False  # a load beside the passes: TensorRT-LLM leaves its request out of them
 
 
 class Orders(NamedTuple):

@@ -6,9 +6,10 @@
 
 They only translate; what they do is in scheduler.py and rank_copies.py. Both places where
 versions of TensorRT-LLM have the base classes are known (1.2.x, and 1.3.0rc14 and later); without
-tensorrt_llm this file can be imported too, and serves nobody. Loads are ordered on the stream of
-the forward pass, so they are synchronous to TensorRT-LLM and wait on nothing but the GPU; saves
-are asynchronous, and layer hooks have nothing to do: a page is complete when all layers are.
+tensorrt_llm this file can be imported too, and serves nobody. Small loads are ordered on the stream
+of the forward pass, so they are synchronous to TensorRT-LLM and wait on nothing but the GPU; large
+ones and saves are asynchronous, and layer hooks have nothing to do: a page is complete when all
+layers are.
 
 TensorRT-LLM asks the scheduler on rank 0 and broadcasts what it says: an exception there would
 leave the other ranks waiting for ever. So the scheduler never raises: it answers what is safe, says
@@ -57,8 +58,9 @@ class MooncakeConnectorScheduler(SchedulerBase):
         super().__init__(llm_args)
         site = m.Site.from_environment(dict(os.environ))
         self._scheduler = StageScheduler(
-            site.block_tokens, llm_args.kv_cache_config.tokens_per_block, self._send, _salt_id()
-        )
+            site.block_tokens, llm_args.kv_cache_config.tokens_per_block, self._send, _salt_id(),
+            aside_pages_min(site, llm_args),
+        )  # fmt: skip
         self._error = ""
         self._link = ConnectorLink(site.channel, SCHEDULER, self._on_message)
 
@@ -66,7 +68,8 @@ class MooncakeConnectorScheduler(SchedulerBase):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
         with self._never_raising():
-            return self._scheduler.match(request, num_computed_tokens), False
+            tokens = self._scheduler.match(request, num_computed_tokens)
+            return tokens, tokens > 0 and self._scheduler.is_aside(request.request_id)
         return 0, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
@@ -175,9 +178,9 @@ class MooncakeConnectorWorker(WorkerBase):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        # Loads are synchronous: none of ours is ever in the second list.
         with self._told():
-            return self._ready_copies.finished(finished_gen_req_ids), list(started_loading_req_ids)
+            copies = self._ready_copies
+            return copies.finished(finished_gen_req_ids), copies.loaded(started_loading_req_ids)
 
     def close(self) -> None:
         self._link.close()
@@ -203,6 +206,13 @@ class MooncakeConnectorWorker(WorkerBase):
             self.close()
         elif self._copies is not None:
             self._copies.on_message(message)
+
+
+def aside_pages_min(site: m.Site, llm_args: Any) -> int:
+    """From how many pages on a load is asynchronous; 0: never."""
+    rank_bytes = site.block_bytes // llm_args.tensor_parallel_size
+    page_bytes = rank_bytes * llm_args.kv_cache_config.tokens_per_block // site.block_tokens
+    return -(-site.aside_bytes_min // page_bytes)
 
 
 def _salt_id() -> Callable[[str], int] | None:

@@ -23,13 +23,17 @@ class Event(Protocol):
 
 
 class Copier(Protocol):
-    """One rank's. `load` and `record` come from the executor's thread, `save` from another."""
+    """One rank's. `load` and `record` come from the executor's thread, the others from another."""
 
     def load(self, runs: Sequence[Run], stream: Any) -> Event | None:
         """Pool -> pages, after what `stream` has to do so far and before what it gets next.
 
         The event is reached when the pool is not read any more; None: already.
         """
+        ...
+
+    def load_aside(self, runs: Sequence[Run], after: Event | None) -> None:
+        """Pool -> pages, once `after` is reached; returns when the bytes are there."""
         ...
 
     def record(self, stream: Any) -> Event | None:
@@ -76,9 +80,11 @@ class HostCopier:
         self._pool = pool
 
     def load(self, runs: Sequence[Run], stream: Any) -> None:
-        before = self.record(stream)
-        if before is not None:
-            before.synchronize()
+        self.load_aside(runs, self.record(stream))
+
+    def load_aside(self, runs: Sequence[Run], after: Event | None) -> None:
+        if after is not None:
+            after.synchronize()
         for pages_at, pool_at, size_bytes in runs:
             self._pages[pages_at : pages_at + size_bytes] = self._pool[
                 pool_at : pool_at + size_bytes

@@ -4,6 +4,7 @@ The pool is page-locked, so the GPU's copy engines read and write it themselves.
 each have a stream of their own, tied to the forward pass by events:
 
     load:  forward stream ──event──▶ load stream: copies ──event──▶ forward stream goes on
+    load aside:   as a save, the other way: the forward stream does not wait for it
     save:  forward stream ──event──▶ save stream: copies ──event──▶ the thread that waits here
 
 A load waits for what the forward stream still has to do, because the pages that it fills may just
@@ -89,6 +90,9 @@ class CudaCopier:
                 )
                 self._driver.forget_error(self._torch.version.cuda)
             self._load_stream = self._torch.cuda.Stream()
+            self._aside_stream = (
+                self._torch.cuda.Stream()
+            )  # on `_load_stream` it would hold up loads
             self._save_stream = self._torch.cuda.Stream()
 
     def load(self, runs: Sequence[Run], stream: Any) -> Event | None:
@@ -108,17 +112,27 @@ class CudaCopier:
         event.record(stream)
         return event
 
+    def load_aside(self, runs: Sequence[Run], after: Event | None) -> None:
+        self._copy_and_wait(self._aside_stream, runs, after, is_load=True)
+
     def save(self, runs: Sequence[Run], after: Event | None) -> None:
+        self._copy_and_wait(self._save_stream, runs, after, is_load=False)
+
+    def _copy_and_wait(
+        self, stream: Any, runs: Sequence[Run], after: Event | None, is_load: bool
+    ) -> None:
         with self._torch.cuda.device(self._device):
             # Always an event: a thread's first call must be one of the runtime, which gives it the
             # context that the driver's call needs.
-            self._save_stream.wait_event(after or self.record(self._save_stream))
+            stream.wait_event(after or self.record(stream))
             pages, pool, copy = self._pages_at, self._pool_at, self._driver.copy
-            queue = self._save_stream.cuda_stream
+            queue = stream.cuda_stream
             for start in range(0, len(runs), ISSUED_MAX):
                 for pages_offset, pool_offset, size_bytes in runs[start : start + ISSUED_MAX]:
-                    copy(pool + pool_offset, pages + pages_offset, size_bytes, queue, 0)
-                self.record(self._save_stream).synchronize()
+                    ends = (pages + pages_offset, pool + pool_offset)
+                    target, source = ends if is_load else (ends[1], ends[0])
+                    copy(target, source, size_bytes, queue, 0)
+                self.record(stream).synchronize()
 
     def close(self) -> None:
         """Page locks end here; later copies would be an error of ours."""

@@ -130,7 +130,10 @@ class TrtllmEngine:
         """Before the LLM is built: its connectors report while it is."""
         address = f"ipc://{os.environ['MOONCAKE_SOCKETS']}/kv-{worker_id}-{os.getpid()}"
         layout = self.layout
-        site = Site(address, str(self._pool.path), layout.block_tokens, layout.block_bytes)
+        site = Site(
+            address, str(self._pool.path), layout.block_tokens, layout.block_bytes,
+            self.config.aside_bytes_min,
+        )  # fmt: skip
         os.environ.update(site.to_environment())
         return ConnectorHost(address, listener)
 

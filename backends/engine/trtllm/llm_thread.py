@@ -58,10 +58,17 @@ class Order:
 
 
 class Running:
-    """A generation that was ordered; `abort` may be called from any thread, also too late."""
+    """A generation that was ordered; `abort` may be called from any thread, also too late.
+
+    Older releases (1.2.x among them) keep all of a cancelled prompt's pages for reuse, also those
+    that were not computed yet (upstream's PR 12673): the next prompt with that prefix would get a
+    wrong answer. And pages that are being loaded must not be given back. So the engine hears of an
+    abort when it has computed the prompt, that is with the first token.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._has_tokens = False
         self.result: Any = None
         self.is_aborted = False
 
@@ -73,8 +80,18 @@ class Running:
         """In the LLM's thread."""
         if not self.is_aborted:
             self.is_aborted = True
-            if self.result is not None and not self.result.finished:
-                self.result.abort()
+            self._abort_if_computed()
+
+    def got_tokens(self) -> None:
+        """In the LLM's thread."""
+        if not self._has_tokens:
+            self._has_tokens = True
+            if self.is_aborted:
+                self._abort_if_computed()
+
+    def _abort_if_computed(self) -> None:
+        if self._has_tokens and self.result is not None and not self.result.finished:
+            self.result.abort()
 
 
 async def _nothing() -> AsyncIterator[Any]:
@@ -185,6 +202,7 @@ class LlmThread:
             async for _ in result:
                 output = result.outputs[0]
                 if output.token_ids_diff:
+                    running.got_tokens()
                     sink.tokens(list(output.token_ids_diff))
             output = result.outputs[0]
         return Outcome(output.finish_reason or "", native=native_handoff.packed(result))

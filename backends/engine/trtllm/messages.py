@@ -31,6 +31,7 @@ class Site(msgspec.Struct, frozen=True):
     pool_path: str  # the staging pool: a file that worker and connectors map
     block_tokens: int
     block_bytes: int  # of a store block: of all ranks together; a page of the pool
+    aside_bytes_min: int = 0  # loads of so many bytes a rank hold up no pass; 0: none do
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT: msgspec.json.encode(self).decode()}

@@ -3,6 +3,7 @@
 The executor's thread hands orders over and never waits for a copy to end (on a GPU; on the CPU
 loads are copied at once). A thread of its own waits for events, copies what is to be saved, counts
 what is over, tells the worker, and lets TensorRT-LLM have its pages back through `get_finished`.
+Loads aside are copied there too, in parts, so that saves get their turn between.
 
 A forward pass that raises is not followed by `wait_for_save`, and TensorRT-LLM goes on. What was
 to be saved behind it was never computed: it counts as over, and nothing of it is called saved.
@@ -25,13 +26,17 @@ from backends.engine.trtllm.copier import Copier, Event
 
 log = logging.getLogger(__name__)
 FENCE_S_MAX = 60.0  # nothing takes so long; better an error than an executor that hangs
-SAVE_BYTES_MAX = 64 * 2**20  # between two words to the worker, which puts them into the store
+PART_BYTES_MAX = 64 * 2**20  # between two turns of others, or two words to the worker
 
 
 class Batch(NamedTuple):
     moves: list[Move]
     is_load: bool
-    event: Event | None  # loads: reached when they are over; saves: when they may start
+    event: (
+        Event | None
+    )  # loads: reached when they are over; saves, loads aside: when they may start
+    is_aside: bool = False  # one move
+    pages_done: int = 0  # of it
 
 
 class RankCopies:
@@ -47,6 +52,8 @@ class RankCopies:
         self._ended: Counter[str] = Counter()  # moves that are over, by request
         self._draining: dict[str, int] = {}  # moves to be waited for
         self._saving: Counter[int] = Counter()  # moves that are not, by TensorRT-LLM's id
+        self._loading: Counter[int] = Counter()  # loads aside that are not over, likewise
+        self._started: list[int] = []  # TensorRT-LLM waits for their loads
         self._finished: deque[int] = deque()  # TensorRT-LLM waits for their saves; oldest first
         self._next_saves: list[Move] = []
         self._holed: set[str] = set()  # requests of which some pages were never computed
@@ -70,10 +77,18 @@ class RankCopies:
             with self._lock:
                 for move in orders.saves:
                     self._saving[move.llm_id] += 1
-        if orders.loads:
-            self._load_event = self._copier.load(self._pages.runs(orders.loads), stream)
+        aside = [move for move in orders.loads if move.is_aside]
+        if loads := [move for move in orders.loads if not move.is_aside]:
+            self._load_event = self._copier.load(self._pages.runs(loads), stream)
             self._load_stream = stream
-            self._batches.put(Batch(orders.loads, True, self._load_event))
+            self._batches.put(Batch(loads, True, self._load_event))
+        if aside:
+            with self._lock:
+                self._loading.update(move.llm_id for move in aside)
+            # Their pages may have just been taken from a request whose last step is under way.
+            event = self._copier.record(stream)
+            for move in aside:
+                self._batches.put(Batch([move], True, event, is_aside=True))
 
     def _drop_uncomputed(self) -> None:
         """Of a pass that was started and not ended: it raised."""
@@ -117,9 +132,20 @@ class RankCopies:
         self._drop_uncomputed()
         with self._lock:
             self._finished.extend(sorted(llm_ids))
-            if not self._finished or self._saving[self._finished[0]]:
+            if not self._finished:
+                return []
+            oldest = self._finished[0]
+            if self._saving[oldest] or self._loading[oldest]:
                 return []
             return [self._finished.popleft()]
+
+    def loaded(self, llm_ids: Sequence[int]) -> list[int]:
+        """Of these and earlier ones: whose load is over, so that they may be computed."""
+        with self._lock:
+            self._started.extend(llm_ids)
+            over = [llm_id for llm_id in self._started if not self._loading[llm_id]]
+            self._started = [llm_id for llm_id in self._started if self._loading[llm_id]]
+            return over
 
     # -- the channel's thread
 
@@ -143,20 +169,38 @@ class RankCopies:
         while (batch := self._batches.get()) is not None:
             if not self._is_broken:
                 try:
+                    if batch.is_aside:
+                        self._load_aside(batch)
+                        continue
                     self._load(batch) if batch.is_load else self._save(batch)
                 except Exception as error:  # edge: TensorRT-LLM cannot be told, the worker can
                     log.exception("copying KV failed")
                     self._is_broken = True  # and nothing is called saved any more
                     self._send(m.Broken(f"rank {self._pages.rank} could not copy KV: {error}"))
-            self._end(batch.moves, batch.is_load)
+            if not batch.is_aside:  # else it never came, and must not be called loaded
+                self._end(batch.moves, batch.is_load)
         self._copier.close()
+
+    def _load_aside(self, batch: Batch) -> None:
+        """A part of it; the rest stands behind what came meanwhile."""
+        (move,) = batch.moves
+        stop = batch.pages_done + max(1, PART_BYTES_MAX // self._pages.page_bytes)
+        part = move._replace(
+            first_page=move.first_page + batch.pages_done,
+            block_ids=move.block_ids[batch.pages_done : stop],
+        )
+        self._copier.load_aside(self._pages.runs([part]), batch.event)
+        if stop < len(move.block_ids):
+            self._batches.put(batch._replace(pages_done=stop))
+        else:
+            self._end(batch.moves, is_load=True)
 
     def _load(self, batch: Batch) -> None:
         if batch.event is not None:
             batch.event.synchronize()
 
     def _save(self, batch: Batch) -> None:
-        pages_max = max(1, SAVE_BYTES_MAX // self._pages.page_bytes)
+        pages_max = max(1, PART_BYTES_MAX // self._pages.page_bytes)
         for move in batch.moves:
             for start in range(0, len(move.block_ids), pages_max):
                 part = move._replace(
@@ -172,6 +216,10 @@ class RankCopies:
         with self._lock:
             for move in moves:
                 self._ended[move.request_id] += 1
+                if move.is_aside:
+                    self._loading[move.llm_id] -= 1
+                    if not self._loading[move.llm_id]:
+                        del self._loading[move.llm_id]
                 if not is_load:
                     self._saving[move.llm_id] -= 1
                     if not self._saving[move.llm_id]:

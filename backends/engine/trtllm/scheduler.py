@@ -9,6 +9,9 @@ Not every version calls `finished` for a cancelled or failed request: its pages 
 another's in the very next pass, while they are still being saved. So the saves of a request that
 is missing in a step, and has not been called finished, are waited for before that pass (a fence).
 
+A large load is asynchronous: it runs beside the passes of the others, and TensorRT-LLM takes the
+request up when every rank has called it loaded. Until then its pages are not given back.
+
 Not here: TensorRT-LLM's classes (connector.py), copying (rank_copies.py).
 """
 
@@ -36,13 +39,18 @@ class RequestData(Protocol):
 class StageScheduler:
     def __init__(
         self, block_tokens: int, tokens_per_block: int, send: Callable[[m.ToWorker], None],
-        salt_id: Callable[[str], int] | None = None,
+        salt_id: Callable[[str], int] | None = None, aside_pages_min: int = 0,
     ) -> None:  # fmt: skip
-        """`salt_id` is TensorRT-LLM's own: some versions show connectors only its result."""
+        """`salt_id` is TensorRT-LLM's own: some versions show connectors only its result.
+
+        Loads of `aside_pages_min` pages or more are asynchronous; 0: none are.
+        """
         self._block_tokens = block_tokens
         self._tokens_per_block = tokens_per_block
         self._send = send
         self._salt_id = salt_id
+        self._aside_pages_min = aside_pages_min
+        self._aside: set[int] = set()  # TensorRT-LLM's ids, whose load was asynchronous
         self._table = StageTable(block_tokens, tokens_per_block)
         self._due: list[Entry] = []  # loads that were promised and not ordered
         self._saving: set[int] = set()  # TensorRT-LLM's ids, of whom saves were ordered
@@ -107,7 +115,15 @@ class StageScheduler:
             if entry.load_pages:
                 entry.is_load_due = True
                 self._due.append(entry)
+                if 0 < self._aside_pages_min <= entry.load_pages:
+                    entry.is_aside = True
+                    self._aside.add(request.request_id)
             return entry.load_pages * tokens_per_block
+
+    def is_aside(self, llm_id: int) -> bool:
+        """Is what was promised to this request loaded beside the passes?"""
+        with self._lock:
+            return llm_id in self._aside
 
     def allocated(self, request: Any, block_ids: Sequence[int]) -> None:
         with self._lock:
@@ -176,11 +192,14 @@ class StageScheduler:
             saves.append(move)
 
     def finished(self, request: Any) -> bool:
-        """Were saves ordered, so that its pages must stay until every rank has done them?"""
+        """Were copies ordered, so that its pages must stay until every rank has done them?"""
+        llm_id = request.request_id
         with self._lock:
-            self._saving.discard(request.request_id)
-            entry = self._table.finish(request.request_id)
-            return entry is not None and entry.done_pages > entry.loaded_pages
+            self._saving.discard(llm_id)
+            entry = self._table.finish(llm_id)
+            may_load = llm_id in self._aside  # a request may be cancelled while it is loaded
+            self._aside.discard(llm_id)
+            return may_load or (entry is not None and entry.done_pages > entry.loaded_pages)
 
     def check(self) -> None:
         with self._lock:

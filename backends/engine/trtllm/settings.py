@@ -79,8 +79,16 @@ class TrtllmConfig:
     page_tokens: int = 32  # tokens of a page of TensorRT-LLM; block_tokens is a multiple of it
     gpu_memory_fraction: float = 0.9  # of what is free when the engine starts; bounds kv_pages
     handoff: str = "store"  # store | native: how KV gets from prefill to decode
+    # Loads of so many MiB over one GPU's bus run beside the passes of others; 0: none do.
+    aside_load_mib: int = 256
     transceiver: str = "DEFAULT"  # of native: DEFAULT | NIXL | UCX | MOONCAKE | MPI
     llm_options: str = ""  # a JSON file, or an object: further keywords of tensorrt_llm.LLM
+
+    @property
+    def aside_bytes_min(self) -> int:
+        """0 for native hand-over: there the state of a request that is loaded has another meaning
+        (DISAGG_GENERATION_TRANS_IN_PROGRESS), to which the cache transceiver looks."""
+        return self.aside_load_mib * 2**20 if self.handoff == "store" else 0
 
     @property
     def has_connector_at_decode(self) -> bool:
@@ -100,6 +108,8 @@ class TrtllmConfig:
             found.append(f"page_tokens is {self.page_tokens}; use a power of two, 32 is usual")
         if not 0.0 < self.gpu_memory_fraction < 1.0:
             found.append(f"gpu_memory_fraction is {self.gpu_memory_fraction}; use 0.9, say")
+        if self.aside_load_mib < 0:
+            found.append(f"aside_load_mib is {self.aside_load_mib}; use 256, say, or 0 for never")
         if self.handoff not in HANDOFFS:
             found.append(f"handoff is {self.handoff!r}; use {' or '.join(HANDOFFS)}")
         if self.transceiver not in TRANSCEIVERS:

@@ -38,6 +38,7 @@ class Entry:
     first_page: int = 0  # of those to load
     load_pages: int = 0
     is_load_due: bool = False  # promised, not ordered yet: must happen whatever comes
+    is_aside: bool = False  # its load runs beside the passes, which do not have it meanwhile
     is_unstaged: bool = False
     done_pages: int = 0  # in the pool, or ordered to be saved there
     position: int = 0  # tokens that the newest iteration has computed
@@ -61,7 +62,8 @@ class Entry:
         """The order for what was promised."""
         self.is_load_due = False
         self.moves += 1
-        return self._move(self.first_page, self.first_page + self.load_pages)
+        move = self._move(self.first_page, self.first_page + self.load_pages)
+        return move._replace(is_aside=self.is_aside)
 
     def save(self, computed_tokens: int, tokens_per_block: int) -> Move | None:
         """The order for pages that are full after this iteration, if there are new ones."""

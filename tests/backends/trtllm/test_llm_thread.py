@@ -248,3 +248,42 @@ def test_a_dtype_that_is_not_the_checkpoint_s_reaches_the_engine(fake_package: N
     assert arguments("bfloat16", None)["model_kwargs"] == options["model_kwargs"]
     with pytest.raises(PackageProblem, match="dtype is bfloat16, the checkpoint computes in float"):
         arguments("float16", loaded.llm_fields - {"model_kwargs"})
+
+
+def test_a_prompt_that_is_aborted_in_its_middle_leaves_no_page_that_was_not_computed(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older releases keep all pages of a cancelled prompt for reuse, computed or not."""
+    from tensorrt_llm._fake.executor import Executor  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(Executor, "stores_uncomputed", True)
+    prompt = [1 + 11 * n % 1900 for n in range(4000)]  # eight steps of 512
+
+    def order(tokens: int) -> Order:
+        return Order(prompt, engines.sampling(tokens))
+
+    step, hasty = Executor.step, Heard()
+    going: list[Any] = []
+
+    def step_and_abort(executor: Any) -> None:
+        executor.args.max_num_tokens = 512
+        step(executor)
+        if going and executor._active:
+            going.pop().abort()
+            heard_of = threading.Event()
+            engines.llm._loop.call_soon_threadsafe(heard_of.set)
+            assert heard_of.wait(DEADLINE_S), "the abort is in the engine, if it ever gets there"
+
+    monkeypatch.setattr(Executor, "step", step_and_abort)
+    engines.llm._loop.call_soon_threadsafe(
+        lambda: going.append(engines.llm.generate(order(50), hasty))
+    )
+    assert hasty.end().finish_reason == "cancelled" and len(hasty.token_ids) < 50
+    patient, alone, other = Heard(), Heard(), Engines()
+    try:
+        engines.llm.generate(order(5), patient)
+        other.llm.generate(order(5), alone)
+        assert patient.end() == alone.end() == Outcome("length")
+        assert patient.token_ids == alone.token_ids, "pages were reused that nobody had computed"
+    finally:
+        other.llm.close(2.0)

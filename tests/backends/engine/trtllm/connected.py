@@ -27,7 +27,7 @@ class Connected:
     def __init__(
         self, folder: Path, shape: Any, block_tokens: int = 16, pool_pages: int = 24,
         connector_module: str = CONNECTOR, block_bytes: int = 0, heard: Heard | None = None,
-        **arguments: Any,
+        aside_bytes_min: int = 0, **arguments: Any,
     ) -> None:  # fmt: skip
         from tensorrt_llm._fake.executor import Executor
         from tensorrt_llm.llmapi.llm_args import (
@@ -45,7 +45,8 @@ class Connected:
         self.pool = np.memmap(pool_path, dtype=np.uint8, mode="r+") if pool_pages else np.empty(0)
         self.free_pages = list(range(pool_pages))
         self.heard = heard or Heard()
-        site = m.Site(f"ipc://{folder}/kv", str(pool_path), block_tokens, self.block_bytes)
+        address = f"ipc://{folder}/kv"
+        site = m.Site(address, str(pool_path), block_tokens, self.block_bytes, aside_bytes_min)
         os.environ.update(site.to_environment())
         cache = {"enable_block_reuse": True, "enable_partial_reuse": False, "max_tokens": 512}
         cache |= arguments.pop("cache", {})

@@ -16,7 +16,7 @@ class Cached:
 class BlockManager:
     def __init__(self, blocks: int, tokens_per_block: int, is_reusing: bool) -> None:
         self.blocks = blocks
-        self._per_block = tokens_per_block
+        self.per_block = tokens_per_block
         self._is_reusing = is_reusing
         self._free = list(range(blocks))
         random.Random(3).shuffle(self._free)  # ids come in no order, as after hours of service
@@ -47,9 +47,9 @@ class BlockManager:
         self, tokens: Sequence[int], salt: str | None, blocks: int
     ) -> tuple[int, int]:
         """(page, tokens of it) whose first tokens follow these `blocks` pages of a prompt."""
-        keys = self._keys(tokens[: blocks * self._per_block], salt)
+        keys = self._keys(tokens[: blocks * self.per_block], salt)
         parent = hash(keys[-1]) if keys else 0
-        rest = list(tokens[blocks * self._per_block : len(tokens) - 1])
+        rest = list(tokens[blocks * self.per_block : len(tokens) - 1])
         best = (-1, 0)
         for key, block_id in self._cached.items():
             same = 0
@@ -95,8 +95,8 @@ class BlockManager:
     def _keys(self, tokens: Sequence[int], salt: str | None) -> list[tuple[object, ...]]:
         keys: list[tuple[object, ...]] = []
         parent = 0
-        for start in range(0, len(tokens) - self._per_block + 1, self._per_block):
-            key = (parent, salt, tuple(tokens[start : start + self._per_block]))
+        for start in range(0, len(tokens) - self.per_block + 1, self.per_block):
+            key = (parent, salt, tuple(tokens[start : start + self.per_block]))
             keys.append(key)
             parent = hash(key)
         return keys

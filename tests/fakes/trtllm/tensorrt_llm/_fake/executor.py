@@ -26,6 +26,7 @@ from tensorrt_llm._fake.blocks import BlockManager
 from tensorrt_llm._fake.connectors import Connectors
 from tensorrt_llm._fake.kv_model import KvShape, RankModel, advance, next_state, next_token
 from tensorrt_llm._fake.request import LlmRequest, State
+from tensorrt_llm._fake.stats import iteration_stats
 from tensorrt_llm._fake.stream import FakeEvent, FakeStream
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 
@@ -39,6 +40,9 @@ IterationStats = dict[str, Any]
 class Executor:
     aborts_are_told = True  # False: a cancelled request's pages go without request_finished
     passes_to_fail = 0  # from the next one on
+    stores_uncomputed = (
+        False  # True: as before 1.3.0rc14, a cancelled prompt's pages are all reused
+    )
 
     def __init__(self, args: TorchLlmArgs, shape: KvShape) -> None:
         cache = args.kv_cache_config
@@ -136,7 +140,11 @@ class Executor:
         self._compute(batch)
         self._finish_aborted()
         self._poll()
-        self._note_stats(batch)
+        contexts = [count for request, start, count in batch if start < len(request.prompt)]
+        self.stats.append(iteration_stats(
+            self.iterations, len(self._active), len(self._waiting), self._completed,
+            self.args.max_batch_size, self.blocks, contexts, len(batch),
+        ))  # fmt: skip
 
     def _compute(self, batch: list[Part]) -> None:
         running = batch
@@ -339,7 +347,8 @@ class Executor:
             self._active.remove(request)
         request.on_output(new_tokens, reason)  # before the connector is asked: it is sent already
         if request.is_allocated:
-            known = request.tokens[: min(request.kv_tokens, len(request.tokens) - 1)]
+            computed = len(request.tokens) if self.stores_uncomputed else request.kv_tokens
+            known = request.tokens[: min(computed, len(request.tokens) - 1)]
             self.blocks.remember(request.block_ids, known, request.cache_salt)
             is_told = self.connectors and (reason != "cancelled" or self.aborts_are_told)
             if not is_told or not self.connectors.finished(request):
@@ -352,8 +361,10 @@ class Executor:
 
     def _finish_aborted(self) -> None:
         for request in list(self._active):
+            # An older executor cancels a request that is being loaded too, and tells the connector.
+            waits = HAS_NEW_API or not self.aborts_are_told
             is_loading = request.state is State.DISAGG_GENERATION_TRANS_IN_PROGRESS
-            if request.is_aborted and not is_loading:
+            if request.is_aborted and not (is_loading and waits):
                 self._finish(request, [], "cancelled")
 
     def _poll(self) -> None:
@@ -366,30 +377,3 @@ class Executor:
                 break  # an older executor ends one save an iteration and forgets the others
         for request in loaded:
             request.state = State.CONTEXT_INIT
-
-    def _note_stats(self, batch: list[Part]) -> None:
-        contexts = sum(start < len(request.prompt) for request, start, _ in batch)
-        used = self.blocks.blocks - self.blocks.free_blocks
-        seen = max(1, self.blocks.reused_blocks + self.blocks.missed_blocks)
-        self.stats.append({
-            "iter": self.iterations,
-            "iterLatencyMS": 0.1,
-            "numActiveRequests": len(self._active),
-            "numQueuedRequests": len(self._waiting),
-            "numCompletedRequests": self._completed,
-            "maxNumActiveRequests": self.args.max_batch_size,
-            "kvCacheStats": {
-                "maxNumBlocks": self.blocks.blocks, "freeNumBlocks": self.blocks.free_blocks,
-                "usedNumBlocks": used, "tokensPerBlock": self.shape.tokens_per_block,
-                "allocTotalBlocks": self.blocks.missed_blocks,
-                "allocNewBlocks": self.blocks.missed_blocks,
-                "reusedBlocks": self.blocks.reused_blocks,
-                "missedBlocks": self.blocks.missed_blocks,
-                "cacheHitRate": self.blocks.reused_blocks / seen,
-            },
-            "inflightBatchingStats": {
-                "numContextRequests": contexts, "numGenRequests": len(batch) - contexts,
-                "numPausedRequests": 0, "numScheduledRequests": len(batch),
-                "numCtxTokens": sum(n for request, s, n in batch if s < len(request.prompt)),
-            },
-        })  # fmt: skip
