@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 # Triton's own words for a call that no model process has seen.
 TRITON_NEVER_PASSED_ON = ("unknown model", "is not ready", "is not healthy")
+GRPC_NEVER_SENT = "failed to connect"  # gRPC's
 
 
 class ServingError(Exception):
@@ -104,3 +105,9 @@ def from_wire(message: str, where: str) -> ServingError:
     if any(words in message for words in TRITON_NEVER_PASSED_ON):
         return WorkerGone(f"{where}: {message}")
     return WorkerUnavailable(f"{where}: {message}")
+
+
+def from_broken_call(where: str, code: object, details: str | None) -> WorkerUnavailable:
+    """The connection of a call failed. One that was never sent is no fault of the request's."""
+    kind = WorkerGone if GRPC_NEVER_SENT in (details or "") else WorkerUnavailable
+    return kind(f"{where}: {code} {details}")

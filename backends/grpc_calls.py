@@ -20,7 +20,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from backends.errors import WorkerUnavailable, from_wire
+from backends.errors import from_broken_call, from_wire
 
 CONNECTIONS = 4  # one HTTP/2 connection is served by one thread of Triton
 OPTIONS = [
@@ -61,7 +61,7 @@ class GrpcCalls:
                 if response.infer_response.raw_output_contents:
                     yield _outputs(response.infer_response)
         except grpc.RpcError as error:
-            raise WorkerUnavailable(f"{model}: {error.code()} {error.details()}") from None
+            raise from_broken_call(model, error.code(), error.details()) from None
         finally:
             with contextlib.suppress(grpc.RpcError):
                 for _ in call:

@@ -26,6 +26,7 @@ from backends.errors import (
     StoreLost,
     WorkerGone,
     WorkerUnavailable,
+    from_broken_call,
     from_wire,
 )
 
@@ -177,6 +178,14 @@ def test_an_error_keeps_its_class_on_its_way_from_a_worker(
     message: str, kind: type[ServingError]
 ) -> None:
     assert type(from_wire(message, "decode_0")) is kind
+
+
+def test_a_call_that_was_never_sent_found_nobody_and_a_broken_one_was_in_somebody_s_hands() -> None:
+    refused = "failed to connect to all addresses; last error: UNKNOWN: Connection refused"
+    assert type(from_broken_call("decode_0", "UNAVAILABLE", refused)) is WorkerGone
+    for details in ("Socket closed", "recvmsg:Connection reset by peer", None):
+        broken = from_broken_call("decode_0", "UNAVAILABLE", details)
+        assert type(broken) is WorkerUnavailable
 
 
 def test_a_worker_that_was_silent_before_the_call_never_had_the_request() -> None:

@@ -11,6 +11,7 @@ import pytest
 from backends.errors import Overloaded, WorkerUnavailable
 from backends.front_door import FrontDoor
 from backends.worker_config import FrontConfig
+from conductor.messages import WorkerRef
 from tests.backends.asking import TOKENIZER
 
 
@@ -103,3 +104,24 @@ def test_a_frontend_that_closes_ends_the_requests_that_wait_for_a_worker() -> No
     site.door.close(timeout_s=0.0)
     assert client.ended.wait(30.0)
     assert str(client.error) == "the frontend is shutting down"
+
+
+def test_a_worker_that_stands_still_is_told_to_stop_what_others_have_taken_over() -> None:
+    """The directory has dropped it, so nobody else knows its inbox any more."""
+    site, told, cancelled = Site(requests_max=4), [], []
+    outbox = SimpleNamespace(send=lambda inbox, message: told.append((inbox, message.request_id)))
+    site.door._outbox = cast(Any, outbox)
+    site.door._call = cast(Any, SimpleNamespace(cancel=cancelled.append))
+    site.door._drive = lambda live: None  # type: ignore[method-assign]
+    site.ask("")
+    [live] = site.door.live.all()
+    live.worker_request_id = "r-1"
+    live.workers = (
+        WorkerRef("prefill_0", "p", "s0", "ipc://p"), WorkerRef("decode_0", "d", "s0", "ipc://d")
+    )  # fmt: skip
+    live.run = cast(Any, SimpleNamespace(lost=lambda *worker: worker[:2] == ("decode_0", "d")))
+    site.door.cluster.on_worker_down("decode_1", "d", 0.0)
+    assert not told
+    site.door.cluster.on_worker_down("decode_0", "d", 0.0)
+    assert sorted(told) == [("ipc://d", "r-1"), ("ipc://p", "r-1")] and cancelled == ["r-1"]
+    site.close()
