@@ -134,13 +134,9 @@ def objection(pair: Pair, request: Request, config: ConductorConfig, ttft_limit_
         return ""
     if not pair.decode.has_room:
         return "decode_full"
-    if pair.predicted.tbt_s > tbt_limit_s(request, config):
+    if pair.predicted.tbt_s > config.tbt_limit_s(request.priority):
         return "tbt_slo"
     return ""
-
-
-def tbt_limit_s(request: Request, config: ConductorConfig) -> float:
-    return config.tbt_slo_s * (config.low_priority_load_max if request.priority < 0 else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +192,8 @@ def _ttft_slo(refusal: Refusal) -> tuple[str, float]:
 
 
 def _tbt_slo(refusal: Refusal) -> tuple[str, float]:
-    predicted, limit_s = (
-        refusal.pair.predicted,
-        tbt_limit_s(refusal.request, refusal.cluster.config),
-    )
+    predicted = refusal.pair.predicted
+    limit_s = refusal.cluster.config.tbt_limit_s(refusal.request.priority)
     reason = (
         f"predicted TBT {predicted.tbt_s:.3f} s exceeds the {limit_s:g} s limit"
         f"{refusal.of_priority} on the best of {len(refusal.options.decodes)} decode workers "

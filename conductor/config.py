@@ -129,6 +129,10 @@ class ConductorConfig:
         """What a decode worker checks once more (arrival_check.py); 0 where nobody is rejected."""
         return 0.0 if self.advisory or self.admission == "none" else self.tbt_slo_s
 
+    def tbt_limit_s(self, priority: int) -> float:
+        """What the predicted time between tokens of such a request may be."""
+        return self.tbt_slo_s * (self.low_priority_load_max if priority < 0 else 1.0)
+
     def problems(self) -> list[str]:
         """Every mistake, each with what to write instead; empty when all is well."""
         found = []

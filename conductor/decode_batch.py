@@ -14,7 +14,8 @@ worker stays "full" by mistake.
 
 Load at a later moment (Mooncake, "Early Rejection Based on Prediction", the system-level form):
 add the coming requests whose prefill ends before then, take away those that will have decoded for
-their expected time. One that has outlived its expectation is assumed to stay.
+their expected time. One that has outlived its expectation is assumed to stay. Whoever stays has had
+a token a step since the report; without that every prediction would be a little too low.
 
 All counts are integers, kept by adding and subtracting, so they come back to exactly zero.
 
@@ -75,6 +76,7 @@ class DecodeBatch:
         self._tallies = {"coming": Tally(), "fresh": Tally(), "covered": Tally()}
         self._reported = Tally()  # at most this much of the covered charges is really there
         self._foreign = Tally()
+        self._reported_at_s, self._tokens_per_s = 0.0, 0.0  # of each request that is in the batch
         self._coming: list[tuple[float, str]] = []  # (prefill_end_s, request), sorted
         self._leaving: list[tuple[float, str]] = []  # (leave_s, request), sorted
         self.forecast: DecodeForecast | None = None  # of predictive_lengths only
@@ -162,6 +164,9 @@ class DecodeBatch:
             max(0, self._reported.context_tokens - covered.context_tokens - fresh.context_tokens),
             max(0, self._reported.pages - pages),
         )
+        self._reported_at_s = now_s
+        is_running = report.running > 0 and report.step_s > 0
+        self._tokens_per_s = 1 / report.step_s if is_running else 0.0
         if self.forecast is not None:
             self.forecast.renew(now_s, report.step_s if report.running else 0.0)
             self._settle()
@@ -199,10 +204,13 @@ class DecodeBatch:
         arriving = _until(self._coming, at_s)  # less those that come and go before then
         arriving -= max(0, _until(self._coming, at_s - decode_s) - _until(self._coming, now_s))
         share = arriving / coming.sequences if coming.sequences else 0.0
+        # Those of the report have had a token a step since then.
+        had_tokens = self._tokens_per_s * max(0.0, at_s - self._reported_at_s)
+        grown = had_tokens * (now.sequences - self._tallies["fresh"].sequences)
         # The right *number* of average requests: knowing which ones would cost a walk.
         return Load(
             now.sequences * staying + coming.sequences * share,
-            now.context_tokens * staying + coming.context_tokens * share,
+            (now.context_tokens + grown) * staying + coming.context_tokens * share,
             now.pages * staying + coming.pages * share,
         )
 

@@ -184,8 +184,27 @@ class Options:
         Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
         """
         rows, cost_s = self._finalists()
-        row, decode = self._pairing(rows, [cost_s.item(row) for row in rows])
+        costs_s = [cost_s.item(row) for row in rows]
+        row, decode = self._pairing(rows, costs_s)
+        if self._loads is not None and self._leave_those_in_time(self.decode(decode)):
+            row, decode = self._pairing(rows, costs_s)
         return self.pair(self.prefill(row), self.decode(decode))
+
+    def _leave_those_in_time(self, chosen: DecodeOption) -> bool:
+        """Decode workers are compared by what is reserved there, and `chosen` is predicted to miss
+        the limit on TBT. False when it is not, or when all who have room miss it as well; else
+        only those remain that keep it."""
+        limit_s = self._config.tbt_limit_s(self._request.priority)
+        if chosen.tbt_s <= limit_s or chosen.load.sequences <= 0 or self._has_room is None:
+            return False
+        in_time = np.zeros_like(self._has_room)
+        for row in (self._has_room & self._is_decode).nonzero()[0].tolist():
+            option = self.decode(row)
+            in_time[row] = option.tbt_s <= limit_s or option.load.sequences <= 0
+        if not np.count_nonzero(in_time):
+            return False
+        self._has_room = in_time
+        return True
 
     def _pairing(self, rows: Sequence[int], costs_s: Sequence[float]) -> tuple[int, int]:
         """The rows of the best pair of one of these prefill workers."""

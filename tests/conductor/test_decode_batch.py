@@ -87,6 +87,16 @@ def test_one_that_outlived_its_expectation_is_assumed_to_stay() -> None:
     assert made.load_at(6.0, 5.0, 10.0).sequences == 1
 
 
+def test_those_of_a_report_have_had_a_token_a_step_since_then() -> None:
+    made = joined("a", "b", now_s=0.0)
+    said = report("d0", running=2, context_tokens=230, pages_used=4, step_s=0.010)
+    made.on_report(said, 1.0, 0.2)
+    made.charge("c", 100, 2, 1.5)
+    made.join("c", 1.5, 100.0)  # not in the report, so not counted among those who had tokens
+    assert made.load_at(2.0, 1.5, 50.0).context_tokens == pytest.approx(230 + 100 + 2 * 100)
+    assert made.load_now().context_tokens == 330, "what was reported, for whoever asks about now"
+
+
 def test_requests_of_other_fronts_leave_evenly_over_the_expected_time() -> None:
     made = DecodeBatch()
     made.on_report(report("d0", running=8, context_tokens=800), 0.0, 0.2)
