@@ -5,8 +5,8 @@ held and, after release, until its room is needed. Two prompts that compute the 
 same time make two copies. A held block is never evicted. Released full blocks queue for eviction
 behind all others, the deepest first; partial blocks are free at once.
 
-Blocks that were generated are full too, but nothing ever asks for their key, so they only take
-room until they are evicted.
+Blocks that were generated get a key below zero of the sequence that generated them: only that one
+asks for them, after it was preempted, and for all others they only take room.
 
 Not here: which prompt gets blocks when (prefill_worker.py, decode_worker.py).
 """
@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-GENERATED = -1  # the key of a full block that nothing asks for
-PARTIAL = -2  # no key: freed on release
+PARTIAL = -1  # no key: freed on release
 
 # (key, is_there): the first copy of a key came, or its last one went
 Watcher = Callable[[int, bool], None]
@@ -72,10 +71,10 @@ class BlockPool:
         self._name(block, key)
         return block
 
-    def fill(self, block: int) -> None:
-        """A held partial block has become full of generated tokens."""
+    def fill(self, block: int, key: int) -> None:
+        """A held partial block has become full, and can be found by its key."""
         assert self._holds[block] and self._keys[block] == PARTIAL
-        self._keys[block] = GENERATED
+        self._name(block, key)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Let go of a chain, root first in `blocks`; its deepest block will be evicted first."""
@@ -91,7 +90,7 @@ class BlockPool:
 
     def _name(self, block: int, key: int) -> None:
         self._keys[block] = key
-        if key < 0:
+        if key == PARTIAL:
             return
         copies = self._copies.get(key)
         if copies is not None:
@@ -103,7 +102,7 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         key = self._keys[block]
-        if key < 0:
+        if key == PARTIAL:
             return
         copies = self._copies[key]
         del copies[block]
@@ -120,5 +119,5 @@ class BlockPool:
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         assert all(self._keys[block] != PARTIAL for block in self._idle)
         listed = {block: key for key, copies in self._copies.items() for block in copies}
-        named = {b: k for b, k in enumerate(self._keys) if k >= 0 and b not in groups[2]}
+        named = {b: k for b, k in enumerate(self._keys) if k != PARTIAL and b not in groups[2]}
         assert listed == named, "the blocks of a key are not those that carry it"

@@ -159,7 +159,8 @@ class ConductorScheduler:
             ))  # fmt: skip
         for decode in replay.decodes:
             said.append(WorkerReport(
-                f"d{decode.number}", "1", len(decode.pending), 0, len(decode.batch),
+                f"d{decode.number}", "1", len(decode.pending) + len(decode.waiting), 0,
+                len(decode.batch),
                 decode.pool.blocks - decode.pool.room, decode.context_at(replay.now_s),
                 decode.step_s, False,
             ))  # fmt: skip

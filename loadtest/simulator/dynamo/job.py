@@ -35,6 +35,10 @@ class Job:
     finished_s: float = math.nan
     prefill_blocks: list[int] = field(default_factory=list)
     decode_blocks: list[int] = field(default_factory=list)
+    decode_number: int = -1  # among those that its decode worker took over
+    generated_tokens: int = 0
+    kv_tokens: int = 0  # of prompt and answer, whose KV its decode worker has
+    preemptions: int = 0
     is_rejected: bool = False
 
     @classmethod
@@ -47,6 +51,11 @@ class Job:
     def hittable(self) -> Sequence[int]:
         """The keys that may be found cached: the last token of a prompt is always computed."""
         return self.keys[: (self.prompt_tokens - 1) // BLOCK_TOKENS]
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt and what was generated; the KV of the last one need not be there yet."""
+        return self.prompt_tokens + self.generated_tokens
 
     @property
     def ttft_s(self) -> float:

@@ -99,11 +99,14 @@ class Replay:
             self.at(self.now_s + seconds, lambda: self._prefilled(worker))
 
     def _prefilled(self, worker: PrefillWorker) -> None:
+        chosen: dict[DecodeWorker, None] = {}  # what ends at one moment is pending before it starts
         for job in worker.end_pass():
             job.prefilled_s = self.now_s
             self.scheduler.prefilled(job, self.now_s)
             decode = self.decodes[job.decode]
             decode.pending.append(job)
+            chosen[decode] = None
+        for decode in chosen:
             if decode.is_idle:
                 self._decode(decode)
             else:

@@ -127,11 +127,11 @@ def test_a_decode_worker_takes_over_first_come_first_served_while_prompts_fit() 
     assert worker.plan(end_s)[0] == [large, small]
 
 
-def test_a_decode_worker_holds_at_most_256_sequences() -> None:
+def test_a_decode_worker_decodes_at_most_256_sequences() -> None:
     worker = DecodeWorker(0, blocks=2_048)
-    worker.pending.extend(own(512, number) for number in range(300))
-    came, _ = worker.plan(0.0)
-    assert len(came) == 256 and len(worker.pending) == 44
+    worker.pending.extend(own(512, number, output=9) for number in range(300))
+    worker.plan(0.0)
+    assert len(worker.batch) == 256 and len(worker.waiting) == 44
 
 
 def test_an_answer_takes_one_more_block_for_each_512_tokens() -> None:
@@ -144,13 +144,58 @@ def test_an_answer_takes_one_more_block_for_each_512_tokens() -> None:
     assert worker.pool.room == 10 and len(worker.pool._idle) == 3  # 1,600 tokens: 3 whole blocks
 
 
-def test_a_sequence_without_a_block_to_grow_into_is_refused_not_guessed() -> None:
-    worker = DecodeWorker(0, blocks=2)
-    worker.pending.append(own(600, 1, output=1_000))
-    _, end_s = worker.plan(0.0)
-    assert end_s is not None
-    with pytest.raises(OutOfBlocks):
-        worker.end_span(end_s)
+def handed_over(blocks: int, *jobs: Job) -> Replay:
+    """One decode worker of this size behind a prefill worker that is never short of room."""
+    replay = Replay(RoundRobin(), 2_048, 1, 1)
+    replay.decodes = [DecodeWorker(0, blocks)]
+    replay.run(jobs)
+    replay.check()
+    return replay
+
+
+def test_a_sequence_that_cannot_grow_preempts_the_last_that_joined_as_in_dynamos_replay() -> None:
+    # Times of Dynamo 1.6.1's own replay of these requests with 16 blocks.
+    first, second = own(2_100, 1, output=3_000), own(2_200, 2, output=3_000)
+    third = own(2_500, 3, 50.0, output=10)
+    handed_over(16, first, second, third)
+    assert (first.preemptions, second.preemptions, third.preemptions) == (0, 1, 0)
+    assert first.finished_s == pytest.approx(90.2766616, abs=1e-4)
+    assert second.finished_s == pytest.approx(121.2881733, abs=1e-4)
+    # Its blocks were there since 59.7 s; it waited behind what was preempted.
+    assert third.joined_s == pytest.approx(59.6915405, abs=1e-4)
+    assert third.first_token_s == pytest.approx(90.3092032, abs=1e-4)
+    assert third.finished_s == pytest.approx(90.6022154, abs=1e-4)
+
+
+def test_what_was_lost_is_computed_again_in_no_time_of_its_own() -> None:
+    first, second = own(20_000, 1, output=25_000), own(20_100, 2, output=25_000)
+    handed_over(100, first, second)
+    assert second.preemptions == 1
+    assert first.finished_s == pytest.approx(776.8191277, abs=1e-4)
+    assert second.finished_s == pytest.approx(1370.5425609, abs=1e-4)
+
+
+def test_with_one_batch_that_never_grows_back_the_engine_ends_as_dynamos_does() -> None:
+    with pytest.raises(OutOfBlocks, match="8193 tokens"):
+        handed_over(16, own(2_100, 1, output=9_000))
+    with pytest.raises(OutOfBlocks, match="4097 tokens, 5000 tokens"):
+        handed_over(
+            16, own(2_100, 1, output=3_000), own(2_200, 2, output=3_000), own(5_000, 3, 10.0)
+        )
+
+
+def test_preempted_sequences_end_once_and_leave_nothing_behind(seed: int) -> None:
+    rng = random.Random(seed)
+    jobs = [
+        own(rng.randrange(100, 9_000), number, number / 10, rng.randrange(1, 3_000))
+        for number in range(30)
+    ]
+    try:
+        replay = handed_over(64, *jobs)
+    except OutOfBlocks:
+        return  # as in Dynamo's own replay, what waits in front may not fit for ever
+    assert all(found.generated_tokens == found.output_tokens for found in jobs)
+    assert replay.decodes[0].pool.room == 64
 
 
 def test_round_robin_turns_by_arrival_for_prefill_and_by_completion_for_decode() -> None:

@@ -17,6 +17,7 @@ from loadtest.simulator.dynamo.conductor_scheduler import (
 )
 from loadtest.simulator.dynamo.peer import RECORDED, RUNS, PeerRun, digest, read_recorded
 from loadtest.simulator.dynamo.replay import Replay
+from loadtest.simulator.dynamo.round_robin import RoundRobin
 from loadtest.simulator.dynamo.targets import Case, gate_percent, targets_of
 from loadtest.simulator.experiments.dynamo_replay import all_cases, answer, config_for, run
 from loadtest.trace import TraceRow, read_trace
@@ -40,6 +41,17 @@ def test_round_robin_agrees_with_dynamos_own_replay(case: Case, rows: list[Trace
     found = run(case, rows).outcome
     assert found.good == theirs.good and found.requests == theirs.requests
     assert max(gate_percent(found, theirs).values()) <= 0.5
+
+
+def test_round_robin_agrees_with_dynamos_replay_where_sequences_are_preempted(
+    rows: list[TraceRow],
+) -> None:
+    replay, jobs = Replay(RoundRobin(), 512, 3, 2), jobs_of(rows, 4.0)
+    replay.run(jobs)
+    replay.check()
+    assert sum(found.preemptions for found in jobs) == 6  # as many as Dynamo's, and its mean
+    mean_s = sum(found.ttft_s for found in jobs) / len(jobs)
+    assert mean_s == pytest.approx(69.732610, rel=0.005)
 
 
 def test_what_was_recorded_of_the_whole_trace_has_every_run() -> None:
