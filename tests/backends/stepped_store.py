@@ -92,7 +92,12 @@ class SteppedStore:
         return {}
 
     def allocate(
-        self, keys: Sequence[bytes], owner: str, lease_s: float, ephemeral: bool = False
+        self,
+        keys: Sequence[bytes],
+        owner: str,
+        lease_s: float,
+        ephemeral: bool = False,
+        tenant: str = "",
     ) -> Allocation:
         self._may_fail()
         given: list[Slot | None] = []
