@@ -5,7 +5,9 @@ share of them at most, so that a flood leaves places to others. Requests that ar
 left alone: a flood that came first drains, and gets no new places above its share.
 
 A tenant that was turned away counts as being there for a while. Otherwise a flood that had filled
-every place would go on doing so: whoever has nothing in flight would never be seen.
+every place would go on doing so: whoever has nothing in flight would never be seen. And as two
+shares may be all there is, who has more than another one that was turned away may have an equal
+part at most until that one is in.
 
 Pure: time is an argument. Not here: shares of computing under overload (conductor/fair_share.py),
 who a tenant is (front_request.py).
@@ -43,6 +45,8 @@ class TenantCap:
         there = {tenant, *self._turned_away_s, *(name for name, n in in_flight.items() if n)}
         own, total = in_flight.get(tenant, 0), sum(in_flight.values())
         places = places_of_one(self._requests_max, self._share, len(there))
+        if any(in_flight.get(other, 0) < own for other in self._turned_away_s):
+            places = min(places, max(1, self._requests_max // len(there)))
         kind = reason = ""
         if total >= self._requests_max:
             kind = "front_full"
@@ -58,6 +62,8 @@ class TenantCap:
             self._turned_away_s[tenant] = now_s
             if len(self._turned_away_s) > TURNED_AWAY_MAX:
                 del self._turned_away_s[next(iter(self._turned_away_s))]
+        else:
+            self._turned_away_s.pop(tenant, None)
         return kind, reason
 
     def _forget_old(self, now_s: float) -> None:

@@ -35,6 +35,14 @@ def test_a_flood_that_filled_every_place_leaves_the_next_free_ones_to_who_was_tu
     assert cap.objection("b", {"a": 7}, now_s=2.0) == ("", "")
 
 
+def test_two_floods_leave_a_place_to_a_third_tenant() -> None:
+    cap = TenantCap(requests_max=8, share=0.5)
+    assert cap.objection("c", {"a": 4, "b": 4}, now_s=0.0)[0] == "front_full"
+    assert cap.objection("a", {"a": 3, "b": 4}, now_s=1.0)[0] == "tenant_full"
+    assert cap.objection("c", {"a": 3, "b": 4}, now_s=2.0) == ("", "")
+    assert cap.objection("a", {"a": 3, "b": 3, "c": 1}, now_s=8.0) == ("", "")
+
+
 def test_who_does_not_come_back_is_forgotten() -> None:
     cap = TenantCap(requests_max=8, share=0.5)
     assert cap.objection("b", {"a": 8}, now_s=0.0)[0] == "front_full"
