@@ -165,6 +165,11 @@ class TrtllmDecodeWorker(DecodeWorker):
         predicted_s = self._estimate.step_s(len(running), self._batching.context_tokens)
         self.worker.watch.is_busy(now_s, bool(running), predicted_s)
 
+    def _refuse_uncovered(self, request: DecodeRequest, kv_tokens: int) -> None:
+        """All that is due, or nothing at all: then its engine computes the prompt."""
+        if request.blocks:
+            super()._refuse_uncovered(request, kv_tokens)
+
     def _blocks_due(self, kv_tokens: int) -> int:
         """Whole pages of the engine; it computes the tokens behind them again."""
         page = self._trtllm.page_tokens
@@ -204,7 +209,7 @@ class TrtllmDecodeWorker(DecodeWorker):
         self._staged.stage(Stage(
             job.request_id, bytes(packed_tokens(ids)), salt, seed,
             block_keys(ids, self._config.block_tokens, seed), list(job.pages),
-            kv_tokens // page * page,
+            kv_tokens // page * page if job.request.blocks else 0,
         ))  # fmt: skip
 
     def _order(self, job: TrtllmDecodeJob) -> Order:

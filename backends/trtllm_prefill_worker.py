@@ -62,13 +62,14 @@ class TrtllmPrefillJob(PrefillJob):
     given_s: float = 0.0  # to the engine
     ended_s: float = 0.0  # by the engine
     is_claimed: bool = False  # the connector recognised it
+    is_unmatched: bool = False  # it did not, and the engine has computed it all the same
     native: bytes | None = None  # None: the engine has not ended it yet
 
     def reply(self, incarnation: str, block_bytes: int) -> PrefillReply:
         reply = PrefillJob.reply(self, incarnation, block_bytes)
-        if not self.native:
+        if not self.native and not self.is_unmatched:
             return reply
-        return msgspec.structs.replace(reply, native=self.native, blocks=[])
+        return msgspec.structs.replace(reply, native=self.native or b"", blocks=[])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +159,12 @@ class TrtllmPrefillWorker(PrefillWorker):
                 self._watch_engine(time.monotonic())
                 self._lock.wait(0.0 if late else IDLE_WAIT_S)
             for job in late:
-                said = "did not give its KV" if job.is_claimed else "did not know what was staged"
-                error = WorkerUnavailable(f"the engine computed a prompt, but {said}")
-                if job.is_claimed:  # else this release may not tell connectors of salts
+                if job.is_claimed:
+                    error = WorkerUnavailable("the engine computed a prompt, but gave no KV")
                     self._health_of(error)
-                self._fail(job, error)
+                    self._fail(job, error)
+                else:
+                    self._hand_over_nothing(job)
 
     def _watch_engine(self, now_s: float) -> None:
         """It shows no steps, but it has something to compute or not; with the lock held."""
@@ -203,6 +205,15 @@ class TrtllmPrefillWorker(PrefillWorker):
             if job.ended_s and job.unsaved and now_s - job.ended_s > limit_s:
                 late.append(job)
         return late
+
+    def _hand_over_nothing(self, job: TrtllmPrefillJob) -> None:
+        """Its stage was never matched: this release may not tell connectors of salts, say. The
+        token is right; decode computes the prompt again instead of loading it."""
+        log.warning("the connector did not recognise %s: decode computes it again", job.request_id)
+        with self._lock:
+            job.is_unmatched, job.unsaved = True, range(0)
+        self._writer.then(lambda: self._settle(job, None))
+        self._answer_if_done(job)
 
     def _loaded(self, job: PrefillJob) -> None:
         """In a loader's thread: stage, then submit.

@@ -14,7 +14,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 HEADER_BYTES = 64  # one cache line per unit
 STATE_WRITING, STATE_READY = 1, 2  # in a header: do not trust the payload; it is complete
 SLOT_ALIGN_BYTES = 4096  # payloads start at a memory page: O_DIRECT and RDMA like it
@@ -39,7 +39,7 @@ class KvLayout:
     layers: int
     kv_heads: int
     head_dim: int
-    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype: str  # "float32" | "bfloat16" | "float16" | "fp8"
     block_tokens: int
 
     def __post_init__(self) -> None:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from backends.engine.checkpoint_error import CheckpointError
-from mooncake_store.layout import DTYPE_BYTES, KvLayout
+from mooncake_store.layout import KvLayout
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and KV
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -83,8 +84,8 @@ def read_model_config(checkpoint_dir: str | Path) -> ModelConfig:
 
 def read_kv_layout(checkpoint_dir: str | Path, dtype: str, block_tokens: int) -> KvLayout:
     """What this checkpoint's KV will look like; reads config.json only."""
-    if dtype not in DTYPE_BYTES:
-        known = ", ".join(DTYPE_BYTES)
+    if dtype not in DTYPES:
+        known = ", ".join(DTYPES)
         raise CheckpointError(checkpoint_dir, [f"dtype {dtype!r} is not supported; use {known}"])
     return read_model_config(checkpoint_dir).layout(dtype, block_tokens)
 

@@ -104,6 +104,6 @@ def size_problems(
             f"a block of {block_tokens} tokens has {ours} bytes in TensorRT-LLM ({tp_size} ranks, "
             f"{shape[1]} layers, pages of {page_bytes} bytes and {tokens_per_block} tokens), but "
             f"{block_bytes} in the worker's pool: do dtype, checkpoint and tp_size agree? "
-            "(quantised KV is not supported)"
+            "And is KV kept in another dtype (kv_cache_config.dtype in llm_options)?"
         ]
     return []

@@ -29,7 +29,7 @@ from backends.engine.trtllm.kv_identity import (
     options_that_reach_kv,
     pages_description,
 )
-from backends.engine.trtllm.kv_shape import KvShape, read_kv_shape
+from backends.engine.trtllm.kv_shape import KvShape, read_kv_dtype, read_kv_shape
 from backends.engine.trtllm.llm_arguments import is_connected, llm_arguments
 from backends.engine.trtllm.llm_sampling import llm_sampling
 from backends.engine.trtllm.llm_thread import LlmThread, Order, Running, Sink
@@ -61,8 +61,8 @@ class TrtllmEngine:
         self.config = config
         self.role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
         self.is_connected = is_connected(config, self.role)
-        shape, options = self._checked(worker, config, folder, repository)
-        self.layout = shape.layout(worker.dtype, worker.block_tokens, config.tp_size)
+        shape, options, kv_dtype = self._checked(worker, config, folder, repository)
+        self.layout = shape.layout(kv_dtype, worker.block_tokens, config.tp_size)
         pages_tokens = worker.kv_pages * worker.block_tokens
         self.context_tokens_max = min(shape.context_tokens_max, pages_tokens)
         self.max_seq_len = worker.context_tokens_max or self.context_tokens_max
@@ -105,7 +105,7 @@ class TrtllmEngine:
 
     def _checked(
         self, worker: WorkerConfig, config: TrtllmConfig, folder: Path, repository: str
-    ) -> tuple[KvShape, dict[str, Any]]:
+    ) -> tuple[KvShape, dict[str, Any], str]:
         """What can be told before anything is started."""
         found: list[str] = []
         if not package.is_installed():
@@ -113,14 +113,18 @@ class TrtllmEngine:
         options = read_options(config.llm_options, repository, found)
         found += option_problems(options, self.is_connected)
         try:
-            shape = read_kv_shape(folder, config.tp_size)
+            room = worker.kv_pages * worker.block_tokens
+            limit = min(worker.context_tokens_max or room, room)
+            shape = read_kv_shape(folder, config.tp_size, limit)
+            asked = str((options.get("kv_cache_config") or {}).get("dtype", "auto"))
+            kv_dtype = read_kv_dtype(folder, asked, worker.dtype, found)
             found += _context_problems(worker, shape, folder)
             Checkpoint.open(folder)
         except CheckpointError as error:
             found += error.problems
         if found:
             raise ConfigError("\n".join(f"  - {line}" for line in found))
-        return shape, options
+        return shape, options, kv_dtype
 
     def _make_pool(self, worker_id: str, pages: int) -> StagingPool:
         run = Path(os.environ["MOONCAKE_SOCKETS"]).name
@@ -146,7 +150,7 @@ class TrtllmEngine:
             raise ConfigError(
                 f"a block has {block_bytes} bytes over {len(ranks)} rank(s) in TensorRT-LLM, but "
                 f"{self.layout.block_bytes} over {self.config.tp_size} by config.json and dtype: "
-                "quantised KV is not supported; does dtype say what the engine computes in?"
+                "is KV kept in another dtype than that (kv_cache_config.dtype in llm_options)?"
             )
         found = {rank.tokens_per_block for rank in ranks}
         if found != {self.config.page_tokens}:

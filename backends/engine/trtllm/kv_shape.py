@@ -38,23 +38,30 @@ class KvShape:
         """Says what it is, not where it lies."""
         return f"{self.architecture}-{self.layers}x{self.hidden}-v{self.vocabulary_tokens}"
 
-    def layout(self, dtype: str, block_tokens: int, tp_size: int) -> KvLayout:
+    def layout(self, kv_dtype: str, block_tokens: int, tp_size: int) -> KvLayout:
         """Of a block over all ranks: where there are fewer heads than ranks, each has a copy."""
         heads_of_rank = max(1, self.kv_heads // tp_size)
-        return KvLayout(self.layers, heads_of_rank * tp_size, self.head_dim, dtype, block_tokens)
+        return KvLayout(self.layers, heads_of_rank * tp_size, self.head_dim, kv_dtype, block_tokens)
 
 
-def read_kv_shape(checkpoint_dir: str | Path, tp_size: int = 1) -> KvShape:
-    """Of this folder, or a CheckpointError that lists all problems."""
+def read_kv_shape(
+    checkpoint_dir: str | Path, tp_size: int = 1, context_tokens_max: int = 0
+) -> KvShape:
+    """Of this folder, or a CheckpointError that lists all problems.
+
+    `context_tokens_max`: no request is longer; 0: as long as the model allows.
+    """
     folder = Path(checkpoint_dir)
     found: list[str] = []
     raw = read_json(folder / "config.json", found)
+    if foreign := _foreign(folder, raw or {}):
+        raise CheckpointError(folder, [foreign])
     generation: dict[str, Any] = {}
     if (folder / "generation_config.json").exists():
         generation = read_json(folder / "generation_config.json", found) or {}
     if raw is None:
         raise CheckpointError(folder, found)
-    found += _unsupported(raw)
+    found += _unsupported(raw, context_tokens_max)
     heads, hidden = (
         _positive(raw, "num_attention_heads", found),
         _positive(raw, "hidden_size", found),
@@ -92,15 +99,69 @@ def _positive(
     return value
 
 
-def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
+def read_kv_dtype(folder: Path, asked: str, dtype: str, found: list[str]) -> str:
+    """What the engine will keep KV in; `asked` is kv_cache_config.dtype, "auto" by default.
+
+    By itself TensorRT-LLM quantises KV where the checkpoint says so, as NVIDIA's FP8 ones do.
+    """
+    if asked == "auto":
+        asked = str(_quantised_kv(folder) or "auto").lower()
+    if asked in ("auto", "none", dtype):
+        return dtype
+    if asked == "fp8":
+        return "fp8"
+    found.append(
+        f"KV would be kept in {asked}: only fp8 and the engine's own dtype are supported, others "
+        "have scales in a pool of their own, which the connector does not see. Set "
+        "kv_cache_config.dtype to fp8 in llm_options, or take another checkpoint"
+    )
+    return dtype
+
+
+def _quantised_kv(folder: Path) -> Any:
+    """kv_cache_quant_algo, where TensorRT-LLM looks for it."""
+    beside = read_json(folder / "hf_quant_config.json", []) or {}
+    inline = (read_json(folder / "config.json", []) or {}).get("quantization_config") or {}
+    for holder in (beside.get("quantization"), inline.get("quantization"), inline):
+        if isinstance(holder, Mapping) and holder.get("kv_cache_quant_algo"):
+            return holder["kv_cache_quant_algo"]
+    scheme = inline.get("kv_cache_scheme") if isinstance(inline, Mapping) else None
+    if isinstance(scheme, Mapping) and scheme.get("num_bits"):
+        is_fp8 = scheme["num_bits"] == 8 and scheme.get("type", "float") == "float"
+        return "fp8" if is_fp8 else f"{scheme.get('type')}{scheme['num_bits']}"
+    return None
+
+
+def _foreign(folder: Path, raw: Mapping[str, Any]) -> str:
+    """What older deployments of TensorRT-LLM have instead of a Hugging Face folder."""
+    use = "set checkpoint to the Hugging Face folder that it was made of"
+    if "build_config" in raw or any(folder.glob("rank*.engine")):
+        return (
+            "this is an engine directory of trtllm-build: KV cache connectors exist in the PyTorch "
+            f"flow only, which reads Hugging Face folders; {use}"
+        )
+    if "mapping" in raw and "architecture" in raw:
+        return f"this is a TensorRT-LLM checkpoint (convert_checkpoint), for trtllm-build; {use}"
+    return ""
+
+
+def _unsupported(raw: Mapping[str, Any], context_tokens_max: int) -> Iterator[str]:
     """KV that is not one page of equal layers for each token position."""
     if raw.get("kv_lora_rank"):
         yield "config.json: latent attention (kv_lora_rank) is not supported by this engine yet"
-    is_windowed = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
-    if is_windowed and raw.get("sliding_window") is not None:
-        yield "config.json: sliding windows are not supported; the connector needs full attention"
-    other = {str(kind) for kind in raw.get("layer_types") or []} - {"full_attention"}
-    if other and not is_windowed:
+    window = raw.get("sliding_window")
+    limits = [raw.get("max_position_embeddings"), context_tokens_max or None]
+    context = min((each for each in limits if isinstance(each, int)), default=0)
+    is_windowed = isinstance(window, int) and raw.get("use_sliding_window", True)
+    is_narrow = is_windowed and window < context  # else nothing ever leaves it
+    if is_narrow:
+        yield (
+            f"config.json: sliding_window is {window}, less than the context of {context} tokens: "
+            "the connector needs full attention. Set context_tokens_max to the window or less"
+        )
+    whole = {"full_attention", "sliding_attention"} if is_windowed else {"full_attention"}
+    other = {str(kind) for kind in raw.get("layer_types") or []} - whole
+    if other:
         yield f"config.json: layer_types {sorted(other)} are not supported; only full_attention is"
     if any(key in raw for key in ("ssm_state_size", "mamba_d_state", "hybrid_override_pattern")):
         yield "config.json: state-space layers are not supported; the connector cannot move them"

@@ -47,7 +47,11 @@ ONLY = {
     "backend": Only(("pytorch",), "connectors exist in the PyTorch backend only"),
     "pipeline_parallel_size": Only((1,), "the connector is not implemented for pipeline stages"),
     "context_parallel_size": Only((1,), "the connector is not implemented for context parallelism"),
-    "enable_attention_dp": Only((False,), "its dummy requests have no stage"),
+    "enable_attention_dp": Only(
+        (False,),
+        "each rank has requests of its own then, and would need a scheduler and stages of its own; "
+        "TensorRT-LLM 1.2.x has a connector's scheduler on rank 0 only",
+    ),
     "max_beam_width": Only((1,), "beams share and copy pages behind the connector's back"),
     "speculative_config": Only((None,), "draft tokens fill pages that may be taken back"),
     "orchestrator_type": Only((None, "rpc"), "the connector is started by MPI or by this process"),

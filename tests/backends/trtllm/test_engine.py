@@ -78,6 +78,19 @@ def test_it_starts_with_pages_of_the_promised_size(fake_package: None, places: P
     made.close()  # twice is once
 
 
+def test_kv_in_fp8_has_one_byte_a_number_and_is_another_engine_s(fake_package: None) -> None:
+    plain = engine(PrefillConfig(kv_pages=4), TrtllmConfig())
+    options = TrtllmConfig(llm_options='{"kv_cache_config": {"dtype": "fp8"}}')
+    made = engine(PrefillConfig(kv_pages=4), options)
+    assert made.layout.dtype == "fp8" and "float32" in made.tp_shape
+    assert made.layout.block_bytes * 4 == plain.layout.block_bytes
+    watch = Stopwatch()
+    made.generate(Order([1, 2, 3], made.sampling(SamplingParams(max_tokens=3), 0, 3)), watch)
+    watch.wait()
+    plain.close()
+    made.close()
+
+
 def test_a_decode_engine_that_hands_over_natively_has_no_pool_to_speak_of(
     fake_package: None,
 ) -> None:
@@ -148,7 +161,7 @@ def test_pages_of_another_size_than_promised_are_refused_with_both_numbers(
     monkeypatch.setattr(llm, "shape_of", quantised)
     with pytest.raises(ConfigError, match=r"\d+") as caught:
         engine(PrefillConfig(kv_pages=4), TrtllmConfig())
-    assert "bytes" in str(caught.value) and "quantised KV is not supported" in str(caught.value)
+    assert "bytes" in str(caught.value) and "is KV kept in another dtype" in str(caught.value)
 
 
 def test_an_engine_that_cannot_be_built_says_why(

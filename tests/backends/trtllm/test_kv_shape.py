@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backends.engine.checkpoint_error import CheckpointError
-from backends.engine.trtllm.kv_shape import read_kv_shape
+from backends.engine.trtllm.kv_shape import read_kv_dtype, read_kv_shape
 from mooncake_store.layout import KvLayout
 from tests.backends.small_tokenizers import DEMO
 
@@ -50,7 +50,9 @@ def test_a_window_that_is_written_down_but_not_used_is_no_window(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sliding_window": 4096}, "sliding windows"),
+        ({"sliding_window": 4096}, "sliding_window is 4096, less than the context of 32768"),
+        ({"build_config": {}, "pretrained_config": {}}, "engine directory of trtllm-build"),
+        ({"architecture": "LlamaForCausalLM", "mapping": {}}, "checkpoint .convert_checkpoint."),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"mamba_d_state": 16}, "state-space"),
@@ -67,3 +69,64 @@ def test_kv_that_is_not_one_page_of_equal_layers_is_refused(
 def test_heads_that_cannot_be_divided_over_the_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="tp_size is 3"):
         read_kv_shape(folder(tmp_path), tp_size=3)
+
+
+def test_a_folder_of_engines_is_recognised_by_its_files_too(tmp_path: Path) -> None:
+    folder(tmp_path)
+    (tmp_path / "rank0.engine").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="engine directory"):
+        read_kv_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("window", "limit", "is_full"),
+    [(4096, 4096, True), (4096, 4097, False), (32768, 0, True), (4096, 0, False)],
+)
+def test_a_window_that_no_request_outgrows_is_full_attention(
+    tmp_path: Path, window: int, limit: int, is_full: bool
+) -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    made = folder(tmp_path, sliding_window=window, layer_types=kinds)
+    if is_full:
+        assert read_kv_shape(made, context_tokens_max=limit).layers == 32
+    else:
+        with pytest.raises(CheckpointError, match="Set context_tokens_max to the window"):
+            read_kv_shape(made, context_tokens_max=limit)
+
+
+FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "beside", "inline", "kept"),
+    [
+        ("auto", None, None, "bfloat16"),
+        ("bfloat16", None, None, "bfloat16"),
+        ("fp8", None, None, "fp8"),
+        ("auto", {"quantization": FP8}, None, "fp8"),
+        ("auto", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, None,
+         "bfloat16"),
+        ("auto", None, FP8 | {"quant_method": "modelopt"}, "fp8"),
+        ("auto", None, {"quant_method": "compressed-tensors",
+                        "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8"),
+        ("nvfp4", None, None, "KV would be kept in nvfp4"),
+        ("auto", {"quantization": {"kv_cache_quant_algo": "INT8"}}, None, "kept in int8"),
+        ("fp8", {"quantization": {"kv_cache_quant_algo": "NVFP4"}}, None, "fp8"),
+    ],
+)  # fmt: skip
+def test_kv_is_kept_in_what_is_asked_for_or_in_what_the_checkpoint_says(
+    tmp_path: Path, asked: str, beside: Any, inline: Any, kept: str
+) -> None:
+    folder(tmp_path, **({"quantization_config": inline} if inline else {}))
+    if beside:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    found: list[str] = []
+    dtype = read_kv_dtype(tmp_path, asked, "bfloat16", found)
+    assert kept in (found or [dtype])[0]
+
+
+def test_a_block_of_fp8_has_one_byte_a_number(tmp_path: Path) -> None:
+    shape = read_kv_shape(folder(tmp_path))
+    assert shape.layout("fp8", 256, 1).block_bytes * 2 == (
+        shape.layout("bfloat16", 256, 1).block_bytes
+    )

@@ -45,13 +45,15 @@ def expected(engine: Connected, prompt: list[int], tokens: int) -> list[int]:
     return reference_tokens(engine.shape, prompt, tokens)
 
 
-@pytest.mark.parametrize("page_order", ["HND", "NHD"])
+@pytest.mark.parametrize(
+    ("page_order", "dtype"), [("HND", "bfloat16"), ("NHD", "bfloat16"), ("HND", "fp8")]
+)
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("block_tokens", [8, 32])
 def test_a_hand_over_through_the_pool_gives_the_bytes_and_tokens_of_one_engine(
-    make: Make, page_order: str, tp_size: int, block_tokens: int
+    make: Make, page_order: str, dtype: str, tp_size: int, block_tokens: int
 ) -> None:
-    shape = {"page_order": page_order, "dtype": "bfloat16", "head_dim": 8}
+    shape = {"page_order": page_order, "dtype": dtype, "head_dim": 8}
     options: dict[str, Any] = {"tensor_parallel_size": tp_size, "block_tokens": block_tokens}
     prefill, decode = make(shape, **options), make(shape, **options)
     prompt = prompt_of(75)

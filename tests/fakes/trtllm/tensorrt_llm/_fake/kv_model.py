@@ -46,7 +46,7 @@ class KvShape:
 
     @property
     def head_bytes(self) -> int:
-        return self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}[self.dtype]
 
     @property
     def flat(self) -> int:
@@ -81,7 +81,7 @@ class RankModel:
         self.shape = shape
         heads = shape.kv_heads // tp_size
         self._heads = slice(rank * heads, (rank + 1) * heads)
-        dtype = getattr(torch, shape.dtype)
+        dtype = getattr(torch, {"fp8": "float8_e4m3fn"}.get(shape.dtype, shape.dtype))
         self.kv = torch.zeros(
             (blocks, shape.layers, shape.kv_factor, shape.flat // tp_size), dtype=dtype
         )

@@ -212,14 +212,15 @@ def shape_of(args: TorchLlmArgs) -> KvShape:
     """From config.json, as the engine's loader finds it."""
     raw = json.loads((Path(args.model) / "config.json").read_text())
     heads = raw["num_attention_heads"]
+    kept_in = args.kv_cache_config.dtype
     return KvShape(
         layers=raw["num_hidden_layers"],
         kv_heads=raw.get("num_key_value_heads", heads),
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
         # Not args.dtype: the PyTorch flow does not read it.
-        dtype=(args.model_kwargs or {}).get("torch_dtype")
-        or raw.get("dtype")
-        or raw["torch_dtype"],
+        dtype=kept_in
+        if kept_in != "auto"
+        else (args.model_kwargs or {}).get("torch_dtype") or raw.get("dtype") or raw["torch_dtype"],
         tokens_per_block=args.kv_cache_config.tokens_per_block,
         vocabulary_tokens=raw["vocab_size"],
     )
