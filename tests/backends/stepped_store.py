@@ -197,6 +197,9 @@ class SteppedStore:
         target = buffer[span.offset_bytes : span.offset_bytes + span.length_bytes]
         target[:] = np.frombuffer(data, np.uint8)
 
+    def choose(self, found: Sequence[Sequence[Copy]], first: Sequence[str]) -> list[Copy | None]:
+        return [None for _ in found]  # there is no other node
+
     def fetch(self, *_: Any) -> int:
         return 0
 
