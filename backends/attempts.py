@@ -37,8 +37,10 @@ from backends.errors import (
     WorkerGone,
     WorkerUnavailable,
 )
+from backends.worker_protocol import HEARTBEAT_S
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 2.0
+CALL_SILENCE_S_MAX = 6 * HEARTBEAT_S
 SILENCE_S_MAX = 1.0  # workers report twice a second: one silent for longer was dead already
 
 
@@ -104,6 +106,14 @@ def loss_by_death(called_s: float, heard_s: float) -> Loss:
     """
     is_late = heard_s < called_s - SILENCE_S_MAX
     return Loss.WORKER_GONE if is_late else Loss.WORKER_DIED
+
+
+def is_silent(now_s: float, heard_s: float | None) -> bool:
+    """A worker has said nothing of an attempt for too long: neither a message nor a heartbeat.
+
+    `heard_s`: when it last did, or was called; None: nobody waits for it.
+    """
+    return heard_s is not None and now_s - heard_s > CALL_SILENCE_S_MAX
 
 
 class Attempts:

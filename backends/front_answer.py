@@ -2,7 +2,7 @@
 
 A response has the outputs that its client asked for, because each tensor of a response costs about
 as much as computing a token does (docs/measurements.md). Not here: what is in a message
-(generation.py), the table of outputs (tensors.py).
+(attempt.py), the table of outputs (tensors.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
+from backends.attempt import Message
 from backends.cluster_view import Served
 from backends.front_request import FrontRequest, Limits
-from backends.generation import Message
 from backends.tensors import FOR_POSTPROCESSING, OUTPUTS
 from backends.text_stream import Emission, merge
 from backends.worker_calls import as_text

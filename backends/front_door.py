@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 
 from backends import front_request
+from backends.attempt import Message
 from backends.attempts import Attempts
 from backends.cluster_view import ClusterView, Served
 from backends.errors import Cancelled, Overloaded, WorkerUnavailable
 from backends.front_answer import Client, StreamedAnswer, WholeAnswer, describe
 from backends.front_request import Limits
-from backends.generation import Generation, Message
+from backends.generation import Generation
 from backends.grpc_calls import GrpcCalls
 from backends.inbox import Outbox
 from backends.live_requests import LiveRequest, LiveRequests
@@ -63,13 +64,15 @@ class FrontDoor:
         self._call = call
         self._streams = streams
         self._outbox = outbox
-        self.live = LiveRequests(config.cancel_poll_s, self._tell_workers_to_stop)
-        self._pool = ThreadPoolExecutor(config.requests_max, thread_name_prefix="request")
+        # Threads beyond requests_max wait for the last word of workers that fell silent.
+        self._pool = ThreadPoolExecutor(2 * config.requests_max, thread_name_prefix="request")
+        self._abandoned: dict[str, tuple[str, str]] = {}  # a call, and the worker it waits for
         self._running: set[Future[None]] = set()
         self._cap = TenantCap(config.requests_max, config.tenant_requests_share)
         self._entering = threading.Lock()
         self.observations = Observations()
         cluster.on_worker_down = self._worker_down
+        self.live = LiveRequests(config.cancel_poll_s, self._tell_workers_to_stop, self._look)
 
     def submit(
         self, inputs: dict[str, np.ndarray], parameters: dict[str, Any], client: Client
@@ -140,7 +143,7 @@ class FrontDoor:
             )  # fmt: skip
             generation = Generation(
                 request, live, self.cluster, self._call, self._streams, self._tokenizer, send,
-                attempts,
+                attempts, self._stop,
             )  # fmt: skip
             live.run = Running(generation, answer, client, served)
         if live.run is not None:
@@ -164,6 +167,22 @@ class FrontDoor:
                 self._stop(stale_id, live.workers, "it goes on elsewhere")
                 self._call.cancel(stale_id)  # frees the thread that waits for it
                 self._start(self._drive, live)
+        for stale_id, worker in list(self._abandoned.items()):
+            if worker == (worker_id, incarnation):
+                del self._abandoned[stale_id]
+                self._call.cancel(stale_id)
+
+    def _look(self, live: LiveRequest, now_s: float) -> None:
+        """Take a request away from a worker that says nothing of it. It is told to stop; its call
+        ends with its answer, or with its leaving, and never by us: while it lives, that would keep
+        its model from unloading."""
+        stale_id = live.worker_request_id
+        worker = live.run.fell_silent(now_s) if live.run is not None else None
+        if worker is not None:
+            log.warning("%s says nothing of request %s, it goes on", worker[0], live.request_id)
+            self._abandoned[stale_id] = worker
+            self._stop(stale_id, live.workers, "it goes on elsewhere")
+            self._start(self._drive, live)
 
     @contextlib.contextmanager
     def _ending(self, live: LiveRequest, client: Client) -> Iterator[None]:
@@ -218,3 +237,6 @@ class Running:
 
     def lost(self, worker_id: str, incarnation: str, heard_s: float) -> bool:
         return self.generation.lost(worker_id, incarnation, heard_s)
+
+    def fell_silent(self, now_s: float) -> tuple[str, str] | None:
+        return self.generation.fell_silent(now_s)

@@ -17,13 +17,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from backends import worker_calls
-from backends.attempts import RULES, Attempts, Loss, last_word, loss_by_death, loss_of
+from backends.attempt import Message, Superseded, Try
+from backends.attempts import (
+    RULES,
+    Attempts,
+    Loss,
+    is_silent,
+    last_word,
+    loss_by_death,
+    loss_of,
+)
 from backends.cluster_view import ClusterView, Served
 from backends.errors import (
     Overloaded,
@@ -52,36 +60,6 @@ from mooncake_store.block_keys import block_keys, chain_seed
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Message:
-    """One message for the client: what is new, and what is known at this point."""
-
-    emission: Emission
-    output_tokens: int  # generated ones in this message
-    finish_reason: str = ""
-    cached_tokens: int = 0
-    decision: dict[str, object] | None = None
-
-
-@dataclass(slots=True)
-class Try:
-    """One attempt at the rest of a request, by one pair of workers."""
-
-    request_id: str  # its own: what a lost worker still does must not touch the next try
-    context_ids: list[int] = field(default_factory=list)  # the last tokens before its first one
-    worker_id: str = ""  # who is at it now
-    incarnation: str = ""  # which life of it: the routed one, until the worker itself tells
-    called_s: float = 0.0  # when it was asked
-    begin_lock: threading.Lock = field(default_factory=threading.Lock)
-    is_begun: bool = False  # its first token was emitted, or that failed with `problem`
-    begun_at_s: float = 0.0
-    problem: Exception | None = None
-
-
-class Superseded(Exception):
-    """Another thread runs this request on; this one must not touch it any more."""
-
-
 class Generation:
     """Runs one request; `send` is called with each Message, in order."""
 
@@ -95,6 +73,7 @@ class Generation:
         tokenizer: Tokenizer,
         send: Callable[[Message], None],
         attempts: Attempts,
+        stop: Callable[[str, Sequence[WorkerRef], str], None],
     ) -> None:
         self._request = request
         self._live = live
@@ -104,6 +83,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._send = send
         self._attempts = attempts
+        self._stop = stop
         self._problem: ServingError | None = None  # of the latest attempt that was lost
         self._tries = 0
         self._lock = threading.Lock()
@@ -160,6 +140,23 @@ class Generation:
         self._cluster.finished(current.request_id)
         return True
 
+    def fell_silent(self, now_s: float) -> tuple[str, str] | None:
+        """(worker, incarnation) that has said nothing of this request for too long; `run` must be
+        called again. Its call is not ended: a worker that lives ends it when it is told to stop,
+        and a call that is cancelled keeps a model of Triton 2.51 from unloading."""
+        with self._lock:
+            current = self._try
+            heard_s = self._streams.heard_s(current.request_id) if current is not None else None
+            if current is None or not is_silent(now_s, heard_s):
+                return None
+            self._try = None
+            worker = current.worker_id, current.incarnation
+            problem = WorkerGone(f"{current.worker_id} says nothing of it")
+            self._note_loss(Loss.WORKER_GONE, problem, *worker)
+        self._cluster.worker_failed(*worker)
+        self._cluster.finished(current.request_id)
+        return worker
+
     def _take_loss(self, mine: Try, error: ServingError) -> bool:
         """The attempt ended with this. False: it was another thread's already; raises `error`
         where it is the answer."""
@@ -213,8 +210,9 @@ class Generation:
                 self._decode(route, reply, np.append(token_ids, np.int32(first)), mine, untold)
                 is_taken_over = True
         finally:
-            if not is_taken_over:  # prefill kept leases for a decode worker that never came
+            if not is_taken_over:  # leases are kept and a place is reserved for a decode call
                 self._cluster.release(mine.request_id)
+                self._stop(mine.request_id, (route.prefill, route.decode), "this attempt is over")
 
     def _early(self, mine: Try, letter: FirstToken) -> None:
         """In the letters' thread: the first token ahead of the reply. It ends nothing."""

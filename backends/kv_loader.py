@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backends.errors import WorkerUnavailable
+from backends.errors import StoreLost
 from backends.worker_protocol import BlockRef, LayersReady
 from mooncake_store.client.store import Store
 from mooncake_store.layout import KvLayout
@@ -120,10 +120,10 @@ class KvLoader:
         return [ref.index for ref, is_here in zip(missing, arrived, strict=True) if not is_here]
 
     def refuse_late(self, pages: Sequence[int]) -> None:
-        """WorkerUnavailable if a read that missed its deadline may still write into these pages:
+        """StoreLost if a read that missed its deadline may still write into these pages:
         what is computed there now could be overwritten."""
         if late := self.pending_pages().intersection(pages):
-            raise WorkerUnavailable(f"a read that is late may still write {len(late)} of its pages")
+            raise StoreLost(f"a read that is late may still write {len(late)} of its pages")
 
     def pending_pages(self) -> set[int]:
         """Pages that a transfer past its deadline may still write."""

@@ -26,6 +26,7 @@ class Watched(Protocol):
 class RunningRequest(Protocol):
     """What the frontend needs of a request when a worker is lost (front_door.Running)."""
 
+    def fell_silent(self, now_s: float) -> tuple[str, str] | None: ...
     def lost(self, worker_id: str, incarnation: str, heard_s: float) -> bool: ...
 
 
@@ -70,14 +71,21 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """The set of live requests; `on_cancel` is called for each that nobody waits for."""
+    """The set of live requests; `on_cancel` is called for each that nobody waits for, `on_look`
+    for each at every turn."""
 
-    def __init__(self, poll_s: float, on_cancel: Callable[[LiveRequest], None]) -> None:
+    def __init__(
+        self,
+        poll_s: float,
+        on_cancel: Callable[[LiveRequest], None],
+        on_look: Callable[[LiveRequest, float], None] = lambda request, now_s: None,
+    ) -> None:
         self._live: dict[str, LiveRequest] = {}
         self._of_tenant: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._poll_s = poll_s
         self._on_cancel = on_cancel
+        self._on_look = on_look
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cancel-watch", daemon=True)
         self._thread.start()
@@ -121,3 +129,4 @@ class LiveRequests:
                 # Told again at every turn: the first message may have come before the request.
                 if request.is_ended:
                     self._on_cancel(request)
+                self._on_look(request, now_s)

@@ -22,11 +22,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from backends.errors import MessagesLost
 from backends.inbox import Inbox
 from backends.text_stream import Emission, merge
-from backends.worker_protocol import FirstToken, Letter, Tokens, TokenUpdate
+from backends.worker_protocol import FirstToken, Heartbeat, Letter, Tokens, TokenUpdate
 
 log = logging.getLogger(__name__)
 LETTERS_S_MAX = 5.0  # between the end of a call and the last letter that it speaks of
@@ -105,6 +106,11 @@ class TokenStream:
             return rest
 
 
+@dataclass(slots=True)
+class Heard:
+    at_s: float
+
+
 class TokenStreams:
     """The inbox of a front, and who in it waits for which tokens."""
 
@@ -112,36 +118,57 @@ class TokenStreams:
         self._messages_per_s_max = messages_per_s_max
         self._streams: dict[str, TokenStream] = {}
         self._expected: dict[str, Callable[[FirstToken], None]] = {}
+        self._heard: dict[str, Heard] = {}  # of those that wait for a worker: its latest word
         self._inbox = Inbox(address, self._on_letters)
 
     @property
     def address(self) -> str:
         return self._inbox.address
 
+    def heard_s(self, request_id: str) -> float | None:
+        """When its worker last said anything of it, or was called; None: nobody waits for it."""
+        heard = self._heard.get(request_id)
+        return heard.at_s if heard is not None else None
+
     @contextlib.contextmanager
     def expecting(self, request_id: str, on_first: Callable[[FirstToken], None]) -> Iterator[None]:
         """The first token of `request_id` may come while the block runs; it need not."""
         self._expected[request_id] = on_first
+        self._heard[request_id] = Heard(time.monotonic())
         try:
             yield
         finally:
-            del self._expected[request_id]
+            del self._expected[request_id], self._heard[request_id]
 
     @contextlib.contextmanager
     def reading(self, request_id: str, deliver: Deliver, is_paced: bool) -> Iterator[TokenStream]:
         """Tokens of `request_id` go to `deliver` while the block runs."""
         stream = self._streams[request_id] = TokenStream(request_id, deliver, is_paced)
+        self._heard[request_id] = Heard(time.monotonic())
         try:
             yield stream
         finally:
-            del self._streams[request_id]
+            del self._streams[request_id], self._heard[request_id]
 
     def close(self) -> None:
         self._inbox.close()
 
+    def _note_heard(self, letter: Letter) -> None:
+        now_s, spoken_of = time.monotonic(), list[str]()
+        if isinstance(letter, FirstToken):
+            spoken_of.append(letter.request_id)
+        elif isinstance(letter, Tokens):
+            spoken_of += [update.request_id for update in letter.updates]
+        elif isinstance(letter, Heartbeat):
+            spoken_of += letter.request_ids
+        for request_id in spoken_of:
+            if (heard := self._heard.get(request_id)) is not None:
+                heard.at_s = now_s
+
     def _on_letters(self, letters: list[Letter]) -> float | None:
         """Seconds until something that waits is due."""
         for letter in letters:
+            self._note_heard(letter)
             if isinstance(letter, FirstToken):
                 if on_first := self._expected.get(letter.request_id):
                     on_first(letter)

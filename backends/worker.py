@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ from backends.observations import Observations
 from backends.step_times import StepTimes
 from backends.step_watch import StepWatch
 from backends.worker_config import WorkerConfig, checkpoint_folder
-from backends.worker_protocol import Letter
+from backends.worker_protocol import HEARTBEAT_S, Heartbeat, Letter
 from mooncake_store import layout as kv_layout
 from mooncake_store.client.store import Store
 from mooncake_store.directory_client import DirectoryClient
@@ -132,6 +133,7 @@ class Worker:
         self.watch = StepWatch()  # told by whoever runs the engine
         self.on_hung: Callable[[str], None] = self.lose
         self.jobs: Mapping[str, Any] = {}  # whom to tell when we are lost; set by whoever has them
+        self._heartbeat_s = float("-inf")  # when they were sent last
         self._reporting = StepWatch()  # it needs the lock that guards jobs and pages
         self.occupation = Occupation(time.monotonic())
         self.engine.pages.on_change = lambda used: self.occupation.changed(used, time.monotonic())
@@ -219,6 +221,19 @@ class Worker:
             except StoreError as error:
                 log.warning("report failed: %s", error)
             self._reporting.ended()
+            self._send_heartbeats(time.monotonic())
+
+    def _send_heartbeats(self, now_s: float) -> None:
+        """Every frontend hears now and then which of its requests we have."""
+        if now_s - self._heartbeat_s < HEARTBEAT_S:
+            return
+        self._heartbeat_s = now_s
+        in_hand: dict[str, list[str]] = defaultdict(list)
+        for request_id, job in list(self.jobs.items()):
+            in_hand[job.request.reply_inbox].append(request_id)
+        for inbox, request_ids in in_hand.items():
+            if inbox:
+                self.outbox.send(inbox, Heartbeat(self.incarnation, request_ids))
 
 
 def unfinished(

@@ -18,6 +18,8 @@ from backends.engine.sampling import SamplingParams
 REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
 REPLY_IDS, REPLY_BODY = "output_ids", "reply"
 
+HEARTBEAT_S = 5.0  # between the signs of life of a request that waits or is computed
+
 
 class BlockRef(msgspec.Struct, frozen=True, array_like=True):
     """Where block `index` of a request's KV lies in the store."""
@@ -156,7 +158,14 @@ class FirstToken(msgspec.Struct, frozen=True, tag="first"):
     cached_tokens: int
 
 
-Letter = LayersReady | Stop | Tokens | FirstToken
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """These requests of one frontend are in hand, queued or at work (worker -> the frontend)."""
+
+    incarnation: str
+    request_ids: list[str]
+
+
+Letter = LayersReady | Stop | Tokens | FirstToken | Heartbeat
 _decode_inbox = msgspec.msgpack.Decoder(Letter)
 _encode = msgspec.msgpack.Encoder().encode
 

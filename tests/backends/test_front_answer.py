@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from backends.attempt import Message
 from backends.front_answer import StreamedAnswer, WholeAnswer, names_sent
 from backends.front_request import FrontRequest
-from backends.generation import Message
 from backends.tensors import FOR_POSTPROCESSING, OUTPUTS
 from backends.text_stream import Emission
 from tests.backends.asking import ask

@@ -9,8 +9,12 @@ from typing import Any, cast
 import pytest
 
 from backends.errors import Overloaded, WorkerUnavailable
-from backends.front_door import FrontDoor
+from backends.front_door import FrontDoor, Running
+from backends.live_requests import LiveRequest
+from backends.observations import Observations
+from backends.request_times import RequestTimes
 from backends.worker_config import FrontConfig
+from backends.worker_protocol import Stop
 from conductor.messages import WorkerRef
 from tests.backends.asking import TOKENIZER
 
@@ -119,9 +123,45 @@ def test_a_worker_that_stands_still_is_told_to_stop_what_others_have_taken_over(
     live.workers = (
         WorkerRef("prefill_0", "p", "s0", "ipc://p"), WorkerRef("decode_0", "d", "s0", "ipc://d")
     )  # fmt: skip
-    live.run = cast(Any, SimpleNamespace(lost=lambda *worker: worker[:2] == ("decode_0", "d")))
+    live.run = cast(Any, SimpleNamespace(
+        lost=lambda *worker: worker[:2] == ("decode_0", "d"), fell_silent=lambda now_s: None,
+    ))  # fmt: skip
     site.door.cluster.on_worker_down("decode_1", "d", 0.0)
     assert not told
     site.door.cluster.on_worker_down("decode_0", "d", 0.0)
     assert sorted(told) == [("ipc://d", "r-1"), ("ipc://p", "r-1")] and cancelled == ["r-1"]
+    site.close()
+
+
+def test_a_silent_worker_is_told_to_stop_and_its_call_ends_when_it_leaves() -> None:
+    """Not before: a call that is cancelled while its worker lives keeps a model from unloading."""
+    site = Site(requests_max=4)
+    cancelled: list[str] = []
+    told: list[tuple[str, Any]] = []
+    site.door._call = cast(Any, SimpleNamespace(cancel=cancelled.append))
+    site.door._outbox = cast(Any, SimpleNamespace(send=lambda *sent: told.append(sent)))
+    silent: list[tuple[str, str]] = [("decode_0", "d")]
+    driven = threading.Event()
+
+    def run(served: object) -> bool:
+        driven.set()
+        return False
+
+    generation = SimpleNamespace(run=run, lost=lambda *_: False, fell_silent=lambda now_s: None)
+    client = Client()
+    live = LiveRequest("r", client, RequestTimes(Observations(), 0.0), 0.0)
+    live.worker_request_id = "r-1"
+    live.workers = (WorkerRef("decode_0", "d", "s0", "ipc://d"),)
+    live.run = cast(Any, Running(cast(Any, generation), cast(Any, None), client, cast(Any, None)))
+    site.door._look(live, 0.0)
+    assert not told
+    generation.fell_silent = lambda now_s: silent.pop()
+    site.door._look(live, 0.0)
+    assert driven.wait(30.0)
+    assert told == [("ipc://d", Stop("r-1", "it goes on elsewhere"))] and not cancelled
+    site.door._worker_down("prefill_0", "p", 0.0)
+    assert not cancelled
+    for _ in range(2):
+        site.door._worker_down("decode_0", "d", 0.0)
+    assert cancelled == ["r-1"]
     site.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from backends.attempts import Attempts
+from backends.attempt import Message
+from backends.attempts import CALL_SILENCE_S_MAX, Attempts
 from backends.cluster_view import Served
 from backends.errors import (
     Cancelled,
@@ -27,7 +28,7 @@ from backends.errors import (
     WorkerUnavailable,
 )
 from backends.front_decision import Decided
-from backends.generation import Generation, Message
+from backends.generation import Generation
 from backends.live_requests import LiveRequest
 from backends.observations import Observations
 from backends.request_times import RequestTimes
@@ -126,6 +127,12 @@ class Streams:
 
     address = "ipc://frontend"
 
+    def __init__(self) -> None:
+        self.silent_since_s: float | None = None
+
+    def heard_s(self, request_id: str) -> float | None:
+        return self.silent_since_s
+
     def expecting(self, *_: object) -> Any:
         return _Nothing()
 
@@ -154,6 +161,8 @@ class Case:
         self.cluster, self.calls = Cluster(list(decisions or [])), Calls(outcomes, on_call)
         self.pauses_s: list[float] = []
         self.sent: list[Message] = []
+        self.streams = Streams()
+        self.stopped: list[tuple[str, Sequence[WorkerRef]]] = []
         client = SimpleNamespace(is_cancelled=lambda: False)
         self.live = LiveRequest("r", client, RequestTimes(Observations(), 0.0), time.monotonic())
 
@@ -164,8 +173,9 @@ class Case:
         self.live.pause = pause  # type: ignore[method-assign]
         request = ask(input_ids=PROMPT, max_tokens=TOKENS, end_id=-1)
         self.generation = Generation(
-            request, self.live, self.cluster, self.calls, Streams(), TOKENIZER,  # type: ignore[arg-type]
+            request, self.live, self.cluster, self.calls, self.streams, TOKENIZER,  # type: ignore[arg-type]
             self.sent.append, Attempts(3, self.live.arrived_s, request_s_max),
+            lambda request_id, workers, reason: self.stopped.append((request_id, workers)),
         )  # fmt: skip
 
     def run(self) -> list[int]:
@@ -307,3 +317,45 @@ def test_a_worker_that_was_dead_before_the_call_does_not_count() -> None:
     for _ in range(5):
         assert not case.generation.run(SERVED)
     assert case.run()
+
+
+FULL = Overloaded("store_full", "no room", 1.0)
+
+
+@pytest.mark.parametrize("worker", ["prefill_0", "decode_0"])
+@pytest.mark.parametrize("error", [FULL, CRASHED, KV_GONE], ids=lambda error: type(error).__name__)
+def test_both_workers_are_told_when_an_attempt_ends_without_an_answer(
+    worker: str, error: ServingError
+) -> None:
+    case = Case({worker: [error]})
+    case.run()
+    [(request_id, workers)] = case.stopped
+    assert request_id == case.prefills[0].request_id
+    assert [told.worker_id for told in workers] == ["prefill_0", "decode_0"]
+
+
+def test_a_request_goes_on_when_its_worker_says_nothing_of_it() -> None:
+    is_taken, is_over = threading.Event(), threading.Event()
+
+    def fall_silent(model: str) -> None:
+        if model == "decode_0" and not is_taken.is_set():
+            assert case.generation.fell_silent(1_000.0) is None  # nobody waits
+            case.streams.silent_since_s = 1_000.0
+            assert case.generation.fell_silent(1_000.0 + CALL_SILENCE_S_MAX) is None
+            found = case.generation.fell_silent(1_000.1 + CALL_SILENCE_S_MAX)
+            assert found == ("decode_0", "d")
+            assert case.generation.fell_silent(9_999.0) is None  # once
+            is_taken.set()
+            assert is_over.wait(30.0)
+
+    case = Case({"decode_0": [Cancelled("stopped")]}, on_call=fall_silent)
+    ended: list[bool] = []
+    stale = threading.Thread(target=lambda: ended.append(case.generation.run(SERVED)))
+    stale.start()
+    assert is_taken.wait(30.0)
+    case.calls.outcomes.clear()
+    assert case.run() == ANSWER
+    is_over.set()
+    stale.join(30.0)
+    assert ended == [False]
+    assert case.cluster.asked[1].excluded_workers == {("decode_0", "d")}

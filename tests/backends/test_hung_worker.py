@@ -12,7 +12,8 @@ from backends import worker as worker_module
 from backends.errors import WorkerUnavailable
 from backends.step_watch import HUNG_S_MIN, StepWatch
 from backends.worker import WATCH_S, Worker
-from tests.backends.stepped_site import Site
+from backends.worker_protocol import HEARTBEAT_S, Heartbeat
+from tests.backends.stepped_site import Outbox, Site
 
 WAIT_S = 20.0
 
@@ -85,11 +86,13 @@ def test_reports_tell_of_a_step_that_does_not_end(
     client = site.ask([1, 2, 3, 4, 5], 3)
     hung = getattr(site, role)
     if role == "decode":
-        while not site.decode._batching.running:
+        for _ in range(20):
             for worker in site.workers:
-                site.turn(worker)
+                if not site.decode._batching.running:
+                    site.turn(worker)
             while todo := site.things_to_do():
                 todo[0]()
+        assert site.decode._batching.running
     else:
         site.turn(hung)
         while todo := site.things_to_do():
@@ -112,3 +115,17 @@ def test_reports_tell_of_a_step_that_does_not_end(
     assert hung.report().oldest_step_s == 0.0
     monkeypatch.undo()
     assert not client.error
+
+
+def test_every_frontend_hears_now_and_then_which_of_its_requests_are_in_hand() -> None:
+    worker: Any = object.__new__(Worker)
+    worker.incarnation, worker.outbox, worker._heartbeat_s = "life", Outbox(), float("-inf")
+    asked = {"a": "ipc://1", "b": "ipc://2", "c": "ipc://1", "d": ""}
+    worker.jobs = {
+        name: SimpleNamespace(request=SimpleNamespace(reply_inbox=inbox))
+        for name, inbox in asked.items()
+    }
+    for now_s in (100.0, 101.0, 100.0 + HEARTBEAT_S):
+        worker._send_heartbeats(now_s)
+    beats = [("ipc://1", Heartbeat("life", ["a", "c"])), ("ipc://2", Heartbeat("life", ["b"]))]
+    assert worker.outbox.letters == beats * 2

@@ -15,7 +15,7 @@ from backends.errors import WorkerUnavailable
 from backends.inbox import Outbox
 from backends.text_stream import Emission
 from backends.token_streams import TokenStream, TokenStreams
-from backends.worker_protocol import FirstToken, Stop, Tokens, TokenUpdate
+from backends.worker_protocol import FirstToken, Heartbeat, Letter, Stop, Tokens, TokenUpdate
 
 LIFE = "life-1"
 
@@ -206,3 +206,28 @@ def test_a_first_token_reaches_whoever_expects_it_and_nobody_else(
         outbox.send(streams.address, Tokens(LIFE, [update("b", 0, 3)]))
         later.rest(1)
     assert came == [FirstToken("a", 2, 64)]
+
+
+def test_any_word_of_a_worker_is_a_sign_of_life_of_the_requests_that_it_speaks_of(
+    streams: TokenStreams,
+) -> None:
+    """Straight into the inbox's own thread's method: what counts is who is spoken of."""
+
+    def hear(letter: Letter) -> None:
+        assert before is not None
+        streams._heard["r"].at_s = before - 100.0
+        streams._on_letters([letter])
+
+    assert streams.heard_s("r") is None
+    with streams.expecting("r", lambda letter: None):
+        before = streams.heard_s("r")
+        for letter in (FirstToken("r", 1, 0), Heartbeat(LIFE, ["q", "r"])):
+            hear(letter)
+            assert streams.heard_s("r") >= before  # type: ignore[operator]
+        hear(Heartbeat(LIFE, ["q"]))
+        assert streams.heard_s("r") < before  # type: ignore[operator]
+    with streams.reading("r", Receiver(), is_paced=False):
+        before = streams.heard_s("r")
+        hear(Tokens(LIFE, [update("r", 0, 5)]))
+        assert streams.heard_s("r") >= before  # type: ignore[operator]
+    assert streams.heard_s("r") is None and streams.heard_s("q") is None
