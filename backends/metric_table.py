@@ -154,6 +154,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Prompt tokens by how their KV came: computed, local (cached in the worker's "
                 "node), fetched (from another node).",
                 Label("path", ("computed", "local", "fetched"))),
+        counter("mooncake_aborted_prefill_tokens_total", "tokens", (PREFILL,),
+                "Prompt tokens computed for requests that then left without a first token: "
+                "cancelled, or failed. Not in mooncake_prompt_tokens_total. Engine torch only."),
         counter("mooncake_handover_tokens_total", "tokens", (DECODE,),
                 "With engine tensorrt_llm: tokens of requests that came to decode, by how their "
                 "KV got into the engine: loaded (handed over), local (it still had it), computed "

@@ -38,6 +38,7 @@ class PrefillJob:
     is_loading: bool = False  # a loader writes into its pages
     is_stopped: bool = False
     error: Exception | None = None  # it failed with this, and leaves
+    computed_tokens: int = 0  # so far; not the cached ones
 
     @property
     def request_id(self) -> str:
@@ -79,6 +80,11 @@ class PrefillJob:
             queue_ahead=self.queue_ahead,
             fetched_from=self.fetched_from,
         )
+
+    def observe_abort(self, observations: Observations) -> None:
+        """It leaves without an answer: what was computed for it was for nothing."""
+        if self.computed_tokens:
+            observations.observe("mooncake_aborted_prefill_tokens_total", self.computed_tokens)
 
     def observe(self, reply: PrefillReply, block_tokens: int, observations: Observations) -> None:
         """Where its time went and how its tokens' KV came."""

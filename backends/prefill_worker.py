@@ -301,6 +301,7 @@ class PrefillWorker:
             self._free(job, pages)
             self._lock.notify_all()
         self._settle(job, None)
+        job.observe_abort(self.worker.observations)
         job.client.fail(job.error or job.put.error or Cancelled("stopped"))
 
     def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
@@ -323,6 +324,7 @@ class PrefillWorker:
             self._batching.computed(chunks)
         for row, (chunk, job, blocks) in enumerate(zip(chunks, jobs, finished, strict=True)):
             job.compute_s += step_s
+            job.computed_tokens += chunk.tokens
             if blocks:
                 self._writer.blocks_done(job.put, blocks)
                 keys = job.put.keys[blocks.start : blocks.stop]

@@ -31,6 +31,7 @@ from loadtest.triton_client import TritonClient
 from loadtest.workloads import PlannedRequest, TokenSource
 
 COUNTER = "mooncake_prompt_tokens_total"
+ABORTED = "mooncake_aborted_prefill_tokens_total"  # computed too, and for nothing
 COUNTER_S_MAX = 20.0
 COUNTER_POLL_S = 1.2  # workers publish once a second
 RELOAD_S_MAX = 30.0
@@ -62,7 +63,8 @@ class Phase:
 
     @property
     def wasted_tokens(self) -> float:
-        """Computed for requests that got no answer: refused by their decode worker, or failed."""
+        """Computed for requests that got no answer: refused by their decode worker, cancelled, or
+        failed; prompts that were computed in part count as far as that."""
         return self.computed_tokens - sum(r.prompt_tokens for r in self.of(COMPLETED))
 
     @property
@@ -207,6 +209,7 @@ class Load:
         while time.perf_counter() < give_up_s:
             page = await asyncio.to_thread(fetch_page, self._addresses.metrics_url)
             found = counter_sum(page, COUNTER, {"path": "computed"}) or 0.0
+            found += counter_sum(page, ABORTED, {}) or 0.0
             if found >= due and found == last:
                 return found
             last = found

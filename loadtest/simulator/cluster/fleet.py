@@ -218,6 +218,7 @@ class Fleet:
                 self._count_over()
                 continue
             job.tries += 1
+            job.lost_compute_s = job.own_compute_s
             job.request = replace(
                 job.request, request_id=f"r{job.number}-{job.tries}",
                 excluded_workers=job.request.excluded_workers | {(worker_id, LIFE)},

@@ -29,6 +29,7 @@ class Job:
     fetched_blocks: int = 0
     compute_s: float = 0.0  # seconds of the steps that it took part in
     own_compute_s: float = 0.0  # its share of those, by new tokens
+    lost_compute_s: float = 0.0  # of that, what workers that died took with them
     prefilled_s: float | None = None  # its first token was computed
     handover_s: float = 0.0  # from its first token, and from when decode had room, to KV there
     joined_s: float | None = None  # its first decode step began

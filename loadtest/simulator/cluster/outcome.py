@@ -5,7 +5,10 @@ TTFT counts queue, fetch, prefill and what of the hand-over was not hidden behin
 token intervals, the one from prefill to decode included, in which it may have waited for a place in
 the batch; `tbt_decode_*` is without that one. Both are shown: results move by several points.
 
-A prefill is *wasted* when its request is refused afterwards. Not here: running (fleet.py).
+A prefill is *wasted* when its request is refused, afterwards or on the way: what was computed of a
+prompt that was given up counts, and so does what a worker that died took with it.
+
+Not here: running (fleet.py).
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class Outcome:
     decode_s: float  # mean time from first token to last
     hit_share: float  # of the prompt tokens that were prefilled
     fetched_blocks: int
-    prefills: int  # requests whose prefill was begun and ended
+    prefills: int  # requests of which something was computed
     prefill_s: float  # GPU seconds of all of them
     wasted_prefills: int
     wasted_prefill_s: float
@@ -65,7 +68,8 @@ def outcome_of(jobs: Sequence[Job]) -> Outcome:
     done = [job for job in jobs if job.finished_s is not None]
     several = [job for job in done if job.output_tokens > 1]
     prefilled = [job for job in jobs if job.prefilled_s is not None]
-    wasted = [job for job in prefilled if job.refused]
+    computed = [job for job in jobs if job.own_compute_s > 0.0]
+    wasted = [job for job in computed if job.refused]
     prompt_tokens = sum(job.prompt_tokens for job in prefilled)
     return Outcome(
         offered=len(jobs),
@@ -79,10 +83,12 @@ def outcome_of(jobs: Sequence[Job]) -> Outcome:
         decode_s=_mean([(job.finished_s or 0.0) - (job.prefilled_s or 0.0) for job in several]),
         hit_share=sum(job.cached_tokens for job in prefilled) / max(1, prompt_tokens),
         fetched_blocks=sum(job.fetched_blocks for job in jobs),
-        prefills=len(prefilled),
-        prefill_s=sum(job.own_compute_s for job in prefilled),
+        prefills=len(computed),
+        prefill_s=sum(job.own_compute_s for job in computed),
         wasted_prefills=len(wasted),
-        wasted_prefill_s=sum(job.own_compute_s for job in wasted),
+        wasted_prefill_s=sum(
+            job.own_compute_s if job.refused else job.lost_compute_s for job in computed
+        ),
     )
 
 
