@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -100,13 +101,13 @@ class BitFlips:
     """Flips single bits of the storage nodes' memory, wherever the dice say."""
 
     def __init__(self, server: Server, seed: int) -> None:
-        self._prefix = f"mooncake-{server.process.pid}-s"
+        self._names = re.compile(rf"mooncake-{server.process.pid}-.*\bs\d+")
         self._chance = random.Random(seed)
         self.flipped = 0
 
     def flip(self, count: int) -> None:
         files = sorted(
-            path for path in Path("/dev/shm").iterdir() if path.name.startswith(self._prefix)
+            path for path in Path("/dev/shm").iterdir() if self._names.fullmatch(path.name)
         )
         for path in self._chance.choices(files, k=count) if files else []:
             with contextlib.suppress(FileNotFoundError):  # its node was killed meanwhile

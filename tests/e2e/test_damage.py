@@ -90,6 +90,7 @@ def test_damage_costs_no_answer_and_changes_none(
         wait_until(lambda: all_serve(server), "the frozen worker to serve", 90.0)
         clients.wait_for_more(ANSWERS_BETWEEN)
     print(f"{clients.answered} answers, {flips.flipped} bits flipped, {clients.errors}")
+    assert flips.flipped > 0.9 * FLIPS_PER_ANSWER * clients.ended
     assert not clients.wrong
     assert not clients.hung
     assert not clients.errors
