@@ -27,6 +27,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+from backends.engine.trtllm import lean_output
 from backends.engine.trtllm import messages as m
 from backends.engine.trtllm.block_pages import BlockPages, Orders, size_problems
 from backends.engine.trtllm.channel import SCHEDULER, ConnectorLink, rank_name
@@ -34,6 +35,7 @@ from backends.engine.trtllm.copier import make_copier, map_pool
 from backends.engine.trtllm.rank_copies import RankCopies
 from backends.engine.trtllm.scheduler import StageScheduler
 
+_api: Any
 if TYPE_CHECKING:
     from backends.engine.trtllm.connector_base import SchedulerBase, WorkerBase
 else:
@@ -88,6 +90,7 @@ class MooncakeConnectorScheduler(SchedulerBase):
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         with self._never_raising():
+            lean_output.forget(request.request_id)
             return self._scheduler.finished(request)
         return True  # its pages stay until every rank has done what it was told of them
 
@@ -119,6 +122,8 @@ class MooncakeConnectorScheduler(SchedulerBase):
 class MooncakeConnectorWorker(WorkerBase):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
+        if _api is not None:  # before TensorRT-LLM makes the manager of this rank
+            lean_output.install(_api)
         self._site = m.Site.from_environment(dict(os.environ))
         self._tokens_per_block: int = llm_args.kv_cache_config.tokens_per_block
         self._tp_size: int = llm_args.tensor_parallel_size

@@ -13,14 +13,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tensorrt_llm._fake.api import RequestData, SchedulerOutput
+from tensorrt_llm._fake.api import SchedulerOutput
 from tensorrt_llm._fake.kv_model import RankModel
 from tensorrt_llm._fake.request import LlmRequest, State, VisibleRequest
+from tensorrt_llm._fake.scheduler_output import api_module
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 
 
 class OtherRanksWait(BaseException):
     """Rank 0 raised before the broadcast of its result, for which the other ranks wait for ever."""
+
+
+class Pages:
+    """The part of a KV cache manager that a step's description is made from."""
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self.tokens_per_block = tokens_per_block
+
+    def get_cache_indices(self, request: LlmRequest) -> list[int]:
+        return list(request.block_ids)
 
 
 class Connectors:
@@ -38,8 +49,8 @@ class Connectors:
             scheduler = threads.submit(scheduler_class, args)
             self.workers: list[Any] = [worker.result() for worker in workers]
             self.scheduler: Any = scheduler.result()
-        self._seen: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        self._just_matched: dict[int, int] = {}
+        self._pages = Pages(args.kv_cache_config.tokens_per_block)
+        self._output = api_module().KvCacheConnectorSchedulerOutputManager()
         self._started_saving: list[LlmRequest] = []
         self._started_loading: list[LlmRequest] = []
         self.saving: dict[int, LlmRequest] = {}
@@ -67,7 +78,7 @@ class Connectors:
             self.loading[request.request_id] = request
             request.state = State.DISAGG_GENERATION_TRANS_IN_PROGRESS
         elif tokens:
-            self._just_matched[request.request_id] = tokens
+            self._output.external_loads[request.request_id] = tokens
         return tokens
 
     def allocated(self, request: LlmRequest) -> None:
@@ -88,24 +99,11 @@ class Connectors:
 
     def describe(self, batch: Sequence[tuple[LlmRequest, int, int]]) -> SchedulerOutput:
         """What this iteration computes; tokens as the host knows them by now."""
-        output = SchedulerOutput()
-        for request, start, count in batch:
-            is_new = request.request_id not in self._seen
-            tokens, blocks = self._seen[request.request_id]
-            is_context = start < len(request.prompt)
-            computed = start if is_context else len(request.tokens) - 1
-            computed -= self._just_matched.pop(request.request_id, 0)
-            data = RequestData(
-                request.request_id,
-                request.tokens[len(tokens) :],
-                request.block_ids[len(blocks) :],
-                computed,
-                count,
-            )
-            tokens += data.new_tokens
-            blocks += data.new_block_ids
-            (output.new_requests if is_new else output.cached_requests).append(data)
-        return output
+        for request, _, count in batch:
+            request.context_chunk_size = count
+        return self._output.build_scheduler_output(
+            [request for request, _, _ in batch], self.loading, self._pages
+        )
 
     def start(self, output: SchedulerOutput, stream: Any) -> None:
         metadata = self._on_leader(lambda: self.scheduler.build_connector_meta(output))
@@ -141,7 +139,6 @@ class Connectors:
 
     def finished(self, request: LlmRequest) -> bool:
         """Must its pages stay for a while?"""
-        self._seen.pop(request.request_id, None)
         blocks = list(request.block_ids)
         if not self._on_leader(
             lambda: self.scheduler.request_finished(VisibleRequest(request), blocks)

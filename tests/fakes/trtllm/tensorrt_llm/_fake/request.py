@@ -41,6 +41,7 @@ class LlmRequest:
     local_tokens: int = 0
     matched_tokens: int = 0
     context_current_position: int = 0
+    context_chunk_size: int = 0  # of this step
     kv_tokens: int = 0  # computed or loaded, as the device has them
     device_tokens: list[int] = field(default_factory=list)  # sampled ones the host may not know yet
     finish_reason: str | None = None
@@ -52,6 +53,13 @@ class LlmRequest:
     def get_tokens(self, beam: int) -> list[int]:
         assert beam == 0, "beams are not supported with a connector"
         return list(self.tokens)
+
+    def get_num_tokens(self, beam: int) -> int:
+        return len(self.tokens)
+
+    @property
+    def context_remaining_length(self) -> int:
+        return len(self.prompt) - self.context_current_position
 
     @property
     def generated(self) -> int:
