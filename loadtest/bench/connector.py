@@ -3,7 +3,8 @@
     python -m loadtest.bench.connector
 
 TensorRT-LLM calls `get_num_new_matched_tokens` while it holds the lock of its own prefix tree, and
-`build_connector_meta` in every step; each call gets a list of tokens that nobody has seen yet, as
+`build_connector_meta` in every step, for which it first describes the step (lean_output.py says
+how much of that we replace); each call gets a list of tokens that nobody has seen yet, as
 the real one does. Beside them stand what a call cannot avoid (reading the list once) and what it
 would cost to hash the keys instead. Copies are measured where CUDA is (connector_copies.py); on
 plain memory they are a memcpy, which is only shown.
@@ -21,11 +22,13 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Annotated
 
 import numpy as np
 import typer
 
+from backends.engine.trtllm import lean_output
 from backends.engine.trtllm import messages as m
 from backends.engine.trtllm.channel import SCHEDULER, ConnectorHost, ConnectorLink
 from backends.engine.trtllm.scheduler import StageScheduler
@@ -162,9 +165,28 @@ class Bench:
             lambda number: partial(block_keys, prompt.tolist(), BLOCK_TOKENS, SEED),
         )
 
-    def orders(self, is_new: bool) -> float:
-        """A step of 64 requests: all new (4k tokens, half of them loaded), or all decoding."""
-        tokens = 4096
+    def described(self, tokens: int, is_lean: bool) -> float:
+        """What TensorRT-LLM builds of 64 decoding requests for a connector, in each step."""
+        requests = [Running(number, self.prompt(tokens)) for number in range(REQUESTS)]
+        made = lean_output.lean_request(LIKE_UPSTREAM) if is_lean else WholeLists
+        described = [made() for _ in requests]
+
+        def prepare(number: int) -> Callable[[], object]:
+            for each, request in zip(described, requests, strict=True):
+                each.update_and_build_data(request, request)  # the first time is the prompt's
+                request.length += 1
+
+            def call() -> None:
+                for each, request in zip(described, requests, strict=True):
+                    each.update_and_build_data(request, request)
+
+            return call
+
+        whose = "as ours" if is_lean else "as TensorRT-LLM's"
+        return self.timed(f"describe {REQUESTS} decoding, {tokens // 1024}k, {whose}", prepare)
+
+    def orders(self, is_new: bool, tokens: int = 4096) -> float:
+        """A step of 64 requests: all new (half of their tokens loaded), or all decoding."""
         prompts = [self.prompt(tokens) for _ in range(REQUESTS)]
         pages = list(range(tokens // BLOCK_TOKENS + 1))
         stages = [
@@ -191,8 +213,49 @@ class Bench:
             ]
             return lambda: scheduler.orders([], steps)
 
-        kind = "new, 2k of 4k loaded" if is_new else "decoding"
+        size = f"{tokens // 1024}k"
+        kind = f"new, half of {size} loaded" if is_new else f"decoding, {size}"
         return self.timed(f"orders of {REQUESTS} requests, {kind}", prepare)
+
+
+class Running:
+    """A request and its pages as TensorRT-LLM hands them to Python: a new list for each call."""
+
+    def __init__(self, number: int, prompt: np.ndarray) -> None:
+        self.request_id, self.length, self.state = number, len(prompt), "generating"
+        self._tokens = array("i", [*prompt.tolist(), *range(4096)])
+        self._pages = array("i", range(len(self._tokens) // TOKENS_PER_BLOCK + 1))
+        self.tokens_per_block = TOKENS_PER_BLOCK
+
+    def get_num_tokens(self, beam: int) -> int:
+        return self.length
+
+    def get_tokens(self, beam: int) -> list[int]:
+        return self._tokens[: self.length].tolist()
+
+    def get_cache_indices(self, request: Running) -> list[int]:
+        return self._pages[: self.length // TOKENS_PER_BLOCK + 1].tolist()
+
+
+class WholeLists:
+    """As TensorRT-LLM does it: all tokens and pages, compared by length with a copy of its own."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._pages: list[int] = []
+
+    def update_and_build_data(self, request: Running, pages: Running) -> Computed:
+        all_pages, all_tokens = pages.get_cache_indices(request), request.get_tokens(0)
+        new_pages, new_tokens = all_pages[len(self._pages) :], all_tokens[len(self._tokens) :]
+        self._pages += new_pages
+        self._tokens += new_tokens
+        return Computed(request.request_id, new_tokens, new_pages, len(all_tokens) - 1, 1)
+
+
+LIKE_UPSTREAM = SimpleNamespace(
+    KvCacheConnectorSchedulerOutputRequest=WholeLists, RequestData=Computed,
+    LlmRequestState=SimpleNamespace(CONTEXT_INIT=1, DISAGG_GENERATION_TRANS_IN_PROGRESS=2),
+)  # fmt: skip
 
 
 class Unheard:
@@ -224,11 +287,17 @@ def main(
         bench.stage(tokens)
         bench.limits(tokens)
     decoding_us, new_us = bench.orders(is_new=False), bench.orders(is_new=True)
+    long_decoding_us = bench.orders(is_new=False, tokens=32_768)
+    whole_us = bench.described(32_768, is_lean=False)
+    lean_us = bench.described(32_768, is_lean=True)
     targets = [
         Target("get_num_new_matched_tokens, 4k, us", short_us, "<=", 100.0),
         Target("get_num_new_matched_tokens, 128k, us", long_us, "<=", 2500.0),
         Target("build_connector_meta, 64 requests, us", decoding_us, "<=", 200.0),
         Target("build_connector_meta, 64 new requests, us", new_us, "<=", 200.0),
+        Target("build_connector_meta, 64 requests of 32k, us", long_decoding_us, "<=", 200.0),
+        Target("description of 64 requests of 32k, us", lean_us, "<=", 200.0),
+        Target("description of 64 x 32k, of TensorRT-LLM's", lean_us / whole_us, "<=", 0.05),
     ]
     rows = bench.rows
     if copies:
