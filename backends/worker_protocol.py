@@ -3,8 +3,8 @@
 Two channels. *Calls* are requests to the models `prefill_*` and `decode_*` over gRPC
 (grpc_calls.py): token ids travel as a tensor, the rest as one MessagePack string. *Letters* go
 to the inbox of one very process, rather than to "whoever serves that model now": stop a request,
-hand-over progress from prefill to decode, and the tokens of all streams that a
-front has at a decode worker, one letter per step (token_streams.py).
+hand-over progress from prefill to decode, the tokens of all streams that a front has at a decode
+worker, one letter per step (token_streams.py), and which of its requests a worker has in hand.
 Not here: the store's protocol (mooncake_store/protocol.py).
 """
 
