@@ -34,10 +34,11 @@ class StepWatch:
 
     def is_busy(self, now_s: float, busy: bool, predicted_s: float = 0.0) -> None:
         """Of an engine that shows no steps: it has something to do, or has not."""
+        step = self._step
         if not busy:
             self._step = None
-        elif self._step is None:
-            self._step = now_s, predicted_s
+        else:
+            self._step = step[0] if step is not None else now_s, predicted_s
 
     def progressed(self, now_s: float) -> None:
         """A sign of life from an engine that shows no steps: the next one begins."""

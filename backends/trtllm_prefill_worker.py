@@ -172,7 +172,7 @@ class TrtllmPrefillWorker(PrefillWorker):
             isinstance(job, TrtllmPrefillJob) and job.running is not None and not job.ended_s
             for job in self._jobs.values()
         )
-        predicted_s = self._estimate.seconds(self._config.chunk_tokens, 0)
+        predicted_s = self._estimate.seconds(self._tokens_ahead(), 0)  # it may tell of none alone
         self.worker.watch.is_busy(now_s, busy, predicted_s)
 
     def _admit(self) -> None:

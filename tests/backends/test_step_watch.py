@@ -65,5 +65,7 @@ def test_an_engine_that_shows_no_steps_is_hung_when_it_is_busy_and_silent() -> N
     assert watch.age_s(200.0) == 20.0
     watch.is_busy(200.0, False)
     assert look(watch, 200.0, 300.0) is None
-    watch.is_busy(300.0, True)
-    assert look(watch, 300.0, 400.0) is not None
+    watch.is_busy(300.0, True, 0.1)
+    watch.is_busy(301.0, True, 10.0)  # it has got more to do
+    assert look(watch, 301.0, 300.0 + 10.0 * HUNG_RATIO) is None
+    assert look(watch, 301.0 + 10.0 * HUNG_RATIO, 999.0) is not None
