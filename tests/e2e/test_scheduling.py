@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.bench.overload.load import COUNTER as COMPUTED
 from loadtest.bench.overload.load import Load as OpenLoad
 from loadtest.bench.overload.load import Shape
 from loadtest.bench.repository import set_parameters
 from loadtest.metrics import COMPLETED, FAILED, REJECTED
 from loadtest.workloads import TokenSource
-from tests.e2e.load import B, Load, ask, assert_all_answered
+from tests.e2e.load import B, Load, ask, assert_all_answered, prompt
 from tests.e2e.server import Answer, Server, running, wait_until
 from tests.e2e.test_pools import holders
 
@@ -98,3 +99,35 @@ def test_under_overload_no_token_of_a_rejected_prompt_is_computed(
     assert phase.rejected_without_retry == 0
     assert phase.wasted_tokens == 0
     wait_until(server.is_idle, "pages, slots and leases to be free")
+
+
+def test_a_batch_that_would_be_too_slow_is_predicted_before_any_prefill(server: Server) -> None:
+    """Any batch of two is too slow here. Both decode workers are idle and take whatever comes; who
+    comes next is told before its prompt is computed."""
+    set_parameters(server.repository, "conductor", {
+        "admission": "predictive", "shedding": "limit", "policy": "cache_aware",
+        "ttft_slo_s": 30, "tbt_slo_s": 0.0001,
+    })  # fmt: skip
+    wait_until(lambda: ask(server, 4).decision.get("policy") == "cache_aware",
+               "the limits to be in force")  # fmt: skip
+    wait_until(server.is_idle, "an idle start")
+    streams = [
+        server.stream(input_ids=prompt(number), max_tokens=4000, end_id=-1, stream=True)
+        for number in (5, 6)
+    ]
+    try:
+        for stream in streams:
+            for _ in range(3):  # both are decoding
+                assert stream.next() is not None
+        before = server.metric(COMPUTED, path="computed")
+        refused = server.ask(input_ids=prompt(7), max_tokens=200, end_id=-1)
+    finally:
+        for stream in streams:
+            stream.leave()
+    assert "rejected kind=tbt_slo retry_after_s=" in refused.error and not refused.output_ids
+    wait_until(server.is_idle, "pages, slots and leases to be free")
+    assert not ask(server, 8).error
+    own = len(prompt(8))
+    wait_until(lambda: server.metric(COMPUTED, path="computed") >= before + own,
+               "the prompt that was served to be counted")  # fmt: skip
+    assert server.metric(COMPUTED, path="computed") == before + own, "and no other one"

@@ -99,4 +99,4 @@ def test_the_rows_end_with_medians_and_what_they_were_calibrated_with() -> None:
     runs = [run(n, "baseline", answered, 10) for n, answered in ((1, 5), (2, 9), (3, 6))]
     *_, median, numbers = Measured({"tbt_slo_s": 0.02}, runs, []).rows()
     assert median["policy"] == "baseline" and median["within"] == 6
-    assert numbers == {"tbt_slo_s": 0.02}
+    assert numbers == {"round": "number", "policy": "tbt_slo_s", "value": 0.02}

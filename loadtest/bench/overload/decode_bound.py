@@ -138,7 +138,8 @@ class Measured:
                 "computed_tokens": _median(of_policy, lambda run: run.phase.computed_tokens),
                 "wasted_tokens": _median(of_policy, lambda run: run.phase.wasted_tokens),
             })  # fmt: skip
-        rows.append({name: round(value, 4) for name, value in self.numbers.items()})
+        for name, number in self.numbers.items():
+            rows.append({"round": "number", "policy": name, "value": round(number, 5)})
         return rows
 
     def targets(self) -> list[Target]:
