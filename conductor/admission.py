@@ -80,7 +80,8 @@ def decode_loads(
     """What each of these decode workers has, without the request, as the admission policy sees it
     for one whose prefill ends at `at_s`."""
     if cluster.forecasts is not None:
-        rows = np.array([w.batch.forecast.row for w in workers if w.batch.forecast is not None])
+        known = [w.batch.forecast.row for w in workers if w.batch.forecast is not None]
+        rows = np.array(known, dtype=np.intp)
         loads = [Load(*row) for row in cluster.forecasts.at(rows, at_s).tolist()]
     else:
         policy, decode_s = LOAD_POLICIES[cluster.config.admission], cluster.decode_s

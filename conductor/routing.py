@@ -160,16 +160,11 @@ class Options:
         # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
         starts_s = np.where(self._is_prefill, self._terms.start_s, math.inf)
         self._at_s = self._now_s + starts_s.item(starts_s.argmin())
-        # Mostly less than is reserved, so who has room for that need not be asked.
-        is_more = self._config.admission == "predictive_lengths"
-        is_asked = self._is_decode if is_more else self._is_decode & ~has_room
-        rows = is_asked.nonzero()[0].tolist()
+        # Mostly less than is reserved, so who has room for that need not be asked: where it can be
+        # more, the one that is chosen is.
+        rows = (self._is_decode & ~has_room).nonzero()[0].tolist()
         for row, load in zip(rows, self._loads_of(rows), strict=True):
-            info = pool.workers[row].info
-            pages = blocks_touched(tokens, info.block_tokens)
-            # Rounded: 3.999 of 4 slots are 4. The worker itself makes sure, and queues if need be.
-            has_slot = round(load.sequences) < info.slots_max
-            has_room[row] = has_slot and load.pages + pages <= info.pages_max
+            has_room[row] = _fits(pool.workers[row], load, tokens)
 
     def _loads_of(self, rows: Sequence[int]) -> list[Load]:
         workers = [self._cluster.decodes.workers[row] for row in rows]
@@ -186,25 +181,28 @@ class Options:
         rows, cost_s = self._finalists()
         costs_s = [cost_s.item(row) for row in rows]
         row, decode = self._pairing(rows, costs_s)
-        if self._loads is not None and self._leave_those_in_time(self.decode(decode)):
+        if self._loads is not None and self._leave_better_ones(self.decode(decode)):
             row, decode = self._pairing(rows, costs_s)
         return self.pair(self.prefill(row), self.decode(decode))
 
-    def _leave_those_in_time(self, chosen: DecodeOption) -> bool:
-        """Decode workers are compared by what is reserved there, and `chosen` is predicted to miss
-        the limit on TBT. False when it is not, or when all who have room miss it as well; else
-        only those remain that keep it."""
-        limit_s = self._config.tbt_limit_s(self._request.priority)
-        if chosen.tbt_s <= limit_s or chosen.load.sequences <= 0 or self._has_room is None:
+    def _leave_better_ones(self, chosen: DecodeOption) -> bool:
+        """Decode workers are compared by what is reserved there; `chosen` may be predicted to have
+        no room, or to miss the limit on TBT. Then only those remain that are as they should be, if
+        there are any: True."""
+        assert self._has_room is not None, "they were asked"
+        if self._is_good(chosen):
             return False
-        in_time = np.zeros_like(self._has_room)
+        good = np.zeros_like(self._has_room)
         for row in (self._has_room & self._is_decode).nonzero()[0].tolist():
-            option = self.decode(row)
-            in_time[row] = option.tbt_s <= limit_s or option.load.sequences <= 0
-        if not np.count_nonzero(in_time):
+            good[row] = self._is_good(self.decode(row))
+        if not np.count_nonzero(good):
             return False
-        self._has_room = in_time
+        self._has_room = good
         return True
+
+    def _is_good(self, option: DecodeOption) -> bool:
+        limit_s = self._config.tbt_limit_s(self._request.priority)
+        return option.has_room and (option.tbt_s <= limit_s or option.load.sequences <= 0)
 
     def _pairing(self, rows: Sequence[int], costs_s: Sequence[float]) -> tuple[int, int]:
         """The rows of the best pair of one of these prefill workers."""
@@ -329,10 +327,13 @@ class Options:
         worker = pool.workers[row]
         load = pool.loads[row] if self._loads is None else self._loads_of([row])[0]
         step_s = worker.decode_estimate.step_s(load.sequences + 1, load.context_tokens + tokens)
+        longest = tokens + self._request.output_tokens_max
         if self._has_room is not None:
             has_room = self._has_room.item(row)
         else:
-            has_room = pool.has_room_at(row, tokens + self._request.output_tokens_max)
+            has_room = pool.has_room_at(row, longest)
+        if self._config.admission == "predictive_lengths":  # this may be more than is reserved
+            has_room = has_room and _fits(worker, load, longest)
         return DecodeOption(worker, load, pool.ratio.item(row) * step_s, has_room)
 
     def pair(self, prefill: PrefillOption, decode: DecodeOption) -> Pair:
@@ -360,6 +361,14 @@ class Options:
     def backlog_s(self) -> float:
         """Predicted work of a prefill worker, on average."""
         return self._cluster.prefills.mean(self._terms.queue_s, self._is_prefill)
+
+
+def _fits(worker: Worker, load: Load, tokens: int) -> bool:
+    """Whether a request of so many tokens, its longest answer included, finds room beside it."""
+    pages = blocks_touched(tokens, worker.info.block_tokens)
+    # Rounded: 3.999 of 4 slots are 4. The worker itself makes sure, and queues if need be.
+    has_slot = round(load.sequences) < worker.info.slots_max
+    return has_slot and load.pages + pages <= worker.info.pages_max
 
 
 def within(least_s: float, config: ConductorConfig) -> float:

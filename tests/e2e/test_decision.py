@@ -20,7 +20,7 @@ def test_a_decision_names_its_candidates_with_their_terms_and_what_came_of_it(
     assert not first.error and not again.error, (first.error, again.error)
     for answer in (first, again):
         found = answer.decision
-        assert (found["policy"], found["admission"]) == ("kvcache_centric", "reserved")
+        assert (found["policy"], found["admission"]) == ("adaptive", "predictive_lengths")
         assert (found["queue_order"], found["queue_ahead"]) == ("shortest_first", 0)
         assert 0.0 <= found["place_s"] <= 5.0
         assert found["candidates_left_out"] == 0
