@@ -1,0 +1,80 @@
+"""An overload that is short of decoding, on cores that prefill and decode share: what predicting
+saves. The same on a real server is `python -m loadtest.bench.overload --decode-bound`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from conductor import ConductorConfig
+from loadtest.simulator.cluster.fleet import Fleet, Offered
+from loadtest.simulator.cluster.job import Job
+from loadtest.simulator.cluster.settings import Settings
+from loadtest.simulator.gpu.table import Table
+
+PREFILL, DECODE = (0.004, 8e-5, 7e-8), (0.003, 2.5e-4, 4e-7)  # about two vCPUs, demo checkpoint
+BLOCK_TOKENS, PROMPT_TOKENS, TOKEN_BYTES = 64, 512, 2_048
+TBT_SLO_S, TTFT_SLO_S = 0.008, 5.0
+PER_S, SECONDS = 8.0, 15.0
+SEEDS = range(2)
+
+
+def offered(seed: int) -> list[Offered]:
+    chance = np.random.default_rng(seed)
+    count = int(PER_S * SECONDS)
+    at_s = np.cumsum(chance.exponential(1 / PER_S, count)).tolist()
+    tokens = chance.integers(128, 512, count, endpoint=True).tolist()
+    keys = [
+        [f"{number}-{block}".encode().ljust(16) for block in range(PROMPT_TOKENS // BLOCK_TOKENS)]
+        for number in range(count)
+    ]
+    return [Offered(n, at_s[n], PROMPT_TOKENS, tokens[n], keys[n]) for n in range(count)]
+
+
+def is_within(job: Job) -> bool:
+    if job.finished_s is None or job.prefilled_s is None:
+        return False
+    step_s = (job.finished_s - job.prefilled_s) / (job.output_tokens - 1)
+    return job.prefilled_s - job.arrived_s <= TTFT_SLO_S and step_s <= TBT_SLO_S
+
+
+def runs(admission: str) -> tuple[int, int]:
+    """(answered within the limits, refused after their prefill) over all seeds."""
+    jobs: list[Job] = []
+    for seed in SEEDS:
+        config = ConductorConfig(
+            admission=admission, shedding="limit", policy="adaptive", ttft_slo_s=TTFT_SLO_S,
+            tbt_slo_s=TBT_SLO_S, decode_s_expected=3.0,
+        )  # fmt: skip
+        settings = Settings(
+            prefills=1, decodes=2, block_tokens=BLOCK_TOKENS, node_blocks=4_096, chunk_tokens=512,
+            decode_slots=32, max_tokens=1, nic_bytes_per_s=2e9, host_to_gpu_bytes_per_s=5e9,
+            shared_prefill=1.45, shared_decode=1.45, jitter=0.3, seed=seed, report_s=0.5,
+        )  # fmt: skip
+        pages_bytes = 512 * BLOCK_TOKENS * TOKEN_BYTES
+        gpu = Table(PREFILL, DECODE, TOKEN_BYTES, pages_bytes)
+        jobs += Fleet(config, settings, gpu).run(offered(seed))
+    return sum(map(is_within, jobs)), refused(jobs)
+
+
+def refused(jobs: Sequence[Job]) -> int:
+    return sum(bool(job.refused) for job in jobs)
+
+
+@pytest.fixture(scope="module")
+def baseline() -> tuple[int, int]:
+    found = runs("baseline")
+    assert found[1] > 0.1 * len(SEEDS) * PER_S * SECONDS, "there is an overload to judge by"
+    return found
+
+
+@pytest.mark.parametrize("admission", ["reserved", "predictive", "predictive_lengths"])
+def test_predicting_wastes_less_and_serves_no_fewer(
+    admission: str, baseline: tuple[int, int]
+) -> None:
+    within, wasted = runs(admission)
+    print(f"{admission}: {within} within, {wasted} wasted; baseline {baseline}")
+    assert wasted <= 0.6 * baseline[1]
+    assert within >= baseline[0]
