@@ -14,9 +14,10 @@ function from a decode worker's charges to the load that the request would meet:
     baseline   no decode check: overload there shows only after prefill was paid for
     none       no service level is checked; only bounded queues and batches reject
 
-`reserved` is the default because it keeps what it promises (README.md has the numbers). The gain
-of `predictive` is room that will be free; its price is that a request with a long prefill books
-that room ahead of those with a short one, and that two bookings of one room are noticed late.
+`reserved` keeps what it promises; `predictive_lengths` wastes least (README.md says where the
+numbers are). The gain of `predictive` is room that will be free; its price is that a request with a
+long prefill books that room ahead of those with a short one, and that two bookings of one room are
+noticed late.
 A new policy is a new entry in LOAD_POLICIES; it must be a pure function of the same arguments.
 
 `retry_after_s` is when the same prediction would fit: queues drain one second per second, batches
