@@ -43,7 +43,10 @@ class OwnSegment:
 
 
 class Fetcher:
-    """Thread-safe. `allocate(keys, owner, lease_s, size_bytes)` gives slots of the own node."""
+    """Thread-safe. `allocate(keys, owner, lease_s, size_bytes)` gives slots of the own node.
+
+    `own` is its segment now, None while it is down: then nothing can be pulled.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class Fetcher:
 
     def fetch(
         self,
-        own: Callable[[], OwnSegment],
+        own: Callable[[], OwnSegment | None],
         keys: Sequence[bytes],
         copies: Sequence[Copy],
         owner: str,
@@ -80,7 +83,10 @@ class Fetcher:
             )  # fmt: skip
             for group in groups:
                 ready.update({from_ssd[at]: copy for at, copy in group})
-        node_id = own().info.node_id
+        here = own()
+        if here is None:
+            return {}
+        node_id = here.info.node_id
         by_size: dict[int, list[int]] = {}
         bytes_from = Counter[str]()
         for index in sorted(ready):
@@ -93,9 +99,10 @@ class Fetcher:
                 for i, slot in zip(indices, given.slots, strict=True)
                 if slot is not None
             ]
-            if wanted:
+            here = own()  # another life of it may have been attached
+            if wanted and here is not None:
                 left_s = until_s - time.monotonic()
-                bytes_from.update(self._pull(own(), wanted, owner, lease_s, left_s))
+                bytes_from.update(self._pull(here, wanted, owner, lease_s, left_s))
         return dict(bytes_from)
 
     def _pull(

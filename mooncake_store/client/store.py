@@ -12,8 +12,10 @@ reported to the directory; a node that fails is left alone for a moment. StoreUn
 when the directory itself does not answer. After a timeout bytes may still arrive later: the pages
 in pending_offsets() must not be given to anybody until it stops listing them.
 
-When the own storage node restarts, the next allocate() notices (NodeNotAttached) and maps the new
-segment; until then blocks written here are lost, which their checksums reveal.
+When the own storage node dies its memory is unmapped within a fraction of a second, because its
+next life may need the room (mapped_transport.py). What is written to its slots then is lost, as it
+would be in the memory of a dead node. The next allocate() notices the new life (NodeNotAttached)
+and maps its segment.
 
 Not here: moving and verifying (block_reader.py), nodes and their failures (known_nodes.py),
 replication by decision of the conductor (it calls fetch).
@@ -35,12 +37,13 @@ from mooncake_store.client.header_reader import HeaderReader
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import LayoutMismatch, NodeUnknown, QuotaExceeded, TransferFailed
-from mooncake_store.layout import KvLayout
+from mooncake_store.layout import Geometry, KvLayout
+from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.checksum import checksum
 from mooncake_store.memory.scratch import Scratch
-from mooncake_store.memory.segment import ByteArray, Segment, SegmentRefused
+from mooncake_store.memory.segment import ByteArray, Segment
 from mooncake_store.memory.slot_header import STATE_READY, SlotHeader
-from mooncake_store.slots import Allocation, Copy, Slot
+from mooncake_store.slots import GENERATION_MAX, Allocation, Copy, Slot
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.rates import PathReport, Probe
 from mooncake_store.transports.transport import Span, TransferCounters
@@ -51,11 +54,23 @@ log = logging.getLogger("mooncake_store.store")
 RECENT_LOOKUPS_MAX = 64  # remembered so that a bad copy can be named by its key
 
 
-@dataclass(frozen=True, slots=True)
-class _Own(OwnSegment):
-    """The own node as attached: one of its incarnations, mapped."""
+@dataclass(slots=True)
+class _Own:
+    """The own node as attached: one of its incarnations, mapped until it dies."""
 
+    info: NodeInfo
+    shape: Geometry
     segment: Segment
+    first_generation: int = GENERATION_MAX  # given out since: earlier ones are of an earlier life
+
+    def now(self) -> OwnSegment | None:
+        """Its memory, mapped for as long as this is held; None when it is dead."""
+        view = self.segment.view_if_open()
+        return None if view is None else OwnSegment(self.info, view, self.shape)
+
+    def holding(self, slot: Slot) -> OwnSegment | None:
+        """The same for this use of a slot; None when that was in an earlier life of the node."""
+        return self.now() if slot.generation >= self.first_generation else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +135,14 @@ class Store:
                 f"mooncake_store.node --node-id {self.node_id} ...) or correct store_node"
             )
         shape = self._directory.attach(self.node_id, self._fingerprint, self.layout.block_bytes)
-        if before is not None and before.info.incarnation == info.incarnation:
-            return _Own(info, before.view, shape, before.segment)  # only the directory restarted
-        segment = Segment.open(info.segment_path, info.segment_bytes)
-        self._nodes.register(segment.view)
-        return _Own(info, segment.view, shape, segment)
+        segment = self._nodes.mapped.segment(info)
+        if before is not None and before.segment is segment:  # only the directory restarted
+            return _Own(info, shape, segment, before.first_generation)
+        view = segment.view_if_open()
+        if view is None:
+            raise NodeUnknown(f"storage node {self.node_id} died a moment ago")
+        self._nodes.register(view)
+        return _Own(info, shape, segment)
 
     def _attach_again(self, before: _Own) -> None:
         """After NodeNotAttached: the own node restarted, or the directory did."""
@@ -133,9 +151,6 @@ class Store:
                 return  # another thread did it
             self._own = self._attach(before)
             log.warning("node_id=%s attached again", self.node_id)
-            if self._own.segment is not before.segment:
-                self._nodes.unregister(before.segment.view)
-                before.segment.close()
 
     def register_buffer(self, buffer: ByteArray) -> None:
         """The engine's KV pool (uint8, contiguous): NIXL reads land in it without a copy."""
@@ -185,21 +200,33 @@ class Store:
             except NodeUnknown:
                 try:
                     self._attach_again(own)
-                except (NodeUnknown, SegmentRefused, LayoutMismatch) as error:
+                except (NodeUnknown, TransferFailed, LayoutMismatch) as error:
                     log.warning("node_id=%s cannot store: %s", self.node_id, error)
                     break
                 continue
-            self._check_alive(self._own)
+            with self._attaching:  # a new life that gave these slots may be being mapped
+                own = self._own
+            self._check_alive(own)
             for key, slot in zip(keys, given.slots, strict=True):
-                if slot is not None:  # the old block's header must not vouch for new bytes
-                    self._own.write_header(slot.slot, writing_header(key, slot, size_bytes))
+                if slot is None:
+                    continue
+                own.first_generation = min(own.first_generation, slot.generation)
+                if (here := own.now()) is not None:
+                    # The old block's header must not vouch for new bytes.
+                    here.write_header(slot.slot, writing_header(key, slot, size_bytes))
             return given
         return Allocation((None,) * len(keys), 0)
 
     def slot_view(self, slot: Slot) -> ByteArray:
-        """The payload of a slot of the own segment, to be filled with a block (uint8)."""
+        """The payload of a slot of the own segment, to be filled with a block (uint8).
+
+        When that life of the node is over, memory that nobody reads.
+        """
         assert slot.node_id == self.node_id, f"{slot} is not of the own node {self.node_id}"
-        return self._own.payload(slot.slot, self.layout.block_bytes)
+        here = self._own.holding(slot)
+        if here is None:
+            return np.empty(self.layout.block_bytes, np.uint8)
+        return here.payload(slot.slot, self.layout.block_bytes)
 
     def commit(
         self, blocks: Sequence[tuple[bytes, Slot, int]], owner: str, lease_s: float
@@ -213,7 +240,8 @@ class Store:
         for key, slot, digest in blocks:
             size_bytes = self.layout.block_bytes
             header = SlotHeader(STATE_READY, slot.generation, key, digest, size_bytes)
-            own.write_header(slot.slot, header)
+            if (here := own.holding(slot)) is not None:
+                here.write_header(slot.slot, header)
             rows.append((key, slot.slot, slot.generation, digest))
         self._check_alive(own)
         return self._directory.commit(self.node_id, rows, owner, lease_s)
@@ -291,7 +319,7 @@ class Store:
         `copies[i]` may be a local one already.
         """
         bytes_from = self._fetcher.fetch(
-            lambda: self._own, keys, copies, owner, lease_s, deadline_s
+            lambda: self._own.now(), keys, copies, owner, lease_s, deadline_s
         )
         found = self._directory.lookup(keys, owner, lease_s)
         local = [any(copy.node_id == self.node_id for copy in places) for places in found]
@@ -344,4 +372,3 @@ class Store:
         """Unmap and disconnect. Leases are not released: they belong to requests."""
         self._restorer.close()
         self._nodes.close()
-        self._own.segment.close()

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from mooncake_store.memory.mapping import HUGE_BYTES, PAGE_BYTES, ByteArray, Mapping, Part
 from mooncake_store.memory.segment_file import (
+    NoRoom,
     SegmentRefused,
     create_locked,
     is_hugetlbfs,
@@ -31,7 +32,7 @@ from mooncake_store.memory.segment_file import (
     unlink_if_same,
 )
 
-__all__ = ["ByteArray", "Segment", "SegmentRefused", "host_id"]
+__all__ = ["ByteArray", "NoRoom", "Segment", "SegmentRefused", "host_id"]
 
 SEPARATOR = ":"
 
@@ -84,12 +85,15 @@ class Segment:
 
     @classmethod
     def open(cls, path: str, size_bytes: int | None = None) -> Segment:
-        """Map a segment that another process owns. `size_bytes`: what its owner announced."""
+        """Map a segment that a living process owns. `size_bytes`: what its owner announced."""
         parts: list[Part] = []
         try:
             for one in path.split(SEPARATOR):
                 descriptor = _open_foreign(one)
                 parts.append(Part(descriptor, os.fstat(descriptor).st_size))
+                if try_lock(descriptor, fcntl.LOCK_SH, keep=False):
+                    # To map it would keep its memory from whoever comes after its owner.
+                    raise SegmentRefused(f"nobody owns segment {one}: its storage node died")
             found_bytes = sum(part.size_bytes for part in parts)
             if not all(part.size_bytes for part in parts) or size_bytes not in (None, found_bytes):
                 raise SegmentRefused(
@@ -107,6 +111,11 @@ class Segment:
         """The whole segment as uint8. Do not keep it beyond close()."""
         assert self._mapping is not None, f"segment {self.path} is closed"
         return self._mapping.view
+
+    def view_if_open(self) -> ByteArray | None:
+        """The same, for whoever may come when another thread has closed it."""
+        mapping = self._mapping
+        return None if mapping is None else mapping.view
 
     @property
     def pages(self) -> str:

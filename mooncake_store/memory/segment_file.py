@@ -31,6 +31,10 @@ class SegmentRefused(StoreError):
     """This segment cannot be created or opened; the message says what to change."""
 
 
+class NoRoom(SegmentRefused):
+    """There is too little memory now, and enough in all: somebody may give some back."""
+
+
 def create_locked(path: str) -> int:
     """A descriptor of a fresh, empty, exclusively locked file at `path`."""
     for _ in range(ATTEMPTS_MAX):
@@ -74,7 +78,7 @@ def _remove_stale(path: str) -> None:
 
 
 def refuse_without_room(files: Sequence[tuple[str, int]]) -> None:
-    """SegmentRefused when (path, bytes) cannot be had together: what is free, what to do."""
+    """NoRoom or SegmentRefused when (path, bytes) cannot be had together: what to do."""
     needed_bytes: dict[int, int] = {}  # by filesystem
     set_aside: set[int] = set()  # hugetlbfs: its pages are not part of the memory that is available
     for path, size_bytes in files:
@@ -83,7 +87,8 @@ def refuse_without_room(files: Sequence[tuple[str, int]]) -> None:
         needed_bytes[device] = needed_bytes.get(device, 0) + size_bytes
         free_bytes = _free_bytes(where)
         if needed_bytes[device] > free_bytes:
-            raise SegmentRefused(
+            could_be = needed_bytes[device] <= _all_bytes(where)
+            raise (NoRoom if could_be else SegmentRefused)(
                 f"segment {path} needs {_mib(needed_bytes[device])}, {where} has "
                 f"{_mib(free_bytes)} free: {_advice(where)}"
             )
@@ -92,7 +97,7 @@ def refuse_without_room(files: Sequence[tuple[str, int]]) -> None:
     available_bytes = _memory_available_bytes() - MEMORY_SPARE_BYTES
     memory_bytes = sum(n for device, n in needed_bytes.items() if device not in set_aside)
     if memory_bytes > available_bytes:
-        raise SegmentRefused(
+        raise NoRoom(
             f"segment {files[0][0]} needs {_mib(memory_bytes)} of memory, "
             f"{_mib(available_bytes)} can be had: choose a smaller segment or stop something"
         )
@@ -106,15 +111,21 @@ def _free_bytes(folder: str) -> int:
     return int(pool.read_text()) * room.f_bsize
 
 
+def _all_bytes(folder: str) -> int:
+    """What is free there when nobody has anything."""
+    room = os.statvfs(folder)
+    return room.f_blocks * room.f_frsize
+
+
 def prove_memory(path: str, descriptor: int, size_bytes: int) -> None:
-    """All pages of the file exist now; what is not there yet is taken, or SegmentRefused."""
+    """All pages of the file exist now; what is not there yet is taken, or NoRoom."""
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
         where = os.path.dirname(path) or "."
-        raise SegmentRefused(
+        raise NoRoom(
             f"segment {path} needs {_mib(size_bytes)}, {where} ran full ({error.strerror}): "
             + _advice(where)
         ) from error

@@ -14,16 +14,19 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 from mooncake_store.directory_client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
 from mooncake_store.membership import UNIT_BYTES
 from mooncake_store.memory.mapping import numa_nodes
+from mooncake_store.memory.segment import NoRoom
 from mooncake_store.node.node import Clients, NodeOptions, StorageNode
 
 log = logging.getLogger("mooncake_store.node")
 REPORT_S = 1.0
+ROOM_LOOK_S = 0.1  # between two looks whether there is room by now
 INVENTORY_S_MAX = 60.0  # for one message of an inventory; the last of a million blocks takes 10 s
 _PR_SET_PDEATHSIG = 1
 
@@ -58,6 +61,14 @@ def _parser() -> argparse.ArgumentParser:
         default=UNIT_BYTES,
         help="grain of the memory, a power of two; a block takes a whole number of units "
         "(%(default)s)",
+    )
+    parser.add_argument(
+        "--room-s-max",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="wait so long for memory that others still have, as those do who have mapped the "
+        "segment of this node's last life (%(default)s)",
     )
     parser.add_argument("--mapped-only", action="store_true", help="no NIXL: one host only")
     parser.add_argument("--rack", default="", help="label; nodes of one rack are near each other")
@@ -98,6 +109,8 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     unit_bytes, ssd_bytes = arguments.unit_bytes, arguments.ssd_bytes
     if unit_bytes < UNIT_BYTES or unit_bytes & (unit_bytes - 1):
         parser.error(f"--unit-bytes {unit_bytes}: use a power of two from {UNIT_BYTES} on")
+    if not 0 <= arguments.room_s_max <= 3_600:
+        parser.error(f"--room-s-max {arguments.room_s_max:g}: use seconds, 0 to 3600")
     if arguments.segment_bytes <= 0:
         parser.error(f"--segment-bytes {arguments.segment_bytes}: must be more than 0")
     if bool(arguments.ssd_path) != (ssd_bytes > 0):
@@ -167,7 +180,36 @@ class StopSignals:
         return bool(select.select([self._read_end], [], [], seconds)[0])
 
 
-def run(address: str, options: NodeOptions, stop: StopSignals) -> int:
+def started(
+    options: NodeOptions, clients: Clients, stop: StopSignals, room_s_max: float
+) -> StorageNode | None:
+    """The node, as soon as there is room for its segment; None when a signal says stop first.
+
+    The memory of a life that died is free once everybody has unmapped it, which takes a moment.
+    StoreError when it cannot start.
+    """
+    began_s = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - began_s
+        try:
+            node = StorageNode(options, clients, stop.raise_one)
+        except NoRoom as error:
+            if waited_s >= room_s_max:
+                raise
+            if waited_s < ROOM_LOOK_S:  # once
+                log.warning(
+                    "node_id=%s waits up to %g s until others have given memory back: %s",
+                    options.node_id, room_s_max, error,
+                )  # fmt: skip
+            if stop.wait(ROOM_LOOK_S):
+                return None
+        else:
+            if waited_s >= ROOM_LOOK_S:
+                log.info("node_id=%s had room after %.1f s", options.node_id, waited_s)
+            return node
+
+
+def run(address: str, options: NodeOptions, stop: StopSignals, room_s_max: float) -> int:
     """Serve until a signal says stop; the exit status."""
     node_id = options.node_id
     with (
@@ -177,10 +219,12 @@ def run(address: str, options: NodeOptions, stop: StopSignals) -> int:
     ):
         clients = Clients(reports, inventories, background)
         try:
-            node = StorageNode(options, clients, stop.raise_one)
+            node = started(options, clients, stop, room_s_max)
         except StoreError as error:
             log.error("node_id=%s cannot start: %s", node_id, error)
             return 1
+        if node is None:
+            return 0
         is_announced = False
         try:
             while True:
@@ -213,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         die_with_parent()
     status = 1
     try:
-        status = run(arguments.directory, options, stop)
+        status = run(arguments.directory, options, stop, arguments.room_s_max)
     except Exception:  # process edge: say why, and still leave through os._exit
         log.exception("node_id=%s ends", options.node_id)
     sys.stdout.flush()

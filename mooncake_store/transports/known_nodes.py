@@ -55,7 +55,7 @@ class KnownNodes:
         self._asked_s = 0.0
         self._bad: dict[str, tuple[str, float]] = {}  # node_id -> (incarnation, until_s)
         self._host_id = host_id("/dev/shm/segment")  # while the own node is not registered
-        self.mapped = MappedTransport()
+        self.mapped = MappedTransport(before_close=lambda segment: self.unregister(segment.view))
         self.tcp = TcpTransport()
         self.nixl = _nixl(mode)
         self.traffic = Traffic()

@@ -4,20 +4,28 @@ For nodes of this host only (same /dev/shm). No cooperation of the node is neede
 node is served; a dead one is refused, because its segment is nobody's any more: before and after
 each batch the owner's lock on the file is looked at (segment.py).
 
+The memory of a dead node stays taken until the last process has unmapped it, and its next life may
+need that room. So a thread looks at the locks all the time, whether anything moves or not, and lets
+go of what is dead. A view that is in use keeps its mapping until it is dropped (mapping.py).
+
 Not here: deciding that a node is on this host (store.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.segment import ByteArray, Segment, SegmentRefused
 from mooncake_store.transports.transport import CountedTransport, LocalSpan, Span
+
+log = logging.getLogger("mooncake_store.store")
+LOOK_S = 0.25  # between two looks at the owners' locks; a look takes a microsecond per segment
 
 
 class MappedTransport(CountedTransport):
@@ -25,10 +33,14 @@ class MappedTransport(CountedTransport):
 
     name = "mapped"
 
-    def __init__(self) -> None:
+    def __init__(self, before_close: Callable[[Segment], None] = lambda segment: None) -> None:
+        """`before_close`: told before a mapping is let go, in whichever thread does it."""
         super().__init__()
+        self._before_close = before_close
         self._lock = threading.Lock()
         self._segments: dict[str, tuple[str, Segment]] = {}  # node_id -> (incarnation, mapping)
+        self._stop = threading.Event()
+        self._watch: threading.Thread | None = None  # made with the first mapping
 
     def register(self, buffer: ByteArray) -> None:
         """Nothing to do: any memory can be copied to."""
@@ -50,9 +62,35 @@ class MappedTransport(CountedTransport):
             except SegmentRefused as error:
                 raise TransferFailed(f"node {node.node_id}: {error}") from error
             self._segments[node.node_id] = (node.incarnation, segment)
-            if known is not None:
-                known[1].close()
-            return segment
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._look, name="unmap", daemon=True)
+                self._watch.start()
+        if known is not None:
+            self._close(known[1])
+        return segment
+
+    def _look(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            try:
+                self.drop_dead()
+            except Exception:  # edge: the others must be looked at the next time
+                log.exception("unmapping failed")
+
+    def drop_dead(self) -> list[str]:
+        """Let go of every segment whose owner is dead; which nodes those were."""
+        with self._lock:
+            dead = {node_id: segment for node_id, (_, segment) in self._segments.items()
+                    if not segment.is_owner_alive()}  # fmt: skip
+            for node_id in dead:
+                del self._segments[node_id]
+        for node_id, segment in dead.items():
+            log.warning("node_id=%s died, its memory is unmapped", node_id)
+            self._close(segment)
+        return list(dead)
+
+    def _close(self, segment: Segment) -> None:
+        self._before_close(segment)
+        segment.close()
 
     def _transfer(
         self,
@@ -63,8 +101,7 @@ class MappedTransport(CountedTransport):
         is_read: bool,
     ) -> None:
         segment = self.segment(node)
-        _check_alive(node, segment)
-        view = segment.view
+        view = _living_view(node, segment)
         for there, (buffer, here) in zip(remote, local, strict=True):
             far = view[there.offset_bytes : there.offset_bytes + there.length_bytes]
             near = buffer[here.offset_bytes : here.offset_bytes + here.length_bytes]
@@ -87,8 +124,7 @@ class MappedTransport(CountedTransport):
         """
         try:
             segment = self.segment(node)
-            _check_alive(node, segment)
-            yield segment.view
+            yield _living_view(node, segment)
             _check_alive(node, segment)
         except TransferFailed as error:
             self._tally.failed(isinstance(error, TransferTimeout))
@@ -106,11 +142,23 @@ class MappedTransport(CountedTransport):
         with self._lock:
             known = self._segments.pop(node_id, None)
         if known is not None:
-            known[1].close()
+            self._close(known[1])
 
     def close(self) -> None:
+        self._stop.set()
+        if self._watch is not None:
+            self._watch.join()
         for node_id in list(self._segments):
             self.disconnect(node_id)
+
+
+def _living_view(node: NodeInfo, segment: Segment) -> ByteArray:
+    """Its memory, while its owner lives."""
+    _check_alive(node, segment)
+    view = segment.view_if_open()
+    if view is None:
+        raise TransferFailed(f"node {node.node_id} died: its memory was unmapped")
+    return view
 
 
 def _check_alive(node: NodeInfo, segment: Segment) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +64,7 @@ class Transfer:
     handle: Any
     peer: Peer
     targets: list[LocalSpan]
+    regions: frozenset[Region]  # that its local spans lie in
     memory: list[LocalSpan] = field(default_factory=list)  # kept alive until it ends
     is_done: bool = False
 
@@ -79,6 +80,8 @@ class Lane:
         self._failures: tuple[type[Exception], ...] = (*self._errors, TransferFailed)
         self._agent = make_agent(name, has_progress_thread=False)
         self._registered: dict[Region, Any] = {}
+        self._busy: Counter[Region] = Counter()  # transfers under way in it, zombies included
+        self._leaving: set[Region] = set()  # to be unregistered when the last of these has ended
         self._peers: dict[str, Peer] = {}  # node_id -> its present life
         self._retired: list[Peer] = []  # earlier lives that still have transfers under way
         self._refused: dict[str, float] = {}  # agent name -> when to try again
@@ -98,6 +101,11 @@ class Lane:
                     ) from error
 
     def unregister(self, region: Region) -> None:
+        """At once, or when the last transfer in it has ended: NIXL works on its registration."""
+        if self._busy[region]:
+            self._leaving.add(region)
+            return
+        self._leaving.discard(region)
         memory = self._registered.pop(region, None)
         for key in [key for key in self._prepared if key[:2] == (_LOCAL, region.address)]:
             self._release(self._prepared.pop(key))
@@ -159,7 +167,7 @@ class Lane:
         peer = self.connect(node)
         far = np.array([offset for offset, _ in remote], np.uint64)
         lengths = np.array([length for _, length in remote], np.uint64)
-        near, region = self._local_offsets(local)
+        near, region, regions = self._local_offsets(local)
         operation = "READ" if is_read else "WRITE"
         try:
             handle = self._prepared_handle(operation, node, peer, far, near, region, lengths)
@@ -171,8 +179,9 @@ class Lane:
                     peer.agent_name,
                 )
             targets = list(local) if is_read else []
-            transfer = Transfer(handle, peer, targets, list(local))
+            transfer = Transfer(handle, peer, targets, regions, list(local))
             peer.transfers += 1
+            self._busy.update(regions)
         except self._errors as error:
             raise TransferFailed(
                 f"node {node.node_id} refused a transfer of {len(remote)} spans: {error}"
@@ -204,6 +213,9 @@ class Lane:
         transfer.is_done = True
         transfer.peer.transfers -= 1
         self._release(transfer.handle)
+        self._busy.subtract(transfer.regions)
+        for region in transfer.regions & self._leaving:
+            self.unregister(region)
 
     def bury(self) -> None:
         """Poll the zombies; those that came to an end, either way, are forgotten."""
@@ -216,8 +228,10 @@ class Lane:
         with contextlib.suppress(*self._errors):
             handle.release()
 
-    def _local_offsets(self, local: Sequence[LocalSpan]) -> tuple[Offsets, Region]:
-        """Offsets relative to the one registered region that holds all of these spans."""
+    def _local_offsets(
+        self, local: Sequence[LocalSpan]
+    ) -> tuple[Offsets, Region, frozenset[Region]]:
+        """Offsets relative to the first region that holds some of these spans; and all of them."""
         found: dict[int, tuple[Region, int]] = {}
         for buffer, _ in local:
             if id(buffer) not in found:
@@ -229,7 +243,7 @@ class Lane:
             for buffer, span in local
         ]
         near = np.array(offsets, np.int64).view(np.uint64)
-        return near, first
+        return near, first, frozenset(region for region, _ in found.values())
 
     def _region_of(self, buffer: ByteArray) -> tuple[Region, int]:
         address = int(buffer.__array_interface__["data"][0])
@@ -315,5 +329,7 @@ class Lane:
         self._peers.clear()
         self._retired.clear()
         self._registered.clear()
+        self._busy.clear()
+        self._leaving.clear()
         self._refused.clear()
         return True

@@ -123,7 +123,6 @@ class NixlTransport(CountedTransport):
     def _take_lane(self, until_s: float) -> Lane:
         """A lane with its lock held and every buffer registered."""
         with self._lock:
-            regions = self._regions
             lane = next((lane for lane in self._lanes if lane.lock.acquire(False)), None)
             if lane is None and 0 < len(self._lanes) < LANES_MAX:
                 lane = self._new_lane()
@@ -137,7 +136,8 @@ class NixlTransport(CountedTransport):
             if not lane.lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
                 raise TransferTimeout("every NIXL lane of this process is busy; nothing was moved")
         try:
-            lane.register(regions)
+            lane.register(self._regions)  # read under the lane's lock: what is taken out meanwhile
+            # is unregistered by whoever did it, as soon as he gets that lock
         except BaseException:
             lane.lock.release()
             raise
