@@ -1,10 +1,10 @@
 """What of a prompt's prefix each node has: a run of blocks in DRAM, and behind it one on its SSD.
 
-A node with an SSD registers with the directory twice, as "s0" and as "s0/ssd" (membership.py), so
-the directory's events name two holders. Here each kind has its own index. Blocks leave DRAM from
-the end of a prefix, so what is on an SSD is mostly the end of a run whose start is in memory: the
-run on the SSD is looked for where the one in DRAM ends. A prefix that changes between the two more
-than once is undercounted.
+A node with an SSD registers with the directory twice, as "s0" and as "s0/ssd"
+(mooncake_store/membership.py), so the directory's events name two holders. Here each kind has its
+own index. Blocks leave DRAM from the end of a prefix, so what is on an SSD is mostly the end of a
+run whose start is in memory: the run on the SSD is looked for where the one in DRAM ends. A prefix
+that changes between the two more than once is undercounted.
 
 Not here: what it costs to bring a block from one of them (fetching.py).
 """

@@ -7,7 +7,7 @@ directory.py.
 Room for a block of one size is made by dropping the coldest idle block of that size. When there is
 none, other sizes give up slabs whose blocks are all idle.
 
-Not here: verbs and their refusals (directory.py), the order of eviction (eviction.py).
+Not here: verbs and their refusals (directory.py), the order of eviction (eviction/order.py).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ looks at anything; silent nodes and workers go at `tick`. So a simulator drives 
 the same calls give the same answers. Memory is bounded by the units and by DirectoryConfig.
 
 Not here: how a copy comes and goes (copies.py), the verbs of operators and storage nodes
-(upkeep.py), which copy to drop (eviction.py), who is alive (nodes.py, workers.py), sockets.
+(upkeep.py), which copy to drop (eviction/order.py), who is alive (nodes.py, workers.py), sockets.
 """
 
 from __future__ import annotations

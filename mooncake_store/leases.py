@@ -6,7 +6,8 @@ ending a request costs its own leases and nothing else, and the heap of deadline
 owner, not one per block.
 
 A lease remembers how deep in the owner's chain the block is: the directory gives copies back in
-that order, deepest first, which is the order in which eviction should take them (eviction.py).
+that order, deepest first, which is the order in which eviction should take them
+(eviction/order.py).
 
 Not here: what becomes of a copy when its last lease ends (directory.py).
 """

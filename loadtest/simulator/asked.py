@@ -24,6 +24,7 @@ from loadtest.simulator.cluster.settings import Settings
 from loadtest.trace import TraceRow, read_trace
 
 WHERE = "https://github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
+NODES = 8  # of each kind, in what the paper's figures show
 SUFFIXES = (".png", ".svg", ".pdf")
 TRUTH = {"true": True, "false": False}
 
@@ -46,8 +47,8 @@ class Asked:
     blocks: tuple[int, ...] = ()
     requests: int | None = None  # the first so many of a trace
     seed: int = 0
-    prefills: int = 8
-    decodes: int = 8
+    prefills: int | None = None  # workers; None: NODES, or what the experiment says
+    decodes: int | None = None
     is_directory: bool = False
     picture: Path | None = None
     changes: tuple[str, ...] = ()  # NAME=VALUE of ConductorConfig, for every run
@@ -85,7 +86,9 @@ class Asked:
 
     def settings(self) -> Settings:
         """The shape of the cluster."""
-        return Settings(prefills=self.prefills, decodes=self.decodes, seed=self.seed)
+        return Settings(
+            prefills=self.prefills or NODES, decodes=self.decodes or NODES, seed=self.seed
+        )
 
     @property
     def is_shortened(self) -> str:
@@ -94,8 +97,9 @@ class Asked:
             return f"only the first {self.requests} requests were replayed"
         if self.changes:
             return f"it was promised without --set {', '.join(self.changes)}"
-        if (self.prefills, self.decodes) != (8, 8):
-            return f"{self.prefills} + {self.decodes} nodes, it was promised of 8 + 8"
+        prefills, decodes = self.prefills or NODES, self.decodes or NODES
+        if (prefills, decodes) != (NODES, NODES):
+            return f"{prefills} + {decodes} nodes, it was promised of {NODES} + {NODES}"
         return ""
 
     def one_of(self, asked: tuple[str, ...], known: tuple[str, ...], what: str) -> tuple[str, ...]:

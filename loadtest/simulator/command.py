@@ -57,6 +57,12 @@ Changes = Annotated[
         "repeatable.",
     ),
 ]
+Prefills = Annotated[int | None, typer.Option(min=1, help="Prefill nodes: 8, in dynamo-replay 2.")]
+Decodes = Annotated[int | None, typer.Option(min=1, help="Decode nodes: 8, in dynamo-replay 2.")]
+Blocks = Annotated[
+    list[int] | None,
+    typer.Option(min=1, help="hit-rate, dynamo-replay: only this size; repeatable."),
+]
 PeerPython = Annotated[
     str | None,
     typer.Option(
@@ -87,11 +93,9 @@ def simulate(
         int | None, typer.Option(min=1, help="Only the first so many of the trace.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Another seed, other jitter.")] = 0,
-    prefills: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 8,
-    decodes: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 8,
-    blocks: Annotated[
-        list[int] | None, typer.Option(min=1, help="hit-rate: only this size; repeatable.")
-    ] = None,
+    prefills: Prefills = None,
+    decodes: Decodes = None,
+    blocks: Blocks = None,
     directory: WholeDirectory = False,
     changes: Changes = None,
     peer_python: PeerPython = None,
@@ -113,7 +117,8 @@ def simulate(
 
     rejection: what each admission policy does when more is offered than fits (the paper's Table 3).
 
-    dynamo-replay: the conductor in the engine of NVIDIA Dynamo's replay, beside Dynamo's router.
+    dynamo-replay: the conductor in the engine of NVIDIA Dynamo's replay, beside Dynamo's router;
+    with --speed, --blocks, --prefills, --decodes or --trace, every scheduler on that case.
 
     coupled: the same trace on as many nodes of vLLM-like engines, swept over their knobs.
     """

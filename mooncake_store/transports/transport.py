@@ -1,7 +1,7 @@
 """What every transport promises: bytes between a node's segment and registered local memory.
 
-A transport knows spans, never keys or blocks. Its contract (tests/mooncake_store/
-test_transport_contract.py runs it against each):
+A transport knows spans, never keys or blocks. Its contract, which
+tests/mooncake_store/test_transport_contract.py runs against each:
 
 * All spans of one call move, or an exception says that none may be trusted.
 * A span outside the segment or its buffer is refused before anything is posted.

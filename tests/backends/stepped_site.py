@@ -256,7 +256,7 @@ class Site:
         return blocks
 
     def ended(self, client: Client) -> None:
-        """As generation.py: whatever became of it, nobody is left with a part of it."""
+        """As backends/generation.py: whatever became of it, nobody is left with a part of it."""
         if client.error is not None:
             self.store.release(client.request_id)
             self.decode._on_letter(Stop(client.request_id, "over"))

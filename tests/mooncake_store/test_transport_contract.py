@@ -1,4 +1,6 @@
-"""The contract of transport.py, against each transport and a real second process.
+"""The contract of a transport, against each of them and a real second process.
+
+What it promises stands in mooncake_store/transports/transport.py.
 
 Not here: frozen nodes (test_frozen_node.py), what only plain TCP has (test_tcp_transport.py).
 """

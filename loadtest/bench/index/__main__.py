@@ -95,8 +95,8 @@ def lookup_row(load: Load, one: Measured) -> dict[str, Cell]:
 def lookup_targets(by_load: dict[tuple[str, int], list[Measured]]) -> list[Target]:
     """Of the placement in which we are the least ahead.
 
-    The promise is about the keys that bench_index.py gives to all: the trace's ids. What it is with
-    16-byte keys (against pydict with the same, against Dynamo with its ids) is said beside it.
+    The promise is about the keys that Dynamo was first measured with: the trace's ids. What it is
+    with 16-byte keys (against pydict with the same, against Dynamo with its ids) is said beside it.
     """
     found = []
     for peer, goals in (("pydict", OVER_PYDICT), ("dynamo", OVER_DYNAMO)):

@@ -7,7 +7,7 @@ small integers as in the trace or 16 random bytes as in production: integers tha
 by side in a dictionary, keys that are hashes do not, and a cache line that is not there costs more
 than everything else in a lookup.
 
-`Adapter` has the five methods that bench_index.py, by which Dynamo was first measured, calls.
+`Adapter` has the five methods that the script by which Dynamo was first measured calls.
 
 Not here: Dynamo's RadixTree, which has a Python of its own (peer_client.py).
 """
@@ -99,8 +99,8 @@ class Ours:
 
 
 class Adapter:
-    """For bench_index.py --adapter loadtest.bench.index.indexes:Adapter. Its `scores` is a dict of
-    all workers, as that driver compares them; the array our scorer takes is `Ours.consumed`."""
+    """For that script. Its `scores` is a dict of all workers, as that script compares them; the
+    array that our scorer takes is `Ours.consumed`."""
 
     name, version = "mooncake-triton", "-"
 

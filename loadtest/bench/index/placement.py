@@ -1,7 +1,7 @@
 """A trace as an index sees it: who caches which blocks, and which prompts are looked up.
 
 Each request is cached whole on the workers that its placement names, and a worker announces only
-blocks that it did not have: the same rules, and the same random workers, as the bench_index.py that
+blocks that it did not have: the same rules, and the same random workers, as the script that
 NVIDIA Dynamo's figures were first measured with.
 
     rr      request i on worker i % workers

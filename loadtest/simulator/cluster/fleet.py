@@ -1,9 +1,9 @@
 """A simulated cluster: the real Conductor and Directory, simulated workers, one virtual clock.
 
-The order of calls is that of the front (backends/generation.py, cluster_view.py): decide, prefill,
-tell the conductor that it finished, decode, tell it that all is over; a request whose worker was
-lost is tried again elsewhere. Workers report every second; what the directory announces reaches
-the conductor at once; its suggestions for hot prefixes are carried out.
+The order of calls is that of the front (backends/generation.py, backends/cluster_view.py): decide,
+prefill, tell the conductor that it finished, decode, tell it that all is over; a request whose
+worker was lost is tried again elsewhere. Workers report every second; what the directory announces
+reaches the conductor at once; its suggestions for hot prefixes are carried out.
 
 Not here: what is offered and what is asked of the outcome (experiments/), a worker's own work
 (prefill_node.py, decode_node.py), what breaks when (faults.py).

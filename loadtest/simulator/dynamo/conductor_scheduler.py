@@ -13,7 +13,7 @@ it no fetch is ever predicted to pay, under any policy.
 The coefficients are fitted, by the conductor's own fit, to the times of single prompts and of some
 batches, as `mooncake profile` would measure them on an idle worker.
 
-Not here: the engine (replay.py), which policy and limits (experiment.py).
+Not here: the engine (replay.py), which policy and limits (experiments/dynamo_replay.py).
 """
 
 from __future__ import annotations

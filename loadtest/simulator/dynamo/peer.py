@@ -1,12 +1,14 @@
 """Dynamo's own replay of the same trace: run live in its own Python, or recorded.
 
-`recorded.json` has every run of RUNS on the published conversation trace, with the version of
+`recorded.json` has the figures of every run of RUNS on the published conversation trace, counted
+from Dynamo's times of each request by the code that counts ours (outcome.py), with the version of
 Dynamo, the digest of the trace and the command; so the comparison needs no peer to be installed,
-and says so when the trace is another one. It is written by
+and says so when the trace is another one. `recorded_times.xz` beside it has the times themselves of
+the runs at recorded and at four times the speed. Both are written by
 
     python -m loadtest.simulator.dynamo.peer TRACE --peer-python DIR/bin/python
 
-Not here: what the peer runs (peer_replay.py), our side (experiment.py).
+Not here: what the peer runs (peer_replay.py), our side (replay.py).
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.simulator.dynamo.arrivals import spread_ticks
+from loadtest.simulator.dynamo.job import Job
+from loadtest.simulator.dynamo.outcome import LengthClass, Outcome, is_good, outcome_of
+from loadtest.simulator.dynamo.times import Times, read_times, write_times
 from loadtest.trace import TraceRow, read_trace
 
 RECORDED = Path(__file__).with_name("recorded.json")
@@ -42,7 +47,7 @@ ROUTERS: Mapping[str, Mapping[str, Any]] = {
 
 
 class PeerFailed(Exception):
-    """The peer's replay did not run; the message says what it said."""
+    """The peer's replay did not run, or is not understood; the message says what it said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +56,20 @@ class PeerRun:
     blocks: int
     speed: float
     is_spread: bool = False
+    prefills: int = 2
+    decodes: int = 2
+
+    @property
+    def keeps_times(self) -> bool:
+        """Of what is recorded: the runs that the tables of docs/measurements.md show."""
+        return self.speed in (1.0, 4.0) and not self.is_spread
 
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """As Dynamo counts it; see outcome.py for the same of ours."""
-
-    ttft_mean_ms: float
-    ttft_p50_ms: float
-    ttft_p90_ms: float
-    ttft_p99_ms: float
-    ttft_max_ms: float
-    itl_mean_ms: float
-    reuse: float
-    requests: int
-    good: int
-    good_tokens_per_s: float
     version: str
+    outcome: Outcome
+    times: Times | None = None  # of every request, where they are known
 
 
 RUNS = tuple(
@@ -86,7 +88,8 @@ def run_live(
     with tempfile.TemporaryDirectory() as folder:
         plain, spread = Path(folder, "plain.jsonl"), Path(folder, "spread.jsonl")
         _write(plain, rows)
-        _write(spread, spread_ticks(rows))
+        spread_rows = spread_ticks(rows)
+        _write(spread, spread_rows)
         asked = [
             {
                 "trace": str(spread if run.is_spread else plain),
@@ -94,6 +97,8 @@ def run_live(
                 "speed": run.speed,
                 "mode": "round_robin" if run.router == "round_robin" else "kv_router",
                 "router": dict(ROUTERS[run.router]),
+                "prefills": run.prefills,
+                "decodes": run.decodes,
             }
             for run in runs
         ]
@@ -106,8 +111,8 @@ def run_live(
             process.stdin.write(json.dumps(asked))
             process.stdin.close()
             found = []
-            for line in process.stdout:
-                found.append(PeerResult(**json.loads(line)))
+            for run, line in zip(runs, process.stdout, strict=False):
+                found.append(_result(spread_rows if run.is_spread else rows, json.loads(line)))
                 done()
         said = complaints.read_text()[-800:]
     if process.returncode or len(found) != len(runs):
@@ -115,14 +120,58 @@ def run_live(
     return dict(zip(runs, found, strict=True))
 
 
+def _result(rows: Sequence[TraceRow], said: dict[str, Any]) -> PeerResult:
+    """Counted as ours is, after a look at whether that comes to what Dynamo says itself."""
+    jobs = _jobs(rows, said["requests"])
+    outcome, summary = outcome_of(jobs), said["summary"]
+    pairs = (
+        (1e3 * outcome.ttft_mean_s, summary["mean_ttft_ms"]),
+        (1e3 * outcome.ttft_max_s, summary["max_ttft_ms"]),
+        (1e3 * outcome.itl_mean_s, summary["mean_tpot_ms"]),
+        (sum(map(is_good, jobs)), summary["goodput_completed_requests"]),
+    )
+    if any(abs(ours - theirs) > 1e-6 * max(1.0, theirs) for ours, theirs in pairs):
+        raise PeerFailed(f"its times do not come to its own figures: {pairs}")
+    return PeerResult(said["version"], outcome, Times.of(jobs))
+
+
+def _jobs(rows: Sequence[TraceRow], requests: Sequence[Sequence[float]]) -> list[Job]:
+    """In order of the trace. Dynamo names no line: it is found by arrival and lengths; requests
+    that are equal in these may stand for each other."""
+    if len(rows) != len(requests):
+        raise PeerFailed(f"{len(requests)} of {len(rows)} requests have times")
+    places = sorted(range(len(rows)), key=lambda i: (
+        rows[i].timestamp_ms, rows[i].input_tokens, max(1, rows[i].output_tokens)
+    ))  # fmt: skip
+    jobs: dict[int, Job] = {}
+    for place, request in zip(places, sorted(requests), strict=True):
+        arrived_ms, prompt, output, first_ms, last_ms, held_ms, cached = request
+        row = rows[place]
+        if (prompt, output) != (row.input_tokens, max(1, row.output_tokens)):
+            raise PeerFailed(f"line {row.line} of the trace came back as {prompt} + {output}")
+        jobs[place] = Job(
+            row.line, arrived_ms / 1e3, row.input_tokens, max(1, row.output_tokens), (),
+            cached_tokens=int(cached), prefilled_s=held_ms / 1e3, first_token_s=first_ms / 1e3,
+            finished_s=last_ms / 1e3,
+        )  # fmt: skip
+    return [jobs[place] for place in range(len(rows))]
+
+
 def read_recorded(path: Path = RECORDED) -> tuple[str, dict[PeerRun, PeerResult]]:
     """The digest of the trace that was recorded, and what Dynamo found on it."""
     said = json.loads(path.read_text())
-    version = said["version"]
-    found = {
-        PeerRun(**row["run"]): PeerResult(**row["result"], version=version) for row in said["rows"]
-    }
+    times = iter(read_times(_times_path(path), said["requests"]))
+    found = {}
+    for row in said["rows"]:
+        run = PeerRun(**row["run"])
+        classes = tuple(LengthClass(**fields) for fields in row["outcome"].pop("classes"))
+        outcome = Outcome(**row["outcome"], classes=classes)
+        found[run] = PeerResult(said["version"], outcome, next(times) if run.keeps_times else None)
     return said["trace_sha256"], found
+
+
+def _times_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}_times.xz")
 
 
 def digest(rows: Sequence[TraceRow]) -> str:
@@ -137,11 +186,10 @@ def digest(rows: Sequence[TraceRow]) -> str:
 def record(path: Path, rows: Sequence[TraceRow], results: Mapping[PeerRun, PeerResult]) -> None:
     """Write what `read_recorded` reads; one run a line, so that changes show."""
     (version,) = {result.version for result in results.values()}
-    lines = []
-    for run, result in results.items():
-        fields = asdict(result)
-        del fields["version"]
-        lines.append(json.dumps({"run": asdict(run), "result": fields}))
+    lines = [
+        json.dumps({"run": asdict(run), "outcome": _rounded(asdict(result.outcome))})
+        for run, result in results.items()
+    ]
     head = {
         "version": version,
         "command": "python -m loadtest.simulator.dynamo.peer TRACE --peer-python PYTHON",
@@ -150,6 +198,18 @@ def record(path: Path, rows: Sequence[TraceRow], results: Mapping[PeerRun, PeerR
     }
     opening = json.dumps(head, indent=1).removesuffix("\n}")
     path.write_text(f'{opening},\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")
+    write_times(
+        _times_path(path),
+        [result.times for run, result in results.items() if run.keeps_times and result.times],
+    )
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    return round(value, 7) if isinstance(value, float) else value
 
 
 def _write(path: Path, rows: Sequence[TraceRow]) -> None:

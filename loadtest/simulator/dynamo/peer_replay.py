@@ -1,11 +1,12 @@
 """Run by a peer's Python: Dynamo's own replay, one JSON line for each run that stdin asks for.
 
     python -m venv DIR && DIR/bin/pip install ai-dynamo-runtime==1.6.1
-    echo '[{"trace": FILE, "blocks": 2048, "speed": 1.0, "mode": "round_robin"}]' |
-        DIR/bin/python peer_replay.py
+    echo '[{"trace": FILE, "blocks": 2048, "speed": 1.0, "mode": "round_robin",
+            "prefills": 2, "decodes": 2}]' | DIR/bin/python peer_replay.py
 
-`router` in a run holds arguments of Dynamo's KvRouterConfig. Two prefill and two decode workers,
-all else as the mocker has it by default. It imports nothing of this project.
+`router` in a run holds arguments of Dynamo's KvRouterConfig. All else as the mocker has it by
+default. A line has every request with its times, and the figures that Dynamo gives, so that the
+reader can prove that it reads them as they are meant. It imports nothing of this project.
 
 Not here: which runs (peer.py).
 """
@@ -19,18 +20,11 @@ import sys
 from typing import Any
 
 BLOCK_TOKENS = 512
-FIELDS = {
-    "ttft_mean_ms": "mean_ttft_ms",
-    "ttft_p50_ms": "median_ttft_ms",
-    "ttft_p90_ms": "p90_ttft_ms",
-    "ttft_p99_ms": "p99_ttft_ms",
-    "ttft_max_ms": "max_ttft_ms",
-    "itl_mean_ms": "mean_tpot_ms",
-    "reuse": "prefix_cache_reused_ratio",
-    "requests": "completed_requests",
-    "good": "goodput_completed_requests",
-    "good_tokens_per_s": "goodput_output_throughput_tok_s",
-}
+SUMMARY = ("mean_ttft_ms", "max_ttft_ms", "mean_tpot_ms", "goodput_completed_requests")
+REQUEST = (
+    "arrival_time_ms", "input_length", "output_length", "first_token_ms", "last_token_ms",
+    "source_held_ms", "reused_input_tokens",
+)  # fmt: skip
 
 
 def replay(core: Any, run: dict[str, Any]) -> dict[str, Any]:
@@ -44,13 +38,17 @@ def replay(core: Any, run: dict[str, Any]) -> dict[str, Any]:
         })  # fmt: skip
 
     router = {"router_config": core.KvRouterConfig(**run["router"])} if run.get("router") else {}
-    summary = core.run_mocker_trace_replay(
+    found = core.run_mocker_trace_replay(
         [run["trace"]], trace_block_size=BLOCK_TOKENS, sla_ttft_ms=30_000.0, sla_itl_ms=100.0,
         prefill_engine_args=engine("prefill"), decode_engine_args=engine("decode"),
-        num_prefill_workers=2, num_decode_workers=2, router_mode=run["mode"],
-        arrival_speedup_ratio=run["speed"], **router,
-    ).summary  # fmt: skip
-    return {ours: round(summary[theirs], 6) for ours, theirs in FIELDS.items()}
+        num_prefill_workers=run["prefills"], num_decode_workers=run["decodes"],
+        router_mode=run["mode"], arrival_speedup_ratio=run["speed"], capture_per_request=True,
+        **router,
+    )  # fmt: skip
+    return {
+        "summary": {name: found.summary[name] for name in SUMMARY},
+        "requests": [[request[name] for name in REQUEST] for request in found.per_request],
+    }
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from loadtest.bench.result import Target
 from loadtest.simulator.dynamo.outcome import Outcome
-from loadtest.simulator.dynamo.peer import BLOCKS, SPEEDS, PeerResult, PeerRun
+from loadtest.simulator.dynamo.peer import BLOCKS, ROUTERS, SPEEDS, PeerResult, PeerRun
+from loadtest.simulator.dynamo.times import Times, p99_ratio
 
 GATE_PERCENT = 1.0  # mean, p50, p90, p99 TTFT and reuse under round robin
 CENTRIC_MEAN_MS = {2_048: 765.0, 16_384: 535.0}
@@ -19,7 +20,9 @@ ADAPTIVE_P99_MS = {2_048: 2_800.0, 16_384: 2_300.0}
 WAIT_S_MAX = 6.0
 SPREAD_MEAN_MS = {2_048: 275.0, 16_384: 205.0}
 GOOD = {2_048: 11_150.0, 16_384: 11_700.0}  # at four times the recorded speed
-GOOD_TOKENS_PER_S = {2_048: 4_180.0, 16_384: 4_480.0}
+OVERLOAD_SPEED = 4.0
+LENGTH_SHARE_MIN = 0.5  # the conductor's default floor for each class of prompt length
+LOW_SHARE_MIN = 0.25  # a lower one, since Dynamo's routers have none
 ADMITTED_P99_MS, CLASS_P99_S, CLASS_SHARE_MIN = 10_000.0, 11.0, 0.5
 
 
@@ -33,28 +36,41 @@ class Case:
     blocks: int
     speed: float
     is_spread: bool = False
+    prefills: int = 2  # workers
+    decodes: int = 2
+    length_share_min: float = LENGTH_SHARE_MIN  # of the conductor
 
     @property
     def name(self) -> str:
         ticks = " spread" if self.is_spread else ""
-        return f"{self.policy} {self.blocks} blocks {self.speed:g}x{ticks}"
+        workers = "" if self.is_usual else f" {self.prefills}P{self.decodes}D"
+        return f"{self.policy} {self.blocks} blocks {self.speed:g}x{ticks}{workers}"
+
+    @property
+    def is_usual(self) -> bool:
+        """As many workers as everything was promised of."""
+        return (self.prefills, self.decodes) == (2, 2)
+
+    def of_peer(self, router: str) -> PeerRun:
+        return PeerRun(router, self.blocks, self.speed, self.is_spread, self.prefills, self.decodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     case: Case
     outcome: Outcome
+    times: Times
     rejected: Mapping[str, int]  # by kind
     seconds: float  # of real time
 
 
-def gate_percent(outcome: Outcome, result: PeerResult) -> dict[str, float]:
+def gate_percent(outcome: Outcome, result: Outcome) -> dict[str, float]:
     """How far this engine is from Dynamo's own, per figure."""
     pairs = {
-        "mean": (1e3 * outcome.ttft_mean_s, result.ttft_mean_ms),
-        "p50": (1e3 * outcome.ttft_p50_s, result.ttft_p50_ms),
-        "p90": (1e3 * outcome.ttft_p90_s, result.ttft_p90_ms),
-        "p99": (1e3 * outcome.ttft_p99_s, result.ttft_p99_ms),
+        "mean": (outcome.ttft_mean_s, result.ttft_mean_s),
+        "p50": (outcome.ttft_p50_s, result.ttft_p50_s),
+        "p90": (outcome.ttft_p90_s, result.ttft_p90_s),
+        "p99": (outcome.ttft_p99_s, result.ttft_p99_s),
         "reuse": (outcome.reuse, result.reuse),
     }
     return {name: 100 * abs(ours - theirs) / theirs for name, (ours, theirs) in pairs.items()}
@@ -63,13 +79,21 @@ def gate_percent(outcome: Outcome, result: PeerResult) -> dict[str, float]:
 class _Found:
     """Looks runs up, and makes a target without a value where one is missing."""
 
-    def __init__(self, runs: Sequence[Run], why_not: str) -> None:
+    def __init__(
+        self, runs: Sequence[Run], peer: Mapping[PeerRun, PeerResult], why_not: str,
+        why_no_peer: str,
+    ) -> None:  # fmt: skip
         self._runs = {run.case: run for run in runs}
+        self._peer = peer
         self._why_not = why_not
+        self._why_no_peer = why_no_peer
+
+    def run(self, case: Case) -> Run | None:
+        return None if self._why_not else self._runs.get(case)
 
     def outcome(self, case: Case) -> Outcome | None:
-        run = self._runs.get(case)
-        return None if run is None or self._why_not else run.outcome
+        run = self.run(case)
+        return None if run is None else run.outcome
 
     def target(
         self, name: str, case: Case, figure: Callable[[Outcome], float], op: str, goal: float,
@@ -80,6 +104,38 @@ class _Found:
             return Target(name, None, op, goal, self._why_not or "this case was not run")
         return Target(name, round(figure(outcome), 3), op, goal, why)
 
+    def beside_the_best(
+        self, name: str, case: Case, figure: Callable[[Outcome], float], goal: float = 1.0
+    ) -> Target:
+        """A figure over that of the router of Dynamo's that has most of it."""
+        of_peer = {
+            router: figure(result.outcome)
+            for router in ROUTERS
+            if (result := self._peer.get(case.of_peer(router))) is not None
+        }
+        outcome = self.outcome(case)
+        if outcome is None or not of_peer:
+            why = self._why_not or (self._why_no_peer if outcome else "this case was not run")
+            return Target(name, None, ">=", goal, why or "Dynamo's replay has no such run")
+        best = max(of_peer, key=of_peer.__getitem__)
+        why = f"{figure(outcome):,.0f} beside {of_peer[best]:,.0f} of Dynamo's {best}"
+        return Target(name, round(figure(outcome) / of_peer[best], 4), ">=", goal, why)
+
+    def beside_the_same(self, name: str, case: Case) -> Target:
+        """p99 of TTFT over that of Dynamo's router with most good tokens, over the requests that
+        are good in both."""
+        results = [r for router in ROUTERS if (r := self._peer.get(case.of_peer(router)))]
+        run = self.run(case)
+        timed = [r for r in results if r.times is not None]
+        if run is None or not timed:
+            why = self._why_not or (self._why_no_peer if run else "this case was not run")
+            return Target(name, None, "<=", 1.0, why or "Dynamo's replay has no such run")
+        best = max(timed, key=lambda result: result.outcome.good_tokens_per_s)
+        assert best.times is not None
+        both = int((run.times.is_good & best.times.is_good).sum())
+        ratio = p99_ratio(run.times, best.times)
+        return Target(name, round(ratio, 4), "<=", 1.0, f"{both} requests are good in both")
+
 
 def targets_of(
     runs: Sequence[Run],
@@ -88,7 +144,7 @@ def targets_of(
     why_no_peer: str = "",
 ) -> list[Target]:
     """`why_not`: what was promised of the whole trace was not run; `why_no_peer`: no gate."""
-    found = _Found(runs, why_not)
+    found = _Found(runs, peer, why_not, why_no_peer)
     targets = _gate(runs, peer, why_no_peer)
     for blocks in BLOCKS:
         targets += _at_recorded_speed(found, blocks)
@@ -100,22 +156,28 @@ def targets_of(
 def _gate(
     runs: Sequence[Run], peer: Mapping[PeerRun, PeerResult], why_no_peer: str
 ) -> list[Target]:
-    outcomes = {(r.case.speed, r.case.blocks): r.outcome for r in runs
-                if r.case.policy == "round_robin"}  # fmt: skip
+    outcomes = {run.case: run.outcome for run in runs if run.case.policy == "round_robin"}
+    promised = [round_robin(blocks, speed) for speed in SPEEDS for blocks in BLOCKS]
     targets = []
-    for speed in SPEEDS:
-        for blocks in BLOCKS:
-            name = f"gate: most any figure is off Dynamo's, percent, {speed:g}x, {blocks} blocks"
-            outcome = outcomes.get((speed, blocks))
-            result = peer.get(PeerRun("round_robin", blocks, speed))
-            if outcome is None or result is None:
-                why = why_no_peer or "this case was not run"
-                targets.append(Target(name, None, "<=", GATE_PERCENT, why))
-                continue
-            off = gate_percent(outcome, result)
-            told = ", ".join(f"{figure} {percent:.2f}" for figure, percent in off.items())
-            targets.append(Target(name, round(max(off.values()), 4), "<=", GATE_PERCENT, told))
+    for case in dict.fromkeys((*promised, *outcomes)):
+        name = (
+            f"gate: most any figure is off Dynamo's, percent, {case.speed:g}x, {case.blocks} blocks"
+        )
+        name += "" if case.is_usual else f", {case.prefills}P{case.decodes}D"
+        result = peer.get(case.of_peer("round_robin"))
+        if case not in outcomes or result is None:
+            why = why_no_peer or "this case was not run"
+            targets.append(Target(name, None, "<=", GATE_PERCENT, why))
+            continue
+        off = gate_percent(outcomes[case], result.outcome)
+        told = ", ".join(f"{figure} {percent:.2f}" for figure, percent in off.items())
+        targets.append(Target(name, round(max(off.values()), 4), "<=", GATE_PERCENT, told))
     return targets
+
+
+def round_robin(blocks: int, speed: float, prefills: int = 2, decodes: int = 2) -> Case:
+    """Dynamo's engine with nothing of ours: what the gate compares."""
+    return Case("round_robin", "fifo", "filled", blocks, speed, False, prefills, decodes)
 
 
 def _at_recorded_speed(found: _Found, blocks: int) -> list[Target]:
@@ -162,18 +224,33 @@ def _at_recorded_speed(found: _Found, blocks: int) -> list[Target]:
 
 
 def _in_overload(found: _Found, blocks: int) -> list[Target]:
-    case = Case("adaptive", "shortest_first", "shared", blocks, 4.0)
+    case = Case("adaptive", "shortest_first", "shared", blocks, OVERLOAD_SPEED)
+    low = replace(case, length_share_min=LOW_SHARE_MIN)
     size = f"4x, {blocks} blocks"
     figures: tuple[tuple[str, Callable[[Outcome], float], str, float], ...] = (
         ("good requests", lambda o: float(o.good), ">=", GOOD[blocks]),
-        ("good output tokens/s", lambda o: o.good_tokens_per_s, ">=", GOOD_TOKENS_PER_S[blocks]),
         ("p99 TTFT of the admitted, ms", lambda o: 1e3 * o.ttft_p99_s, "<=", ADMITTED_P99_MS),
         ("good share of the worst length class / of all", lambda o: o.least_class_share, ">=",
          CLASS_SHARE_MIN),
         ("p99 TTFT of the worst length class, s", lambda o: o.worst_class_p99_s, "<=",
          CLASS_P99_S),
     )  # fmt: skip
-    return [
+    targets = [
         found.target(f"{name}, {size}", case, figure, op, goal)
         for name, figure, op, goal in figures
     ]
+    for of, share in ((case, ""), (low, f", length_share_min {LOW_SHARE_MIN:g}")):
+        targets += [
+            found.beside_the_best(
+                f"good requests over Dynamo's best router, {size}{share}", of,
+                lambda o: float(o.good),
+            ),
+            found.beside_the_best(
+                f"good output tokens/s of the arrivals' time over Dynamo's best router, {size}"
+                f"{share}", of, lambda o: o.good_tokens_per_s,
+            ),
+        ]  # fmt: skip
+    targets.append(found.beside_the_same(
+        f"p99 TTFT over that of Dynamo's best router, good in both, {size}", case
+    ))  # fmt: skip
+    return targets

@@ -38,16 +38,15 @@ def answer(asked: Asked) -> Result:
     started_s, gpu = time.monotonic(), Roofline()
     offered = offered_of(asked.rows(asked.one_trace(TRACE)), CHUNKED.block_tokens)
     rows: list[dict[str, Cell]] = []
+    shape = asked.settings()
     with progress_bar() as begin:
         for speed in asked.speeds or (1.0,):
-            on_over = begin(f"{asked.prefills} + {asked.decodes} {speed:g}x", len(offered))
-            fleet = Fleet(
-                asked.changed(scheduling.config_for("kvcache_centric")), asked.settings(), gpu
-            )
-            name = f"{asked.prefills}P+{asked.decodes}D kvcache_centric"
+            on_over = begin(f"{shape.prefills} + {shape.decodes} {speed:g}x", len(offered))
+            fleet = Fleet(asked.changed(scheduling.config_for("kvcache_centric")), shape, gpu)
+            name = f"{shape.prefills}P+{shape.decodes}D kvcache_centric"
             rows.append(_row(name, speed, None, fleet.run(offered, speed, on_over)))
             for swept in SWEPT:
-                settings = replace(swept, nodes=asked.prefills + asked.decodes, seed=asked.seed)
+                settings = replace(swept, nodes=shape.prefills + shape.decodes, seed=asked.seed)
                 on_over = begin(f"{settings.engine} {speed:g}x", len(offered))
                 jobs = replay(offered, speed, settings, gpu, on_over)
                 rows.append(_row(settings.engine, speed, settings, jobs))

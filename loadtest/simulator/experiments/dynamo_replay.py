@@ -3,7 +3,11 @@
 The conversation trace on two prefill and two decode workers, each with its own cache and nothing
 else. First the gate: under round robin this engine must agree with Dynamo's. Then the conductor
 under the paper's policy and under ours, at recorded speed, with each tick spread out, and at four
-times the speed, where more is offered than fits. One set of limits for every row.
+times the speed, where more is offered than fits, also with a lower floor for each length of prompt.
+One set of limits for every row.
+
+Any other case can be asked for: speeds, sizes of cache, numbers of workers, another trace. Then
+every scheduler is run on it, and with a Python that has Dynamo's wheel so is Dynamo itself.
 
 `passes` tells what fills a prefill pass. `filled`: all the tokens there are, as Dynamo's engine has
 it. `shared`: prompts share a pass only where that pays (conductor/step_sharing.py). Dynamo reaches
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conductor import ConductorConfig
 from conductor.step_sharing import ALWAYS, overhead_tokens
@@ -25,11 +29,11 @@ from loadtest.simulator.asked import Asked, SimulationRefused, progress_bar
 from loadtest.simulator.dynamo import plot
 from loadtest.simulator.dynamo.arrivals import jobs_of, spread_ticks
 from loadtest.simulator.dynamo.conductor_scheduler import ConductorScheduler, profile_prefill
+from loadtest.simulator.dynamo.decode_worker import OutOfBlocks
 from loadtest.simulator.dynamo.outcome import Outcome, outcome_of
 from loadtest.simulator.dynamo.peer import (
     BLOCKS,
     ROUTERS,
-    RUNS,
     SPEEDS,
     PeerFailed,
     PeerResult,
@@ -40,11 +44,20 @@ from loadtest.simulator.dynamo.peer import (
 )
 from loadtest.simulator.dynamo.replay import Replay, Scheduler
 from loadtest.simulator.dynamo.round_robin import RoundRobin
-from loadtest.simulator.dynamo.targets import Case, Run, targets_of
+from loadtest.simulator.dynamo.targets import (
+    LENGTH_SHARE_MIN,
+    LOW_SHARE_MIN,
+    OVERLOAD_SPEED,
+    Case,
+    Run,
+    round_robin,
+    targets_of,
+)
+from loadtest.simulator.dynamo.times import Times
 from loadtest.trace import TraceRow
 
 TRACE = "conversation"
-OVERLOAD = 4.0
+WORKERS = 2  # of each kind, unless asked otherwise
 TTFT_LIMIT_S, TBT_LIMIT_S = 10.0, 0.1  # what the conductor is told to keep
 
 
@@ -63,13 +76,9 @@ def answer(asked: Asked) -> Result:
     rows = asked.rows(trace)
     cases = [
         case
-        for case in all_cases()
-        if (not asked.blocks or case.blocks in asked.blocks)
-        and (not asked.speeds or case.speed in asked.speeds)
-        and (not asked.policies or case.policy in (*asked.policies, "round_robin"))
+        for case in cases_of(asked)
+        if not asked.policies or case.policy in (*asked.policies, "round_robin")
     ]
-    if not cases:
-        raise SimulationRefused(f"there are --blocks {BLOCKS} and --speed {SPEEDS}")
     why_not = "" if trace == TRACE else f"it was promised of the {TRACE} trace"
     if asked.requests is not None or asked.changes:
         why_not = asked.is_shortened
@@ -87,26 +96,48 @@ def answer(asked: Asked) -> Result:
     return Result("dynamo-replay", time.monotonic() - started_s, shown, targets)
 
 
+def cases_of(asked: Asked) -> list[Case]:
+    """Those of the published figures; or every scheduler on the load that was asked for."""
+    prefills, decodes = asked.prefills or WORKERS, asked.decodes or WORKERS
+    is_usual = (prefills, decodes) == (WORKERS, WORKERS) and set(asked.blocks) <= set(BLOCKS)
+    if is_usual and not asked.speeds:
+        return [case for case in all_cases() if not asked.blocks or case.blocks in asked.blocks]
+    cases = []
+    for speed in asked.speeds or (1.0,):
+        for blocks in asked.blocks or BLOCKS:
+            cases.append(round_robin(blocks, speed))
+            cases += conducted(blocks, speed)
+    return [replace(case, prefills=prefills, decodes=decodes) for case in cases]
+
+
+def conducted(blocks: int, speed: float) -> list[Case]:
+    """The conductor under the paper's policy and under ours."""
+    return [
+        Case(policy, order, passes, blocks, speed)
+        for passes in ("filled", "shared")
+        for policy, order in (("kvcache_centric", "fifo"), ("adaptive", "shortest_first"))
+    ]
+
+
 def all_cases() -> list[Case]:
     """The gate, then each policy at recorded speed, spread out, and in overload."""
-    cases = [
-        Case("round_robin", "fifo", "filled", blocks, speed)
-        for speed in SPEEDS
-        for blocks in BLOCKS
-    ]
+    cases = [round_robin(blocks, speed) for speed in SPEEDS for blocks in BLOCKS]
     for blocks in BLOCKS:
-        for passes in ("filled", "shared"):
-            cases.append(Case("kvcache_centric", "fifo", passes, blocks, 1.0))
-            cases.append(Case("adaptive", "shortest_first", passes, blocks, 1.0))
-        cases.append(Case("adaptive", "shortest_first", "shared", blocks, 1.0, is_spread=True))
-        cases.append(Case("adaptive", "shortest_first", "shared", blocks, OVERLOAD))
+        cases += conducted(blocks, 1.0)
+        adaptive = Case("adaptive", "shortest_first", "shared", blocks, 1.0)
+        cases.append(replace(adaptive, is_spread=True))
+        overload = replace(adaptive, speed=OVERLOAD_SPEED)
+        cases += [overload, replace(overload, length_share_min=LOW_SHARE_MIN)]
     return cases
 
 
-def config_for(policy: str, queue_order: str) -> ConductorConfig:
+def config_for(
+    policy: str, queue_order: str, length_share_min: float = LENGTH_SHARE_MIN
+) -> ConductorConfig:
     """What the conductor is told: the same limits at every speed and cache size."""
     return ConductorConfig(
         policy=policy, queue_order=queue_order, admission="predictive",
+        length_share_min=length_share_min,
         ttft_slo_s=TTFT_LIMIT_S, tbt_slo_s=TBT_LIMIT_S,
         replicate=False,  # there is nothing to copy blocks with
     )  # fmt: skip
@@ -120,17 +151,22 @@ def run(
     started_s = time.monotonic()
     scheduler: Scheduler = RoundRobin()
     if case.policy != "round_robin":
-        scheduler = ConductorScheduler(changed(config_for(case.policy, case.queue_order)))
+        config = config_for(case.policy, case.queue_order, case.length_share_min)
+        scheduler = ConductorScheduler(changed(config))
     shares = overhead_tokens(profile_prefill().estimate) if case.passes == "shared" else ALWAYS
-    replay = Replay(scheduler, case.blocks, overhead_tokens=shares)
+    replay = Replay(scheduler, case.blocks, case.prefills, case.decodes, shares)
     jobs = jobs_of(rows, case.speed)
-    replay.run(jobs, arrived)
+    try:
+        replay.run(jobs, arrived)
+    except OutOfBlocks as problem:
+        raise SimulationRefused(f"{case.name}: {problem}") from None
     replay.check()
     rejected: dict[str, int] = {}
     if isinstance(scheduler, ConductorScheduler):
         scheduler.conductor.check()
         rejected = scheduler.rejected
-    return Run(case, outcome_of(jobs), rejected, time.monotonic() - started_s)
+    outcome, times = outcome_of(jobs), Times.of(jobs)
+    return Run(case, outcome, times, rejected, time.monotonic() - started_s)
 
 
 def _peer(
@@ -138,8 +174,7 @@ def _peer(
     begin: Callable[[str, int], Callable[[], None]],
 ) -> Peer:  # fmt: skip
     """Live when its Python was given, else as recorded if that was on the same trace."""
-    places = {(case.blocks, case.speed, case.is_spread) for case in cases}
-    wanted = [run for run in RUNS if (run.blocks, run.speed, run.is_spread) in places]
+    wanted = list(dict.fromkeys(case.of_peer(router) for case in cases for router in ROUTERS))
     if python is not None:
         try:
             return Peer(run_live(rows, wanted, python, begin("Dynamo's own replay", len(wanted))))
@@ -148,37 +183,53 @@ def _peer(
     recorded_of, results = read_recorded()
     if recorded_of != digest(rows):
         return Peer({}, "Dynamo's replay is recorded of another trace; run it: --peer-python")
-    return Peer({run: results[run] for run in wanted})
+    why_not = ""
+    if missing := [run for run in wanted if run not in results]:
+        why_not = f"{len(missing)} cases of Dynamo's replay are not recorded: --peer-python"
+    return Peer({run: results[run] for run in wanted if run in results}, why_not)
 
 
 def _rows(runs: Sequence[Run], peer: dict[PeerRun, PeerResult]) -> list[dict[str, Cell]]:
     """Ours and Dynamo's of the same load one after the other."""
-    loads = dict.fromkeys((r.case.speed, r.case.is_spread, r.case.blocks) for r in runs)
+    loads = {run.case.of_peer("") for run in runs}
     shown = []
-    for load in sorted(loads):
+    for load in sorted(loads, key=lambda load: (load.speed, load.is_spread, load.blocks)):
         shown += [
             _peer_row(run, result)
             for run, result in peer.items()
-            if (run.speed, run.is_spread, run.blocks) == load
+            if replace(run, router="") == load
         ]
-        shown += [
-            _row(found)
-            for found in runs
-            if (found.case.speed, found.case.is_spread, found.case.blocks) == load
-        ]
+        shown += [_row(found) for found in runs if found.case.of_peer("") == load]
     return shown
 
 
 def _row(run: Run) -> dict[str, Cell]:
-    case, outcome = run.case, run.outcome
+    case = run.case
+    load = case.of_peer("")
+    who: dict[str, Cell] = {"engine": "here", "policy": case.policy, "queue": case.queue_order,
+                            "passes": case.passes}  # fmt: skip
+    if case.length_share_min != LENGTH_SHARE_MIN:
+        who["policy"] = f"{case.policy}, length_share_min {case.length_share_min:g}"
+    refused = ", ".join(f"{count} {kind}" for kind, count in sorted(run.rejected.items()))
+    return (
+        who | _figures(load, run.outcome) | {"rejected": refused, "seconds": round(run.seconds, 2)}
+    )
+
+
+def _peer_row(run: PeerRun, result: PeerResult) -> dict[str, Cell]:
+    policy = ROUTERS[run.router].get("router_queue_policy", "fifo")
+    who: dict[str, Cell] = {"engine": f"dynamo {result.version}", "policy": run.router,
+                            "queue": str(policy), "passes": "filled"}  # fmt: skip
+    return who | _figures(run, result.outcome)
+
+
+def _figures(load: PeerRun, outcome: Outcome) -> dict[str, Cell]:
+    """The same of ours and of Dynamo's, counted by the same code."""
     return {
-        "engine": "here",
-        "policy": case.policy,
-        "queue": case.queue_order,
-        "passes": case.passes,
-        "speed": case.speed,
-        "ticks": "spread" if case.is_spread else "recorded",
-        "blocks": case.blocks,
+        "speed": load.speed,
+        "ticks": "spread" if load.is_spread else "recorded",
+        "blocks": load.blocks,
+        "workers": f"{load.prefills}P{load.decodes}D",
         "requests": outcome.requests,
         "admitted": outcome.admitted,
         "ttft_mean_ms": round(1e3 * outcome.ttft_mean_s, 1),
@@ -190,37 +241,12 @@ def _row(run: Run) -> dict[str, Cell]:
         "itl_mean_ms": round(1e3 * outcome.itl_mean_s, 2),
         "reuse_percent": round(100 * outcome.reuse, 2),
         "good": outcome.good,
+        "good_ttft_p99_ms": round(1e3 * outcome.good_ttft_p99_s, 1),
         "good_tokens_per_s": round(outcome.good_tokens_per_s, 1),
         "good_percent_by_length": _by_length(outcome, lambda c: f"{100 * c.good_share:.0f}"),
         "ttft_p99_s_by_length": _by_length(outcome, lambda c: f"{c.ttft_p99_s:.1f}"),
-        "rejected": ", ".join(f"{count} {kind}" for kind, count in sorted(run.rejected.items())),
-        "seconds": round(run.seconds, 2),
     }
 
 
 def _by_length(outcome: Outcome, shown: Callable[..., str]) -> str:
     return " / ".join(shown(found) for found in outcome.classes)
-
-
-def _peer_row(run: PeerRun, result: PeerResult) -> dict[str, Cell]:
-    policy = ROUTERS[run.router].get("router_queue_policy", "fifo")
-    return {
-        "engine": f"dynamo {result.version}",
-        "policy": run.router,
-        "queue": str(policy),
-        "passes": "filled",
-        "speed": run.speed,
-        "ticks": "spread" if run.is_spread else "recorded",
-        "blocks": run.blocks,
-        "requests": result.requests,
-        "admitted": result.requests,
-        "ttft_mean_ms": round(result.ttft_mean_ms, 1),
-        "ttft_p50_ms": round(result.ttft_p50_ms, 1),
-        "ttft_p90_ms": round(result.ttft_p90_ms, 1),
-        "ttft_p99_ms": round(result.ttft_p99_ms, 1),
-        "ttft_max_ms": round(result.ttft_max_ms, 1),
-        "itl_mean_ms": round(result.itl_mean_ms, 2),
-        "reuse_percent": round(100 * result.reuse, 2),
-        "good": result.good,
-        "good_tokens_per_s": round(result.good_tokens_per_s, 1),
-    }

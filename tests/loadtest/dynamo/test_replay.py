@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from loadtest.simulator.asked import Asked
@@ -15,11 +16,20 @@ from loadtest.simulator.dynamo.conductor_scheduler import (
     profile_decode,
     profile_prefill,
 )
+from loadtest.simulator.dynamo.job import Job
+from loadtest.simulator.dynamo.outcome import outcome_of
 from loadtest.simulator.dynamo.peer import RECORDED, RUNS, PeerRun, digest, read_recorded
 from loadtest.simulator.dynamo.replay import Replay
 from loadtest.simulator.dynamo.round_robin import RoundRobin
 from loadtest.simulator.dynamo.targets import Case, gate_percent, targets_of
-from loadtest.simulator.experiments.dynamo_replay import all_cases, answer, config_for, run
+from loadtest.simulator.dynamo.times import Times, p99_ratio, read_times, write_times
+from loadtest.simulator.experiments.dynamo_replay import (
+    all_cases,
+    answer,
+    cases_of,
+    config_for,
+    run,
+)
 from loadtest.trace import TraceRow, read_trace
 
 DATA = Path(__file__).parents[2] / "data"
@@ -37,9 +47,10 @@ GATE = [case for case in all_cases() if case.policy == "round_robin"]
 def test_round_robin_agrees_with_dynamos_own_replay(case: Case, rows: list[TraceRow]) -> None:
     recorded_of, recorded = read_recorded(DATA / "conversation_start_dynamo.json")
     assert recorded_of == digest(rows)
-    theirs = recorded[PeerRun("round_robin", case.blocks, case.speed)]
+    theirs = recorded[PeerRun("round_robin", case.blocks, case.speed)].outcome
     found = run(case, rows).outcome
     assert found.good == theirs.good and found.requests == theirs.requests
+    assert found.good_tokens_per_s == pytest.approx(theirs.good_tokens_per_s)
     assert max(gate_percent(found, theirs).values()) <= 0.5
 
 
@@ -57,7 +68,58 @@ def test_round_robin_agrees_with_dynamos_replay_where_sequences_are_preempted(
 def test_what_was_recorded_of_the_whole_trace_has_every_run() -> None:
     _, recorded = read_recorded(RECORDED)
     assert set(recorded) == set(RUNS)
-    assert {result.requests for result in recorded.values()} == {12_031}
+    assert {result.outcome.requests for result in recorded.values()} == {12_031}
+
+
+def test_the_recorded_times_come_to_the_recorded_figures() -> None:
+    for path, lines in ((RECORDED, None), (DATA / "conversation_start_dynamo.json", 500)):
+        _, recorded = read_recorded(path)
+        timed = {run: found for run, found in recorded.items() if found.times is not None}
+        assert set(timed) == {run for run in RUNS if run.keeps_times}
+        for found in timed.values():
+            assert found.times is not None
+            assert lines is None or len(found.times.ttft_ms) == lines
+            assert int(found.times.is_good.sum()) == found.outcome.good
+            p99_ms = np.percentile(found.times.ttft_ms[found.times.is_good], 99)
+            assert p99_ms == pytest.approx(1e3 * found.outcome.good_ttft_p99_s, abs=1.0)
+
+
+def test_times_come_back_from_a_file_as_they_were(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    runs = [
+        Times(rng.integers(0, 2**32, 50, dtype=np.uint32), rng.integers(0, 256, 50, dtype=np.uint8))
+        for _ in range(3)
+    ]
+    write_times(tmp_path / "times.xz", runs)
+    back = read_times(tmp_path / "times.xz", 50)
+    for wrote, read in zip(runs, back, strict=True):
+        assert (wrote.ttft_ms == read.ttft_ms).all() and (wrote.itl_ms == read.itl_ms).all()
+
+
+def served(
+    line: int, arrived_s: float, ttft_s: float, rest_s: float, rejected: bool = False
+) -> Job:
+    first_s = arrived_s + ttft_s
+    return Job(
+        line, arrived_s, 1_000, 100, (), prefilled_s=first_s, first_token_s=first_s,
+        finished_s=first_s + rest_s, is_rejected=rejected,
+    )  # fmt: skip
+
+
+def test_good_tokens_are_divided_by_the_time_in_which_requests_arrive() -> None:
+    # The last of them takes 90 s more: it is not good, and nobody is divided by its seconds.
+    jobs = [served(0, 0.0, 1.0, 2.0), served(1, 5.0, 2.0, 2.0), served(2, 10.0, 90.0, 9.0)]
+    found = outcome_of(jobs)
+    assert found.good == 2 and found.good_tokens_per_s == 200 / 10.0
+    assert found.good_ttft_p99_s == pytest.approx(1.99) and found.ttft_p99_s > 80.0
+
+
+def test_p99_is_compared_over_the_requests_that_are_good_in_both_runs() -> None:
+    ours = Times.of([served(0, 0, 1.0, 1.0), served(1, 0, 4.0, 1.0), served(2, 0, 9.0, 1.0, True)])
+    theirs = Times.of([served(0, 0, 2.0, 1.0), served(1, 0, 99.0, 1.0), served(2, 0, 3.0, 1.0)])
+    assert ours.is_good.tolist() == [True, True, False]
+    assert theirs.is_good.tolist() == [True, False, True]
+    assert p99_ratio(ours, theirs) == 0.5  # only the first is good in both
 
 
 def test_every_request_ends_once_and_leaves_nothing_behind(rows: list[TraceRow]) -> None:
@@ -151,4 +213,16 @@ def test_a_shortened_experiment_names_what_it_cannot_say(tmp_path: Path) -> None
 
 def test_targets_are_there_when_all_was_run() -> None:
     names = [target.name for target in targets_of([], {}, why_no_peer="not run")]
-    assert len(names) == len(set(names)) == 6 + 2 * 7 + 2 * 5
+    assert len(names) == len(set(names)) == 6 + 2 * 7 + 2 * 9
+
+
+def test_any_case_can_be_asked_for(tmp_path: Path) -> None:
+    asked = Asked(speeds=(3.0,), blocks=(1_000,), prefills=3)
+    cases = cases_of(asked)
+    assert {(c.blocks, c.speed, c.prefills, c.decodes) for c in cases} == {(1_000, 3.0, 3, 2)}
+    assert [case.policy for case in cases][:1] == ["round_robin"] and len(cases) == 5
+    lines = (DATA / "conversation_start.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "other_trace.jsonl").write_text("".join(lines[:60]))
+    result = answer(replace(asked, folder=tmp_path, traces=("other",), policies=("adaptive",)))
+    assert [row["workers"] for row in result.rows] == ["3P2D"] * 3
+    assert any("3P2D" in target.name for target in result.targets)
