@@ -1,13 +1,15 @@
 """Prints `name==version` of what TensorRT-LLM needs just as it is, for `pip install -c`.
 
+torch's compiler is the distribution `triton` or, where NVIDIA has built torch, `pytorch_triton`.
+
 Not here: what this project needs (pyproject.toml).
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
 KEPT = (
-    "numpy", "protobuf", "pydantic", "tensorrt-llm", "tokenizers", "torch", "transformers",
-    "triton",
+    "numpy", "protobuf", "pydantic", "pytorch-triton", "tensorrt-llm", "tokenizers", "torch",
+    "transformers", "triton",
 )  # fmt: skip
 
 for name in KEPT:

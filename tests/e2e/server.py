@@ -231,12 +231,14 @@ class Server:
         logs = self.state_dir / f"logs-{self.addresses.http.rpartition(':')[2]}"
         return (logs / "triton.log").read_text(errors="replace")
 
+    stop_s_max = 60.0
+
     def stop(self, number: int = signal.SIGINT) -> float:
         """Seconds until the launcher had ended."""
         started_s = time.monotonic()
         if self.process.poll() is None:
             os.kill(self.process.pid, number)
-            self.process.wait(60.0)
+            self.process.wait(self.stop_s_max)
         return time.monotonic() - started_s
 
 

@@ -31,6 +31,7 @@ def main() -> None:
 
     llm = LLM(
         model=folder, skip_tokenizer_init=True, dtype=job["dtype"],
+        max_seq_len=job["context_tokens"],
         kv_cache_config=llm_args.KvCacheConfig(
             max_tokens=job["kv_tokens"], free_gpu_memory_fraction=0.3,
             tokens_per_block=job["page_tokens"], enable_block_reuse=False,

@@ -6,7 +6,7 @@ Skipped without a GPU. It needs no tensorrt_llm:  python -m pytest tests/gpu/tes
 from __future__ import annotations
 
 import random
-from pathlib import Path
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,12 @@ PAGE_BYTES = LAYERS * 2 * FLAT * 2
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Any:
-    path = tmp_path / "pool"
-    path.write_bytes(bytes(PAGES * PAGE_BYTES))
-    pool = map_pool(str(path), PAGE_BYTES * PER_BLOCK)
+def memory() -> Any:
+    # In /dev/shm, as the real pool: files of another kind cannot always be page-locked.
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="mooncake-test-") as file:
+        file.write(bytes(PAGES * PAGE_BYTES))
+        file.flush()
+        pool = map_pool(file.name, PAGE_BYTES * PER_BLOCK)
     kv = torch.zeros((PAGES, LAYERS, 2, FLAT), dtype=torch.bfloat16, device="cuda")
     copier = make_copier(kv, pool)
     assert isinstance(copier, CudaCopier) and copier._is_locked

@@ -23,7 +23,12 @@ from backends.engine.pages import PagePool
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.trtllm import measuring, native_handoff, package
 from backends.engine.trtllm.channel import ChannelError, ConnectorHost, Listener
-from backends.engine.trtllm.environment import choose_gpus, gpu_names, remove_mpi_leftovers
+from backends.engine.trtllm.environment import (
+    choose_gpus,
+    gpu_names,
+    remove_mpi_leftovers,
+    turn_to_start,
+)
 from backends.engine.trtllm.kv_identity import (
     KvIdentity,
     options_that_reach_kv,
@@ -94,8 +99,10 @@ class TrtllmEngine:
                 self._package, worker, config, folder, self.max_seq_len, options, shape.dtype
             )
             log.info("tensorrt_llm %s: LLM(%s)", self._package.version, arguments)
-            self._llm = LlmThread(lambda: self._package.llm(**arguments), on_stats)
-            self._check_ranks()
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            with turn_to_start(Path(os.environ["MOONCAKE_SOCKETS"]), visible):
+                self._llm = LlmThread(lambda: self._package.llm(**arguments), on_stats)
+                self._check_ranks()
         except BaseException as error:
             reason = self._reason_of(error)
             self.close()

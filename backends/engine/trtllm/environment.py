@@ -1,4 +1,4 @@
-"""The environment that TensorRT-LLM's processes get: no leftovers of MPI, the right GPUs.
+"""The environment that TensorRT-LLM's processes get: no leftovers of MPI, the right GPUs, in turn.
 
 Triton's stub may itself have been started under MPI; an engine that inherits its rank and its
 world would wait for peers that are not there. Variables that tune MPI (OMPI_MCA_*) are kept, but
@@ -9,7 +9,9 @@ Not here: the variable that tells connectors where their worker is (messages.py)
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import contextlib
+import fcntl
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 LEFTOVER_NAMES = frozenset({"OMPI_UNIVERSE_SIZE"})
@@ -46,6 +48,19 @@ def choose_gpus(environment: MutableMapping[str, str], gpus: str) -> None:
         chosen = ",".join(str(device) for device in wanted)
     environment["CUDA_VISIBLE_DEVICES"] = chosen
     environment["TRTLLM_VISIBLE_DEVICES"] = chosen
+
+
+@contextlib.contextmanager
+def turn_to_start(folder: Path, visible: str) -> Iterator[None]:
+    """One engine after the other on each GPU: an engine measures how much memory is free, and one
+    that loads its weights meanwhile takes from what it has counted on. `visible` as in
+    CUDA_VISIBLE_DEVICES; empty: whatever there is, and then one turn for all."""
+    devices = sorted(name for name in visible.split(",") if name) or ["any"]
+    with contextlib.ExitStack() as held:  # in one order everywhere, so that nobody waits in a ring
+        for device in devices:
+            file = held.enter_context((folder / f"gpu-{device}.lock").open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX)  # gone with this process, whatever happens to it
+        yield
 
 
 def gpu_names() -> str:

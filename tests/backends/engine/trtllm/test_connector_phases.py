@@ -190,7 +190,7 @@ def test_an_aborted_request_leaves_nothing_behind(
     else:
         step_until(engine, lambda: request.generated >= 2)
     if phase == "saving":  # the order is out, its pages are pinned
-        assert engine.heard.all
+        engine.heard.wait_until(lambda: bool(engine.heard.all), "that anything is saved")
     engine.executor.abort(request)
     engine.executor.run_until_idle()
     assert request.finish_reason == "cancelled"
