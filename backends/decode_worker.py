@@ -171,7 +171,8 @@ class DecodeWorker:
                 running=self._batching.running,
                 pages_used=self._pages.used_pages,
                 context_tokens=self._batching.context_tokens,
-                step_s=self.worker.steps.recent_s,
+                step_s=self.worker.steps.speed
+                * self._estimate.step_s(self._batching.running, self._batching.context_tokens),
                 is_draining=self._is_closing,
                 oldest_step_s=self.worker.watch.age_s(time.monotonic()),
             )

@@ -1,22 +1,22 @@
 """How long the steps of an engine take: in all, recently, and beside what was estimated. Pure.
 
-Two windows, because two things are asked. `recent_s` follows the batch of this moment. `speed` is
+Two windows, because two things are asked. `recent_s` follows the last few steps. `speed` is
 measured / estimated over about as many steps as a short answer has: a limit on the time between
 tokens is one on the mean step of an answer, and a request comes just when its own prefill has had
 the machine busy, so the last few steps are the slowest that it will meet.
 
-When the batch is empty, `recent_s` begins anew: the step of thirty requests, remembered for the
-first one that comes after them, would make the worker look ten times as slow as it is. `speed` is
-kept, because it does not depend on the batch, and because it corrects what was measured of the
-engine when it started; one step that was held up counts for no more than ten.
+An empty batch ends what was: `recent_s`, the step of thirty requests, would make the worker look
+ten times as slow as it is to the first one that comes after them, so it begins anew. So does
+`speed`, with what it was for a beginning: it does not depend on the batch, and corrects what was
+measured of the engine when it started.
 """
 
 from __future__ import annotations
 
 SMOOTHING = 0.2  # weight of the newest step in the recent mean, once there are five
 SPEED_STEPS = 100.0  # that the speed looks back on
-PRIOR_STEPS = 5.0  # steps as estimated that stand before the first measured one
-OUTLIER_MAX = 10.0  # one step counts as at most so many times its estimate
+PRIOR_STEPS = 20.0  # what was known before the first step of a batch counts as so many
+OUTLIER_MAX = 4.0  # one step, held up by whatever, counts as at most so many times its estimate
 
 
 class StepTimes:
@@ -43,5 +43,6 @@ class StepTimes:
             self.speed += (ratio - self.speed) / self._speed_steps
 
     def batch_is_empty(self) -> None:
-        """The recent mean begins anew with the next step."""
+        """What is said of recent steps begins anew with the next one."""
         self.recent_s, self._recent_steps = 0.0, 0
+        self._speed_steps = PRIOR_STEPS

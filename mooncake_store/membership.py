@@ -75,6 +75,6 @@ class WorkerReport:
     running: int  # requests
     pages_used: int
     context_tokens: int  # KV tokens of the running decodes
-    step_s: float  # recent mean seconds per decode or prefill step
+    step_s: float  # mean seconds of a prefill step lately; of a decode step with this batch
     is_draining: bool
     oldest_step_s: float = 0.0  # how long the engine's step has been under way; 0: there is none

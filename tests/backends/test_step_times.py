@@ -59,20 +59,20 @@ def test_a_worker_that_stays_slow_is_known_to_be_after_an_answer() -> None:
     assert steps.speed == pytest.approx(2.0, abs=0.05)
 
 
-def test_speed_is_of_no_batch_so_an_empty_one_keeps_it() -> None:
+def test_speed_is_of_no_batch_and_what_it_was_under_load_fades_soon_after() -> None:
     steps = StepTimes()
     for _ in range(300):
         steps.took(0.080, 0.040)  # thirty requests, twice as long as estimated
     steps.batch_is_empty()
-    assert steps.speed == pytest.approx(2.0, abs=0.05)
-    for _ in range(300):
+    assert steps.speed == pytest.approx(2.0, abs=0.05), "nobody has said otherwise yet"
+    for _ in range(60):
         steps.took(0.006, 0.006)  # one request, as estimated
-    assert steps.speed == pytest.approx(1.0, abs=0.1)
+    assert steps.speed < 1.3
 
 
-def test_a_step_that_was_held_up_counts_for_no_more_than_ten() -> None:
+def test_a_step_that_was_held_up_counts_for_no_more_than_four() -> None:
     steps = StepTimes()
     for _ in range(300):
         steps.took(0.010, 0.010)
     steps.took(8.0, 0.010)  # the process was stopped
-    assert steps.speed < 1.15
+    assert steps.speed < 1.05

@@ -261,9 +261,11 @@ class DecodeNode:
         batching, done = self._batching, self._steps_done()
         context_tokens = batching.context_tokens + done * batching.running
         asked = sum(arrival.is_asked for arrival in self._arrivals.values())
+        speed = self._told(self._end_of(done)).speed
+        step_s = speed * self._estimate.step_s(batching.running, context_tokens)
         return WorkerReport(
             self.worker_id, self.incarnation, asked - batching.running, 0, batching.running,
-            self._pool.used_pages, context_tokens, self._told(self._end_of(done)).recent_s, False,
+            self._pool.used_pages, context_tokens, step_s, False,
         )  # fmt: skip
 
     def _end_of(self, done: int) -> int:
