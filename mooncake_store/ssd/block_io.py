@@ -7,18 +7,23 @@ can verify one batch while the next one is under way.
 
 A lane belongs to one thread at a time; `Lanes` hands them out.
 
+A batch that nobody waits for any more, because the disk hangs, is kept with its lane until it ends:
+the kernel may go on writing, and to let go of what it works on aborts the process in NIXL's
+destructor, at exit too.
+
 Not here: what is moved, verified and noted (ssd_tier.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -31,8 +36,6 @@ log = logging.getLogger("mooncake_store.ssd")
 LANES_MAX = 4  # batches of so many callers are with the disk at once
 THREADS = 8
 SPIN_S = 0.0002  # a small read is done by then; sleeping costs about 0.1 ms
-# Batches given up on: releasing what the kernel still works on may crash, and it may go on writing.
-_hung: list[Any] = []
 WAIT_STEP = 1 / 16  # then look again after this part of the time that has passed: 6 % late at most
 
 
@@ -54,6 +57,9 @@ class Lane(Protocol):
 
     def wait(self, batch: Any, until_s: float) -> None:
         """Until all of it is done. OSError, TransferFailed; TransferTimeout: it may come later."""
+
+    def has_ended(self, batch: Any) -> bool:
+        """Is nothing of it under way any more, however it went? Of one that nobody waits for."""
 
     def close(self) -> None: ...
 
@@ -92,6 +98,9 @@ class ThreadLane:
             except TimeoutError as error:
                 raise TransferTimeout("the SSD did not answer in time") from error
 
+    def has_ended(self, batch: list[Future[None]]) -> bool:
+        return all(future.done() for future in batch)
+
     def close(self) -> None:
         pass
 
@@ -104,6 +113,7 @@ class NixlLane:
     def __init__(self, descriptor: int, memory: ByteArray, file_bytes: int) -> None:
         from mooncake_store.transports.nixl_agent import FileAgent
 
+        self._memory = memory  # alive for as long as somebody may write to it
         self._agent = FileAgent(int(memory.ctypes.data), memory.nbytes, descriptor, file_bytes)
 
     def post(self, is_write: bool, rows: Sequence[Row]) -> Any:
@@ -114,13 +124,48 @@ class NixlLane:
         while not self._agent.is_done(batch):
             now_s = time.monotonic()
             if now_s > until_s:
-                _hung.append(batch)
                 raise TransferTimeout("the SSD did not answer in time")
             if (waited_s := now_s - start_s) > SPIN_S:
                 time.sleep(waited_s * WAIT_STEP)
 
+    def has_ended(self, batch: Any) -> bool:
+        return self._agent.has_ended(batch)
+
     def close(self) -> None:
         self._agent.close()
+
+
+class Unfinished:
+    """Batches that nobody waits for any more, with their lanes, until they end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[tuple[Lane, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, lane: Lane, batches: Iterable[Any]) -> None:
+        """The lane is used for nothing else from now on."""
+        with self._lock:
+            for batch in batches:
+                pair = (lane, batch)
+                # At exit, when Python drops all modules, nobody may be the last to hold it.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair))
+                self._kept.append(pair)
+
+    def drop_ended(self) -> None:
+        with self._lock:
+            kept, self._kept = self._kept, []
+            for pair in kept:
+                lane, batch = pair
+                if lane.has_ended(batch):
+                    ctypes.pythonapi.Py_DecRef(ctypes.py_object(pair))
+                else:
+                    self._kept.append(pair)
+
+
+unfinished = Unfinished()
 
 
 class Lanes:
@@ -150,6 +195,7 @@ class Lanes:
     @contextlib.contextmanager
     def lane(self, until_s: float) -> Iterator[Lane]:
         """A lane for this thread. One with a failed batch is not used again."""
+        unfinished.drop_ended()
         if not self._permits.acquire(timeout=max(0.0, until_s - time.monotonic())):
             raise TransferFailed(f"all {LANES_MAX} lanes to the SSD were busy all that time")
         try:

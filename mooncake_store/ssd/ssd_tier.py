@@ -28,7 +28,7 @@ from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.memory.checksum import checksum
 from mooncake_store.memory.segment import ByteArray
 from mooncake_store.ssd.block_file import IO_ALIGN_BYTES, BlockFile
-from mooncake_store.ssd.block_io import Lane, Lanes, Row, move
+from mooncake_store.ssd.block_io import Lane, Lanes, Row, move, unfinished
 from mooncake_store.ssd.manifest import Manifest
 from mooncake_store.ssd.records import Entry, Shape
 
@@ -216,15 +216,20 @@ class SsdTier:
             return
         with self._lanes.lane(until_s) as lane:
             posted: deque[object] = deque()
-            for number, (part, rows) in enumerate(parts):
-                is_late = time.monotonic() > until_s
-                while not is_late and len(posted) + number < min(number + PARTS_AHEAD, len(parts)):
-                    posted.append(self._post(lane, is_write, parts[number + len(posted)][1]))
-                if not posted:
-                    return
-                error = self._wait(lane, posted.popleft(), until_s + GRACE_S)
-                for index, row in zip(part, rows, strict=True):
-                    yield index, self._again(is_write, row) if error else None
+            try:
+                for number, (part, rows) in enumerate(parts):
+                    is_late = time.monotonic() > until_s
+                    ahead = min(number + PARTS_AHEAD, len(parts))
+                    while not is_late and len(posted) + number < ahead:
+                        posted.append(self._post(lane, is_write, parts[number + len(posted)][1]))
+                    if not posted:
+                        return
+                    error = self._wait(lane, posted[0], until_s + GRACE_S)
+                    posted.popleft()
+                    for index, row in zip(part, rows, strict=True):
+                        yield index, self._again(is_write, row) if error else None
+            finally:  # the disk hangs, or the caller has gone: all of them may be under way
+                unfinished.keep(lane, [each for each in posted if not isinstance(each, Exception)])
 
     def _row(self, job: Job) -> Row:
         size_bytes = job.entry.size_bytes

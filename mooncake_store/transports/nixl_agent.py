@@ -193,7 +193,8 @@ class NodeAgent:
 class FileAgent:
     """NIXL's POSIX plugin between one memory and one open file. Its owner has a lock.
 
-    Unlike agents with UCX it has no peers, so it may be destroyed like any object.
+    Unlike agents with UCX it has no peers, so it may be destroyed like any object, once nothing is
+    under way: with a transfer that the kernel works on, its destructor aborts the process.
     """
 
     def __init__(self, address: int, size_bytes: int, descriptor: int, file_bytes: int) -> None:
@@ -245,6 +246,17 @@ class FileAgent:
             raise TransferFailed(f"NIXL's POSIX plugin: {error}") from error
         if state != "DONE":
             raise TransferFailed("NIXL's POSIX plugin says ERR")
+        return True
+
+    def has_ended(self, handle: Any) -> bool:
+        """Is nothing of it under way, however it went? Then the handle is gone."""
+        with contextlib.suppress(*nixl_errors()):
+            if self._agent.check_xfer_state(handle) == "PROC":
+                return False
+        try:
+            self._agent.release_xfer_handle(handle)
+        except nixl_errors():  # it failed in part, and the kernel is not done with the rest
+            return False
         return True
 
     def close(self) -> None:
