@@ -33,6 +33,9 @@ def serve(
     http_port: Annotated[int, typer.Option(help="KServe HTTP port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="KServe gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port.")] = 8002,
+    metrics_address: Annotated[
+        str, typer.Option(help="Address of that port; others than this host need another one.")
+    ] = "127.0.0.1",
     nodes: Annotated[str, typer.Option(help="Storage nodes, comma separated.")] = "s0,s1",
     store_bytes: Annotated[
         str, typer.Option(help="Memory of each storage node in /dev/shm, like 512M or 4G.")
@@ -51,10 +54,11 @@ def serve(
         bool, typer.Option(help="Every process proves its invariants each second, or ends.")
     ] = False,
     triton_arg: Annotated[
-        list[str] | None, typer.Option(help="Passed to tritonserver as it is; repeatable.")
+        list[str] | None,
+        typer.Option(help="Passed as it is to the tritonserver that clients call; repeatable."),
     ] = None,
 ) -> None:
-    """Start directory, storage nodes and Triton on this machine, until Ctrl-C."""
+    """Start directory, storage nodes and Tritons on this machine, until Ctrl-C."""
     from backends.environment import EnvironmentProblem
     from backends.launch import (
         Launcher,
@@ -67,7 +71,7 @@ def serve(
 
     options = ServeOptions(
         model_repository=model_repository, address=address, http_port=http_port,
-        grpc_port=grpc_port, metrics_port=metrics_port,
+        grpc_port=grpc_port, metrics_port=metrics_port, metrics_address=metrics_address,
         nodes=tuple(filter(None, nodes.split(","))), store_bytes=parse_bytes(store_bytes),
         ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path,
         state_dir=state_dir, ready_s_max=ready_s_max, is_self_checked=self_check,
@@ -93,13 +97,12 @@ def serve(
 def run_until_stopped(launcher: object) -> None:
     """Start, say how to send a request, then watch; returns only by an exception."""
     from backends.launch import Launcher
-    from backends.repository import RepositoryWatch
 
     assert isinstance(launcher, Launcher)
     started_s = time.monotonic()
-    with console.status("starting directory, storage nodes and Triton ..."):
+    with console.status("starting directory, storage nodes and Tritons ..."):
         launcher.start()
-    with console.status(f"loading models (log: {launcher.triton_log}) ..."):
+    with console.status(f"loading models (logs: {launcher.log_dir}) ..."):
         states = launcher.wait_ready()
     seconds = time.monotonic() - started_s
     console.print(f"ready after {seconds:.1f} s: {', '.join(state.name for state in states)}")
@@ -109,12 +112,12 @@ def run_until_stopped(launcher: object) -> None:
         '\'{"text_input": "It is a truth", "max_tokens": 32, "stream": true}\'',
         soft_wrap=True,
     )
-    watch = RepositoryWatch(launcher.mirror.target, launcher.http_url, launcher.triton_log)
-    watch.news()  # what was logged before we were ready is not news
+    launcher.news()  # what was logged before we were ready is not news
     while True:
-        for model in launcher.tend():
-            console.print(f"[bold yellow]{model} died, starting it again[/]")
-        for load in watch.news():
+        for restart in launcher.tend():
+            when = f" in {restart.pause_s:.0f} s" if restart.pause_s else ""
+            console.print(f"[bold yellow]{restart.name} died, starting it again{when}[/]")
+        for load in launcher.news():
             if load.reason:
                 console.print(f"[bold yellow]kept the old settings of {load.model}[/]:")
                 console.print(load.reason, markup=False, soft_wrap=True)
@@ -126,7 +129,7 @@ def run_until_stopped(launcher: object) -> None:
 @app.command()
 def status(
     metrics_url: Annotated[
-        str, typer.Option(help="Triton's metrics page.")
+        str, typer.Option(help="Its metrics page.")
     ] = "http://127.0.0.1:8002/metrics",
     interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,

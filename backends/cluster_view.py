@@ -86,6 +86,11 @@ class ClusterView:
         with self._lock:
             return [w.inbox for (name, _), w in self._workers.items() if name == worker_id]
 
+    def grpc_addresses(self) -> set[str]:
+        """Where workers are called."""
+        with self._lock:
+            return {worker.grpc_address for worker in self._workers.values()}
+
     def excluded_by_pins(
         self, prefill_worker: str, decode_worker: str
     ) -> frozenset[tuple[str, str]]:

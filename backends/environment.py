@@ -6,15 +6,21 @@ ports, /dev/shm, threads). Not here: copying files (staging.py), starting things
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import random
 import shutil
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+# For ports that we choose: below what the kernel gives to outgoing connections, which could take
+# one of them before the server listens.
+PORT_MIN, PORT_MAX = 10_240, 20_000
 
 
 class EnvironmentProblem(Exception):
@@ -112,6 +118,22 @@ def problems(
             f"this container may have {pids_max} threads, about {threads_wanted} are needed. "
             "Raise its limit (docker: --pids-limit)."
         )
+
+
+def free_ports(count: int, promised: Collection[int]) -> list[int]:
+    """Ports of loopback that nobody has now, nor is going to take; they differ."""
+    chance = random.SystemRandom()
+    with contextlib.ExitStack() as held:
+        ports: list[int] = []
+        while len(ports) < count:
+            listener = held.enter_context(socket.socket())
+            port = chance.randrange(PORT_MIN, PORT_MAX)
+            if port in promised:
+                continue
+            with contextlib.suppress(OSError):
+                listener.bind(("127.0.0.1", port))
+                ports.append(port)
+    return ports
 
 
 def _numpy_major() -> int:

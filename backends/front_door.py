@@ -160,6 +160,7 @@ class FrontDoor:
 
     def _worker_down(self, worker_id: str, incarnation: str, heard_s: float) -> None:
         """Take requests away from threads that wait for a worker that is gone."""
+        self._call.keep(self.cluster.grpc_addresses())
         for live in self.live.all():
             stale_id = live.worker_request_id
             if live.run is not None and live.run.lost(worker_id, incarnation, heard_s):

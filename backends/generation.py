@@ -314,7 +314,7 @@ class Generation:
             place_s=route.order_key_s - time.monotonic(),
             is_resumed=self._attempts.is_resumed,
         )
-        first, reply = worker_calls.prefill(self._call, route.prefill.worker_id, call, token_ids)
+        first, reply = worker_calls.prefill(self._call, route.prefill, call, token_ids)
         self._live.check()
         self._cluster.prefill_finished(mine.request_id, reply.cached_tokens, reply.compute_s)
         return first, reply
@@ -351,7 +351,7 @@ class Generation:
 
         try:
             with self._streams.reading(mine.request_id, deliver, request.is_paced) as stream:
-                ids, end = worker_calls.decode(self._call, route.decode.worker_id, call, token_ids)
+                ids, end = worker_calls.decode(self._call, route.decode, call, token_ids)
                 rest = stream.rest(end.tokens_before)
         except Overloaded:
             self._cluster.worker_refused(route.decode.worker_id, route.decode.incarnation)

@@ -1,9 +1,7 @@
-"""Calls to worker models over Triton's own gRPC endpoint, one stream per request.
+"""Calls to worker models over their Tritons' gRPC endpoints, one stream per request.
 
-Inside one Triton a model may also call another directly (BLS). That was the first choice and is
-faster, but with several streams in several threads Triton 2.51's stub deadlocks or crashes within
-minutes (docs/decisions/0009). gRPC serves workers of this Triton and of others alike, and a call
-whose worker process died can be cancelled from here, while a BLS call waits for ever.
+A worker has a Triton of its own (docs/decisions/0017), which tells the directory its address. A
+call whose worker process died can be cancelled from here.
 
 Not here: what is called and why (worker_calls.py, generation.py).
 """
@@ -30,45 +28,87 @@ OPTIONS = [
 ]
 
 
-class GrpcCalls:
-    """Calls `(model, inputs, outputs, request id)` as worker_calls.Call wants them."""
+class Connections:
+    """To one Triton, used in turn. `in_use` counts the calls; with GrpcCalls' lock held."""
 
     def __init__(self, address: str) -> None:
         self._channels = [grpc.insecure_channel(address, OPTIONS) for _ in range(CONNECTIONS)]
         stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._channels]
-        self._stubs = itertools.cycle(stubs)
+        self.stubs = itertools.cycle(stubs)
+        self.in_use = 0
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+
+class GrpcCalls:
+    """Calls `(address, model, inputs, outputs, request id)` as worker_calls.Call wants them."""
+
+    def __init__(self) -> None:
+        self._connections: dict[str, Connections] = {}
+        self._retired: set[str] = set()  # of those: to be closed behind their last call
         self._running: dict[str, grpc.Call] = {}
         self._lock = threading.Lock()
 
     def __call__(
-        self, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str], request_id: str
-    ) -> Iterator[dict[str, np.ndarray]]:
+        self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
+        request_id: str,
+    ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
         """One dict of flat arrays per response. Raises ServingError; WorkerUnavailable if lost.
 
         Leaving early waits for the worker to end the stream (it is told to stop by a letter):
         Triton 2.51 keeps a model from unloading after a call to it was cancelled. `cancel` is for
         workers that are gone.
         """
-        with self._lock:
-            stub = next(self._stubs)
-        call = stub.ModelStreamInfer(iter([_request(model, inputs, outputs, request_id)]))
-        with self._lock:
-            self._running[request_id] = call
-        try:
-            for response in call:
-                if response.error_message:
-                    raise from_wire(response.error_message, model)
-                if response.infer_response.raw_output_contents:
-                    yield _outputs(response.infer_response)
-        except grpc.RpcError as error:
-            raise from_broken_call(model, error.code(), error.details()) from None
-        finally:
-            with contextlib.suppress(grpc.RpcError):
-                for _ in call:
-                    pass
+        with self._connected(address) as stub:
+            call = stub.ModelStreamInfer(iter([_request(model, inputs, outputs, request_id)]))
             with self._lock:
-                if self._running.get(request_id) is call:
-                    del self._running[request_id]
+                self._running[request_id] = call
+            try:
+                for response in call:
+                    if response.error_message:
+                        raise from_wire(response.error_message, model)
+                    if response.infer_response.raw_output_contents:
+                        yield _outputs(response.infer_response)
+            except grpc.RpcError as error:
+                raise from_broken_call(model, error.code(), error.details()) from None
+            finally:
+                with contextlib.suppress(grpc.RpcError):
+                    for _ in call:
+                        pass
+                with self._lock:
+                    if self._running.get(request_id) is call:
+                        del self._running[request_id]
+
+    @contextlib.contextmanager
+    def _connected(self, address: str) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
+        with self._lock:
+            connections = self._connections.get(address)
+            if connections is None:
+                connections = self._connections[address] = Connections(address)
+            connections.in_use += 1
+            stub = next(connections.stubs)
+        try:
+            yield stub
+        finally:
+            with self._lock:
+                connections.in_use -= 1
+            self._close_retired()
+
+    def keep(self, addresses: set[str]) -> None:
+        """Close connections to all others, each when its last call has ended."""
+        with self._lock:
+            self._retired = self._connections.keys() - addresses
+        self._close_retired()
+
+    def _close_retired(self) -> None:
+        with self._lock:
+            idle = [each for each in self._retired if not self._connections[each].in_use]
+            self._retired.difference_update(idle)
+            closing = [self._connections.pop(address) for address in idle]
+        for connections in closing:
+            connections.close()
 
     def cancel(self, request_id: str) -> None:
         """End this request's call now; who reads it gets WorkerUnavailable."""
@@ -78,8 +118,12 @@ class GrpcCalls:
             call.cancel()
 
     def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
+        with self._lock:
+            closing = list(self._connections.values())
+            self._connections.clear()
+            self._retired.clear()
+        for connections in closing:
+            connections.close()
 
 
 def _request(

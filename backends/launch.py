@@ -1,17 +1,19 @@
 """`mooncake serve`: everything on one machine, started in order, stopped in order.
 
-Directory, then storage nodes, then Triton with its models; ready when every model is. Whatever
-ends the launcher (Ctrl-C, SIGTERM, a child that keeps dying, a model that does not load at the
-start), its processes end too and its files in /dev/shm and its sockets are removed.
+Directory, then storage nodes, then the Tritons: one for the models that clients call and one for
+each worker folder; ready when every model is. Whatever ends the launcher (Ctrl-C, SIGTERM, a child
+that keeps dying, a model that does not load at the start), its processes end too and its files in
+/dev/shm and its sockets are removed.
 Not here: checks of the machine (environment.py), the staged backends (staging.py), child
-processes (processes.py), its files and those of dead launchers (launch_files.py), what Triton says
-of its models (repository.py).
+processes (processes.py), its files and those of dead launchers (launch_files.py), one Triton
+(triton_process.py), the metrics port (metrics_server.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -22,14 +24,18 @@ from types import FrameType
 
 from backends import environment, staging
 from backends.launch_files import LaunchFiles, remove_leftovers
-from backends.mirror import RepositoryMirror
-from backends.processes import Child
-from backends.repository import ModelState, RepositoryWatch
-from backends.stub_watch import StubWatch
+from backends.metrics_server import MetricsServer, Source
+from backends.mirror import RepositoryMirror, WorkerFolders
+from backends.processes import Child, Command
+from backends.repository import Load, ModelState
+from backends.stub_watch import end_orphans, models_alive
+from backends.triton_process import FRONTEND, Endpoints, Restart, Triton, WorkerTriton
 from mooncake_store import self_check
 
 TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
-STOP_S_MAX = 9.0
+STOP_S_MAX = 9.0  # of it at most so much for the frontend's Triton, so much after the workers':
+FRONTEND_STOP_S, OTHERS_STOP_S = 5.0, 1.0
+FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # that a Triton waits for requests and models to end
 UNIT_BYTES = 16 * 2**10  # grain of the storage nodes' memory: headers take 0.4 % of it
 
 
@@ -42,6 +48,7 @@ class ServeOptions:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    metrics_address: str = "127.0.0.1"
     nodes: tuple[str, ...] = ("s0", "s1")
     store_bytes: int = 1 << 30  # of each storage node, in DRAM
     ssd_bytes: int = 0  # of each storage node; 0: no SSD tier
@@ -67,18 +74,22 @@ class Launcher:
         self.state_dir = options.state_dir.resolve()
         self.log_dir = self.state_dir / f"logs-{options.http_port}"
         self.socket_dir = self._files.socket_dir
-        self.mirror = RepositoryMirror(
-            options.model_repository, self.state_dir / f"repository-{options.http_port}"
-        )
-        self._stubs: StubWatch | None = None
+        self.repository = options.model_repository.resolve()
+        self._mirrors = self.state_dir / f"repository-{options.http_port}"
+        self._worker_folders = WorkerFolders(self.repository)
+        self._worker_names: set[str] = set()
+        self.frontend: Triton | None = None
+        self.workers: dict[str, WorkerTriton] = {}
+        self._leaving: list[WorkerTriton] = []  # their folders are gone
+        self._metrics: MetricsServer | None = None
         self.directory_address = f"ipc://{self.socket_dir}/directory"
         self.events_address = f"ipc://{self.socket_dir}/events"
 
     def start(self) -> None:
-        """Start directory, storage nodes and Triton; returns when all of them run."""
+        """Start directory, storage nodes and Tritons; returns when all of them run."""
         triton = environment.find_triton()
         options = self.options
-        remove_leftovers()
+        end_orphans(remove_leftovers())
         self._check(triton)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         env = self._environment(triton)
@@ -102,10 +113,41 @@ class Launcher:
         ]  # fmt: skip
         for node in nodes:
             node.wait_for_line("ready", 60.0)
-        staged = staging.stage(triton, self.state_dir / f"backends-{options.http_port}")
-        self.mirror.sync(is_first=True)
-        child = self._child("triton", self._triton_command(triton, staged), env)
-        self._stubs = StubWatch(child.pid)
+        self._staged = staging.stage(triton, self.state_dir / f"backends-{options.http_port}")
+        self._server, self._env = triton.server, env
+        shutil.rmtree(self._mirrors, ignore_errors=True)
+        self._start_tritons()
+        self._metrics = MetricsServer(
+            (options.metrics_address, options.metrics_port), self._sources, self.states
+        )
+
+    def _start_tritons(self) -> None:
+        """All at once: they need each other only when requests come."""
+        options = self.options
+        self._worker_names = self._worker_folders.names()
+        self.frontend = Triton(
+            FRONTEND,
+            RepositoryMirror(
+                self.repository, self._mirrors / FRONTEND,
+                lambda name: name not in self._worker_names,
+            ),
+            self.log_dir / f"{FRONTEND}.log", self.socket_dir, self._triton_command,
+            Endpoints(f"{options.address}:{options.grpc_port}", "",
+                      f"{options.address}:{options.http_port}"),
+        )  # fmt: skip
+        self.frontend.mirror.sync(is_first=True)
+        self.frontend.start()
+        for name in sorted(self._worker_names):
+            self._add_worker(name)
+            self.workers[name].mirror.sync(is_first=True)
+            if self.workers[name].mirror.models():
+                self.workers[name].start()
+
+    def _add_worker(self, name: str) -> None:
+        self.workers[name] = WorkerTriton(
+            name, self.repository, self._mirrors / name, self.log_dir / f"{name}.log",
+            self.socket_dir, self._triton_command,
+        )  # fmt: skip
 
     def _ssd(self, node: str) -> list[str]:
         """Blocks on SSD outlive this launcher: the folder is the node's, not the run's."""
@@ -118,84 +160,115 @@ class Launcher:
 
     def wait_ready(self) -> list[ModelState]:
         """Until every model of the repository serves; raises with what the models said if not."""
-        watch = RepositoryWatch(self.mirror.target, self.http_url, self.triton_log)
         give_up_s = time.monotonic() + self.options.ready_s_max
         refusals: dict[str, None] = {}  # in order, each once: Triton tries again and again
         while True:
-            self.check_children()
-            states = watch.states()
-            self._check_services()
-            refusals |= {f"{load.model}: {load.reason}": None
-                         for load in watch.news() if load.reason}  # fmt: skip
-            if refusals and states:  # Triton answers only after it tried every model once
+            for child in self.children:
+                child.check_alive()
+            answers = []
+            for triton in self._tritons():
+                if problem := triton.tend_start():
+                    raise environment.EnvironmentProblem(problem)
+                answers.append(triton.states())
+                refusals |= {f"{load.model}: {load.reason}": None
+                             for load in triton.take_loads() if load.reason}  # fmt: skip
+            # A Triton answers only after it tried each of its models once.
+            if refusals and None not in answers:
                 raise environment.EnvironmentProblem(
                     "these models did not load:\n" + "\n".join(refusals)
                 )
+            states = self.states()
             if states and all(state.is_ready for state in states):
                 return states
             if time.monotonic() > give_up_s:
                 waiting = ", ".join(state.name for state in states if not state.is_ready)
                 raise environment.EnvironmentProblem(
                     f"not ready after {self.options.ready_s_max:.0f} s, still waiting for "
-                    f"{waiting or 'Triton'}; see {self.triton_log}"
+                    f"{waiting or 'Triton'}; see {self.log_dir}"
                 )
             time.sleep(0.1)
 
-    def _check_services(self) -> None:
-        """Triton goes on without a service whose port was taken after our own check."""
-        for line in self.triton_log.read_text(errors="replace").splitlines():
-            if "failed to start" in line and "service" in line:
-                raise environment.EnvironmentProblem(line.partition('] "')[2].rstrip('" '))
-
-    def tend(self) -> list[str]:
+    def tend(self) -> list[Restart]:
         """Call it often while serving: carries edits over, starts again what died.
 
         Whatever it is, the others find it again by themselves, and KV stays in nodes that live.
-        Returns what is started again; ChildDied when something does not stay up.
+        ChildDied when something that all others need does not stay up.
         """
-        assert self._stubs is not None, "tend() before start()"
-        restarted = [child for child in self.children if child.restart_if_dead()]
-        for child in restarted:
-            if child.name == "triton":
-                self._stubs = StubWatch(child.pid)
-        died = self._stubs.died({path.name for path in self.mirror.target.iterdir()})
-        for model in died:
-            self.mirror.revive(model)
-            if 'backend: "conductor"' in self.mirror.config(model):
-                # Triton would leave the clients of its streams waiting for ever, and may abort
-                # when the model is started again: better an error at once and a fresh Triton.
-                self._triton().kill()
-        self.mirror.sync()
-        return [child.name for child in restarted] + died
+        restarts = [
+            Restart(child.name, pause_s)
+            for child in self.children if (pause_s := child.tend()) is not None
+        ]  # fmt: skip
+        everyone = [*self._tritons(), *self._leaving]
+        by_pid = models_alive({triton.pid for triton in everyone if triton.pid is not None})
+        alive = {triton: by_pid.get(triton.pid or 0, set()) for triton in everyone}
+        self._tend_folders(alive)
+        for triton in self._tritons():
+            restarts += triton.tend(alive.get(triton, set()))
+        return restarts
 
-    def _triton(self) -> Child:
-        return next(child for child in self.children if child.name == "triton")
+    def _tend_folders(self, alive: dict[Triton, set[str]]) -> None:
+        """A worker folder that was copied gets a Triton, one that was removed loses it."""
+        self._worker_names = self._worker_folders.names()
+        self._leaving = [worker for worker in self._leaving if not worker.drain(alive[worker])]
+        for name in self.workers.keys() - self._worker_names:
+            self._leaving.append(self.workers.pop(name))
+        busy = {worker.name for worker in self._leaving}
+        for name in sorted(self._worker_names - self.workers.keys() - busy):
+            self._add_worker(name)
 
-    def check_children(self) -> None:
-        for child in self.children:
-            child.check_alive()
+    def news(self) -> list[Load]:
+        """Loads and refusals since the last call."""
+        return [load for triton in self._tritons() for load in triton.take_loads()]
+
+    def states(self) -> list[ModelState]:
+        """Of every model; one whose Triton does not answer is not ready. From any thread."""
+        found = []
+        for triton in self._tritons():
+            silent = [ModelState(model, False) for model in sorted(triton.mirror.models())]
+            found += triton.states() or silent
+        return sorted(found, key=lambda state: state.name)
+
+    def _tritons(self) -> list[Triton]:
+        frontend = [self.frontend] if self.frontend is not None else []
+        return [*frontend, *list(self.workers.values())]
+
+    def _sources(self) -> list[Source]:
+        return [
+            Source(triton.name, triton.life, triton.endpoints.metrics)
+            for triton in [*self._tritons(), *list(self._leaving)]
+            if triton.endpoints is not None and triton.pid is not None
+        ]
 
     def stop(self) -> None:
-        """End everything, Triton first so that its workers can leave the directory in order."""
+        """End everything: first the Triton that clients call, so that nobody calls the workers'
+        any more; then those, so that workers can leave the directory in order."""
         give_up_s = time.monotonic() + STOP_S_MAX
-        for child in reversed(self.children):
-            child.terminate()
-            if child.name == "triton":
-                child.finish(give_up_s - time.monotonic() - 2.0)
-        for child in reversed(self.children):
-            child.finish(give_up_s - time.monotonic())
+        if self._metrics is not None:
+            self._metrics.close()
+        first = [self.frontend] if self.frontend is not None else []
+        self._end([each.child for each in first], FRONTEND_STOP_S)
+        workers = [*self.workers.values(), *self._leaving]
+        left_s = give_up_s - time.monotonic()
+        self._end([each.child for each in workers], left_s - OTHERS_STOP_S)
+        self._end(self.children[::-1], give_up_s - time.monotonic())
         self._files.remove()
+
+    def _end(self, children: list[Child | None], within_s: float) -> None:
+        """Ask all at once, wait, kill what is left."""
+        running = [child for child in children if child is not None]
+        give_up_s = time.monotonic() + within_s
+        for child in running:
+            child.terminate()
+        for child in running:
+            child.finish(give_up_s - time.monotonic())
 
     @property
     def http_url(self) -> str:
         return f"http://{self.options.address}:{self.options.http_port}"
 
-    @property
-    def triton_log(self) -> Path:
-        return self.log_dir / "triton.log"
-
     def _child(self, name: str, command: list[str], env: dict[str, str]) -> Child:
-        child = Child(name, command, self.log_dir / f"{name}.log", self.socket_dir, env)
+        log_path = self.log_dir / f"{name}.log"
+        child = Child(name, lambda: Command(command, env), log_path, self.socket_dir)
         self.children.append(child)
         return child
 
@@ -206,10 +279,13 @@ class Launcher:
                 f"there is no model repository at {options.model_repository}; run from the "
                 "project's root or name one with --model-repository"
             )
-        ports = {name: (options.address, getattr(options, f"{name}_port"))
-                 for name in ("http", "grpc", "metrics")}  # fmt: skip
+        ports = {
+            "http": (options.address, options.http_port),
+            "grpc": (options.address, options.grpc_port),
+            "metrics": (options.metrics_address, options.metrics_port),
+        }
         needed = options.store_bytes * len(options.nodes) + TRITON_SHM_BYTES
-        found = list(environment.problems(triton, ports, needed, threads_wanted=400))
+        found = list(environment.problems(triton, ports, needed, threads_wanted=500))
         if found:
             raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
 
@@ -231,28 +307,38 @@ class Launcher:
         env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
         env["MOONCAKE_STATE"] = str(self.state_dir)
         env[self_check.VARIABLE] = "1" if self.options.is_self_checked else "0"
-        host = "127.0.0.1" if self.options.address == "0.0.0.0" else self.options.address
-        env["MOONCAKE_GRPC"] = f"{host}:{self.options.grpc_port}"
-        env["MOONCAKE_REPOSITORY"] = str(self.mirror.source)
+        env["MOONCAKE_REPOSITORY"] = str(self.repository)
         return env
 
-    def _triton_command(self, triton: environment.TritonInstall, staged: Path) -> list[str]:
-        options = self.options
-        return [
-            str(triton.server),
-            f"--model-repository={self.mirror.target}",
-            f"--backend-directory={staged}",
-            f"--http-address={options.address}", f"--http-port={options.http_port}",
-            f"--grpc-address={options.address}", f"--grpc-port={options.grpc_port}",
-            f"--metrics-address={options.address}", f"--metrics-port={options.metrics_port}",
-            "--model-control-mode=poll", "--repository-poll-secs=1", "--exit-timeout-secs=5",
+    def _triton_command(self, triton: Triton, endpoints: Endpoints) -> Command:
+        """How a life of a Triton is started; memory of the one before it is removed."""
+        part = f"triton-{triton.name}-"
+        self._files.remove_part(part)
+        prefix = f"{self.name}-{part}"
+        is_public = triton is self.frontend
+        backends = ("python", *staging.OUR_BACKENDS)
+        arguments = [
+            str(self._server),
+            f"--model-repository={triton.mirror.target}",
+            f"--backend-directory={self._staged}",
+            *listening("grpc", endpoints.grpc), *listening("metrics", endpoints.metrics),
+            *(listening("http", endpoints.http) if endpoints.http else ["--allow-http=false"]),
+            "--model-control-mode=poll", "--repository-poll-secs=1",
+            f"--exit-timeout-secs={FRONTEND_EXIT_S if is_public else WORKER_EXIT_S}",
             "--exit-on-error=false", "--disable-auto-complete-config",
             "--strict-readiness=false", "--allow-gpu-metrics=false",
-            f"--backend-config=python,shm-region-prefix-name={self.name}-triton",
-            *(f"--backend-config={name},shm-region-prefix-name={self.name}-{name}"
-              for name in staging.OUR_BACKENDS),
-            *options.triton_args,
+            f"--allow-cpu-metrics={str(is_public).lower()}",
+            *(f"--backend-config={name},shm-region-prefix-name={prefix}{name}"
+              for name in backends),
+            *(self.options.triton_args if is_public else ()),
         ]  # fmt: skip
+        # Workers tell the directory where they are called.
+        return Command(arguments, self._env | {"MOONCAKE_GRPC": endpoints.grpc})
+
+
+def listening(service: str, address: str) -> list[str]:
+    host, _, port = address.rpartition(":")
+    return [f"--{service}-address={host}", f"--{service}-port={port}"]
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

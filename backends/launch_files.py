@@ -45,6 +45,10 @@ class LaunchFiles:
         """A file of this launcher's in shared memory."""
         return self._shm / f"{self.name}-{name}"
 
+    def remove_part(self, name: str) -> None:
+        """Those whose names go on with `name`; nobody uses them any more."""
+        _remove_all(f"{self.name}-{name}", self._shm, "*")
+
     def remove(self) -> None:
         """All of them, once nobody uses them any more. Twice is harmless."""
         if self._lock < 0:
@@ -80,9 +84,9 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _remove_all(name: str, shm: Path) -> None:
+def _remove_all(name: str, shm: Path, pattern: str = "-*") -> None:
     for folder in (shm, Path(tempfile.gettempdir())):
-        for path in folder.glob(f"{name}-*"):
+        for path in folder.glob(f"{name}{pattern}"):
             with contextlib.suppress(OSError):
                 if path.lstat().st_uid != os.getuid():
                     continue

@@ -1,9 +1,10 @@
 """The folder that Triton polls: a mirror of the operator's model repository.
 
-Triton loads a model anew only when its config.pbtxt really changes, and it never restarts a worker
-process that died. So the launcher lets it poll a mirror: everything is a link to the operator's
-files except config.pbtxt, which is a copy; a worker that died gets a new *life*, one more
-parameter at the end of its copy, and Triton starts it again. The operator's files are only read.
+Each Triton of the launcher serves a part of the repository (triton_process.py), so each has a
+mirror of that part: everything is a link to the operator's files except config.pbtxt, which is a
+copy. Triton loads a model anew only when its config.pbtxt really changes, and it never restarts a
+model's process that died; such a model gets a new *life*, one more parameter at the end of its
+copy, and Triton starts it again. The operator's files are only read.
 
 A folder is taken over when it has not changed for a moment: editors and copies work in steps, and
 Triton gives up on a model whose version folder is not there yet.
@@ -13,18 +14,51 @@ Not here: noticing that a worker died (stub_watch.py).
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 SETTLED_S = 0.15
 LIFE_PARAMETER = "_life"  # names with a leading underscore are the launcher's, not the operator's
+WORKER_BACKENDS = ("prefill", "decode")
+BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
+
+
+def backend_of(model: Path) -> str | None:
+    """As a model folder's config.pbtxt names it; None when there is none (yet)."""
+    try:
+        found = BACKEND.search((model / "config.pbtxt").read_text(errors="replace"))
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+class WorkerFolders:
+    """Which folders of the operator's repository are prefill or decode workers."""
+
+    def __init__(self, repository: Path) -> None:
+        self._repository = repository
+        self._names: set[str] = set()
+
+    def names(self) -> set[str]:
+        """A folder whose config.pbtxt says nothing at the moment is what it was."""
+        found = {path.name: backend_of(path)
+                 for path in self._repository.iterdir() if path.is_dir()}  # fmt: skip
+        self._names = {
+            name for name, backend in found.items()
+            if backend in WORKER_BACKENDS or (backend is None and name in self._names)
+        }  # fmt: skip
+        return self._names
 
 
 class RepositoryMirror:
-    def __init__(self, source: Path, target: Path) -> None:
+    def __init__(self, source: Path, target: Path, wants: Callable[[str], bool]) -> None:
+        """`wants`: is this model part of the mirror?"""
         self.source = source.resolve()
         self.target = target
+        self._wants = wants
         self._lives: dict[str, int] = {}
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
@@ -33,6 +67,10 @@ class RepositoryMirror:
         """Let Triton start this model once more, with the same settings."""
         self._lives[model] = self._lives.get(model, 0) + 1
 
+    def models(self) -> set[str]:
+        """Those that Triton is to serve."""
+        return {path.parent.name for path in self.target.glob("*/config.pbtxt")}
+
     def config(self, model: str) -> str:
         """The config.pbtxt that Triton sees; "" when the model is gone."""
         path = self.target / model / "config.pbtxt"
@@ -40,7 +78,8 @@ class RepositoryMirror:
 
     def sync(self, is_first: bool = False) -> None:
         """Bring the mirror up to date; cheap, for a call every few hundred milliseconds."""
-        wanted = {path.name for path in self.source.iterdir() if path.is_dir()}
+        folders = (path.name for path in self.source.iterdir() if path.is_dir())
+        wanted = {name for name in folders if self._wants(name)}
         for path in self.target.iterdir():
             if path.name not in wanted:
                 shutil.rmtree(path)

@@ -8,60 +8,130 @@ parent-death signal. Not here: which processes and in which order (launch.py).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-PR_SET_PDEATHSIG = 1
 RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0
+PAUSE_S_MAX = 60.0
 
-
-def _die_with_parent() -> None:
-    """In the child, before exec: SIGTERM when the launcher is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+# Becomes the command, after it asked the kernel for SIGTERM at the launcher's end (prctl 1 is
+# PR_SET_PDEATHSIG). In a process of its own, because Python code between fork and exec
+# (preexec_fn) may hang in a launcher that has threads.
+DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
+)
 
 
 class ChildDied(Exception):
     """A process that serving needs ended by itself; the message ends with its last lines."""
 
 
+class Patience(Protocol):
+    """When a child that ended is started again."""
+
+    def pause_s(self, lived_s: float, now_s: float) -> float | None:
+        """Asked once for each end; None: never."""
+
+
+@dataclass(slots=True)
+class Limited:
+    """For what all others need: at once, but not for ever."""
+
+    _at_s: list[float] = field(default_factory=list)
+
+    def pause_s(self, lived_s: float, now_s: float) -> float | None:
+        recent = [each for each in self._at_s if now_s - each < RESTARTS_WITHIN_S]
+        self._at_s = [*recent, now_s]
+        return 0.0 if len(recent) < RESTARTS_MAX else None
+
+
+@dataclass(slots=True)
+class Growing:
+    """For one of several alike, which must not end the others: always, but less and less often."""
+
+    _short_lives: int = 0
+
+    def pause_s(self, lived_s: float, now_s: float) -> float | None:
+        self._short_lives = self._short_lives + 1 if lived_s < RESTARTS_WITHIN_S else 1
+        over = self._short_lives - RESTARTS_MAX
+        return min(2.0 ** min(over, 10), PAUSE_S_MAX) if over > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    arguments: list[str]  # the first is the path of a program
+    env: Mapping[str, str]
+
+
 class Child:
     """One child process in its own session, with its output in a file."""
 
     def __init__(
-        self, name: str, command: Sequence[str], log_path: Path, cwd: Path, env: Mapping[str, str]
+        self,
+        name: str,
+        command: Callable[[], Command],
+        log_path: Path,
+        cwd: Path,
+        patience: Patience | None = None,
     ) -> None:
+        """`command` is asked anew at each start: ports may have changed."""
         self.name = name
         self.log_path = log_path
-        self._command, self._cwd, self._env = list(command), cwd, dict(env)
+        self._command, self._cwd = command, cwd
+        self._patience = patience or Limited()
+        self._due_s: float | None = None  # it ended and will be started again then
         log_path.write_bytes(b"")
-        self._restarted_s: list[float] = []
+        self.starts = 0
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
+        command = self._command()
+        arguments = [
+            sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid()), *command.arguments
+        ]  # fmt: skip
+        self._started_s = time.monotonic()
+        self.starts += 1
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                cwd=self._cwd, env=self._env, start_new_session=True,
-                preexec_fn=_die_with_parent,
+                arguments, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                cwd=self._cwd, env=dict(command.env), start_new_session=True,
             )  # fmt: skip
 
-    def restart_if_dead(self) -> bool:
-        """Start it again when it ended; ChildDied when it keeps ending."""
+    def tend(self) -> float | None:
+        """Start it again when it ended and its pause is over; ChildDied when it keeps ending.
+
+        Told once for each end: after how many seconds it is started again.
+        """
         if self._process.poll() is None:
-            return False
-        now_s = time.monotonic()
-        recent = [each for each in self._restarted_s if now_s - each < RESTARTS_WITHIN_S]
-        if len(recent) >= RESTARTS_MAX:
-            self.check_alive()
-        self._restarted_s = [*recent, now_s]
-        self._kill_group()
+            return None
+        now_s, told = time.monotonic(), None
+        if self._due_s is None:
+            self._kill_group()
+            told = self._patience.pause_s(now_s - self._started_s, now_s)
+            if told is None:
+                self.check_alive()
+            self._due_s = now_s + (told or 0.0)
+        if now_s >= self._due_s:
+            self._due_s = None
+            self._process = self._start()
+        return told
+
+    def start_again(self) -> None:
+        """At once, as if it had not been started before."""
+        self.kill()
         self._process = self._start()
-        return True
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     @property
     def pid(self) -> int:
@@ -92,7 +162,7 @@ class Child:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End it and its process group now; `restart_if_dead` may start it again."""
+        """End it and its process group now; `tend` may start it again."""
         self._kill_group()
         self._process.wait()
 

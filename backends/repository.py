@@ -1,17 +1,21 @@
-"""What Triton says of the models in its repository, in words an operator can use.
+"""What a Triton says of its models, in words an operator can use.
 
-Here: which models are expected, which are ready, and why one is not (Triton's reason without its
-boilerplate). Not here: starting Triton (launch.py).
+Here: which of them are ready, and why one is not (Triton's reason without its boilerplate). Not
+here: starting Triton (triton_process.py).
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+ASK_S_MAX = 2.0
+Ask = Callable[[str], bool | None]  # is this model ready? None: Triton does not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,29 +24,48 @@ class ModelState:
     is_ready: bool
 
 
-class RepositoryWatch:
-    """Polls Triton's repository index and reads refusals out of its log."""
+def ask_http(address: str) -> Ask:
+    def ask(model: str) -> bool | None:
+        try:
+            url = f"http://{address}/v2/models/{model}/ready"
+            with urllib.request.urlopen(url, timeout=ASK_S_MAX) as answer:
+                return bool(answer.status == 200)
+        except urllib.error.HTTPError:
+            return False
+        except OSError:
+            return None
 
-    def __init__(self, repository: Path, http_url: str, log_path: Path) -> None:
-        self._repository = repository
-        self._index_url = f"{http_url}/v2/repository/index"
+    return ask
+
+
+def ask_grpc(address: str) -> Ask:
+    import grpc  # here, for who only reads logs
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+    def ask(model: str) -> bool | None:
+        # A channel of its own: one that was refused would wait before it tries again.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with contextlib.closing(grpc.insecure_channel(address, options)) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            try:
+                request = service_pb2.ModelReadyRequest(name=model)
+                return bool(stub.ModelReady(request, timeout=ASK_S_MAX).ready)
+            except grpc.RpcError as error:
+                silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+                return None if error.code() in silent else False
+
+    return ask
+
+
+class TritonLog:
+    """What Triton wrote of its models since it was read last."""
+
+    def __init__(self, log_path: Path) -> None:
         self._log_path = log_path
         self._log_offset = 0
+        # Why this life of Triton serves without one of its ports (it goes on when one is taken).
+        self.service_problem = ""
         self._refused: dict[str, str] = {}  # model -> why its newest edit was refused
-
-    def expected(self) -> list[str]:
-        return sorted(p.parent.name for p in self._repository.glob("*/config.pbtxt"))
-
-    def states(self) -> list[ModelState]:
-        """One state for each folder of the repository; empty while Triton does not answer."""
-        request = urllib.request.Request(self._index_url, data=b"{}", method="POST")
-        try:
-            with urllib.request.urlopen(request, timeout=2.0) as answer:
-                index = json.load(answer)
-        except (urllib.error.URLError, OSError, ValueError):
-            return []
-        ready = {entry["name"] for entry in index if entry.get("state") == "READY"}
-        return [ModelState(name, name in ready) for name in self.expected()]
 
     def news(self) -> list[Load]:
         """Loads and refusals since the last call. Triton tries a refused model again at every
@@ -54,8 +77,11 @@ class RepositoryWatch:
                 self._log_offset += len(whole_lines)
         except OSError:
             return []
+        text = whole_lines.decode(errors="replace")
+        if problem := SERVICE.search(text):
+            self.service_problem = problem[0].strip()
         found = []
-        for load in loads(whole_lines.decode(errors="replace")):
+        for load in loads(text):
             if load.reason and self._refused.get(load.model) == load.reason:
                 continue
             self._refused.pop(load.model, None)
@@ -73,6 +99,7 @@ class Load:
     reason: str = ""  # why not; "" when it is loaded
 
 
+SERVICE = re.compile(r"failed to start \w+ service[^\"\n]*")
 LOAD = re.compile(
     r"successfully loaded '(?P<loaded>[^']+)'"
     r"|failed to load '(?P<refused>[^']+)' version \d+: (?P<reason>.*?)(?=\n[EWIF]\d{4} |\Z)",

@@ -1,37 +1,56 @@
 """Notices that the process of a model died. Triton does not: it reports the model as ready.
 
 Each model instance runs in a process of its own (Triton's Python stub), a child of tritonserver.
-Not here: starting it again (mirror.py).
+Not here: starting it again (triton_process.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Collection
 from pathlib import Path
-
-import psutil
 
 STUB = "triton_python_backend_stub"
 
 
+def models_alive(triton_pids: Collection[int]) -> dict[int, set[str]]:
+    """By tritonserver: the models that have a process. All processes are looked at once."""
+    found: dict[int, set[str]] = {pid: set() for pid in triton_pids}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended while we look
+            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:2]
+            if int(parent) in found and state != "Z" and (arguments := _stub_arguments(pid)):
+                found[int(parent)].add(Path(arguments[1]).parents[1].name)
+    return found
+
+
+def end_orphans(launches: Collection[str]) -> None:
+    """Ends processes of models that dead launches left: one whose Triton is killed while it loads
+    may wait for it for ever. `launches` are the names that their shared memory begins with."""
+    prefixes = tuple(f"{name}-" for name in launches)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if any(argument.startswith(prefixes) for argument in _stub_arguments(pid)):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def _stub_arguments(pid: str) -> list[str]:
+    """[] for any other process."""
+    arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    is_stub = len(arguments) > 1 and Path(arguments[0]).name == STUB
+    return arguments if is_stub else []
+
+
 class StubWatch:
-    def __init__(self, triton_pid: int) -> None:
-        self._triton = psutil.Process(triton_pid)
+    """Of one life of a Triton."""
+
+    def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def died(self, expected: set[str]) -> list[str]:
+    def died(self, expected: set[str], alive: set[str]) -> list[str]:
         """Models of `expected` that had a process and have none now; each is named once."""
-        alive = set(self._models_alive())
         lost = sorted((self._seen & expected) - alive)
         self._seen = alive
         return lost
-
-    def _models_alive(self) -> list[str]:
-        models = []
-        for process in self._triton.children():
-            try:
-                arguments = process.cmdline()  # raises for a zombie
-            except psutil.Error:
-                continue
-            if len(arguments) > 1 and Path(arguments[0]).name == STUB:
-                models.append(Path(arguments[1]).parents[1].name)
-        return models

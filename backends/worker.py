@@ -108,24 +108,7 @@ class Worker:
         profile = machine_profile.load_or_measure(
             self.engine, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )
-        self.info = WorkerInfo(
-            worker_id=worker_id,
-            incarnation=self.incarnation,
-            role=role,
-            node_id=config.store_node,
-            fingerprint=self.fingerprint,
-            description=kv_layout.describe(*print_fields),
-            inbox=self.inbox.address,
-            block_tokens=config.block_tokens,
-            block_bytes=layout.block_bytes,
-            context_tokens_max=self.context_tokens_max,
-            pages_max=config.kv_pages,
-            slots_max=slots_max,
-            prefill_coefficients=profile.prefill,
-            decode_coefficients=profile.decode,
-            transfer_bytes_per_s=self.store.measure_rates(),
-            transfer_latency_s=self.store.latencies_s(),  # as those found them
-        )
+        self.info = self._info(role, kv_layout.describe(*print_fields), slots_max, profile)
         self.owners = LeaseKeeper(self.store, config.lease_s)
         self.started_at_s = time.time()
         self.observations = Observations()
@@ -142,6 +125,31 @@ class Worker:
         self._is_closing = threading.Event()
         self._reporter = threading.Thread(target=self._report_loop, name="reports", daemon=True)
         self._watcher = threading.Thread(target=self._watch_loop, name="watch", daemon=True)
+
+    def _info(
+        self, role: str, description: str, slots_max: int, profile: machine_profile.MachineProfile
+    ) -> WorkerInfo:
+        """What the directory is told of this worker; measures how far its nodes are."""
+        config, layout = self.config, self.engine.layout
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=role,
+            node_id=config.store_node,
+            fingerprint=self.fingerprint,
+            description=description,
+            inbox=self.inbox.address,
+            block_tokens=config.block_tokens,
+            block_bytes=layout.block_bytes,
+            context_tokens_max=self.context_tokens_max,
+            pages_max=config.kv_pages,
+            slots_max=slots_max,
+            prefill_coefficients=profile.prefill,
+            decode_coefficients=profile.decode,
+            transfer_bytes_per_s=self.store.measure_rates(),
+            transfer_latency_s=self.store.latencies_s(),  # as those found them
+            grpc_address=os.environ.get("MOONCAKE_GRPC", ""),
+        )
 
     def _context_tokens_max(self, folder: Path) -> int:
         """Longest prompt and output; raises ConfigError where the checkpoint allows less."""

@@ -24,9 +24,13 @@ from backends.worker_protocol import (
     WorkerFailure,
     encode,
 )
+from conductor.messages import WorkerRef
 
-# (model, inputs, names of outputs, request id) -> one dict of flat arrays per response
-Call = Callable[[str, Mapping[str, np.ndarray], list[str], str], Iterator[dict[str, np.ndarray]]]
+# (address of its Triton, model, inputs, names of outputs, request id) -> one dict of flat arrays
+# per response
+Call = Callable[
+    [str, str, Mapping[str, np.ndarray], list[str], str], Iterator[dict[str, np.ndarray]]
+]
 _prefilled = msgspec.msgpack.Decoder(PrefillReply | WorkerFailure)
 _decoded = msgspec.msgpack.Decoder(DecodeReply | WorkerFailure)
 
@@ -37,32 +41,38 @@ def as_text(data: bytes | str) -> np.ndarray:
 
 
 def prefill(
-    call: Call, worker_id: str, request: PrefillRequest, token_ids: np.ndarray
+    call: Call, worker: WorkerRef, request: PrefillRequest, token_ids: np.ndarray
 ) -> tuple[int, PrefillReply]:
     """(the sampled token, the rest of the reply); raises ServingError."""
-    inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: as_text(encode(request))}
     reply: tuple[int, PrefillReply] | None = None
-    for answer in call(worker_id, inputs, [REPLY_IDS, REPLY_BODY], request.request_id):
+    for answer in _answers(call, worker, request, token_ids):
         body = _prefilled.decode(answer[REPLY_BODY][0])
         if isinstance(body, WorkerFailure):
-            raise from_wire(body.message, worker_id)
+            raise from_wire(body.message, worker.worker_id)
         reply = int(answer[REPLY_IDS][0]), body
     if reply is None:
-        raise WorkerUnavailable(f"{worker_id} ended without an answer")
+        raise WorkerUnavailable(f"{worker.worker_id} ended without an answer")
     return reply
 
 
 def decode(
-    call: Call, worker_id: str, request: DecodeRequest, token_ids: np.ndarray
+    call: Call, worker: WorkerRef, request: DecodeRequest, token_ids: np.ndarray
 ) -> tuple[np.ndarray, DecodeReply]:
     """(the last token ids, the rest of the reply); raises ServingError."""
-    inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: as_text(encode(request))}
     reply: tuple[np.ndarray, DecodeReply] | None = None
-    for answer in call(worker_id, inputs, [REPLY_IDS, REPLY_BODY], request.request_id):
+    for answer in _answers(call, worker, request, token_ids):
         body = _decoded.decode(answer[REPLY_BODY][0])
         if isinstance(body, WorkerFailure):
-            raise from_wire(body.message, worker_id)
+            raise from_wire(body.message, worker.worker_id)
         reply = answer[REPLY_IDS], body
     if reply is None:
-        raise WorkerUnavailable(f"{worker_id} ended in the middle of a request")
+        raise WorkerUnavailable(f"{worker.worker_id} ended in the middle of a request")
     return reply
+
+
+def _answers(
+    call: Call, worker: WorkerRef, request: PrefillRequest | DecodeRequest, token_ids: np.ndarray
+) -> Iterator[dict[str, np.ndarray]]:
+    inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: as_text(encode(request))}
+    outputs = [REPLY_IDS, REPLY_BODY]
+    return call(worker.grpc_address, worker.worker_id, inputs, outputs, request.request_id)

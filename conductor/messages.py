@@ -29,12 +29,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkerRef:
-    """Enough to call a worker: its name, which life of it, its node and its own inbox."""
+    """Enough to call a worker: its name, which life of it, its node, inbox and Triton."""
 
     worker_id: str
     incarnation: str
     node_id: str
     inbox: str
+    grpc_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,9 @@ class Worker:
 
     def __init__(self, info: WorkerInfo, now_s: float, preempts: bool) -> None:
         self.info = info
-        self.ref = WorkerRef(info.worker_id, info.incarnation, info.node_id, info.inbox)
+        self.ref = WorkerRef(
+            info.worker_id, info.incarnation, info.node_id, info.inbox, info.grpc_address
+        )
         self.key: WorkerKey = (info.worker_id, info.incarnation)
         self.prefill_estimate = PrefillEstimate.of(info.prefill_coefficients)
         self.decode_estimate = DecodeEstimate.of(info.decode_coefficients)

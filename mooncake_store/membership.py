@@ -62,6 +62,7 @@ class WorkerInfo:
     decode_coefficients: tuple[float, ...]
     transfer_bytes_per_s: dict[str, float]  # from node_id; measured when the worker starts
     transfer_latency_s: dict[str, float]  # of one small read, from node_id; measured with the rates
+    grpc_address: str = ""  # HOST:PORT of the Triton that serves it; "" when it cannot be called
 
 
 @dataclass(frozen=True, slots=True)

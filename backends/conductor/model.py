@@ -36,7 +36,7 @@ class TritonPythonModel:
             )
         except Exception as error:  # edge: the reason goes to the operator, without a traceback
             raise triton_io.load_error(error) from None
-        self.calls = GrpcCalls(os.environ["MOONCAKE_GRPC"])
+        self.calls = GrpcCalls()
         sockets = os.environ["MOONCAKE_SOCKETS"]
         self.streams = TokenStreams(
             f"ipc://{sockets}/{model}-{uuid.uuid4().hex[:12]}",

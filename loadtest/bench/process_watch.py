@@ -23,8 +23,11 @@ class Look:
 
 
 def process_name(process: psutil.Process) -> str:
-    """What a person calls it: the Triton model of a stub, the module of ours, or the program."""
+    """What a person calls it: the Triton model of a stub, whose Triton it is, the module of ours,
+    or the program."""
     arguments = process.cmdline()
+    if arguments and arguments[0].endswith("/tritonserver"):
+        return f"triton {arguments[1].rpartition('/')[2]}"  # --model-repository=.../decode_0
     for argument in arguments:
         if argument.endswith("/model.py"):
             return argument.split("/")[-3]  # .../prefill_0/1/model.py

@@ -128,15 +128,26 @@ def wait_ready(
 
 def models_waiting(addresses: Addresses) -> list[str]:
     """What the server is not ready for; empty when every model of its repository is."""
-    url = f"http://{addresses.http}/v2/repository/index"
-    question = urllib.request.Request(url, data=b"{}", method="POST")
+    states = model_states(addresses)
+    if isinstance(states, str):
+        return [states]
+    names = [name for name, is_ready in states.items() if not is_ready]
+    return names if states else ["no model is known yet"]
+
+
+def model_states(addresses: Addresses) -> dict[str, bool] | str:
+    """Whether each model is ready, as the metrics port says; or why it says nothing."""
     try:
-        with urllib.request.urlopen(question, timeout=5.0) as answer:
-            models = json.load(answer)
-    except (OSError, urllib.error.URLError) as error:
-        return [f"no answer ({error})"]
-    names = [model["name"] for model in models if model.get("state") != "READY"]
-    return names if models else ["no model is known yet"]
+        with urllib.request.urlopen(f"http://{addresses.metrics}/ready", timeout=10.0) as answer:
+            text = answer.read()
+    except urllib.error.HTTPError as error:  # 503: not all are
+        text = error.read()
+    except OSError as error:
+        return f"no answer ({error})"
+    try:
+        return {model["name"]: model["is_ready"] for model in json.loads(text)["models"]}
+    except (ValueError, KeyError, TypeError):
+        return "what answers is no `mooncake serve`"
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -48,7 +48,9 @@ class Site:
         self.is_over = threading.Event()
         self.door = FrontDoor(
             FrontConfig(cancel_poll_s=0.01, **config), TOKENIZER,
-            cast(Any, SimpleNamespace(served=self._wait, inboxes=lambda worker_id: [])),
+            cast(Any, SimpleNamespace(
+                served=self._wait, inboxes=lambda worker_id: [], grpc_addresses=set
+            )),
             *cast(Any, [None] * 3),
         )  # fmt: skip
 
@@ -115,7 +117,7 @@ def test_a_worker_that_stands_still_is_told_to_stop_what_others_have_taken_over(
     site, told, cancelled = Site(requests_max=4), [], []
     outbox = SimpleNamespace(send=lambda inbox, message: told.append((inbox, message.request_id)))
     site.door._outbox = cast(Any, outbox)
-    site.door._call = cast(Any, SimpleNamespace(cancel=cancelled.append))
+    site.door._call = cast(Any, SimpleNamespace(cancel=cancelled.append, keep=lambda _: None))
     site.door._drive = lambda live: None  # type: ignore[method-assign]
     site.ask("")
     [live] = site.door.live.all()
@@ -138,7 +140,7 @@ def test_a_silent_worker_is_told_to_stop_and_its_call_ends_when_it_leaves() -> N
     site = Site(requests_max=4)
     cancelled: list[str] = []
     told: list[tuple[str, Any]] = []
-    site.door._call = cast(Any, SimpleNamespace(cancel=cancelled.append))
+    site.door._call = cast(Any, SimpleNamespace(cancel=cancelled.append, keep=lambda _: None))
     site.door._outbox = cast(Any, SimpleNamespace(send=lambda *sent: told.append(sent)))
     silent: list[tuple[str, str]] = [("decode_0", "d")]
     driven = threading.Event()

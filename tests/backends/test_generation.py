@@ -103,8 +103,9 @@ class Calls:
     bodies: list[Any] = field(default_factory=list)
 
     def __call__(
-        self, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str], request_id: str
-    ) -> Iterator[dict[str, np.ndarray]]:
+        self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
+        request_id: str,
+    ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
         kind = PrefillRequest if model.startswith("prefill") else DecodeRequest
         self.bodies.append(msgspec.msgpack.decode(inputs[REQUEST_BODY][0], type=kind))
         self.on_call(model)

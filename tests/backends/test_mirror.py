@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.mirror import RepositoryMirror
+from backends.mirror import RepositoryMirror, WorkerFolders
 
 OLD_S = 1_000_000_000.0
 
@@ -32,7 +32,7 @@ def settle(model: Path) -> Path:
 
 
 def mirrored(source: Path, tmp_path: Path) -> RepositoryMirror:
-    mirror = RepositoryMirror(source, tmp_path / "mirror")
+    mirror = RepositoryMirror(source, tmp_path / "mirror", lambda name: True)
     mirror.sync(is_first=True)
     return mirror
 
@@ -95,3 +95,31 @@ def test_a_repository_that_cannot_be_read_for_a_moment_is_harmless(
     (source / "empty").mkdir()
     mirror.sync()
     assert sorted(path.name for path in mirror.target.iterdir()) == ["prefill_0"]
+
+
+def test_a_mirror_of_a_part_follows_what_belongs_to_it(source: Path, tmp_path: Path) -> None:
+    add_model(source, "conductor")
+    wanted = {"conductor"}
+    mirror = RepositoryMirror(source, tmp_path / "mirror", lambda name: name in wanted)
+    mirror.sync(is_first=True)
+    assert mirror.models() == {"conductor"}
+    wanted.add("prefill_0")
+    mirror.sync()
+    assert mirror.models() == {"conductor", "prefill_0"}
+    wanted.clear()
+    mirror.sync()
+    assert mirror.models() == set()
+
+
+def test_worker_folders_are_told_by_their_backend(source: Path) -> None:
+    folders = WorkerFolders(source)
+    config = add_model(source, "mine") / "config.pbtxt"
+    config.write_text('# backend: "conductor"\nmax_batch_size: 1\n  backend : "decode" # yes\n')
+    (add_model(source, "conductor") / "config.pbtxt").write_text('backend: "conductor"\n')
+    (add_model(source, "ensemble") / "config.pbtxt").write_text('platform: "ensemble"\n')
+    (source / "half_copied").mkdir()
+    assert folders.names() == {"prefill_0", "mine"}
+    config.write_text("half of a conf")
+    assert folders.names() == {"prefill_0", "mine"}, "an unreadable edit makes it nothing else"
+    config.write_text('backend: "conductor"\n')
+    assert folders.names() == {"prefill_0"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.repository import Load, RepositoryWatch, loads
+from backends.repository import Load, TritonLog, loads
 
 LINE = (
     "E1121 02:49:20.655238 8564 model_lifecycle.cc:642] \"failed to load 'prefill_1' version 1: "
@@ -26,7 +26,7 @@ def test_a_refusal_is_the_model_s_own_message_without_the_wrapping() -> None:
 
 def test_each_refusal_is_reported_once_until_the_model_has_loaded(tmp_path: Path) -> None:
     log = tmp_path / "triton.log"
-    watch = RepositoryWatch(tmp_path, "http://127.0.0.1:9", log)
+    watch = TritonLog(log)
     assert watch.news() == []
     log.write_text(LINE[:60])
     assert watch.news() == [], "a line that is still being written waits"
@@ -34,3 +34,19 @@ def test_each_refusal_is_reported_once_until_the_model_has_loaded(tmp_path: Path
     assert watch.news() == [REFUSED]
     log.write_text((LINE + NEXT) * 3 + LOADED + LINE + NEXT)
     assert watch.news() == [Load("prefill_1"), REFUSED]
+
+
+def test_a_port_that_was_taken_is_noticed_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "decode_0.log"
+    watch = TritonLog(log)
+    log.write_text(LOADED)
+    watch.news()
+    assert watch.service_problem == ""
+    log.write_text(
+        LOADED + 'E1121 02:49:20.65 8564 main.cc:181] "failed to start GRPC service: Unavailable '
+        "- Socket '127.0.0.1:11001' already in use \"\n"
+    )
+    watch.news()
+    assert watch.service_problem == (
+        "failed to start GRPC service: Unavailable - Socket '127.0.0.1:11001' already in use"
+    )

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import tritonclient.grpc as triton
 
 from loadtest.bench import server as bench_server
@@ -202,6 +203,17 @@ class Server:
         samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in samples}
 
+    def metrics_pages(self) -> list[str]:
+        """The metrics page; while the launcher is stopped the private ones that it is made of."""
+        launcher = psutil.Process(self.process.pid)
+        urls = [self.addresses.metrics_url]
+        if launcher.status() == psutil.STATUS_STOPPED:
+            running = [p for p in launcher.children() if p.status() != psutil.STATUS_ZOMBIE]
+            arguments = [argument.partition("=") for p in running for argument in p.cmdline()]
+            urls = [f"http://127.0.0.1:{port}/metrics"
+                    for name, _, port in arguments if name == "--metrics-port"]  # fmt: skip
+        return [urllib.request.urlopen(url, timeout=10.0).read().decode() for url in urls]
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples with this name and these labels."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
@@ -220,16 +232,14 @@ class Server:
         )  # fmt: skip
 
     def ready(self, model: str) -> bool:
-        try:
-            url = f"http://{self.addresses.http}/v2/models/{model}/ready"
-            with urllib.request.urlopen(url, timeout=5.0) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
+        states = bench_server.model_states(self.addresses)
+        return not isinstance(states, str) and states.get(model, False)
 
-    def triton_log(self) -> str:
+    def triton_log(self, triton: str = "") -> str:
+        """Of one Triton ("frontend", or a worker's name), or of all, one after the other."""
         logs = self.state_dir / f"logs-{self.addresses.http.rpartition(':')[2]}"
-        return (logs / "triton.log").read_text(errors="replace")
+        paths = [logs / f"{triton}.log"] if triton else sorted(logs.glob("*.log"))
+        return "".join(path.read_text(errors="replace") for path in paths)
 
     stop_s_max = 60.0
 

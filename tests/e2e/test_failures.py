@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,23 +27,12 @@ def serving(server: Server) -> None:
     wait_until(lambda: answers_again(server), "the server to answer", 90.0)
 
 
-def triton_aborts(server: Server) -> int:
-    """How often Triton itself died of a lock. Its processes share locks in shared memory; when one
-    of them is killed (or paused for seconds) while it holds one, Triton 2.51 aborts as a whole. The
-    launcher starts it again, but no request can outlive its front."""
-    return server.triton_log().count("boost::interprocess::lock_exception")
-
-
-def unless_triton_aborts(server: Server, trial: Callable[[int], None]) -> None:
-    """Run trial(number); once more when Triton aborted meanwhile, and no more than twice more."""
-    for number in range(3):
-        aborts = triton_aborts(server)
-        try:
-            return trial(number)
-        except (AssertionError, triton.InferenceServerException):
-            if number == 2 or triton_aborts(server) == aborts:
-                raise
-        wait_until(lambda: answers_again(server), "Triton to be back", 90.0)
+def triton_of(server: Server, name: str) -> psutil.Process:
+    """The tritonserver of the frontend or of one worker."""
+    for process in processes(server):
+        if any(part.endswith(f"/{name}") for part in process.cmdline() if "=" in part):
+            return process
+    raise AssertionError(f"{name} has no Triton")
 
 
 def stub_of(server: Server, model: str) -> psutil.Process:
@@ -58,56 +48,83 @@ def ask(server: Server, prompt: list[int], tokens: int) -> Answer:
 
 
 def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(server: Server) -> None:
-    def trial(number: int) -> None:
-        prompt = [30 + number + 7 * n % 1900 for n in range(150)]
-        alone = ask(server, prompt, 300)
-        stream = server.stream(
-            input_ids=prompt, max_tokens=300, end_id=-1, return_decision=True, stream=True,
-            temperature=0.0,
-        )  # fmt: skip
-        answer = Answer()
-        for _ in range(40):
-            take(answer, stream.next())
-        stub_of(server, answer.decision["decode"]).kill()
-        rest = stream.all()
-        assert not rest.error, rest.error
-        assert answer.output_ids + rest.output_ids == alone.output_ids
-        assert answer.text + rest.text == alone.text
-
-    unless_triton_aborts(server, trial)
+    prompt = [30 + 7 * n % 1900 for n in range(150)]
+    alone = ask(server, prompt, 300)
+    stream = server.stream(
+        input_ids=prompt, max_tokens=300, end_id=-1, return_decision=True, stream=True,
+        temperature=0.0,
+    )  # fmt: skip
+    answer = Answer()
+    for _ in range(40):
+        take(answer, stream.next())
+    stub_of(server, answer.decision["decode"]).kill()
+    rest = stream.all()
+    assert not rest.error, rest.error
+    assert answer.output_ids + rest.output_ids == alone.output_ids
+    assert answer.text + rest.text == alone.text
 
 
 def test_requests_are_answered_when_a_prefill_worker_is_killed(server: Server) -> None:
-    def trial(number: int) -> None:
-        prompts = [[50 + number + (n * 31 + i * i) % 1900 for i in range(1500)] for n in range(8)]
-        with ThreadPoolExecutor(8) as pool:
-            pending = [pool.submit(ask, server, prompt, 8) for prompt in prompts]
-            wait_until(lambda: server.metric("mooncake_queue_tokens"), "prefill to be at work")
-            stub_of(server, "prefill_0").kill()
-            answers = [future.result() for future in pending]
-        assert not [answer.error for answer in answers if answer.error]
-        assert [len(answer.output_ids) for answer in answers] == [8] * 8
+    prompts = [[50 + (n * 31 + i * i) % 1900 for i in range(1500)] for n in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        pending = [pool.submit(ask, server, prompt, 8) for prompt in prompts]
+        wait_until(lambda: server.metric("mooncake_queue_tokens"), "prefill to be at work")
+        stub_of(server, "prefill_0").kill()
+        answers = [future.result() for future in pending]
+    assert not [answer.error for answer in answers if answer.error]
+    assert [len(answer.output_ids) for answer in answers] == [8] * 8
 
-    unless_triton_aborts(server, trial)
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT], ids=str)
+def test_a_worker_s_triton_takes_nobody_along(server: Server, end: signal.Signals) -> None:
+    """Killed, frozen or aborted as a whole, with streams on it and beside it."""
+    prompts = [[90 + n + 7 * i % 1900 for i in range(150)] for n in range(4)]
+    alone = [ask(server, prompt, 200) for prompt in prompts]
+    streams = [
+        server.stream(input_ids=prompt, max_tokens=200, end_id=-1, stream=True, temperature=0.0,
+                      return_decision=True)
+        for prompt in prompts
+    ]  # fmt: skip
+    answers = [Answer() for _ in streams]
+    for stream, answer in zip(streams, answers, strict=True):
+        while "decode" not in answer.decision:
+            take(answer, stream.next())
+    worker = answers[0].decision["decode"]
+    others = {"frontend", "prefill_0", "prefill_1", "decode_0", "decode_1"} - {worker}
+    before = {name: triton_of(server, name).pid for name in others}
+    victim = triton_of(server, worker)
+    family = [victim, *victim.children(recursive=True)]
+    for process in family:
+        process.send_signal(end)
+    try:
+        for stream, answer, expected in zip(streams, answers, alone, strict=True):
+            rest = stream.all()
+            assert not rest.error, rest.error
+            assert answer.output_ids + rest.output_ids == expected.output_ids
+    finally:
+        if end == signal.SIGSTOP:
+            for process in family:
+                process.kill()
+    assert before == {name: triton_of(server, name).pid for name in before}
+    wait_until(lambda: is_back(server, worker), f"{worker} to serve again", 60.0)
+
+
+def is_back(server: Server, worker: str) -> bool:
+    role = worker.split("_")[0]
+    answer = server.ask(
+        input_ids=[40, 41, 42], max_tokens=2, end_id=-1, return_decision=True,
+        parameters={f"{role}_worker": worker},
+    )  # fmt: skip
+    return not answer.error and answer.decision[role] == worker
 
 
 def test_killed_workers_are_started_again_by_the_launcher(server: Server) -> None:
-    def is_back(worker: str) -> bool:
-        role = worker.split("_")[0]
-        answer = server.ask(
-            input_ids=[40, 41, 42], max_tokens=2, end_id=-1, return_decision=True,
-            parameters={f"{role}_worker": worker},
-        )  # fmt: skip
-        return not answer.error and answer.decision[role] == worker
-
     for worker in ("prefill_0", "decode_0", "decode_1"):
-        wait_until(lambda w=worker: is_back(w), f"{worker} to serve again", 60.0)
+        wait_until(lambda w=worker: is_back(server, w), f"{worker} to serve again", 60.0)
     wait_until(server.is_idle, "pages, slots and leases to be free")
 
 
-@pytest.mark.parametrize(
-    "name", ["mooncake_store.directory_server", "--node-id s1", "tritonserver"]
-)
+@pytest.mark.parametrize("name", ["mooncake_store.directory_server", "--node-id s1", "/frontend "])
 def test_whatever_is_killed_is_started_again_and_serves(server: Server, name: str) -> None:
     prompt = [60 + 11 * n % 1800 for n in range(200)]
     expected = ask(server, prompt, 8)

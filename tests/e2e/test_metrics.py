@@ -11,7 +11,6 @@ import math
 import re
 import shutil
 import signal
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -44,8 +43,8 @@ def rough(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator
 
 
 def families(server: Server) -> list[Family]:
-    with urllib.request.urlopen(server.addresses.metrics_url, timeout=10.0) as answer:
-        return list(text_string_to_metric_families(answer.read().decode()))
+    pages = server.metrics_pages()
+    return [family for text in pages for family in text_string_to_metric_families(text)]
 
 
 def page(server: Server) -> Page:
