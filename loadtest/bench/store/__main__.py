@@ -8,7 +8,9 @@ than the CPU caches, metadata calls included. Own node: the mapped segment; othe
 NIXL. Beside each, in turn, what is compared: memcpy of the same pattern between the same two
 memories (a segment lies in small pages of /dev/shm here, which memcpy feels as well: the row
 `memcpy huge pages` is the same between two arrays in huge pages), NIXL with nothing around it,
-O_DIRECT reads of the node's SSD file, and with --peer-python Mooncake's client (over TCP).
+O_DIRECT reads of the node's SSD file, and with --peer-python Mooncake's client: over TCP, which is
+what its wheel has between processes of one host, and with its blocks in its own process, which it
+copies. Neither verifies; ours does, unless it says otherwise.
 
 Not here: the processes (site.py), the ways (ways.py), several clients (clients.py), the SSD
 (disk.py), the peer (peer.py).
@@ -54,6 +56,13 @@ GOALS = {
     "get_local_unverified_over_memcpy": 0.85, "put_local_unverified_over_memcpy": 0.75,
     "get_nixl_unverified_over_raw_nixl": 0.85,
 }  # fmt: skip
+OVER_NODES = (
+    "ours by NIXL on one host (CMA: one copy by the kernel), two threads, verified; theirs by TCP "
+    "over loopback, not verified"
+)
+IN_MEMORY = (
+    "not verified, ours out of the segment of another process, theirs within its own (memcpy)"
+)
 Rates = dict[tuple[str, int], float]  # (way, block_bytes) -> seconds per batch
 
 
@@ -135,7 +144,7 @@ def measure_exist(here: Site) -> float:
 
 def targets(
     seconds: dict[int, dict[str, float]], clients: dict[str, float], ssd: dict[str, float],
-    exist_s: float, mooncake: dict[str, Any], why: dict[str, str],
+    exist_s: float, mooncake: dict[str, Any], own: dict[str, Any], why: dict[str, str],
 ) -> list[Target]:  # fmt: skip
     mib = seconds[MB]
     values = {
@@ -157,13 +166,32 @@ def targets(
         theirs = mooncake.get(str(size), {})
         get = theirs["get_s"] / seconds[size]["get nixl"] if theirs else None
         put = theirs["put_s"] / seconds[size]["put nixl"] if theirs else None
-        reason = why.get("peer", "")
+        reason = why.get("peer") or OVER_NODES
         found.append(Target(f"get_over_mooncake_{name}", _rounded(get), ">=", 2.0, reason))
         found.append(Target(f"put_over_mooncake_{name}", _rounded(put), ">=", 3.0, reason))
+        found += in_memory_targets(seconds[size], own.get(str(size), {}), name, why.get("peer", ""))
     asked = mooncake.get("exist_1000")
     over = exist_s / asked["s"] if asked else None
     reason = why.get("peer", "")
     found.append(Target("exist_1000_over_mooncake", _rounded(over), "<=", 1.0, reason))
+    return found
+
+
+def in_memory_targets(
+    ours: dict[str, float], theirs: dict[str, float], name: str, reason: str
+) -> list[Target]:
+    """Own node beside Mooncake's fastest path on one host. It does not verify: nor do we here."""
+    found = []
+    for verb in ("get", "put"):
+        target = f"{verb}_local_over_mooncake_own_process_{name}"
+        if not theirs:
+            found.append(Target(target, None, ">=", 1.0, reason))
+            continue
+        seconds = theirs[f"{verb}_s"]
+        verified = seconds / ours[verb]
+        told = f"{IN_MEMORY}; with every block of ours verified {verified:.2f}"
+        ratio = _rounded(seconds / ours[f"{verb} unverified"])
+        found.append(Target(target, ratio, ">=", 1.0, told))
     return found
 
 
@@ -185,6 +213,19 @@ def rows(seconds: dict[int, dict[str, float]], clients: dict[str, float]) -> lis
             {"way": f"{name} client(s)", "block_bytes": MB, "gb_per_s": round(value / 1e9, 3)}
         )
     return found
+
+
+def peer_rows(where: str, found: dict[str, Any]) -> list[dict[str, Cell]]:
+    """What Mooncake's client took."""
+    return [
+        {
+            "way": f"mooncake {verb}, {where}", "block_bytes": size, "blocks": BATCH,
+            "microseconds": round(found[str(size)][f"{verb}_s"] * 1e6, 1),
+            "gb_per_s": round(BATCH * size / found[str(size)][f"{verb}_s"] / 1e9, 3),
+        }
+        for size in (SIZES if found else ())
+        for verb in ("get", "put")
+    ]  # fmt: skip
 
 
 def main(
@@ -219,28 +260,24 @@ def main(
         with console.status("exist ..."):
             exist_s = measure_exist(here)
     mooncake: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     if peer_python is not None:
         with console.status("Mooncake ..."):
             try:
-                mooncake = peer.measure(peer_python, list(SIZES), rounds)
+                mooncake = peer.measure(peer_python, list(SIZES), rounds, is_own=False)
+                own = peer.measure(peer_python, list(SIZES), rounds, is_own=True)
                 why["peer"] = ""
             except RuntimeError as error:
                 why["peer"] = str(error)
     table = rows(seconds, clients)
     table += disk.rows(ssd, MB)
     table.append({"way": f"exist {EXIST_KEYS}", "microseconds": round(exist_s * 1e6, 1)})
-    for size in SIZES if mooncake else ():
-        for name in ("get", "put"):
-            value = mooncake[str(size)][f"{name}_s"]
-            table.append(
-                {"way": f"mooncake {name}", "block_bytes": size, "blocks": BATCH,
-                 "microseconds": round(value * 1e6, 1),
-                 "gb_per_s": round(BATCH * size / value / 1e9, 3)}
-            )  # fmt: skip
+    for where, found in (("TCP", mooncake), ("own process", own)):
+        table += peer_rows(where, found)
     if mooncake:
         micros = round(mooncake["exist_1000"]["s"] * 1e6, 1)
         table.append({"way": f"mooncake exist {EXIST_KEYS}", "microseconds": micros})
-    goals = targets(seconds, clients, ssd, exist_s, mooncake, why)
+    goals = targets(seconds, clients, ssd, exist_s, mooncake, own, why)
     Result("store", time.perf_counter() - started_s, table, goals).print()
 
 

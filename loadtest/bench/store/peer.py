@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 START_S_MAX = 30.0
+NODE_MIB = 2_048
 NODE = (
     "import sys,time\n"
     "from mooncake.store import MooncakeDistributedStore\n"
@@ -31,8 +33,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def measure(python: Path, sizes: list[int], rounds: int) -> dict[str, Any]:
-    """What Mooncake's client needs; RuntimeError when it does not run here, with the reason."""
+def measure(python: Path, sizes: list[int], rounds: int, is_own: bool) -> dict[str, Any]:
+    """What Mooncake's client needs, from a node's memory over TCP or from the memory of its own
+    process by memcpy; RuntimeError when it does not run here, with the reason."""
     port = free_port()
     master = f"127.0.0.1:{port}"
     binary = python.parent / "mooncake_master"
@@ -55,15 +58,17 @@ def measure(python: Path, sizes: list[int], rounds: int) -> dict[str, Any]:
             stdout=log,
         )  # fmt: skip
         wait_for(port)
-        node = start(str(python), "-c", NODE, master, "2048", stdout=subprocess.PIPE)
-        assert node.stdout is not None
-        for line in node.stdout:
-            if line.startswith("ready"):
-                break
+        if not is_own:
+            node = start(str(python), "-c", NODE, master, str(NODE_MIB), stdout=subprocess.PIPE)
+            assert node.stdout is not None
+            for line in node.stdout:
+                if line.startswith("ready"):
+                    break
         client = subprocess.run(
             [str(python), str(Path(__file__).with_name("peer_client.py")), master, str(rounds),
-             ",".join(map(str, sizes))],
+             ",".join(map(str, sizes)), str(NODE_MIB if is_own else 0)],
             capture_output=True, text=True, cwd=folder, timeout=300,
+            env={**os.environ, "MC_STORE_MEMCPY": "1"} if is_own else None,
         )  # fmt: skip
         lines = [line for line in client.stdout.splitlines() if line.startswith("{")]
         if client.returncode or not lines:

@@ -4,6 +4,12 @@ Standard library, numpy and mooncake only: nothing of this project is installed 
 JSON object: seconds of batch_get_into and batch_put_from of 16 blocks per size (medians; each get
 of 16 random keys into 16 random places), and of batch_is_exist of 1,000 keys.
 
+    PYTHON peer_client.py MASTER ROUNDS SIZES MIB
+
+With MIB above 0 the client itself holds the blocks, in so much memory of its own process: then
+Mooncake copies them (`MC_STORE_MEMCPY`), which is its fastest path on one host. With 0 they lie in
+the node that peer.py starts, and come over TCP.
+
 Not here: starting its master and node (peer.py).
 """
 
@@ -21,6 +27,7 @@ import numpy as np
 
 BATCH = 16
 LOCAL_BYTES = 256 * 2**20
+HOST = "127.0.0.1:17955"
 
 
 def measure(
@@ -54,9 +61,11 @@ def measure(
 def main() -> None:
     from mooncake.store import MooncakeDistributedStore
 
-    master, rounds = sys.argv[1], int(sys.argv[2])
+    master, rounds, own_mib = sys.argv[1], int(sys.argv[2]), int(sys.argv[4])
     store = MooncakeDistributedStore()
-    assert store.setup("127.0.0.1:17955", "P2PHANDSHAKE", 0, 512 << 20, "tcp", "", master) == 0
+    segment_bytes = own_mib << 20
+    code = store.setup(HOST, "P2PHANDSHAKE", segment_bytes, 512 << 20, "tcp", "", master)
+    assert code == 0, code
     memory = mmap.mmap(-1, LOCAL_BYTES)
     local = np.frombuffer(memory, np.uint8)
     local[:] = 7
