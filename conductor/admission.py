@@ -41,7 +41,8 @@ from conductor.decode_batch import DecodeBatch, Load
 from conductor.fair_share import Shed
 from conductor.length_class import class_name
 from conductor.messages import Reject, Request
-from conductor.routing import DecodeOption, Options, Pair
+from conductor.pair import DecodeOption, Pair
+from conductor.routing import Options
 from conductor.worker import Worker
 from mooncake_store.layout import blocks_touched
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from conductor.config import PREDICTIVE, ConductorConfig
 from conductor.decode_forecast import Answer, DecodeForecast, ForecastTable
 from conductor.decode_pool import DecodePool
@@ -76,6 +78,7 @@ class Cluster:
             self.overtakers = Overtakers(config.overtaker_share, config.demand_half_life_s)
         self.prefills, self.decodes = PrefillPool(config), DecodePool(config)
         self._pools: dict[str, Pool] = {"prefill": self.prefills, "decode": self.decodes}
+        self.is_beside_decode = np.zeros(0, bool)  # prefill workers with a decode one on their node
         self._is_stale = True  # somebody came or went since the pools were built
         self._looked_s = -math.inf  # when they were last asked to bring up to date what fades
 
@@ -200,6 +203,7 @@ class Cluster:
             for role, pool in self._pools.items():
                 members = [w for w in self.workers.values() if w.info.role == role]
                 pool.build(members, self._is_in)
+            self.is_beside_decode = self.prefills.has_neighbour(self.decodes)
         if not now_s - self._looked_s <= RATIO_FRESH_S:
             self._looked_s = now_s
             self.prefills.look(now_s)

@@ -45,7 +45,8 @@ from conductor.messages import (
     Route,
     WorkerStatus,
 )
-from conductor.routing import Options, Pair
+from conductor.pair import Pair
+from conductor.routing import Options
 from conductor.tiers import Tiers
 from mooncake_store.events import (
     BlockAdded,

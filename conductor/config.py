@@ -67,8 +67,8 @@ class ConductorConfig:
     slow_start_s: float = (
         30.0  # a worker that joins others gets its share little by little; 0: at once
     )
-    finalists_max: int = 4  # prefill workers for which a decode partner is looked up
-    output_tokens_expected: int = 128  # spreads the one-off hand-over over the tokens it serves
+    finalists_max: int = 4  # nodes of prefill workers for which a decode partner is looked up
+    output_tokens_expected: int = 128  # so many steps of decoding count, where max_tokens is more
     decode_s_expected: float = 10.0  # first guess of a request's decode time; then measured
     learn_speed: bool = True  # scale a worker's estimates by what it was measured to need
 

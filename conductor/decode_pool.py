@@ -32,6 +32,7 @@ class DecodePool(Pool):
         self._pages_free = self._zeros()  # less than any request needs: no slot either
         self.rank = self._zeros()  # equal workers: fewer requests first, then the longest idle
         self._by_prompt, self._by_blocks = np.ones(2), np.ones(2)  # filled in when asked
+        self.least_step_s = 0.0  # the shortest of those that `costs_s` found last
         self.loads = [Load(0, 0, 0)] * count  # reserved
 
     def refresh(self, worker: Worker) -> None:
@@ -73,6 +74,7 @@ class DecodePool(Pool):
         by_prompt, by_blocks = self._by_prompt, self._by_blocks
         by_prompt[0], by_blocks[1] = prompt_tokens, 1.0 / tokens
         costs_s = by_prompt.dot(self._steps)
+        self.least_step_s = costs_s.item(costs_s.argmin())
         if self.block_tokens:
             by_blocks[0] = -(-prompt_tokens // self.block_tokens) / tokens
             costs_s += by_blocks.dot(path.both)

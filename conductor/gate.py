@@ -21,8 +21,9 @@ from conductor.config import ConductorConfig
 from conductor.fair_share import FairShare, Pressure, Shed
 from conductor.margin import Margin
 from conductor.messages import Request
+from conductor.pair import DecodeOption, Pair
 from conductor.queue_order import QueueOrder
-from conductor.routing import DecodeOption, Options, Pair
+from conductor.routing import Options
 
 
 def pressure_on(options: Options, decode: DecodeOption, config: ConductorConfig) -> Pressure:

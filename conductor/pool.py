@@ -93,14 +93,17 @@ class Pool:
             if node_id != info.node_id
         }
         self.paths_differ = len(rates) > 1 or len(latencies_s) > 1
-        # No node sends a prompt's blocks to any worker in less time for each of its tokens.
-        rate_max = max((*rates, self.config.transfer_bytes_per_s))
-        local_rate = self.config.local_bytes_per_s
-        least = min((info.block_bytes / info.block_tokens for info in infos), default=0.0)
-        self.token_s_least = least / max(rate_max, local_rate)
+        # No node sends a block to any worker in less time: to one of its own, and to another.
+        own_rates = {info.transfer_bytes_per_s.get(info.node_id, 0.0) for info in infos}
+        far_rates = {
+            rate
+            for info in infos
+            for node_id, rate in info.transfer_bytes_per_s.items()
+            if node_id != info.node_id
+        }
         bytes_least = min((info.block_bytes for info in infos), default=0)
-        self._local_block_s_least = bytes_least / max((*rates, local_rate))
-        self._block_s_least = bytes_least / rate_max
+        self._own_block_s_least = bytes_least / max((*own_rates, self.config.local_bytes_per_s))
+        self._far_block_s_least = bytes_least / max((*far_rates, self.config.transfer_bytes_per_s))
         self._latency_s_least = min((*latencies_s, self.config.transfer_latency_s))
         # Never routed to: before all others, in the order of names.
         by_name = sorted(range(len(infos)), key=lambda row: infos[row].worker_id)
@@ -226,13 +229,16 @@ class Pool:
         found: Column = np.ceil(tokens / self.block_tokens_of)
         return found
 
-    def path_s_least(self, tokens: int) -> float:
-        """No prompt of so many tokens comes to any worker in less time, from whatever node."""
+    def paths_s_least(self, tokens: int) -> tuple[float, float]:
+        """No prompt of so many tokens comes to any worker in less time: from its own node, and
+        from another one."""
         blocks = -(-tokens // self.block_tokens_max)
-        return min(
-            blocks * self._local_block_s_least,
-            blocks * self._block_s_least + self._latency_s_least,
-        )
+        far_s = blocks * self._far_block_s_least + self._latency_s_least
+        return blocks * self._own_block_s_least, far_s
+
+    def has_neighbour(self, others: Pool) -> Mask:
+        """Which workers share their node with one of `others`."""
+        return np.array([node_id in others._rows_on for node_id in self.node_ids], bool)
 
     def _new_path(self, node_id: str) -> Path:
         both, own = self._far.copy(), self._rows_on.get(node_id, [])

@@ -10,17 +10,33 @@ For each prefill worker (Algorithm 1 of the Mooncake paper, with the queue order
 and the policy (policies.py) says what of it is to be least. A fetch leaves the blocks on the
 worker's node, so being routed here is also how hot prefixes spread; and so is computing them.
 
-Then the pair. The decode worker is the one with the least time between tokens once everything
-that was routed there has arrived, among those with room. Reading the prompt's KV costs once what a
-slow step costs at every token, so the hand-over is spread over the tokens it will serve:
+Then the pair. One objective, in seconds: when the expected answer will be done, and what that costs
+others. Over all pairs (p, d) of prefill and decode workers that have room
 
-    cost of a decode worker = tbt + handover / expected output tokens
+    J(p, d) = cost(p) + handover(p, d) + n x tbt(d)
+
+is to be least, with cost(p) the policy's (of `adaptive` ttft + delay, of `kvcache_centric` ttft,
+each before the hand-over), tbt(d) the step once everything that was routed to d has arrived, and n
+the tokens that are expected: max_tokens, at most output_tokens_expected. So a busy batch and a slow
+path count against a prefill worker too, whose neighbour has a quicker one.
+
+Not every pair is looked at. What follows the prefill depends on p by its node alone, so each node
+has one best partner; and no partner is better than the quickest batch with the quickest path. The
+worker of least cost is the choice unless that bound leaves room for a better one; then nodes are
+looked at in the order of their bounds until none can be better, or finalists_max have been.
 
 Predictions within tie_ratio of each other are equal, because the estimates are no better than
-that. Equal decode workers: the one with fewer requests, where the node of the prefill worker
-counts as one fewer (it reads mapped memory), so that locality outweighs at most one request of
-imbalance. Equal prefill workers: fewer requests, then the one that got its last request
-longest ago, then the smaller name. So an idle cluster is used evenly, and in a fixed order.
+that: pairs whose J differs by less than tie_ratio of the least cost(p), or tie_s, and decode
+workers whose handover + n x tbt does by less than tie_ratio. So J of the choice is at most
+
+    min J + max(tie_ratio x least cost, tie_s) + tie_ratio x (handover + n x tbt)
+
+while no more than finalists_max nodes had to be looked at; and at most the spread of the paths more
+if not (README.md has measured both). Equal decode workers: the one with fewer requests, where the
+node of the prefill worker counts as one fewer (it reads mapped memory), so that locality outweighs
+at most one request of imbalance. Equal prefill workers: fewer requests, then the one that got its
+last request longest ago, then the smaller name. So an idle cluster is used evenly, and in a fixed
+order. Policies that are blind (`load_balance`, `random`) choose p by cost alone, then d.
 
 All workers are compared as columns (pool.py); only what is looked at one by one becomes an object.
 Everything here is a function of the cluster's state and changes nothing. Not here: whether the
@@ -31,7 +47,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,8 +54,9 @@ from conductor.cluster import Cluster
 from conductor.config import ConductorConfig
 from conductor.decode_batch import Load
 from conductor.decode_pool import COST_ROUNDING
-from conductor.fetching import Source, cached_tokens, make_plans, second_source
+from conductor.fetching import cached_tokens, make_plans, second_source
 from conductor.messages import Prediction, Request
+from conductor.pair import DecodeOption, Pair, PrefillOption
 from conductor.policies import POLICIES, Terms, at_random
 from conductor.pool import REQUESTS_RANK, Column, Mask, Path
 from conductor.queue_order import QueueOrder
@@ -51,54 +67,6 @@ from mooncake_store.layout import blocks_touched
 
 # (cluster, decode workers, when the prefill will end, now) -> their loads without the request
 Loads = Callable[[Cluster, Sequence[Worker], float, float], list[Load]]
-
-
-@dataclass(slots=True)
-class PrefillOption:
-    """One prefill worker and what the request would meet there."""
-
-    worker: Worker
-    local_blocks: int  # its node has them, on its SSD too
-    restore_blocks: int  # of these, on the SSD
-    cached_tokens: int
-    source: Source | None  # of what is fetched
-    queue_s: float  # all work there
-    wait_s: float  # of it, what goes before this request
-    fetch_s: float  # restoring and fetching
-    transfer_s: float  # of that, what the wait does not hide
-    prefill_s: float
-    delay_s: float  # what it does to others there
-    has_room: bool  # its queue is bounded
-
-    @property
-    def start_s(self) -> float:
-        """The first token, before the hand-over."""
-        return self.wait_s + self.transfer_s + self.prefill_s
-
-    @property
-    def fetch_blocks(self) -> int:
-        return self.source.blocks - self.local_blocks if self.source else 0
-
-    @property
-    def fetch_node(self) -> str | None:
-        return self.source.node_id if self.source else None
-
-
-@dataclass(slots=True)
-class DecodeOption:
-    """One decode worker and its step when this request would join it."""
-
-    worker: Worker
-    load: Load  # as the admission policy sees it, without this request
-    tbt_s: float  # with it
-    has_room: bool
-
-
-@dataclass(slots=True)
-class Pair:
-    prefill: PrefillOption
-    decode: DecodeOption
-    predicted: Prediction
 
 
 class Options:
@@ -115,6 +83,8 @@ class Options:
         self._request, self._now_s = request, now_s
         self._is_prefill, self._is_decode = usable
         self._loads = loads
+        expected = cluster.config.output_tokens_expected
+        self._spread = max(1, min(request.output_tokens_max, expected))
         self.ttft_limit_s = ttft_limit_s  # predicted to take longer, it is not admitted
         self.order = order  # what gives this request its place in a queue
         self._meet_prefills(tiers)
@@ -174,15 +144,14 @@ class Options:
     # The best of them
 
     def best(self) -> Pair:
-        """Each finalist with its decode worker; the least cost wins, equal ones in their order.
+        """The pair that minimises J, as the module docstring defines it and up to its ties.
 
         Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
         """
-        rows, cost_s = self._finalists()
-        costs_s = [cost_s.item(row) for row in rows]
-        row, decode = self._pairing(rows, costs_s)
+        first, least_s, cost_s = self._first()
+        row, decode = self._pairing(first, least_s, cost_s)
         if self._loads is not None and self._leave_better_ones(self.decode(decode)):
-            row, decode = self._pairing(rows, costs_s)
+            row, decode = self._pairing(first, least_s, cost_s)
         return self.pair(self.prefill(row), self.decode(decode))
 
     def _leave_better_ones(self, chosen: DecodeOption) -> bool:
@@ -204,27 +173,49 @@ class Options:
         limit_s = self._config.tbt_limit_s(self._request.priority)
         return option.has_room and (option.tbt_s <= limit_s or option.load.sequences <= 0)
 
-    def _pairing(self, rows: Sequence[int], costs_s: Sequence[float]) -> tuple[int, int]:
-        """The rows of the best pair of one of these prefill workers."""
-        nodes, pool = self._cluster.prefills.node_ids, self._cluster.decodes
-        prompt_tokens, least_s = self._request.prompt_tokens, min(costs_s)
-        decode, handover_s = self._partner(nodes[rows[0]])
-        total_s = costs_s[0] + handover_s
-        # No pair can be better than this; most often the first finalist is as good.
-        if total_s <= within(least_s + pool.path_s_least(prompt_tokens), self._config):
-            return rows[0], decode
-        bound_s = within(least_s + prompt_tokens * pool.token_s_least, self._config)
-        found = [(total_s, rows[0], decode)]
-        for row, own_s in zip(rows[1:], costs_s[1:], strict=True):
-            if found[-1][0] <= bound_s:
+    def _pairing(self, first: int, least_s: float, cost_s: Column) -> tuple[int, int]:
+        """The rows of the best pair: `first` and its partner, unless another prefill worker is
+        better by more than a tie once what follows its prefill counts too."""
+        pool, prompt_tokens = self._cluster.decodes, self._request.prompt_tokens
+        nodes, rank = self._cluster.prefills.node_ids, self._cluster.prefills.rank
+        decode, rest_s = self._partner(nodes[first])
+        if self._policy.is_blind:
+            return first, decode
+        tie_s = within(least_s, self._config) - least_s + COST_ROUNDING * rest_s
+        total_s = cost_s.item(first) + rest_s
+        # Nobody is done sooner than the quickest batch after the quickest hand-over; most often
+        # that says already that no other prefill worker is better.
+        steps_s = self._spread * pool.least_step_s
+        near_s, far_s = pool.paths_s_least(prompt_tokens)
+        nearest_s = near_s if near_s < far_s else far_s
+        if total_s - tie_s <= least_s + steps_s + nearest_s:
+            return first, decode
+        bounds_s = np.where(self._cluster.is_beside_decode, steps_s + nearest_s, steps_s + far_s)
+        bounds_s += cost_s
+        rows = (bounds_s < total_s - tie_s).nonzero()[0]
+        partners = {nodes[first]: (decode, rest_s)}
+        found = [(total_s, rank.item(first), first, decode)]
+        for row in rows[bounds_s[rows].argsort(kind="stable")].tolist():
+            if bounds_s.item(row) >= total_s - tie_s:
                 break
-            decode, handover_s = self._partner(nodes[row])
-            found.append((own_s + handover_s, row, decode))
-        limit_s = within(min(total_s for total_s, _, _ in found), self._config)
-        return next((row, decode) for total_s, row, decode in found if total_s <= limit_s)
+            node_id = nodes[row]
+            if node_id not in partners:
+                if len(partners) >= self._config.finalists_max:
+                    break
+                partners[node_id] = self._partner(node_id)
+            decode, rest_s = partners[node_id]
+            handover_s = self._handover_s(decode, pool.path(node_id))
+            if self._terms.start_s.item(row) + handover_s > self.ttft_limit_s:
+                continue  # not at the price of the request's own service level
+            found.append((cost_s.item(row) + rest_s, rank.item(row), row, decode))
+            total_s = min(total_s, found[-1][0])
+        equal = [pair for pair in found if pair[0] <= total_s + tie_s]
+        _, _, row, decode = equal[0] if equal[0] is found[0] else min(equal, key=lambda e: e[1])
+        return row, decode
 
-    def _finalists(self) -> tuple[list[int], Column]:
-        """The prefill workers worth pairing, and what the policy makes of all of them."""
+    def _first(self) -> tuple[int, float, Column]:
+        """The prefill worker that the policy prefers, the least cost, and the cost of all of them:
+        infinite for those that are no choice."""
         pool, config, policy = self._cluster.prefills, self._config, self._policy
         is_choice, choices = self._is_prefill, pool.count(self._is_prefill)
         if pool.full:
@@ -242,7 +233,7 @@ class Options:
                 cost_s[row] += new * SLOWER * work_s
         if config.policy == "random":
             row_of = {pool.workers[row].key: row for row in is_choice.nonzero()[0].tolist()}
-            return [row_of[at_random(self._request.request_id, list(row_of))]], cost_s
+            return row_of[at_random(self._request.request_id, list(row_of))], 0.0, cost_s
         start_s = self._terms.start_s
         # ... but not at the price of the request's own service level
         if (policy.spares_others or newcomers) and (
@@ -255,29 +246,31 @@ class Options:
                 cost_s = start_s
         if choices < len(cost_s):
             cost_s = np.where(is_choice, cost_s, math.inf)
-        rows = (cost_s <= within(cost_s.item(cost_s.argmin()), config)).nonzero()[0]
-        if len(rows) > 1:
-            rows = rows[pool.rank.take(rows).argsort(kind="stable")]
-        return rows[: 1 if policy.is_blind else config.finalists_max].tolist(), cost_s
+        least = int(cost_s.argmin())
+        least_s = cost_s.item(least)
+        rows = (cost_s <= within(least_s, config)).nonzero()[0]
+        first = rows.item(pool.rank.take(rows).argmin()) if len(rows) > 1 else least
+        return first, least_s, cost_s
 
     def _partner(self, node_id: str) -> tuple[int, float]:
-        """The decode worker for a prefill worker of this node, and the seconds of the hand-over.
+        """The row of the decode worker for a prefill worker of this node, and the least of
+        handover + n x tbt from there.
 
         The least cost; among equals the emptier one, where this node's own are ahead by one.
         """
-        pool, config, request = self._cluster.decodes, self._config, self._request
+        pool, request = self._cluster.decodes, self._request
         path, prompt_tokens = pool.path(node_id), request.prompt_tokens
-        spread = max(1, min(request.output_tokens_max, config.output_tokens_expected))
-        costs_s = pool.costs_s(path, prompt_tokens, spread)
+        costs_s = pool.costs_s(path, prompt_tokens, self._spread)
         if self._has_room is None:  # mostly who is chosen from all has it
             least, row = self._least(costs_s, path)
             tokens = prompt_tokens + request.output_tokens_max
             if pool.has_room_at(row, tokens) and (row == least or pool.has_room_at(least, tokens)):
-                return row, self._handover_s(row, path)
+                return row, self._spread * costs_s.item(least)
             self._has_room = self._rooms()
         is_choice = self._has_room if np.count_nonzero(self._has_room) else self._is_decode
-        _, row = self._least(np.where(is_choice, costs_s, math.inf), path)
-        return row, self._handover_s(row, path)
+        costs_s = np.where(is_choice, costs_s, math.inf)
+        least, row = self._least(costs_s, path)
+        return row, self._spread * costs_s.item(least)
 
     def _least(self, costs_s: Column, path: Path) -> tuple[int, int]:
         """The decode worker of least cost, and the first of its equals."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from conductor.config import ConductorConfig
 from conductor.gate import Gate
 from conductor.messages import Prediction, Request
+from conductor.pair import Pair
 from conductor.queue_order import FIFO
-from conductor.routing import Pair
 from tests.conductor.test_fair_share import BUSY, asked
 
 SLO_S = 10.0

@@ -1,15 +1,13 @@
-"""Algorithm 1 against brute force, and its corner cases."""
+"""The corner cases of routing; test_pairs.py holds the choice against brute force."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 
 from conductor import Conductor, ConductorConfig, Reject, Route
 from conductor.fetching import cached_tokens
-from mooncake_store.events import BlockAdded, Event, NodeUp, WorkerReported, WorkerUp
-from tests.conductor.fleet import conductor, fleet, keys, node, prompt, report, worker
+from mooncake_store.events import BlockAdded, Event, NodeUp, WorkerUp
+from tests.conductor.fleet import conductor, fleet, keys, node, prompt, worker
 
 
 def test_at_least_one_token_of_a_prompt_is_computed() -> None:
@@ -17,45 +15,6 @@ def test_at_least_one_token_of_a_prompt_is_computed() -> None:
     assert cached_tokens(10, 64, 641) == 640
     assert cached_tokens(0, 64, 5) == 0
     assert cached_tokens(3, 64, 1) == 0
-
-
-def test_the_chosen_pair_is_within_a_tie_of_the_least_ttft_of_all_pairs(seed: int) -> None:
-    """The finalists are a shortcut; explain() looks at every pair."""
-    rng = random.Random(seed)
-    for _ in range(100):
-        count = rng.randint(1, 6)
-        made = conductor(
-            [
-                *(NodeUp(node(f"s{n}")) for n in range(3)),
-                *(
-                    WorkerUp(worker(
-                        f"{role[0]}{n}", role, f"s{rng.randrange(3)}", slots_max=99,
-                        prefill_coefficients=(0.0, rng.uniform(1e-4, 1e-3), 0.0),
-                        transfer_bytes_per_s={f"s{m}": rng.uniform(1e7, 1e10) for m in range(3)},
-                    ))
-                    for role in ("prefill", "decode") for n in range(count)
-                ),
-            ],
-            tie_s=0.0,
-        )  # fmt: skip
-        for n in range(count):
-            said = report(f"p{n}", running=1, queue_tokens=rng.randint(0, 9_000))
-            made.on_events([WorkerReported(said)], 0.0)
-        for n in range(3):
-            made.on_events(
-                [BlockAdded(k, f"s{n}") for k in keys("a*40")[: rng.randint(0, 40)]], 0.0
-            )
-        request = prompt("r1", "a*40")
-        pairs = made.explain(request, 0.0)
-        chosen = made.on_request(request, 0.0)
-        assert isinstance(chosen, Route) and len(pairs) == count * count
-        least_s = min(p.predicted.ttft_s - p.predicted.handover_s for p in pairs)
-        start_s = chosen.predicted.ttft_s - chosen.predicted.handover_s
-        assert start_s <= least_s * 1.02 + 1e-9
-        assert chosen.predicted.tbt_s <= 1.02 * min(
-            p.predicted.tbt_s + p.predicted.handover_s / 10 for p in pairs
-            if p.prefill == chosen.prefill
-        )  # fmt: skip
 
 
 def test_a_worker_that_failed_this_request_is_not_tried_again_by_it() -> None:

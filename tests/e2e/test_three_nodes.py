@@ -19,6 +19,7 @@ import pytest
 from loadtest.bench.repository import set_parameters
 from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.client.client import StoreClient
+from mooncake_store.directory_client import DirectoryClient
 from tests.e2e.server import Answer, Server, running, wait_until
 from tests.e2e.test_pools import B, ask, demo_block_bytes, directory_address, nixl_read_bytes
 
@@ -136,6 +137,7 @@ def test_when_the_named_node_has_died_the_prefix_comes_from_the_other_one(
     named, size_bytes = sent(whole)
     with StoreClient(directory_address(server)) as client:
         forget_at_third(server, client, [prompt])
+        [life] = [n.incarnation for n in client.directory.nodes() if n.node_id == named]
     kill_node(server, named)
     answer = at_third(server, prompt)
     print(f"killed {named}, named {answer.decision['fetch_node']}")
@@ -144,3 +146,9 @@ def test_when_the_named_node_has_died_the_prefix_comes_from_the_other_one(
     assert sent(answer) == (other, size_bytes)
     assert answer.cached_tokens == BLOCKS * B, "nothing was computed again"
     wait_until(server.is_idle, "pages, slots and leases to be free")
+
+    def is_back() -> bool:
+        with DirectoryClient(directory_address(server)) as client:
+            return any(n.node_id == named and n.incarnation != life for n in client.nodes())
+
+    wait_until(is_back, f"{named} to be there again")
