@@ -3,11 +3,11 @@
     python -m loadtest.bench.connector
 
 TensorRT-LLM calls `get_num_new_matched_tokens` while it holds the lock of its own prefix tree, and
-`build_connector_meta` in every step, for which it first describes the step (lean_output.py says
-how much of that we replace); each call gets a list of tokens that nobody has seen yet, as
-the real one does. Beside them stand what a call cannot avoid (reading the list once) and what it
-would cost to hash the keys instead. Copies are measured where CUDA is (connector_copies.py); on
-plain memory they are a memcpy, which is only shown.
+`build_connector_meta` in every step, for which it first describes the step (how much of that we
+replace: backends/engine/trtllm/lean_output.py); each call gets a list of tokens that nobody has
+seen yet, as the real one does. Beside them stand what a call cannot avoid (reading the list once)
+and what it would cost to hash the keys instead. Copies are measured where CUDA is
+(connector_copies.py); on plain memory they are a memcpy, which is only shown.
 
 Not here: the copies' correctness (tests), a whole engine (nobody has one without a GPU).
 """
