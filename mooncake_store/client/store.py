@@ -195,7 +195,7 @@ class Store:
                     self.node_id, keys, owner, lease_s, ephemeral, size_bytes, tenant
                 )
             except QuotaExceeded as error:
-                log.info("owner=%s not stored: %s", owner, error)
+                log.debug("owner=%s not stored: %s", owner, error)
                 break
             except NodeUnknown:
                 try:
