@@ -1,0 +1,35 @@
+"""A model.py that a test puts into the folder of backends that its server runs from: a worker whose
+engine stands still, or fails, while a file of its name says so.
+
+`{folder}`, where those files are, is filled in by the test. Nothing of this is in the product.
+"""
+
+import time
+from pathlib import Path
+
+from backends import step_watch
+from backends.engine.torch_engine import TorchEngine
+from backends.worker_model import WorkerModel
+
+step_watch.HUNG_S_MIN = 3.0  # the test has not half a minute
+forward = TorchEngine.forward
+
+
+class TritonPythonModel(WorkerModel):
+    role = Path(__file__).parent.name
+
+    def initialize(self, args):
+        word = Path("{folder}") / args["model_name"]
+
+        def says(what):
+            return word.exists() and word.read_text() == what
+
+        def instead(engine, works, *given):
+            while says("hang"):
+                time.sleep(0.05)  # poll
+            if says("fail") and any(work.start for work in works):  # not the first chunk
+                raise RuntimeError("the test wants it so")
+            return forward(engine, works, *given)
+
+        TorchEngine.forward = instead
+        super().initialize(args)

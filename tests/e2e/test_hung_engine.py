@@ -1,0 +1,134 @@
+"""An engine that hangs: its worker leaves, requests go on elsewhere, its process starts again. One
+that fails leaves nothing behind at the other worker.
+
+The workers run a model.py of the test's own (hanging_model.py), whose engine stands still in the
+middle of a step; all the rest of the process goes on, reports included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.server import Answer, Server, running, take, wait_until
+from tests.e2e.test_failures import stub_of
+
+MODEL = Path(__file__).with_name("hanging_model.py")
+WORKERS = ("prefill_0", "prefill_1", "decode_0", "decode_1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hanging")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, state_dir: Path) -> Iterator[Server]:
+    for server in running(folder / "serve", state_dir, {}):
+        take_test_models(server, folder)
+        yield server
+
+
+def take_test_models(server: Server, folder: Path) -> None:
+    """A process of a worker that starts from now on has the test's model; so all start anew."""
+    staged = server.state_dir / f"backends-{server.addresses.http.rpartition(':')[2]}"
+    for role in ("prefill", "decode"):
+        text = MODEL.read_text().replace("{folder}", str(folder))
+        (staged / role / "model.py").write_text(text)
+    before = {worker: stub_of(server, worker).pid for worker in WORKERS}
+    for worker in WORKERS:
+        server.edit(worker, "lease_s", "31")
+    for worker, pid in before.items():
+        wait_until(
+            lambda w=worker, old=pid: old not in pids(server, w) and serves(server, w),
+            f"{worker} to run the test's model", 60.0,
+        )  # fmt: skip
+
+
+def pids(server: Server, worker: str) -> list[int]:
+    """Of all its processes: two while it reloads."""
+    found = []
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if f"/{worker}/1/model.py" in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
+
+
+def asked(server: Server, prompt: list[int], **further: object) -> Answer:
+    return server.ask(input_ids=prompt, end_id=-1, return_decision=True, **further)
+
+
+def hung_process(server: Server, folder: Path, worker: str) -> psutil.Process:
+    """From now on this worker's engine stands still."""
+    process = stub_of(server, worker)
+    (folder / worker).write_text("hang")
+    return process
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def serves(server: Server, worker: str) -> bool:
+    answer = server.ask(
+        input_ids=[40, 41, 42], max_tokens=2, end_id=-1, return_decision=True,
+        parameters={f"{worker.split('_')[0]}_worker": worker},
+    )  # fmt: skip
+    return not answer.error
+
+
+def test_a_stream_goes_on_elsewhere_when_its_decode_engine_hangs(
+    server: Server, folder: Path
+) -> None:
+    prompt = [70 + 13 * n % 1700 for n in range(150)]
+    alone = asked(server, prompt, max_tokens=300)
+    answer = Answer()
+    stream = server.stream(
+        input_ids=prompt, max_tokens=300, end_id=-1, return_decision=True, stream=True
+    )
+    for _ in range(20):
+        take(answer, stream.next())
+    worker = answer.decision["decode"]
+    process = hung_process(server, folder, worker)
+    rest = stream.all()
+    assert not rest.error, rest.error
+    assert answer.output_ids + rest.output_ids == alone.output_ids
+    wait_until(lambda: has_ended(process), f"the process of {worker} to end")
+    (folder / worker).unlink()
+    wait_until(lambda: serves(server, worker), f"{worker} to serve again", 90.0)
+    wait_until(server.is_idle, "pages, slots and leases to be free")
+
+
+def test_a_prompt_goes_on_elsewhere_when_its_prefill_engine_hangs(
+    server: Server, folder: Path
+) -> None:
+    prompt = [90 + 17 * n % 1700 for n in range(400)]
+    first = asked(server, prompt, max_tokens=4)
+    worker = first.decision["prefill"]  # its node has the prefix: the next goes there as well
+    process = hung_process(server, folder, worker)
+    second = asked(server, [*prompt, 1, 2, 3], max_tokens=4)
+    assert not second.error, second.error
+    assert second.decision["prefill"] != worker
+    wait_until(lambda: has_ended(process), f"the process of {worker} to end")
+    (folder / worker).unlink()
+    wait_until(lambda: serves(server, worker), f"{worker} to serve again", 90.0)
+    wait_until(server.is_idle, "pages, slots and leases to be free")
+
+
+def test_a_prefill_that_fails_leaves_no_place_reserved_at_the_decode_worker(
+    server: Server, folder: Path
+) -> None:
+    prompt = [110 + 19 * n % 1700 for n in range(1200)]  # three chunks; the first is announced
+    for number in (0, 1):
+        (folder / f"prefill_{number}").write_text("fail")
+    answer = asked(server, prompt, max_tokens=4)
+    assert "the test wants it so" in answer.error
+    wait_until(server.is_idle, "the reserved pages, long before lease_s", 10.0)
+    for number in (0, 1):
+        (folder / f"prefill_{number}").unlink()
+    assert not asked(server, prompt, max_tokens=4).error
