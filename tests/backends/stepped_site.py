@@ -195,6 +195,8 @@ class Site:
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random(seed)
         self.store = SteppedStore(self.rng)
+        self.store.meanwhile = self._turn_meanwhile
+        self._turning = False
         self.outbox = Outbox()
         self.clients: list[Client] = []
         self.damage_share = 0.0  # of the replies of prefill, which then name other blocks
@@ -292,7 +294,14 @@ class Site:
                 self.rng.choice(todo)()
 
     def turn(self, worker: Any) -> None:
+        self._turning = True
         worker._turn()
+        self._turning = False
+
+    def _turn_meanwhile(self) -> None:
+        """An engine's turn in the middle of a read, unless the read is in the middle of a turn."""
+        if not self._turning and self.rng.random() < 0.3:
+            self.turn(self.rng.choice(self.workers))
 
     def settle(self) -> None:
         """No more faults; until nobody has anything to do."""

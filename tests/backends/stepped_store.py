@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ class SteppedStore:
     def __init__(self, rng: random.Random, slots: int = 400) -> None:
         self.rng = rng
         self.fault_share = 0.0  # of calls that fail, as if the directory did not answer
+        self.meanwhile: Callable[[], None] = lambda: None  # what others do while bytes move
         self.late_share = 0.0  # of blocks read that miss their deadline
         self.memory = np.zeros((slots, LAYOUT.block_bytes), np.uint8)
         self._free = list(range(slots))
@@ -187,6 +188,7 @@ class SteppedStore:
                 self.late.append((buffer, span, self.rng.randbytes(size)))  # type: ignore[arg-type]
                 here.append(False)
                 continue
+            self.meanwhile()
             buffer[span.offset_bytes : span.offset_bytes + size] = source
             here.append(checksum(np.ascontiguousarray(source)) == digest)
         return here

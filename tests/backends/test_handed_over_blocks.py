@@ -56,6 +56,46 @@ def test_a_request_without_exactly_its_blocks_is_refused_and_leaves_nothing(
     assert site.decode._pages.used_pages == 0
 
 
+def test_a_message_that_comes_after_its_request_is_over_reserves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = Site(0, monkeypatch)
+    client = site.ask([1, 2, 3, 4, 5], 3)
+    site.settle()
+    assert client.error is None and len(client.answer) == 3
+    site.decode._on_letter(LayersReady("r0", 5, 8, 0, [], []))
+    site.turn(site.decode)
+    site.check_empty()
+
+
+def test_a_request_that_is_stopped_keeps_its_pages_while_a_layer_is_read_into_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = Site(0, monkeypatch)
+    client = Client(site, "r", [1, 2, 3, 4, 5], 3)
+    site.decode._on_letter(LayersReady("r", 5, 8, 0, refs(0), [0]))
+    site.turn(site.decode)
+    used_pages = site.decode._pages.used_pages
+    used_meanwhile: list[int] = []
+
+    def stop() -> None:
+        monkeypatch.setattr(site, "handed_over", lambda reply: refs(0, 1))
+        client.prefilled(6, SimpleNamespace())  # type: ignore[arg-type]
+        site.decode.stop("r")
+        site.turn(site.decode)
+        while not site.decode._writer.is_idle:  # type: ignore[attr-defined]
+            site.decode._writer.step()  # type: ignore[attr-defined]
+        used_meanwhile.append(site.decode._pages.used_pages)
+
+    site.store.meanwhile = stop
+    site.decode._loading.step()  # type: ignore[attr-defined]
+    assert used_meanwhile == [used_pages] != [0]
+    site.turn(site.decode)
+    site.settle()
+    assert client.is_over
+    site.check_empty()
+
+
 @pytest.fixture
 def store() -> SteppedStore:
     return SteppedStore(random.Random(0))
