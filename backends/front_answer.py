@@ -1,8 +1,8 @@
 """Messages of a request as responses: one each for a stream, or all in one.
 
-A response has the outputs that its client asked for, because each tensor of a response costs about
-as much as computing a token does (docs/measurements.md). Not here: what is in a message
-(attempt.py), the table of outputs (tensors.py).
+A response has the outputs that its client asked for, because Triton takes each tensor of every
+message into its hands. Not here: what is in a message (attempt.py), the table of outputs
+(tensors.py).
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w.\-/]*\w\.(?:py|md|json|pbtxt|toml|png|xz|csv|trtllm)")
 MODULE = re.compile(rf"(?<![\w./-])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)")
+TARGET = re.compile(r"make ([a-z][a-z-]*)")
+DECISION = re.compile(r"docs/decisions/(\d{4})")
 NAMED = re.compile(r"(?<![\w./*<\-])([\w\-]+(?:/[\w\-]+)*\.py)\b")
 # Names that belong to others, or of files that are made when the system runs.
 OTHERS = {
@@ -98,10 +100,18 @@ def missing_names(path: str, text: str) -> Iterator[str]:
             for module in MODULE.findall(quoted):
                 if not is_module(module):
                     yield f"{path}:{number}: there is no {module}"
+            for target in TARGET.findall(quoted):
+                if target not in make_targets():
+                    yield f"{path}:{number}: there is no `make {target}`"
             if not FILE.fullmatch(quoted) or Path(quoted).name in OTHERS:
                 continue
             if not is_there(quoted, path) and ("/" in quoted or quoted not in names):
                 yield f"{path}:{number}: there is no {quoted}"
+
+
+@cache
+def make_targets() -> frozenset[str]:
+    return frozenset(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def is_module(name: str) -> bool:
@@ -139,6 +149,9 @@ def is_named_well(name: str, path: str) -> bool:
 
 def missing_files(path: str, text: str) -> Iterator[str]:
     """Files that docstrings and comments of a module name."""
+    for decision in DECISION.findall(text):
+        if not any(line.startswith(f"docs/decisions/{decision}-") for line in tree()):
+            yield f"{path}: there is no decision {decision}"
     unknown = {name for name in NAMED.findall(text) if not is_named_well(name, path)}
     if not unknown:
         return

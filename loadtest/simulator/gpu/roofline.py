@@ -17,8 +17,7 @@ Where the constants come from:
 - MBU 0.6 and 11.5 ms of overhead a step: 30 ms for one sequence, 26 of them without it.
 - 3 ms per sequence and step. A pure roofline has no such cost; the paper's points have one. It is
   calibrated on Fig 15 (TBT from 31 to 58 ms as decode nodes get fewer: 2.9 and 3.3 ms, if those are
-  12 and 4 nodes) and used everywhere; what it gives for Fig 1 (median 75 ms) is in
-  docs/measurements.md.
+  12 and 4 nodes) and used everywhere; what it gives for Fig 1 (median 75 ms) is not recorded.
 
 One set for everything: no experiment changes any of them. Not here: measured coefficients
 (table.py).
