@@ -182,6 +182,8 @@ class FrontDoor:
         if worker is not None:
             log.warning("%s says nothing of request %s, it goes on", worker[0], live.request_id)
             self._abandoned[stale_id] = worker
+            if len(self._abandoned) > self._config.requests_max:  # the oldest has ended long ago
+                del self._abandoned[next(iter(self._abandoned))]
             self._stop(stale_id, live.workers, "it goes on elsewhere")
             self._start(self._drive, live)
 
