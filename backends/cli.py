@@ -53,12 +53,33 @@ def serve(
     self_check: Annotated[
         bool, typer.Option(help="Every process proves its invariants each second, or ends.")
     ] = False,
+    open_api: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An API of Triton that needs no admin key: shared-memory, model-repository, "
+            "trace or logging; repeatable."
+        ),
+    ] = None,
     triton_arg: Annotated[
         list[str] | None,
         typer.Option(help="Passed as it is to the tritonserver that clients call; repeatable."),
     ] = None,
 ) -> None:
     """Start directory, storage nodes and Tritons on this machine, until Ctrl-C."""
+    from backends.launch import ServeOptions
+
+    sys.exit(serve_until_stopped(ServeOptions(
+        model_repository=model_repository, address=address, http_port=http_port,
+        grpc_port=grpc_port, metrics_port=metrics_port, metrics_address=metrics_address,
+        nodes=tuple(filter(None, nodes.split(","))), store_bytes=parse_bytes(store_bytes),
+        ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path,
+        state_dir=state_dir, ready_s_max=ready_s_max, is_self_checked=self_check,
+        open_apis=tuple(open_api or ()), triton_args=tuple(triton_arg or ()),
+    )))  # fmt: skip
+
+
+def serve_until_stopped(options: object) -> int:
+    """The exit status."""
     from backends.environment import EnvironmentProblem
     from backends.launch import (
         Launcher,
@@ -69,14 +90,7 @@ def serve(
     )
     from backends.processes import ChildDied
 
-    options = ServeOptions(
-        model_repository=model_repository, address=address, http_port=http_port,
-        grpc_port=grpc_port, metrics_port=metrics_port, metrics_address=metrics_address,
-        nodes=tuple(filter(None, nodes.split(","))), store_bytes=parse_bytes(store_bytes),
-        ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path,
-        state_dir=state_dir, ready_s_max=ready_s_max, is_self_checked=self_check,
-        triton_args=tuple(triton_arg or ()),
-    )  # fmt: skip
+    assert isinstance(options, ServeOptions)
     launcher = Launcher(options)
     status = 0
     with signals_as_exceptions():
@@ -91,7 +105,7 @@ def serve(
         finally:
             ignore_signals()
             launcher.stop()
-    sys.exit(status)
+    return status
 
 
 def run_until_stopped(launcher: object) -> None:

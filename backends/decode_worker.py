@@ -96,12 +96,8 @@ class DecodeWorker:
 
     def submit(self, request: DecodeRequest, ids: np.ndarray, client: DecodeClient) -> None:
         """Queue a request; the client is answered from another thread. Raises ServingError."""
+        self.worker.call_limits.check(request, ids)
         tokens_max = request.prompt_tokens + request.sampling.max_tokens
-        limit = self.worker.context_tokens_max
-        if len(ids) < 2 or tokens_max > limit:
-            raise RequestInvalid(
-                f"prompt and max_tokens ask for {tokens_max} tokens; this worker takes {limit}"
-            )
         job = self._job(
             request, ids, client, self._tokenizer, self.worker.fingerprint,
             self.worker.incarnation, self._config.block_tokens,
@@ -352,11 +348,13 @@ class DecodeWorker:
             job.kv_grew()
             if job.full_block is not None:
                 self._writer.put_whole(job.put, [job.full_block])
-            token_id = sample(
-                logits[row], job.request.sampling, len(job.output_ids), job.prompt_ids,
-                job.output_ids,
-            )  # fmt: skip
-            job.append(token_id)
+            try:
+                job.append(sample(
+                    logits[row], job.request.sampling, len(job.output_ids), job.prompt_ids,
+                    job.output_ids,
+                ))  # fmt: skip
+            except Exception as error:  # edge: it must not fail its neighbours in the batch
+                self._fail(job, error)
         estimated_s = self._estimate.step_s(len(works), sum(work.end for work in works))
         self.worker.steps.took(time.monotonic() - started_s, estimated_s)
         self.tokens_generated += len(jobs)

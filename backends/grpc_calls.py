@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from backends import launch_secret
 from backends.errors import from_broken_call, from_wire
 
 CONNECTIONS = 4  # one HTTP/2 connection is served by one thread of Triton
@@ -50,6 +51,7 @@ class GrpcCalls:
         self._retired: set[str] = set()  # of those: to be closed behind their last call
         self._running: dict[str, grpc.Call] = {}
         self._lock = threading.Lock()
+        self._secret = launch_secret.of_launch()
 
     def __call__(
         self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
@@ -61,8 +63,10 @@ class GrpcCalls:
         Triton 2.51 keeps a model from unloading after a call to it was cancelled. `cancel` is for
         workers that are gone.
         """
+        request = _request(model, inputs, outputs, request_id)
+        request.parameters[launch_secret.PARAMETER].string_param = self._secret
         with self._connected(address) as stub:
-            call = stub.ModelStreamInfer(iter([_request(model, inputs, outputs, request_id)]))
+            call = stub.ModelStreamInfer(iter([request]))
             with self._lock:
                 self._running[request_id] = call
             try:

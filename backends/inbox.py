@@ -3,7 +3,8 @@
 A ZeroMQ PULL socket per worker *process* (a model name may be served by two processes while a
 config.pbtxt reloads) and per front. What the letters say is in worker_protocol.py. Losing a letter
 is harmless: hand-over progress only saves time, a stop is sent again while the request lives, and
-lost tokens are noticed (token_streams.py).
+lost tokens are noticed (token_streams.py). What comes from outside this launch is dropped: it does
+not know its secret (launch_secret.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from backends import launch_secret
 from backends.worker_protocol import Letter, decode_inbox, encode
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class Inbox:
 
     def __init__(self, address: str, on_letters: Callable[[list[Letter]], float | None]) -> None:
         self.address = address
+        self._secret = launch_secret.of_launch()
         self._on_letters = on_letters
         self._socket = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(LETTERS_MAX)
@@ -62,7 +65,10 @@ class Inbox:
         letters: list[Letter] = []
         with contextlib.suppress(zmq.Again):
             for _ in range(READ_AT_ONCE_MAX):
-                data = self._socket.recv(zmq.NOBLOCK)
+                data = launch_secret.opened(self._socket.recv(zmq.NOBLOCK), self._secret)
+                if data is None:
+                    log.warning("dropped a letter of somebody who is not of this launch")
+                    continue
                 try:
                     letters.append(decode_inbox(data))
                 except msgspec.MsgspecError as error:
@@ -78,9 +84,10 @@ class Outbox:
     def __init__(self) -> None:
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._lock = threading.Lock()
+        self._secret = launch_secret.of_launch()
 
     def send(self, address: str, letter: Letter) -> None:
-        data = encode(letter)
+        data = launch_secret.sealed(encode(letter), self._secret)
         with self._lock:
             socket = self._sockets.get(address)
             if socket is None:

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from backends import environment, staging
+from backends import admin_key, environment, launch_secret, staging
+from backends.admin_key import AdminKey
 from backends.launch_files import LaunchFiles, remove_leftovers
 from backends.metrics_server import MetricsServer, Source
 from backends.mirror import RepositoryMirror, WorkerFolders
@@ -56,6 +57,7 @@ class ServeOptions:
     state_dir: Path = Path(".mooncake")
     ready_s_max: float = 300.0
     is_self_checked: bool = False
+    open_apis: tuple[str, ...] = ()  # that need no admin key (admin_key.py)
     triton_args: tuple[str, ...] = field(default=())
 
 
@@ -70,8 +72,10 @@ class Launcher:
         self.options = options
         self._files = LaunchFiles()
         self.name = self._files.name
+        self._secret = launch_secret.make()
         self.children: list[Child] = []
         self.state_dir = options.state_dir.resolve()
+        self._admin_key = AdminKey(self.state_dir / f"admin-key-{options.http_port}")
         self.log_dir = self.state_dir / f"logs-{options.http_port}"
         self.socket_dir = self._files.socket_dir
         self.repository = options.model_repository.resolve()
@@ -92,6 +96,7 @@ class Launcher:
         end_orphans(remove_leftovers())
         self._check(triton)
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._admin_key.write()
         env = self._environment(triton)
         python = [sys.executable, "-m"]
         directory = self._child(
@@ -251,6 +256,7 @@ class Launcher:
         left_s = give_up_s - time.monotonic()
         self._end([each.child for each in workers], left_s - OTHERS_STOP_S)
         self._end(self.children[::-1], give_up_s - time.monotonic())
+        self._admin_key.remove()
         self._files.remove()
 
     def _end(self, children: list[Child | None], within_s: float) -> None:
@@ -285,7 +291,8 @@ class Launcher:
             "metrics": (options.metrics_address, options.metrics_port),
         }
         needed = options.store_bytes * len(options.nodes) + TRITON_SHM_BYTES
-        found = list(environment.problems(triton, ports, needed, threads_wanted=500))
+        found = admin_key.problems(options.open_apis)
+        found += environment.problems(triton, ports, needed, threads_wanted=500)
         if found:
             raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
 
@@ -307,6 +314,7 @@ class Launcher:
         env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
         env["MOONCAKE_STATE"] = str(self.state_dir)
         env[self_check.VARIABLE] = "1" if self.options.is_self_checked else "0"
+        env[launch_secret.VARIABLE] = self._secret
         env["MOONCAKE_REPOSITORY"] = str(self.repository)
         return env
 
@@ -330,6 +338,8 @@ class Launcher:
             f"--allow-cpu-metrics={str(is_public).lower()}",
             *(f"--backend-config={name},shm-region-prefix-name={prefix}{name}"
               for name in backends),
+            *(self._admin_key.for_clients(self.options.open_apis) if is_public
+              else self._admin_key.for_worker()),
             *(self.options.triton_args if is_public else ()),
         ]  # fmt: skip
         # Workers tell the directory where they are called.

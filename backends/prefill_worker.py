@@ -94,13 +94,7 @@ class PrefillWorker:
 
     def submit(self, request: PrefillRequest, ids: np.ndarray, client: PrefillClient) -> None:
         """Queue a prompt; the client is answered from another thread. Raises ServingError."""
-        limit, vocabulary = self.worker.context_tokens_max, self._engine.vocabulary_tokens
-        if not 1 <= len(ids) <= limit:
-            raise RequestInvalid(
-                f"the prompt has {len(ids)} tokens; this worker takes 1 to {limit}"
-            )
-        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-            raise RequestInvalid(f"input_ids must be 0 to {vocabulary - 1}")
+        self.worker.call_limits.check(request, ids)
         seed = chain_seed(self.worker.fingerprint, cache_salt=request.cache_salt)
         put = BlockPut(
             request.request_id, len(ids), [], block_keys(ids, self._block_tokens, seed),
@@ -330,11 +324,16 @@ class PrefillWorker:
                 keys = job.put.keys[blocks.start : blocks.stop]
                 self._writer.then(lambda job=job, keys=keys: self._settle(job, keys))  # type: ignore[misc]
             if chunk.is_last:
-                token_id = self._sample(job, logits[row])
-                job.computed_at_s = time.monotonic()
-                if letter := job.first_token(token_id):
-                    self.worker.outbox.send(job.request.reply_inbox, letter)
-                self._writer.then(lambda job=job, token=token_id: self._answer(job, token))  # type: ignore[misc]
+                try:
+                    self._computed(job, self._sample(job, logits[row]))
+                except Exception as error:  # edge: it must not fail its neighbours in the batch
+                    self._fail(job, error)
+
+    def _computed(self, job: PrefillJob, token_id: int) -> None:
+        job.computed_at_s = time.monotonic()
+        if letter := job.first_token(token_id):
+            self.worker.outbox.send(job.request.reply_inbox, letter)
+        self._writer.then(lambda: self._answer(job, token_id))
 
     def _blocks_finished(self, chunk: Chunk, job: PrefillJob) -> range:
         """Blocks that this chunk fills (or ends the prompt in) and that the store lacks."""

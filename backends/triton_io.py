@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import triton_python_backend_utils as pb  # provided by Triton's stub
 
+from backends import launch_secret
 from backends.errors import (
     Overloaded,
     RequestInvalid,
@@ -151,6 +152,9 @@ class StopCall:
 
 def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | StopCall:
     """A call to a prefill or decode worker; raises RequestInvalid for anything else."""
+    given = parameters_of(request).get(launch_secret.PARAMETER)
+    if not launch_secret.is_right(given, launch_secret.of_launch()):
+        raise RequestInvalid("workers answer to their own frontend; clients call `conductor`")
     inputs = inputs_of(request)
     stop = inputs.get(REQUEST_STOP)
     if stop is not None and bool(stop[0]):

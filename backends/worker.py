@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends import machine_profile
+from backends.call_checks import CallLimits
 from backends.end_process import end_process
 from backends.engine.interface import Engine
 from backends.engine.occupation import Occupation
@@ -51,6 +52,7 @@ class ServingEngine(Protocol):
 
     layout: KvLayout
     context_tokens_max: int
+    vocabulary_tokens: int
     model_id: str
     weights_id: str
     tp_shape: str  # for the fingerprint: how KV is spread over ranks and pages
@@ -109,6 +111,9 @@ class Worker:
             self.engine, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )
         self.info = self._info(role, kv_layout.describe(*print_fields), slots_max, profile)
+        self.call_limits = CallLimits(
+            self.context_tokens_max, self.engine.vocabulary_tokens, f"ipc://{sockets}/"
+        )
         self.owners = LeaseKeeper(self.store, config.lease_s)
         self.started_at_s = time.time()
         self.observations = Observations()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from backends import decode_worker, prefill_worker
+from backends.call_checks import CallLimits
 from backends.decode_worker import DecodeWorker
 from backends.engine.interface import Work
 from backends.engine.pages import PagePool
@@ -224,13 +226,15 @@ class Site:
             outbox=self.outbox, owners=LeaseKeeper(self.store, 30.0),  # type: ignore[arg-type]
             steps=StepTimes(), watch=StepWatch(), observations=Observations(),
             fingerprint=FINGERPRINT, context_tokens_max=CONTEXT_TOKENS,
+            call_limits=CallLimits(CONTEXT_TOKENS, VOCABULARY),
             join=lambda: None, leave=lambda: None,
         )  # fmt: skip
 
     # -- the front
 
-    def ask(self, prompt: list[int], max_tokens: int) -> Client:
+    def ask(self, prompt: list[int], max_tokens: int, seed: int = 0) -> Client:
         client = Client(self, f"r{len(self.clients)}", prompt, max_tokens)
+        client.sampling = replace(client.sampling, seed=seed)
         self.clients.append(client)
         whole = prompt + answer_of(prompt, max_tokens)
         self.store.expect(whole)

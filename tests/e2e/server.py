@@ -187,9 +187,17 @@ class Server:
             **inputs: Any) -> Answer:  # fmt: skip
         return self.stream(model, parameters, stream=True, **inputs).all()
 
-    def post(self, path: str, body: Any, timeout_s: float = 60.0) -> tuple[int, bytes]:
+    def post(
+        self,
+        path: str,
+        body: Any,
+        timeout_s: float = 60.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://{self.addresses.http}{path}", data=data)
+        request = urllib.request.Request(
+            f"http://{self.addresses.http}{path}", data=data, headers=dict(headers or {})
+        )
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return answer.status, answer.read()
