@@ -128,9 +128,19 @@ class Launcher:
 
     def _start_tritons(self) -> None:
         """All at once: they need each other only when requests come."""
-        options = self.options
         self._worker_names = self._worker_folders.names()
-        self.frontend = Triton(
+        self.frontend = self._frontend()
+        self.frontend.mirror.sync(is_first=True)
+        self.frontend.start()
+        for name in sorted(self._worker_names):
+            self._add_worker(name)
+            self.workers[name].mirror.sync(is_first=True)
+            if self.workers[name].mirror.models():
+                self.workers[name].start()
+
+    def _frontend(self) -> Triton:
+        options = self.options
+        return Triton(
             FRONTEND,
             RepositoryMirror(
                 self.repository, self._mirrors / FRONTEND,
@@ -140,13 +150,6 @@ class Launcher:
             Endpoints(f"{options.address}:{options.grpc_port}", "",
                       f"{options.address}:{options.http_port}"),
         )  # fmt: skip
-        self.frontend.mirror.sync(is_first=True)
-        self.frontend.start()
-        for name in sorted(self._worker_names):
-            self._add_worker(name)
-            self.workers[name].mirror.sync(is_first=True)
-            if self.workers[name].mirror.models():
-                self.workers[name].start()
 
     def _add_worker(self, name: str) -> None:
         self.workers[name] = WorkerTriton(

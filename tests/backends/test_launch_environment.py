@@ -31,3 +31,20 @@ def test_folders_of_the_linker_s_own_do_not_come_before_an_image_s(
         assert launcher._environment(triton)["LD_LIBRARY_PATH"] == expected
     finally:
         launcher.stop()
+
+
+def test_metrics_listen_on_loopback_unless_told_otherwise(tmp_path: Path) -> None:
+    public = launch.ServeOptions(tmp_path, address="0.0.0.0")
+    assert public.metrics_address == "127.0.0.1"
+    launcher = launch.Launcher(launch.ServeOptions(tmp_path, address="0.0.0.0"))
+    try:
+        launcher._server, launcher._staged, launcher._env = tmp_path, tmp_path, {}
+        launcher.log_dir = tmp_path
+        launcher.frontend = launcher._frontend()
+        plan = launcher._triton_command(
+            launcher.frontend, launch.Endpoints("0.0.0.0:1", "127.0.0.1:2", "0.0.0.0:3")
+        )
+        assert "--metrics-address=127.0.0.1" in plan.arguments
+        assert {"--http-address=0.0.0.0", "--grpc-address=0.0.0.0"} <= set(plan.arguments)
+    finally:
+        launcher.stop()
