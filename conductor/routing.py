@@ -150,28 +150,31 @@ class Options:
         """
         first, least_s, cost_s = self._first()
         row, decode = self._pairing(first, least_s, cost_s)
-        if self._loads is not None and self._leave_better_ones(self.decode(decode)):
+        if self._may_be_more and self._leave_those_with_room(self.decode(decode)):
             row, decode = self._pairing(first, least_s, cost_s)
         return self.pair(self.prefill(row), self.decode(decode))
 
-    def _leave_better_ones(self, chosen: DecodeOption) -> bool:
-        """Decode workers are compared by what is reserved there; `chosen` may be predicted to have
-        no room, or to miss the limit on TBT. Then only those remain that are as they should be, if
-        there are any: True."""
-        assert self._has_room is not None, "they were asked"
-        if self._is_good(chosen):
-            return False
-        good = np.zeros_like(self._has_room)
-        for row in (self._has_room & self._is_decode).nonzero()[0].tolist():
-            good[row] = self._is_good(self.decode(row))
-        if not np.count_nonzero(good):
-            return False
-        self._has_room = good
-        return True
+    @property
+    def _may_be_more(self) -> bool:
+        """Whether what admission expects of a batch may be more than what is reserved there."""
+        return self._config.admission == "predictive_lengths"
 
-    def _is_good(self, option: DecodeOption) -> bool:
-        limit_s = self._config.tbt_limit_s(self._request.priority)
-        return option.has_room and (option.tbt_s <= limit_s or option.load.sequences <= 0)
+    def _leave_those_with_room(self, chosen: DecodeOption) -> bool:
+        """Who has room for what is reserved was not asked for its forecast, and `chosen` may have
+        none by that. Then only those remain that have it, if there are any: True.
+
+        Its time between tokens is not asked for here: of many forecasts the best is mostly the one
+        that is most wrong, and prompts were computed for nothing (docs/measurements.md)."""
+        assert self._has_room is not None, "they were asked"
+        if chosen.has_room:
+            return False
+        has_room = np.zeros_like(self._has_room)
+        for row in (self._has_room & self._is_decode).nonzero()[0].tolist():
+            has_room[row] = self.decode(row).has_room
+        if not np.count_nonzero(has_room):
+            return False
+        self._has_room = has_room
+        return True
 
     def _pairing(self, first: int, least_s: float, cost_s: Column) -> tuple[int, int]:
         """The rows of the best pair: `first` and its partner, unless another prefill worker is
@@ -325,7 +328,7 @@ class Options:
             has_room = self._has_room.item(row)
         else:
             has_room = pool.has_room_at(row, longest)
-        if self._config.admission == "predictive_lengths":  # this may be more than is reserved
+        if self._may_be_more:
             has_room = has_room and _fits(worker, load, longest)
         return DecodeOption(worker, load, pool.ratio.item(row) * step_s, has_room)
 

