@@ -152,6 +152,13 @@ class Store:
             self._own = self._attach(before)
             log.warning("node_id=%s attached again", self.node_id)
 
+    def _map_next_life(self, before: _Own) -> None:
+        """Of the own node that died; TransferFailed while there is none."""
+        try:
+            self._attach_again(before)
+        except (NodeUnknown, LayoutMismatch) as error:
+            raise TransferFailed(f"storage node {self.node_id} has died: {error}") from None
+
     def register_buffer(self, buffer: ByteArray) -> None:
         """The engine's KV pool (uint8, contiguous): NIXL reads land in it without a copy."""
         assert buffer.dtype == np.uint8 and buffer.flags.c_contiguous, buffer.dtype
@@ -206,7 +213,12 @@ class Store:
                 continue
             with self._attaching:  # a new life that gave these slots may be being mapped
                 own = self._own
-            self._check_alive(own)
+            if not own.segment.is_owner_alive():
+                # Another worker was the first to attach the node's next life, so the directory
+                # gives slots of it; or nobody has noticed yet that it died.
+                self.abandon([slot for slot in given.slots if slot is not None], owner)
+                self._map_next_life(own)
+                continue
             for key, slot in zip(keys, given.slots, strict=True):
                 if slot is None:
                     continue
@@ -215,6 +227,8 @@ class Store:
                     # The old block's header must not vouch for new bytes.
                     here.write_header(slot.slot, writing_header(key, slot, size_bytes))
             return given
+        else:
+            self._check_alive(self._own)
         return Allocation((None,) * len(keys), 0)
 
     def slot_view(self, slot: Slot) -> ByteArray:

@@ -6,7 +6,7 @@ import pytest
 
 from mooncake_store.errors import TransferFailed
 from tests.mooncake_store.targets import TargetPool
-from tests.mooncake_store.test_store import World, keys_of, put
+from tests.mooncake_store.test_store import BLOCK, World, keys_of, put
 
 
 def test_nothing_is_stored_on_a_node_that_died_before_the_directory_hears_of_it(
@@ -26,4 +26,20 @@ def test_nothing_is_stored_on_a_node_that_died_before_the_directory_hears_of_it(
     assert store.lookup(keys, "reader", 60.0) == []
     world.start("s0")
     put(store, keys)
+    world.close()
+
+
+def test_every_worker_of_a_node_that_came_back_writes_into_its_new_memory(
+    targets: TargetPool, seed: int
+) -> None:
+    """Not only the first one to notice: the directory formats the new life once, for all."""
+    world = World("mapped", targets)
+    (first, pool), (second, _) = world.store("s0"), world.store("s0")
+    world.nodes["s0"].kill()
+    world.start("s0")
+    for number, store in enumerate((first, second)):
+        keys = keys_of(3, seed + number)
+        put(store, keys)
+        copies = [places[0] for places in first.lookup(keys, "reader", 60.0)]
+        assert first.read(copies, pool, [0, BLOCK, 2 * BLOCK], 10.0) == [True] * 3
     world.close()
