@@ -41,9 +41,7 @@ def main(
     output_tokens: Annotated[
         int | None, typer.Option(min=2, help="Of each answer; 24, or 128 to four times as many.")
     ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(min=2.0, help="Of each overload; 10, or 12.")
-    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=2.0, help="Of each overload.")] = None,
     at_once: Annotated[
         int | None, typer.Option(min=2, help="In flight while measuring capacity; 8, or 12.")
     ] = None,
@@ -68,7 +66,7 @@ def main(
     started_s = time.perf_counter()
     if is_decode_bound:
         least = output_tokens or 128
-        shape = Shape(prompt_tokens or 512, least, seconds or 12.0, at_once or 12, 4 * least)
+        shape = Shape(prompt_tokens or 512, least, seconds or 10.0, at_once or 12, 4 * least)
         settings = dict(setting.split("=", 1) for setting in changed or [])
         asked = [policy for policy in policies.split(",") if policy]
         with _serving(decode_bound.WITHOUT, decode_bound.BEGINS_WITH, console) as (at, repository):
