@@ -189,6 +189,8 @@ class Load:
         run = Run(planned)
         options = SendOptions(self._addresses.grpc, "conductor", True, TIMEOUT_S, 4, False)
         await send_all(run, options, WallClock(), lambda _: None)
+        if run.is_interrupted:  # it took the Ctrl-C for itself
+            raise KeyboardInterrupt
         return sorted(run.records, key=lambda record: record.index)
 
     async def _begin(self) -> None:
