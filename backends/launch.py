@@ -29,7 +29,7 @@ from backends.metrics_server import MetricsServer, Source
 from backends.mirror import RepositoryMirror, WorkerFolders
 from backends.processes import Child, Command
 from backends.repository import Load, ModelState
-from backends.stub_watch import end_orphans, models_alive
+from backends.stub_watch import Stubs, end_orphans
 from backends.triton_process import FRONTEND, Endpoints, Restart, Triton, WorkerTriton
 from mooncake_store import self_check
 
@@ -85,6 +85,7 @@ class Launcher:
         self.frontend: Triton | None = None
         self.workers: dict[str, WorkerTriton] = {}
         self._leaving: list[WorkerTriton] = []  # their folders are gone
+        self._stubs = Stubs()
         self._metrics: MetricsServer | None = None
         self.directory_address = f"ipc://{self.socket_dir}/directory"
         self.events_address = f"ipc://{self.socket_dir}/events"
@@ -207,7 +208,9 @@ class Launcher:
             for child in self.children if (pause_s := child.tend()) is not None
         ]  # fmt: skip
         everyone = [*self._tritons(), *self._leaving]
-        by_pid = models_alive({triton.pid for triton in everyone if triton.pid is not None})
+        by_pid = self._stubs.models_alive(
+            {triton.pid for triton in everyone if triton.pid is not None}
+        )
         alive = {triton: by_pid.get(triton.pid or 0, set()) for triton in everyone}
         self._tend_folders(alive)
         for triton in self._tritons():

@@ -15,15 +15,26 @@ from pathlib import Path
 STUB = "triton_python_backend_stub"
 
 
-def models_alive(triton_pids: Collection[int]) -> dict[int, set[str]]:
-    """By tritonserver: the models that have a process. All processes are looked at once."""
-    found: dict[int, set[str]] = {pid: set() for pid in triton_pids}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended while we look
-            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:2]
-            if int(parent) in found and state != "Z" and (arguments := _stub_arguments(pid)):
-                found[int(parent)].add(Path(arguments[1]).parents[1].name)
-    return found
+class Stubs:
+    """All processes of this host are looked at once for all Tritons, and strangers only once."""
+
+    def __init__(self) -> None:
+        self._strangers: set[str] = set()  # pids of processes that no Triton of ours has started
+
+    def models_alive(self, triton_pids: Collection[int]) -> dict[int, set[str]]:
+        """By tritonserver: the models that have a process."""
+        found: dict[int, set[str]] = {pid: set() for pid in triton_pids}
+        pids = set(filter(str.isdigit, os.listdir("/proc")))
+        self._strangers &= pids  # a pid that was free in between may be anybody's
+        for pid in pids - self._strangers:
+            with contextlib.suppress(OSError):  # it ended while we look
+                stat = Path(f"/proc/{pid}/stat").read_text()
+                state, parent = stat.rpartition(") ")[2].split()[:2]
+                if int(parent) not in found:
+                    self._strangers.add(pid)
+                elif state != "Z" and (arguments := _stub_arguments(pid)):
+                    found[int(parent)].add(Path(arguments[1]).parents[1].name)
+        return found
 
 
 def end_orphans(launches: Collection[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.stub_watch import STUB, StubWatch, end_orphans, models_alive
+from backends.stub_watch import STUB, Stubs, StubWatch, end_orphans
 from tests.e2e.server import wait_until
 
 
@@ -27,7 +27,7 @@ def stub(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         script.parent.mkdir(parents=True, exist_ok=True)
         script.write_text("read forever\n")
         started.append(subprocess.Popen([program, script, region], stdin=subprocess.PIPE))
-        wait_until(lambda: model in models_alive({os.getpid()})[os.getpid()], "it to run")
+        wait_until(lambda: model in Stubs().models_alive({os.getpid()})[os.getpid()], "it to run")
         return started[-1]
 
     yield start
@@ -41,9 +41,10 @@ def test_models_that_have_a_process_are_found_by_their_triton(
 ) -> None:
     stub("decode_0", "mooncake-1-aaaaaaaa-triton-x")
     died = stub("decode_1", "mooncake-1-aaaaaaaa-triton-y")
-    assert models_alive({os.getpid(), 1}) == {os.getpid(): {"decode_0", "decode_1"}, 1: set()}
+    stubs = Stubs()
+    assert stubs.models_alive({os.getpid(), 1}) == {os.getpid(): {"decode_0", "decode_1"}, 1: set()}
     died.kill()
-    wait_until(lambda: models_alive({os.getpid()})[os.getpid()] == {"decode_0"}, "its end")
+    wait_until(lambda: stubs.models_alive({os.getpid()})[os.getpid()] == {"decode_0"}, "its end")
 
 
 def test_what_dead_launches_left_is_ended_and_nothing_else(
@@ -64,3 +65,13 @@ def test_a_model_that_had_a_process_and_has_none_died_once() -> None:
     assert watch.died({"a", "b"}, {"b"}) == ["a"]
     assert watch.died({"a", "b"}, {"b"}) == []
     assert watch.died({"a"}, set()) == [], "b is nobody's any more"
+
+
+def test_a_model_that_is_started_later_is_found_too(
+    stub: Callable[..., subprocess.Popen[bytes]],
+) -> None:
+    stubs, here = Stubs(), os.getpid()
+    assert stubs.models_alive({here}) == {here: set()}
+    stub("decode_0", "mooncake-1-aaaaaaaa-triton-x")
+    assert stubs.models_alive({here}) == {here: {"decode_0"}}
+    assert stubs.models_alive({1}) == {1: set()}
