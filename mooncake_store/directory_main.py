@@ -25,7 +25,7 @@ from mooncake_store.directory import Directory
 from mooncake_store.directory_server import AddressTaken, DirectoryServer
 from mooncake_store.election import TTL_S, Leader, campaign, parse_address
 from mooncake_store.errors import RequestInvalid
-from mooncake_store.metrics_page import PortTaken
+from mooncake_store.metrics_page import LOOPBACK, PortTaken
 
 log = logging.getLogger("mooncake_store.directory")
 
@@ -66,6 +66,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
     )
+    parser.add_argument(
+        "--metrics-address", default=LOOPBACK, help=f"address of that port ({LOOPBACK})"
+    )
     election = parser.add_argument_group("election of one directory of several, through etcd")
     election.add_argument(
         "--etcd", default="", metavar="ADDRESS",
@@ -103,7 +106,7 @@ def serve(
     page = None
     try:
         if options.metrics_port:
-            page = server.show_metrics(options.metrics_port)
+            page = server.show_metrics(options.metrics_port, options.metrics_address)
         stop.also(server)
         stop.listen()
         print(

@@ -118,13 +118,13 @@ class DirectoryServer:
             self._paths.append(address.removeprefix("ipc://"))
         return bound
 
-    def show_metrics(self, port: int) -> MetricsPage:
+    def show_metrics(self, port: int, host: str) -> MetricsPage:
         """Show this directory's numbers to Prometheus, as they are once a second."""
         self._collector = DirectoryCollector()
         self._latencies = Latencies(
             "mooncake_directory_request_seconds", "From a request read to its answer."
         )
-        return MetricsPage(port, [self._collector, self._latencies])
+        return MetricsPage(port, [self._collector, self._latencies], host)
 
     def stop(self) -> None:
         """Leave `run` after this turn. Safe in a signal handler."""

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from mooncake_store.errors import StoreError
 
+LOOPBACK = "127.0.0.1"  # where pages are served unless told otherwise
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # bucket limits
 
 
@@ -34,7 +35,7 @@ class Observer(Protocol):
 class MetricsPage:
     """Serves until close(). `port` 0 takes any free one."""
 
-    def __init__(self, port: int, collectors: Sequence[Collector], host: str = "0.0.0.0") -> None:
+    def __init__(self, port: int, collectors: Sequence[Collector], host: str = LOOPBACK) -> None:
         registry = CollectorRegistry()
         for collector in collectors:
             registry.register(collector)

@@ -35,7 +35,7 @@ from mooncake_store.membership import SSD_SUFFIX, UNIT_BYTES, NodeInfo
 from mooncake_store.memory.header_scan import Block
 from mooncake_store.memory.segment import Segment, host_id
 from mooncake_store.memory.slot_memory import SlotMemory
-from mooncake_store.metrics_page import Latencies, MetricsPage
+from mooncake_store.metrics_page import LOOPBACK, Latencies, MetricsPage
 from mooncake_store.node.control_protocol import NodeStats
 from mooncake_store.node.host_topology import topology_json
 from mooncake_store.node.node_control import NodeControl
@@ -70,6 +70,7 @@ class NodeOptions:
     data: str = ""  # host:port of a plain TCP server of the segment; "" for none
     rack: str = ""
     metrics_port: int = 0  # 0: no page for Prometheus
+    metrics_address: str = LOOPBACK
 
 
 class Clients(NamedTuple):
@@ -140,7 +141,8 @@ class StorageNode:
                 NodeCollector(self.stats, self._served), latencies,
                 ReaderCollector(lambda: self._puller.nodes),
             )  # fmt: skip
-            self._closers.append(MetricsPage(options.metrics_port, collectors).close)
+            page = MetricsPage(options.metrics_port, collectors, options.metrics_address)
+            self._closers.append(page.close)
         if options.ssd_folder:
             self._spiller.start()
             self._closers.append(self._spiller.close)

@@ -22,6 +22,7 @@ from mooncake_store.errors import RequestInvalid, StoreError
 from mooncake_store.membership import UNIT_BYTES
 from mooncake_store.memory.mapping import numa_nodes
 from mooncake_store.memory.segment import NoRoom
+from mooncake_store.metrics_page import LOOPBACK
 from mooncake_store.node.node import Clients, NodeOptions, StorageNode
 
 log = logging.getLogger("mooncake_store.node")
@@ -86,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
     )
+    parser.add_argument(
+        "--metrics-address", default=LOOPBACK, help=f"address of that port ({LOOPBACK})"
+    )
     ssd = parser.add_argument_group("SSD tier")
     ssd.add_argument("--ssd-path", help="a folder for the blocks and their manifest")
     ssd.add_argument("--ssd-bytes", type=int, default=0, help="size of the file of blocks")
@@ -139,6 +143,7 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         data=arguments.data,
         rack=arguments.rack,
         metrics_port=arguments.metrics_port,
+        metrics_address=arguments.metrics_address,
     )
 
 

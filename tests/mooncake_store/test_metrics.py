@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -135,6 +136,21 @@ def test_a_directory_process_shows_what_it_says_of_itself(tmp_path: Path) -> Non
         with pytest.raises(AssertionError, match="the directory said ''"):
             DirectoryProcess.__init__(taken, other, "--metrics-port", str(port))
         assert taken.process.wait(timeout=20) == 1
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    ("arguments", "address"),
+    [((), "127.0.0.1"), (("--metrics-address", "0.0.0.0"), "0.0.0.0")],
+    ids=["unless told", "otherwise"],
+)
+def test_metrics_listen_on_loopback(
+    tmp_path: Path, arguments: tuple[str, ...], address: str
+) -> None:
+    port = free_port()
+    with DirectoryProcess(tmp_path, "--metrics-port", str(port), *arguments) as directory:
+        sockets = psutil.Process(directory.process.pid).net_connections("tcp")
+        assert {s.laddr.ip for s in sockets if s.laddr.port == port} == {address}
 
 
 def test_a_port_that_is_taken_is_an_error_with_a_remedy() -> None:
