@@ -128,8 +128,18 @@ class DecodeWorker:
     def _take_over(self, now_s: float) -> list[Job]:
         """Pending prompts whose blocks all fit: they have them from now on."""
         came = []
-        while self.pending and len(self.batch) < SEQUENCES_MAX and self._take(self.pending[0]):
-            job = self.pending.popleft()
+        # An idle worker reserves for all of them before the first one's blocks can be found.
+        found = (
+            None if self.batch or self.waiting else [self.pool.hits(j.keys) for j in self.pending]
+        )
+        while self.pending and len(self.batch) < SEQUENCES_MAX:
+            job = self.pending[0]
+            hits = self.pool.hits(job.keys)
+            if found is not None:
+                hits = _common(hits, found[len(came)])
+            if not self._take(job, hits):
+                break
+            self.pending.popleft()
             job.joined_s = now_s
             job.decode_number = next(self._numbers)
             job.kv_tokens = job.prompt_tokens
@@ -137,9 +147,8 @@ class DecodeWorker:
             came.append(job)
         return came
 
-    def _take(self, job: Job) -> bool:
-        """Hold all blocks of its prompt, if they fit."""
-        hits = self.pool.hits(job.keys)
+    def _take(self, job: Job, hits: list[int]) -> bool:
+        """Hold all blocks of its prompt, if they fit; `hits` are there."""
         wanted = blocks_of(job.prompt_tokens)
         if wanted - self.pool.held(hits) > self.pool.room:
             return False
@@ -245,6 +254,12 @@ class DecodeWorker:
     def _stuck(self) -> str:
         waiting = ", ".join(f"{job.tokens} tokens" for job in (*self.waiting, *self.pending))
         return f"decode worker {self.number}: nothing runs, and what waits does not fit: {waiting}"
+
+
+def _common(hits: list[int], others: list[int]) -> list[int]:
+    """What both begin with."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(hits, others, strict=False))
+    return [block for block, _ in pairs]
 
 
 def _answer_key(job: Job, place: int) -> int:

@@ -167,6 +167,16 @@ def test_a_sequence_that_cannot_grow_preempts_the_last_that_joined_as_in_dynamos
     assert third.finished_s == pytest.approx(90.6022154, abs=1e-4)
 
 
+def test_prompts_that_come_to_an_idle_worker_together_make_copies_of_what_they_share() -> None:
+    worker = DecodeWorker(0, blocks=10)
+    worker.pending.extend([job(1_024), job(1_024)])
+    worker.plan(0.0)
+    assert worker.pool.room == 6
+    worker.pending.append(job(1_024))
+    _, end_s = worker.plan(0.0)
+    assert worker.pool.room == 6 and end_s is not None  # a busy one finds them
+
+
 def test_what_was_lost_is_computed_again_in_no_time_of_its_own() -> None:
     first, second = own(20_000, 1, output=25_000), own(20_100, 2, output=25_000)
     handed_over(100, first, second)
