@@ -10,12 +10,6 @@ import pytest
 from tests.e2e.server import Server, running
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "e2e" in item.path.parts:
-            item.add_marker(pytest.mark.e2e)
-
-
 @pytest.fixture(scope="session")
 def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Measured speeds of this machine are kept here, so only the first server measures."""
