@@ -147,13 +147,32 @@ def a_stream_that_goes_on(server: Server) -> Iterator[None]:
     stream.leave()
 
 
-@cause("requests_waiting", "queue_tokens", "leases_held", "store_leases")
+@cause("requests_waiting", "queue_tokens", "leases_held", "store_leases", "step_age_seconds")
 def more_prompts_than_a_prefill_worker_has_pages_for(server: Server) -> Iterator[None]:
     with ThreadPoolExecutor(4) as pool:
         pending = [pool.submit(ask, server, prompt(10 + n, 7900), 1, 1) for n in range(4)]
         yield
         for future in pending:
             future.result()
+
+
+@cause("aborted_prefill_tokens_total")
+def clients_that_leave_while_their_prompts_are_computed(server: Server) -> Iterator[None]:
+    def steps() -> float:
+        return total(server, "mooncake_steps_total", model="prefill_0")
+
+    before = steps()
+    streams = [
+        server.stream(
+            input_ids=prompt(30 + number, 7900), max_tokens=4, end_id=-1, stream=True,
+            parameters={"prefill_worker": "prefill_0"},
+        )
+        for number in range(3)
+    ]  # fmt: skip
+    wait_until(lambda: steps() > before, "a chunk to be computed")
+    for stream in streams:
+        stream.leave()
+    yield
 
 
 @cause("fetches_total", "prefix_load_seconds")
