@@ -47,17 +47,26 @@ def pytest_report_header(config: pytest.Config) -> str:
 SERVER_FIXTURES = {"etcd", "process", "targets"}  # who asks for one of these starts a server
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if SERVER_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.servers)
-        # One Triton at a time, and beside it one of everything else: two cores carry no more.
         if "e2e" in item.path.parts:
             item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.xdist_group("e2e"))
-        elif item.get_closest_marker("servers") is not None:
-            item.add_marker(pytest.mark.xdist_group("servers"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One system under Triton at a time, and file by file all else beside it: two cores carry no
+    more. (The groups of pytest-xdist 3.8 do nothing under pytest 9.2, which keeps ids elsewhere.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneTriton(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+
+    return OneTriton(config, log)
 
 
 SERVERS = {"mooncake_store.directory_server", "mooncake_store.node", "tritonserver", "etcd"}
