@@ -168,14 +168,15 @@ def test_other_bytes_on_its_sockets_do_not_disturb_the_process(process: Director
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.connect(process.address)
-        old = protocol.pack_header(Kind.REQUEST, 3, version=3)
-        for frames in ([b""], [b"x"] * 3, [bytes(16), b"{}"], [old, b"what version 3 would say"]):
+        other = protocol.PROTOCOL_VERSION + 1
+        header = protocol.pack_header(Kind.REQUEST, 3, version=other)
+        for frames in ([b""], [b"x"] * 3, [bytes(16), b"{}"], [header, b"what it would say"]):
             dealer.send_multipart(frames)
             assert dealer.poll(5_000), "it answers everything"
             reply = dealer.recv_multipart()
         assert protocol.number_of(reply[0]) == 3
         assert failure_of(reply).kind == "ProtocolMismatch"
-        assert "version 3" in failure_of(reply).message
+        assert f"version {other}" in failure_of(reply).message
     with DirectoryClient(process.address) as client:
         assert client.nodes() == []
 
