@@ -116,7 +116,7 @@ def process_of(server: Server, mark: str) -> psutil.Process:
     "handover_put_seconds", "decode_queue_seconds", "handover_load_seconds",
     "prompt_tokens_total", "output_tokens_total", "steps_total", "step_seconds_total",
     "kv_occupation_byte_seconds_total", "transfers_total", "transfer_bytes_total",
-    "transfer_seconds_total", "store_bytes_used", "store_blocks",
+    "transfer_seconds_total",
 )  # fmt: skip
 def a_streamed_answer(server: Server) -> Iterator[None]:
     ask(server, prompt(1, 3 * B + 5), tokens=20)
@@ -207,7 +207,7 @@ def a_request_that_its_decode_worker_refuses_when_it_comes(server: Server) -> It
     stream.leave()
 
 
-@cause("store_evictions_total", is_rough=True)
+@cause("store_evictions_total", "store_bytes_used", "store_blocks", is_rough=True)
 def more_blocks_than_a_node_has_room_for(server: Server) -> Iterator[None]:
     for number in range(4):
         ask(server, prompt(20 + number, 24 * B + 1))
