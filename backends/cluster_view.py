@@ -76,6 +76,15 @@ class ClusterView:
             workers=tuple(sorted({worker.worker_id for worker in workers})),
         )
 
+    def wait_for_a_pair(self, timeout_s: float, is_over: Callable[[], bool]) -> bool:
+        """Until a prefill and a decode worker serve; False: not in time, or `is_over` said so."""
+        give_up_s = time.monotonic() + timeout_s
+        while not (self.workers_live("prefill") and self.workers_live("decode")):
+            if time.monotonic() > give_up_s or is_over():
+                return False
+            time.sleep(0.05)
+        return True
+
     def workers_live(self, role: str) -> int:
         """Names, not processes: while a worker reloads it has two."""
         with self._lock:

@@ -181,6 +181,8 @@ class Launcher:
                 answers.append(triton.states())
                 refusals |= {f"{load.model}: {load.reason}": None
                              for load in triton.take_loads() if load.reason}  # fmt: skip
+            if refusals:  # this start ends: the conductor need not wait for workers any more
+                self._files.say_stopping()
             # A Triton answers only after it tried each of its models once.
             if refusals and None not in answers:
                 raise environment.EnvironmentProblem(
@@ -254,6 +256,7 @@ class Launcher:
         """End everything: first the Triton that clients call, so that nobody calls the workers'
         any more; then those, so that workers can leave the directory in order."""
         give_up_s = time.monotonic() + STOP_S_MAX
+        self._files.say_stopping()
         if self._metrics is not None:
             self._metrics.close()
         first = [self.frontend] if self.frontend is not None else []

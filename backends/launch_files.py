@@ -27,6 +27,7 @@ from mooncake_store.memory.segment_file import create_locked, try_lock, unlink_i
 
 SHM = Path("/dev/shm")
 LOCK_SUFFIX = ".lock"
+STOPPING = "stopping"  # there in the folder of sockets: this launch is ending
 _LOCK_NAME = re.compile(r"(mooncake-\d+-[0-9a-f]{8})\.lock")
 
 
@@ -48,6 +49,11 @@ class LaunchFiles:
     def remove_part(self, name: str) -> None:
         """Those whose names go on with `name`; nobody uses them any more."""
         _remove_all(f"{self.name}-{name}", self._shm, "*")
+
+    def say_stopping(self) -> None:
+        """For processes that wait for something while they start."""
+        with contextlib.suppress(OSError):
+            (self.socket_dir / STOPPING).touch()
 
     def remove(self) -> None:
         """All of them, once nobody uses them any more. Twice is harmless."""

@@ -12,11 +12,14 @@ from backends.cluster_view import ClusterView
 from backends.front_door import FrontDoor
 from backends.grpc_calls import GrpcCalls
 from backends.inbox import Outbox
+from backends.launch_files import STOPPING
 from backends.store_watch import StoreWatch
 from backends.token_streams import TokenStreams, messages_per_s_affordable
 from backends.tokenizer import Tokenizer
 from backends.worker_config import FrontConfig, checkpoint_folder, read_configs
 from conductor.config import ConductorConfig
+
+PAIR_WAIT_S = 60.0  # it loads without workers after that, and rejects until they come
 
 
 class TritonPythonModel:
@@ -48,6 +51,9 @@ class TritonPythonModel:
         self.store = StoreWatch(self.cluster.client)
         shown = front_metrics.Front(self.front, self.store, started_at_s)
         self.metrics = triton_io.metrics_loop(model, "conductor", front_metrics.front, shown)
+        # Who sees this model READY sends requests, and workers load in Tritons of their own.
+        stopping = os.path.join(sockets, STOPPING)
+        self.cluster.wait_for_a_pair(PAIR_WAIT_S, lambda: os.path.exists(stopping))
 
     def execute(self, requests):
         for request in requests:

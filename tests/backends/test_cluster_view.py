@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,14 @@ from tests.conductor.fleet import report, worker
 
 class Clock:
     now_s = 100.0
+    on_sleep: Callable[[], None] = staticmethod(lambda: None)
 
     def monotonic(self) -> float:
         return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+        self.on_sleep()
 
 
 @pytest.fixture
@@ -61,3 +66,20 @@ def test_a_worker_that_a_new_directory_never_hears_of_was_heard_of_before_that(
     assert view._never_heard_again(134.0) == []
     assert view._never_heard_again(136.0) == [("d0", info.incarnation, 100.0)]
     assert view._never_heard_again(140.0) == []
+
+
+def test_a_frontend_waits_for_a_worker_of_each_role(view: ClusterView, clock: Clock) -> None:
+    coming = [worker("p0", "prefill", "s0"), worker("d0", "decode", "s0")]
+    clock.on_sleep = lambda: view._on_events([WorkerUp(coming.pop(0))])
+    assert view.wait_for_a_pair(60.0, lambda: False)
+    assert not coming, "it waited for both"
+
+
+def test_a_frontend_waits_no_longer_than_it_was_told_nor_while_all_ends(
+    view: ClusterView, clock: Clock
+) -> None:
+    view._on_events([WorkerUp(worker("p0", "prefill", "s0"))])
+    assert not view.wait_for_a_pair(60.0, lambda: False)
+    assert clock.now_s == pytest.approx(160.0, abs=0.1)
+    assert not view.wait_for_a_pair(60.0, lambda: True)
+    assert clock.now_s == pytest.approx(160.0, abs=0.1)

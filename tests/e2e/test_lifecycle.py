@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +81,19 @@ def test_a_signal_ends_everything_while_requests_run(
     assert not [process for process in left if is_alive(process)]
     for stream in streams:
         stream.leave()
+
+
+def test_who_sees_the_conductor_ready_is_answered(serve: Callable[..., Server]) -> None:
+    server = serve(wait=False)
+    url = f"http://{server.addresses.http}/v2/models/conductor/ready"
+
+    def is_ready() -> bool:
+        with contextlib.suppress(OSError):
+            return urllib.request.urlopen(url, timeout=2.0).status == 200
+        return False
+
+    wait_until(is_ready, "the conductor to be ready", 60.0)
+    assert not (answer := server.ask(text_input="It was", max_tokens=2)).error, answer.error
 
 
 def test_a_killed_launcher_takes_everything_with_it(serve: Callable[..., Server]) -> None:
