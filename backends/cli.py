@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from mooncake_store.command.app import app as store_app
 from mooncake_store.command.places import parse_bytes
@@ -100,7 +101,8 @@ def serve_until_stopped(options: object) -> int:
             console.print(f"{stopped}: stopping ...")
         except (EnvironmentProblem, ChildDied) as problem:
             ignore_signals()  # an impatient Ctrl-C may cut neither the reason nor the clean-up
-            console.print(f"[bold red]cannot serve[/]: {problem}", markup=True, soft_wrap=True)
+            said = escape(str(problem))
+            console.print(f"[bold red]cannot serve[/]: {said}", markup=True, soft_wrap=True)
             status = 1
         finally:
             ignore_signals()
@@ -130,10 +132,10 @@ def run_until_stopped(launcher: object) -> None:
     while True:
         for restart in launcher.tend():
             when = f" in {restart.pause_s:.0f} s" if restart.pause_s else ""
-            console.print(f"[bold yellow]{restart.name} died, starting it again{when}[/]")
+            console.print(f"[bold yellow]{escape(restart.name)} died, starting it again{when}[/]")
         for load in launcher.news():
             if load.reason:
-                console.print(f"[bold yellow]kept the old settings of {load.model}[/]:")
+                console.print(f"[bold yellow]kept the old settings of {escape(load.model)}[/]:")
                 console.print(load.reason, markup=False, soft_wrap=True)
             else:
                 console.print(f"{load.model} serves with the settings in its config.pbtxt")

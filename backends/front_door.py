@@ -170,7 +170,7 @@ class FrontDoor:
                 self._start(self._drive, live)
         for stale_id, worker in list(self._abandoned.items()):
             if worker == (worker_id, incarnation):
-                del self._abandoned[stale_id]
+                self._abandoned.pop(stale_id, None)
                 self._call.cancel(stale_id)
 
     def _look(self, live: LiveRequest, now_s: float) -> None:
@@ -183,7 +183,7 @@ class FrontDoor:
             log.warning("%s says nothing of request %s, it goes on", worker[0], live.request_id)
             self._abandoned[stale_id] = worker
             if len(self._abandoned) > self._config.requests_max:  # the oldest has ended long ago
-                del self._abandoned[next(iter(self._abandoned))]
+                self._abandoned.pop(next(iter(self._abandoned)), None)
             self._stop(stale_id, live.workers, "it goes on elsewhere")
             self._start(self._drive, live)
 

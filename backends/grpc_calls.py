@@ -24,6 +24,7 @@ from backends.errors import from_broken_call, from_wire
 CONNECTIONS = 4  # one HTTP/2 connection is served by one thread of Triton
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # or all channels would share one connection
+    ("grpc.enable_http_proxy", 0),  # workers are near, whatever http_proxy says
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 ]

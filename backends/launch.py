@@ -30,7 +30,14 @@ from backends.mirror import RepositoryMirror, WorkerFolders
 from backends.processes import Child, Command
 from backends.repository import Load, ModelState
 from backends.stub_watch import Stubs, end_orphans
-from backends.triton_process import FRONTEND, Endpoints, Restart, Triton, WorkerTriton
+from backends.triton_process import (
+    FRONTEND,
+    PROMISED,
+    Endpoints,
+    Restart,
+    Triton,
+    WorkerTriton,
+)
 from mooncake_store import self_check
 
 TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
@@ -122,10 +129,17 @@ class Launcher:
         self._staged = staging.stage(triton, self.state_dir / f"backends-{options.http_port}")
         self._server, self._env = triton.server, env
         shutil.rmtree(self._mirrors, ignore_errors=True)
+        PROMISED["clients"] = [options.http_port, options.grpc_port, options.metrics_port]
         self._start_tritons()
-        self._metrics = MetricsServer(
-            (options.metrics_address, options.metrics_port), self._sources, self.states
-        )
+        try:
+            self._metrics = MetricsServer(
+                (options.metrics_address, options.metrics_port), self._sources, self.states
+            )
+        except OSError as error:
+            raise environment.EnvironmentProblem(
+                f"metrics port {options.metrics_address}:{options.metrics_port} cannot be used "
+                f"({error.strerror}); choose another with --metrics-port"
+            ) from None
 
     def _start_tritons(self) -> None:
         """All at once: they need each other only when requests come."""
@@ -329,7 +343,7 @@ class Launcher:
 
     def _triton_command(self, triton: Triton, endpoints: Endpoints) -> Command:
         """How a life of a Triton is started; memory of the one before it is removed."""
-        part = f"triton-{triton.name}-"
+        part = f"triton{triton.number}-"  # of a name, another could be the beginning
         self._files.remove_part(part)
         prefix = f"{self.name}-{part}"
         is_public = triton is self.frontend

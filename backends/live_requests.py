@@ -7,6 +7,7 @@ whose own timeout has passed, the workers are told by a message. Not here: servi
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -14,9 +15,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
+from backends.attempts import CALL_SILENCE_S_MAX
 from backends.errors import Cancelled, ServingError, WorkerUnavailable
 from backends.request_times import RequestTimes
 from conductor.messages import WorkerRef
+
+log = logging.getLogger(__name__)
+STOOD_STILL_S = 2.0  # a turn that comes so late: this process was frozen, or its machine
 
 
 class Watched(Protocol):
@@ -118,15 +123,26 @@ class LiveRequests:
         self._thread.join(timeout=2.0)
 
     def _watch(self) -> None:
+        awake_since_s = turn_s = time.monotonic()
         while not self._is_closing.wait(self._poll_s):
             now_s = time.monotonic()
+            if now_s - turn_s > STOOD_STILL_S + self._poll_s:
+                awake_since_s = now_s  # what came meanwhile waits to be read
+            turn_s = now_s
             for request in self.all():
-                if not request.is_ended and request.client.is_cancelled():
-                    request.end(Cancelled("the client went away"))
-                if not request.is_ended and now_s - request.arrived_s > request.timeout_s:
-                    limit = f"its timeout of {request.timeout_s * 1000:.0f} ms has passed"
-                    request.end(WorkerUnavailable(limit))
-                # Told again at every turn: the first message may have come before the request.
-                if request.is_ended:
-                    self._on_cancel(request)
-                self._on_look(request, now_s)
+                try:
+                    self._watch_one(request, now_s, now_s - awake_since_s)
+                except Exception:  # edge: nobody else looks after the others
+                    log.exception("looking at request %s failed", request.request_id)
+
+    def _watch_one(self, request: LiveRequest, now_s: float, awake_s: float) -> None:
+        if not request.is_ended and request.client.is_cancelled():
+            request.end(Cancelled("the client went away"))
+        if not request.is_ended and now_s - request.arrived_s > request.timeout_s:
+            limit = f"its timeout of {request.timeout_s * 1000:.0f} ms has passed"
+            request.end(WorkerUnavailable(limit))
+        # Told again at every turn: the first message may have come before the request.
+        if request.is_ended:
+            self._on_cancel(request)
+        if awake_s > CALL_SILENCE_S_MAX:  # who stood still has heard nothing, whoever spoke
+            self._on_look(request, now_s)

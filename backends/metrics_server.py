@@ -14,7 +14,6 @@ import json
 import logging
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from backends.metric_merge import MergedPage
 from backends.metric_table import METRICS
-from backends.repository import ModelState
+from backends.repository import DIRECTLY, ModelState
 
 log = logging.getLogger(__name__)
 FETCH_S_MAX = 2.0
@@ -74,7 +73,7 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         for thread in self._threads:
-            thread.join(timeout=2.0)
+            thread.join(timeout=0.2)  # one may wait for a Triton that is frozen
         self._fetchers.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self) -> None:
@@ -133,7 +132,7 @@ class MetricsServer:
 def _fetched(source: Source) -> str | None:
     try:
         url = f"http://{source.address}/metrics"
-        with urllib.request.urlopen(url, timeout=FETCH_S_MAX) as answer:
+        with DIRECTLY.open(url, timeout=FETCH_S_MAX) as answer:
             return str(answer.read().decode(errors="replace"))
     except (OSError, ValueError, http.client.HTTPException):
         return None

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 SETTLED_S = 0.15
+BYTES = "surrogateescape"  # a comment may be in any encoding
 LIFE_PARAMETER = "_life"  # names with a leading underscore are the launcher's, not the operator's
 WORKER_BACKENDS = ("prefill", "decode")
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
@@ -74,7 +75,7 @@ class RepositoryMirror:
     def config(self, model: str) -> str:
         """The config.pbtxt that Triton sees; "" when the model is gone."""
         path = self.target / model / "config.pbtxt"
-        return path.read_text() if path.exists() else ""
+        return path.read_text(errors=BYTES) if path.exists() else ""
 
     def sync(self, is_first: bool = False) -> None:
         """Bring the mirror up to date; cheap, for a call every few hundred milliseconds."""
@@ -84,13 +85,13 @@ class RepositoryMirror:
             if path.name not in wanted:
                 shutil.rmtree(path)
         for name in sorted(wanted):
-            with contextlib.suppress(FileNotFoundError):  # removed while we look
+            with contextlib.suppress(OSError):  # removed while we look, or not ours to read
                 self._sync_model(name, is_first)
 
     def _sync_model(self, name: str, is_first: bool) -> None:
         source, target = self.source / name, self.target / name
         config = source / "config.pbtxt"
-        text = config.read_text()
+        text = config.read_text(errors=BYTES)
         newest_s = max(config.stat().st_mtime, source.stat().st_mtime)
         if not is_first and time.time() - newest_s < SETTLED_S:
             return
@@ -107,7 +108,7 @@ class RepositoryMirror:
             if not (target / entry).is_symlink():
                 (target / entry).symlink_to(source / entry)
         copy = target / "config.pbtxt"
-        if not copy.exists() or copy.read_text() != text:
+        if not copy.exists() or copy.read_text(errors=BYTES) != text:
             partial = self.target.parent / f".{name}.config"
-            partial.write_text(text)
+            partial.write_text(text, errors=BYTES)
             partial.replace(copy)  # last: Triton loads a folder as soon as it has a config

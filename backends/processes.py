@@ -168,8 +168,7 @@ class Child:
 
     def terminate(self) -> None:
         """Ask it to end (SIGTERM); returns at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
+        self._process.terminate()
 
     def finish(self, deadline_s: float) -> bool:
         """Wait for its end, then kill what is left of its process group; True if it ended itself.

@@ -7,6 +7,7 @@ here: starting Triton (triton_process.py).
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import urllib.error
 import urllib.request
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ASK_S_MAX = 2.0
+DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
 Ask = Callable[[str], bool | None]  # is this model ready? None: Triton does not answer
 
 
@@ -28,7 +30,7 @@ def ask_http(address: str) -> Ask:
     def ask(model: str) -> bool | None:
         try:
             url = f"http://{address}/v2/models/{model}/ready"
-            with urllib.request.urlopen(url, timeout=ASK_S_MAX) as answer:
+            with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
                 return bool(answer.status == 200)
         except urllib.error.HTTPError:
             return False
@@ -44,7 +46,7 @@ def ask_grpc(address: str) -> Ask:
 
     def ask(model: str) -> bool | None:
         # A channel of its own: one that was refused would wait before it tries again.
-        options = [("grpc.use_local_subchannel_pool", 1)]
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
         with contextlib.closing(grpc.insecure_channel(address, options)) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             try:
@@ -72,6 +74,8 @@ class TritonLog:
         poll; the same refusal is reported once, until the model has loaded or fails otherwise."""
         try:
             with self._log_path.open("rb") as log:
+                if os.fstat(log.fileno()).st_size < self._log_offset:
+                    self._log_offset = 0  # it was begun anew
                 log.seek(self._log_offset)
                 whole_lines = log.read().rpartition(b"\n")[0]
                 self._log_offset += len(whole_lines)

@@ -24,6 +24,7 @@ FRONTEND = "frontend"
 LOOPBACK = "127.0.0.1"
 PROMISED: dict[str, list[int]] = {}  # ports of each Triton's newest life
 LIVES = itertools.count(1)  # of all Tritons of this launcher
+NUMBERS = itertools.count(1)  # a Triton's own, whatever its lives
 DRAIN_S_MAX = 45.0  # a worker ends what it has within 30 s; then it leaves the directory
 END_S_MAX = 5.0
 
@@ -63,6 +64,7 @@ class Triton:
         """`public`: fixed addresses for clients; without, it gets ports of its own at each start.
         Nothing is started yet."""
         self.name = name
+        self.number = next(NUMBERS)
         self.mirror = mirror
         self.log_path = log_path
         self._cwd, self._plan, self._public = cwd, plan, public
@@ -165,6 +167,8 @@ class Triton:
         return loads
 
     def _read_log(self) -> None:
+        if self.child is None:
+            return  # what lies there is of another life
         news = self._log.news()
         self._loads += news
         self._loaded |= {load.model for load in news if not load.reason}
@@ -223,7 +227,10 @@ class WorkerTriton(Triton):
         if self._draining_from_s is None:
             self._draining_from_s = now_s
         self.mirror.sync()  # Triton unloads the model, which ends when its requests have
-        if self.child is None or not self.child.is_alive:
+        if self.child is None:
+            return True
+        if not self.child.is_alive:
+            self.child.kill()  # what is left of its process group: stubs that hang
             return True
         if self._ending_from_s is None:
             if alive and now_s - self._draining_from_s < DRAIN_S_MAX:
@@ -232,4 +239,4 @@ class WorkerTriton(Triton):
             self.child.terminate()
         if now_s - self._ending_from_s > END_S_MAX:
             self.child.kill()
-        return not self.child.is_alive
+        return False

@@ -35,7 +35,7 @@ from backends.engine.trtllm.settings import TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import ServingError, WorkerGone, WorkerUnavailable
 from backends.staged_pages import StagedPages
-from backends.worker import IDLE_WAIT_S
+from backends.worker import IDLE_WAIT_S, LOCK_S_MAX
 from backends.worker_config import DecodeConfig, checkpoint_folder
 from backends.worker_protocol import DecodeRequest, Tokens, TokenUpdate
 from mooncake_store.block_keys import block_keys, chain_seed, packed_tokens
@@ -303,10 +303,14 @@ class TrtllmDecodeWorker(DecodeWorker):
     def _lost(self, reason: str) -> None:
         if self._is_closing:
             return
-        with self._lock:
-            jobs = list(self._jobs.values())
-        for job in jobs:
-            self._end(job, error=WorkerUnavailable(reason))
+        jobs = list(self._jobs.values())
+        if self._lock.acquire(timeout=LOCK_S_MAX):
+            self._lock.release()
+            for job in jobs:
+                self._end(job, error=WorkerUnavailable(reason))
+        else:  # what hangs holds the lock
+            for job in jobs:
+                job.client.fail(WorkerUnavailable(reason))
         end_process(self.worker.deregister, self._engine.close)
 
     def _put(self, job: TrtllmDecodeJob) -> None:

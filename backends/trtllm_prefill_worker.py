@@ -37,7 +37,7 @@ from backends.errors import WorkerGone, WorkerUnavailable
 from backends.prefill_job import PrefillClient, PrefillJob
 from backends.prefill_worker import PrefillWorker
 from backends.staged_pages import StagedPages
-from backends.worker import IDLE_WAIT_S
+from backends.worker import IDLE_WAIT_S, LOCK_S_MAX
 from backends.worker_config import PrefillConfig, checkpoint_folder
 from backends.worker_protocol import PrefillReply, PrefillRequest
 from mooncake_store.block_keys import chain_seed, packed_tokens
@@ -343,10 +343,14 @@ class TrtllmPrefillWorker(PrefillWorker):
     def _lost(self, reason: str) -> None:
         if self._is_closing:
             return
-        with self._lock:
-            jobs = list(self._jobs.values())
-        for job in jobs:
-            self._fail(job, WorkerUnavailable(reason))
+        jobs = list(self._jobs.values())
+        if self._lock.acquire(timeout=LOCK_S_MAX):
+            self._lock.release()
+            for job in jobs:
+                self._fail(job, WorkerUnavailable(reason))
+        else:  # what hangs holds the lock
+            for job in jobs:
+                job.client.fail(WorkerUnavailable(reason))
         end_process(self.worker.deregister, self._engine.close)
 
     # -- and leaves

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 REPORT_S = 0.5
 WATCH_S = 1.0
 IDLE_WAIT_S = 0.1
+LOCK_S_MAX = 5.0  # for who must go on although what holds a worker's lock may hang
 
 
 class ServingEngine(Protocol):

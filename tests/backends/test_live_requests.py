@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from backends.attempts import CALL_SILENCE_S_MAX
 from backends.errors import Cancelled, WorkerUnavailable
 from backends.live_requests import LiveRequest, LiveRequests
 from backends.observations import Observations
@@ -54,3 +55,32 @@ def test_requests_in_flight_are_counted_per_tenant() -> None:
     live.discard(other)
     assert live.of_tenants() == {"a": 1}
     live.close()
+
+
+def test_a_request_that_cannot_be_looked_at_costs_the_others_nothing() -> None:
+    told = threading.Event()
+
+    def tell(request: LiveRequest) -> None:
+        if request.request_id == "broken":
+            raise OSError("its worker's inbox is gone")
+        told.set()
+
+    watch = LiveRequests(poll_s=0.001, on_cancel=tell)
+    watch.add(made("broken", is_cancelled=True))
+    watch.add(made("whole", is_cancelled=True))
+    assert told.wait(30.0)
+    told.clear()
+    assert told.wait(30.0), "the watch goes on"
+    watch.close()
+
+
+def test_silence_is_judged_only_by_who_was_awake_for_as_long() -> None:
+    looked: list[float] = []
+    watch = LiveRequests(
+        poll_s=3600.0, on_cancel=lambda _: None, on_look=lambda _, now_s: looked.append(now_s)
+    )
+    watch._watch_one(made(), 500.0, CALL_SILENCE_S_MAX - 1.0)
+    assert not looked
+    watch._watch_one(made(), 502.0, CALL_SILENCE_S_MAX + 1.0)
+    assert looked == [502.0]
+    watch.close()

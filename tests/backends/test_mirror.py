@@ -123,3 +123,13 @@ def test_worker_folders_are_told_by_their_backend(source: Path) -> None:
     assert folders.names() == {"prefill_0", "mine"}, "an unreadable edit makes it nothing else"
     config.write_text('backend: "conductor"\n')
     assert folders.names() == {"prefill_0"}
+
+
+def test_a_comment_in_another_encoding_is_mirrored_byte_for_byte(
+    source: Path, tmp_path: Path
+) -> None:
+    text = '# caf\xe9\nbackend: "prefill"\n'.encode("latin-1")
+    (source / "prefill_0" / "config.pbtxt").write_bytes(text)
+    mirror = mirrored(source, tmp_path)
+    assert (mirror.target / "prefill_0" / "config.pbtxt").read_bytes() == text
+    assert 'backend: "prefill"' in mirror.config("prefill_0")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from pathlib import Path
 
-from backends.repository import Load, TritonLog, loads
+import pytest
+
+from backends.repository import Load, TritonLog, ask_http, loads
 
 LINE = (
     "E1121 02:49:20.655238 8564 model_lifecycle.cc:642] \"failed to load 'prefill_1' version 1: "
@@ -34,6 +38,36 @@ def test_each_refusal_is_reported_once_until_the_model_has_loaded(tmp_path: Path
     assert watch.news() == [REFUSED]
     log.write_text((LINE + NEXT) * 3 + LOADED + LINE + NEXT)
     assert watch.news() == [Load("prefill_1"), REFUSED]
+
+
+def test_a_log_that_was_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:
+    log = tmp_path / "triton.log"
+    watch = TritonLog(log)
+    log.write_text((LINE + NEXT) * 3)
+    assert watch.news() == [REFUSED]
+    log.write_text(LOADED)
+    assert watch.news() == [Load("prefill_1")]
+
+
+def test_a_triton_on_loopback_is_asked_directly_whatever_http_proxy_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as triton:
+        host, port = triton.getsockname()
+        for name in ("http_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, "http://127.0.0.1:1")
+        monkeypatch.delenv("no_proxy", raising=False)
+
+        def answer() -> None:
+            connection, _ = triton.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert ask_http(f"{host}:{port}")("conductor") is True
+        thread.join(10.0)
 
 
 def test_a_port_that_was_taken_is_noticed_in_the_log(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from backends import environment
@@ -113,3 +114,37 @@ def test_a_removed_worker_is_ended_when_its_model_has_ended(worker: WorkerTriton
     assert not worker.drain({"decode_0"})
     wait_until(lambda: worker.drain(set()), "its Triton to end")
     assert worker.pid is None
+
+
+LEAVES_A_STUB = """
+import signal, subprocess, sys
+deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True);"
+stub = subprocess.Popen([sys.executable, "-c", deaf + "signal.pause()"], stdout=subprocess.PIPE)
+stub.stdout.readline()
+print(f"stub {stub.pid}", flush=True)
+signal.pause()
+"""
+
+
+def test_a_worker_that_is_drained_leaves_no_process_that_hangs(tmp_path: Path) -> None:
+    folder = tmp_path / "source" / "decode_0"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text('backend: "decode"\n')
+    log = tmp_path / "it.log"
+    worker = WorkerTriton(
+        "decode_0", tmp_path / "source", tmp_path / "mirror", log, tmp_path,
+        lambda *_: Command([sys.executable, "-c", LEAVES_A_STUB], os.environ),
+    )  # fmt: skip
+    worker.mirror.sync(is_first=True)
+    worker.start()
+    wait_until(lambda: "stub " in log.read_text(), "its stub to be there")
+    stub = psutil.Process(int(log.read_text().split()[1]))
+    wait_until(lambda: worker.drain(set()), "the worker to have ended")
+    wait_until(lambda: not is_running(stub), "its stub to have ended")
+
+
+def is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
