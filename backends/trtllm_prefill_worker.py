@@ -22,14 +22,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from backends.end_process import end_process
 from backends.engine.batching import Chunk
 from backends.engine.trtllm.engine import TrtllmEngine
 from backends.engine.trtllm.health import EngineHealth
-from backends.engine.trtllm.llm_thread import Order, Outcome, Running
+from backends.engine.trtllm.llm_thread import Order, Outcome
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
@@ -37,9 +36,10 @@ from backends.errors import WorkerGone, WorkerUnavailable
 from backends.prefill_job import PrefillClient, PrefillJob
 from backends.prefill_worker import PrefillWorker
 from backends.staged_pages import StagedPages
+from backends.trtllm_prefill_job import TrtllmPrefillJob
 from backends.worker import IDLE_WAIT_S, LOCK_S_MAX
 from backends.worker_config import PrefillConfig, checkpoint_folder
-from backends.worker_protocol import PrefillReply, PrefillRequest
+from backends.worker_protocol import PrefillRequest
 from mooncake_store.block_keys import chain_seed, packed_tokens
 from mooncake_store.layout import blocks_touched
 from mooncake_store.membership import WorkerReport
@@ -48,28 +48,6 @@ log = logging.getLogger(__name__)
 STEPS_AHEAD = 2  # so many steps' tokens are in the engine's own queue
 UNCLAIMED_S_MAX = 1.0  # the connector's word may come a little after the engine's
 SAME_STEP_S = 0.001  # first tokens that come so close to each other are of one step
-
-
-@dataclass(slots=True)
-class TrtllmPrefillJob(PrefillJob):
-    running: Running | None = None
-    is_staged: bool = False
-    is_answered: bool = False
-    started_tokens: int = 0  # cached ones when the engine got it
-    token_id: int | None = None
-    unsaved: range = range(0)  # blocks that are not wholly in their pages yet
-    whole_tokens: int = 0  # of the prompt, in whole pages of the engine: all that is saved
-    given_s: float = 0.0  # to the engine
-    ended_s: float = 0.0  # by the engine
-    is_claimed: bool = False  # the connector recognised it
-    is_unmatched: bool = False  # it did not, and the engine has computed it all the same
-    native: bytes | None = None  # None: the engine has not ended it yet
-
-    def reply(self, incarnation: str, block_bytes: int) -> PrefillReply:
-        reply = PrefillJob.reply(self, incarnation, block_bytes)
-        if not self.native and not self.is_unmatched:
-            return reply
-        return msgspec.structs.replace(reply, native=self.native or b"", blocks=[])
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +180,8 @@ class TrtllmPrefillWorker(PrefillWorker):
         for job in self._jobs.values():
             assert isinstance(job, TrtllmPrefillJob)
             limit_s = self._config.transfer_s_max if job.is_claimed else UNCLAIMED_S_MAX
-            if job.ended_s and job.unsaved and now_s - job.ended_s > limit_s:
+            is_open = bool(job.unsaved) or not job.is_known
+            if job.ended_s and is_open and now_s - job.ended_s > limit_s:
                 late.append(job)
         return late
 
@@ -213,6 +192,7 @@ class TrtllmPrefillWorker(PrefillWorker):
         with self._lock:
             job.is_unmatched, job.unsaved = True, range(0)
         self._writer.then(lambda: self._settle(job, None))
+        self._tell_first(job)
         self._answer_if_done(job)
 
     def _loaded(self, job: PrefillJob) -> None:
@@ -274,8 +254,10 @@ class TrtllmPrefillWorker(PrefillWorker):
                 return
             assert isinstance(job, TrtllmPrefillJob)
             job.is_claimed = True
-            if not job.computed_at_s:
+            if not job.is_told:
                 job.cached_tokens = min(local_tokens + loaded_tokens, len(job.token_ids) - 1)
+        self._tell_first(job)
+        self._answer_if_done(job)
 
     def computed(self, job: TrtllmPrefillJob, token_id: int) -> None:
         now_s = time.monotonic()
@@ -292,9 +274,19 @@ class TrtllmPrefillWorker(PrefillWorker):
             left = len(job.token_ids) - job.started_tokens
             self._batching.computed([Chunk(job.request_id, job.started_tokens, left, True)])
             self._lock.notify_all()
+        self._tell_first(job)
+        self._answer_if_done(job)
+
+    def _tell_first(self, job: TrtllmPrefillJob) -> None:
+        """The first token goes ahead of the reply, once it is known what was cached."""
+        with self._lock:
+            if job.token_id is None or job.is_told or not job.is_known:
+                return
+            if job.request_id not in self._jobs:
+                return
+            job.is_told, token_id = True, job.token_id
         if letter := job.first_token(token_id):
             self.worker.outbox.send(job.request.reply_inbox, letter)
-        self._answer_if_done(job)
 
     def ended(self, job: TrtllmPrefillJob, outcome: Outcome) -> None:
         job.ended_s = time.monotonic()
@@ -360,7 +352,8 @@ class TrtllmPrefillWorker(PrefillWorker):
         with self._lock:
             if job.token_id is None or job.request_id not in self._jobs:
                 return
-            is_ready = job.native is not None if self._is_native else not job.unsaved
+            is_done = job.native is not None if self._is_native else not job.unsaved
+            is_ready = is_done and job.is_known
             is_first, job.is_answered = is_ready and not job.is_answered, is_ready
             is_over = self._is_native and job.is_answered and not job.unsaved
         token_id = job.token_id

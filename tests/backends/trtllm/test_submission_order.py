@@ -10,7 +10,8 @@ import numpy as np
 
 from backends.engine.trtllm.messages import Stage
 from backends.kv_writer import BlockPut
-from backends.trtllm_prefill_worker import TrtllmPrefillJob, TrtllmPrefillWorker
+from backends.trtllm_prefill_job import TrtllmPrefillJob
+from backends.trtllm_prefill_worker import TrtllmPrefillWorker
 from tests.backends.engine.trtllm.listening import WAIT_S
 
 

@@ -12,8 +12,9 @@ import pytest
 from backends.errors import KvMissing
 from backends.kv_writer import BlockPut
 from backends.trtllm_decode_worker import TrtllmDecodeWorker
-from backends.trtllm_prefill_worker import UNCLAIMED_S_MAX, TrtllmPrefillJob, TrtllmPrefillWorker
-from backends.worker_protocol import BlockRef
+from backends.trtllm_prefill_job import TrtllmPrefillJob
+from backends.trtllm_prefill_worker import UNCLAIMED_S_MAX, TrtllmPrefillWorker
+from backends.worker_protocol import BlockRef, FirstToken
 
 REF = BlockRef(0, "s0", 1, 1, 0)
 
@@ -37,11 +38,39 @@ def test_a_prompt_that_was_not_recognised_is_answered_without_blocks() -> None:
     worker._settle = lambda job, keys: said.append("others may look again")
     worker._answer = lambda job, token: said.append((token, job.reply("me", 8).blocks))
     worker._config = SimpleNamespace(transfer_s_max=60.0)
+    job.is_told = True
     assert worker._late(1.0 + UNCLAIMED_S_MAX / 2) == []
     (late,) = worker._late(1.0 + UNCLAIMED_S_MAX * 2)
     worker._hand_over_nothing(late)
     assert said == ["others may look again", "well", (7, [])]
     assert worker._late(1e9) == [], "once"
+
+
+def test_what_was_cached_is_known_before_anything_is_told() -> None:
+    """The engine's token may come before the connector's word of what it did not compute."""
+    worker: Any = TrtllmPrefillWorker.__new__(TrtllmPrefillWorker)
+    job, said = computed_job(), []
+    job.unsaved, job.token_id, job.cached_tokens = range(0), None, 39
+    job.request.sampling = SimpleNamespace(max_tokens=9, end_ids=(), stop_words=())
+    job.request.prompt_tokens = len(job.token_ids)
+    worker._jobs, worker._lock, worker._is_native = {"a": job}, threading.RLock(), False
+    worker._lock = threading.Condition(worker._lock)
+    worker._health = SimpleNamespace(went_well=lambda: None)
+    worker._writer = SimpleNamespace(then=lambda action: action())
+    worker._answer = lambda job, token: said.append(("reply", job.cached_tokens))
+    worker._batching = SimpleNamespace(computed=lambda chunks: None)
+    worker._step_began_s = worker._step_ended_s = 0.0
+    worker.worker = SimpleNamespace(
+        watch=SimpleNamespace(progressed=lambda now_s: None),
+        outbox=SimpleNamespace(send=lambda inbox, letter: said.append(letter)),
+    )
+    job.request.reply_inbox = "front"
+    worker.computed(job, 7)
+    assert said == []
+    worker.claimed("a", 8, 24)
+    assert said == [FirstToken("a", 7, 32), ("reply", 32)]
+    worker.claimed("a", 0, 0)
+    assert job.cached_tokens == 32, "it was told"
 
 
 def decoding(**config: Any) -> Any:
