@@ -15,9 +15,10 @@ HEAD = """# Metrics
 Made by `python -m backends.metric_docs > docs/metrics.md`; a test holds it up to date.
 
 On the metrics port (`http://127.0.0.1:8002/metrics`; `--metrics-address` for other hosts than this
-one): one page of all Tritons of `mooncake serve`, refreshed five times a second. Every series has a
-label `model`, the Triton model that it is of: "of" says of which backends. Triton's own `nv_*` have
-a label `triton` beside it: `frontend`, or the worker whose Triton it is. Counters go on when a
+one): one page of all Tritons of `mooncake serve`, refreshed five times a second. Each series of
+ours has a label `model`, the Triton model that it is of: "of" says of which backends. Triton's own
+`nv_*` have a label `triton` as well, or instead (`nv_cpu_*`): `frontend`, or the worker whose
+Triton it is. Counters go on when a
 model is loaded anew or its Triton is started again; gauges of a model that is gone are 0 or not
 there.
 *(use)*: a gauge that is 0 when nothing is going on. `mooncake status` shows the most important ones
