@@ -214,7 +214,7 @@ def more_blocks_than_a_node_has_room_for(server: Server) -> Iterator[None]:
     yield
 
 
-@cause("worker_info", "pages_max", "kv_bytes_max", is_rough=True)
+@cause("worker_info", "pages_max", "kv_bytes_max", "workers_live", is_rough=True)
 def a_worker_that_is_added(server: Server) -> Iterator[None]:
     folder = server.repository / "decode_2"
     shutil.copytree(server.repository / "decode_1", folder)
@@ -223,7 +223,7 @@ def a_worker_that_is_added(server: Server) -> Iterator[None]:
     wait_until(lambda: not server.ready("decode_2"), "decode_2 to be gone")
 
 
-@cause("retries_total", "workers_live", "start_time_seconds", is_rough=True)
+@cause("retries_total", "start_time_seconds", is_rough=True)
 def a_worker_that_is_killed_while_it_decodes(server: Server) -> Iterator[None]:
     stream = server.stream(
         text_input="It was", max_tokens=1500, end_id=-1, stream=True, return_decision=True
