@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as triton
 
 from loadtest.bench.overload.load import COUNTER as COMPUTED
 from loadtest.bench.overload.load import Load as OpenLoad
@@ -23,7 +24,7 @@ from loadtest.bench.repository import set_parameters
 from loadtest.metrics import COMPLETED, FAILED, REJECTED
 from loadtest.workloads import TokenSource
 from tests.e2e.load import B, Load, ask, assert_all_answered, prompt
-from tests.e2e.server import Answer, Server, running, wait_until
+from tests.e2e.server import Answer, Server, Stream, running, wait_until
 from tests.e2e.test_pools import holders
 
 PREFIX_BLOCKS = 32
@@ -112,14 +113,22 @@ def test_a_batch_that_would_be_too_slow_is_predicted_before_any_prefill(server: 
                "the limits to be in force")  # fmt: skip
     wait_until(server.is_idle, "an idle start")
     before = server.metric(COMPUTED, path="computed")
-    streams = [
-        server.stream(input_ids=prompt(number), max_tokens=4000, end_id=-1, stream=True)
-        for number in (5, 6)
-    ]
+    streams: list[Stream] = []
+
+    def is_decoded(number: int) -> bool:
+        """Not at once: the conductor may not have heard yet that a worker is idle again."""
+        stream = server.stream(input_ids=prompt(number), max_tokens=4000, end_id=-1, stream=True)
+        try:
+            assert all(stream.next() is not None for _ in range(3))
+        except triton.InferenceServerException:
+            stream.leave()
+            return False
+        streams.append(stream)
+        return True
+
     try:
-        for stream in streams:
-            for _ in range(3):  # both are decoding
-                assert stream.next() is not None
+        for number in (5, 6):
+            wait_until(lambda n=number: is_decoded(n), "an idle decode worker", 10.0)
         refused = server.ask(input_ids=prompt(7), max_tokens=200, end_id=-1)
     finally:
         for stream in streams:
