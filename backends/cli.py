@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mooncake_store.command.app import app as store_app
-from mooncake_store.command.places import parse_bytes
+from mooncake_store.cli.app import app as store_app
+from mooncake_store.cli.places import parse_bytes
 
 app = typer.Typer(
     name="mooncake",
@@ -67,7 +67,7 @@ def serve(
     ] = None,
 ) -> None:
     """Start directory, storage nodes and Tritons on this machine, until Ctrl-C."""
-    from backends.launch import ServeOptions
+    from backends.launcher.launch import ServeOptions
 
     sys.exit(serve_until_stopped(ServeOptions(
         model_repository=model_repository, address=address, http_port=http_port,
@@ -81,15 +81,15 @@ def serve(
 
 def serve_until_stopped(options: object) -> int:
     """The exit status."""
-    from backends.environment import EnvironmentProblem
-    from backends.launch import (
+    from backends.launcher.environment import EnvironmentProblem
+    from backends.launcher.launch import (
         Launcher,
         ServeOptions,
         Stopped,
         ignore_signals,
         signals_as_exceptions,
     )
-    from backends.processes import ChildDied
+    from backends.launcher.processes import ChildDied
 
     assert isinstance(options, ServeOptions)
     launcher = Launcher(options)
@@ -112,7 +112,7 @@ def serve_until_stopped(options: object) -> int:
 
 def run_until_stopped(launcher: object) -> None:
     """Start, say how to send a request, then watch; returns only by an exception."""
-    from backends.launch import Launcher
+    from backends.launcher.launch import Launcher
 
     assert isinstance(launcher, Launcher)
     started_s = time.monotonic()
@@ -152,7 +152,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, and exit.")] = False,
 ) -> None:
     """Show what a running server does: pools, queues, latency, hit rate, rejections, storage."""
-    from backends.status import watch
+    from backends.metrics.status import watch
 
     sys.exit(watch.status(metrics_url, interval_s, once, as_json))
 

@@ -2,7 +2,7 @@
 
 Names and types are those of TensorRT-LLM's `ensemble` (inflight_batcher_llm), so that its clients
 work unchanged, plus a few of ours. A test holds the config.pbtxt files against this table. Not
-here: what the values mean for a request (front_request.py), Triton's API (triton_io.py).
+here: what the values mean for a request (frontend/request.py), Triton's API (triton_io.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Pure: no clock, no I/O, no randomness. `Conductor` is the door, `messages` what 
 
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
-from conductor.estimates import (
+from conductor.estimates.estimates import (
     DecodeEstimate,
     DecodeSample,
     PrefillEstimate,

@@ -22,8 +22,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from conductor.accuracy import Accuracy
-from conductor.admission import (
+from conductor.admission.admission import (
     LOAD_POLICIES,
     Refusal,
     decode_loads,
@@ -32,10 +31,10 @@ from conductor.admission import (
     reject_nobody,
     reject_too_large,
 )
-from conductor.cluster import Cluster, Flight
+from conductor.admission.gate import Gate, pressure_on
 from conductor.config import ConductorConfig
-from conductor.gate import Gate, pressure_on
-from conductor.hotspots import Hotspots
+from conductor.estimates.accuracy import Accuracy
+from conductor.load.cluster import Cluster, Flight
 from conductor.messages import (
     Candidate,
     ConductorStats,
@@ -45,10 +44,12 @@ from conductor.messages import (
     Route,
     WorkerStatus,
 )
-from conductor.pair import Pair
-from conductor.routing import Options
-from conductor.tiers import Tiers
-from mooncake_store.events import (
+from conductor.replication.hotspots import Hotspots
+from conductor.routing.pair import Pair
+from conductor.routing.routing import Options
+from conductor.routing.tiers import Tiers
+from mooncake_store.prefix_index.prefix_index import PrefixIndex
+from mooncake_store.records.events import (
     BlockAdded,
     BlockRemoved,
     Event,
@@ -59,7 +60,6 @@ from mooncake_store.events import (
     WorkerReported,
     WorkerUp,
 )
-from mooncake_store.prefix_index import PrefixIndex
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from conductor.policies import POLICIES
 from conductor.queue_order import FIFO, QueueOrder
+from conductor.routing.policies import POLICIES
 
 ADMISSIONS = ("reserved", "predictive_lengths", "predictive", "early", "baseline", "none")
 PREDICTIVE = ("predictive", "predictive_lengths")  # of them, those that look ahead
@@ -50,7 +50,7 @@ class ConductorConfig:
     decode_room_sigma: float = 1.0  # predicted batches get so many standard deviations
     overtaker_share: float = 0.7  # for how many of those who will come, and join before this
     # one, room is kept. 0: a slow prefill books room ahead of all who come meanwhile; 1: long
-    # prompts hardly come in under overload (overtakers.py)
+    # prompts hardly come in under overload (conductor/load/expected_arrivals.py)
     overload_mark_s: float = 2.0  # a decode worker that refused on arrival is full for so long
     retry_after_s_min: float = 0.5  # a client that comes back sooner only adds load
     retry_after_s_max: float = 60.0  # predictions further out are guesses

@@ -12,8 +12,8 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from backends.engine.trtllm.settings import TrtllmConfig
-from backends.worker_config import FrontConfig, read_configs
-from backends.worker_kinds import read_worker_configs
+from backends.triton.worker_kinds import read_worker_configs
+from backends.workers.config import FrontConfig, read_configs
 from conductor.config import ConductorConfig
 
 ROOT = Path(__file__).parents[1]

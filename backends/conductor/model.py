@@ -1,22 +1,23 @@
 """Triton entry point of the conductor: the front that clients call.
 
-Translation only. Serving a request is in backends/front_door.py, deciding in conductor/.
+Translation only. Serving a request is in backends/frontend/frontend.py, deciding in conductor/.
 """
 
 import os
 import time
 import uuid
 
-from backends import front_metrics, triton_io
-from backends.cluster_view import ClusterView
-from backends.front_door import FrontDoor
-from backends.grpc_calls import GrpcCalls
-from backends.inbox import Outbox
-from backends.launch_files import STOPPING
-from backends.store_watch import StoreWatch
-from backends.token_streams import TokenStreams, messages_per_s_affordable
-from backends.tokenizer import Tokenizer
-from backends.worker_config import FrontConfig, checkpoint_folder, read_configs
+from backends.frontend import metrics as front_metrics
+from backends.frontend.cluster_view import ClusterView
+from backends.frontend.frontend import FrontDoor
+from backends.frontend.grpc_calls import GrpcCalls
+from backends.frontend.token_streams import TokenStreams, messages_per_s_affordable
+from backends.launcher.launch_files import STOPPING
+from backends.metrics.store_watch import StoreWatch
+from backends.text.tokenizer import Tokenizer
+from backends.triton import triton_io
+from backends.workers.config import FrontConfig, checkpoint_folder, read_configs
+from backends.workers.inbox import Outbox
 from conductor.config import ConductorConfig
 
 PAIR_WAIT_S = 60.0  # it loads without workers after that, and rejects until they come

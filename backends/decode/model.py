@@ -1,6 +1,6 @@
-"""Triton entry point of a decode worker. All of it is in backends/worker_model.py."""
+"""Triton entry point of a decode worker. All of it is in backends/triton/worker_model.py."""
 
-from backends.worker_model import WorkerModel
+from backends.triton.worker_model import WorkerModel
 
 
 class TritonPythonModel(WorkerModel):

@@ -5,7 +5,7 @@ spent; the result is the median of a point's samples, so one hiccup does not ben
 that do not fit into the engine's context or free pages are left out, and so are those that no
 budget was left for, but for the cheapest few.
 
-Not here: the formula that is fitted to them (conductor/estimates.py).
+Not here: the formula that is fitted to them (conductor/estimates/estimates.py).
 """
 
 from __future__ import annotations

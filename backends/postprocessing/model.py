@@ -1,14 +1,14 @@
 """Triton entry point of postprocessing: token ids to text, the ensemble's last step.
 
 Stateless: `context_ids` say what came before, so whole characters come out of any chunk of a
-stream. Translation only; the text of tokens is backends/text_stream.py.
+stream. Translation only; the text of tokens is backends/text/text_stream.py.
 """
 
-from backends import triton_io
-from backends.text_stream import delta
-from backends.tokenizer import Tokenizer
-from backends.worker_calls import as_text
-from backends.worker_config import TokenizerConfig, checkpoint_folder, read_config
+from backends.frontend.worker_calls import as_text
+from backends.text.text_stream import delta
+from backends.text.tokenizer import Tokenizer
+from backends.triton import triton_io
+from backends.workers.config import TokenizerConfig, checkpoint_folder, read_config
 
 
 class TritonPythonModel:

@@ -1,12 +1,13 @@
 """Triton entry point of preprocessing: text to token ids, the ensemble's first step.
 
-Translation only; the tokenizer is backends/tokenizer.py. A text that cannot be tokenised fails
+Translation only; the tokenizer is backends/text/tokenizer.py. A text that cannot be tokenised fails
 here with the same message as the conductor's own.
 """
 
-from backends import front_request, triton_io
-from backends.tokenizer import Tokenizer
-from backends.worker_config import TokenizerConfig, checkpoint_folder, read_config
+from backends.frontend import request as front_request
+from backends.text.tokenizer import Tokenizer
+from backends.triton import triton_io
+from backends.workers.config import TokenizerConfig, checkpoint_folder, read_config
 
 
 class TritonPythonModel:

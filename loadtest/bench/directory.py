@@ -28,10 +28,10 @@ from rich.console import Console
 from loadtest.bench.ready_process import ready_process
 from loadtest.bench.result import Cell, Result, Target
 from mooncake_store.block_keys import KEY_BYTES
-from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.eviction import POLICIES
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.directory.core.eviction import POLICIES
 from mooncake_store.layout import memory_bytes_for
-from mooncake_store.membership import UNIT_BYTES, NodeInfo
+from mooncake_store.records.membership import UNIT_BYTES, NodeInfo
 
 KEYS_GOAL, GIB_MAX, RATIO_MAX = 10_000_000, 4.0, 2.5
 ASKED = 1_000  # keys in one question
@@ -66,7 +66,7 @@ def filled(keys: int, eviction: str, chance: np.random.Generator) -> Iterator[Fi
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
         address = f"ipc://{folder}/directory"
         server = ready_process(
-            stack, "directory_server", "--address", address, "--events", f"ipc://{folder}/events",
+            stack, "directory.server", "--address", address, "--events", f"ipc://{folder}/events",
             "--node-ttl-s", str(FOREVER_S), "--eviction", eviction, "--log-level", "WARNING",
         )  # fmt: skip
         client = stack.enter_context(DirectoryClient(address, timeout_s=60.0))

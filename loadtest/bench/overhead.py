@@ -36,7 +36,7 @@ from backends.engine.generate import generate_tokens
 from backends.engine.interface import Work
 from backends.engine.sampling import sample
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.torch_engine import TorchEngine
+from backends.engine.torch.torch_engine import TorchEngine
 from loadtest.bench.cpu_time import CpuTime
 from loadtest.bench.result import Cell, Result, Target
 from loadtest.bench.server import measuring, serving

@@ -2,7 +2,7 @@
 
 A server of our own gets free ports, its own session and a log file, is used when every model of its
 repository is ready, and is stopped by SIGINT to its process id and by waiting for it: nothing is
-ever ended by name. Not here: what serving consists of (backends/launch.py).
+ever ended by name. Not here: what serving consists of (backends/launcher/launch.py).
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ from rich.console import Console
 from loadtest.bench.ready_process import ready_process
 from loadtest.bench.result import Cell, Result
 from mooncake_store.client.store import Store, checksum
-from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.directory.core.slots import Copy
 from mooncake_store.layout import KvLayout, memory_bytes_for
-from mooncake_store.membership import UNIT_BYTES
 from mooncake_store.memory.segment import Segment
-from mooncake_store.slots import Copy
+from mooncake_store.records.membership import UNIT_BYTES
 
 POOL_BLOCKS = 512
 DEADLINE_S = 10.0
@@ -48,7 +48,7 @@ def site(full_bytes: int, own_bytes: int) -> Iterator[DirectoryClient]:
         address = f"ipc://{folder}/directory"
 
         ready_process(
-            stack, "directory_server", "--address", address, "--events", f"ipc://{folder}/events"
+            stack, "directory.server", "--address", address, "--events", f"ipc://{folder}/events"
         )
         for node_id, size_bytes in (("full", full_bytes), ("own", own_bytes)):
             path = f"/dev/shm/mooncake-bench-{os.getpid()}-{node_id}"

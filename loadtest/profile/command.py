@@ -26,7 +26,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from backends.machine_profile import cpu_model
+from backends.workers.machine_profile import cpu_model
 from loadtest.bench.server import measuring, serving
 from loadtest.profile.measure import (
     DECODE_POINTS,

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from conductor.estimates import DecodeSample, PrefillSample
+from conductor.estimates.estimates import DecodeSample, PrefillSample
 from loadtest.answer import Answer
 from loadtest.profile.profile import Serving, Sharing
 from loadtest.protocol import GenerateRequest, ServerError

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from mooncake_store.block_keys import KEY_BYTES
-from mooncake_store.config import DirectoryConfig
-from mooncake_store.directory import Directory
-from mooncake_store.eviction import make_eviction
+from mooncake_store.directory.core.config import DirectoryConfig
+from mooncake_store.directory.core.directory import Directory
+from mooncake_store.directory.core.eviction import make_eviction
 from mooncake_store.layout import memory_bytes_for
-from mooncake_store.membership import NodeInfo
+from mooncake_store.records.membership import NodeInfo
 
 NODE, OWNER, LEASE_S = "s0", "request", 60.0
 CHECKSUM = 1

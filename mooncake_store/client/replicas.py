@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from mooncake_store.client.restorer import Restorer
-from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.directory.core.slots import Copy
 from mooncake_store.errors import NodeUnknown, RequestInvalid
-from mooncake_store.membership import SSD_SUFFIX, NodeInfo
-from mooncake_store.node.control_protocol import BLOCKS_MAX
-from mooncake_store.slots import Copy
+from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
+from mooncake_store.wire.node_protocol import BLOCKS_MAX
 
 DRAIN_BLOCKS = 256  # moved at once
 LEASE_MARGIN_S = 5.0

@@ -28,26 +28,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
 from mooncake_store.layout import STATE_READY, geometry
-from mooncake_store.membership import SSD_SUFFIX, UNIT_BYTES, NodeInfo
 from mooncake_store.memory.header_scan import Block
 from mooncake_store.memory.segment import Segment, host_id
 from mooncake_store.memory.slot_memory import SlotMemory
-from mooncake_store.metrics_page import LOOPBACK, Latencies, MetricsPage
-from mooncake_store.node.control_protocol import NodeStats
-from mooncake_store.node.host_topology import topology_json
 from mooncake_store.node.node_control import NodeControl
 from mooncake_store.node.node_metrics import NodeCollector, ReaderCollector, timed
 from mooncake_store.node.node_verbs import NodeVerbs
 from mooncake_store.node.puller import Puller
 from mooncake_store.node.spiller import Spiller
 from mooncake_store.node.standing import Standing
+from mooncake_store.process.metrics_page import LOOPBACK, Latencies, MetricsPage
+from mooncake_store.records.membership import SSD_SUFFIX, UNIT_BYTES, NodeInfo
 from mooncake_store.ssd.records import Shape
 from mooncake_store.ssd.ssd_tier import RETRY_S, SsdTier
+from mooncake_store.transports.host_topology import topology_json
 from mooncake_store.transports.tcp_server import TcpServer
 from mooncake_store.transports.transport import TransferCounters
+from mooncake_store.wire.node_protocol import NodeStats
 
 log = logging.getLogger("mooncake_store.node")
 

@@ -5,7 +5,7 @@ goes to a small pool; at most REQUESTS_MAX wait, further ones are refused at onc
 that waits in vain recomputes its blocks later than it could. An answer whose client has gone is
 dropped by ZeroMQ.
 
-Not here: what the verbs do (node_verbs.py), the messages (control_protocol.py).
+Not here: what the verbs do (node_verbs.py), the messages (mooncake_store/wire/node_protocol.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import zmq
 
-from mooncake_store import protocol
 from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable
-from mooncake_store.node.control_protocol import AnyControl
-from mooncake_store.protocol import Kind
+from mooncake_store.wire import protocol
+from mooncake_store.wire.node_protocol import AnyControl
+from mooncake_store.wire.protocol import Kind
 
 log = logging.getLogger("mooncake_store.node")
 THREADS = 4

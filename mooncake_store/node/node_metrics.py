@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from mooncake_store.metrics_page import Latencies, counter, counters, gauge, gauges
-from mooncake_store.node.control_protocol import AnyControl, NodeStats
+from mooncake_store.process.metrics_page import Latencies, counter, counters, gauge, gauges
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.transport import TransferCounters
+from mooncake_store.wire.node_protocol import AnyControl, NodeStats
 
 Answer = Callable[[AnyControl, float], object]  # (request, when it came)
 

@@ -13,17 +13,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.directory.core.slots import GENERATION_MAX
 from mooncake_store.errors import RequestInvalid, StoreError
-from mooncake_store.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.memory.slot_header import STATE_READY, STATE_WRITING, SlotHeader
 from mooncake_store.memory.slot_memory import SlotMemory
-from mooncake_store.node import control_protocol as control
-from mooncake_store.node.control_protocol import NodeStats, Restore
 from mooncake_store.node.puller import Puller
-from mooncake_store.slots import GENERATION_MAX
+from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.ssd.records import Entry
 from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier
+from mooncake_store.wire import node_protocol as control
+from mooncake_store.wire.node_protocol import NodeStats, Restore
 
 GONE = (Outcome.MISSING, Outcome.CORRUPT)  # the directory lists a copy that is not there
 

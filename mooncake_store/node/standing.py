@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
-from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.header_scan import Block
+from mooncake_store.records.membership import NodeInfo
 
 log = logging.getLogger("mooncake_store.node")
 ADOPT_BLOCKS_MAX = 16_384  # in one message, about a megabyte

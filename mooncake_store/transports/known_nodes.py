@@ -22,14 +22,14 @@ import threading
 import time
 from collections.abc import Sequence
 
-from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.membership import NodeInfo
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.directory.core.slots import Copy
 from mooncake_store.memory.segment import ByteArray, host_id
-from mooncake_store.slots import Copy
+from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.nixl_agent import NixlUnavailable
 from mooncake_store.transports.nixl_transport import NixlTransport
-from mooncake_store.transports.path_cost import Route, best_copies, distance, named_copy
+from mooncake_store.transports.paths.path_cost import Route, best_copies, distance, named_copy
 from mooncake_store.transports.tcp_transport import TcpTransport
 from mooncake_store.transports.traffic import Traffic
 from mooncake_store.transports.transport import LocalSpan, Span, Transport

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.segment import ByteArray, Segment, SegmentRefused
+from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.transport import CountedTransport, LocalSpan, Span
 
 log = logging.getLogger("mooncake_store.store")

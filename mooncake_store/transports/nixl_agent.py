@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake_store.errors import StoreError, TransferFailed
-from mooncake_store.node.host_topology import preferred_ucx_devices
+from mooncake_store.transports.host_topology import preferred_ucx_devices
 
 NODE_PROGRESS_DELAY_US = 1000
 # Without a GPU the package `nixl` imports torch (0.7 s, 150 MB) to ask for a CUDA version, and then

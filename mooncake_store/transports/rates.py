@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mooncake_store.errors import TransferFailed
-from mooncake_store.membership import NodeInfo
+from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.transport import Span, Transport
 

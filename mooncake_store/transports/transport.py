@@ -1,7 +1,7 @@
 """What every transport promises: bytes between a node's segment and registered local memory.
 
 A transport knows spans, never keys or blocks. Its contract, which
-tests/mooncake_store/test_transport_contract.py runs against each:
+tests/mooncake_store/transports/test_transport_contract.py runs against each:
 
 * All spans of one call move, or an exception says that none may be trusted.
 * A span outside the segment or its buffer is refused before anything is posted.
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.segment import ByteArray
+from mooncake_store.records.membership import NodeInfo
 
 
 class Span(NamedTuple):

@@ -10,8 +10,8 @@ import pytest
 
 from backends import tensors
 from backends.errors import RequestInvalid
-from backends.front_request import FrontRequest, Limits, parse
-from backends.tokenizer import Tokenizer
+from backends.frontend.request import FrontRequest, Limits, parse
+from backends.text.tokenizer import Tokenizer
 from tests.backends.small_tokenizers import BOS, CHAT_TEMPLATE, EOS, byte_level
 
 TOKENIZER = Tokenizer(

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from backends.tokenizer import Tokenizer
+from backends.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "backends" / "demo_checkpoint"
 EOS, BOS, USER, ASSISTANT = "<eos>", "<bos>", "<user>", "<assistant>"

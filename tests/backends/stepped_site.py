@@ -15,27 +15,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends import decode_worker, prefill_worker
-from backends.call_checks import CallLimits
-from backends.decode_worker import DecodeWorker
 from backends.engine.interface import Work
 from backends.engine.pages import PagePool
 from backends.engine.sampling_params import SamplingParams
 from backends.errors import ServingError
-from backends.kv_writer import KvWriter, object_key
-from backends.observations import Observations
-from backends.prefill_worker import PrefillWorker
-from backends.step_times import StepTimes
-from backends.step_watch import StepWatch
-from backends.worker import LeaseKeeper
-from backends.worker_config import DecodeConfig, PrefillConfig
-from backends.worker_protocol import (
+from backends.metrics.observations import Observations
+from backends.workers import decode_worker, prefill_worker
+from backends.workers.call_checks import CallLimits
+from backends.workers.config import DecodeConfig, PrefillConfig
+from backends.workers.decode_worker import DecodeWorker
+from backends.workers.kv_writer import KvWriter, object_key
+from backends.workers.prefill_worker import PrefillWorker
+from backends.workers.protocol import (
     DecodeReply,
     DecodeRequest,
     PrefillReply,
     PrefillRequest,
     Stop,
 )
+from backends.workers.step_times import StepTimes
+from backends.workers.step_watch import StepWatch
+from backends.workers.worker import LeaseKeeper
 from tests.backends.stepped_store import (
     FINGERPRINT,
     LAYOUT,
@@ -262,7 +262,7 @@ class Site:
         return blocks
 
     def ended(self, client: Client) -> None:
-        """As backends/generation.py: whatever became of it, nobody is left with a part of it."""
+        """As the frontend does: whatever became of it, nobody is left with a part of it."""
         if client.error is not None:
             self.store.release(client.request_id)
             self.decode._on_letter(Stop(client.request_id, "over"))

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from backends import cli, launch
-from backends.environment import EnvironmentProblem
+from backends import cli
+from backends.launcher import launch
+from backends.launcher.environment import EnvironmentProblem
 
 
 @pytest.mark.parametrize("number", launch.STOP_SIGNALS)

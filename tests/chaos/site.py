@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.directory.client import DirectoryClient
 from tests.chaos.client import Options
 
 MIB = 2**20
@@ -114,7 +114,7 @@ class ChaosSite:
 
     def _start(self) -> None:
         self._add(
-            "directory", "mooncake_store.directory_server", "--address", self.address, "--events",
+            "directory", "mooncake_store.directory.server", "--address", self.address, "--events",
             f"ipc://{self.folder}/events", "--node-ttl-s", "3", "--quarantine-s",
             str(QUARANTINE_S), "--self-check",
         )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from conductor import Conductor, ConductorConfig, Request
-from mooncake_store.events import (
+from mooncake_store.records.events import (
     BlockAdded,
     Event,
     NodeDown,
@@ -19,7 +19,7 @@ from mooncake_store.events import (
     WorkerReported,
     WorkerUp,
 )
-from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
+from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
 BLOCK_TOKENS = 64
 PREFILL = (0.01, 0.001, 0.0)  # 10 ms + 1 ms a token

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 
 from conductor import Conductor, ConductorConfig, Prediction, Reject, Request, Route
-from mooncake_store.events import (
+from mooncake_store.records.events import (
     BlockAdded,
     BlockRemoved,
     NodeDown,

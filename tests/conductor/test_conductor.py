@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from conductor import Conductor, ConductorConfig, Prediction, Reject, Replicate, Request, Route
-from conductor.policies import POLICIES
-from mooncake_store.events import (
+from conductor.routing.policies import POLICIES
+from mooncake_store.records.events import (
     BlockAdded,
     BlockRemoved,
     NodeDown,

@@ -11,8 +11,15 @@ import pytest
 
 from conductor import Candidate, Conductor, ConductorConfig, Route
 from conductor.config import ADMISSIONS
-from conductor.policies import POLICIES
-from mooncake_store.events import BlockAdded, BlockRemoved, Event, NodeUp, WorkerReported, WorkerUp
+from conductor.routing.policies import POLICIES
+from mooncake_store.records.events import (
+    BlockAdded,
+    BlockRemoved,
+    Event,
+    NodeUp,
+    WorkerReported,
+    WorkerUp,
+)
 from tests.conductor.fleet import BLOCK_TOKENS, conductor, keys, node, prompt, report, worker
 
 NODES = ("s0", "s1", "s2")

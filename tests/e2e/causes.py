@@ -19,7 +19,7 @@ import psutil
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from backends.metric_table import METRICS
+from backends.metrics.table import METRICS
 from tests.e2e.server import Answer, Server, take, wait_until
 
 B = 64  # block_tokens

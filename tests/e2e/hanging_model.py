@@ -7,9 +7,9 @@ engine stands still, or fails, while a file of its name says so.
 import time
 from pathlib import Path
 
-from backends import step_watch
-from backends.engine.torch_engine import TorchEngine
-from backends.worker_model import WorkerModel
+from backends.engine.torch.torch_engine import TorchEngine
+from backends.triton.worker_model import WorkerModel
+from backends.workers import step_watch
 
 step_watch.HUNG_S_MIN = 3.0  # the test has not half a minute
 forward = TorchEngine.forward

@@ -14,12 +14,12 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from backends import launch_secret
-from backends.grpc_calls import GrpcCalls
-from backends.worker_calls import as_text
-from backends.worker_protocol import REPLY_BODY, REPLY_IDS, REQUEST_BODY, REQUEST_IDS
-from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.membership import WorkerInfo
+from backends.frontend.grpc_calls import GrpcCalls
+from backends.frontend.worker_calls import as_text
+from backends.launcher import launch_secret
+from backends.workers.protocol import REPLY_BODY, REPLY_IDS, REQUEST_BODY, REQUEST_IDS
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.records.membership import WorkerInfo
 from tests.e2e.server import Server
 
 HEADER = "mooncake-admin-key"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.metric_table import METRICS
+from backends.metrics.table import METRICS
 from tests.e2e.causes import (
     CAUSES,
     B,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mooncake_store.block_keys import block_keys, chain_seed
-from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.directory.client import DirectoryClient
 from tests.e2e.server import Answer, Server, wait_until
 
 B = 64

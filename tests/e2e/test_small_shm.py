@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.directory.client import DirectoryClient
 from tests.e2e.server import Server, running, wait_until
 from tests.e2e.test_pools import B, ask, directory_address
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.status import DirectoryStats
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.records.status import DirectoryStats
 from tests.e2e.server import Server, running, wait_until
 
 BLOCK_TOKENS = 64

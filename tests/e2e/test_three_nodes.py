@@ -19,7 +19,7 @@ import pytest
 from loadtest.bench.repository import set_parameters
 from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.client.client import StoreClient
-from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.directory.client import DirectoryClient
 from tests.e2e.server import Answer, Server, running, wait_until
 from tests.e2e.test_pools import B, ask, demo_block_bytes, directory_address, nixl_read_bytes
 

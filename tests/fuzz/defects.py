@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from mooncake_store import inventory, spills
-from mooncake_store.block_index import BlockIndex
-from mooncake_store.copies import CopyTable
-from mooncake_store.events import BlockRemoved, Event, EventLog
-from mooncake_store.holder import Claim, Holder
-from mooncake_store.slots import SlotPool
-from mooncake_store.upkeep import Upkeep
+from mooncake_store.directory.core import inventory, spills
+from mooncake_store.directory.core.block_index import BlockIndex
+from mooncake_store.directory.core.copies import CopyTable
+from mooncake_store.directory.core.holder import Claim, Holder
+from mooncake_store.directory.core.slots import SlotPool
+from mooncake_store.directory.core.upkeep import Upkeep
+from mooncake_store.records.events import BlockRemoved, Event, EventLog
 
 
 def a_leased_block_is_evicted(patch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def a_report_of_a_bad_copy_skips_the_generation(patch: pytest.MonkeyPatch) -> No
             self._copies.remove(copy, is_certain=copy.leases == 0)
         return copy is not None
 
-    patch.setattr("mooncake_store.directory.Directory.drop_copy", drop_copy)
+    patch.setattr("mooncake_store.directory.core.directory.Directory.drop_copy", drop_copy)
 
 
 def a_dead_writers_slot_does_not_rest(patch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def a_renewal_is_forgotten(patch: pytest.MonkeyPatch) -> None:
         self._copies.advance(now_s)
         return owner in self._copies.leases
 
-    patch.setattr("mooncake_store.directory.Directory.renew", planted)
+    patch.setattr("mooncake_store.directory.core.directory.Directory.renew", planted)
 
 
 DEFECTS: list[Callable[[pytest.MonkeyPatch], None]] = [

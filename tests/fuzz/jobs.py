@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 from typing import Protocol
 
+from mooncake_store.directory.core.spills import Spill
 from mooncake_store.errors import RequestInvalid
-from mooncake_store.spills import Spill
 from mooncake_store.ssd.records import Entry
 from tests.fuzz.memory import STATE_READY, STATE_WRITING, Cell, content
 from tests.fuzz.promises import Owner, Use

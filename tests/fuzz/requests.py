@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mooncake_store.directory.core.slots import Copy, Slot
 from mooncake_store.errors import (
     NodeUnknown,
     QuotaExceeded,
@@ -14,8 +15,7 @@ from mooncake_store.errors import (
     StoreError,
     StoreFull,
 )
-from mooncake_store.membership import SSD_SUFFIX
-from mooncake_store.slots import Copy, Slot
+from mooncake_store.records.membership import SSD_SUFFIX
 from tests.fuzz.jobs import Read, Write, abandon
 from tests.fuzz.memory import UNIT_BYTES
 from tests.fuzz.promises import Owner, Use

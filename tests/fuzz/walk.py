@@ -5,8 +5,8 @@ Not here: the steps (requests.py, upkeep.py, orders.py), the oracle (promises.py
 
 from __future__ import annotations
 
-from mooncake_store.membership import SSD_SUFFIX
-from mooncake_store.slots import Slot
+from mooncake_store.directory.core.slots import Slot
+from mooncake_store.records.membership import SSD_SUFFIX
 from tests.fuzz import orders, requests, upkeep
 from tests.fuzz.world import KEYS, Allowed, World
 

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from conductor.estimates import DecodeEstimate, DecodeSample, PrefillEstimate, PrefillSample
+from conductor.estimates.estimates import (
+    DecodeEstimate,
+    DecodeSample,
+    PrefillEstimate,
+    PrefillSample,
+)
 from loadtest.profile.measure import (
     STEPS,
     Prefill,

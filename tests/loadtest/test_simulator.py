@@ -14,7 +14,7 @@ from loadtest.simulator.command import main
 from loadtest.simulator.experiments.hit_rates import requests_of
 from loadtest.simulator.hit_rate import Run, rows_of, targets_of
 from loadtest.simulator.optimum import best_hits
-from mooncake_store.eviction import POLICIES
+from mooncake_store.directory.core.eviction import POLICIES
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 SMALL = ["--traces", ".", "--trace", "conversation"]

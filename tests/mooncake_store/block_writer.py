@@ -8,10 +8,10 @@ import numpy as np
 import xxhash
 
 from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
-from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.segment import ByteArray, Segment
 from mooncake_store.memory.slot_header import SlotHeader
 from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.records.membership import NodeInfo
 from tests.mooncake_store.site import Site
 
 BLOCK = 10_000  # three units of 4,096 bytes

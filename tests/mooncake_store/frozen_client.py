@@ -17,8 +17,8 @@ import numpy as np
 from mooncake_store.client.store import Store, checksum
 from mooncake_store.errors import TransferTimeout
 from mooncake_store.layout import KvLayout, geometry
-from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.segment import Segment, host_id
+from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_transport import NixlTransport
 from mooncake_store.transports.transport import Span
 from tests.mooncake_store.in_process import InProcessDirectory

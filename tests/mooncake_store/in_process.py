@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mooncake_store.directory import Directory
+from mooncake_store.directory.core.directory import Directory
 from mooncake_store.errors import StoreUnavailable
-from mooncake_store.membership import NodeInfo
+from mooncake_store.records.membership import NodeInfo
 
 
 class InProcessDirectory:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mooncake_store.directory import Directory
-from mooncake_store.holder import Holder
+from mooncake_store.directory.core.directory import Directory
+from mooncake_store.directory.core.holder import Holder
+from mooncake_store.directory.core.slots import Slot, SlotPool
 from mooncake_store.layout import HEADER_BYTES, KvLayout, describe, fingerprint, geometry
-from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
-from mooncake_store.slots import Slot, SlotPool
+from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
 BLOCK_BYTES = 4096
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=32, dtype="float32", block_tokens=16)

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mooncake_store.directory_client import DirectoryClient
+from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreUnavailable
-from mooncake_store.membership import NodeInfo
+from mooncake_store.records.membership import NodeInfo
 from tests.mooncake_store.targets import ROOT
 
 SIZE = 1024**2
@@ -41,7 +41,7 @@ class Site:
 
     def start_directory(self, *more: str) -> subprocess.Popen[str]:
         process = self.start(
-            "directory_server", "--address", self.address, "--events", self.events, *more
+            "directory.server", "--address", self.address, "--events", self.events, *more
         )
         self.directories.append(process)
         return process

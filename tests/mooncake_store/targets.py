@@ -16,8 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.segment import Segment, host_id
+from mooncake_store.records.membership import NodeInfo
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET_BYTES = 4 * 1024**2

@@ -16,13 +16,13 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake_store.client.client import StoreClient
-from mooncake_store.directory_client import DirectoryClient
-from mooncake_store.directory_metrics import directory_families
-from mooncake_store.metrics_page import MetricsPage, PortTaken
-from mooncake_store.node.control_protocol import NodeStats
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.directory.metrics import directory_families
 from mooncake_store.node.node_metrics import ReaderCollector, node_families
-from mooncake_store.status import DirectoryStats
+from mooncake_store.process.metrics_page import MetricsPage, PortTaken
+from mooncake_store.records.status import DirectoryStats
 from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.wire.node_protocol import NodeStats
 from tests.mooncake_store.in_process import InProcessDirectory
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, directory_with, node_info, put
 from tests.mooncake_store.processes import DirectoryProcess

@@ -1,7 +1,7 @@
 """TensorRT-LLM as a worker's engine: the LLM, the staging pool beside it, the channel to its KV.
 
 Unlike the torch engine it batches by itself: a worker hands it prompts, not steps. What both have
-in common is what backends/worker.py needs: a layout, pages (here: of the staging pool) and names
+in common is what workers/worker.py needs: a layout, pages (here: of the staging pool) and names
 for the fingerprint. Everything that is wrong with the settings is said at once, before minutes are
 spent on weights; that the pages have the promised size is checked when the ranks report.
 
@@ -44,7 +44,7 @@ from backends.engine.trtllm.settings import TrtllmConfig, option_problems, read_
 from backends.engine.trtllm.staging_pool import PoolProblem, StagingPool
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import ConfigError
-from backends.worker_config import PrefillConfig, WorkerConfig
+from backends.workers.config import PrefillConfig, WorkerConfig
 
 log = logging.getLogger(__name__)
 READY_S_MAX = 60.0  # after the LLM was built: its connectors have reported before

@@ -22,7 +22,7 @@ from backends.engine.trtllm.package import (
     PackageProblem,
 )
 from backends.engine.trtllm.settings import OBJECTS, TrtllmConfig
-from backends.worker_config import DecodeConfig, PrefillConfig, WorkerConfig
+from backends.workers.config import DecodeConfig, PrefillConfig, WorkerConfig
 
 # What would give the engine pages that the connector does not see, switched off in so many words.
 PAGES_OF_ITS_OWN = {"use_kv_cache_manager_v2": False, "host_cache_size": 0, "disk_cache_size": 0}

@@ -5,7 +5,7 @@ one token of answer, or a batch of streams and the gaps between their tokens. A 
 the engine computed for the request before. Nobody staged these requests, so nothing of them is
 loaded or saved. Points are taken in order until the budget is spent, the first few in any case.
 
-Not here: the formula that is fitted to them (conductor/estimates.py).
+Not here: the formula that is fitted to them (conductor/estimates/estimates.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.worker_config import WorkerConfig
+from backends.workers.config import WorkerConfig
 
 HANDOFFS = ("store", "native")
 TRANSCEIVERS = ("DEFAULT", "NIXL", "UCX", "MOONCAKE", "MPI")

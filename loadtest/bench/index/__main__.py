@@ -27,7 +27,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from conductor.policies import POLICIES
+from conductor.routing.policies import POLICIES
 from loadtest.bench.index import decision, hashing, memory
 from loadtest.bench.index.lookups import BYTES, IDS, Contender, Measured, contenders
 from loadtest.bench.index.peer import Peer

@@ -1,11 +1,11 @@
 """Prefix indexes behind one face: store a worker's new blocks, find who has how much of a prompt.
 
 `pydict` is the reference that the targets are promised against: a dictionary of sets of workers, as
-anybody would write it first. `ours` is the production index (mooncake_store/prefix_index.py), asked
-for what the conductor scores with: an array of blocks per worker. Both take either kind of key,
-small integers as in the trace or 16 random bytes as in production: integers that count up lie side
-by side in a dictionary, keys that are hashes do not, and a cache line that is not there costs more
-than everything else in a lookup.
+anybody would write it first. `ours` is the production index
+(mooncake_store/prefix_index/prefix_index.py), asked for what the conductor scores with: an array of
+blocks per worker. Both take either kind of key, small integers as in the trace or 16 random bytes
+as in production: integers that count up lie side by side in a dictionary, keys that are hashes do
+not, and a cache line that is not there costs more than everything else in a lookup.
 
 `Adapter` has the five methods that the script by which Dynamo was first measured calls.
 
@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from mooncake_store.holder_numbers import BlockCounts, Segment
-from mooncake_store.prefix_index import PrefixIndex
+from mooncake_store.prefix_index.holder_numbers import BlockCounts, Segment
+from mooncake_store.prefix_index.prefix_index import PrefixIndex
 
 Keys = Sequence[Any]  # int or bytes
 

@@ -27,7 +27,7 @@ import psutil
 
 from loadtest.bench.index.indexes import Index, Ours, PyDict
 from loadtest.bench.index.placement import Load, block_key
-from mooncake_store.prefix_index import PrefixIndex
+from mooncake_store.prefix_index.prefix_index import PrefixIndex
 
 
 def measured(load: Load, way: str, folder: Path) -> dict[str, float]:

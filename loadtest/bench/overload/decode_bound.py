@@ -26,7 +26,7 @@ the baseline wastes less than a tenth of what it computes there is no overload t
 After each overload the policy changes under a light load, two short answers at a time: whoever is
 rejected then is rejected for an overload that is over (`rejected_after_change`).
 
-Not here: sending (load.py), the policies (conductor/admission.py).
+Not here: sending (load.py), the policies (conductor/admission/admission.py).
 """
 
 from __future__ import annotations

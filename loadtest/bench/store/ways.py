@@ -17,8 +17,8 @@ import numpy as np
 from loadtest.bench.store.pattern import BATCH, Pattern
 from mooncake_store.client.client import StoreClient
 from mooncake_store.layout import geometry
-from mooncake_store.membership import NodeInfo
 from mooncake_store.memory.segment import ByteArray, Segment
+from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_agent import make_agent
 
 Way = Callable[[], float]

@@ -29,7 +29,7 @@ from loadtest.simulator.cluster.jitter import Jitter
 from loadtest.simulator.cluster.job import Job
 from loadtest.simulator.cluster.step_log import StepLog, longest_tenth_s
 from loadtest.simulator.gpu.steps import GpuModel
-from mooncake_store.eviction import make_eviction
+from mooncake_store.directory.core.eviction import make_eviction
 from mooncake_store.layout import blocks_touched
 
 ENGINES = ("vllm", "prefix", "chunked")

@@ -1,12 +1,12 @@
 """A decode worker: the real batching; a model only says how long a step takes.
 
-It does what backends/decode_worker.py does: pages are reserved when the first layers of a prompt
+It does what decode_worker.py does: pages are reserved when the first layers of a prompt
 are announced, its KV is read while prefill goes on, and when request and KV are there it joins the
 batch at the next step. Steps that compute the very same requests are taken at once, as many as
 batching says are alike; whoever comes meanwhile cuts that plan behind the step that is under way.
 So the outcome is that of one step after the other, to the last bit (a test says so).
 
-Not here: the rule of the second look (conductor/arrival_check.py), retries (fleet.py).
+Not here: the rule of the second look (conductor/admission/arrival_check.py), retries (fleet.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 
 from backends.engine.batching import DecodeBatching
 from backends.engine.pages import PagePool
-from backends.step_times import StepTimes
-from conductor.arrival_check import There, refusal
-from conductor.estimates import DecodeEstimate
+from backends.workers.step_times import StepTimes
+from conductor.admission.arrival_check import There, refusal
+from conductor.estimates.estimates import DecodeEstimate
 from loadtest.simulator.cluster.jitter import Jitter
 from loadtest.simulator.cluster.job import Job
 from loadtest.simulator.cluster.site import Site
 from loadtest.simulator.cluster.step_log import Seconds, StepLog, longest_tenth_s
-from mooncake_store.membership import WorkerReport
+from mooncake_store.records.membership import WorkerReport
 
 NO_STEPS: Seconds = np.zeros(0)
 

@@ -1,9 +1,10 @@
 """A simulated cluster: the real Conductor and Directory, simulated workers, one virtual clock.
 
-The order of calls is that of the front (backends/generation.py, backends/cluster_view.py): decide,
-prefill, tell the conductor that it finished, decode, tell it that all is over; a request whose
-worker was lost is tried again elsewhere. Workers report every second; what the directory announces
-reaches the conductor at once; its suggestions for hot prefixes are carried out.
+The order of calls is that of the front (backends/frontend/generation.py,
+backends/frontend/cluster_view.py): decide, prefill, tell the conductor that it finished, decode,
+tell it that all is over; a request whose worker was lost is tried again elsewhere. Workers report
+every second; what the directory announces reaches the conductor at once; its suggestions for hot
+prefixes are carried out.
 
 Not here: what is offered and what is asked of the outcome (experiments/), a worker's own work
 (prefill_node.py, decode_node.py), what breaks when (faults.py).
@@ -28,8 +29,8 @@ from loadtest.simulator.cluster.site import Site
 from loadtest.simulator.cluster.store import SimulatedStore
 from loadtest.simulator.gpu.steps import Calibration, GpuModel, calibrate, prompt_s
 from loadtest.trace import TraceRow
-from mooncake_store.events import Event
-from mooncake_store.membership import WorkerInfo
+from mooncake_store.records.events import Event
+from mooncake_store.records.membership import WorkerInfo
 
 LIFE = "life1"
 CONTEXT_TOKENS_MAX = 1_000_000  # no prompt of a published trace is longer
@@ -244,7 +245,7 @@ class Fleet:
             self.clock.after(self.settings.tick_s, self._tick)
 
     def _copy(self, suggestion: Replicate) -> None:
-        """The target node brings the blocks there itself (backends/hot_copies.py)."""
+        """The target node brings the blocks there itself (backends/frontend/hot_copies.py)."""
         self._copies += 1
         owner, site = f"copy-{self._copies}", self.site
         found = site.store.find(suggestion.block_keys, suggestion.target_node, owner)

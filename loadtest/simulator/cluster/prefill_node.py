@@ -1,6 +1,6 @@
 """A prefill worker: the real queue, batching and claims; a model only says how long a step takes.
 
-It does what backends/prefill_worker.py does, in the same order: a prompt waits for pages, looks its
+It does what prefill_worker.py does, in the same order: a prompt waits for pages, looks its
 prefix up, is set aside while another prompt brings the next block, fetches what the conductor told
 it to, loads, is computed in chunks together with others, and puts each block when it is whole.
 Fetching and loading run beside the computing of other prompts, as there.
@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 
 from backends.engine.batching import Chunk, PrefillBatching
 from backends.engine.pages import PagePool
-from backends.prefix_claims import PrefixClaims
-from backends.step_times import StepTimes
-from conductor.estimates import PrefillEstimate
-from conductor.step_sharing import overhead_tokens
+from backends.workers.prefix_claims import PrefixClaims
+from backends.workers.step_times import StepTimes
+from conductor.estimates.estimates import PrefillEstimate
+from conductor.load.step_sharing import overhead_tokens
 from loadtest.simulator.cluster.jitter import Jitter
 from loadtest.simulator.cluster.job import Job
 from loadtest.simulator.cluster.site import Site
 from loadtest.simulator.cluster.store import Found
-from mooncake_store.membership import WorkerReport
+from mooncake_store.records.membership import WorkerReport
 
 
 class PrefillNode:

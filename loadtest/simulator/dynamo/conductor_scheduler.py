@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from conductor import Conductor, ConductorConfig, Reject, Request
-from conductor.estimates import (
+from conductor.estimates.estimates import (
     DecodeEstimate,
     DecodeSample,
     Fit,
@@ -40,7 +40,7 @@ from loadtest.simulator.dynamo.timing import (
     Steps,
     alone_s,
 )
-from mooncake_store.events import (
+from mooncake_store.records.events import (
     BlockAdded,
     BlockRemoved,
     Event,
@@ -48,7 +48,7 @@ from mooncake_store.events import (
     WorkerReported,
     WorkerUp,
 )
-from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
+from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
 RATE_FREE, RATE_NONE = 1e18, 1e-3  # bytes/s
 BLOCK_BYTES = BLOCK_TOKENS * 327_680  # LLaMA3-70B in bf16; only ratios to the rates above matter

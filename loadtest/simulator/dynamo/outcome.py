@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from conductor.length_class import CLASSES, class_name, length_class
+from conductor.estimates.length_class import CLASSES, class_name, length_class
 from loadtest.simulator.dynamo.job import Job
 from loadtest.simulator.dynamo.timing import alone_s
 

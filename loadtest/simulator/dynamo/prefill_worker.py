@@ -10,7 +10,8 @@ First come, first served, this is Dynamo's engine: the prompt that is partly com
 With other keys a short prompt overtakes a long one between two chunks, as in our own workers
 (backends/engine/batching.py); so there may be several partly computed prompts, and the blocks that
 they have yet to take count as taken. With `overhead_tokens` a pass may end before its tokens are
-spent, so that short prompts need not wait for others to be computed (conductor/step_sharing.py).
+spent, so that short prompts need not wait for others to be computed
+(conductor/load/step_sharing.py).
 
 Not here: time (replay.py), the order of the queue (the job's order_key_s).
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 from heapq import heappop, heappush
 
-from conductor.step_sharing import ALWAYS, shares_step
+from conductor.load.step_sharing import ALWAYS, shares_step
 from loadtest.simulator.dynamo.blocks import PARTIAL, BlockPool, Watcher
 from loadtest.simulator.dynamo.job import Job
 from loadtest.simulator.dynamo.timing import (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
-from conductor.step_sharing import ALWAYS
+from conductor.load.step_sharing import ALWAYS
 from loadtest.simulator.dynamo.blocks import Watcher
 from loadtest.simulator.dynamo.decode_worker import DecodeWorker
 from loadtest.simulator.dynamo.job import Job

@@ -10,8 +10,8 @@ Any other case can be asked for: speeds, sizes of cache, numbers of workers, ano
 every scheduler is run on it, and with a Python that has Dynamo's wheel so is Dynamo itself.
 
 `passes` tells what fills a prefill pass. `filled`: all the tokens there are, as Dynamo's engine has
-it. `shared`: prompts share a pass only where that pays (conductor/step_sharing.py). Dynamo reaches
-the same by holding prompts in its router until a worker is free (queue threshold 0).
+it. `shared`: prompts share a pass only where that pays (conductor/load/step_sharing.py). Dynamo
+reaches the same by holding prompts in its router until a worker is free (queue threshold 0).
 
 Not here: the engine (../dynamo), its peer (../dynamo/peer.py), the picture (../dynamo/plot.py).
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from conductor import ConductorConfig
-from conductor.step_sharing import ALWAYS, overhead_tokens
+from conductor.load.step_sharing import ALWAYS, overhead_tokens
 from loadtest.bench.result import Cell, Result
 from loadtest.simulator.asked import Asked, SimulationRefused, progress_bar
 from loadtest.simulator.dynamo import plot

@@ -11,7 +11,7 @@ from loadtest.bench.result import Result
 from loadtest.simulator import hit_rate, plot
 from loadtest.simulator.asked import Asked, SimulationRefused, progress_bar
 from loadtest.simulator.block_cache import key_of
-from mooncake_store.eviction import POLICIES
+from mooncake_store.directory.core.eviction import POLICIES
 
 TRACES = ("conversation", "synthetic")
 

@@ -7,7 +7,7 @@ lowest speed at which the baseline wastes WASTED_SHARE_MIN of its prefills is lo
 admission is run at that speed. All rows have the same routing, FIFO queues and limits, and no
 shedding but by limit, as in the paper.
 
-Not here: the policies (conductor/admission.py), the cluster (cluster/).
+Not here: the policies (conductor/admission/admission.py), the cluster (cluster/).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The conversation trace with its timestamps as they are (and faster), 8 prefill a
 order of arrival, as the paper does; `adaptive` serves short work first, with ageing, because its
 formula is about that queue. Nothing else differs between rows.
 
-Not here: the policies (conductor/policies.py), the cluster (cluster/).
+Not here: the policies (conductor/routing/policies.py), the cluster (cluster/).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from conductor.estimates import (
+from conductor.estimates.estimates import (
     DecodeEstimate,
     DecodeSample,
     Fit,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conductor.estimates import DecodeEstimate, PrefillEstimate
+from conductor.estimates.estimates import DecodeEstimate, PrefillEstimate
 from loadtest.simulator.gpu.steps import Span, Tokens
 
 

@@ -14,7 +14,7 @@ import backends
 from backends.engine.generate import generate
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.torch_engine import TorchEngine
+from backends.engine.torch.torch_engine import TorchEngine
 from tests.backends.engine.checkpoints import (
     LLAMA3_ROPE,
     load_reference,

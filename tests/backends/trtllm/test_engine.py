@@ -24,7 +24,7 @@ from backends.engine.trtllm.measuring import Stopwatch
 from backends.engine.trtllm.messages import ENVIRONMENT
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import ConfigError
-from backends.worker_config import DecodeConfig, PrefillConfig
+from backends.workers.config import DecodeConfig, PrefillConfig
 from tests.backends.small_tokenizers import DEMO
 
 
@@ -187,7 +187,7 @@ def test_leftovers_of_mpi_are_gone_when_the_engine_starts(
 
 def test_a_worker_on_torch_loads_nothing_of_tensorrt_llm() -> None:
     script = (
-        "import sys; from backends import worker_kinds as kinds;"
+        "import sys; from backends.triton import worker_kinds as kinds;"
         "kinds.read_worker_configs('prefill', 'prefill_0', {}, 1);"
         "[kinds.worker_class(role, 'torch') for role in ('prefill', 'decode')];"
         "print([m for m in sys.modules if 'tensorrt_llm' in m or '.trtllm.' in m])"

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from backends import trtllm_decode_worker, trtllm_prefill_worker
 from backends.errors import WorkerUnavailable
+from backends.workers.trtllm import decode_worker as trtllm_decode_worker
+from backends.workers.trtllm import prefill_worker as trtllm_prefill_worker
 
 
 @pytest.mark.parametrize(

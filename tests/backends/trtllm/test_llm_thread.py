@@ -21,7 +21,7 @@ from backends.engine.trtllm.sampler_support import Sampler
 from backends.engine.trtllm.settings import OBJECTS, TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import RequestInvalid, WorkerUnavailable
-from backends.worker_config import DecodeConfig, PrefillConfig
+from backends.workers.config import DecodeConfig, PrefillConfig
 from tests.backends.small_tokenizers import DEMO
 
 PROMPT = [20 + 7 * n % 1900 for n in range(100)]

@@ -16,8 +16,8 @@ from backends.engine.trtllm.settings import (
     read_options,
 )
 from backends.errors import ConfigError
-from backends.worker_config import DTYPES
-from backends.worker_kinds import read_worker_configs
+from backends.triton.worker_kinds import read_worker_configs
+from backends.workers.config import DTYPES
 
 USABLE = {"engine": "tensorrt_llm", "dtype": "bfloat16", "block_tokens": "256"}
 

@@ -9,7 +9,7 @@ import pytest
 from backends.engine.trtllm.channel import ChannelError
 from backends.engine.trtllm.messages import Stage
 from backends.errors import WorkerUnavailable
-from backends.staged_pages import StagedPages
+from backends.workers.trtllm.staged_pages import StagedPages
 
 STAGE = Stage("r", b"", "", b"", [], [1, 2], 0)
 

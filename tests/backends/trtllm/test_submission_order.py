@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from backends.engine.trtllm.messages import Stage
-from backends.kv_writer import BlockPut
-from backends.trtllm_prefill_job import TrtllmPrefillJob
-from backends.trtllm_prefill_worker import TrtllmPrefillWorker
+from backends.workers.kv_writer import BlockPut
+from backends.workers.trtllm.prefill_job import TrtllmPrefillJob
+from backends.workers.trtllm.prefill_worker import TrtllmPrefillWorker
 from tests.backends.engine.trtllm.listening import WAIT_S
 
 

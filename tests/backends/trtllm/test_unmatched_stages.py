@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from backends.errors import KvMissing
-from backends.kv_writer import BlockPut
-from backends.trtllm_decode_worker import TrtllmDecodeWorker
-from backends.trtllm_prefill_job import TrtllmPrefillJob
-from backends.trtllm_prefill_worker import UNCLAIMED_S_MAX, TrtllmPrefillWorker
-from backends.worker_protocol import BlockRef, FirstToken
+from backends.workers.kv_writer import BlockPut
+from backends.workers.protocol import BlockRef, FirstToken
+from backends.workers.trtllm.decode_worker import TrtllmDecodeWorker
+from backends.workers.trtllm.prefill_job import TrtllmPrefillJob
+from backends.workers.trtllm.prefill_worker import UNCLAIMED_S_MAX, TrtllmPrefillWorker
 
 REF = BlockRef(0, "s0", 1, 1, 0)
 

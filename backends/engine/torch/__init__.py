@@ -1,0 +1,1 @@
+"""The embedded engine's computing on torch."""

@@ -1,0 +1,104 @@
+"""Attention over paged KV: write the new K and V, gather the pages, attend.
+
+Grouped-query attention needs no repeated K and V here: the query heads that share a KV head are
+laid beside each other, as rows (last token) or as heads with stride 0 (prefill).
+
+Not here: which tokens see what (step_plan.py), projections and RoPE (transformer.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from backends.engine.torch import causal_attention
+from backends.engine.torch.kv_memory import KvMemory
+from backends.engine.torch.step_plan import LastGroup, PrefillSpan, StepPlan
+
+
+class PagedAttention:
+    def __init__(self, memory: KvMemory, heads: int) -> None:
+        layout = memory.layout
+        assert heads % layout.kv_heads == 0, (heads, layout.kv_heads)
+        self.memory = memory
+        self.heads = heads
+        self.kv_heads = layout.kv_heads
+        self.shared = heads // layout.kv_heads  # query heads per KV head
+        self.head_dim = layout.head_dim
+        # Reused by every layer and step: fresh memory of this size costs page faults each time.
+        self._gathered = memory.page_rows[0].new_empty((0, memory.page_rows[0].shape[1]))
+
+    def write(self, layer: int, token_rows: torch.Tensor, kv: torch.Tensor) -> None:
+        """kv [tokens, 2 * kv_heads, head_dim]: K heads, then V heads."""
+        self.memory.token_rows[layer].index_put_((token_rows,), kv)
+
+    def all_tokens(self, layer: int, plan: StepPlan, queries: torch.Tensor) -> torch.Tensor:
+        """queries [rows of the plan, heads, head_dim] -> [rows, heads * head_dim]."""
+        if not plan.prefills:
+            return self.last_tokens(layer, plan.decodes, queries)
+        out = queries.new_empty(len(queries), self.heads * self.head_dim)
+        if plan.decodes:
+            works = plan.prefills[0].first
+            out[:works] = self.last_tokens(layer, plan.decodes, queries[:works])
+        for span in plan.prefills:
+            rows = slice(span.first, span.first + span.tokens)
+            self._prefill(layer, span, queries[rows], out[rows])
+        out[plan.tokens :].zero_()
+        return out
+
+    def last_tokens(
+        self, layer: int, groups: list[LastGroup], queries: torch.Tensor
+    ) -> torch.Tensor:
+        """queries [works, heads, head_dim] of last tokens -> [works, heads * head_dim]."""
+        parts = [
+            self._last(layer, group, queries[group.first : group.first + group.works])
+            for group in groups
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _last(self, layer: int, group: LastGroup, queries: torch.Tensor) -> torch.Tensor:
+        keys, values = self._gather(layer, group.page_rows, group.works)
+        keys, values = keys[:, :, : group.context_tokens], values[:, :, : group.context_tokens]
+        rows = queries.reshape(group.works, self.kv_heads, self.shared, self.head_dim)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask)
+        return out.reshape(group.works, -1)
+
+    def _prefill(
+        self, layer: int, span: PrefillSpan, queries: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Attention of a span into its rows of `out`."""
+        keys, values = self._gather(layer, span.page_rows, 1)
+        # KV heads are the batch, query heads of one KV head the heads (K and V with stride 0).
+        grouped = (span.tokens, self.kv_heads, self.shared, self.head_dim)
+        rows, target = queries.view(grouped), out.view(grouped)
+        if causal_attention.serves(queries, span.end):
+            causal_attention.causal_attention(rows, keys[0], values[0], span.start, target)
+            return
+        shape = (self.kv_heads, self.shared, span.end, self.head_dim)
+        seen = F.scaled_dot_product_attention(
+            rows.permute(1, 2, 0, 3),
+            keys[0, :, : span.end].unsqueeze(1).expand(shape),
+            values[0, :, : span.end].unsqueeze(1).expand(shape),
+            attn_mask=_causal_mask(span, queries) if span.start else None,
+            is_causal=span.start == 0,
+        )
+        target.copy_(seen.permute(2, 0, 1, 3))
+
+    def _gather(
+        self, layer: int, page_rows: torch.Tensor, works: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [works, kv_heads, tokens of the pages, head_dim]; valid until the next call."""
+        if len(page_rows) > len(self._gathered):
+            self._gathered = self.memory.page_rows[0].new_empty(
+                (2 * len(page_rows), self.memory.page_rows[0].shape[1])
+            )
+        gathered = self._gathered[: len(page_rows)]
+        torch.index_select(self.memory.page_rows[layer], 0, page_rows, out=gathered)
+        keys, values = gathered.view(2, works, self.kv_heads, -1, self.head_dim).unbind(0)
+        return keys, values
+
+
+def _causal_mask(span: PrefillSpan, like: torch.Tensor) -> torch.Tensor:
+    """[tokens, end]: 0 where the token sees the position, else -inf."""
+    mask = torch.full((span.tokens, span.end), -torch.inf, dtype=like.dtype, device=like.device)
+    return mask.triu_(span.start + 1)

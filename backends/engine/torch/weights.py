@@ -1,0 +1,157 @@
+"""The weights of a model as the forward pass wants them: fused, folded, on their device.
+
+q, k and v are one matrix, gate and up are one, and the weight of each RMS norm but the last is
+multiplied into the columns of the matrix after it (in float32, rounded once), so that a norm is
+only a scale.
+
+Not here: where the bytes come from (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from backends.engine.checkpoint import Checkpoint
+from backends.engine.checkpoint_error import CheckpointError
+from backends.engine.model_config import ModelConfig
+from backends.engine.torch.linear import GatedLinear, Linear
+
+SCALAR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    qkv: Linear  # heads of q, then of k, then of v
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim] (Qwen3)
+    output: Linear
+    gate_up: GatedLinear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    embedding: torch.Tensor  # [vocabulary, hidden]
+    layers: list[LayerWeights]
+    last_norm: torch.Tensor  # [hidden]; not folded, so that tied embeddings stay one matrix
+    logits: Linear
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that this model must have."""
+    hidden, inner = config.hidden, config.intermediate
+    q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocabulary_tokens, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.has_tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocabulary_tokens, hidden)
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        for name, rows, columns, has_bias in (
+            ("self_attn.q_proj", q_rows, hidden, config.has_qkv_bias),
+            ("self_attn.k_proj", kv_rows, hidden, config.has_qkv_bias),
+            ("self_attn.v_proj", kv_rows, hidden, config.has_qkv_bias),
+            ("self_attn.o_proj", hidden, q_rows, config.has_output_bias),
+            ("mlp.gate_proj", inner, hidden, config.has_mlp_bias),
+            ("mlp.up_proj", inner, hidden, config.has_mlp_bias),
+            ("mlp.down_proj", hidden, inner, config.has_mlp_bias),
+        ):
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        if config.has_qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Weights:
+    """Read, check, fuse. A CheckpointError lists every tensor that is missing or wrong."""
+    shapes = expected_shapes(config)
+    found = checkpoint.problems(shapes)
+    if found:
+        raise CheckpointError(checkpoint.folder, found)
+    loader = _Loader(checkpoint, dtype, device)
+    layers = [
+        _load_layer(loader, config, f"model.layers.{layer}.") for layer in range(config.layers)
+    ]
+    embedding = loader.place(loader.read("model.embed_tokens.weight"))
+    last_norm = loader.place(loader.read("model.norm.weight"))
+    head = embedding
+    if not config.has_tied_embeddings:
+        head = loader.place(loader.read("lm_head.weight"))
+    if loader.not_finite:
+        raise CheckpointError(
+            checkpoint.folder,
+            [f"tensor {name} holds NaN or infinity; copy it again" for name in loader.not_finite],
+        )
+    return Weights(embedding, layers, last_norm, Linear(head))
+
+
+class _Loader:
+    """Reads tensors as float32 on the CPU and places results on the device."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
+        self.not_finite: list[str] = []
+
+    def read(self, name: str) -> torch.Tensor:
+        entry = self.checkpoint.entries[name]
+        raw = torch.from_numpy(self.checkpoint.read(name))
+        tensor = raw.view(SCALAR_DTYPES[entry.dtype]).view(entry.shape).float()
+        if not torch.isfinite(tensor).all():
+            self.not_finite.append(name)
+        return tensor
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+
+def _load_layer(loader: _Loader, config: ModelConfig, prefix: str) -> LayerWeights:
+    def stacked(names: tuple[str, ...], norm: torch.Tensor | None) -> torch.Tensor:
+        weight = torch.cat([loader.read(f"{prefix}{name}.weight") for name in names])
+        return loader.place(weight if norm is None else weight * norm)
+
+    def biases(names: tuple[str, ...], has_bias: bool) -> torch.Tensor | None:
+        if not has_bias:
+            return None
+        return loader.place(torch.cat([loader.read(f"{prefix}{name}.bias") for name in names]))
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output, down = ("self_attn.o_proj",), ("mlp.down_proj",)
+    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    input_norm = loader.read(prefix + "input_layernorm.weight")
+    inner_norm = loader.read(prefix + "post_attention_layernorm.weight")
+    return LayerWeights(
+        qkv=Linear(stacked(qkv, input_norm), biases(qkv, config.has_qkv_bias)),
+        qk_norm=_qk_norm(loader.read, loader.place, config, prefix),
+        output=Linear(stacked(output, None), biases(output, config.has_output_bias)),
+        gate_up=GatedLinear(stacked(gate_up, inner_norm), biases(gate_up, config.has_mlp_bias)),
+        down=Linear(stacked(down, None), biases(down, config.has_mlp_bias)),
+    )
+
+
+def _qk_norm(
+    read: Callable[[str], torch.Tensor],
+    place: Callable[[torch.Tensor], torch.Tensor],
+    config: ModelConfig,
+    prefix: str,
+) -> torch.Tensor | None:
+    if not config.has_qk_norm:
+        return None
+    q_norm = read(prefix + "self_attn.q_norm.weight").expand(config.heads, -1)
+    k_norm = read(prefix + "self_attn.k_norm.weight").expand(config.kv_heads, -1)
+    return place(torch.cat([q_norm, k_norm]))

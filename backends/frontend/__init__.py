@@ -1,0 +1,1 @@
+"""A client's request: read, decided, followed, answered."""

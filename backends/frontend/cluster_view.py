@@ -1,0 +1,227 @@
+"""The conductor process's view of the cluster: the directory's events, fed to the Conductor.
+
+One lock guards the Conductor and its index; everything that decides goes through here, so that a
+fleet could put this object on another host behind the same few methods. Not here: deciding
+(conductor/), serving a request (backends/frontend/frontend.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from backends.errors import RequestInvalid
+from backends.frontend.decision import Decided
+from backends.frontend.hot_copies import HotCopies
+from conductor.conductor import Conductor
+from conductor.config import ConductorConfig
+from conductor.messages import Reject, Request
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.directory.event_feed import EventFeed
+from mooncake_store.errors import StoreError
+from mooncake_store.process.self_check import SelfCheck, is_switched_on
+from mooncake_store.records.events import WorkerDown, WorkerReported, WorkerUp
+from mooncake_store.records.membership import WorkerInfo
+
+log = logging.getLogger(__name__)
+TICK_S = 0.5
+UNHEARD_S_MAX = 5.0  # the directory's own lease on workers
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the live workers have in common; None-free once a worker has registered."""
+
+    fingerprint: str
+    block_tokens: int
+    context_tokens_max: int
+    workers: tuple[str, ...]
+
+
+class ClusterView:
+    """Thread-safe door to the Conductor, kept up to date from the directory."""
+
+    def __init__(self, config: ConductorConfig, directory: str, events: str) -> None:
+        # Set by the frontend: (worker, incarnation, when it was last heard of).
+        self.on_worker_down: Callable[[str, str, float], None] = lambda *_: None
+        self.config = config
+        self._lock = threading.Lock()
+        self._conductor = Conductor(config)
+        self._workers: dict[tuple[str, str], WorkerInfo] = {}
+        self._unheard_s: dict[tuple[str, str], float] = {}
+        self._heard_s: dict[tuple[str, str], float] = {}  # its latest report, or its registration
+        self._copies = HotCopies(directory)
+        self.self_check = SelfCheck(self._check, is_switched_on())
+        self._is_closing = threading.Event()
+        self.client = DirectoryClient(directory)
+        self._feed = EventFeed(directory, events, self._on_snapshot, self._on_events)
+        self._ticker = threading.Thread(target=self._tick_loop, name="conductor-tick", daemon=True)
+        self._ticker.start()
+
+    def served(self) -> Served | None:
+        """What the newest workers serve, or None while there are none."""
+        with self._lock:
+            workers = list(self._workers.values())
+        if not workers:
+            return None
+        newest = workers[-1]
+        return Served(
+            fingerprint=newest.fingerprint,
+            block_tokens=newest.block_tokens,
+            context_tokens_max=min(worker.context_tokens_max for worker in workers),
+            workers=tuple(sorted({worker.worker_id for worker in workers})),
+        )
+
+    def wait_for_a_pair(self, timeout_s: float, is_over: Callable[[], bool]) -> bool:
+        """Until a prefill and a decode worker serve; False: not in time, or `is_over` said so."""
+        give_up_s = time.monotonic() + timeout_s
+        while not (self.workers_live("prefill") and self.workers_live("decode")):
+            if time.monotonic() > give_up_s or is_over():
+                return False
+            time.sleep(0.05)
+        return True
+
+    def workers_live(self, role: str) -> int:
+        """Names, not processes: while a worker reloads it has two."""
+        with self._lock:
+            return len({w.worker_id for w in self._workers.values() if w.role == role})
+
+    def inboxes(self, worker_id: str) -> list[str]:
+        """Of every live process of a worker: two while its config.pbtxt reloads."""
+        with self._lock:
+            return [w.inbox for (name, _), w in self._workers.items() if name == worker_id]
+
+    def grpc_addresses(self) -> set[str]:
+        """Where workers are called."""
+        with self._lock:
+            return {worker.grpc_address for worker in self._workers.values()}
+
+    def excluded_by_pins(
+        self, prefill_worker: str, decode_worker: str
+    ) -> frozenset[tuple[str, str]]:
+        """All workers but the pinned ones ("" pins none); RequestInvalid for an unknown name."""
+        with self._lock:
+            workers = list(self._workers.values())
+        excluded = set()
+        for role, pinned in (("prefill", prefill_worker), ("decode", decode_worker)):
+            names = {worker.worker_id for worker in workers if worker.role == role}
+            if pinned and pinned not in names:
+                raise RequestInvalid(
+                    f"{role}_worker {pinned!r} is not serving; these are: {sorted(names)}"
+                )
+            excluded |= {
+                (worker.worker_id, worker.incarnation)
+                for worker in workers
+                if pinned and worker.role == role and worker.worker_id != pinned
+            }
+        return frozenset(excluded)
+
+    def decide(self, request: Request, wants_candidates: bool = False) -> Decided | Reject:
+        """With the pairs that were considered, for who wants to see them: they cost time."""
+        with self._lock:
+            now_s = time.monotonic()
+            candidates = self._conductor.explain(request, now_s) if wants_candidates else ()
+            decision = self._conductor.on_request(request, now_s)
+        if isinstance(decision, Reject):
+            return decision
+        return Decided(decision, now_s, candidates)
+
+    def prefill_finished(self, request_id: str, cached_tokens: int, seconds: float) -> None:
+        with self._lock:
+            self._conductor.on_prefill_finished(
+                request_id, time.monotonic(), cached_tokens, seconds
+            )
+
+    def finished(self, request_id: str, output_tokens: int | None = None) -> None:
+        """`output_tokens` of an answer that is complete: others like it will be as long."""
+        with self._lock:
+            self._conductor.on_finished(request_id, time.monotonic(), output_tokens)
+
+    def release(self, owner: str) -> None:
+        """Nobody reads the blocks of this try any more; without a directory its leases run out."""
+        try:
+            self.client.release(owner)
+        except StoreError as error:
+            log.warning("leases of %s run out by themselves: %s", owner, error)
+
+    def worker_failed(self, worker_id: str, incarnation: str) -> None:
+        with self._lock:
+            self._conductor.on_worker_failed(worker_id, incarnation, time.monotonic())
+
+    def worker_refused(self, worker_id: str, incarnation: str) -> None:
+        with self._lock:
+            self._conductor.on_worker_refused(worker_id, incarnation, time.monotonic())
+
+    def stats(self) -> Any:
+        """ConductorStats."""
+        with self._lock:
+            return self._conductor.stats()
+
+    def _check(self) -> None:
+        with self._lock:
+            self._conductor.check()
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._feed.close()
+        self._ticker.join(timeout=2.0)
+        self._copies.close()
+        self.client.close()
+
+    def _on_snapshot(self, snapshot: Any) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            before = self._workers.keys()
+            self._workers = {(w.worker_id, w.incarnation): w for w in snapshot.workers}
+            # A directory that restarted hears of its workers one by one: wait before calling
+            # those that are not in its snapshot lost.
+            self._unheard_s |= dict.fromkeys(before - self._workers.keys(), now_s)
+            known = self._workers.keys() | self._unheard_s.keys()
+            self._heard_s = {worker: self._heard_s.get(worker, now_s) for worker in known}
+            self._conductor.on_snapshot(snapshot, now_s)
+
+    def _on_events(self, events: Sequence[Any]) -> None:
+        gone, now_s = [], time.monotonic()
+        with self._lock:
+            for event in events:
+                if isinstance(event, WorkerReported):
+                    report = event.report
+                    self._heard_s[(report.worker_id, report.incarnation)] = now_s
+                elif isinstance(event, WorkerUp):
+                    worker = (event.info.worker_id, event.info.incarnation)
+                    self._workers[worker], self._heard_s[worker] = event.info, now_s
+                elif isinstance(event, WorkerDown):
+                    worker = (event.worker_id, event.incarnation)
+                    self._workers.pop(worker, None)
+                    gone.append((*worker, self._heard_s.pop(worker, now_s)))
+            self._conductor.on_events(events, now_s)
+        for worker_id, incarnation, heard_s in gone:
+            self.on_worker_down(worker_id, incarnation, heard_s)
+
+    def _tick_loop(self) -> None:
+        while not self._is_closing.wait(TICK_S):
+            with self._lock:
+                suggestions = self._conductor.on_tick(time.monotonic())
+                lost = self._never_heard_again(time.monotonic())
+            self.self_check.run(time.monotonic())
+            for worker_id, incarnation, heard_s in lost:
+                self.on_worker_down(worker_id, incarnation, heard_s)
+            for suggestion in suggestions:
+                log.info("replicate %s", suggestion.reason)
+                self._copies.carry_out(suggestion)
+
+    def _never_heard_again(self, now_s: float) -> list[tuple[str, str, float]]:
+        """Workers that a new directory should have heard of by now, and when anybody heard of them
+        last; with the lock held."""
+        self._unheard_s = {
+            worker: since_s for worker, since_s in self._unheard_s.items()
+            if worker not in self._workers
+        }  # fmt: skip
+        lost = [w for w, since_s in self._unheard_s.items() if now_s - since_s > UNHEARD_S_MAX]
+        for worker in lost:
+            del self._unheard_s[worker]
+        return [(*worker, self._heard_s.pop(worker, now_s)) for worker in lost]

@@ -1,0 +1,163 @@
+"""Calls to worker models over their Tritons' gRPC endpoints, one stream per request.
+
+A worker has a Triton of its own (docs/decisions/0017), which tells the directory its address. A
+call whose worker process died can be cancelled from here.
+
+Not here: what is called and why (worker_calls.py, generation.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from backends.errors import from_broken_call, from_wire
+from backends.launcher import launch_secret
+
+CONNECTIONS = 4  # one HTTP/2 connection is served by one thread of Triton
+OPTIONS = [
+    ("grpc.use_local_subchannel_pool", 1),  # or all channels would share one connection
+    ("grpc.enable_http_proxy", 0),  # workers are near, whatever http_proxy says
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+]
+
+
+class Connections:
+    """To one Triton, used in turn. `in_use` counts the calls; with GrpcCalls' lock held."""
+
+    def __init__(self, address: str) -> None:
+        self._channels = [grpc.insecure_channel(address, OPTIONS) for _ in range(CONNECTIONS)]
+        stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._channels]
+        self.stubs = itertools.cycle(stubs)
+        self.in_use = 0
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+
+class GrpcCalls:
+    """Calls `(address, model, inputs, outputs, request id)` as worker_calls.Call wants them."""
+
+    def __init__(self) -> None:
+        self._connections: dict[str, Connections] = {}
+        self._retired: set[str] = set()  # of those: to be closed behind their last call
+        self._running: dict[str, grpc.Call] = {}
+        self._lock = threading.Lock()
+        self._secret = launch_secret.of_launch()
+
+    def __call__(
+        self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
+        request_id: str,
+    ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
+        """One dict of flat arrays per response. Raises ServingError; WorkerUnavailable if lost.
+
+        Leaving early waits for the worker to end the stream (it is told to stop by a letter):
+        Triton 2.51 keeps a model from unloading after a call to it was cancelled. `cancel` is for
+        workers that are gone.
+        """
+        request = _request(model, inputs, outputs, request_id)
+        request.parameters[launch_secret.PARAMETER].string_param = self._secret
+        with self._connected(address) as stub:
+            call = stub.ModelStreamInfer(iter([request]))
+            with self._lock:
+                self._running[request_id] = call
+            try:
+                for response in call:
+                    if response.error_message:
+                        raise from_wire(response.error_message, model)
+                    if response.infer_response.raw_output_contents:
+                        yield _outputs(response.infer_response)
+            except grpc.RpcError as error:
+                raise from_broken_call(model, error.code(), error.details()) from None
+            finally:
+                with contextlib.suppress(grpc.RpcError):
+                    for _ in call:
+                        pass
+                with self._lock:
+                    if self._running.get(request_id) is call:
+                        del self._running[request_id]
+
+    @contextlib.contextmanager
+    def _connected(self, address: str) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
+        with self._lock:
+            connections = self._connections.get(address)
+            if connections is None:
+                connections = self._connections[address] = Connections(address)
+            connections.in_use += 1
+            stub = next(connections.stubs)
+        try:
+            yield stub
+        finally:
+            with self._lock:
+                connections.in_use -= 1
+            self._close_retired()
+
+    def keep(self, addresses: set[str]) -> None:
+        """Close connections to all others, each when its last call has ended."""
+        with self._lock:
+            self._retired = self._connections.keys() - addresses
+        self._close_retired()
+
+    def _close_retired(self) -> None:
+        with self._lock:
+            idle = [each for each in self._retired if not self._connections[each].in_use]
+            self._retired.difference_update(idle)
+            closing = [self._connections.pop(address) for address in idle]
+        for connections in closing:
+            connections.close()
+
+    def cancel(self, request_id: str) -> None:
+        """End this request's call now; who reads it gets WorkerUnavailable."""
+        with self._lock:
+            call = self._running.get(request_id)
+        if call is not None:
+            call.cancel()
+
+    def close(self) -> None:
+        with self._lock:
+            closing = list(self._connections.values())
+            self._connections.clear()
+            self._retired.clear()
+        for connections in closing:
+            connections.close()
+
+
+def _request(
+    model: str, inputs: Mapping[str, np.ndarray], outputs: list[str], request_id: str
+) -> service_pb2.ModelInferRequest:
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for name, value in inputs.items():
+        is_text = value.dtype == np.object_
+        request.inputs.add(
+            name=name, datatype="BYTES" if is_text else "INT32", shape=[1, value.size]
+        )
+        raw = _packed(value) if is_text else np.ascontiguousarray(value, np.int32).tobytes()
+        request.raw_input_contents.append(raw)
+    for name in outputs:
+        request.outputs.add(name=name)
+    return request
+
+
+def _packed(values: np.ndarray) -> bytes:
+    """BYTES elements as KServe wants them: each behind its length."""
+    return b"".join(struct.pack("<I", len(value)) + value for value in values)
+
+
+def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.datatype == "BYTES":
+            (length,) = struct.unpack_from("<I", raw)
+            found[output.name] = np.array([raw[4 : 4 + length]], dtype=np.object_)
+        else:
+            found[output.name] = np.frombuffer(raw, np.int32)
+    return found

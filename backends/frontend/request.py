@@ -1,0 +1,215 @@
+"""A request as the front understands it: checked, complete, with every default filled in.
+
+`parse` either returns a FrontRequest or raises RequestInvalid with *all* problems, each with the
+limit and what to do. The rules for what is not said:
+
+| input or parameter | when it is not given |
+|---|---|
+| prompt | exactly one of `text_input`, `input_ids`, `messages` is needed (frontend/prompt.py) |
+| sampling, length, stop words, end | see the table in backends/frontend/sampling.py |
+| `stream` | false: one response with everything |
+| `stream_interval` | 1 token per response, or more while the front has too many to send |
+| `exclude_input_in_output` | true; false puts the prompt before an answer that is not streamed |
+| `return_decision`, `return_perf_metrics` | false |
+| `return_num_input_tokens`, `return_num_output_tokens` | the counts are always there |
+| request id | a fresh one |
+| parameter `tenant` | "": shares cached KV with all who name none |
+| parameter `request_priority` (Triton keeps `priority` for itself) | 0 |
+| parameter `timeout_ms` (Triton keeps `timeout` for itself) | 0: none of its own |
+| parameters `prefill_worker`, `decode_worker` | the conductor chooses |
+| parameter `describe` | false; true needs no prompt |
+
+Triton's /generate turns JSON fields that are no tensor into parameters, so a misspelt tensor
+arrives as an unknown parameter: it is refused with the likely name, never ignored.
+Not here: reading single tensors (values.py), limits of sampling (sampling_params.py).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backends import tensors
+from backends.engine.sampling_params import SamplingLimits, SamplingParams
+from backends.errors import RequestInvalid
+from backends.frontend import prompt as front_prompt
+from backends.frontend import sampling as front_sampling
+from backends.frontend.values import DTYPES, NAMES, InputReader, as_text, did_you_mean, shown
+from backends.text.text_stream import delta
+from backends.text.tokenizer import Tokenizer
+
+REQUEST_ID_BYTES_MAX = 256
+PARAMETER_BYTES_MAX = 256
+PRIORITY_MAX = 2**31 - 1
+TIMEOUT_MS_MAX = 24 * 3600 * 1000
+STREAM_INTERVAL_MAX = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may ask for here; limits on sampling are in engine/sampling_params.py."""
+
+    context_tokens_max: int  # prompt and output together
+    vocabulary_tokens: int
+    output_tokens_default: int = 256  # max_tokens of a request that names none
+    text_bytes_max: int = 4 * 1024**2  # of text_input or messages
+
+
+@dataclass(frozen=True, slots=True)
+class FrontRequest:
+    """One valid request."""
+
+    request_id: str
+    prompt_ids: np.ndarray  # int32
+    prompt_text: str  # that of prompt_ids; only if includes_prompt
+    sampling: SamplingParams
+    is_stream: bool
+    stream_interval: int  # tokens per response; 0: one response at the end
+    is_paced: bool  # the client chose no interval: a response may carry more tokens
+    wants_decision: bool
+    wants_perf: bool
+    includes_prompt: bool
+    cache_salt: str
+    priority: int
+    prefill_worker: str  # "": any
+    decode_worker: str  # "": any
+    describe: bool
+    timeout_ms: int  # since its arrival; 0: none of its own
+
+
+def parse(
+    inputs: Mapping[str, np.ndarray],
+    parameters: Mapping[str, Any],
+    request_id: str,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+) -> FrontRequest:
+    """Raises RequestInvalid, and nothing else, whatever the inputs are."""
+    reader = InputReader(inputs)
+    options = _Options(parameters, reader)
+    prompt_ids = np.zeros(0, np.int32)
+    if not options.describe:
+        prompt_ids = read_prompt(reader, tokenizer, limits)
+    # Without a prompt the problem is noted already; the other limits are checked as for one token.
+    sampling_limits = SamplingLimits(
+        max(len(prompt_ids), 1), limits.context_tokens_max, limits.vocabulary_tokens
+    )
+    sampling = front_sampling.read(
+        reader, tokenizer.eos_ids, sampling_limits, limits.output_tokens_default
+    )
+    is_stream, stream_interval, is_paced = _streaming(reader)
+    excludes_prompt = not reader.has("exclude_input_in_output") or reader.flag(
+        "exclude_input_in_output"
+    )
+    includes_prompt = not excludes_prompt and not is_stream
+    request = FrontRequest(
+        request_id=_request_id(request_id, reader) or new_id(),
+        prompt_ids=prompt_ids,
+        prompt_text=delta(tokenizer, [], prompt_ids.tolist(), False) if includes_prompt else "",
+        sampling=sampling,
+        is_stream=is_stream,
+        stream_interval=stream_interval,
+        is_paced=is_paced,
+        wants_decision=reader.flag("return_decision"),
+        wants_perf=reader.flag("return_perf_metrics"),
+        includes_prompt=includes_prompt,
+        cache_salt=options.tenant,
+        priority=options.priority,
+        prefill_worker=options.prefill_worker,
+        decode_worker=options.decode_worker,
+        describe=options.describe,
+        timeout_ms=options.timeout_ms,
+    )
+    for name in ("return_num_input_tokens", "return_num_output_tokens"):
+        reader.flag(name)  # checked only: the counts are always sent
+    if reader.problems:
+        raise RequestInvalid(reader.problems)
+    return request
+
+
+def parse_prompt(
+    inputs: Mapping[str, np.ndarray], tokenizer: Tokenizer, limits: Limits
+) -> np.ndarray:
+    """Only the prompt, for the preprocessing model; raises RequestInvalid."""
+    reader = InputReader(inputs)
+    found = read_prompt(reader, tokenizer, limits)
+    if reader.problems:
+        raise RequestInvalid(reader.problems)
+    return found
+
+
+def read_prompt(reader: InputReader, tokenizer: Tokenizer, limits: Limits) -> np.ndarray:
+    return front_prompt.read(reader, tokenizer, limits.vocabulary_tokens, limits.text_bytes_max)
+
+
+def _streaming(reader: InputReader) -> tuple[bool, int, bool]:
+    is_stream = reader.flag("stream")
+    interval = reader.integer("stream_interval")
+    if interval is not None and not 1 <= interval <= STREAM_INTERVAL_MAX:
+        reader.note(f"stream_interval is {interval}; use 1 to {STREAM_INTERVAL_MAX} tokens")
+    return is_stream, (interval or 1) if is_stream else 0, interval is None
+
+
+def _request_id(request_id: str, reader: InputReader) -> str:
+    if len(request_id.encode("utf-8", "replace")) > REQUEST_ID_BYTES_MAX:
+        reader.note(f"the request id is longer than {REQUEST_ID_BYTES_MAX} bytes; shorten it")
+    return request_id
+
+
+class _Options:
+    """The KServe parameters of the request."""
+
+    def __init__(self, parameters: Mapping[str, Any], reader: InputReader) -> None:
+        self._parameters = parameters
+        self._reader = reader
+        reader.note_some([_unknown(name) for name in parameters if not _is_known(name)])
+        self.priority = self._integer("request_priority", PRIORITY_MAX)
+        self.tenant = self._text("tenant")
+        self.timeout_ms = self._integer("timeout_ms", TIMEOUT_MS_MAX)
+        if self.timeout_ms < 0:
+            reader.note(
+                f"parameter timeout_ms is {self.timeout_ms}; send 1 or more, or leave it out"
+            )
+        self.prefill_worker = self._text("prefill_worker")
+        self.decode_worker = self._text("decode_worker")
+        self.describe = self._flag("describe")
+
+    def _integer(self, name: str, absolute_max: int) -> int:
+        value = self._parameters.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > absolute_max:
+            self._reader.note(
+                f"parameter {name} is {shown(value)}; send an integer, at most {absolute_max}"
+            )
+            return 0
+        return value
+
+    def _text(self, name: str) -> str:
+        value = self._parameters.get(name, "")
+        text, problem = as_text(f"parameter {name}", value)
+        if not problem and len(value) > PARAMETER_BYTES_MAX:
+            problem = f"parameter {name} is longer than {PARAMETER_BYTES_MAX}; shorten it"
+        self._reader.problems += [problem] if problem else []
+        return text or ""
+
+    def _flag(self, name: str) -> bool:
+        value = self._parameters.get(name, False)
+        if not isinstance(value, bool):
+            self._reader.note(f"parameter {name} is {shown(value)}; send true or false")
+        return value is True
+
+
+def _is_known(name: str) -> bool:
+    return name in tensors.PARAMETERS or name in tensors.TRITON_PARAMETERS
+
+
+def _unknown(name: str) -> str:
+    if name in NAMES:
+        dtype = DTYPES.get(name, "")
+        return f"{name} is an input, not a parameter; send it as a tensor {dtype}".rstrip()
+    hint = did_you_mean(name, (*tensors.PARAMETERS, *NAMES))
+    return f"unknown parameter {shown(name)}{hint or '; known: ' + ', '.join(tensors.PARAMETERS)}"

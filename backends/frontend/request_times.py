@@ -1,0 +1,109 @@
+"""One request on the clock of the front: when it came, when its tokens left, how it ended.
+
+What of that is worth a metric goes into `Observations`. A message of a stream pays a subtraction
+and an append for it. Pure; time is an argument.
+Not here: publishing (metrics/page.py), times inside the workers (prefill_job.py, decode_worker.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Sequence
+
+from backends.errors import Cancelled, KvMissing, Overloaded, RequestInvalid, WorkerUnavailable
+from backends.metrics.observations import Observations
+from backends.metrics.table import REASONS
+from conductor.messages import Prediction
+
+TBT_LONGEST_SHARE = 0.1  # FAST'25, section 5.1
+MESSAGES_PER_FLUSH = 50  # of a long stream: its intervals reach the counters while it runs
+
+
+class RequestTimes:
+    """Not thread-safe: one thread at a time is at a request."""
+
+    def __init__(self, observations: Observations, arrived_s: float) -> None:
+        self._observe = observations.observe
+        self._arrived_s = arrived_s
+        self._first_s = self._last_s = 0.0  # when tokens left
+        self._tokens = 0
+        self._gaps_s = array("d")  # between messages; within one, tokens are 0 apart
+        self._counted_intervals, self._counted_s = 0, 0.0
+        self._predicted_tbt_s = 0.0
+        self.is_stream = False  # without a stream nobody sees when a token came
+
+    def retried(self) -> None:
+        self._observe("mooncake_retries_total")
+
+    def prefilled(self, predicted: Prediction, actual_s: float) -> None:
+        """The first token of a try came `actual_s` after the conductor had decided."""
+        self._predicted_tbt_s = predicted.tbt_s
+        predicted_s = predicted.ttft_s - predicted.handover_s  # which the first token does not need
+        self._observe("mooncake_ttft_prediction_error_ratio", _error(predicted_s, actual_s))
+
+    def prefill_wasted(self, compute_s: float) -> None:
+        """Its decode worker refused it after the prefill was paid for."""
+        self._observe("mooncake_wasted_prefills_total")
+        self._observe("mooncake_wasted_prefill_seconds_total", compute_s)
+
+    def sent(self, tokens: int, now_s: float) -> None:
+        """A message with so many new tokens has left."""
+        if not tokens:
+            return
+        if self._tokens:
+            self._gaps_s.append(now_s - self._last_s)
+        else:
+            self._first_s = now_s
+            self._observe("mooncake_ttft_seconds", now_s - self._arrived_s)
+        self._tokens += tokens
+        self._last_s = now_s
+        if len(self._gaps_s) % MESSAGES_PER_FLUSH == 0:
+            self._count_intervals()
+
+    def ended(self, error: Exception | None, now_s: float) -> None:
+        """The request is over; None: it was answered."""
+        self._observe("mooncake_requests_total", outcome=outcome_of(error))
+        if isinstance(error, Overloaded):
+            reason = error.kind if error.kind in REASONS else "other"
+            self._observe("mooncake_rejections_total", reason=reason)
+        self._count_intervals()
+        if error is None and self._tokens:
+            self._observe("mooncake_request_duration_seconds", now_s - self._arrived_s)
+            if self.is_stream and self._gaps_s:
+                actual_s = tbt_s(self._gaps_s, self._tokens - 1)
+                self._observe("mooncake_tbt_seconds", actual_s)
+                error_ratio = _error(self._predicted_tbt_s, actual_s)
+                self._observe("mooncake_tbt_prediction_error_ratio", error_ratio)
+
+    def _count_intervals(self) -> None:
+        if not self.is_stream or not self._gaps_s:
+            return
+        intervals, total_s = self._tokens - 1, self._last_s - self._first_s
+        self._observe("mooncake_token_intervals_total", intervals - self._counted_intervals)
+        self._observe("mooncake_token_interval_seconds_total", total_s - self._counted_s)
+        self._counted_intervals, self._counted_s = intervals, total_s
+
+
+def tbt_s(gaps_s: Sequence[float], intervals: int) -> float:
+    """The mean of the longest 10 % of `intervals`, of which all but `gaps_s` are 0."""
+    longest = max(1, math.ceil(intervals * TBT_LONGEST_SHARE))
+    return sum(heapq.nlargest(longest, gaps_s)) / longest
+
+
+def outcome_of(error: Exception | None) -> str:
+    """The first word of what the client reads."""
+    if error is None:
+        return "answered"
+    if isinstance(error, Overloaded):
+        return "rejected"
+    if isinstance(error, RequestInvalid | WorkerUnavailable | KvMissing | Cancelled):
+        return error.prefix.rstrip(":")
+    return "internal_error"
+
+
+def _error(predicted_s: float, actual_s: float) -> float:
+    """Clocks tick: what took no time is held to take a microsecond."""
+    actual_s = max(actual_s, 1e-6)
+    return abs(predicted_s - actual_s) / actual_s

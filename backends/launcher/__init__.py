@@ -1,0 +1,1 @@
+"""`mooncake serve`: processes, environment, the mirrored repository."""

@@ -1,0 +1,399 @@
+"""`mooncake serve`: everything on one machine, started in order, stopped in order.
+
+Directory, then storage nodes, then the Tritons: one for the models that clients call and one for
+each worker folder; ready when every model is. Whatever ends the launcher (Ctrl-C, SIGTERM, a child
+that keeps dying, a model that does not load at the start), its processes end too and its files in
+/dev/shm and its sockets are removed.
+Not here: checks of the machine (environment.py), the staged backends (staging.py), child
+processes (processes.py), its files and those of dead launchers (launch_files.py), one Triton
+(triton_process.py), the metrics port (metrics_server.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from backends.launcher import admin_key, environment, launch_secret, staging
+from backends.launcher.admin_key import AdminKey
+from backends.launcher.launch_files import LaunchFiles, remove_leftovers
+from backends.launcher.metrics_server import MetricsServer, Source
+from backends.launcher.mirror import RepositoryMirror, WorkerFolders
+from backends.launcher.processes import Child, Command
+from backends.launcher.repository import Load, ModelState
+from backends.launcher.stub_watch import Stubs, end_orphans
+from backends.launcher.triton_process import (
+    FRONTEND,
+    PROMISED,
+    Endpoints,
+    Restart,
+    Triton,
+    WorkerTriton,
+)
+from mooncake_store.process import self_check
+
+TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
+STOP_S_MAX = 9.0  # of it at most so much for the frontend's Triton, so much after the workers':
+FRONTEND_STOP_S, OTHERS_STOP_S = 5.0, 1.0
+FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # that a Triton waits for requests and models to end
+UNIT_BYTES = 16 * 2**10  # grain of the storage nodes' memory: headers take 0.4 % of it
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `mooncake serve` may be told; paths, ports and sizes of one machine."""
+
+    model_repository: Path
+    address: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    metrics_address: str = "127.0.0.1"
+    nodes: tuple[str, ...] = ("s0", "s1")
+    store_bytes: int = 1 << 30  # of each storage node, in DRAM
+    ssd_bytes: int = 0  # of each storage node; 0: no SSD tier
+    ssd_path: Path | None = None  # default: in state_dir
+    state_dir: Path = Path(".mooncake")
+    ready_s_max: float = 300.0
+    is_self_checked: bool = False
+    open_apis: tuple[str, ...] = ()  # that need no admin key (admin_key.py)
+    triton_args: tuple[str, ...] = field(default=())
+
+
+class Stopped(Exception):
+    """A signal asked the launcher to end."""
+
+
+class Launcher:
+    """The processes of one `mooncake serve` and what they leave on disk."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self.options = options
+        self._files = LaunchFiles()
+        self.name = self._files.name
+        self._secret = launch_secret.make()
+        self.children: list[Child] = []
+        self.state_dir = options.state_dir.resolve()
+        self._admin_key = AdminKey(self.state_dir / f"admin-key-{options.http_port}")
+        self.log_dir = self.state_dir / f"logs-{options.http_port}"
+        self.socket_dir = self._files.socket_dir
+        self.repository = options.model_repository.resolve()
+        self._mirrors = self.state_dir / f"repository-{options.http_port}"
+        self._worker_folders = WorkerFolders(self.repository)
+        self._worker_names: set[str] = set()
+        self.frontend: Triton | None = None
+        self.workers: dict[str, WorkerTriton] = {}
+        self._leaving: list[WorkerTriton] = []  # their folders are gone
+        self._stubs = Stubs()
+        self._metrics: MetricsServer | None = None
+        self.directory_address = f"ipc://{self.socket_dir}/directory"
+        self.events_address = f"ipc://{self.socket_dir}/events"
+
+    def start(self) -> None:
+        """Start directory, storage nodes and Tritons; returns when all of them run."""
+        triton = environment.find_triton()
+        options = self.options
+        end_orphans(remove_leftovers())
+        self._check(triton)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._admin_key.write()
+        env = self._environment(triton)
+        python = [sys.executable, "-m"]
+        directory = self._child(
+            "directory",
+            [*python, "mooncake_store.directory.server", "--address", self.directory_address,
+             "--events", self.events_address,
+             *(["--self-check"] if options.is_self_checked else [])], env)  # fmt: skip
+        directory.wait_for_line("ready", 20.0)
+        nodes = [
+            self._child(
+                f"node-{node}",
+                [*python, "mooncake_store.node", "--node-id", node, "--die-with-parent",
+                 "--directory", self.directory_address,
+                 "--segment-bytes", str(options.store_bytes),
+                 "--segment-path", str(self._files.path(node)),
+                 "--unit-bytes", str(UNIT_BYTES),
+                 "--control", f"ipc://{self.socket_dir}/{node}", *self._ssd(node)], env)
+            for node in options.nodes
+        ]  # fmt: skip
+        for node in nodes:
+            node.wait_for_line("ready", 60.0)
+        self._staged = staging.stage(triton, self.state_dir / f"backends-{options.http_port}")
+        self._server, self._env = triton.server, env
+        shutil.rmtree(self._mirrors, ignore_errors=True)
+        PROMISED["clients"] = [options.http_port, options.grpc_port, options.metrics_port]
+        self._start_tritons()
+        try:
+            self._metrics = MetricsServer(
+                (options.metrics_address, options.metrics_port), self._sources, self.states
+            )
+        except OSError as error:
+            raise environment.EnvironmentProblem(
+                f"metrics port {options.metrics_address}:{options.metrics_port} cannot be used "
+                f"({error.strerror}); choose another with --metrics-port"
+            ) from None
+
+    def _start_tritons(self) -> None:
+        """All at once: they need each other only when requests come."""
+        self._worker_names = self._worker_folders.names()
+        self.frontend = self._frontend()
+        self.frontend.mirror.sync(is_first=True)
+        self.frontend.start()
+        for name in sorted(self._worker_names):
+            self._add_worker(name)
+            self.workers[name].mirror.sync(is_first=True)
+            if self.workers[name].mirror.models():
+                self.workers[name].start()
+
+    def _frontend(self) -> Triton:
+        options = self.options
+        return Triton(
+            FRONTEND,
+            RepositoryMirror(
+                self.repository, self._mirrors / FRONTEND,
+                lambda name: name not in self._worker_names,
+            ),
+            self.log_dir / f"{FRONTEND}.log", self.socket_dir, self._triton_command,
+            Endpoints(f"{options.address}:{options.grpc_port}", "",
+                      f"{options.address}:{options.http_port}"),
+        )  # fmt: skip
+
+    def _add_worker(self, name: str) -> None:
+        self.workers[name] = WorkerTriton(
+            name, self.repository, self._mirrors / name, self.log_dir / f"{name}.log",
+            self.socket_dir, self._triton_command,
+        )  # fmt: skip
+
+    def _ssd(self, node: str) -> list[str]:
+        """Blocks on SSD outlive this launcher: the folder is the node's, not the run's."""
+        if not self.options.ssd_bytes:
+            return []
+        folder = (self.options.ssd_path or self.state_dir / "ssd").resolve() / node
+        folder.mkdir(parents=True, exist_ok=True)
+        size_bytes = -(-self.options.ssd_bytes // UNIT_BYTES) * UNIT_BYTES
+        return ["--ssd-path", str(folder), "--ssd-bytes", str(size_bytes)]
+
+    def wait_ready(self) -> list[ModelState]:
+        """Until every model of the repository serves; raises with what the models said if not."""
+        give_up_s = time.monotonic() + self.options.ready_s_max
+        refusals: dict[str, None] = {}  # in order, each once: Triton tries again and again
+        while True:
+            for child in self.children:
+                child.check_alive()
+            answers = []
+            for triton in self._tritons():
+                if problem := triton.tend_start():
+                    raise environment.EnvironmentProblem(problem)
+                answers.append(triton.states())
+                refusals |= {f"{load.model}: {load.reason}": None
+                             for load in triton.take_loads() if load.reason}  # fmt: skip
+            if refusals:  # this start ends: the conductor need not wait for workers any more
+                self._files.say_stopping()
+            # A Triton answers only after it tried each of its models once.
+            if refusals and None not in answers:
+                raise environment.EnvironmentProblem(
+                    "these models did not load:\n" + "\n".join(refusals)
+                )
+            states = self.states()
+            if states and all(state.is_ready for state in states):
+                return states
+            if time.monotonic() > give_up_s:
+                waiting = ", ".join(state.name for state in states if not state.is_ready)
+                raise environment.EnvironmentProblem(
+                    f"not ready after {self.options.ready_s_max:.0f} s, still waiting for "
+                    f"{waiting or 'Triton'}; see {self.log_dir}"
+                )
+            time.sleep(0.1)
+
+    def tend(self) -> list[Restart]:
+        """Call it often while serving: carries edits over, starts again what died.
+
+        Whatever it is, the others find it again by themselves, and KV stays in nodes that live.
+        ChildDied when something that all others need does not stay up.
+        """
+        restarts = [
+            Restart(child.name, pause_s)
+            for child in self.children if (pause_s := child.tend()) is not None
+        ]  # fmt: skip
+        everyone = [*self._tritons(), *self._leaving]
+        by_pid = self._stubs.models_alive(
+            {triton.pid for triton in everyone if triton.pid is not None}
+        )
+        alive = {triton: by_pid.get(triton.pid or 0, set()) for triton in everyone}
+        self._tend_folders(alive)
+        for triton in self._tritons():
+            restarts += triton.tend(alive.get(triton, set()))
+        return restarts
+
+    def _tend_folders(self, alive: dict[Triton, set[str]]) -> None:
+        """A worker folder that was copied gets a Triton, one that was removed loses it."""
+        self._worker_names = self._worker_folders.names()
+        self._leaving = [worker for worker in self._leaving if not worker.drain(alive[worker])]
+        for name in self.workers.keys() - self._worker_names:
+            self._leaving.append(self.workers.pop(name))
+        busy = {worker.name for worker in self._leaving}
+        for name in sorted(self._worker_names - self.workers.keys() - busy):
+            self._add_worker(name)
+
+    def news(self) -> list[Load]:
+        """Loads and refusals since the last call."""
+        return [load for triton in self._tritons() for load in triton.take_loads()]
+
+    def states(self) -> list[ModelState]:
+        """Of every model; one whose Triton does not answer is not ready. From any thread."""
+        found = []
+        for triton in self._tritons():
+            silent = [ModelState(model, False) for model in sorted(triton.mirror.models())]
+            found += triton.states() or silent
+        return sorted(found, key=lambda state: state.name)
+
+    def _tritons(self) -> list[Triton]:
+        frontend = [self.frontend] if self.frontend is not None else []
+        return [*frontend, *list(self.workers.values())]
+
+    def _sources(self) -> list[Source]:
+        return [
+            Source(triton.name, triton.life, triton.endpoints.metrics)
+            for triton in [*self._tritons(), *list(self._leaving)]
+            if triton.endpoints is not None and triton.pid is not None
+        ]
+
+    def stop(self) -> None:
+        """End everything: first the Triton that clients call, so that nobody calls the workers'
+        any more; then those, so that workers can leave the directory in order."""
+        give_up_s = time.monotonic() + STOP_S_MAX
+        self._files.say_stopping()
+        if self._metrics is not None:
+            self._metrics.close()
+        first = [self.frontend] if self.frontend is not None else []
+        self._end([each.child for each in first], FRONTEND_STOP_S)
+        workers = [*self.workers.values(), *self._leaving]
+        left_s = give_up_s - time.monotonic()
+        self._end([each.child for each in workers], left_s - OTHERS_STOP_S)
+        self._end(self.children[::-1], give_up_s - time.monotonic())
+        self._admin_key.remove()
+        self._files.remove()
+
+    def _end(self, children: list[Child | None], within_s: float) -> None:
+        """Ask all at once, wait, kill what is left."""
+        running = [child for child in children if child is not None]
+        give_up_s = time.monotonic() + within_s
+        for child in running:
+            child.terminate()
+        for child in running:
+            child.finish(give_up_s - time.monotonic())
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self.options.address}:{self.options.http_port}"
+
+    def _child(self, name: str, command: list[str], env: dict[str, str]) -> Child:
+        log_path = self.log_dir / f"{name}.log"
+        child = Child(name, lambda: Command(command, env), log_path, self.socket_dir)
+        self.children.append(child)
+        return child
+
+    def _check(self, triton: environment.TritonInstall) -> None:
+        options = self.options
+        if not options.model_repository.is_dir():
+            raise environment.EnvironmentProblem(
+                f"there is no model repository at {options.model_repository}; run from the "
+                "project's root or name one with --model-repository"
+            )
+        ports = {
+            "http": (options.address, options.http_port),
+            "grpc": (options.address, options.grpc_port),
+            "metrics": (options.metrics_address, options.metrics_port),
+        }
+        needed = options.store_bytes * len(options.nodes) + TRITON_SHM_BYTES
+        found = admin_key.problems(options.open_apis)
+        found += environment.problems(triton, ports, needed, threads_wanted=500)
+        if found:
+            raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
+
+    def _environment(self, triton: environment.TritonInstall) -> dict[str, str]:
+        env = dict(os.environ)
+        # A folder of the linker's own, put first, would hide what an image put before it.
+        folders = [environment.libpython_folder(), *triton.library_folders]
+        libraries = [str(each) for each in folders if each not in environment.linker_folders()]
+        if given := env.get("LD_LIBRARY_PATH"):
+            libraries.append(given)
+        env["LD_LIBRARY_PATH"] = ":".join(libraries)
+        env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
+        env["PYTHONUNBUFFERED"] = "1"
+        # glibc gives each of many threads an arena of its own, whose free memory stays there.
+        env.setdefault("MALLOC_ARENA_MAX", "2")
+        env.pop("PYTHONHOME", None)
+        env["MOONCAKE_DIRECTORY"] = self.directory_address
+        env["MOONCAKE_EVENTS"] = self.events_address
+        env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
+        env["MOONCAKE_STATE"] = str(self.state_dir)
+        env[self_check.VARIABLE] = "1" if self.options.is_self_checked else "0"
+        env[launch_secret.VARIABLE] = self._secret
+        env["MOONCAKE_REPOSITORY"] = str(self.repository)
+        return env
+
+    def _triton_command(self, triton: Triton, endpoints: Endpoints) -> Command:
+        """How a life of a Triton is started; memory of the one before it is removed."""
+        part = f"triton{triton.number}-"  # of a name, another could be the beginning
+        self._files.remove_part(part)
+        prefix = f"{self.name}-{part}"
+        is_public = triton is self.frontend
+        backends = ("python", *staging.OUR_BACKENDS)
+        arguments = [
+            str(self._server),
+            f"--model-repository={triton.mirror.target}",
+            f"--backend-directory={self._staged}",
+            *listening("grpc", endpoints.grpc), *listening("metrics", endpoints.metrics),
+            *(listening("http", endpoints.http) if endpoints.http else ["--allow-http=false"]),
+            "--model-control-mode=poll", "--repository-poll-secs=1",
+            f"--exit-timeout-secs={FRONTEND_EXIT_S if is_public else WORKER_EXIT_S}",
+            "--exit-on-error=false", "--disable-auto-complete-config",
+            "--strict-readiness=false", "--allow-gpu-metrics=false",
+            f"--allow-cpu-metrics={str(is_public).lower()}",
+            *(f"--backend-config={name},shm-region-prefix-name={prefix}{name}"
+              for name in backends),
+            *(self._admin_key.for_clients(self.options.open_apis) if is_public
+              else self._admin_key.for_worker()),
+            *(self.options.triton_args if is_public else ()),
+        ]  # fmt: skip
+        # Workers tell the directory where they are called.
+        return Command(arguments, self._env | {"MOONCAKE_GRPC": endpoints.grpc})
+
+
+def listening(service: str, address: str) -> list[str]:
+    host, _, port = address.rpartition(":")
+    return [f"--{service}-address={host}", f"--{service}-port={port}"]
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def ignore_signals() -> None:
+    """From here on nothing interrupts the clean-up."""
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise Stopped, once; later ones are ignored while stopping."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        ignore_signals()
+        raise Stopped(signal.Signals(number).name)
+
+    before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

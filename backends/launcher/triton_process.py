@@ -1,0 +1,242 @@
+"""One tritonserver of `mooncake serve`: its part of the repository, ports, log, life and death.
+
+The models that clients call share one, the *frontend's*, on the public ports. Each prefill and
+decode worker has one of its own on loopback, so that a process of it that is frozen, aborted or
+killed takes nobody along (docs/decisions/0017). Not here: which there are (launch.py), child
+processes (processes.py), reading Triton's log (repository.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends.launcher.environment import free_ports
+from backends.launcher.mirror import RepositoryMirror
+from backends.launcher.processes import Child, Command, Growing, Limited
+from backends.launcher.repository import Ask, Load, ModelState, TritonLog, ask_grpc, ask_http
+from backends.launcher.stub_watch import StubWatch
+
+FRONTEND = "frontend"
+LOOPBACK = "127.0.0.1"
+PROMISED: dict[str, list[int]] = {}  # ports of each Triton's newest life
+LIVES = itertools.count(1)  # of all Tritons of this launcher
+NUMBERS = itertools.count(1)  # a Triton's own, whatever its lives
+DRAIN_S_MAX = 45.0  # a worker ends what it has within 30 s; then it leaves the directory
+END_S_MAX = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where one life of a Triton listens, each as HOST:PORT; "" where it does not."""
+
+    grpc: str
+    metrics: str
+    http: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Something died and is started again."""
+
+    name: str
+    pause_s: float = 0.0  # it keeps dying, so not before this
+
+
+Plan = Callable[["Triton", Endpoints], Command]
+
+
+class Triton:
+    """The frontend's, and what a worker's has in common with it."""
+
+    def __init__(
+        self,
+        name: str,
+        mirror: RepositoryMirror,
+        log_path: Path,
+        cwd: Path,
+        plan: Plan,
+        public: Endpoints | None,
+    ) -> None:
+        """`public`: fixed addresses for clients; without, it gets ports of its own at each start.
+        Nothing is started yet."""
+        self.name = name
+        self.number = next(NUMBERS)
+        self.mirror = mirror
+        self.log_path = log_path
+        self._cwd, self._plan, self._public = cwd, plan, public
+        self._log = TritonLog(log_path)
+        self.endpoints: Endpoints | None = None  # of the running life
+        self.life = 0  # its number
+        self.child: Child | None = None
+        self._starts = 0
+        self._stubs = StubWatch()
+        self._loaded: set[str] = set()  # by this life
+        self._loads: list[Load] = []
+
+    def start(self) -> None:
+        patience = Limited() if self._public else Growing()
+        self.child = Child(self.name, self._command, self.log_path, self._cwd, patience)
+        self._began()
+
+    def _began(self) -> None:
+        """A new life of the process."""
+        assert self.child is not None
+        self._starts = self.child.starts
+        self._stubs = StubWatch()
+        self._loaded.clear()
+
+    def _command(self) -> Command:
+        ports = free_ports(2, {port for pair in PROMISED.values() for port in pair})
+        PROMISED[self.name] = ports
+        metrics = f"{LOOPBACK}:{ports[1]}"
+        if self._public:
+            self.endpoints = Endpoints(self._public.grpc, metrics, self._public.http)
+        else:
+            self.endpoints = Endpoints(f"{LOOPBACK}:{ports[0]}", metrics)
+        self._read_log()
+        self._log.service_problem = ""
+        self.life = next(LIVES)
+        return self._plan(self, self.endpoints)
+
+    @property
+    def pid(self) -> int | None:
+        """While it runs."""
+        return self.child.pid if self.child is not None and self.child.is_alive else None
+
+    def tend(self, alive: set[str]) -> list[Restart]:
+        """Carries edits over and starts again what died; `alive`: its models with a process."""
+        self.mirror.sync()
+        if self.child is None:
+            return []
+        restarts = [Restart(model) for model in self._died(alive)]
+        if self.child.is_alive and self.service_problem():
+            self.child.kill()  # somebody else took its port: the next life gets another
+        pause_s = self.child.tend()
+        if pause_s is not None:
+            restarts.append(Restart(self.name, pause_s))
+        if self.child.starts != self._starts:
+            self._began()
+        return restarts
+
+    def _died(self, alive: set[str]) -> list[str]:
+        """Models whose process died and that were started again, without the rest of Triton."""
+        self._read_log()
+        # One that does not load comes and goes with every try of Triton's.
+        died = self._stubs.died(self.mirror.models() & self._loaded, alive)
+        return [model for model in died if self._revive(model)]
+
+    def _revive(self, model: str) -> bool:
+        if 'backend: "conductor"' in self.mirror.config(model) and self.child is not None:
+            # Triton would leave the clients of its streams waiting for ever, and may abort
+            # when the model is started again: better an error at once and a fresh Triton.
+            self.child.kill()
+            return False
+        self.mirror.revive(model)
+        return True
+
+    def service_problem(self) -> str:
+        """Why this life serves without one of its ports; "" if it has all."""
+        self._read_log()
+        return self._log.service_problem
+
+    def tend_start(self) -> str:
+        """Until it is ready for the first time: the reason why it cannot start, or "".
+
+        A port of its own that somebody took is replaced by another; ChildDied when it ended.
+        """
+        if self.child is None:
+            self.mirror.sync()
+            return ""
+        problem = self.service_problem()  # that of gRPC ends Triton, that of metrics does not
+        if problem and (self._public is None or "Metrics" in problem):
+            self.child.start_again()
+            self._began()
+            return ""
+        if not problem:
+            self.child.check_alive()
+        return problem
+
+    def take_loads(self) -> list[Load]:
+        """Loads and refusals since the last call."""
+        self._read_log()
+        loads, self._loads = self._loads, []
+        return loads
+
+    def _read_log(self) -> None:
+        if self.child is None:
+            return  # what lies there is of another life
+        news = self._log.news()
+        self._loads += news
+        self._loaded |= {load.model for load in news if not load.reason}
+
+    def states(self) -> list[ModelState] | None:
+        """One for each of its models; None while it does not answer.
+
+        From any thread. A Triton answers only after it has tried each of its models once.
+        """
+        models, ask = sorted(self.mirror.models()), self._asker()
+        if ask is None:
+            return None
+        answers = {model: ask(model) for model in models}
+        if None in answers.values():
+            return None
+        return [ModelState(model, bool(is_ready)) for model, is_ready in answers.items()]
+
+    def _asker(self) -> Ask | None:
+        endpoints = self.endpoints
+        if endpoints is None:
+            return None
+        return ask_http(endpoints.http) if endpoints.http else ask_grpc(endpoints.grpc)
+
+
+class WorkerTriton(Triton):
+    """A worker's own: started when its folder is complete, ended when it is gone."""
+
+    def __init__(
+        self, worker: str, repository: Path, target: Path, log_path: Path, cwd: Path, plan: Plan
+    ) -> None:
+        mirror = RepositoryMirror(
+            repository, target, lambda name: name == worker and self._draining_from_s is None
+        )
+        super().__init__(worker, mirror, log_path, cwd, plan, public=None)
+        self._draining_from_s: float | None = None
+        self._ending_from_s: float | None = None
+
+    def tend(self, alive: set[str]) -> list[Restart]:
+        if self._draining_from_s is not None:
+            self.mirror.sync()
+            return []
+        restarts = super().tend(alive)
+        if self.child is None and self.mirror.models():
+            self.start()
+        return restarts
+
+    def _revive(self, model: str) -> bool:
+        """Its model is all it is for: when that dies, the whole Triton is started afresh."""
+        assert self.child is not None
+        self.child.kill()
+        return False
+
+    def drain(self, alive: set[str]) -> bool:
+        """Its folder is gone: let it end what it has. Call it until it says True: it ended."""
+        now_s = time.monotonic()
+        if self._draining_from_s is None:
+            self._draining_from_s = now_s
+        self.mirror.sync()  # Triton unloads the model, which ends when its requests have
+        if self.child is None:
+            return True
+        if not self.child.is_alive:
+            self.child.kill()  # what is left of its process group: stubs that hang
+            return True
+        if self._ending_from_s is None:
+            if alive and now_s - self._draining_from_s < DRAIN_S_MAX:
+                return False
+            self._ending_from_s = now_s
+            self.child.terminate()
+        if now_s - self._ending_from_s > END_S_MAX:
+            self.child.kill()
+        return False

@@ -1,0 +1,50 @@
+"""The thread that publishes one model's metrics a few times a second.
+
+Not here: what is published (frontend/metrics.py, workers/metrics.py), how (metrics/page.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from backends.metrics.page import MetricPage
+
+log = logging.getLogger(__name__)
+PERIOD_S = 0.2
+
+Publish = Callable[[MetricPage, Any, float], None]  # (page, subject, now_s)
+
+
+class MetricsLoop:
+    def __init__(self, make_page: Callable[[], MetricPage], publish: Publish, subject: Any) -> None:
+        """`make_page` is called in the thread: it costs some dozens of round trips to Triton."""
+        self._make_page = make_page
+        self._publish = publish
+        self._subject = subject
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """After the subject has closed: its last counts are published, its gauges end at 0."""
+        self._is_closing.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        page: MetricPage | None = None
+        while True:
+            is_last = self._is_closing.wait(PERIOD_S)
+            try:
+                page = page or self._make_page()
+                self._publish(page, self._subject, time.monotonic())
+                page.end_round()
+            except Exception:  # edge: numbers on a page must not take the model down
+                log.exception("metrics were not published")
+            if is_last:
+                break
+        if page is not None:
+            page.clear()

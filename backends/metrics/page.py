@@ -1,0 +1,166 @@
+"""The metrics of one model, checked against the table and changed as little as possible.
+
+Each change is a round trip to Triton (docs/decisions/0010), so a value that did not change is not
+sent again, but for the gauges' sake once a second: while a model reloads, its old process sets
+them to 0 when it ends. For one thread. Pure: how a series is made in Triton is an argument.
+Not here: when to publish (loop.py), which numbers (metrics.py, metrics.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from backends.metrics.observations import Observations
+from backends.metrics.table import METRICS, Kind, Metric
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 1.0
+Labels = tuple[tuple[str, str], ...]
+
+
+class Series(Protocol):
+    """One name with one set of labels, as Triton has it."""
+
+    def set(self, value: float) -> None: ...
+    def increment(self, value: float) -> None: ...
+    def observe(self, value: float) -> None: ...
+
+
+class Undeclared(Exception):
+    """The table does not know this name, kind, label or value, or not from this backend."""
+
+
+@dataclass(slots=True)
+class Gauge:
+    series: Series
+    value: float
+    sent_s: float
+    round: int  # in which it was last published
+
+
+@dataclass(slots=True)
+class Counter:
+    series: Series
+    total: float  # of what this process counted, how much Triton has
+
+
+class MetricPage:
+    def __init__(self, publisher: str, make: Callable[[Metric, dict[str, str]], Series]) -> None:
+        """`publisher`: whose metrics these are: conductor | prefill | decode.
+
+        Counters and histograms whose labels are known stand on the page from the start, at 0, so
+        that a query does not have to tell "none" from "not yet".
+        """
+        self._publisher = publisher
+        self._make = make
+        self._gauges: dict[tuple[str, Labels], Gauge] = {}
+        self._counters: dict[tuple[str, Labels], Counter] = {}
+        self._histograms: dict[tuple[str, Labels], Series] = {}
+        self._round = 0
+        for metric in METRICS.values():
+            if publisher in metric.publishers and metric.kind != "gauge":
+                for labels in metric.series_labels():
+                    self._series(metric.kind, metric.name, labels)
+
+    def gauge(self, name: str, value: float, now_s: float, **labels: str) -> None:
+        """A gauge that is published in one round and not in the next goes to 0 (`end_round`)."""
+        key = (name, _sorted(labels))
+        value = _finite(name, value)
+        gauge = self._gauges.get(key)
+        if gauge is None:
+            series = self._declared("gauge", name, labels)
+            gauge = self._gauges[key] = Gauge(series, math.nan, 0.0, 0)
+        gauge.round = self._round
+        if value != gauge.value or now_s - gauge.sent_s >= REFRESH_S:
+            gauge.series.set(value)
+            gauge.value, gauge.sent_s = value, now_s
+
+    def counter_to(self, name: str, total: float, **labels: str) -> None:
+        """Raise a counter by what its owner has counted since the last call.
+
+        Triton keeps a counter when a model is reloaded, while the new process counts from 0.
+        """
+        counter = self._counter(name, labels)
+        missing = _finite(name, total) - counter.total
+        if missing > 0:
+            counter.series.increment(missing)
+            counter.total = total
+
+    def take(self, observations: Observations) -> None:
+        """Values of histograms one by one, amounts of counters summed up first."""
+        if observations.is_full:
+            log.warning("so many values waited for the metrics page that some are lost")
+        amounts: dict[tuple[str, Labels], float] = {}
+        for name, value, labels in observations.drain():
+            if _metric(name).kind == "histogram":
+                self._series("histogram", name, labels).observe(_finite(name, value))
+            else:
+                key = (name, _sorted(labels))
+                amounts[key] = amounts.get(key, 0.0) + _finite(name, value)
+        for (name, labels_of), amount in amounts.items():
+            if amount > 0:
+                self._counter(name, dict(labels_of)).series.increment(amount)
+
+    def end_round(self) -> None:
+        """After everything was published once: what is no more (a storage node) uses nothing."""
+        for gauge in self._gauges.values():
+            if gauge.round != self._round and gauge.value != 0.0:
+                gauge.series.set(0.0)
+                gauge.value = 0.0
+        self._round += 1
+
+    def clear(self) -> None:
+        """A model that is gone uses nothing: Triton would show its last gauges for ever."""
+        for gauge in self._gauges.values():
+            gauge.series.set(0.0)
+            gauge.value = 0.0
+
+    def _counter(self, name: str, labels: dict[str, str]) -> Counter:
+        self._series("counter", name, labels)
+        return self._counters[(name, _sorted(labels))]
+
+    def _series(self, kind: Kind, name: str, labels: dict[str, str]) -> Series:
+        """Of a counter or histogram, made when it is first asked for."""
+        key = (name, _sorted(labels))
+        if kind == "counter":
+            if key not in self._counters:
+                self._counters[key] = Counter(self._declared(kind, name, labels), 0.0)
+            return self._counters[key].series
+        if key not in self._histograms:
+            self._histograms[key] = self._declared(kind, name, labels)
+        return self._histograms[key]
+
+    def _declared(self, kind: Kind, name: str, labels: dict[str, str]) -> Series:
+        metric = _metric(name)
+        if metric.kind != kind or self._publisher not in metric.publishers:
+            raise Undeclared(f"{name} is a {metric.kind} of {metric.publishers}, no {kind} of "
+                             f"{self._publisher}")  # fmt: skip
+        if labels.keys() != {label.name for label in metric.labels}:
+            raise Undeclared(f"{name} has the labels {[label.name for label in metric.labels]}, "
+                             f"not {sorted(labels)}")  # fmt: skip
+        for label in metric.labels:
+            if label.values and labels[label.name] not in label.values:
+                raise Undeclared(f"{name}: {label.name} is one of {label.values}, "
+                                 f"not {labels[label.name]!r}")  # fmt: skip
+        return self._make(metric, labels)
+
+
+def _metric(name: str) -> Metric:
+    if name not in METRICS:
+        raise Undeclared(f"{name} is not in backends/metrics/table.py")
+    return METRICS[name]
+
+
+def _finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}")
+    return float(value)
+
+
+def _sorted(labels: dict[str, str]) -> Labels:
+    return tuple(sorted(labels.items()))

@@ -1,0 +1,152 @@
+"""How a view looks in a terminal of 100 columns or more; a narrower one cuts it.
+
+Not here: what it says (view.py), when it is shown (watch.py).
+"""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from backends.metrics.status.view import ROLES, Span, View
+
+BAR_CELLS = 10
+NOTHING = "-"
+
+
+def render(view: View, where: str) -> RenderableType:
+    head = f"[bold]mooncake[/]  {escape(where)}  up {duration(view.up_s)}"
+    sides = Table.grid(padding=(0, 6))
+    sides.add_row(latency_table(view), ended_table(view))
+    return Group(
+        Text.from_markup(head), Text(), sides, Text(), workers_table(view), Text(),
+        store_table(view), Text.from_markup(transfers(view)),
+    )  # fmt: skip
+
+
+def unreachable(problem: str) -> RenderableType:
+    return Text.from_markup(f"[bold red]no status[/]: {escape(problem)}")
+
+
+def latency_table(view: View) -> Table:
+    recent, total = view.recent, view.total
+    table = _table("", f"last {recent.seconds:.0f} s", "since start")
+    table.add_row("live requests", str(view.live), "")
+    for name, quantity in (("TTFT", "ttft"), ("TBT", "tbt")):
+        now, ever = getattr(recent, quantity), getattr(total, quantity)
+        for mark, part in (("p50", "p50_s"), ("p90", "p90_s")):
+            cells = (duration(getattr(span, part)) for span in (now, ever))
+            table.add_row(f"{name} {mark}", *cells)
+    table.add_row("mean per token", duration(recent.token_s), duration(total.token_s))
+    table.add_row("prompt tokens cached", share(recent.hit_rate), share(total.hit_rate))
+    for path in total.prompt_tokens:
+        table.add_row(f"  {path}", per_s(recent, recent.prompt_tokens[path]),
+                      number(total.prompt_tokens[path]))  # fmt: skip
+    return table
+
+
+def ended_table(view: View) -> Table:
+    """Requests by how they ended, rejections by their reason below."""
+    recent, total = view.recent, view.total
+    table = _table("requests", f"last {recent.seconds:.0f} s", "since start")
+    for outcome in total.requests or {"answered": 0}:
+        style = "" if outcome in ("answered", "rejected", "cancelled") else "bold red"
+        now, ever = recent.requests.get(outcome, 0), total.requests.get(outcome, 0)
+        table.add_row(Text(outcome, style), per_s(recent, now), number(ever))
+        if outcome == "rejected":
+            for reason, ever in total.rejections.items():
+                now = recent.rejections.get(reason, 0)
+                table.add_row(f"  {reason}", per_s(recent, now), number(ever))
+    if view.retries:
+        table.add_row("further tries", "", number(view.retries))
+    return table
+
+
+def workers_table(view: View) -> Table:
+    table = _table("worker", "node", "running", "waiting", "pages", "", "KV", "tokens", "step",
+                   "busy")  # fmt: skip
+    for role in ROLES:
+        of_role = [worker for worker in view.workers if worker.role == role]
+        live = view.workers_live.get(role, 0)
+        style = "" if live == len(of_role) else "bold red"
+        table.add_row(Text(f"{role}, {live} live", f"dim {style}"))
+        for worker in of_role:
+            table.add_row(
+                f"  {worker.name}", worker.node, str(worker.running), str(worker.waiting),
+                f"{worker.pages_used}/{worker.pages_max}",
+                bar(worker.pages_used, worker.pages_max),
+                size(worker.kv_bytes_used), f"{number(round(worker.tokens_per_s))}/s",
+                duration(worker.step_s), share(worker.busy),
+            )  # fmt: skip
+    return table
+
+
+def store_table(view: View) -> Table:
+    table = _table("storage node", "used", "of", "", "blocks", "evictions")
+    for node in view.nodes:
+        table.add_row(
+            node.name, size(node.bytes_used), size(node.bytes_max),
+            bar(node.bytes_used, node.bytes_max), number(node.blocks),
+            f"{node.evictions_per_s:.1f}/s",
+        )  # fmt: skip
+    if not view.nodes:
+        table.add_row(Text("none; the directory does not answer", "bold red"))
+    return table
+
+
+def transfers(view: View) -> str:
+    rates = ", ".join(
+        f"{transport} {size(rate)}/s" for transport, rate in view.transfer_bytes_per_s.items()
+    )
+    failures = f", [bold red]{view.transfer_failures} failed[/]" if view.transfer_failures else ""
+    return f"transfers: {rates or NOTHING}{failures}"
+
+
+def bar(used: float, most: float) -> Text:
+    """Full and empty cells; anything used shows at least one."""
+    share_used = min(1.0, used / most) if most else 0.0
+    full = max(round(share_used * BAR_CELLS), 1 if used else 0)
+    style = "red" if share_used > 0.9 else "yellow" if share_used > 0.7 else "green"
+    return Text.assemble(("█" * full, style), ("░" * (BAR_CELLS - full), "dim"))
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return NOTHING
+    if seconds < 1.0:
+        return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+    if seconds < 120.0:
+        return f"{seconds:.1f} s"
+    if seconds < 7200.0:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def size(count_bytes: float) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count_bytes >= factor:
+            return f"{count_bytes / factor:.1f} {unit}"
+    return f"{count_bytes:.0f} B"
+
+
+def number(count: int) -> str:
+    return f"{count:,}"
+
+
+def share(part: float | None) -> str:
+    return NOTHING if part is None else f"{part:.0%}"
+
+
+def per_s(span: Span, count: int) -> str:
+    return f"{count / span.seconds:,.1f}/s" if span.seconds > 0 else NOTHING
+
+
+def _table(*columns: str) -> Table:
+    """Words to the left, numbers to the right, no lines."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for index, column in enumerate(columns):
+        is_words = index == 0 or column in ("node", "")
+        table.add_column(column, justify="left" if is_words else "right", no_wrap=True)
+    return table

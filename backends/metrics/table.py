@@ -1,0 +1,243 @@
+"""Every metric that this project shows on Triton's metrics port: name, kind, unit, meaning.
+
+The only place where a metric is declared: publishing another name, label or label value fails
+(backends/metrics/page.py), and docs/metrics.md is printed from it (backends/metrics/docs.py).
+
+Prometheus' habits: base units in the name (`_seconds`, `_bytes`), `_total` at the end of a counter.
+Every series also carries `model`, the Triton model that publishes it. Pure: no Triton, no numbers.
+Not here: where a number comes from (backends/frontend/metrics.py, backends/workers/metrics.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+FRONT, PREFILL, DECODE = "conductor", "prefill", "decode"  # backends, not models
+WORKERS = (PREFILL, DECODE)
+
+# Half a millisecond to two minutes, each bound 1.3 to 2 times the one before: an interpolated
+# percentile is off by a third at most.
+SECONDS = (
+    0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+OUTCOMES = (
+    "answered", "rejected", "invalid_request", "unavailable", "kv_missing", "cancelled",
+    "internal_error",
+)  # fmt: skip
+REASONS = (
+    "ttft_slo", "tbt_slo", "prefill_full", "decode_full", "too_large", "no_prefill_worker",
+    "no_decode_worker", "fair_share", "front_full", "prefill_queue_full", "decode_queue_full",
+    "decode_overload", "store_full", "tenant_full", "other",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """`values` are all there can be; with () they are names that the operator gave."""
+
+    name: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    kind: Kind
+    unit: str
+    publishers: tuple[str, ...]  # backends whose models show it
+    meaning: str
+    labels: tuple[Label, ...] = ()
+    buckets: tuple[float, ...] = ()
+    is_use: bool = False  # a gauge that is 0 when nothing is going on
+
+    def series_labels(self) -> Iterator[dict[str, str]]:
+        """Every combination of label values; none when a label's values are not known here."""
+        found: list[dict[str, str]] = [{}]
+        for label in self.labels:
+            found = [{**labels, label.name: value} for labels in found for value in label.values]
+        yield from found
+
+
+def counter(
+    name: str, unit: str, publishers: tuple[str, ...], meaning: str, *labels: Label
+) -> Metric:
+    assert name.endswith("_total"), name
+    return Metric(name, "counter", unit, publishers, meaning, labels)
+
+
+def gauge(
+    name: str, unit: str, publishers: tuple[str, ...], meaning: str, *labels: Label,
+    is_use: bool = False,
+) -> Metric:  # fmt: skip
+    return Metric(name, "gauge", unit, publishers, meaning, labels, is_use=is_use)
+
+
+def seconds(name: str, publisher: str, meaning: str) -> Metric:
+    assert name.endswith("_seconds"), name
+    return Metric(name, "histogram", "seconds", (publisher,), meaning, buckets=SECONDS)
+
+
+def ratio(name: str, publisher: str, meaning: str) -> Metric:
+    assert name.endswith("_ratio"), name
+    return Metric(name, "histogram", "ratio", (publisher,), meaning, buckets=RATIOS)
+
+
+NODE = Label("node")
+TRANSPORT = Label("transport", ("mapped", "nixl", "tcp"))
+
+SECTIONS: dict[str, tuple[Metric, ...]] = {
+    "Requests": (
+        gauge("mooncake_requests_live", "requests", (FRONT,),
+              "Requests between arrival and answer.", is_use=True),
+        counter("mooncake_requests_total", "requests", (FRONT,),
+                "Requests that ended: answered, or by the first word of their error.",
+                Label("outcome", OUTCOMES)),
+        counter("mooncake_rejections_total", "requests", (FRONT,),
+                "Requests rejected on purpose, by the `kind` that their clients read.",
+                Label("reason", REASONS)),
+        counter("mooncake_wasted_prefills_total", "requests", (FRONT,),
+                "Requests that their decode worker refused, after their prefill was computed."),
+        counter("mooncake_wasted_prefill_seconds_total", "seconds", (FRONT,),
+                "Time that those prefills took."),
+        counter("mooncake_routed_total", "tries", (FRONT,),
+                "Tries of requests that were given to a pair of workers."),
+        counter("mooncake_retries_total", "attempts", (FRONT,),
+                "Further attempts, after a worker was lost or KV had left the store."),
+        counter("mooncake_fetches_total", "tries", (FRONT,),
+                "Tries whose prefix was to be fetched from another node (Algorithm 1)."),
+        counter("mooncake_replicated_blocks_total", "blocks", (FRONT,),
+                "Blocks of hot prefixes that a node was asked to copy."),
+    ),
+    "Latency": (
+        seconds("mooncake_ttft_seconds", FRONT,
+                "Time to first token: from the arrival of a request until its first token is in "
+                "the front's hands. Parsing and tokenising included."),
+        seconds("mooncake_tbt_seconds", FRONT,
+                "Time between tokens of a streamed answer: the mean of the longest 10 % of its "
+                "intervals, as in FAST'25. One value per request."),
+        counter("mooncake_token_intervals_total", "intervals", (FRONT,),
+                "Intervals between tokens of streamed answers."),
+        counter("mooncake_token_interval_seconds_total", "seconds", (FRONT,),
+                "Their lengths: divided by the number of intervals, the mean time per token."),
+        seconds("mooncake_request_duration_seconds", FRONT,
+                "Answered requests, from arrival to the last token."),
+        ratio("mooncake_ttft_prediction_error_ratio", FRONT,
+              "abs(predicted - actual) / actual of the time from the conductor's decision to the "
+              "end of prefill. One value per try."),
+        ratio("mooncake_tbt_prediction_error_ratio", FRONT,
+              "abs(predicted - actual) / actual of the TBT of a streamed answer."),
+    ),
+    "Where the time goes": (
+        seconds("mooncake_prefill_queue_seconds", PREFILL,
+                "A prompt's waiting at its prefill worker, all of it."),
+        seconds("mooncake_prefix_load_seconds", PREFILL,
+                "Bringing a cached prefix into the pages, fetching from another node included. "
+                "Only prompts that had one."),
+        seconds("mooncake_prefill_compute_seconds", PREFILL,
+                "The steps that computed a prompt."),
+        seconds("mooncake_handover_put_seconds", PREFILL,
+                "From the last step of a prompt until all its KV is committed in the store."),
+        seconds("mooncake_decode_queue_seconds", DECODE,
+                "From the arrival of a request at its decode worker until it has pages and what "
+                "is missing of its KV begins to be read."),
+        seconds("mooncake_handover_load_seconds", DECODE,
+                "Reading that rest of its KV."),
+    ),
+    "Tokens": (
+        counter("mooncake_prompt_tokens_total", "tokens", (PREFILL,),
+                "Prompt tokens by how their KV came: computed, local (cached in the worker's "
+                "node), fetched (from another node).",
+                Label("path", ("computed", "local", "fetched"))),
+        counter("mooncake_aborted_prefill_tokens_total", "tokens", (PREFILL,),
+                "Prompt tokens computed for requests that then left without a first token: "
+                "cancelled, or failed. Not in mooncake_prompt_tokens_total. Engine torch only."),
+        counter("mooncake_handover_tokens_total", "tokens", (DECODE,),
+                "With engine tensorrt_llm: tokens of requests that came to decode, by how their "
+                "KV got into the engine: loaded (handed over), local (it still had it), computed "
+                "(the end of the last page, and whatever was not there).",
+                Label("path", ("loaded", "local", "computed"))),
+        counter("mooncake_output_tokens_total", "tokens", WORKERS,
+                "Tokens generated: the first of each prompt by prefill, the others by decode."),
+    ),
+    "Workers": (
+        gauge("mooncake_worker_info", "1", WORKERS,
+              "1; the labels say what the worker is: role, storage node, layout of its KV.",
+              Label("role"), NODE, Label("fingerprint"), Label("block_tokens")),
+        gauge("mooncake_start_time_seconds", "seconds", (FRONT, *WORKERS),
+              "When the model's process started, in Unix time."),
+        gauge("mooncake_workers_live", "workers", (FRONT,),
+              "Workers that the conductor may choose from.",
+              Label("role", ("prefill", "decode"))),
+        gauge("mooncake_requests_waiting", "requests", WORKERS,
+              "Accepted and not running: prefill: without pages; decode: not in the batch yet.",
+              is_use=True),
+        gauge("mooncake_requests_running", "requests", WORKERS,
+              "prefill: with pages; decode: in the running batch.", is_use=True),
+        gauge("mooncake_queue_tokens", "tokens", (PREFILL,),
+              "Prompt tokens not computed yet, cached ones included until they are loaded.",
+              is_use=True),
+        gauge("mooncake_context_tokens", "tokens", (DECODE,),
+              "KV tokens that the next step of the running batch reads.", is_use=True),
+        counter("mooncake_steps_total", "steps", WORKERS, "Steps of the engine."),
+        counter("mooncake_step_seconds_total", "seconds", WORKERS,
+                "Their time: divided by the number of steps, the mean step; as a rate, how busy "
+                "the engine is."),
+        gauge("mooncake_step_age_seconds", "seconds", WORKERS,
+              "How long the engine's step has been under way; 0 between steps. A worker whose step "
+              "does not end leaves, and its process starts again."),
+        gauge("mooncake_pages_used", "pages", WORKERS,
+              "Pages of KV memory taken: reserved, not necessarily full.", is_use=True),
+        gauge("mooncake_pages_max", "pages", WORKERS, "Pages of KV memory."),
+        gauge("mooncake_kv_bytes_used", "bytes", WORKERS, "The taken pages in bytes.",
+              is_use=True),
+        gauge("mooncake_kv_bytes_max", "bytes", WORKERS, "The engine's KV memory."),
+        counter("mooncake_kv_occupation_byte_seconds_total", "byte seconds", WORKERS,
+                "VRAM occupation cost: taken bytes times the seconds that they stay taken, "
+                "counted at each taking and giving back."),
+        gauge("mooncake_leases_held", "requests", WORKERS,
+              "Requests whose blocks in the store this worker keeps leased.", is_use=True),
+        counter("mooncake_self_checks_total", "checks", (FRONT, *WORKERS),
+                "Self-checks that passed, with `mooncake serve --self-check` only; one that fails "
+                "ends its process."),
+    ),
+    "Transfers between a worker and the storage nodes": (
+        counter("mooncake_transfers_total", "transfers", WORKERS,
+                "Transfers that ended well.", TRANSPORT, Label("direction", ("read", "write"))),
+        counter("mooncake_transfer_bytes_total", "bytes", WORKERS,
+                "Bytes that they moved.", TRANSPORT, Label("direction", ("read", "write"))),
+        counter("mooncake_transfer_seconds_total", "seconds", WORKERS,
+                "Their time; transfers side by side add up.", TRANSPORT),
+        counter("mooncake_transfer_failures_total", "transfers", WORKERS,
+                "Transfers that failed or missed their deadline.", TRANSPORT),
+    ),
+    "TensorRT-LLM's own": tuple(
+        # As its own Triton model names them, for dashboards that know them.
+        gauge(name, unit, WORKERS, f"{meaning} With engine tensorrt_llm only.", Label(label))
+        for name, unit, meaning, label in (
+            ("nv_trt_llm_request_metrics", "requests", "Requests in the engine.", "request_type"),
+            ("nv_trt_llm_kv_cache_block_metrics", "pages",
+             "Pages of the engine's KV memory (it calls them blocks).", "kv_cache_block_type"),
+            ("nv_trt_llm_runtime_memory_metrics", "bytes", "Memory of the engine.", "memory_type"),
+            ("nv_trt_llm_inflight_batcher_metrics", "1", "Its newest iteration.",
+             "inflight_batcher_specific_metric"),
+            ("nv_trt_llm_general_metrics", "1", "How many iterations there were.", "general_type"),
+        )
+    ),
+    "Storage nodes, as the directory knows them": (
+        gauge("mooncake_store_bytes_used", "bytes", (FRONT,),
+              "Bytes of blocks, those being written included.", NODE),
+        gauge("mooncake_store_bytes_max", "bytes", (FRONT,), "The node's memory.", NODE),
+        gauge("mooncake_store_blocks", "blocks", (FRONT,), "Blocks that can be read.", NODE),
+        counter("mooncake_store_evictions_total", "blocks", (FRONT,),
+                "Blocks that gave way to others.", NODE),
+        gauge("mooncake_store_leases", "leases", (FRONT,),
+              "Leases on copies of blocks, over all nodes.", is_use=True),
+    ),
+}  # fmt: skip
+METRICS: dict[str, Metric] = {m.name: m for metrics in SECTIONS.values() for m in metrics}

@@ -1,0 +1,221 @@
+"""Text from tokens while they come: whole characters only, never taken back, stop words cut off.
+
+Everything happens on bytes. A token adds bytes (token_bytes.py), stop words are found in bytes
+(stop_words.py), and a decoder makes characters of the bytes that are *released*: an unfinished
+character waits in the decoder, bytes that can no longer become one turn into U+FFFD. Text that may
+still become a stop word is held back together with its tokens, so ids and text always belong
+together: the text of an Emission is the text of its token ids.
+
+The postprocessing model has no state. It gets an Emission's ids with up to 16 `context_ids` before
+them and computes the same text with `delta`: a token's bytes depend on that context at most, and
+where an unfinished character begins can be seen from the last three bytes. (A test compares the
+two for random tokens, cut in random places.)
+
+Rules worth knowing:
+
+* special tokens, `end_ids` and ids outside the vocabulary have no text and are released in place;
+* the stop word itself is not emitted. If it begins inside a token, that token is released and
+  `cut_bytes` says how much of the text of the emission's ids to show;
+* the first `min_tokens` tokens cannot be part of a stop word (vLLM's rule too), so an output
+  never has fewer tokens;
+* the context is the prompt's end: a request that moves to another worker gives what the client
+  has, and finds every stop word that the first worker would have found.
+
+Not here: when a request ends otherwise (engine/sequence.py), limits on stop words
+(engine/sampling_params.py).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from backends.text.stop_words import stop_words as automaton
+from backends.text.token_bytes import CONTEXT_TOKENS, TokenBytes
+from backends.text.tokenizer import Tokenizer
+
+CHARACTER_BYTES_MAX = 4
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What may be sent now. `text` is that of `token_ids`, up to `cut_bytes`."""
+
+    token_ids: Sequence[int]
+    text: str
+    cut_bytes: int = -1  # -1: all of the text; else so many bytes of its UTF-8
+    is_stopped: bool = False  # a stop word was found: nothing will follow
+    context_ids: Sequence[int] = ()  # the tokens with text before token_ids, 16 at most
+
+
+def merge(emissions: Sequence[Emission]) -> Emission:
+    """Consecutive emissions as one, for a message that carries several tokens."""
+    assert emissions
+    if len(emissions) == 1:
+        return emissions[0]
+    text = "".join(emission.text for emission in emissions)
+    is_cut = any(emission.cut_bytes >= 0 for emission in emissions)
+    return Emission(
+        token_ids=tuple(token_id for emission in emissions for token_id in emission.token_ids),
+        text=text,
+        cut_bytes=len(text.encode()) if is_cut else -1,
+        is_stopped=emissions[-1].is_stopped,
+        context_ids=emissions[0].context_ids,
+    )
+
+
+def delta(
+    tokenizer: Tokenizer,
+    context_ids: Sequence[int],
+    token_ids: Sequence[int],
+    is_final: bool,
+    cut_bytes: int = -1,
+) -> str:
+    """What `token_ids` add to the text; `is_final`: no token will complete the last character."""
+    text = TextStream(tokenizer, context_ids).push(token_ids, is_last=is_final).text
+    return text if cut_bytes < 0 else text.encode()[:cut_bytes].decode(errors="ignore")
+
+
+class TextStream:
+    """The text of one request. Push tokens, send what comes back."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context_ids: Sequence[int] = (),
+        stop_words: Sequence[str] = (),
+        end_ids: Iterable[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._tokens = tokenizer.token_bytes
+        self._pushed = _context(self._tokens, context_ids)  # before the next token to come
+        self._released = self._pushed.copy()  # before the first held token
+        self._decoder = _decoder_after(self._tokens, self._pushed)
+        self._words = automaton(tuple(stop_words)) if stop_words else None
+        self._state = 0
+        self._end_ids = frozenset(end_ids)
+        self._free_tokens = min_tokens  # still to come that no stop word may contain
+        self._held: deque[tuple[int, bytes]] = deque()
+        self._pushed_bytes = 0
+        self._released_bytes = 0
+        self._stop_at_bytes = -1  # where the stop word begins
+        self._is_finished = False
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop_at_bytes >= 0
+
+    @property
+    def held_tokens(self) -> int:
+        return len(self._held)
+
+    def push(self, token_ids: Iterable[int], is_last: bool = False) -> Emission:
+        """Tokens after a stop word are ignored; `is_last` releases everything."""
+        assert not self._is_finished, "the stream was finished"
+        self._is_finished = is_last
+        for token_id in token_ids:
+            if self.is_stopped:
+                break
+            self._take(token_id)
+        return self._release()
+
+    def finish(self) -> Emission:
+        """What was held back, the bytes of an unfinished character as U+FFFD."""
+        return self.push((), is_last=True)
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        held_bytes = sum(len(piece) for _, piece in self._held)
+        assert self._released_bytes + held_bytes == self._pushed_bytes
+        assert len(self._pushed) <= CONTEXT_TOKENS >= len(self._released)
+        if self._words is None:
+            assert not self._held, f"{len(self._held)} tokens held without stop words"
+
+    def _take(self, token_id: int) -> None:
+        """Note the token's bytes and look for a stop word that ends in them."""
+        piece = b""
+        if self._has_text(token_id):
+            piece = self._tokens.of(tuple(self._pushed), token_id)
+            self._pushed.append(token_id)
+        self._held.append((token_id, piece))
+        before_bytes = self._pushed_bytes
+        self._pushed_bytes += len(piece)
+        if self._free_tokens > 0:
+            self._free_tokens -= 1
+            return
+        if self._words is None:
+            return
+        for index, byte in enumerate(piece, 1):
+            self._state = self._words.step(self._state, byte)
+            if length_bytes := self._words.match_bytes[self._state]:
+                self._stop_at_bytes = before_bytes + index - length_bytes
+                return
+
+    def _release(self) -> Emission:
+        context_ids = tuple(self._released)
+        limit_bytes = self._limit_bytes()
+        is_cut = self.is_stopped
+        token_ids: list[int] = []
+        pieces: list[bytes] = []
+        while self._held and self._released_bytes + len(self._held[0][1]) <= limit_bytes:
+            token_id, piece = self._held.popleft()
+            token_ids.append(token_id)
+            pieces.append(piece)
+            self._released_bytes += len(piece)
+            if self._has_text(token_id):
+                self._released.append(token_id)
+            elif token_id in self._end_ids and self._tokens.has_text(token_id):
+                is_cut = True  # an end token that the request chose: others would show its text
+        if self.is_stopped:
+            if self._held and self._released_bytes < limit_bytes:
+                token_id, piece = self._held.popleft()
+                token_ids.append(token_id)
+                pieces.append(piece[: limit_bytes - self._released_bytes])
+            self._held.clear()
+            self._released_bytes = self._pushed_bytes = limit_bytes
+        elif self._is_finished:
+            pieces.append(self._tokens.ending(tuple(self._pushed)))
+        text = self._decoder.decode(b"".join(pieces), self._is_finished or self.is_stopped)
+        cut_bytes = len(text.encode()) if is_cut else -1
+        return Emission(tuple(token_ids), text, cut_bytes, self.is_stopped, context_ids)
+
+    def _limit_bytes(self) -> int:
+        """Bytes before this are decided."""
+        if self.is_stopped:
+            return self._stop_at_bytes
+        if self._is_finished or self._words is None:
+            return self._pushed_bytes
+        return self._pushed_bytes - self._words.depth_bytes[self._state]
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._end_ids and self._tokens.has_text(token_id)
+
+
+def _context(tokens: TokenBytes, token_ids: Sequence[int]) -> deque[int]:
+    """The last tokens that have text."""
+    found: deque[int] = deque(maxlen=CONTEXT_TOKENS)
+    for token_id in reversed(token_ids):
+        if tokens.has_text(token_id):
+            found.appendleft(token_id)
+            if len(found) == CONTEXT_TOKENS:
+                break
+    return found
+
+
+def _decoder_after(tokens: TokenBytes, context_ids: Iterable[int]) -> codecs.IncrementalDecoder:
+    """A decoder that holds the character which `context_ids` left unfinished.
+
+    A first byte always begins a character, so the last three bytes tell, whatever was before.
+    """
+    ids = tuple(context_ids)
+    tail = b""
+    for index in reversed(range(len(ids))):
+        tail = tokens.of(ids[:index], ids[index]) + tail
+        if len(tail) >= CHARACTER_BYTES_MAX - 1:
+            break
+    decoder = _Utf8Decoder("replace")
+    decoder.decode(tail)
+    return decoder

@@ -1,0 +1,250 @@
+"""The one file that speaks Triton's Python backend API.
+
+Requests become plain dicts of flat numpy arrays, replies become responses, errors become Triton
+errors with the right code, `parameters` of config.pbtxt become a config object. Everything else
+in this package runs under plain pytest. Metrics become series on Triton's metrics port.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import triton_python_backend_utils as pb  # provided by Triton's stub
+
+from backends.errors import (
+    Overloaded,
+    RequestInvalid,
+    ServingError,
+    WorkerUnavailable,
+)
+from backends.launcher import launch_secret
+from backends.metrics.loop import MetricsLoop, Publish
+from backends.metrics.page import MetricPage
+from backends.metrics.table import Metric
+from backends.tensors import UNBATCHED_OUTPUTS
+from backends.workers.protocol import (
+    REPLY_BODY,
+    REPLY_IDS,
+    REQUEST_BODY,
+    REQUEST_IDS,
+    REQUEST_STOP,
+    DecodeReply,
+    PrefillReply,
+    WorkerFailure,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+def start_logging() -> None:
+    """Our log lines go to stderr, which Triton's log file captures."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO,
+        format="%(asctime)s %(levelname).1s %(name)s %(message)s", force=True,
+    )  # fmt: skip
+
+
+def parameters(args: Mapping[str, str]) -> tuple[str, dict[str, str], int]:
+    """(model name, `parameters` of its config.pbtxt, number of instances)."""
+    config = json.loads(args["model_config"])
+    # Names with a leading underscore are the launcher's own (mirror.py).
+    raw = {
+        key: value["string_value"]
+        for key, value in config.get("parameters", {}).items()
+        if not key.startswith("_")
+    }
+    count = sum(int(group.get("count", 1)) for group in config.get("instance_group", [])) or 1
+    return args["model_name"], raw, count
+
+
+def repository_of(args: Mapping[str, str]) -> str:
+    """The operator's model repository; under the launcher Triton itself polls a mirror of it."""
+    path = Path(args["model_repository"])
+    polled = path.parent if path.name == args["model_name"] else path
+    return os.environ.get("MOONCAKE_REPOSITORY", str(polled))
+
+
+def load_error(error: Exception) -> Exception:
+    """What `initialize` should raise so that Triton shows the message and no traceback."""
+    return pb.TritonModelException(str(error))
+
+
+def inputs_of(request: Any) -> dict[str, np.ndarray]:
+    """The request's tensors by name, without the batch dimension's nesting (flat)."""
+    return {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
+
+
+def parameters_of(request: Any) -> dict[str, Any]:
+    """The request's KServe parameters; {} when there are none. Triton's own `timeout`, which it
+    keeps for itself, is one more: `timeout_ms`, unless that was sent too."""
+    text = request.parameters()
+    found: dict[str, Any] = json.loads(text) if text else {}
+    if timeout_us := int(request.timeout()):
+        found.setdefault("timeout_ms", max(1, timeout_us // 1000))
+    return found
+
+
+def request_id_of(request: Any) -> str:
+    return str(request.request_id() or "")
+
+
+class Reply:
+    """The answer stream of one request; usable from any thread, closed exactly once."""
+
+    def __init__(self, request: Any) -> None:
+        self._sender = request.get_response_sender()
+        self.outputs = frozenset(request.requested_output_names())  # all, if none was named
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def send(self, outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None:
+        self._send(response(outputs), is_final)
+
+    def finish(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._sender.send(flags=FINAL)
+
+    def fail(self, error: Exception) -> None:
+        self._send(pb.InferenceResponse(error=triton_error(error)), True)
+
+    def is_cancelled(self) -> bool:
+        """Has the client gone away? False once the reply is closed.
+
+        Under the lock: asking Triton about a request whose final response is out crashes the
+        whole server (2.51: TRITONBACKEND_ResponseFactoryIsCancelled on a deleted factory).
+        """
+        with self._lock:
+            return not self._is_closed and bool(self._sender.is_cancelled())
+
+    def _send(self, response: Any, is_final: bool) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = is_final
+            self._sender.send(response, flags=FINAL if is_final else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCall:
+    body: Any
+    token_ids: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class StopCall:
+    request_id: str
+
+
+def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | StopCall:
+    """A call to a prefill or decode worker; raises RequestInvalid for anything else."""
+    given = parameters_of(request).get(launch_secret.PARAMETER)
+    if not launch_secret.is_right(given, launch_secret.of_launch()):
+        raise RequestInvalid("workers answer to their own frontend; clients call `conductor`")
+    inputs = inputs_of(request)
+    stop = inputs.get(REQUEST_STOP)
+    if stop is not None and bool(stop[0]):
+        return StopCall(request_id_of(request))
+    missing = [name for name in (REQUEST_IDS, REQUEST_BODY) if name not in inputs]
+    if missing:
+        raise RequestInvalid(f"{', '.join(missing)} missing; clients call the conductor model")
+    try:
+        return WorkerCall(parse(inputs[REQUEST_BODY][0]), inputs[REQUEST_IDS])
+    except msgspec.MsgspecError as error:
+        raise RequestInvalid(f"{REQUEST_BODY} is no worker request: {error}") from None
+
+
+class WorkerReply(Reply):
+    """A worker's answers in the shape of the worker protocol."""
+
+    def prefilled(self, token_id: int, reply: PrefillReply) -> None:
+        ids = np.array([token_id], np.int32)
+        self.send({REPLY_IDS: ids, REPLY_BODY: _text(encode(reply))}, is_final=True)
+
+    def decoded(self, token_ids: list[int], reply: DecodeReply) -> None:
+        ids = np.array(token_ids, np.int32)
+        self.send({REPLY_IDS: ids, REPLY_BODY: _text(encode(reply))}, is_final=True)
+
+    def fail(self, error: Exception) -> None:
+        body = _text(encode(WorkerFailure(error_message(error))))
+        self.send({REPLY_IDS: np.zeros(0, np.int32), REPLY_BODY: body}, is_final=True)
+
+
+def _text(data: bytes) -> np.ndarray:
+    return np.array([data], dtype=np.object_)
+
+
+def response(outputs: Mapping[str, np.ndarray]) -> Any:
+    """One response; all but a few arrays get the batch dimension that max_batch_size 1 asks for."""
+    return pb.InferenceResponse(
+        [
+            pb.Tensor(name, value if name in UNBATCHED_OUTPUTS else value.reshape(1, -1))
+            for name, value in outputs.items()
+        ]
+    )
+
+
+def error_response(error: Exception) -> Any:
+    return pb.InferenceResponse(error=triton_error(error))
+
+
+def triton_error(error: Exception) -> Any:
+    codes = {
+        RequestInvalid: pb.TritonError.INVALID_ARG,
+        Overloaded: pb.TritonError.UNAVAILABLE,
+        WorkerUnavailable: pb.TritonError.UNAVAILABLE,
+    }
+    return pb.TritonError(error_message(error), codes.get(type(error), pb.TritonError.INTERNAL))
+
+
+def error_message(error: Exception) -> str:
+    """What the other side reads; an error that is none of ours is logged with its traceback."""
+    if isinstance(error, ServingError):
+        return error.wire_message()
+    log.error("internal error", exc_info=error)
+    return f"internal_error: {type(error).__name__}: {error}"
+
+
+# Never let go of before the process ends: a metric or family that Python forgets while its model
+# lives corrupts the memory of the whole server (2.51, docs/decisions/0010).
+_METRICS_FOR_EVER: list[Any] = []
+
+
+class MetricSeries:
+    """Makes series on Triton's metrics port, labelled with the model (backends/metrics/page.py)."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._families: dict[str, Any] = {}
+
+    def __call__(self, metric: Metric, labels: dict[str, str]) -> Any:
+        if metric.name not in self._families:
+            kind = getattr(pb.MetricFamily, metric.kind.upper())
+            self._families[metric.name] = pb.MetricFamily(
+                name=metric.name, description=metric.meaning, kind=kind
+            )
+            _METRICS_FOR_EVER.append(self._families[metric.name])
+        family, labels = self._families[metric.name], {"model": self._model, **labels}
+        buckets = {"buckets": list(metric.buckets)} if metric.kind == "histogram" else {}
+        series = family.Metric(labels=labels, **buckets)
+        _METRICS_FOR_EVER.append(series)
+        return series
+
+
+def metrics_loop(model: str, publisher: str, publish: Publish, subject: Any) -> MetricsLoop:
+    """Publishes `subject` until closed; `publisher` is the backend whose metrics these are."""
+    return MetricsLoop(lambda: MetricPage(publisher, MetricSeries(model)), publish, subject)

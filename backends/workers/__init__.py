@@ -1,0 +1,1 @@
+"""Prefill and decode workers: jobs, KV in, KV out, membership."""

@@ -1,0 +1,219 @@
+"""What an operator may set in each model's config.pbtxt, checked all at once.
+
+One frozen dataclass per model; `read_config` builds it from Triton's `parameters` or lists every
+mistake with its remedy. Not here: tensors (tensors.py), the conductor's scheduling knobs
+(conductor/config.py, which FrontConfig carries along).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from backends.errors import ConfigError
+
+ENGINES = ("torch", "tensorrt_llm")
+DTYPES = ("float32", "bfloat16")
+TRTLLM_DTYPES = ("float32", "bfloat16", "float16")
+TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
+TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+class Config(Protocol):
+    def problems(self) -> list[str]: ...
+
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What prefill and decode workers have in common."""
+
+    checkpoint: str = "demo"  # "demo", or a Hugging Face folder (relative: to the repository's)
+    engine: str = "torch"  # torch | tensorrt_llm
+    dtype: str = "float32"  # float32 | bfloat16
+    device: str = "cpu"  # cpu | cuda | cuda:N
+    threads: int = 1  # CPU threads of the engine; all workers of a host share its cores
+    store_node: str = "s0"  # the storage node this worker belongs to
+    block_tokens: int = 64  # the same in every worker, or no prefix is ever found
+    context_tokens_max: int = 0  # longest prompt + output; 0: what the checkpoint allows
+    kv_pages: int = 256  # engine memory, in pages of block_tokens tokens
+    transport: str = "auto"  # auto | mapped | nixl | tcp: how bytes leave the store (auto is right)
+    lease_s: float = 30.0  # how long blocks of a request are protected without a sign of life
+    transfer_s_max: float = 5.0  # deadline of one transfer; later it counts as a miss
+
+    def problems(self) -> list[str]:
+        found = []
+        dtypes = TRTLLM_DTYPES if self.engine == "tensorrt_llm" else DTYPES
+        for name, allowed in (("engine", ENGINES), ("dtype", dtypes), ("transport", TRANSPORTS)):
+            if getattr(self, name) not in allowed:
+                found.append(f"{name} is {getattr(self, name)!r}; use {' or '.join(allowed)}")
+        if self.device != "cpu" and not self.device.startswith("cuda"):
+            found.append(f"device is {self.device!r}; use cpu, cuda or cuda:0")
+        if not 1 <= self.threads <= 256:
+            found.append(f"threads is {self.threads}; use 1 to 256")
+        if self.block_tokens < 1 or self.block_tokens & (self.block_tokens - 1):
+            found.append(f"block_tokens is {self.block_tokens}; use a power of two, 64 or 256 say")
+        if self.context_tokens_max < 0:
+            found.append("context_tokens_max must be 0 (the checkpoint's own) or positive")
+        if self.kv_pages < 2:
+            found.append(f"kv_pages is {self.kv_pages}; at least 2 are needed, 256 is usual")
+        if self.lease_s < 1.0:
+            found.append(f"lease_s is {self.lease_s}; use 1 or more, 30 is usual")
+        if not 0.0 < self.transfer_s_max < self.lease_s:
+            found.append(
+                f"transfer_s_max ({self.transfer_s_max}) must be positive and below lease_s "
+                f"({self.lease_s}), or a slot could be reused while it is read"
+            )
+        if not self.store_node:
+            found.append("store_node must name a storage node, s0 say")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig(WorkerConfig):
+    """model_repository/prefill_*/config.pbtxt."""
+
+    chunk_tokens: int = 512  # longest prefill step; bounds the wait of the next request
+    queue_requests_max: int = 512  # waiting prompts beyond this are refused
+
+    def problems(self) -> list[str]:
+        found = WorkerConfig.problems(self)
+        if self.chunk_tokens < 1 or (
+            self.block_tokens > 0 and self.chunk_tokens % self.block_tokens
+        ):
+            found.append(
+                f"chunk_tokens ({self.chunk_tokens}) must be a positive multiple of block_tokens "
+                f"({self.block_tokens}), or a chunk would end inside a block"
+            )
+        if self.queue_requests_max < 1:
+            found.append("queue_requests_max must be at least 1")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig(WorkerConfig):
+    """model_repository/decode_*/config.pbtxt."""
+
+    slots: int = 32  # requests that decode at once (the batch)
+    queue_requests_max: int = 512  # requests that wait for a place in the batch
+
+    def problems(self) -> list[str]:
+        found = WorkerConfig.problems(self)
+        if not 1 <= self.slots <= 4096:
+            found.append(f"slots is {self.slots}; use 1 to 4096")
+        if self.queue_requests_max < 1:
+            found.append("queue_requests_max must be at least 1")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """model_repository/{preprocessing,postprocessing}/config.pbtxt."""
+
+    checkpoint: str = "demo"
+
+    def problems(self) -> list[str]:
+        return [] if self.checkpoint else ["checkpoint must be 'demo' or a Hugging Face folder"]
+
+
+def read_config(cls: type[C], model: str, raw: Mapping[str, str], count: int = 1) -> C:
+    """Build `cls` from config.pbtxt `parameters`; raises ConfigError with every mistake."""
+    (config,) = read_configs((cls,), model, raw, count)
+    return config  # type: ignore[return-value]
+
+
+def read_configs(
+    classes: Sequence[type[Config]],
+    model: str,
+    raw: Mapping[str, str],
+    count: int = 1,
+    together: Callable[..., Iterable[str]] = lambda *configs: (),
+) -> list[Any]:
+    """One object per class out of one flat list of parameters, each name in one class only.
+
+    `together`: what is wrong with all of them side by side.
+    """
+    known = {f.name: f for cls in classes for f in fields(cls)}  # type: ignore[arg-type]
+    found = [
+        f"unknown parameter {name!r}; known: {', '.join(sorted(known))}"
+        for name in sorted(raw.keys() - known.keys())
+    ]
+    if count != 1:
+        found.append(
+            f"instance_group count is {count}; use 1. To add a worker copy its folder: a second "
+            "instance would be a second engine that the conductor cannot see"
+        )
+    values: dict[str, object] = {}
+    for name in sorted(raw.keys() & known.keys()):
+        kind = str(known[name].type)
+        try:
+            values[name] = _convert(kind, raw[name])
+        except ValueError:
+            found.append(f"{name} is {raw[name]!r}; expected {kind}")
+    # The readable values are checked even beside unreadable ones: one load shows every mistake.
+    configs: list[Config] = []
+    for cls in classes:
+        own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        configs.append(cls(**{name: value for name, value in values.items() if name in own}))
+        found += configs[-1].problems()
+    found += together(*configs)
+    if found:
+        lines = "\n".join(f"  - {line}" for line in found)
+        raise ConfigError(f"{model}/config.pbtxt has {len(found)} mistake(s):\n{lines}")
+    return configs
+
+
+def _convert(kind: str, text: str) -> object:
+    if kind == "bool":
+        lowered = text.strip().lower()
+        if lowered not in TRUE + FALSE:
+            raise ValueError(text)
+        return lowered in TRUE
+    return {"int": int, "float": float, "str": str}[kind](text)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontConfig:
+    """model_repository/conductor/config.pbtxt, beside the knobs of conductor/config.py."""
+
+    checkpoint: str = "demo"  # whose tokenizer and chat template; the workers' checkpoint
+    requests_max: int = 256  # requests in flight; each holds a thread of the front
+    attempts_max: int = 3  # attempts lost to workers that died or failed with it; others are free
+    tenant_requests_share: float = 0.5  # of requests_max, for one tenant while others are there
+    cancel_poll_s: float = 0.1  # how often clients are checked for having gone away
+    output_tokens_default: int = 256  # max_tokens where a request names none
+    messages_per_s_max: int = 0  # to all streaming clients; 0: by the cores of this machine
+
+    def problems(self) -> list[str]:
+        found = [] if self.checkpoint else ["checkpoint must be 'demo' or a Hugging Face folder"]
+        for name in ("requests_max", "attempts_max", "output_tokens_default"):
+            if getattr(self, name) < 1:
+                found.append(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0.0 < self.tenant_requests_share <= 1.0:
+            found.append(
+                f"tenant_requests_share is {self.tenant_requests_share}; it is a share of "
+                "requests_max, use more than 0 and at most 1"
+            )
+        if self.requests_max > 4096:
+            found.append(f"requests_max is {self.requests_max}; at most 4096 (a thread for each)")
+        if self.messages_per_s_max < 0:
+            found.append(f"messages_per_s_max is {self.messages_per_s_max}; use 0 for automatic")
+        if not 0.01 <= self.cancel_poll_s <= 1.0:
+            found.append(f"cancel_poll_s is {self.cancel_poll_s}; use 0.01 to 1.0")
+        return found
+
+
+def checkpoint_folder(checkpoint: str, repository: str) -> Path:
+    """The folder that `checkpoint` names; relative paths start beside the model repository."""
+    if checkpoint == "demo":
+        return Path(__file__).parents[1] / "demo_checkpoint"
+    path = Path(checkpoint).expanduser()
+    if not path.is_absolute():
+        path = Path(repository).resolve().parent / path
+    if not (path / "config.json").exists():
+        raise ConfigError(f"checkpoint {path} has no config.json: it must be a Hugging Face folder")
+    return path

@@ -1,0 +1,137 @@
+"""Store -> engine pages. Verified against checksums; what proves missing is named, not raised.
+
+Prefill loads the cached prefix with it, decode everything that prefill handed over: layers as they
+are announced, and the rest when the request itself arrives. Not here: the way out (kv_writer.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from backends.errors import StoreLost
+from backends.workers.protocol import BlockRef, LayersReady
+from mooncake_store.client.store import Store
+from mooncake_store.directory.core.slots import Copy
+from mooncake_store.layout import KvLayout
+
+
+@dataclass(slots=True)
+class Arrival:
+    """The KV of one request on its way into pages of this engine."""
+
+    request_id: str
+    pages: list[int]
+    layers_of: dict[int, set[int]] = field(default_factory=dict)  # block -> layers that are here
+    identity: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # block -> its slot
+    is_loading: bool = False  # the loader writes into the pages
+    read_bytes: dict[str, int] = field(default_factory=dict)  # by transport
+
+    def note(self, ref: BlockRef, layers: Sequence[int]) -> None:
+        place = (ref.node_id, ref.slot, ref.generation)
+        if self.identity.get(ref.index, place) != place:
+            self.layers_of[ref.index] = set()
+        self.identity[ref.index] = place
+        self.layers_of.setdefault(ref.index, set()).update(layers)
+
+    def whole_blocks(self, layers: int) -> int:
+        return sum(len(here) == layers for here in self.layers_of.values())
+
+    def has_whole(self, ref: BlockRef, layers: int) -> bool:
+        place = (ref.node_id, ref.slot, ref.generation)
+        same = self.identity.get(ref.index) == place
+        return same and len(self.layers_of.get(ref.index, ())) == layers
+
+
+class KvLoader:
+    """Reads blocks into the pages of one engine."""
+
+    def __init__(self, store: Store, layout: KvLayout, pool: np.ndarray, deadline_s: float) -> None:
+        self._store = store
+        self._layout = layout
+        self._pool = pool
+        self._deadline_s = deadline_s
+
+    def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
+        """Block i of `copies` into pages[i]; returns how many leading blocks arrived."""
+        if not copies:
+            return 0
+        offsets = [page * self._layout.block_bytes for page in pages[: len(copies)]]
+        arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
+        return arrived.index(False) if False in arrived else len(arrived)
+
+    @contextlib.contextmanager
+    def _counting(self, arrival: Arrival) -> Iterator[None]:
+        """Attribute the bytes read meanwhile to `arrival`: decode loads in one thread only."""
+        before = {name: counted.read_bytes for name, counted in self._store.counters().items()}
+        yield
+        for name, counted in self._store.counters().items():
+            if moved := counted.read_bytes - before.get(name, 0):
+                arrival.read_bytes[name] = arrival.read_bytes.get(name, 0) + moved
+
+    def load_announced(self, arrival: Arrival, letter: LayersReady) -> None:
+        """One announced layer (or whole blocks); what does not arrive is read later, in full."""
+        late = self.pending_pages()
+        refs = [
+            ref for ref in letter.blocks
+            if ref.index < len(arrival.pages) and arrival.pages[ref.index] not in late
+        ]  # fmt: skip
+        if not refs:
+            return
+        copies = [self._copy(ref) for ref in refs]
+        offsets = [arrival.pages[ref.index] * self._layout.block_bytes for ref in refs]
+        whole = letter.layer < 0
+        layers = range(self._layout.layers) if whole else range(letter.layer, letter.layer + 1)
+        sums = dict(zip((ref.index for ref in letter.blocks), letter.checksums, strict=False))
+        with self._counting(arrival):
+            if whole:
+                arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
+            else:
+                arrived = self._store.read(
+                    copies, self._pool, offsets, self._deadline_s, layers,
+                    [sums[ref.index] for ref in refs],
+                )  # fmt: skip
+        for ref, is_here in zip(refs, arrived, strict=True):
+            if is_here:
+                arrival.note(ref, layers)
+
+    def _copy(self, ref: BlockRef) -> Copy:
+        size_bytes = self._layout.block_bytes
+        return Copy(ref.node_id, ref.slot, ref.generation, ref.checksum, size_bytes)
+
+    def load_rest(self, arrival: Arrival, refs: Sequence[BlockRef]) -> list[int]:
+        """Whatever was not announced; returns the indices of blocks that proved missing.
+
+        A page that an earlier read may still write is as good as missing: what is verified in it
+        now may be overwritten later, with bytes that another block has by then.
+        """
+        late = self.pending_pages()
+        gone = [ref.index for ref in refs if arrival.pages[ref.index] in late]
+        missing = [ref for ref in refs if not arrival.has_whole(ref, self._layout.layers)]
+        if gone or not missing:
+            return gone
+        copies = [self._copy(ref) for ref in missing]
+        offsets = [arrival.pages[ref.index] * self._layout.block_bytes for ref in missing]
+        with self._counting(arrival):
+            arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
+        return [ref.index for ref, is_here in zip(missing, arrived, strict=True) if not is_here]
+
+    def refuse_late(self, pages: Sequence[int]) -> None:
+        """StoreLost if a read that missed its deadline may still write into these pages:
+        what is computed there now could be overwritten."""
+        if late := self.pending_pages().intersection(pages):
+            raise StoreLost(f"a read that is late may still write {len(late)} of its pages")
+
+    def pending_pages(self) -> set[int]:
+        """Pages that a transfer past its deadline may still write."""
+        return {
+            page
+            for span in self._store.pending_offsets(self._pool)
+            for page in range(
+                span.offset_bytes // self._layout.block_bytes,
+                (span.offset_bytes + span.length_bytes - 1) // self._layout.block_bytes + 1,
+            )
+        }

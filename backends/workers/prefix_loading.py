@@ -1,0 +1,130 @@
+"""Finding the cached prefix of a prompt, bringing it to the own node, loading it into pages.
+
+The conductor decided how much may be fetched from other nodes and from which (Algorithm 1); here it
+is carried out: each block from the named node, else from the conductor's second choice, else from
+whoever has it. What a node failed to send is asked of the next one. A block that is gone when we
+come for it is a miss: the prefix is shorter, nothing fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from itertools import takewhile
+
+from backends.workers.kv_loader import KvLoader
+from mooncake_store.client.store import Store
+from mooncake_store.directory.core.slots import Copy
+from mooncake_store.records.membership import SSD_SUFFIX
+
+ROUNDS_MAX = 3  # the named node, the second choice, anybody
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """What the conductor allows: so many blocks beyond the own ones, from these nodes first."""
+
+    blocks: int = 0
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """What the directory knows of a prompt's leading blocks; leased to the request."""
+
+    copies: list[tuple[Copy, ...]]  # of each block, up to the first that nobody has
+    own: list[Copy]  # on the own node, up to the first that it lacks
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPrefix:
+    """Leading blocks that are in the pages now, each with its copy on the own node."""
+
+    copies: list[Copy]
+    fetched_blocks: int  # of those and beyond: what came from another node for this request
+    fetched_from: dict[str, int]  # bytes, by node
+
+
+class PrefixLoading:
+    """Raises StoreError when the directory does not answer."""
+
+    def __init__(
+        self, store: Store, loader: KvLoader, node_id: str, lease_s: float, deadline_s: float
+    ) -> None:
+        self._store = store
+        self._loader = loader
+        self._node_id = node_id
+        self._lease_s = lease_s
+        self._deadline_s = deadline_s
+
+    def find(self, keys: Sequence[bytes], owner: str) -> FoundPrefix:
+        copies = self._store.lookup(keys, owner, self._lease_s) if keys else []
+        return FoundPrefix(copies, self._on_own_node(copies))
+
+    def load(
+        self,
+        keys: Sequence[bytes],
+        found: FoundPrefix,
+        pages: Sequence[int],
+        allowed: Fetching,
+        owner: str,
+    ) -> LoadedPrefix:
+        """Fetch what is allowed beyond the own copies, then read all into `pages`.
+
+        What lies on the own node's SSD is restored in any case: that is faster than computing it,
+        and the conductor only decides about other nodes.
+        """
+        before, from_node = len(found.own), Counter[str]()
+        limit = before + allowed.blocks
+        until_s, asked = time.monotonic() + self._deadline_s, set[Copy]()
+        for turn in range(ROUNDS_MAX):
+            start, left_s = len(found.own), until_s - time.monotonic()
+            wanted = self._wanted(found, limit, allowed.nodes, asked)
+            if not wanted or left_s <= 0:
+                break
+            asked.update(wanted)
+            span = slice(start, start + len(wanted))
+            if turn + 1 < ROUNDS_MAX and self._has_others(found.copies[span]):
+                left_s /= 2  # a node that hangs leaves time to ask another one
+            got = self._store.fetch(keys[span], wanted, owner, self._lease_s, left_s)
+            from_node.update(got.bytes_from)
+            if got.blocks:
+                found = self.find(keys, owner)
+            if got.blocks == len(wanted):
+                break
+        arrived = self._loader.load_copies(found.own, pages)
+        return LoadedPrefix(found.own[:arrived], len(found.own) - before, dict(from_node))
+
+    def _wanted(
+        self, found: FoundPrefix, limit: int, nodes: Sequence[str], asked: Set[Copy]
+    ) -> list[Copy]:
+        """The copies to be brought here, for consecutive blocks after the own ones: those of block
+        `limit` and beyond only from the own SSD. Without those that were asked for in vain."""
+        offers, start = [], len(found.own)
+        for number, copies in enumerate(found.copies[start:], start):
+            left = [copy for copy in copies if copy not in asked]
+            near = [copy for copy in left if copy.node_id.removesuffix(SSD_SUFFIX) == self._node_id]
+            if not near and number >= limit:
+                break
+            offers.append(near or left)
+        chosen = self._store.choose(offers, nodes)
+        return list(takewhile(lambda copy: copy is not None, chosen))  # type: ignore[arg-type]
+
+    def _has_others(self, found: Sequence[Sequence[Copy]]) -> bool:
+        """Whether some of these blocks could come from more than one other node."""
+        own = self._node_id
+        return any(
+            len({copy.node_id.removesuffix(SSD_SUFFIX) for copy in copies} - {own}) > 1
+            for copies in found
+        )
+
+    def _on_own_node(self, found: Sequence[tuple[Copy, ...]]) -> list[Copy]:
+        own = []
+        for copies in found:
+            mine = [copy for copy in copies if copy.node_id == self._node_id]
+            if not mine:
+                break
+            own.append(mine[0])
+        return own

@@ -1,0 +1,179 @@
+"""What the front and the workers say to each other.
+
+Two channels. *Calls* are requests to the models `prefill_*` and `decode_*` over gRPC
+(grpc_calls.py): token ids travel as a tensor, the rest as one MessagePack string. *Letters* go
+to the inbox of one very process, rather than to "whoever serves that model now": stop a request,
+hand-over progress from prefill to decode, the tokens of all streams that a front has at a decode
+worker, one letter per step (token_streams.py), and which of its requests a worker has in hand.
+Not here: the store's protocol (mooncake_store/wire/protocol.py).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from backends.engine.sampling import SamplingParams
+
+# Tensors of the worker models.
+REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
+REPLY_IDS, REPLY_BODY = "output_ids", "reply"
+
+HEARTBEAT_S = 5.0  # between the signs of life of a request that waits or is computed
+
+
+class BlockRef(msgspec.Struct, frozen=True, array_like=True):
+    """Where block `index` of a request's KV lies in the store."""
+
+    index: int
+    node_id: str
+    slot: int
+    generation: int
+    checksum: int
+
+
+class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
+    """Compute the KV of input_ids and sample one token.
+
+    `prompt_tokens` of input_ids are the client's; what follows are tokens that it already got
+    (a request that continues after a decode worker died).
+    """
+
+    request_id: str
+    prompt_tokens: int
+    sampling: SamplingParams
+    cache_salt: str
+    fetch_blocks: int  # how many leading blocks may be copied from other nodes
+    decode_inbox: str  # where layers may be announced while they are computed; "" for nowhere
+    reply_inbox: str  # of the front: where a FirstToken may go ahead of the reply; "" for nowhere
+    reserve_tokens: int  # KV that the decode worker should make room for
+    # Its place in the queue: so many seconds behind its own arrival (conductor/queue_order.py).
+    place_s: float = 0.0
+    is_resumed: bool = False  # it goes on after a loss: a full queue does not refuse it
+    # Which nodes those blocks are to be copied from: the conductor's choice, then its second one.
+    # Others are asked only for what these do not have.
+    fetch_nodes: list[str] = []
+
+
+class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
+    incarnation: str
+    cached_tokens: int
+    fetched_blocks: int
+    fetched_bytes: int
+    blocks: list[BlockRef]  # all of the request's KV; the last may be partial
+    queue_s: float
+    load_s: float
+    compute_s: float
+    put_s: float
+    queue_ahead: int = 0  # prompts in front of it when it came
+    native: bytes = b""  # where the engine itself hands KV over: what its other half needs
+    fetched_from: dict[str, int] = {}  # bytes that came from each node for this request
+
+
+class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
+    """Go on from input_ids, whose KV is in `blocks` except for the last token's."""
+
+    request_id: str
+    prompt_tokens: int
+    sampling: SamplingParams
+    cache_salt: str
+    blocks: list[BlockRef]
+    stream_interval: int  # tokens per message; 0: all with the reply
+    reply_inbox: str  # of the front: where messages before the reply go
+    tbt_slo_s: float = 0.0  # refuse it when a step with it would take longer; 0: no limit
+    native: bytes = b""  # PrefillReply's
+    is_resumed: bool = False  # it goes on after a loss: a full queue does not refuse it
+
+
+class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):
+    """The end of a request and its last tokens, which travel beside it as a tensor."""
+
+    incarnation: str  # of the process that was at work
+    tokens_before: int  # decoded ones that letters have brought, or will
+    text: str
+    context_ids: list[int]
+    cut_bytes: int
+    finish_reason: str
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    loaded_early_blocks: int = 0  # handed over layer by layer before the request came
+    read_bytes: dict[str, int] = {}
+
+
+class WorkerFailure(msgspec.Struct, frozen=True, tag="failed"):
+    """Instead of a reply: the request failed; `message` as errors.wire_message writes it.
+
+    Not a Triton error: those lose their class on the way, and by BLS an error that follows other
+    responses never arrives (2.51).
+    """
+
+    message: str
+
+
+class LayersReady(msgspec.Struct, frozen=True, tag="layers"):
+    """Layer `layer` of these blocks is in the store (prefill -> decode inbox).
+
+    `checksums[i]` is that of the layer in blocks[i]. `layer` -1: whole blocks, with the checksum
+    in the BlockRef itself.
+    """
+
+    request_id: str
+    kv_tokens: int
+    reserve_tokens: int
+    layer: int
+    blocks: list[BlockRef]
+    checksums: list[int]
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    request_id: str
+    reason: str
+
+
+class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request, in the order of decoding."""
+
+    request_id: str
+    tokens_before: int  # decoded ones of this request: tells a lost letter
+    token_ids: list[int]
+    text: str
+    context_ids: list[int]
+    cut_bytes: int
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """What a step brought for the streams of one front (decode worker -> the front)."""
+
+    incarnation: str
+    updates: list[TokenUpdate]
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag="first"):
+    """A prompt is computed (prefill worker -> the front), while its KV is still being put.
+
+    Only when the token does not end the answer, whatever its text.
+    """
+
+    request_id: str
+    token_id: int
+    cached_tokens: int
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """These requests of one frontend are in hand, queued or at work (worker -> the frontend)."""
+
+    incarnation: str
+    request_ids: list[str]
+
+
+Letter = LayersReady | Stop | Tokens | FirstToken | Heartbeat
+_decode_inbox = msgspec.msgpack.Decoder(Letter)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encode(message)
+
+
+def decode_inbox(data: bytes) -> Letter:
+    """Raises msgspec.DecodeError on anything else."""
+    return _decode_inbox.decode(data)

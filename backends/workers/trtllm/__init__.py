@@ -1,0 +1,1 @@
+"""The same workers on TensorRT-LLM."""

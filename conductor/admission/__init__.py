@@ -1,0 +1,1 @@
+"""Whether a request is served: limits, fair shares, the re-check at decode."""

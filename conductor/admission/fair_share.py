@@ -1,0 +1,233 @@
+"""Whom to turn away when more is offered than fits, before any limit is reached.
+
+A limit on predicted TTFT alone is blind to what a request costs. Under overload the queue stands at
+the limit, where a short prompt still fits and a long one never does: the long ones starve, all who
+are admitted wait as long as the limit allows, and every error of prediction is a miss. So:
+
+**Hold the queue well below the limit.** `backlog` is the mean seconds of prefill queued per worker,
+`target = backlog_share x ttft_slo_s`. Work may be admitted at the rate
+
+    capacity = workers x (1 + (target - backlog) / ttft_slo_s)      [prefill seconds per second]
+
+so an excess is drained within one service level, and an error in anything that was predicted
+shows as backlog and corrects itself. At or below half the target nobody is turned away: there is
+room now, and an idle worker earns nothing. (A burst on an idle cluster is never shed.)
+
+**Divide it among tenants, then among requests.** What was offered lately, in seconds of work per
+second, is known per tenant, with a half-life of `demand_half_life_s` and, to see a flood soon, with
+a sixth of it; the larger counts. The capacity is divided
+max-min fairly by `tenant_shares`: who wants less than its share gets all it wants, and the others
+divide the rest by weight. A tenant that gets all it wants has nobody turned away. For the others
+`Demand.split` finds a limit of cost for each class of prompt length: cheapest first, because that
+serves the most requests, but no class below `length_share_min` of what all classes get. A class
+that counts below that floor all the same (few requests, a shift in the workload) is *owed*: its
+next request is admitted whatever it costs.
+
+**Priority.** A request's cost is `work / priority_weight^priority`: one level up is worth
+priority_weight times the work. So under overload a higher one is turned away later, a negative one
+earlier, and without overload neither. An owed class does not lift negative ones.
+
+**When decoding is what is short** the prefill queue says nothing. A rejection for decode room or
+TBT lowers the part of what is wanted that may come, and each plan without one raises it a little
+(additive growth, multiplicative decrease); shares and floors apply to what is left. The cost stays
+prefill seconds, so a long answer counts no more than a short one.
+
+A tenant that was never heard of is admitted until the next plan, at most PLAN_S later.
+Ignored: output lengths, and that admitting one prompt makes another cheaper (its prefix cached).
+Plans are made at most every PLAN_S, so a decision costs two sums and a comparison.
+
+Not here: the limits themselves (admission.py), counting of rejections (conductor.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from conductor.admission.demand import NO_CUTS, Demand, cost_at
+from conductor.config import ConductorConfig, parse_shares
+from conductor.estimates.forward_decay import ForwardDecay
+from conductor.estimates.length_class import length_class
+from conductor.messages import Request
+
+PLAN_S = 0.5
+RECENT_FASTER = 6.0  # demand counts as the larger of two rates: one follows a flood so much faster
+IDLE_SHARE = 0.5  # of the target: below, nothing is shed
+CAPACITY_MIN = 0.1  # of the workers: however long the queue, a little is admitted
+WINDOW_MIN_S = 10.0  # rates are taken over at least so long: one burst is no overload
+TENANTS_MAX = 256  # beyond, the one with the least work is forgotten
+FADED_REQUESTS = 1e-3  # a tenant of whom less is remembered is forgotten
+PRIORITY_MAX = 4  # levels beyond count as this one
+DECODE_BUSY = 0.9  # of its limit: below, decoding is not what is short
+DECODE_LESS, DECODE_MORE = 0.9, 0.01  # factor at a plan after a rejection, step at one without
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """How loaded the two pools are at this moment, before the request in question."""
+
+    backlog_s: float  # mean seconds of prefill queued, over the workers that take requests
+    workers: int  # of those
+    decode_load: float  # of the best decode worker: the highest of its loads / limits
+    is_decoding: bool = True  # it is not empty
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """Turned away, and by which limit."""
+
+    length: int  # class of its prompt
+    work_s: float
+    limit_s: float  # what it might have cost, in its class and at its priority
+    backlog_s: float
+    target_s: float
+    excess_s: float  # of backlog over what nobody is turned away at
+    wanted: float  # prefill seconds per second that its tenant offered lately
+    granted: float  # of those, what it may have
+
+
+class FairShare:
+    """Knows what was offered and admitted; says whom overload turns away."""
+
+    def __init__(self, config: ConductorConfig) -> None:
+        self._config = config
+        self._weights = parse_shares(config.tenant_shares)
+        self.target_s = config.backlog_share * config.ttft_slo_s
+        self._demands: dict[str, Demand] = {}
+        self._granted: dict[str, tuple[float, float]] = {}  # wanted, granted; seconds per second
+        self._decay = ForwardDecay(config.demand_half_life_s)
+        self._recent = ForwardDecay(config.demand_half_life_s / RECENT_FASTER)
+        self._planned_s = -math.inf
+        self._noted_s = -math.inf  # when the latest request was counted
+        self._decode_part = 1.0  # of what prefill could do: what decoding can
+        self._is_decode_short = False  # a request was rejected for it since the last plan
+
+    def objection(self, request: Request, work_s: float, pressure: Pressure) -> Shed | None:
+        """Whether this request is to be turned away; changes nothing."""
+        demand = self._demands.get(request.tenant)
+        if demand is None or demand.cuts is NO_CUTS or self._is_idle(pressure):
+            return None
+        length, cost_s = length_class(request.prompt_tokens), self._cost_s(request, work_s)
+        if demand.is_within(length, cost_s):
+            return None
+        weight = self._decay.weight(self._noted_s)
+        is_owed = demand.is_owed(length, self._config.length_share_min, weight)
+        if is_owed and request.priority >= 0:
+            return None
+        limit_s = cost_at(demand.cuts[length]) * work_s / cost_s
+        wanted, granted = self._granted[request.tenant]
+        backlog_s, excess_s = pressure.backlog_s, pressure.backlog_s - IDLE_SHARE * self.target_s
+        return Shed(
+            length, work_s, limit_s, backlog_s, self.target_s, max(0.0, excess_s), wanted, granted
+        )
+
+    def is_shedding(self, tenant: str) -> bool:
+        """Whether the plan turns some of this tenant's requests away, when there is a queue."""
+        demand = self._demands.get(tenant)
+        return demand is not None and demand.cuts is not NO_CUTS
+
+    def note(
+        self, request: Request, work_s: float, pressure: Pressure, now_s: float, is_admitted: bool
+    ) -> None:
+        """Count a request that was decided on; now and then, make new plans."""
+        weight = self._weight(now_s)
+        demand = self._demands.get(request.tenant)
+        if demand is None:
+            demand = self._demands[request.tenant] = Demand()
+            if len(self._demands) > TENANTS_MAX:
+                self._forget(request.tenant)
+        length = length_class(request.prompt_tokens)
+        demand.note(length, self._cost_s(request, work_s), work_s, weight, is_admitted)
+        demand.recent_s += work_s * self._recent.weight(now_s)
+        if now_s - self._planned_s >= PLAN_S:
+            self._planned_s = now_s
+            self._make_plans(pressure, now_s)
+
+    def _is_idle(self, pressure: Pressure) -> bool:
+        if pressure.backlog_s > IDLE_SHARE * self.target_s:
+            return False
+        is_busy = pressure.is_decoding and pressure.decode_load >= DECODE_BUSY
+        return self._decode_part == 1.0 or not is_busy
+
+    def decode_is_short(self) -> None:
+        """A request was rejected for decode room or TBT."""
+        self._is_decode_short = True
+
+    def _cost_s(self, request: Request, work_s: float) -> float:
+        level = max(-PRIORITY_MAX, min(PRIORITY_MAX, request.priority))
+        return float(work_s * self._config.priority_weight**-level)
+
+    def _weight(self, now_s: float) -> float:
+        divisor = self._decay.rescaled(now_s)
+        if divisor != 1.0:
+            for demand in self._demands.values():
+                demand.rescale(divisor)
+        divisor = self._recent.rescaled(now_s)
+        if divisor != 1.0:
+            for demand in self._demands.values():
+                demand.recent_s /= divisor
+        self._noted_s = now_s
+        return self._decay.weight(now_s)
+
+    def _make_plans(self, pressure: Pressure, now_s: float) -> None:
+        """Limits for every tenant, from what was offered and the capacity that there is."""
+        weight = self._weight(now_s)
+        per_s = 1 / (weight * max(self._decay.window_s(now_s), WINDOW_MIN_S))
+        recent_window_s = max(self._recent.window_s(now_s), WINDOW_MIN_S)
+        recent_per_s = 1 / (self._recent.weight(now_s) * recent_window_s)
+        faded = FADED_REQUESTS * weight
+        self._demands = {t: d for t, d in self._demands.items() if sum(d.offered_of) > faded}
+        self._granted.clear()
+        steady = {t: float(d.offered_s.sum()) for t, d in self._demands.items()}
+        demands = {
+            t: max(steady[t] * per_s, d.recent_s * recent_per_s) for t, d in self._demands.items()
+        }
+        capacity = self._capacity(pressure, sum(demands.values()))
+        grants = max_min(demands, self._weights, capacity)
+        for tenant, wanted in demands.items():
+            self._granted[tenant] = (wanted, grants[tenant])
+            if wanted > grants[tenant]:
+                floor = self._config.length_share_min
+                # The mix is the steady one, which has more samples; the amount the larger one.
+                self._demands[tenant].split(steady[tenant] * grants[tenant] / wanted, floor)
+            else:
+                self._demands[tenant].cuts = NO_CUTS
+
+    def _capacity(self, pressure: Pressure, wanted: float) -> float:
+        """Prefill seconds that may be admitted per second."""
+        excess = (pressure.backlog_s - self.target_s) / self._config.ttft_slo_s
+        capacity = pressure.workers * max(CAPACITY_MIN, 1 - excess)
+        if self._is_decode_short:
+            self._decode_part = max(CAPACITY_MIN, DECODE_LESS * self._decode_part)
+        else:
+            self._decode_part = min(1.0, self._decode_part + DECODE_MORE)
+        self._is_decode_short = False
+        return capacity if self._decode_part == 1.0 else self._decode_part * min(capacity, wanted)
+
+    def _forget(self, newest: str) -> None:
+        others = (tenant for tenant in self._demands if tenant != newest)
+        least = min(others, key=lambda tenant: (self._demands[tenant].offered_s.sum(), tenant))
+        del self._demands[least]
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        assert len(self._demands) <= TENANTS_MAX
+        for demand in self._demands.values():
+            demand.check()
+
+
+def max_min(
+    wanted: Mapping[str, float], weights: Mapping[str, float], capacity: float
+) -> dict[str, float]:
+    """Weighted max-min fair: nobody gets more than it wants, nor less than its weight's share of
+    what the others leave. All in one unit; names without a weight weigh 1."""
+    granted = dict(wanted)
+    open_ones = sorted(wanted, key=lambda name: (wanted[name] / weights.get(name, 1.0), name))
+    left, weight_left = capacity, sum(weights.get(name, 1.0) for name in wanted)
+    for name in open_ones:  # least satisfied by its wish first
+        weight = weights.get(name, 1.0)
+        granted[name] = min(wanted[name], max(0.0, left) * weight / weight_left)
+        left -= granted[name]
+        weight_left -= weight
+    return granted

@@ -1,0 +1,1 @@
+"""How long would it take? Fits, measured against estimated, output lengths."""

@@ -1,0 +1,145 @@
+"""How long answers are: a distribution per class, learned from those that ended.
+
+A class is a length of prompt (length_class.py) and a tenant: who asks decides more about an answer
+than what it says. For each there is a *survival curve*
+
+    S(n) = share of answers that go on after n tokens
+
+so one that has had n tokens goes on for m more with probability S(n + m) / S(n). That is what a
+decode worker's future load is made of (decode_forecast.py). Of an answer whose age is unknown, the
+*residual* curve tells as much.
+
+Curves are estimated as products of what survived each bucket of lengths (Kaplan-Meier):
+
+    S(n) = product over the buckets up to n of (1 - ended there / reached it)
+
+An answer that was cut by its max_tokens *reached* that length and did not *end* there, so limits of
+clients are not mistaken for lengths of answers. Counts fade (forward_decay.py). A class is filled
+up with CLASS_PRIOR answers of all classes together, and these with PRIOR answers of
+S(n) = 1 / (1 + n / expected): half as long as expected, half longer, and whoever has outlived all
+that was seen is expected to stay as long again.
+
+Buckets: two an octave, uniform inside. Curves are computed when asked for, at most every CURVE_S.
+
+Not here: what is decoding now (decode_batch.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.estimates.forward_decay import ForwardDecay
+from conductor.estimates.length_class import length_class
+
+Vector = npt.NDArray[np.float64]
+
+EDGES: Vector = np.array([0.0, 1.0] + [f * 2.0**k for k in range(1, 18) for f in (1.0, 1.5)])
+BUCKETS = len(EDGES) - 1  # the last one holds all beyond
+CURVE_S = 1.0  # how long a curve is used
+CLASS_PRIOR, PRIOR = 8.0, 8.0  # answers
+TENANTS_MAX = 64  # with classes of their own; others share one
+HALF_LIFE_S = 600.0  # of what was learned
+LEAST = 1e-6  # of a curve: S never ends, so that a ratio of two is defined
+
+ClassKey = tuple[int, str]  # (length class of the prompt, tenant)
+
+
+@dataclass(slots=True)
+class _Counts:
+    ended: Vector = field(default_factory=lambda: np.zeros(BUCKETS))
+    cut: Vector = field(default_factory=lambda: np.zeros(BUCKETS))  # by max_tokens
+
+
+class OutputLengths:
+    """Learns from ended answers; tells survival curves."""
+
+    def __init__(self, expected_tokens: float) -> None:
+        self._decay = ForwardDecay(HALF_LIFE_S)
+        self._all = _Counts()
+        self._classes: dict[ClassKey, _Counts] = {}
+        self._tenants: set[str] = set()
+        prior = 1 / (1 + EDGES / expected_tokens)
+        self._prior = np.append(prior[:-2] - prior[1:-1], prior[-2])  # ended, by bucket
+        self._curves: dict[ClassKey | None, tuple[float, Vector]] = {}
+
+    def class_of(self, prompt_tokens: int, tenant: str) -> ClassKey:
+        """The class that this request is counted in; a known tenant keeps its own."""
+        if tenant not in self._tenants:
+            if len(self._tenants) >= TENANTS_MAX:
+                tenant = ""
+            self._tenants.add(tenant)
+        return (length_class(prompt_tokens), tenant)
+
+    def learn(self, key: ClassKey, tokens: float, is_cut: bool, now_s: float) -> None:
+        """An answer had so many tokens; `is_cut`: it would have gone on."""
+        divisor = self._decay.rescaled(now_s)
+        if divisor != 1.0:
+            for counts in (self._all, *self._classes.values()):
+                counts.ended /= divisor
+                counts.cut /= divisor
+        # S(n) is about going on after n, so an answer of exactly an edge ends below it.
+        bucket = min(BUCKETS - 1, max(0, int(np.searchsorted(EDGES, tokens, side="left")) - 1))
+        weight = self._decay.weight(now_s)
+        for counts in (self._all, self._classes.setdefault(key, _Counts())):
+            (counts.cut if is_cut else counts.ended)[bucket] += weight
+
+    def curve(self, key: ClassKey, now_s: float) -> Vector:
+        """S at each of EDGES; falls from 1, never rises, never reaches 0."""
+        known = self._curves.get(key)
+        if known is not None and now_s - known[0] < CURVE_S:
+            return known[1]
+        weight, pooled = self._decay.weight(now_s), self.pooled(now_s)
+        counts = self._classes.get(key)
+        found = pooled
+        if counts is not None:
+            lost = np.append(pooled[:-2] - pooled[1:-1], pooled[-2])
+            found = survival(counts.ended / weight + CLASS_PRIOR * lost, counts.cut / weight)
+        self._curves[key] = (now_s, found)
+        return found
+
+    def pooled(self, now_s: float) -> Vector:
+        """The curve of all classes together."""
+        known = self._curves.get(None)
+        if known is not None and now_s - known[0] < CURVE_S:
+            return known[1]
+        weight = self._decay.weight(now_s)
+        found = survival(self._all.ended / weight + PRIOR * self._prior, self._all.cut / weight)
+        self._curves[None] = (now_s, found)
+        return found
+
+    def expected_tokens(self, key: ClassKey, now_s: float, tokens_max: float) -> float:
+        """The mean length of an answer that is cut at `tokens_max`: the area under its curve."""
+        curve, shorter = self.curve(key, now_s), EDGES[np.less(EDGES, tokens_max)]
+        places = np.append(shorter, tokens_max)
+        heights = np.interp(places, EDGES, curve)
+        return float(((heights[1:] + heights[:-1]) / 2 * np.diff(places)).sum())
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        for counts in (self._all, *self._classes.values()):
+            assert counts.ended.min() >= 0 and counts.cut.min() >= 0
+        for _, curve in self._curves.values():
+            assert curve[0] == 1.0 and (np.diff(curve) <= 0).all() and curve[-1] >= LEAST
+        assert len(self._tenants) <= TENANTS_MAX + 1
+
+
+def survival(ended: Vector, cut: Vector) -> Vector:
+    """Kaplan-Meier at each of EDGES, from counts by bucket."""
+    reached = (ended + cut)[::-1].cumsum()[::-1]
+    # Half of those that were cut inside a bucket had not reached its end.
+    at_risk = np.maximum(reached - cut / 2, 1e-12)
+    kept = np.clip(1.0 - ended / at_risk, 0.0, 1.0)
+    curve = np.append(1.0, kept.cumprod())
+    curve[-1] = curve[-2] / 2  # the last bucket has no end
+    return np.maximum(curve, LEAST)
+
+
+def residual(curve: Vector) -> Vector:
+    """At each of EDGES, the share of answers met at a random moment of their lives that go on for
+    so many tokens more: the area under the curve from there, of all of it."""
+    areas = (curve[1:] + curve[:-1]) / 2 * np.diff(EDGES)
+    right = np.append(areas[::-1].cumsum()[::-1], 0.0)
+    return np.asarray(right / right[0])

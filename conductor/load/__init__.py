@@ -1,0 +1,1 @@
+"""How busy is each worker, now and later?"""

@@ -1,0 +1,355 @@
+"""Who is there, what they are charged with, and which of them may be given work.
+
+The cluster is the conductor's memory: nodes and workers as the directory announces them, and one
+*flight* for each request that was routed and has not finished. A flight holds at most one charge
+in a prefill queue, one in a decode batch and one send at the node that its prefix is fetched from;
+`drop` takes all three away, once, however often and for whatever reason it is called.
+
+A worker takes requests when all of these hold; `why_not` names the first that does not:
+its node is up; it is the newest incarnation of its name (while Triton reloads a model the old one
+finishes its streams, but new calls reach the new one); it reported within report_s_max; it is not
+draining; and no call to it failed since its last report (a mark that also expires by itself, so a
+quiet worker is never shut out for good).
+
+Not here: choosing among workers (routing.py), where blocks are (mooncake_store.prefix_index).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from conductor.config import PREDICTIVE, ConductorConfig
+from conductor.estimates.lengths import OutputLengths
+from conductor.load.decode_forecast import Answer, DecodeForecast, ForecastTable
+from conductor.load.decode_pool import DecodePool
+from conductor.load.expected_arrivals import Overtakers
+from conductor.load.pool import RATIO_FRESH_S, Pool
+from conductor.load.prefill_pool import PrefillPool
+from conductor.load.warm_up import newness
+from conductor.load.worker import Worker, WorkerKey
+from conductor.messages import Route
+from mooncake_store.layout import blocks_touched
+from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
+
+PATHS_PER_TICK = 64  # made ahead for each role; one takes up to 0.1 ms in a large cluster
+RESIDENCE_WEIGHT = 0.05  # of one finished request in the expected decode time
+
+
+@dataclass(slots=True)
+class Flight:
+    """One routed request, until it finishes."""
+
+    route: Route
+    prefill: Worker  # a worker that went away keeps its charges to itself
+    decode: Worker
+    prompt_tokens: int
+    output_tokens_max: int
+    routed_at_s: float
+    answer: Answer
+    joined_at_s: float | None = None  # when its prefill ended
+
+    @property
+    def prefill_done(self) -> bool:
+        return self.joined_at_s is not None
+
+
+class Cluster:
+    """Nodes, workers and flights. Every change of a charge goes through here."""
+
+    def __init__(self, config: ConductorConfig) -> None:
+        self.config = config
+        self.nodes: dict[str, NodeInfo] = {}
+        self.workers: dict[WorkerKey, Worker] = {}
+        self._newest: dict[str, WorkerKey] = {}  # by worker_id
+        self.flights: dict[str, Flight] = {}
+        self._sends: dict[str, dict[str, float]] = {}  # node -> request -> when its send ends
+        self._routed = 0
+        self._newcomers: dict[WorkerKey, float] = {}  # since when
+        self._refused_at_s: dict[WorkerKey, float] = {}
+        self.decode_s = config.decode_s_expected  # a request's time in decoding, as observed
+        self.lengths = OutputLengths(config.output_tokens_expected)
+        learns = config.admission == "predictive_lengths"
+        self.forecasts = ForecastTable(config.decode_room_sigma) if learns else None
+        self.overtakers: Overtakers | None = None  # of the two predictions only
+        if config.admission in PREDICTIVE:
+            self.overtakers = Overtakers(config.overtaker_share, config.demand_half_life_s)
+        self.prefills, self.decodes = PrefillPool(config), DecodePool(config)
+        self._pools: dict[str, Pool] = {"prefill": self.prefills, "decode": self.decodes}
+        self.is_beside_decode = np.zeros(0, bool)  # prefill workers with a decode one on their node
+        self._is_stale = True  # somebody came or went since the pools were built
+        self._looked_s = -math.inf  # when they were last asked to bring up to date what fades
+
+    # Membership
+
+    def node_up(self, info: NodeInfo) -> None:
+        self.nodes[info.node_id] = info
+        self._is_stale = True
+
+    def node_down(self, node_id: str, incarnation: str) -> bool:
+        """False when a newer life of the node has already registered."""
+        known = self.nodes.get(node_id)
+        if known is None or known.incarnation != incarnation:
+            return False
+        del self.nodes[node_id]
+        self._is_stale = True
+        self._sends.pop(node_id, None)
+        return True
+
+    def worker_up(self, info: WorkerInfo, now_s: float) -> None:
+        key = (info.worker_id, info.incarnation)
+        if key not in self.workers:
+            if any(
+                other.info.role == info.role and now_s - other.joined_s >= self.config.slow_start_s
+                for other in self.workers.values()
+            ):
+                self._newcomers[key] = now_s
+            worker = self.workers[key] = Worker(info, now_s, self.config.queue_preempts)
+            if self.forecasts is not None and info.role == "decode":
+                step_s = worker.decode_estimate.step_s(1, 0)
+                worker.batch.forecast = DecodeForecast(self.forecasts, self.lengths, step_s)
+        self._newest[info.worker_id] = key
+        self._is_stale = True
+
+    def worker_down(self, key: WorkerKey) -> None:
+        """Its charges go with it; its flights stay until their front finishes or retries them."""
+        worker = self.workers.pop(key, None)
+        if worker is not None:
+            worker.row, self._is_stale = -1, True
+            if worker.batch.forecast is not None:
+                worker.batch.forecast.close()
+                worker.batch.forecast = None
+        if self._newest.get(key[0]) == key:
+            del self._newest[key[0]]
+            left = [other for other in self.workers if other[0] == key[0]]
+            if left:
+                self._newest[key[0]] = left[-1]
+
+    def worker_reported(self, report: WorkerReport, now_s: float) -> None:
+        worker = self.workers.get((report.worker_id, report.incarnation))
+        if worker is not None:
+            worker.on_report(report, now_s, self.config)
+            if self._refused_at_s.get(worker.key, now_s) < now_s - self.config.report_lag_s:
+                del self._refused_at_s[worker.key]
+            pool = self._pools[worker.info.role]
+            pool.heard(worker)
+            pool.measured(worker, now_s)
+
+    def worker_failed(self, key: WorkerKey, now_s: float) -> None:
+        worker = self.workers.get(key)
+        if worker is not None:
+            worker.failed_at_s = now_s
+            self._pools[worker.info.role].heard(worker)
+
+    def worker_refused(self, key: WorkerKey, now_s: float) -> None:
+        """It was too full for a request that came there; arrival_check.py."""
+        if key in self.workers:
+            self._refused_at_s[key] = now_s
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether `overloaded` may name anybody."""
+        return bool(self._refused_at_s)
+
+    def overloaded(self, now_s: float) -> list[Worker]:
+        """Decode workers that refused a request on arrival: full, whatever was predicted. The mark
+        lasts until the next report or overload_mark_s, and no longer than there is anybody."""
+        if not self._refused_at_s:
+            return []
+        expired_s = now_s - self.config.overload_mark_s
+        self._refused_at_s = {
+            key: at_s
+            for key, at_s in self._refused_at_s.items()
+            if at_s > expired_s and key in self.workers
+        }
+        marked = [self.workers[key] for key in self._refused_at_s]
+        return [worker for worker in marked if worker.batch.load_reserved().sequences > 0]
+
+    def newcomers(self, role: str, now_s: float) -> list[tuple[Worker, float]]:
+        """Workers of this role that joined others at work lately, and how new they are."""
+        if not self._newcomers:
+            return []
+        slow_s = self.config.slow_start_s
+        found = {key: newness(at_s, now_s, slow_s) for key, at_s in self._newcomers.items()}
+        self._newcomers = {
+            key: at_s
+            for key, at_s in self._newcomers.items()
+            if found[key] > 0 and key in self.workers
+        }
+        workers = [(self.workers[key], found[key]) for key in self._newcomers]
+        return [row for row in workers if row[0].info.role == role and row[0].row >= 0]
+
+    def why_not(self, worker: Worker, now_s: float) -> str:
+        """Why this worker gets no new request; empty when it does."""
+        if worker.info.node_id not in self.nodes:
+            return f"its storage node {worker.info.node_id} is down"
+        if self._newest[worker.info.worker_id] != worker.key:
+            return "replaced by a newer incarnation"
+        if now_s - worker.reported_at_s > self.config.report_s_max:
+            return f"no report for more than {self.config.report_s_max:g} s"
+        if worker.is_draining:
+            return "draining"
+        failed_at_s = worker.failed_at_s
+        if failed_at_s is not None and now_s - failed_at_s < self.config.failed_mark_s:
+            return "a call to it failed"
+        return ""
+
+    def look(self, now_s: float) -> None:
+        """Bring the columns of both pools up to date."""
+        if self._is_stale:
+            self._is_stale, self._looked_s = False, -math.inf
+            for role, pool in self._pools.items():
+                members = [w for w in self.workers.values() if w.info.role == role]
+                pool.build(members, self._is_in)
+            self.is_beside_decode = self.prefills.has_neighbour(self.decodes)
+        if not now_s - self._looked_s <= RATIO_FRESH_S:
+            self._looked_s = now_s
+            self.prefills.look(now_s)
+            self.decodes.look(now_s)
+
+    def prepare(self, now_s: float) -> None:
+        """Work that a decision would have to do, done while none waits for it."""
+        self.look(now_s)
+        for pool in self._pools.values():
+            pool.prepare(self.nodes, PATHS_PER_TICK)
+
+    def _is_in(self, worker: Worker) -> bool:
+        info = worker.info
+        return info.node_id in self.nodes and self._newest[info.worker_id] == worker.key
+
+    def takers(self, role: str, now_s: float) -> list[Worker]:
+        """The workers of a role that may be given a request now."""
+        self.look(now_s)
+        pool = self._pools[role]
+        return [pool.workers[row] for row in pool.takers(now_s).nonzero()[0].tolist()]
+
+    # Flights
+
+    def depart(
+        self,
+        route: Route,
+        pair: tuple[Worker, Worker],
+        prompt_tokens: int,
+        output_tokens_max: int,
+        send_s: float,
+        now_s: float,
+        tenant: str = "",
+    ) -> None:
+        """Charge both workers, and the sender of a fetch, with what was predicted."""
+        prefill, decode = pair
+        predicted = route.predicted
+        self._routed += 1
+        prefill.routed_at = decode.routed_at = self._routed
+        new_tokens = prompt_tokens - route.cached_tokens
+        prefill.queue.charge(
+            route.request_id, new_tokens, route.cached_tokens, now_s, route.order_key_s
+        )
+        pages = blocks_touched(prompt_tokens + output_tokens_max, decode.info.block_tokens)
+        prefill_end_s = now_s + predicted.queue_s + predicted.transfer_s + predicted.prefill_s
+        answer = Answer(self.lengths.class_of(prompt_tokens, tenant), output_tokens_max)
+        decode.batch.charge(route.request_id, prompt_tokens, pages, prefill_end_s, answer, now_s)
+        if self.overtakers is not None:
+            self.overtakers.admitted(prefill_end_s - now_s, prompt_tokens, pages, now_s)
+        self.prefills.refresh(prefill)
+        self.decodes.charged(decode, prompt_tokens, pages)
+        if route.fetch_node is not None:
+            sends = self._sends.setdefault(route.fetch_node, {})
+            sends[route.request_id] = now_s + send_s
+        self.flights[route.request_id] = Flight(
+            route, prefill, decode, prompt_tokens, output_tokens_max, now_s, answer
+        )
+
+    def prefill_finished(self, flight: Flight, leave_s: float, now_s: float) -> None:
+        """The charge moves from the prefill queue to the decode batch."""
+        assert not flight.prefill_done, f"{flight.route.request_id} was prefilled twice"
+        flight.joined_at_s = now_s
+        self._drop_send(flight.route)
+        flight.prefill.queue.drop(flight.route.request_id, now_s)
+        flight.decode.batch.join(flight.route.request_id, now_s, leave_s)
+        self._refresh(flight)
+
+    def drop(self, request_id: str, now_s: float) -> Flight | None:
+        """The request is over: no charge of it is left anywhere. None when it was unknown."""
+        flight = self.flights.pop(request_id, None)
+        if flight is not None:
+            self._drop_send(flight.route)
+            flight.prefill.queue.drop(request_id, now_s)
+            flight.decode.batch.drop(request_id)
+            self._refresh(flight)
+        return flight
+
+    def _refresh(self, flight: Flight) -> None:
+        self.prefills.refresh(flight.prefill)
+        self.decodes.refresh(flight.decode)
+
+    def prefilled(
+        self, flight: Flight, began_s: float, seconds: float, estimated_s: float, now_s: float
+    ) -> None:
+        """Learn how fast the worker was."""
+        flight.prefill.prefilled(began_s, seconds, estimated_s, now_s)
+        self.prefills.measured(flight.prefill, now_s)
+
+    def learn_decode(self, flight: Flight, output_tokens: int | None, now_s: float) -> None:
+        """A cancelled answer leaves the batch too, so it belongs into the expectation. Without
+        `output_tokens`, as many as steps of the predicted length fit into its time there."""
+        if flight.joined_at_s is None:
+            return
+        decoded_s = max(now_s - flight.joined_at_s, 1e-3)
+        self.decode_s += RESIDENCE_WEIGHT * (decoded_s - self.decode_s)
+        if self.forecasts is not None:
+            tokens_max = max(1, flight.output_tokens_max)
+            tokens = decoded_s / max(flight.route.predicted.tbt_s, 1e-6)
+            tokens = min(tokens_max, tokens if output_tokens is None else output_tokens)
+            self.lengths.learn(flight.answer.key, tokens, tokens >= tokens_max, now_s)
+
+    def overdue_flights(self, now_s: float) -> list[str]:
+        """Requests that nobody finished for request_s_max; oldest first."""
+        found = []
+        for request_id, flight in self.flights.items():  # in order of routing
+            if now_s - flight.routed_at_s < self.config.request_s_max:
+                break
+            found.append(request_id)
+        return found
+
+    def send_wait_s(self, node_id: str, now_s: float) -> float:
+        """How long the sends already charged to this node will take."""
+        sends = self._sends.get(node_id)
+        return max(0.0, max(sends.values()) - now_s) if sends else 0.0
+
+    def _drop_send(self, route: Route) -> None:
+        if route.fetch_node is not None:
+            sends = self._sends.get(route.fetch_node)
+            if sends is not None:
+                sends.pop(route.request_id, None)
+                if not sends:
+                    del self._sends[route.fetch_node]
+
+    def check(self, now_s: float) -> None:
+        """Prove the invariants: every charge belongs to a flight, every flight is charged, and
+        the columns say what the workers say."""
+        self.lengths.check()
+        self.look(now_s)
+        for pool in self._pools.values():
+            if pool.workers:
+                pool.check(now_s, self.why_not)
+        queued = batched = 0
+        for key, worker in self.workers.items():
+            worker.queue.check()
+            worker.batch.check()
+            queued += len(worker.queue)
+            batched += len(worker.batch)
+            assert self._newest[key[0]] in self.workers, f"the newest {key[0]} is not there"
+        for request_id, flight in self.flights.items():
+            assert (request_id in flight.prefill.queue) == (not flight.prefill_done), request_id
+            assert request_id in flight.decode.batch, request_id
+            if self.workers.get(flight.prefill.key) is flight.prefill:
+                queued -= not flight.prefill_done
+            if self.workers.get(flight.decode.key) is flight.decode:
+                batched -= 1
+        assert queued == 0 and batched == 0, f"{queued} + {batched} charges without a flight"
+        for node_id, sends in self._sends.items():
+            for request_id in sends:
+                sender = self.flights[request_id]
+                assert sender.route.fetch_node == node_id and not sender.prefill_done, request_id

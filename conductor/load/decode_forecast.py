@@ -1,0 +1,261 @@
+"""What will be decoding on a worker later, from how long answers are: a curve over the next minute.
+
+For each request that is charged there, and each moment of a grid,
+
+    alive(t) = S(n + (t - now) / step) / S(n)   n: tokens it has had, step: seconds; S: lengths.py
+    alive(t) = 0 before its prefill ends, S((t - end) / step) after it, while it is coming
+    alive(t) = 0 once it would have had max_tokens
+
+Requests that a report counts beyond ours are of unknown age: they leave as the residual curve of
+all answers says. The worker's curve is the sum over its requests, of sequences, of context tokens
+(prompt and what was generated) and of reserved pages:
+
+    load(t) = sum of alive(t) x (1, prompt + n(t), pages)
+    each of them raised by decode_room_sigma x sqrt(sum of alive (1 - alive) x its size^2)
+
+A request decodes from the end of its prefill on, next to those that join after it. So what it is
+judged by is the *peak* of the curve from that moment on, not its value there: room that is booked
+by a longer prefill is not given away a second time.
+
+What this promises. With sigma = 1 the room, and the step time, that were predicted are there about
+five times out of six. Without it they would be missed every other time, and the prefill of whoever
+comes then was for nothing: the worker looks again (arrival_check.py). Pages are reserved when a
+request arrives and it waits while there are none, so there a wrong guess costs waiting. `reserved`
+admission counts nobody as gone and is for those who want their room every time.
+
+Cost. A curve is a row of one table, changed by adding and taking away the rows of requests, and
+made anew at a report (so once a second, off the path of a decision: then the ages are current and
+rounding starts over). A decision interpolates one table for all workers at once, whatever number
+of requests they have.
+
+Ignored: that the step becomes shorter as requests leave and longer as they come (the current step
+is used throughout), and that a request may be slowed by pages it waits for.
+
+Not here: which requests there are and what reports say of them (decode_batch.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.estimates.lengths import EDGES, ClassKey, OutputLengths, Vector, residual
+
+GRID_S: Vector = np.array(
+    [0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0]
+)
+PER_S = np.append(1 / np.diff(GRID_S), 0.0)  # beyond the last moment nothing changes
+SHOWN = 3  # sequences, context tokens, pages
+SUMS = 2 * SHOWN  # and the variance of each
+
+
+class Answer(NamedTuple):
+    """What is known of an answer before it begins."""
+
+    key: ClassKey
+    tokens_max: int
+
+
+class ForecastTable:
+    """The peaks of all decode workers' curves, one row each: [worker, moment, sum]."""
+
+    def __init__(self, sigma: float) -> None:
+        self.sigma = sigma
+        self._peaks: Vector = np.zeros((0, len(GRID_S) + 1, SHOWN))
+        self._base_s: Vector = np.zeros(0)
+        self._free: list[int] = []
+
+    def take_row(self) -> int:
+        if not self._free:
+            old, more = len(self._base_s), max(8, len(self._base_s))
+            self._peaks = np.concatenate([self._peaks, np.zeros((more, len(GRID_S) + 1, SHOWN))])
+            self._base_s = np.concatenate([self._base_s, np.zeros(more)])
+            self._free = list(range(old + more - 1, old - 1, -1))
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        self._peaks[row] = 0.0
+        self._free.append(row)
+
+    def put(self, row: int, base_s: float, peaks: Vector) -> None:
+        self._base_s[row] = base_s
+        self._peaks[row, :-1], self._peaks[row, -1] = peaks, peaks[-1]
+
+    def at(self, rows: npt.NDArray[np.intp], at_s: float) -> Vector:
+        """[worker, (sequences, context tokens, pages)] from one moment on, for many at once."""
+        offset_s = np.maximum(at_s - self._base_s[rows], 0.0)
+        left = GRID_S.searchsorted(offset_s, side="right") - 1
+        part = ((offset_s - GRID_S[left]) * PER_S[left])[:, None]
+        low, high = self._peaks[rows, left], self._peaks[rows, left + 1]
+        return np.asarray(low + part * (high - low))
+
+
+class _Rows:
+    """Columns of the requests of one worker; a free row counts nothing."""
+
+    NAMES = ("began_s", "context_tokens", "pages", "tokens_max")
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.keys: list[ClassKey | None] = []
+        self.columns: Vector = np.zeros((0, len(self.NAMES)))
+        self.sums: Vector = np.zeros((0, len(GRID_S), SUMS))
+        self.is_joined: npt.NDArray[np.bool_] = np.zeros(0, dtype=bool)
+        self.free: list[int] = []
+
+    def add(self, request_id: str, key: ClassKey, *values: float) -> int:
+        if not self.free:
+            old, more = len(self.keys), max(8, len(self.keys))
+            self.keys += [None] * more
+            self.columns = np.concatenate([self.columns, np.zeros((more, len(self.NAMES)))])
+            self.sums = np.concatenate([self.sums, np.zeros((more, len(GRID_S), SUMS))])
+            self.is_joined = np.concatenate([self.is_joined, np.zeros(more, dtype=bool)])
+            self.free = list(range(old + more - 1, old - 1, -1))
+        row = self.numbers[request_id] = self.free.pop()
+        self.keys[row], self.columns[row], self.is_joined[row] = key, values, False
+        return row
+
+    def remove(self, request_id: str) -> int | None:
+        row = self.numbers.pop(request_id, None)
+        if row is not None:
+            self.keys[row] = None
+            self.free.append(row)
+        return row
+
+
+class DecodeForecast:
+    """The curve of one decode worker."""
+
+    def __init__(self, table: ForecastTable, lengths: OutputLengths, step_s: float) -> None:
+        self._table, self._lengths, self._step_s = table, lengths, max(step_s, 1e-6)
+        self.row = table.take_row()
+        self._rows = _Rows()
+        self._base_s = -math.inf
+        # By stage: coming, joined.
+        self._sums: Vector = np.zeros((2, len(GRID_S), SUMS))
+        self._most: Vector = np.zeros(SHOWN)  # of all requests together, if nobody leaves
+        self._share = 1.0  # of the joined ones, that the report left standing
+        self._foreign = (0, 0, 0)
+        self._foreign_alive: Vector = np.ones(len(GRID_S))
+
+    def charge(
+        self, request_id: str, answer: Answer, context_tokens: int, pages: int, end_s: float,
+        now_s: float,
+    ) -> None:  # fmt: skip
+        """Routed: it will join when its prefill ends at `end_s`."""
+        if self._base_s == -math.inf:
+            self._base_s = now_s
+        row = self._rows.add(
+            request_id, answer.key, end_s, context_tokens, pages, answer.tokens_max
+        )
+        self._most += (1.0, context_tokens + answer.tokens_max, pages)
+        self._count(row, now_s)
+
+    def join(self, request_id: str, now_s: float) -> None:
+        row = self._rows.numbers.get(request_id)
+        if row is not None and not self._rows.is_joined[row]:
+            self._sums[0] -= self._rows.sums[row]
+            self._rows.is_joined[row], self._rows.columns[row, 0] = True, now_s
+            self._count(row, now_s)
+
+    def drop(self, request_id: str) -> None:
+        row = self._rows.remove(request_id)
+        if row is not None:
+            self._sums[int(self._rows.is_joined[row])] -= self._rows.sums[row]
+            _, context_tokens, pages, tokens_max = self._rows.columns[row]
+            self._most -= (1.0, context_tokens + tokens_max, pages)
+
+    def settle(self, share: float, foreign: tuple[int, int, int]) -> None:
+        """After a change: what the report left of the joined requests, and what is not ours."""
+        self._share, self._foreign = share, foreign
+        total = np.maximum(self._sums[0] + self._share * self._sums[1], 0.0)
+        doubt = self._table.sigma * np.sqrt(total[:, SHOWN:])
+        total = np.minimum(total[:, :SHOWN] + doubt, np.maximum(self._most, 0.0))
+        if any(foreign):
+            total += self._foreign_alive[:, None] * np.array(foreign)
+        peak = np.maximum.accumulate(total[::-1])[::-1]
+        self._table.put(self.row, self._base_s, peak)
+
+    def renew(self, now_s: float, step_s: float) -> None:
+        """Begin the grid at this moment, with the ages of now and the step as measured."""
+        self._base_s = now_s
+        if step_s > 0:
+            self._step_s = step_s
+        rows = np.array(sorted(self._rows.numbers.values()), dtype=np.intp)
+        self._sums = np.zeros_like(self._sums)
+        if len(rows):
+            self._rows.sums[rows] = self._curves(rows, now_s)
+            for stage in (0, 1):
+                chosen = rows[self._rows.is_joined[rows] == bool(stage)]
+                self._sums[stage] = self._rows.sums[chosen].sum(axis=0)
+        curve = residual(self._lengths.pooled(now_s))
+        self._foreign_alive = np.interp(GRID_S / self._step_s, EDGES, curve)
+
+    def close(self) -> None:
+        self._table.give_back(self.row)
+
+    def _count(self, row: int, now_s: float) -> None:
+        """One that has had no token yet; the same as _curves, for it alone."""
+        (began_s, context, pages, tokens_max), key = self._rows.columns[row], self._rows.keys[row]
+        assert key is not None, f"row {row} is free"
+        is_joined = bool(self._rows.is_joined[row])
+        tokens = (GRID_S + (self._base_s - max(began_s, now_s))) / self._step_s
+        alive = np.interp(tokens, EDGES, self._lengths.curve(key, now_s))
+        alive[tokens >= max(tokens_max, 1.0)] = 0.0
+        if not is_joined:
+            alive[tokens < 0.0] = 0.0
+        sums = self._rows.sums[row]
+        sums[:, 0] = alive
+        sums[:, 1] = alive * (context + np.maximum(tokens, 0.0))
+        sums[:, 2] = alive * pages
+        sums[:, SHOWN:] = sums[:, :SHOWN] ** 2 * _odds_of_leaving(alive)[:, None]
+        self._sums[int(is_joined)] += sums
+
+    def _curves(self, rows: npt.NDArray[np.intp], now_s: float) -> Vector:
+        """[request, moment, sum], for all these at once."""
+        keys = [self._rows.keys[row] for row in rows]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        curves = np.array([self._lengths.curve(key, now_s) for key in numbers if key is not None])
+        kind = np.array([numbers[key] for key in keys])[:, None]
+        began_s, context, pages, tokens_max = self._rows.columns[rows].T[:, :, None]
+        is_joined = self._rows.is_joined[rows][:, None]
+        began_s = np.where(is_joined, began_s, np.maximum(began_s, now_s))  # late, not decoding
+        tokens = (self._base_s + GRID_S - began_s) / self._step_s
+        # One that should be done and is not is at its last token.
+        had = np.clip((now_s - began_s) / self._step_s, 0.0, np.maximum(tokens_max - 1, 0.0))
+        later = np.maximum(tokens, had)
+        alive = np.minimum(_height(curves, kind, later) / _height(curves, kind, had), 1.0)
+        alive *= (is_joined | (tokens >= 0.0)) & (later < np.maximum(tokens_max, 1.0))
+        means = np.stack([alive, alive * (context + later), alive * pages], axis=-1)
+        variances = means**2 * _odds_of_leaving(alive)[..., None]
+        return np.concatenate([means, variances], axis=-1)
+
+    def check(self) -> None:
+        """Prove the invariants: the sums are those of the rows."""
+        for stage in (0, 1):
+            rows = [
+                r for r in self._rows.numbers.values() if self._rows.is_joined[r] == bool(stage)
+            ]
+            found = self._rows.sums[rows].sum(axis=0) if rows else np.zeros_like(self._sums[stage])
+            assert np.allclose(found, self._sums[stage], rtol=1e-6, atol=1e-3), stage
+            if rows:
+                alive = self._rows.sums[rows][:, :, 0]
+                assert alive.min() >= 0 and alive.max() <= 1 + 1e-9
+
+
+def _odds_of_leaving(alive: Vector) -> Vector:
+    """(1 - p) / p: the variance of a size that is there with probability p, over its mean squared.
+    0 where it is surely gone."""
+    return np.divide(1.0 - alive, alive, out=np.zeros_like(alive), where=alive > 0.0)
+
+
+def _height(curves: Vector, kind: npt.NDArray[np.intp], tokens: Vector) -> Vector:
+    """Each request's own curve at its own lengths: np.interp for many curves at once."""
+    right = np.clip(np.searchsorted(EDGES, tokens, side="right"), 1, len(EDGES) - 1)
+    left_edge = EDGES[right - 1]
+    part = np.minimum((tokens - left_edge) / (EDGES[right] - left_edge), 1.0)
+    low, high = curves[kind, right - 1], curves[kind, right]
+    return np.asarray(low + part * (high - low))

@@ -1,0 +1,274 @@
+"""All workers of one role as columns: one row for each worker, one array for each figure.
+
+A decision compares every worker. A Python object for each of them costs microseconds a worker; an
+operation on an array costs about one for all of them. So what decisions read is kept as arrays
+beside the objects (worker.py): `refresh` copies one worker's figures after each change, and that is
+the only door. What changes by itself with time is stored as the moment at which it ends, so that a
+row stays true until its worker changes. `check` compares every row with its object.
+
+Two things are looked at only now and then, because asking each time would cost as much as deciding:
+
+    takers   who may be given a request: anew when a report, a failure or time can change it
+    ratio    speed ratios fade: anew every RATIO_FRESH_S, and for a worker that was measured
+
+Not here: the figures of each role (prefill_pool.py, decode_pool.py), what they mean (routing.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.config import ConductorConfig
+from conductor.estimates.speed import ratios
+from conductor.load.worker import Worker, WorkerKey
+
+Column = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+RATIO_FRESH_S = 0.5  # a ratio comes 1.2 % nearer to 1 in this time
+REQUESTS_RANK = 2.0**40  # weighs one request more than the order of any two routings
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Moving blocks from one node to each worker of the pool: latency + blocks * block_s."""
+
+    both: npt.NDArray[np.float64]  # in one matrix:
+    block_s: Column
+    latency_s: Column
+    own: Sequence[int]  # rows of who is on that node: ahead by one request
+
+
+class Pool:
+    """The workers of one role. Empty until the first `build`."""
+
+    def __init__(self, config: ConductorConfig) -> None:
+        self.config = config
+        self.order = config.order
+        self.workers: list[Worker] = []
+
+    def build(self, workers: Sequence[Worker], is_in: Callable[[Worker], bool]) -> None:
+        """Anew, after somebody came or went. `is_in`: its node is up and it is the newest life."""
+        infos = [worker.info for worker in workers]
+        for row, worker in enumerate(workers):
+            worker.row = row
+        self.workers = list(workers)
+        self.rows = np.arange(len(workers))
+        self.zeros, self.none = self._zeros(), np.zeros(len(workers), np.int64)  # not to be changed
+        self.node_ids = [info.node_id for info in infos]
+        tokens = {info.block_tokens for info in infos}
+        self.block_tokens_of = np.array([float(info.block_tokens) for info in infos])
+        self.block_tokens_max = max(tokens, default=0)
+        self.block_tokens = tokens.pop() if len(tokens) == 1 else 0  # where all have the same
+        self.tokens_max = np.array(
+            [min(i.context_tokens_max, i.pages_max * i.block_tokens) for i in infos]
+        )
+        self._tokens_max_least = min(self.tokens_max.tolist(), default=0)
+        self.block_bytes = np.array([float(info.block_bytes) for info in infos])
+        self._paths: dict[str, Path] = {}
+        self._far = np.array([
+            self.block_bytes / self.config.transfer_bytes_per_s,
+            self.zeros + self.config.transfer_latency_s,
+        ])  # fmt: skip
+        self._rows_on: dict[str, list[int]] = {}
+        for row, node_id in enumerate(self.node_ids):
+            self._rows_on.setdefault(node_id, []).append(row)
+        self._measured_paths = [
+            (row, info.transfer_bytes_per_s, info.transfer_latency_s)
+            for row, info in enumerate(infos)
+            if info.transfer_bytes_per_s or info.transfer_latency_s
+        ]
+        rates = {rate for info in infos for rate in info.transfer_bytes_per_s.values()}
+        latencies_s = {
+            latency_s
+            for info in infos
+            for node_id, latency_s in info.transfer_latency_s.items()
+            if node_id != info.node_id
+        }
+        self.paths_differ = len(rates) > 1 or len(latencies_s) > 1
+        # No node sends a block to any worker in less time: to one of its own, and to another.
+        own_rates = {info.transfer_bytes_per_s.get(info.node_id, 0.0) for info in infos}
+        far_rates = {
+            rate
+            for info in infos
+            for node_id, rate in info.transfer_bytes_per_s.items()
+            if node_id != info.node_id
+        }
+        bytes_least = min((info.block_bytes for info in infos), default=0)
+        self._own_block_s_least = bytes_least / max((*own_rates, self.config.local_bytes_per_s))
+        self._far_block_s_least = bytes_least / max((*far_rates, self.config.transfer_bytes_per_s))
+        self._latency_s_least = min((*latencies_s, self.config.transfer_latency_s))
+        # Never routed to: before all others, in the order of names.
+        by_name = sorted(range(len(infos)), key=lambda row: infos[row].worker_id)
+        self._unrouted = [0.0] * len(infos)
+        for place, row in enumerate(by_name):
+            self._unrouted[row] = float(place - len(infos))
+        self._is_in = np.array([is_in(worker) for worker in workers], bool)
+        self._reported_s, self._failed_s = self._zeros(), self._zeros()
+        self._is_draining = np.zeros(len(workers), bool)
+        self._measured, self._estimated, self._measured_s = (self._zeros() for _ in range(3))
+        self.ratio = np.ones(len(workers))
+        self._ratio_s = -math.inf
+        self._takers, self._takers_until_s = np.zeros(len(workers), bool), -math.inf
+        self._counted = (self._takers, 0, self.zeros)
+        self._allocate(len(workers))
+        for worker in workers:
+            self._hear(worker)
+            self._learn(worker)
+            self.refresh(worker)
+
+    def _zeros(self) -> Column:
+        return np.zeros(len(self.workers))
+
+    # The door
+
+    def refresh(self, worker: Worker) -> None:
+        """Its charges changed, or when it got the last one."""
+        raise NotImplementedError
+
+    def _allocate(self, count: int) -> None:
+        """Make the role's own columns."""
+        raise NotImplementedError
+
+    def _scale(self, rows: slice | int) -> None:
+        """`ratio` changed in these rows: make the products with it anew."""
+        raise NotImplementedError
+
+    def heard(self, worker: Worker) -> None:
+        """It reported, or a call to it failed."""
+        if worker.row >= 0:
+            self._hear(worker)
+            self.refresh(worker)
+
+    def measured(self, worker: Worker, now_s: float) -> None:
+        """Its speed ratio changed."""
+        if worker.row >= 0:
+            self._learn(worker)
+            self.ratio[worker.row] = worker.speed_ratio(now_s, self.config)
+            self._scale(worker.row)
+
+    def _hear(self, worker: Worker) -> None:
+        row, failed_s = worker.row, worker.failed_at_s
+        self._reported_s[row] = worker.reported_at_s
+        failed_s = -math.inf if failed_s is None else failed_s
+        if (
+            not self._takers[row]
+            or failed_s != self._failed_s[row]
+            or worker.is_draining != self._is_draining[row]
+        ):
+            self._failed_s[row], self._is_draining[row] = failed_s, worker.is_draining
+            self._takers_until_s = -math.inf
+
+    def _learn(self, worker: Worker) -> None:
+        row = worker.row
+        self._measured[row], self._estimated[row], self._measured_s[row] = worker.speed.sums
+
+    # What decisions read
+
+    def look(self, now_s: float) -> None:
+        """Bring up to date what fades."""
+        if now_s - self._ratio_s > RATIO_FRESH_S:
+            self._ratio_s = now_s
+            if self.config.learn_speed:
+                self.ratio = ratios(self._measured, self._estimated, self._measured_s, now_s)
+            self._scale(slice(None))
+
+    def takers(self, now_s: float) -> Mask:
+        """Who may be given a request now, as `Cluster.why_not` says. Not to be changed."""
+        if now_s >= self._takers_until_s:
+            config = self.config
+            expires_s = self._reported_s + config.report_s_max
+            is_failed = now_s - self._failed_s < config.failed_mark_s
+            is_silent = now_s - self._reported_s > config.report_s_max
+            self._takers = self._is_in & ~self._is_draining & ~is_failed & ~is_silent
+            ends = np.concatenate(
+                (expires_s[self._takers], self._failed_s[is_failed] + config.failed_mark_s)
+            )
+            # A little early: it is decided by differences, which round in other places.
+            self._takers_until_s = float(ends.min(initial=math.inf)) - 1e-6
+        return self._takers
+
+    def count(self, mask: Mask) -> int:
+        """How many workers it has; for the takers, which it mostly is, counted once."""
+        if mask is not self._counted[0]:
+            self._counted = (mask, int(np.count_nonzero(mask)), mask.astype(np.float64))
+        return self._counted[1]
+
+    def mean(self, column: Column, mask: Mask) -> float:
+        """Of these workers; at least one."""
+        count = self.count(mask)
+        return float(column.dot(self._counted[2])) / count
+
+    def usable(self, now_s: float, tokens: int, excluded: frozenset[WorkerKey]) -> Mask:
+        """The takers that could ever hold so many tokens and are not excluded."""
+        takers = self._takers if now_s < self._takers_until_s else self.takers(now_s)
+        if tokens > self._tokens_max_least:
+            takers = takers & (self.tokens_max >= tokens)
+        if excluded:
+            takers = takers & np.array([w.key not in excluded for w in self.workers], bool)
+        return takers
+
+    def path(self, node_id: str) -> Path:
+        """From this node to each worker, as the worker measured it, else as configured."""
+        found = self._paths.get(node_id)
+        if found is None:
+            found = self._paths[node_id] = self._new_path(node_id)
+        return found
+
+    def blocks(self, tokens: int) -> float | Column:
+        """How many blocks these tokens touch at each worker; one number where all are alike."""
+        if self.block_tokens:
+            return float(-(-tokens // self.block_tokens))
+        found: Column = np.ceil(tokens / self.block_tokens_of)
+        return found
+
+    def paths_s_least(self, tokens: int) -> tuple[float, float]:
+        """No prompt of so many tokens comes to any worker in less time: from its own node, and
+        from another one."""
+        blocks = -(-tokens // self.block_tokens_max)
+        far_s = blocks * self._far_block_s_least + self._latency_s_least
+        return blocks * self._own_block_s_least, far_s
+
+    def has_neighbour(self, others: Pool) -> Mask:
+        """Which workers share their node with one of `others`."""
+        return np.array([node_id in others._rows_on for node_id in self.node_ids], bool)
+
+    def _new_path(self, node_id: str) -> Path:
+        both, own = self._far.copy(), self._rows_on.get(node_id, [])
+        block_s, latency_s = both
+        for row in own:
+            block_s[row] = self.block_bytes[row] / self.config.local_bytes_per_s
+        for row, rates, latencies_s in self._measured_paths:
+            if rate := rates.get(node_id):
+                block_s[row] = self.block_bytes[row] / rate
+            latency_s[row] = latencies_s.get(node_id, latency_s[row])
+        for row in own:
+            latency_s[row] = 0.0  # it is mapped
+        return Path(both, block_s, latency_s, own)
+
+    def prepare(self, node_ids: Iterable[str], count_max: int) -> None:
+        """Make so many of the paths that are not known yet, before a decision needs one."""
+        missing = (node_id for node_id in node_ids if node_id not in self._paths)
+        for node_id in islice(missing, count_max):
+            self._paths[node_id] = self._new_path(node_id)
+
+    def routed(self, worker: Worker) -> float:
+        """Orders workers by how long ago they got their last request."""
+        return float(worker.routed_at) or self._unrouted[worker.row]
+
+    def check(self, now_s: float, why_not: Callable[[Worker, float], str]) -> None:
+        """Prove that every row is what its worker says."""
+        takers = self.takers(now_s)
+        self.look(now_s)
+        for row, worker in enumerate(self.workers):
+            assert worker.row == row, worker.key
+            assert bool(takers[row]) == (not why_not(worker, now_s)), worker.key
+            ratio = worker.speed_ratio(now_s, self.config)
+            assert math.isclose(self.ratio[row], ratio, rel_tol=0.05), worker.key

@@ -1,0 +1,234 @@
+"""The prefill workers as columns: what each would need for a prompt, and what is queued there.
+
+The same formulas as estimates.py and prefill_queue.py, for all workers at once. With
+new = tokens - cached, prefill.seconds(new, cached) is
+
+    base + new * (per_token + per_token_pair / 2 * (tokens + cached))
+
+The queue behind the head is two padded matrices, a column for each worker: `keys` in order, and the
+work that has gone by after each of them. How many keys are smaller than that of a request is where
+it would stand, and that entry of the work is its wait. A request whose key is above all that were
+ever given out stands last everywhere, and then nothing is counted.
+
+Not here: fetching (fetching.py), which worker is best (routing.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.load.pool import REQUESTS_RANK, Column, Counts, Mask, Pool
+from conductor.load.worker import Worker
+from conductor.queue_order import QueueOrder
+
+Matrix = npt.NDArray[np.float64]
+
+PLACES_MIN = 8  # of the matrices; they grow to the longest queue there ever was
+FEW_PLACES = 4  # one row after the other is quicker than the matrix
+
+
+class Queues(NamedTuple):
+    """What is queued at each worker at one moment."""
+
+    now_s: float
+    busy_s: Column  # foreign work and the rest of the head, as calibrated
+    queue_s: Column  # all predicted work
+    order: QueueOrder  # what gives the request in question its place
+
+
+class Place(NamedTuple):
+    """Where a request would stand at each worker."""
+
+    wait_s: Column  # of the work there, what goes before the request
+    # Requests that it overtakes, if that was asked; a mask where it is at most one.
+    behind: Counts | Mask
+
+
+class PrefillPool(Pool):
+    def _allocate(self, count: int) -> None:
+        estimates = [worker.prefill_estimate.coefficients for worker in self.workers]
+        self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
+        self._base_s, self._per_token_s, self._half_pair_s = (self._zeros() for _ in range(3))
+        self._foreign_until_s, self._busy_until_s = self._zeros(), self._zeros()
+        self._head_key_s, self._half_step_s = self._zeros(), self._zeros()
+        self._waiting_s, self._length = self._zeros(), np.zeros(count, np.int64)
+        self._set_matrices(
+            np.full((PLACES_MIN, count), math.inf), np.zeros((PLACES_MIN + 1, count))
+        )
+        # Numbers as columns: arithmetic with those is quicker.
+        self._counts, self._now_s = np.full(count, count, np.int64), self._zeros()
+        self._stretch = np.full(count, self.order.stretch)
+        self._wait_s_max = np.full(count, self.order.wait_s_max)
+        # At least the greatest there is: these two never fall.
+        self._key_s_max = self._foreign_until_s_max = -math.inf
+        self.rank = self._zeros()  # equal workers: fewer requests first, then the longest idle
+        self.has_room = np.zeros(count, bool)  # queues are bounded
+        self.full = count  # how many have none
+        self._slots_max = [worker.info.slots_max for worker in self.workers]
+
+    def refresh(self, worker: Worker) -> None:
+        row = worker.row
+        if row < 0:
+            return
+        queue = worker.queue
+        requests = queue.requests
+        foreign_until_s, busy_until_s, head_key_s, last_key_s = queue.moments()
+        self._foreign_until_s[row] = foreign_until_s
+        self._busy_until_s[row] = busy_until_s
+        self._head_key_s[row] = head_key_s
+        if last_key_s > self._key_s_max:
+            self._key_s_max = last_key_s
+        if foreign_until_s > self._foreign_until_s_max:
+            self._foreign_until_s_max = foreign_until_s
+        routed = float(worker.routed_at) or self._unrouted[row]
+        self.rank[row] = requests * REQUESTS_RANK + routed
+        has_room = requests < self._slots_max[row]
+        if has_room != self.has_room.item(row):
+            self.full += -1 if has_room else 1
+            self.has_room[row] = has_room
+        before = self._length.item(row)
+        if before or requests > 1:
+            self._place(row, queue.places(), before)
+
+    def _hear(self, worker: Worker) -> None:
+        super()._hear(worker)
+        self._half_step_s[worker.row] = worker.queue.step_s / 2
+
+    def _place(self, row: int, places: list[tuple[float, float]], before: int) -> None:
+        """The charges behind the head; there were so many before."""
+        length = len(places)
+        if length > len(self._keys_s):
+            self._grow(length)
+        work_s = 0.0
+        for place, (key_s, more_s) in enumerate(places):
+            work_s += more_s
+            self._key_rows_s[place][row] = key_s
+            self._work_rows_s[place][row] = work_s
+        for place in range(length, before):
+            self._key_rows_s[place][row] = math.inf
+        self._length[row], self._waiting_s[row] = length, work_s
+
+    def _grow(self, length: int) -> None:
+        """To at least twice as many places."""
+        more = (length, len(self.workers))
+        self._set_matrices(
+            np.vstack((self._keys_s, np.full(more, math.inf))),
+            np.vstack((self._work_s, np.zeros(more))),
+        )
+
+    def _set_matrices(self, keys_s: Matrix, work_s: Matrix) -> None:
+        """`work_s` has one row more, in front: nothing has gone by."""
+        self._keys_s, self._work_s = keys_s, work_s
+        self._key_rows_s, self._work_rows_s = list(keys_s), list(work_s[1:])
+
+    def _scale(self, rows: slice | int) -> None:
+        ratio = self.ratio[rows]
+        self._base_s[rows] = self._coefficients[rows, 0] * ratio
+        self._per_token_s[rows] = self._coefficients[rows, 1] * ratio
+        self._half_pair_s[rows] = self._coefficients[rows, 2] * ratio / 2
+
+    def prefill_s(self, tokens: int, cached: int | Column) -> Column:
+        """Seconds at each worker with so many of the prompt's tokens cached there."""
+        found_s = self._half_pair_s * (cached + float(tokens))
+        found_s += self._per_token_s
+        found_s *= float(tokens) - cached
+        found_s += self._base_s
+        return found_s
+
+    def queues(self, now_s: float, order: QueueOrder) -> Queues:
+        """What is queued everywhere at this moment. Good until the next change."""
+        self._now_s.fill(now_s)
+        busy_s = self._busy_until_s - self._now_s
+        np.maximum(busy_s, self.zeros, busy_s)
+        queue_s = busy_s + self._waiting_s
+        queue_s *= self.ratio
+        return Queues(now_s, busy_s, queue_s, order)
+
+    def place(self, queues: Queues, prefill_s: Column, counts_behind: bool = True) -> Place:
+        """Where a request with so much work at each worker would stand in its queue."""
+        order = queues.order
+        least_s = order.stretch * prefill_s.item(prefill_s.argmin())
+        if queues.now_s + min(least_s, order.wait_s_max) >= self._key_s_max:
+            return Place(queues.queue_s, self.none)  # last everywhere
+        if order is self.order:
+            keys_s = prefill_s * self._stretch
+            np.minimum(keys_s, self._wait_s_max, keys_s)
+        else:
+            keys_s = np.minimum(prefill_s * order.stretch, order.wait_s_max)
+        keys_s += self._now_s
+        wait_s, behind = queues.busy_s, self.none
+        if longest := self._length.item(self._length.argmax()):
+            work_s, behind = self._ahead(keys_s, longest, counts_behind)
+            wait_s = wait_s + work_s
+        is_first = keys_s < self._head_key_s  # never where the head is not overtaken
+        if np.count_nonzero(is_first):
+            step_s = self._half_step_s
+            if queues.now_s < self._foreign_until_s_max:
+                foreign_s = np.maximum(self._foreign_until_s - self._now_s, self.zeros)
+                step_s = np.minimum(queues.busy_s - foreign_s, step_s) + foreign_s
+            else:
+                step_s = np.minimum(queues.busy_s, step_s)
+            if wait_s is queues.busy_s:
+                wait_s = wait_s.copy()
+            np.putmask(wait_s, is_first, step_s)
+            if counts_behind:
+                behind = is_first if behind is self.none else behind + is_first
+        return Place(wait_s * self.ratio, behind)
+
+    def behind(self, queues: Queues, row: int, prefill_s: float) -> int:
+        """What `place` counts, for one worker."""
+        key_s = queues.order.key_s(queues.now_s, prefill_s)
+        count = int(key_s < self._head_key_s.item(row))
+        for keys_s in self._key_rows_s[: self._length.item(row)]:
+            count += keys_s.item(row) > key_s
+        return count
+
+    def _ahead(self, keys_s: Column, longest: int, counts_behind: bool) -> tuple[Column, Counts]:
+        """The work behind each head with keys up to these, and how many charges are above."""
+        if longest <= FEW_PLACES:
+            work_s, behind = self.zeros.copy(), self.none
+            if counts_behind:
+                behind = self._length.copy()
+            for place in range(longest):
+                is_ahead = self._key_rows_s[place] <= keys_s
+                np.putmask(work_s, is_ahead, self._work_rows_s[place])
+                if counts_behind:
+                    behind -= is_ahead
+            return work_s, behind
+        ahead = np.add.reduce(self._keys_s[:longest] <= keys_s, 0)
+        behind = self._length - ahead if counts_behind else self.none
+        ahead *= self._counts
+        ahead += self.rows
+        return self._work_s.take(ahead), behind
+
+    def check(self, now_s: float, why_not: Callable[[Worker, float], str]) -> None:
+        """Prove that every row is what its worker says."""
+        super().check(now_s, why_not)
+        close = math.isclose
+        assert self.full == len(self.workers) - np.count_nonzero(self.has_room)
+        prefill_s = self.prefill_s(1_000, 300)
+        queues = self.queues(now_s, self.order)
+        wait_s, behind = self.place(queues, prefill_s)
+        for row, worker in enumerate(self.workers):
+            queue, ratio = worker.queue, float(self.ratio[row])
+            key_s = self.order.key_s(now_s, float(prefill_s[row]))
+            expected_s = (
+                queue.work_s(now_s),
+                worker.prefill_estimate.seconds(700, 300),
+                queue.ahead_s(key_s, now_s),
+            )
+            columns = (queues.queue_s, prefill_s, wait_s)
+            for found, seconds in zip(columns, expected_s, strict=True):
+                assert close(found[row], ratio * seconds, rel_tol=1e-6, abs_tol=1e-6), worker.key
+            assert behind[row] == queue.behind(key_s), worker.key
+            assert behind[row] == self.behind(queues, row, float(prefill_s[row])), worker.key
+            has_room = queue.requests < worker.info.slots_max
+            assert self.has_room[row] == has_room, worker.key
+            rank = queue.requests * REQUESTS_RANK + self.routed(worker)
+            assert self.rank[row] == rank, worker.key
+            assert self._half_step_s[row] == queue.step_s / 2, worker.key

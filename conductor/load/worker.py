@@ -1,0 +1,72 @@
+"""One worker as the conductor sees it: what it said, what it is charged with, how fast it is.
+
+Not here: who is there (cluster.py), the same figures of all workers as columns (pool.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from conductor.config import ConductorConfig
+from conductor.estimates.estimates import DecodeEstimate, PrefillEstimate
+from conductor.estimates.speed import SpeedRatio
+from conductor.load.decode_batch import DecodeBatch
+from conductor.load.prefill_queue import PrefillQueue
+from conductor.messages import WorkerRef
+from mooncake_store.records.membership import WorkerInfo, WorkerReport
+
+WorkerKey = tuple[str, str]  # (worker_id, incarnation)
+PREFILLS_KEPT = 256  # ended ones, to tell what of a longer one's time was theirs
+
+
+class Worker:
+    """One life of one worker: what it said, what it is charged with."""
+
+    def __init__(self, info: WorkerInfo, now_s: float, preempts: bool) -> None:
+        self.info = info
+        self.ref = WorkerRef(
+            info.worker_id, info.incarnation, info.node_id, info.inbox, info.grpc_address
+        )
+        self.key: WorkerKey = (info.worker_id, info.incarnation)
+        self.prefill_estimate = PrefillEstimate.of(info.prefill_coefficients)
+        self.decode_estimate = DecodeEstimate.of(info.decode_coefficients)
+        self.queue = PrefillQueue(self.prefill_estimate, now_s, preempts)
+        self.batch = DecodeBatch()
+        self.speed = SpeedRatio()
+        self.joined_s = self.reported_at_s = now_s  # registering is the first sign of life
+        self.is_draining = False
+        self.failed_at_s: float | None = None
+        self._prefills: deque[tuple[float, float]] = deque(maxlen=PREFILLS_KEPT)  # end, seconds
+        self.routed_at = 0  # number of the last request routed here, 0 before the first
+        self.row = -1  # in the pool of its role; -1 while it is in none
+
+    def on_report(self, report: WorkerReport, now_s: float, config: ConductorConfig) -> None:
+        self.reported_at_s = now_s
+        self.is_draining = report.is_draining
+        if self.failed_at_s is not None and now_s > self.failed_at_s + config.report_lag_s:
+            self.failed_at_s = None
+        if self.info.role == "prefill":
+            requests = max(report.queue_requests, report.running)  # the queue's head runs
+            self.queue.on_report(report.queue_tokens, requests, now_s, config.report_lag_s)
+            self.queue.step_s = report.step_s
+            return
+        self.batch.on_report(report, now_s, config.report_lag_s)
+        estimated_s = self.decode_estimate.step_s(report.running, report.context_tokens)
+        if report.running and report.step_s > 0 and estimated_s > 0:
+            self.speed.learn(report.step_s / estimated_s, 1.0, now_s)
+
+    def prefilled(self, began_s: float, seconds: float, estimated_s: float, now_s: float) -> None:
+        """Learn from a prefill. Prompts that shared steps each say the seconds of all of them, so
+        time that those accounted for which ended meanwhile does not count again. A prompt that was
+        overtaken between two chunks keeps all but their time."""
+        free_s = now_s - began_s
+        for ended_s, its_s in reversed(self._prefills):
+            if ended_s <= began_s:
+                break
+            free_s -= min(its_s, ended_s - began_s)
+        measured_s = min(seconds, max(0.0, free_s))
+        self.speed.learn(measured_s, estimated_s, now_s)
+        self._prefills.append((now_s, measured_s))
+
+    def speed_ratio(self, now_s: float, config: ConductorConfig) -> float:
+        return self.speed.at(now_s) if config.learn_speed else 1.0

@@ -1,0 +1,372 @@
+"""Which prefill worker, which decode worker: the terms of every pair, and the best of them.
+
+For each prefill worker (Algorithm 1 of the Mooncake paper, with the queue order of queue_order.py):
+
+    plan     how much of the prefix is fetched, and from where (fetching.py)
+    wait     the work there that goes before this request (prefill_queue.py)
+    ttft     wait + transfer + prefill + handover          all predicted, all in seconds
+    delay    prefill x the requests there that it overtakes
+
+and the policy (policies.py) says what of it is to be least. A fetch leaves the blocks on the
+worker's node, so being routed here is also how hot prefixes spread; and so is computing them.
+
+Then the pair. One objective, in seconds: when the expected answer will be done, and what that costs
+others. Over all pairs (p, d) of prefill and decode workers that have room
+
+    J(p, d) = cost(p) + handover(p, d) + n x tbt(d)
+
+is to be least, with cost(p) the policy's (of `adaptive` ttft + delay, of `kvcache_centric` ttft,
+each before the hand-over), tbt(d) the step once everything that was routed to d has arrived, and n
+the tokens that are expected: max_tokens, at most output_tokens_expected. So a busy batch and a slow
+path count against a prefill worker too, whose neighbour has a quicker one.
+
+Not every pair is looked at. What follows the prefill depends on p by its node alone, so each node
+has one best partner; and no partner is better than the quickest batch with the quickest path. The
+worker of least cost is the choice unless that bound leaves room for a better one; then nodes are
+looked at in the order of their bounds until none can be better, or finalists_max have been.
+
+Predictions within tie_ratio of each other are equal, because the estimates are no better than
+that: pairs whose J differs by less than tie_ratio of the least cost(p), or tie_s, and decode
+workers whose handover + n x tbt does by less than tie_ratio. So J of the choice is at most
+
+    min J + max(tie_ratio x least cost, tie_s) + tie_ratio x (handover + n x tbt)
+
+while no more than finalists_max nodes had to be looked at; and at most the spread of the paths more
+if not (README.md has measured both). Equal decode workers: the one with fewer requests, where the
+node of the prefill worker counts as one fewer (it reads mapped memory), so that locality outweighs
+at most one request of imbalance. Equal prefill workers: fewer requests, then the one that got its
+last request longest ago, then the smaller name. So an idle cluster is used evenly, and in a fixed
+order. Policies that are blind (`load_balance`, `random`) choose p by cost alone, then d.
+
+All workers are compared as columns (pool.py); only what is looked at one by one becomes an object.
+Everything here is a function of the cluster's state and changes nothing. Not here: whether the
+winner is good enough (admission.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from conductor.config import ConductorConfig
+from conductor.load.cluster import Cluster
+from conductor.load.decode_batch import Load
+from conductor.load.decode_pool import COST_ROUNDING
+from conductor.load.pool import REQUESTS_RANK, Column, Mask, Path
+from conductor.load.warm_up import SLOWER
+from conductor.load.worker import Worker
+from conductor.messages import Prediction, Request
+from conductor.queue_order import QueueOrder
+from conductor.routing.fetching import cached_tokens, make_plans, second_source
+from conductor.routing.pair import DecodeOption, Pair, PrefillOption
+from conductor.routing.policies import POLICIES, Terms, at_random
+from conductor.routing.tiers import Holdings, Tiers
+from mooncake_store.layout import blocks_touched
+
+# (cluster, decode workers, when the prefill will end, now) -> their loads without the request
+Loads = Callable[[Cluster, Sequence[Worker], float, float], list[Load]]
+
+
+class Options:
+    """What every worker that may take the request would mean for it."""
+
+    def __init__(
+        self, cluster: Cluster, tiers: Tiers, request: Request, usable: tuple[Mask, Mask],
+        loads: Loads | None, order: QueueOrder, ttft_limit_s: float, now_s: float,
+    ) -> None:  # fmt: skip
+        """`usable`: the prefill and the decode workers in question, at least one of each.
+        `loads`: what admission takes the decode loads to be; None for the reserved ones."""
+        self._cluster, self._config = cluster, cluster.config
+        self._policy = POLICIES[cluster.config.policy]
+        self._request, self._now_s = request, now_s
+        self._is_prefill, self._is_decode = usable
+        self._loads = loads
+        expected = cluster.config.output_tokens_expected
+        self._spread = max(1, min(request.output_tokens_max, expected))
+        self.ttft_limit_s = ttft_limit_s  # predicted to take longer, it is not admitted
+        self.order = order  # what gives this request its place in a queue
+        self._meet_prefills(tiers)
+        # Of the decode workers; None while nothing but their reserved loads can tell.
+        decodes, is_plain = cluster.decodes, loads is None and not cluster.has_refused
+        is_plain = is_plain and decodes.count(self._is_decode) == len(decodes.workers)
+        self._has_room = None if is_plain else self._rooms()
+
+    def _meet_prefills(self, tiers: Tiers) -> None:
+        pool, request, policy = self._cluster.prefills, self._request, self._policy
+        held = Holdings(tiers, request.block_keys, pool)
+        queues = pool.queues(self._now_s, self.order)
+        plans = make_plans(self._cluster, held, policy, request.prompt_tokens, queues)
+        self._plans = plans
+        prefill_s, transfer_s = plans.prefill_s, plans.transfer_s
+        counts_behind, self._queues = policy.spares_others, queues
+        wait_s, behind = plans.place or pool.place(queues, prefill_s, counts_behind)
+        if transfer_s is pool.zeros:
+            start_s = wait_s + prefill_s
+        else:
+            if policy.fetch == "times":  # fetching runs beside the work in front
+                transfer_s = transfer_s - wait_s
+                np.maximum(transfer_s, pool.zeros, transfer_s)
+            start_s = wait_s + transfer_s
+            start_s += prefill_s
+        delay_s = pool.zeros if behind is pool.none else prefill_s * behind
+        self._terms = Terms(queues.queue_s, wait_s, transfer_s, prefill_s, delay_s, start_s)
+
+    def _rooms(self) -> Mask:
+        """Who of the decode workers in question has room, as admission takes the loads to be."""
+        pool, request = self._cluster.decodes, self._request
+        tokens = request.prompt_tokens + request.output_tokens_max
+        has_room = pool.has_room(tokens) & self._is_decode
+        if self._loads is not None:
+            self._ask_loads(tokens, has_room)
+        for worker in self._cluster.overloaded(self._now_s):
+            has_room[worker.row] = False
+        return has_room
+
+    def _ask_loads(self, tokens: int, has_room: Mask) -> None:
+        """Put in who has room for other loads than the reserved ones."""
+        pool = self._cluster.decodes
+        # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
+        starts_s = np.where(self._is_prefill, self._terms.start_s, math.inf)
+        self._at_s = self._now_s + starts_s.item(starts_s.argmin())
+        # Mostly less than is reserved, so who has room for that need not be asked: where it can be
+        # more, the one that is chosen is.
+        rows = (self._is_decode & ~has_room).nonzero()[0].tolist()
+        for row, load in zip(rows, self._loads_of(rows), strict=True):
+            has_room[row] = _fits(pool.workers[row], load, tokens)
+
+    def _loads_of(self, rows: Sequence[int]) -> list[Load]:
+        workers = [self._cluster.decodes.workers[row] for row in rows]
+        assert self._loads is not None, "the pool knows the reserved ones"
+        return self._loads(self._cluster, workers, self._at_s, self._now_s)
+
+    # The best of them
+
+    def best(self) -> Pair:
+        """The pair that minimises J, as the module docstring defines it and up to its ties.
+
+        Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
+        """
+        first, least_s, cost_s = self._first()
+        row, decode = self._pairing(first, least_s, cost_s)
+        if self._may_be_more and self._leave_those_with_room(self.decode(decode)):
+            row, decode = self._pairing(first, least_s, cost_s)
+        return self.pair(self.prefill(row), self.decode(decode))
+
+    @property
+    def _may_be_more(self) -> bool:
+        """Whether what admission expects of a batch may be more than what is reserved there."""
+        return self._config.admission == "predictive_lengths"
+
+    def _leave_those_with_room(self, chosen: DecodeOption) -> bool:
+        """Who has room for what is reserved was not asked for its forecast, and `chosen` may have
+        none by that. Then only those remain that have it, if there are any: True.
+
+        Its time between tokens is not asked for here: of many forecasts the best is mostly the one
+        that is most wrong, and prompts were computed for nothing (docs/measurements.md)."""
+        assert self._has_room is not None, "they were asked"
+        if chosen.has_room:
+            return False
+        has_room = np.zeros_like(self._has_room)
+        for row in (self._has_room & self._is_decode).nonzero()[0].tolist():
+            has_room[row] = self.decode(row).has_room
+        if not np.count_nonzero(has_room):
+            return False
+        self._has_room = has_room
+        return True
+
+    def _pairing(self, first: int, least_s: float, cost_s: Column) -> tuple[int, int]:
+        """The rows of the best pair: `first` and its partner, unless another prefill worker is
+        better by more than a tie once what follows its prefill counts too."""
+        pool, prompt_tokens = self._cluster.decodes, self._request.prompt_tokens
+        nodes, rank = self._cluster.prefills.node_ids, self._cluster.prefills.rank
+        decode, rest_s = self._partner(nodes[first])
+        if self._policy.is_blind:
+            return first, decode
+        tie_s = within(least_s, self._config) - least_s + COST_ROUNDING * rest_s
+        total_s = cost_s.item(first) + rest_s
+        # Nobody is done sooner than the quickest batch after the quickest hand-over; most often
+        # that says already that no other prefill worker is better.
+        steps_s = self._spread * pool.least_step_s
+        near_s, far_s = pool.paths_s_least(prompt_tokens)
+        nearest_s = near_s if near_s < far_s else far_s
+        if total_s - tie_s <= least_s + steps_s + nearest_s:
+            return first, decode
+        bounds_s = np.where(self._cluster.is_beside_decode, steps_s + nearest_s, steps_s + far_s)
+        bounds_s += cost_s
+        rows = (bounds_s < total_s - tie_s).nonzero()[0]
+        partners = {nodes[first]: (decode, rest_s)}
+        found = [(total_s, rank.item(first), first, decode)]
+        for row in rows[bounds_s[rows].argsort(kind="stable")].tolist():
+            if bounds_s.item(row) >= total_s - tie_s:
+                break
+            node_id = nodes[row]
+            if node_id not in partners:
+                if len(partners) >= self._config.finalists_max:
+                    break
+                partners[node_id] = self._partner(node_id)
+            decode, rest_s = partners[node_id]
+            handover_s = self._handover_s(decode, pool.path(node_id))
+            if self._terms.start_s.item(row) + handover_s > self.ttft_limit_s:
+                continue  # not at the price of the request's own service level
+            found.append((cost_s.item(row) + rest_s, rank.item(row), row, decode))
+            total_s = min(total_s, found[-1][0])
+        equal = [pair for pair in found if pair[0] <= total_s + tie_s]
+        _, _, row, decode = equal[0] if equal[0] is found[0] else min(equal, key=lambda e: e[1])
+        return row, decode
+
+    def _first(self) -> tuple[int, float, Column]:
+        """The prefill worker that the policy prefers, the least cost, and the cost of all of them:
+        infinite for those that are no choice."""
+        pool, config, policy = self._cluster.prefills, self._config, self._policy
+        is_choice, choices = self._is_prefill, pool.count(self._is_prefill)
+        if pool.full:
+            is_choice = is_choice & pool.has_room
+            choices = np.count_nonzero(is_choice)
+            if not choices:
+                is_choice, choices = self._is_prefill, pool.count(self._is_prefill)
+        cost_s = policy.cost(self._terms)
+        newcomers = self._cluster.newcomers("prefill", self._now_s)
+        if newcomers and not policy.is_blind:
+            cost_s = cost_s.copy()
+            for worker, new in newcomers:
+                row = worker.row
+                work_s = self._terms.wait_s.item(row) + self._terms.prefill_s.item(row)
+                cost_s[row] += new * SLOWER * work_s
+        if config.policy == "random":
+            row_of = {pool.workers[row].key: row for row in is_choice.nonzero()[0].tolist()}
+            return row_of[at_random(self._request.request_id, list(row_of))], 0.0, cost_s
+        start_s = self._terms.start_s
+        # ... but not at the price of the request's own service level
+        if (policy.spares_others or newcomers) and (
+            start_s.item(start_s.argmax()) > self.ttft_limit_s
+        ):
+            is_in_time = is_choice & (start_s <= self.ttft_limit_s)
+            if in_time := np.count_nonzero(is_in_time):
+                is_choice, choices = is_in_time, in_time
+            else:
+                cost_s = start_s
+        if choices < len(cost_s):
+            cost_s = np.where(is_choice, cost_s, math.inf)
+        least = int(cost_s.argmin())
+        least_s = cost_s.item(least)
+        rows = (cost_s <= within(least_s, config)).nonzero()[0]
+        first = rows.item(pool.rank.take(rows).argmin()) if len(rows) > 1 else least
+        return first, least_s, cost_s
+
+    def _partner(self, node_id: str) -> tuple[int, float]:
+        """The row of the decode worker for a prefill worker of this node, and the least of
+        handover + n x tbt from there.
+
+        The least cost; among equals the emptier one, where this node's own are ahead by one.
+        """
+        pool, request = self._cluster.decodes, self._request
+        path, prompt_tokens = pool.path(node_id), request.prompt_tokens
+        costs_s = pool.costs_s(path, prompt_tokens, self._spread)
+        if self._has_room is None:  # mostly who is chosen from all has it
+            least, row = self._least(costs_s, path)
+            tokens = prompt_tokens + request.output_tokens_max
+            if pool.has_room_at(row, tokens) and (row == least or pool.has_room_at(least, tokens)):
+                return row, self._spread * costs_s.item(least)
+            self._has_room = self._rooms()
+        is_choice = self._has_room if np.count_nonzero(self._has_room) else self._is_decode
+        costs_s = np.where(is_choice, costs_s, math.inf)
+        least, row = self._least(costs_s, path)
+        return row, self._spread * costs_s.item(least)
+
+    def _least(self, costs_s: Column, path: Path) -> tuple[int, int]:
+        """The decode worker of least cost, and the first of its equals."""
+        pool, least = self._cluster.decodes, int(costs_s.argmin())
+        limit_s = costs_s.item(least) * ((1 + self._config.tie_ratio) * (1 + COST_ROUNDING))
+        rows = (costs_s <= limit_s).nonzero()[0]
+        row = rows.item(pool.rank[rows].argmin()) if len(rows) > 1 else least
+        rank = pool.rank.item(row)
+        for own in path.own:
+            own_rank = pool.rank.item(own) - REQUESTS_RANK
+            if costs_s.item(own) <= limit_s and (own_rank, own) < (rank, row):
+                row, rank = own, own_rank
+        return least, row
+
+    def _handover_s(self, row: int, path: Path) -> float:
+        pool = self._cluster.decodes
+        block_tokens = pool.block_tokens or pool.workers[row].info.block_tokens
+        blocks = -(-self._request.prompt_tokens // block_tokens)
+        return path.block_s.item(row) * blocks + path.latency_s.item(row)
+
+    # One by one
+
+    def prefill(self, row: int) -> PrefillOption:
+        pool, plans, terms = self._cluster.prefills, self._plans, self._terms
+        source, held, worker = plans.fetched(row), plans.held, pool.workers[row]
+        blocks = int(held.blocks.item(row))
+        restore = blocks - int(held.dram_blocks.item(row)) if held.has_ssd else 0
+        used, prompt_tokens = source.blocks if source else blocks, self._request.prompt_tokens
+        prefill_s = terms.prefill_s.item(row)
+        delay_s = prefill_s * pool.behind(self._queues, row, prefill_s)
+        return PrefillOption(
+            worker, blocks, restore, cached_tokens(used, worker.info.block_tokens, prompt_tokens),
+            source, terms.queue_s.item(row), terms.wait_s.item(row), plans.transfer_s.item(row),
+            terms.transfer_s.item(row), prefill_s, delay_s,
+            pool.has_room.item(row),
+        )  # fmt: skip
+
+    def second_fetch_node(self, chosen: PrefillOption) -> str | None:
+        """Who else could send what this worker fetches."""
+        if chosen.source is None:
+            return None
+        held, own_blocks = self._plans.held, chosen.local_blocks
+        return second_source(self._cluster, held, chosen.source, own_blocks, self._now_s)
+
+    def decode(self, row: int) -> DecodeOption:
+        pool, tokens = self._cluster.decodes, self._request.prompt_tokens
+        worker = pool.workers[row]
+        load = pool.loads[row] if self._loads is None else self._loads_of([row])[0]
+        step_s = worker.decode_estimate.step_s(load.sequences + 1, load.context_tokens + tokens)
+        longest = tokens + self._request.output_tokens_max
+        if self._has_room is not None:
+            has_room = self._has_room.item(row)
+        else:
+            has_room = pool.has_room_at(row, longest)
+        if self._may_be_more:
+            has_room = has_room and _fits(worker, load, longest)
+        return DecodeOption(worker, load, pool.ratio.item(row) * step_s, has_room)
+
+    def pair(self, prefill: PrefillOption, decode: DecodeOption) -> Pair:
+        path = self._cluster.decodes.path(prefill.worker.info.node_id)
+        handover_s = self._handover_s(decode.worker.row, path)
+        predicted = Prediction(
+            prefill.wait_s, prefill.transfer_s, prefill.prefill_s, handover_s,
+            prefill.start_s + handover_s, decode.tbt_s, decode.load.sequences + 1, prefill.delay_s,
+        )  # fmt: skip
+        return Pair(prefill, decode, predicted)
+
+    @property
+    def prefills(self) -> list[PrefillOption]:
+        return [self.prefill(row) for row in self._is_prefill.nonzero()[0].tolist()]
+
+    @property
+    def decodes(self) -> list[DecodeOption]:
+        return [self.decode(row) for row in self._is_decode.nonzero()[0].tolist()]
+
+    @property
+    def prefill_count(self) -> int:
+        return self._cluster.prefills.count(self._is_prefill)
+
+    @property
+    def backlog_s(self) -> float:
+        """Predicted work of a prefill worker, on average."""
+        return self._cluster.prefills.mean(self._terms.queue_s, self._is_prefill)
+
+
+def _fits(worker: Worker, load: Load, tokens: int) -> bool:
+    """Whether a request of so many tokens, its longest answer included, finds room beside it."""
+    pages = blocks_touched(tokens, worker.info.block_tokens)
+    # Rounded: 3.999 of 4 slots are 4. The worker itself makes sure, and queues if need be.
+    has_slot = round(load.sequences) < worker.info.slots_max
+    return has_slot and load.pages + pages <= worker.info.pages_max
+
+
+def within(least_s: float, config: ConductorConfig) -> float:
+    """Predictions up to this are as good as the least one."""
+    return least_s + max(least_s * config.tie_ratio, config.tie_s)

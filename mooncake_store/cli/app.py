@@ -1,0 +1,306 @@
+"""The commands of `mooncake store`. Each is a few calls of the client; errors end in one line.
+
+Not here: what the client does (client.py), tables (tables.py), the processes (serving.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from mooncake_store.cli import serving, tables
+from mooncake_store.cli.places import (
+    find_directory,
+    own_folder,
+    parse_bytes,
+    parse_key,
+    shown_bytes,
+)
+from mooncake_store.client.client import StoreClient
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import StoreError
+from mooncake_store.memory.checksum import checksum
+
+app = typer.Typer(
+    name="store",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="The KVCache store: run it alone, look into it, put and get, drain and check.",
+)
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+BLOCKS_AT_ONCE = 1_024
+CHECKED_AT_ONCE = 32
+
+Directory = Annotated[
+    str, typer.Option("--directory", help="Its address (default: the one found on this host).")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """A StoreError becomes a line on stderr and exit status 1."""
+    try:
+        yield
+    except (StoreError, serving.StartFailed, OSError) as error:  # a ZMQError is an OSError
+        errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+        errors.print(str(error), markup=False, soft_wrap=True)
+        sys.exit(1)
+
+
+def client(address: str) -> StoreClient:
+    return StoreClient(address or find_directory())
+
+
+def asked(address: str) -> DirectoryClient:
+    return DirectoryClient(address or find_directory())
+
+
+@app.command()
+def serve(
+    nodes: Annotated[str, typer.Option(help="Storage nodes, comma separated.")] = "s0",
+    store_bytes: Annotated[str, typer.Option(help="DRAM of each in /dev/shm.")] = "1G",
+    ssd_bytes: Annotated[str, typer.Option(help="SSD of each; 0: none.")] = "0",
+    ssd_path: Annotated[Path | None, typer.Option(help="Folder on that SSD.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="For sockets and logs.")] = None,
+    directory_option: Annotated[
+        list[str] | None,
+        typer.Option(help="Passed to the directory, as --directory-option=--node-ttl-s=3."),
+    ] = None,
+    node_option: Annotated[list[str] | None, typer.Option(help="Likewise, to each node.")] = None,
+) -> None:
+    """Start a directory and storage nodes on this host, until Ctrl-C."""
+    if not [name for name in nodes.split(",") if name]:
+        raise typer.BadParameter("--nodes names at least one storage node")
+    size_bytes, disk_bytes = parse_bytes(store_bytes), parse_bytes(ssd_bytes)
+    if disk_bytes and ssd_path is None:
+        raise typer.BadParameter("--ssd-bytes needs --ssd-path, a folder on that SSD")
+    site = serving.Site(
+        (folder or own_folder()).resolve(), [name for name in nodes.split(",") if name],
+        size_bytes, ssd_path.resolve() if ssd_path else None, disk_bytes,
+        directory_option or [], node_option or [],
+    )  # fmt: skip
+    stopping: list[int] = []
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        stopping.append(number)
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    with told():
+        try:
+            with console.status("starting directory and storage nodes ..."):
+                site.start()
+            console.print(f"ready: --directory {site.address}", soft_wrap=True)
+            while not stopping:
+                for name in site.tend():
+                    console.print(f"{name} ended, started it again")
+                time.sleep(0.2)
+        finally:
+            site.stop()
+
+
+@app.command()
+def stat(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Keys (32 hex digits) or names.")
+    ] = None,
+    directory: Directory = "",
+    as_json: AsJson = False,
+) -> None:
+    """How full the store is and what it does; or where some blocks are."""
+    with told(), asked(directory) as store:
+        if not names:
+            stats = store.stats()
+            if as_json:
+                console.file.write(json.dumps(asdict(stats)) + "\n")
+                return
+            console.print(tables.holders(stats))
+            console.print(tables.totals(stats))
+            return
+        keys = [parse_key(name) for name in names]
+        found = store.lookup(keys, "", 0.0, prefix_only=False)
+        if as_json:
+            rows = [[copy._asdict() for copy in places] for places in found]
+            console.file.write(json.dumps(dict(zip(names, rows, strict=True))) + "\n")
+        else:
+            pairs = zip(keys, found, strict=True)
+            console.print(tables.blocks((key, copy) for key, places in pairs for copy in places))
+        if not all(found):
+            missing = [name for name, places in zip(names, found, strict=True) if not places]
+            errors.print(f"not in the store: {', '.join(missing)}", markup=False)
+            sys.exit(1)
+
+
+@app.command()
+def ls(
+    node: Annotated[str, typer.Option(help="Blocks of this node only.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=65_536, help="At most so many per node.")] = 100,
+    directory: Directory = "",
+) -> None:
+    """The storage nodes, and what lies on them."""
+    with told(), asked(directory) as store:
+        infos = [info for info in store.nodes() if node in ("", info.node_id)]
+        if node and not infos:
+            raise StoreError(f"storage node {node} is not registered")
+        console.print(tables.nodes(infos))
+        found = [block for info in infos for block in store.blocks_on(info.node_id, limit)]
+        if found:
+            console.print(tables.blocks(found))
+
+
+@app.command()
+def put(
+    name: Annotated[str, typer.Argument(help="Key (32 hex digits) or name.")],
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Its content.")],
+    node: Annotated[str, typer.Option(help="Where (default: here, or where there is room).")] = "",
+    tenant: Annotated[str, typer.Option(help="Whose quota it counts for.")] = "",
+    directory: Directory = "",
+) -> None:
+    """Store a file as one block."""
+    content = np.fromfile(file, np.uint8)
+    with told(), StoreClient(directory or find_directory(), tenant=tenant) as store:
+        if not store.put([parse_key(name)], [content], node)[0]:
+            raise StoreError(f"{name} ({shown_bytes(content.nbytes)}) was not stored: no room")
+        place = store.stat([parse_key(name)])[0][0]
+        if place.checksum != checksum(content):
+            raise StoreError(f"{name} was there already, with other content: remove it first")
+    console.print(f"{parse_key(name).hex()} {place.size_bytes} bytes on {place.node_id}")
+
+
+@app.command()
+def get(
+    name: Annotated[str, typer.Argument(help="Key (32 hex digits) or name.")],
+    file: Annotated[Path | None, typer.Argument(help="Where to (default: stdout).")] = None,
+    directory: Directory = "",
+) -> None:
+    """Read one block, verified, into a file."""
+    with told():
+        with client(directory) as store:
+            (content,) = store.get([parse_key(name)])
+        if content is None:
+            errors.print(f"not in the store: {name}", markup=False)
+            sys.exit(1)
+        if file is None:
+            sys.stdout.buffer.write(content.tobytes())
+        else:
+            content.tofile(file)
+
+
+@app.command()
+def remove(
+    names: Annotated[list[str], typer.Argument(help="Keys (32 hex digits) or names.")],
+    directory: Directory = "",
+) -> None:
+    """Give up all copies of some blocks."""
+    with told(), asked(directory) as store:
+        done = store.remove([parse_key(name) for name in names])
+    kept = [name for name, is_gone in zip(names, done, strict=True) if not is_gone]
+    if kept:
+        errors.print(f"in use, try again: {', '.join(kept)}", markup=False)
+        sys.exit(1)
+
+
+@app.command()
+def pin(
+    names: Annotated[list[str], typer.Argument(help="Keys (32 hex digits) or names.")],
+    kind: Annotated[str, typer.Option(help="soft (goes last), hard (never goes), none.")] = "soft",
+    ttl_s: Annotated[float, typer.Option(help="Of a soft pin, in seconds.")] = 1_800.0,
+    directory: Directory = "",
+) -> None:
+    """Hold some blocks against eviction."""
+    with told(), asked(directory) as store:
+        done = store.pin([parse_key(name) for name in names], kind, ttl_s)
+    if not all(done):
+        errors.print("some hold no hard pin: too much is pinned already", markup=False)
+        sys.exit(1)
+
+
+@app.command()
+def quota(
+    tenant: str,
+    size: Annotated[str, typer.Argument(help="Like 10G; 0 takes the quota away.")],
+    directory: Directory = "",
+) -> None:
+    """Bound what a tenant may store, over all nodes."""
+    with told(), asked(directory) as store:
+        store.set_quota(tenant, parse_bytes(size))
+
+
+@app.command()
+def drain(
+    node: Annotated[str, typer.Argument(help="It gets no new blocks, and others get its blocks.")],
+    undo: Annotated[bool, typer.Option("--undo", help="It may have new blocks again.")] = False,
+    deadline_s: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 600.0,
+    directory: Directory = "",
+) -> None:
+    """Empty a storage node onto the others, so that it can be stopped without loss."""
+    with told(), client(directory) as store:
+        if undo:
+            store.directory.drain(node, False)
+            return
+        with Progress(console=errors, transient=True) as progress:
+            task = progress.add_task(f"draining {node}", total=None)
+
+            def show(moved: int, left: int) -> None:
+                progress.update(task, completed=moved, total=moved + left)
+
+            left = store.replicas.drain(node, "drain", show, deadline_s)
+    if left:
+        errors.print(
+            f"{left} blocks or more are on {node} alone: the other nodes have no room for them, or "
+            "cannot pull (no --control). Start another node, or stop this one and lose them."
+        )
+        sys.exit(1)
+    console.print(f"{node} is empty of what others lack: it can be stopped")
+
+
+@app.command()
+def check(
+    directory: Directory = "",
+    node: Annotated[str, typer.Option(help="Blocks of this node only.")] = "",
+) -> None:
+    """Read every block in DRAM and compare its checksum; corrupt copies are dropped."""
+    read = bad = 0
+    with told(), client(directory) as store, Progress(console=errors, transient=True) as progress:
+        if node and node not in {info.node_id for info in store.directory.nodes()}:
+            raise StoreError(f"storage node {node} is not registered")
+        for info in store.directory.nodes():
+            if info.is_ssd or node not in ("", info.node_id):
+                continue
+            found = store.directory.blocks_on(info.node_id, 65_536)
+            task = progress.add_task(f"checking {info.node_id}", total=len(found))
+            for start in range(0, len(found), CHECKED_AT_ONCE):
+                part = found[start : start + CHECKED_AT_ONCE]
+                arrays = store.get([key for key, _ in part])
+                for (key, copy), array in zip(part, arrays, strict=True):
+                    is_bad = array is not None and copy.checksum not in (0, checksum(array))
+                    is_lost = array is None and store.exist([key]) == [False]
+                    read, bad = read + 1, bad + (is_bad or is_lost)
+                progress.update(task, advance=len(part))
+    console.print(f"{read} blocks read, {bad} corrupt or lost meanwhile")
+    if bad:
+        sys.exit(1)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A whole store on one host: a directory and storage nodes as child processes, until Ctrl-C.
+
+A child that ends is started again, a few times a minute; then everything ends, with its last words.
+
+Not here: options (app.py). `mooncake serve` has a launcher of its own, with Triton in it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RESTARTS_MAX = 5
+RESTARTS_WITHIN_S = 60.0
+STOP_S_MAX = 15.0
+UNIT_BYTES = 16 * 2**10
+
+
+class StartFailed(Exception):
+    """A process did not get ready; the message has what it said."""
+
+
+@dataclass(slots=True)
+class Child:
+    name: str
+    command: list[str]
+    log: Path
+    process: subprocess.Popen[str] | None = None
+    started_s: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Until it says that it is ready."""
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self.started_s = [at for at in self.started_s if time.monotonic() - at < RESTARTS_WITHIN_S]
+        self.started_s.append(time.monotonic())
+        assert self.process.stdout is not None
+        if not self.process.stdout.readline().startswith("ready"):
+            self.process.wait()
+            raise StartFailed(f"{self.name} did not start: {self.last_words()}")
+
+    def last_words(self) -> str:
+        return self.log.read_text(errors="replace")[-1_000:].strip() or "it said nothing"
+
+
+class Site:
+    """The processes of one store. `folder` has their sockets and logs."""
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: list[str],
+        dram_bytes: int,
+        ssd_folder: Path | None,
+        ssd_bytes: int,
+        directory_options: list[str],
+        node_options: list[str],
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.address = f"ipc://{folder}/directory"
+        python = [sys.executable, "-m"]
+        self.children = [
+            Child(
+                "directory",
+                [*python, "mooncake_store.directory.server", "--address", self.address,
+                 "--events", f"ipc://{folder}/events", *directory_options],
+                folder / "directory.log",
+            )
+        ]  # fmt: skip
+        for node in nodes:
+            more = list(node_options)
+            if ssd_folder is not None and ssd_bytes:
+                (ssd_folder / node).mkdir(parents=True, exist_ok=True)
+                size = -(-ssd_bytes // UNIT_BYTES) * UNIT_BYTES
+                more += ["--ssd-path", str(ssd_folder / node), "--ssd-bytes", str(size)]
+            command = [
+                *python, "mooncake_store.node", "--node-id", node, "--directory", self.address,
+                "--segment-bytes", str(dram_bytes), "--unit-bytes", str(UNIT_BYTES),
+                "--control", f"ipc://{folder}/{node}", "--die-with-parent", *more,
+            ]  # fmt: skip
+            self.children.append(Child(f"node {node}", command, folder / f"{node}.log"))
+
+    def start(self) -> None:
+        for child in self.children:
+            child.start()
+
+    def tend(self) -> list[str]:
+        """Start what has ended; its names. StartFailed when that happens too often."""
+        ended = [each for each in self.children if each.process and each.process.poll() is not None]
+        for child in ended:
+            if len(child.started_s) > RESTARTS_MAX:
+                raise StartFailed(f"{child.name} ends again and again: {child.last_words()}")
+            child.start()
+        return [child.name for child in ended]
+
+    def stop(self) -> None:
+        """Nodes first: they say goodbye to the directory."""
+        for child in reversed(self.children):
+            if child.process is None or child.process.poll() is not None:
+                continue
+            child.process.terminate()
+            try:
+                child.process.wait(STOP_S_MAX)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()

@@ -1,0 +1,1 @@
+"""Which block is where. Pure."""

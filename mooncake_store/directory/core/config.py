@@ -1,0 +1,51 @@
+"""What an operator may set of the directory, with every bound on its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from mooncake_store.directory.core.eviction.policies import POLICIES
+
+HELP = {
+    "node_ttl_s": "a storage node silent for so many seconds is gone, with its copies",
+    "worker_ttl_s": "a worker silent for so many seconds is gone",
+    "quarantine_s": "rest of a slot whose writer vanished; must outlive any transfer to it",
+    "lease_s_max": "longer leases are cut to this",
+    "nodes_max": "most storage nodes at once",
+    "workers_max": "most live workers at once",
+    "owners_max": "most requests that hold leases at once",
+    "leases_max": "most leases of all requests together",
+    "hard_pin_fraction_max": "most of a holder's memory that may be pinned hard, 0 to 1",
+    "eviction": f"which idle block goes first: {' or '.join(POLICIES)}",
+    "spill_fraction": "cold blocks are copied to SSD once a segment is fuller than this, 0 to 1",
+    "slow_start_s": "a new node's share of placed blocks grows to its full one in so many seconds",
+    "events_max": "events kept for the stream; whoever misses more takes a snapshot",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryConfig:
+    node_ttl_s: float = 5.0
+    worker_ttl_s: float = 5.0
+    quarantine_s: float = 30.0
+    lease_s_max: float = 3_600.0
+    nodes_max: int = 1_024
+    workers_max: int = 4_096
+    owners_max: int = 100_000
+    leases_max: int = 4_000_000
+    hard_pin_fraction_max: float = 0.5
+    eviction: str = "density"
+    spill_fraction: float = 0.7
+    slow_start_s: float = 60.0
+    events_max: int = 8_192
+
+    def problems(self) -> list[str]:
+        """Every mistake at once, each with its limit."""
+        found = [
+            f"{field.name} is {getattr(self, field.name)}; it must be positive"
+            for field in fields(self)
+            if field.name != "eviction" and not getattr(self, field.name) > 0
+        ]
+        if self.eviction not in POLICIES:
+            found.append(f"eviction is {self.eviction!r}; use {' or '.join(POLICIES)}")
+        return found

@@ -1,0 +1,398 @@
+"""The one truth about which blocks are where, who uses them, and who takes part.
+
+A block's life: allocate (a slot in state writing, leased to its writer) -> the writer fills it ->
+commit with a checksum (ready, announced by an event) -> lookups lease it to readers -> nobody
+leases it: idle -> evicted when its holder needs the room. A lease that runs out ends as one that is
+released does. What is uncertain is made harmless, not prevented:
+
+- A writer that vanishes (its lease ran out, or it released a slot it never committed) may still
+  have a transfer in flight, so its slot is quarantined before it is used again, under a new
+  generation. `abandon` is the writer's word that nothing is in flight: free at once.
+- A late commit names a generation that is not current any more: it is refused, nothing changes.
+- A late reader finds another generation or checksum: a miss. It says so with `drop_copy`.
+- A storage node that came back with a new incarnation has lost its memory: its copies go.
+- A directory that came back is empty: nodes say what they have (`adopt`), then it is as before.
+
+Ephemeral copies (the partial last block of a prompt) are never announced and never idle: they are
+freed with their last lease.
+
+Purity: no clock, no I/O, no randomness. Every verb takes `now_s`; leases that are due end before it
+looks at anything; silent nodes and workers go at `tick`. So a simulator drives this very class, and
+the same calls give the same answers. Memory is bounded by the units and by DirectoryConfig.
+
+Not here: how a copy comes and goes (copies.py), the verbs of operators and storage nodes
+(upkeep.py), which copy to drop (eviction/order.py), who is alive (nodes.py, workers.py), sockets.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.directory.core.block_index import Held, copies_of, places_of
+from mooncake_store.directory.core.config import DirectoryConfig
+from mooncake_store.directory.core.copies import CopyTable
+from mooncake_store.directory.core.holder import CopyState, HeldCopy, Kind
+from mooncake_store.directory.core.nodes import NodeTable
+from mooncake_store.directory.core.slots import Allocation, Copy, Slot
+from mooncake_store.directory.core.upkeep import Upkeep
+from mooncake_store.directory.core.workers import WorkerTable
+from mooncake_store.errors import QuotaExceeded, RequestInvalid
+from mooncake_store.layout import Geometry
+from mooncake_store.records.events import Event, NodeUp, Snapshot
+from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
+from mooncake_store.records.status import DirectoryStats, node_stats
+
+
+class Directory(Upkeep):
+    """key -> copies, over all storage nodes."""
+
+    def __init__(self, epoch: int, config: DirectoryConfig | None = None) -> None:
+        assert epoch >= 0
+        self.epoch = epoch
+        self.config = config or DirectoryConfig()
+        assert not self.config.problems(), self.config.problems()
+        self._nodes = NodeTable(self.config)
+        self._workers = WorkerTable(self.config)
+        self._copies = CopyTable(epoch, self.config)
+
+    # ---- storage nodes
+
+    def register_node(self, info: NodeInfo, now_s: float) -> None:
+        """A holder is up. A new incarnation replaces the old one and starts empty."""
+        self._copies.advance(now_s)
+        if self._nodes.alive(info.node_id, info.incarnation, now_s):
+            return  # a repeated registration: its copies are as good as before
+        self._nodes.refuse_misfit(info)
+        if self._nodes.get(info.node_id) is not None:
+            self._copies.lose(self._nodes.take(info.node_id, is_replaced=True))
+        self._nodes.put(info, now_s)
+        self._copies.events.append(NodeUp(info))
+
+    def node_report(self, node_id: str, incarnation: str, now_s: float) -> bool:
+        """The node is alive. False: it is not registered here (any more) and must register."""
+        self._copies.advance(now_s)
+        return self._nodes.alive(node_id, incarnation, now_s)
+
+    def deregister_node(self, node_id: str, incarnation: str, now_s: float) -> bool:
+        self._copies.advance(now_s)
+        is_known = self._nodes.alive(node_id, incarnation, now_s)
+        if is_known:
+            self._copies.lose(self._nodes.take(node_id))
+        return is_known
+
+    def nodes(self, now_s: float) -> list[NodeInfo]:
+        self._copies.advance(now_s)
+        return [holder.info for holder in self._nodes]
+
+    def attach(self, node_id: str, fingerprint: str, block_bytes: int, now_s: float) -> Geometry:
+        """Where slots lie in this node; LayoutMismatch when not one such block fits.
+
+        To be called again after NodeNotAttached: the node or the directory has begun anew.
+        """
+        self._copies.advance(now_s)
+        return self._nodes.attach(node_id, fingerprint, block_bytes)
+
+    # ---- blocks
+
+    def allocate(
+        self,
+        node_id: str,
+        keys: Sequence[bytes],
+        owner: str,
+        lease_s: float,
+        ephemeral: bool,
+        now_s: float,
+        size_bytes: int = 0,
+        tenant: str = "",
+    ) -> Allocation:
+        """A fresh slot for each key that this node neither has nor is being written.
+
+        `keys` are consecutive blocks of a chain, each of `size_bytes` (0: of the worker that
+        attached first). What is there already is leased to `owner` as well, so it cannot be
+        evicted to make room for the rest. Stops at the first key without room, since blocks behind
+        a hole in a chain cannot be found. A node that drains, or is still saying what it holds,
+        has no room. They count for the quota of `tenant`, or else of the tenant for whom other
+        copies of them count. QuotaExceeded only when it has no room for the very first key.
+        """
+        table = self._copies
+        table.advance(now_s)
+        holder = self._nodes.attached(node_id)
+        if lease_s <= 0:
+            raise RequestInvalid("allocate needs lease_s > 0: an unleased slot has no writer")
+        size_bytes = size_bytes or holder.block_bytes
+        if holder.pool.units < holder.pool.units_for(size_bytes):
+            raise RequestInvalid(
+                f"a block of {size_bytes} bytes is larger than the memory of {node_id} "
+                f"({holder.pool.units * holder.pool.unit_bytes} bytes): cut it up"
+            )
+        table.leases.refuse_too_many(owner, len(keys))
+        if not holder.is_open or holder.is_draining:
+            return Allocation((None,) * len(keys), 0)
+        until_s = table.leases.deadline_s(now_s, lease_s)
+        first = table.leases.next_depth(owner)
+        on, reserve, writing = table.blocks.on, table.reserve, holder.writing
+        there = [on(key, holder) for key in keys]
+        ready = [(i, copy) for i, copy in enumerate(there, first) if copy is not None]
+        if ready:
+            table.leases.hold(owner, ready, until_s)
+        slots: list[Slot | None] = []
+        payers = [tenant] * len(keys)
+        if table.tenants and not tenant and not ephemeral:
+            payers = [table.payer(key) for key in keys]
+        for depth, (key, held, payer) in enumerate(zip(keys, there, payers, strict=True), first):
+            if held is not None or key in writing:
+                slots.append(None)
+                continue
+            try:
+                copy = reserve(holder, key, owner, size_bytes, ephemeral, payer)
+            except QuotaExceeded:
+                if not slots:
+                    raise
+                break
+            if copy is None:
+                break
+            table.leases.write(owner, depth, copy, until_s)
+            slots.append(copy.use)
+        covered = len(slots)
+        return Allocation((*slots, *[None] * (len(keys) - covered)), covered)
+
+    def commit(
+        self,
+        node_id: str,
+        blocks: Sequence[tuple[bytes, int, int, int]],
+        owner: str,
+        lease_s: float,
+        now_s: float,
+    ) -> list[bool]:
+        """(key, slot, generation, checksum) are written: ready now, and still leased to `owner`.
+
+        False, and nothing changes: the slot is not (any more) this owner's to write. lease_s = 0
+        ends the lease of these copies. RequestInvalid when that cannot be the doing of time, for
+        no block of the request: it was committed already, or never allocated.
+        """
+        table = self._copies
+        table.advance(now_s)
+        holder = self._nodes.get(node_id)
+        done: list[bool] = []
+        committed: list[HeldCopy] = []
+        for key, slot, generation, checksum in blocks:
+            copy = holder.writing_copy(key, owner, slot, generation) if holder else None
+            if copy is not None:
+                table.publish(copy, checksum)
+                committed.append(copy)
+            done.append(copy is not None)
+        if blocks and not committed:
+            self._refuse_misuse(node_id, blocks)
+        if lease_s > 0 and committed:
+            table.leases.renew(owner, table.leases.deadline_s(now_s, lease_s))
+        elif committed:
+            for copy in committed:
+                table.leases.drop(owner, copy)
+            table.unleased(reversed(committed))
+        table.totals.commits += len(committed)
+        if holder is not None and holder.info.is_ssd:
+            table.totals.spills += len(committed)
+        return done
+
+    def _refuse_misuse(self, node_id: str, blocks: Sequence[tuple[bytes, int, int, int]]) -> None:
+        """RequestInvalid when every one of these commits is a mistake of its caller's."""
+        table, holder = self._copies, self._nodes.get(node_id)
+        mistakes = []
+        for key, slot, generation, _ in blocks:
+            ready = table.blocks.on(key, holder) if holder else None
+            is_there = ready is not None and (ready.slot, ready.generation) == (slot, generation)
+            if ready is not None and is_there and ready.kind is not Kind.ADOPTED:
+                mistakes.append("was committed already; a commit is final, write a new slot")
+            elif holder is not None and holder.is_open and generation >= table.next_generation:
+                mistakes.append("was never allocated; allocate first, then write and commit")
+            else:
+                return
+        raise RequestInvalid(f"block {blocks[0][0].hex()} on {node_id} {mistakes[0]}")
+
+    def abandon(self, slots: Sequence[Slot], owner: str, now_s: float) -> int:
+        """Free slots that will not be committed, and to which nothing is in flight. How many."""
+        self._copies.advance(now_s)
+        abandoned = set(slots)
+        writing = [
+            copy
+            for copy in self._copies.leases.held(owner)
+            if copy.state is CopyState.WRITING and copy.use in abandoned
+        ]
+        for copy in writing:
+            self._copies.leases.drop(owner, copy)
+            self._copies.remove(copy, is_certain=True)
+        return len(writing)
+
+    def lookup(
+        self,
+        keys: Sequence[bytes],
+        owner: str,
+        lease_s: float,
+        now_s: float,
+        prefix_only: bool = True,
+    ) -> list[tuple[Copy, ...]]:
+        """The ready copies of each key, up to the first that has none; leased to `owner`.
+
+        lease_s = 0 only marks them as used. prefix_only=False: one entry per key, perhaps empty.
+        """
+        table = self._copies
+        table.advance(now_s)
+        found: Sequence[Held | None]
+        found = table.blocks.prefix(keys) if prefix_only else table.blocks.each(keys)
+        places = list(map(places_of, found))
+        hits = [held for held in found if held is not None]
+        totals = table.totals
+        totals.lookups += 1
+        totals.lookup_blocks += len(keys)
+        totals.hit_blocks += len(hits)
+        totals.hit_ssd_blocks += sum(copies_of(held)[0].shelf.holder.info.is_ssd for held in hits)
+        if lease_s > 0 and not owner:
+            raise RequestInvalid("a lease needs an owner: name the request that will release it")
+        if lease_s > 0 and hits:
+            pairs = [(depth, copy) for depth, held in enumerate(hits) for copy in copies_of(held)]
+            table.leases.refuse_too_many(owner, len(pairs))
+            table.leases.hold(owner, pairs, table.leases.deadline_s(now_s, lease_s))
+            return places
+        for held in reversed(hits):  # the end of the chain first: it is the colder one
+            for copy in copies_of(held):
+                if copy.leases == 0:
+                    copy.touch()
+                    table.tenants.used(copy)
+        return places
+
+    def exist(self, keys: bytes, now_s: float) -> bytes:
+        """Is each of these keys (16 bytes each, joined) anywhere? One byte per key: 0 or 1.
+
+        No lease and no use: a question of a scheduler, a thousand keys at a time, so neither side
+        makes an object per key.
+        """
+        self._copies.advance(now_s)
+        if len(keys) % KEY_BYTES:
+            raise RequestInvalid(
+                f"{len(keys)} bytes are no whole number of keys of {KEY_BYTES} bytes"
+            )
+        split = struct.unpack(f"{KEY_BYTES}s" * (len(keys) // KEY_BYTES), keys)
+        return bytes(map(self._copies.blocks.held.__contains__, split))
+
+    def drop_copy(self, key: bytes, node_id: str, generation: int, now_s: float) -> bool:
+        """This copy proved missing or corrupt. False when it is not the current one."""
+        self._copies.advance(now_s)
+        holder = self._nodes.get(node_id)
+        copy = self._copies.blocks.on(key, holder) if holder else None
+        if copy is None or copy.generation != generation:
+            return False
+        self._copies.totals.bad_copies += 1
+        self._copies.remove(copy, is_certain=copy.leases == 0)  # other readers may be in the slot
+        return True
+
+    def remove(self, keys: Sequence[bytes], now_s: float, node_id: str = "") -> list[bool]:
+        """Give up all copies of these keys, or those on `node_id` only. False: some is in use.
+
+        What is leased stays; ask again when its users are done. Pins do not protect from this.
+        """
+        self._copies.advance(now_s)
+        gone = []
+        for key in keys:
+            copies = copies_of(self._copies.blocks.held.get(key))
+            meant = [copy for copy in copies if node_id in ("", copy.node_id)]
+            free = [copy for copy in meant if copy.leases == 0]
+            for copy in free:
+                self._copies.remove(copy, is_certain=True)
+            gone.append(len(free) == len(meant))
+        return gone
+
+    # ---- leases
+
+    def renew(self, owner: str, lease_s: float, now_s: float) -> bool:
+        """Keep all that `owner` leases for longer. False: it leases nothing (any more)."""
+        self._copies.advance(now_s)
+        leases = self._copies.leases
+        return leases.renew(owner, leases.deadline_s(now_s, lease_s))
+
+    def release(self, owner: str, now_s: float) -> bool:
+        """`owner` is done with everything. Slots that it did not commit are quarantined."""
+        self._copies.advance(now_s)
+        is_known = owner in self._copies.leases
+        self._copies.unleased(self._copies.leases.release(owner))
+        return is_known
+
+    # ---- workers
+
+    def register_worker(self, info: WorkerInfo, now_s: float) -> None:
+        self._copies.advance(now_s)
+        self._copies.events.extend(self._workers.register(info, now_s))
+
+    def worker_report(self, report: WorkerReport, now_s: float) -> bool:
+        """False: the worker is not registered here (any more) and must register."""
+        self._copies.advance(now_s)
+        events = self._workers.report(report, now_s)
+        self._copies.events.extend(events)
+        return bool(events)
+
+    def deregister_worker(self, worker_id: str, incarnation: str, now_s: float) -> bool:
+        self._copies.advance(now_s)
+        events = self._workers.deregister(worker_id, incarnation)
+        self._copies.events.extend(events)
+        return bool(events)
+
+    def workers(self, now_s: float) -> list[WorkerInfo]:
+        self._copies.advance(now_s)
+        return self._workers.infos
+
+    # ---- the outside view
+
+    @property
+    def sequence(self) -> int:
+        return self._copies.events.sequence
+
+    def events_since(self, sequence: int) -> list[Event] | None:
+        """Events after number `sequence`; None when they are gone: take a snapshot."""
+        return self._copies.events.since(sequence)
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        self._copies.advance(now_s)
+        return Snapshot(
+            epoch=self.epoch,
+            sequence=self.sequence,
+            nodes=tuple(holder.info for holder in self._nodes),
+            workers=tuple(self._workers.infos),
+            reports=tuple(self._workers.reports),
+            holders=tuple(self._copies.blocks.announced()),
+        )
+
+    def stats(self, now_s: float) -> DirectoryStats:
+        table = self._copies
+        table.advance(now_s)
+        nodes = tuple(map(node_stats, self._nodes))
+        totals = table.totals
+        return DirectoryStats(
+            epoch=self.epoch, sequence=self.sequence, blocks=len(table.blocks) - table.ephemeral,
+            ephemeral=table.ephemeral,
+            copies=sum(node.ready_blocks for node in nodes) - table.ephemeral,
+            used_bytes=sum(node.used_bytes for node in nodes), leases=len(table.leases),
+            owners=table.leases.owners, workers=len(self._workers), pins=len(table.pins),
+            tenants=tuple(table.tenants.usage()), lookups=totals.lookups,
+            lookup_blocks=totals.lookup_blocks, hit_blocks=totals.hit_blocks,
+            hit_ssd_blocks=totals.hit_ssd_blocks, commits=totals.commits,
+            evictions=totals.evictions, spills=totals.spills, bad_copies=totals.bad_copies,
+            nodes=nodes,
+        )  # fmt: skip
+
+    # ---- time
+
+    def tick(self, now_s: float) -> None:
+        """End what is due: leases, quarantines, silent nodes and workers. Ten times a second."""
+        self._copies.advance(now_s)
+        for node_id in self._nodes.silent(now_s):
+            self._copies.lose(self._nodes.take(node_id))
+        for holder in self._nodes:
+            holder.pool.end_quarantines(now_s)
+        self._copies.events.extend(self._workers.expire(now_s))
+
+    def check(self) -> None:
+        """Prove the invariants. Tests call it after every step."""
+        self._nodes.check()
+        self._workers.check()
+        self._copies.check(self._nodes)

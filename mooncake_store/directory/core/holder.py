@@ -1,0 +1,305 @@
+"""One holder as the directory sees it: its memory, and the copies in it.
+
+A holder is the DRAM segment of a storage node, or its SSD file. A copy is *writing* (its owner
+fills the slot), then *ready* (others may read it), then *gone*. A holder has at most one copy of a
+key. Gone copies stay in the lease table until their owners release them, which is why a copy
+carries its state.
+
+The copies of one size form a *shelf* with its own order of eviction: to make room for a block of
+that size, one block of the same size goes. Soft-pinned copies wait in a second order that is
+touched when the first is empty; hard-pinned copies are in none.
+
+Ten million copies must fit into 4 GiB, so its numbers are in columns (rows.py), the index
+(block_index.py) is the only dictionary that has every key, and who writes a copy is remembered for
+writing ones only.
+
+Not here: the key -> copies index over all holders, leases, events (copies.py, leases.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from mooncake_store.directory.core.eviction.lru import Lru
+from mooncake_store.directory.core.eviction.order import EvictionOrder
+from mooncake_store.directory.core.eviction.policies import make_eviction
+from mooncake_store.directory.core.rows import Rows
+from mooncake_store.directory.core.slots import Copy, Slot, SlotPool
+from mooncake_store.layout import Geometry
+from mooncake_store.records.membership import NodeInfo
+
+
+class CopyState(Enum):
+    WRITING = "writing"
+    READY = "ready"
+    GONE = "gone"
+
+
+class Claim(NamedTuple):
+    """A block that a holder says it has, from before this directory began."""
+
+    key: bytes
+    slot: int
+    generation: int
+    checksum: int
+    size_bytes: int
+    state: int  # layout.STATE_*
+
+
+class Kind(Enum):
+    """Where a copy comes from, and what becomes of it."""
+
+    COMMITTED = "committed"  # written and committed, or being written
+    EPHEMERAL = "ephemeral"  # likewise, and freed with its last lease
+    ADOPTED = "adopted"  # from before this directory, or this life of the node's registration
+
+
+class Pin(Enum):
+    """How a copy is held against eviction."""
+
+    NONE = "none"
+    SOFT = "soft"  # goes when nothing else is left
+    HARD = "hard"  # never goes
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """All copies of one size in one holder."""
+
+    holder: Holder
+    units: int
+    node_id: str  # of the holder, as is `rows`; here too because every lookup asks for them
+    rows: Rows
+    idle: EvictionOrder  # ready and not leased
+    soft: EvictionOrder = field(default_factory=Lru)  # ... and soft-pinned
+
+    def coldest(self) -> bytes | None:
+        key = self.idle.coldest()
+        return self.soft.coldest() if key is None else key
+
+    def gone(self, key: bytes, is_evicted: bool) -> None:
+        """A ready copy is gone. What was evicted, a policy may know again when it comes back."""
+        self.soft.forget(key)
+        if is_evicted:
+            self.idle.evicted(key)
+        else:
+            self.idle.forget(key)
+
+
+@dataclass(slots=True, eq=False)
+class HeldCopy:
+    """One block in one slot. Compared by identity: the same key may come back in the same slot."""
+
+    key: bytes
+    shelf: Shelf
+    row: int  # of slot, generation and checksum, in the shelf's rows
+    size_bytes: int
+    state: CopyState = CopyState.WRITING
+    kind: Kind = Kind.COMMITTED
+    pin: Pin = Pin.NONE
+    leases: int = 0  # owners in the lease table that hold it
+
+    @property
+    def is_ephemeral(self) -> bool:
+        return self.kind is Kind.EPHEMERAL
+
+    @property
+    def holder(self) -> Holder:
+        return self.shelf.holder
+
+    @property
+    def slot(self) -> int:
+        return self.shelf.rows.slot[self.row]
+
+    @property
+    def generation(self) -> int:
+        return self.shelf.rows.generation[self.row]
+
+    @property
+    def node_id(self) -> str:
+        return self.shelf.node_id
+
+    @property
+    def place(self) -> Copy:
+        rows, row = self.shelf.rows, self.row
+        use = self.shelf.node_id, rows.slot[row], rows.generation[row]
+        return Copy(*use, rows.checksum[row], self.size_bytes)
+
+    @property
+    def use(self) -> Slot:
+        rows, row = self.shelf.rows, self.row
+        return Slot(self.shelf.node_id, rows.slot[row], rows.generation[row])
+
+    def leave_idle(self) -> None:
+        """It is leased, or gone: no candidate for eviction any more."""
+        if self.pin is Pin.NONE:
+            self.shelf.idle.discard(self.key)
+        elif self.pin is Pin.SOFT:
+            self.shelf.soft.discard(self.key)
+
+    def become_idle(self) -> None:
+        """Nobody leases it any more: it may go when room is needed, unless it is hard-pinned."""
+        if self.pin is Pin.NONE:
+            self.shelf.idle.add(self.key)
+        elif self.pin is Pin.SOFT:
+            self.shelf.soft.add(self.key)
+
+    def touch(self) -> None:
+        """It was used without a lease. Only of an idle copy."""
+        if self.pin is Pin.NONE:
+            self.shelf.idle.touch(self.key)
+        elif self.pin is Pin.SOFT:
+            self.shelf.soft.touch(self.key)
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """A registered holder. It takes blocks once it is *open*: what it had before is known."""
+
+    info: NodeInfo
+    seen_s: float
+    geometry: Geometry
+    pool: SlotPool
+    registered_s: float
+    eviction: str = "lru"  # its policy, see eviction/
+    is_open: bool = True
+    is_draining: bool = False
+    is_attached: bool = False  # a user of this life of it has asked for its geometry
+    fingerprint: str = ""  # of the worker that attached first; empty until then
+    block_bytes: int = 0  # of that worker
+    rows: Rows = field(default_factory=Rows)
+    writing: dict[bytes, tuple[HeldCopy, str]] = field(default_factory=dict)  # key -> (_, owner)
+    shelves: dict[int, Shelf] = field(default_factory=dict)  # units of a slot -> its copies
+    pinned: dict[bytes, HeldCopy] = field(default_factory=dict)  # hard
+    pinned_units: int = 0
+    ready: int = 0
+    used_bytes: int = 0  # of blocks, ready and writing
+    evictions: int = 0
+    adopted: int = 0
+    look_again_s: float = float("-inf")  # for slabs that another size could take
+    inventory: list[Claim] = field(default_factory=list)  # said so far, while it is not open
+
+    def shelf(self, units: int) -> Shelf:
+        found = self.shelves.get(units)
+        if found is None:
+            order = make_eviction(self.eviction)
+            found = Shelf(self, units, self.info.node_id, self.rows, order)
+            self.shelves[units] = found
+        return found
+
+    @property
+    def idle_blocks(self) -> int:
+        return sum(len(shelf.idle) + len(shelf.soft) for shelf in self.shelves.values())
+
+    def idle_keys(self) -> Iterator[bytes]:
+        for shelf in self.shelves.values():
+            yield from shelf.idle.keys()
+            yield from shelf.soft.keys()
+
+    def hold(
+        self,
+        key: bytes,
+        owner: str,
+        slot: int,
+        generation: int,
+        size_bytes: int,
+        units: int,
+        is_ephemeral: bool,
+    ) -> HeldCopy:
+        """A copy in state writing, in a slot of so many units that the pool has handed out."""
+        assert key not in self.writing, f"{key.hex()} is being written already"
+        shelf = self.shelves.get(units) or self.shelf(units)
+        copy = HeldCopy(key, shelf, self.rows.take(slot, generation), size_bytes)
+        if is_ephemeral:
+            copy.kind = Kind.EPHEMERAL
+        self.writing[key] = copy, owner
+        self.used_bytes += size_bytes
+        return copy
+
+    def writing_copy(self, key: bytes, owner: str, slot: int, generation: int) -> HeldCopy | None:
+        """The copy that `owner` is writing in that slot; None when it is not, or not any more."""
+        copy, writer = self.writing.get(key, (None, ""))
+        if copy is None or writer != owner:
+            return None
+        rows, row = self.rows, copy.row
+        return copy if rows.slot[row] == slot and rows.generation[row] == generation else None
+
+    def publish(self, copy: HeldCopy, checksum: int) -> None:
+        assert copy.state is CopyState.WRITING
+        del self.writing[copy.key]
+        self.rows.checksum[copy.row] = checksum
+        copy.state = CopyState.READY
+        self.ready += 1
+
+    def set_pin(self, copy: HeldCopy, pin: Pin) -> None:
+        """Change how a ready copy is pinned."""
+        if copy.leases == 0:
+            copy.leave_idle()
+        self.mark_pin(copy, pin)
+        if copy.leases == 0:
+            copy.become_idle()
+
+    def mark_pin(self, copy: HeldCopy, pin: Pin) -> None:
+        """The same for a copy that is in no order of eviction."""
+        assert copy.state is CopyState.READY and copy.holder is self
+        if copy.pin is Pin.HARD:
+            del self.pinned[copy.key]
+            self.pinned_units -= copy.shelf.units
+        copy.pin = pin
+        if pin is Pin.HARD:
+            self.pinned[copy.key] = copy
+            self.pinned_units += copy.shelf.units
+
+    def remove(
+        self, copy: HeldCopy, quarantine_until_s: float | None, is_evicted: bool = False
+    ) -> None:
+        """The copy is gone; its slot is free, at once or after the quarantine."""
+        if copy.state is CopyState.WRITING:
+            del self.writing[copy.key]
+        else:
+            self.ready -= 1
+            if copy.pin is Pin.HARD:
+                del self.pinned[copy.key]
+                self.pinned_units -= copy.shelf.units
+            copy.shelf.gone(copy.key, is_evicted)
+        self.used_bytes -= copy.size_bytes
+        copy.state = CopyState.GONE
+        slot = copy.slot
+        self.rows.give(copy.row)
+        if quarantine_until_s is None:
+            self.pool.free(slot)
+        else:
+            self.pool.quarantine(slot, quarantine_until_s)
+
+    def check(self, copies: list[HeldCopy]) -> None:
+        """Prove the invariants; `copies` are the ready ones, from the index."""
+        self.pool.check()
+        self.rows.check()
+        every = [*copies, *(copy for copy, _ in self.writing.values())]
+        assert len({copy.slot for copy in every}) == len(every), "two copies in one slot"
+        assert len({copy.row for copy in every}) == len(every) == len(self.rows)
+        assert self.pool.used_units == sum(copy.shelf.units for copy in every), "a slot is lost"
+        assert {copy.slot for copy in every} <= set(self.pool.used_slots())
+        assert self.ready == len(copies)
+        assert self.used_bytes == sum(copy.size_bytes for copy in every)
+        assert all(copy.state is CopyState.WRITING for copy, _ in self.writing.values())
+        pinned = {copy.key: copy for copy in copies if copy.pin is Pin.HARD}
+        assert self.pinned == pinned, "the hard pins are miscounted"
+        assert self.pinned_units == sum(copy.shelf.units for copy in pinned.values())
+        candidates = 0
+        for copy in every:
+            assert copy.holder is self and self.shelves[copy.shelf.units] is copy.shelf
+            assert self.pool.slab_of(copy.slot).units == copy.shelf.units
+            is_idle = copy.state is CopyState.READY and copy.leases == 0
+            expected = is_idle and copy.pin is Pin.NONE
+            assert (copy.key in copy.shelf.idle) == expected, f"{copy.key.hex()}: {copy.leases}"
+            assert (copy.key in copy.shelf.soft) == (is_idle and copy.pin is Pin.SOFT)
+            assert not (is_idle and copy.is_ephemeral), "an ephemeral copy without a lease"
+            candidates += is_idle and copy.pin is not Pin.HARD
+        assert candidates == self.idle_blocks, "a candidate for eviction is not held"
+        for shelf in self.shelves.values():
+            shelf.idle.check()
+            shelf.soft.check()

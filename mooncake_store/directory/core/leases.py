@@ -1,0 +1,183 @@
+"""Who is using which copy, until when.
+
+An owner is one request in one process ("r17/prefill_0"), and its leases live and die together: they
+share one deadline, which every new lease can only move later, and one release ends them all. So
+ending a request costs its own leases and nothing else, and the heap of deadlines has one entry per
+owner, not one per block.
+
+A lease remembers how deep in the owner's chain the block is: the directory gives copies back in
+that order, deepest first, which is the order in which eviction should take them
+(eviction/order.py).
+
+Not here: what becomes of a copy when its last lease ends (directory.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from mooncake_store.directory.core.config import DirectoryConfig
+from mooncake_store.directory.core.holder import CopyState, HeldCopy
+from mooncake_store.errors import StoreFull
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    name: str
+    until_s: float
+    copies: dict[HeldCopy, int] = field(default_factory=dict)  # -> depth in the owner's chain
+    next_depth: int = 0
+    is_gone: bool = False
+
+
+class LeaseTable:
+    """owner -> copies, with one deadline per owner."""
+
+    def __init__(self, config: DirectoryConfig) -> None:
+        self._config = config
+        self._owners: dict[str, Owner] = {}
+        self._heap: list[tuple[float, int, Owner]] = []  # (no later than its deadline, order, _)
+        self._pushed = 0
+        self._leases = 0
+
+    def __len__(self) -> int:
+        return self._leases
+
+    @property
+    def owners(self) -> int:
+        return len(self._owners)
+
+    def __contains__(self, owner: str) -> bool:
+        return owner in self._owners
+
+    def next_depth(self, owner: str) -> int:
+        """One more than the deepest block that the owner holds."""
+        known = self._owners.get(owner)
+        return known.next_depth if known else 0
+
+    def deadline_s(self, now_s: float, lease_s: float) -> float:
+        return now_s + min(lease_s, self._config.lease_s_max)
+
+    def refuse_too_many(self, owner: str, more: int) -> None:
+        """StoreFull when there is no room for `more` leases of `owner`."""
+        config = self._config
+        is_new = owner not in self._owners
+        if self._leases + more > config.leases_max or self.owners + is_new > config.owners_max:
+            raise StoreFull(
+                f"{self.owners} owners hold {self._leases} leases; the limits are "
+                f"{config.owners_max} and {config.leases_max}. Are finished requests released?"
+            )
+
+    def hold(self, owner: str, copies: Iterable[tuple[int, HeldCopy]], until_s: float) -> None:
+        """Lease (depth, copy) to `owner`. A copy that gets its first lease stops being idle."""
+        holding = self._extended(owner, until_s)
+        held = holding.copies
+        before = len(held)
+        deepest = -1
+        for depth, copy in copies:
+            if copy not in held:
+                held[copy] = depth
+                copy.leases += 1
+                if copy.leases == 1:
+                    copy.leave_idle()
+            elif held[copy] < depth:
+                held[copy] = depth
+            if depth > deepest:
+                deepest = depth
+        holding.next_depth = max(holding.next_depth, deepest + 1)
+        self._leases += len(held) - before
+
+    def write(self, owner: str, depth: int, copy: HeldCopy, until_s: float) -> None:
+        """Lease a copy that was just made, to its writer. `hold`, for one that is not idle."""
+        holding = self._extended(owner, until_s)
+        holding.copies[copy] = depth
+        holding.next_depth = max(holding.next_depth, depth + 1)
+        copy.leases = 1
+        self._leases += 1
+
+    def copies(self) -> Iterable[HeldCopy]:
+        """Everything that somebody leases, each once; gone copies may be among it."""
+        every = (copy for owner in self._owners.values() for copy in owner.copies)
+        return dict.fromkeys(every)  # not a set: the order must not depend on addresses
+
+    def held(self, owner: str) -> list[HeldCopy]:
+        """What `owner` leases; gone copies may be among it."""
+        known = self._owners.get(owner)
+        return list(known.copies) if known else []
+
+    def renew(self, owner: str, until_s: float) -> bool:
+        """Move the deadline later; False when this owner holds nothing (any more)."""
+        if owner not in self._owners:
+            return False
+        self._extended(owner, until_s)
+        return True
+
+    def drop(self, owner: str, copy: HeldCopy) -> None:
+        """End one lease. An owner without any is forgotten: its name may never be used again."""
+        holding = self._owners[owner]
+        del holding.copies[copy]
+        copy.leases -= 1
+        self._leases -= 1
+        if not holding.copies:
+            self.release(owner)
+
+    def release(self, owner: str) -> list[HeldCopy]:
+        """End all leases of `owner`: the copies that still exist, deepest first."""
+        holding = self._owners.pop(owner, None)
+        if holding is None:
+            return []
+        holding.is_gone = True
+        self._leases -= len(holding.copies)
+        ended = sorted(holding.copies.items(), key=lambda item: item[1], reverse=True)
+        for copy, _ in ended:
+            copy.leases -= 1
+        if len(self._heap) > 2 * len(self._owners) + 64:
+            self._heap = [entry for entry in self._heap if not entry[2].is_gone]
+            heapify(self._heap)
+        return [copy for copy, _ in ended if copy.state is not CopyState.GONE]
+
+    def due(self, now_s: float) -> str | None:
+        """An owner whose deadline has passed; the caller releases it and asks again."""
+        while self._heap and self._heap[0][0] <= now_s:
+            _, _, owner = heappop(self._heap)
+            if owner.is_gone:
+                continue
+            if owner.until_s <= now_s:
+                return owner.name
+            self._push(owner)
+        return None
+
+    def _extended(self, name: str, until_s: float) -> Owner:
+        owner = self._owners.get(name)
+        if owner is None:
+            owner = self._owners[name] = Owner(name, until_s)
+            self._push(owner)
+        elif until_s > owner.until_s:
+            owner.until_s = until_s  # its heap entry is early now: due() pushes it back
+        return owner
+
+    def _push(self, owner: Owner) -> None:
+        self._pushed += 1
+        heappush(self._heap, (owner.until_s, self._pushed, owner))
+
+    def counts(self) -> dict[HeldCopy, int]:
+        """Leases per copy, counted anew; for proofs."""
+        found: dict[HeldCopy, int] = {}
+        for owner in self._owners.values():
+            for copy in owner.copies:
+                found[copy] = found.get(copy, 0) + 1
+        return found
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        counts = self.counts()
+        assert sum(counts.values()) == self._leases, "the number of leases is wrong"
+        assert all(copy.leases == count for copy, count in counts.items())
+        live = [owner for _, _, owner in self._heap if not owner.is_gone]
+        assert len(live) == len(set(live)) == len(self._owners), "a deadline is lost or doubled"
+        assert all(due_s <= owner.until_s for due_s, _, owner in self._heap)
+        assert len(self._heap) <= 2 * len(self._owners) + 65, "the heap grows without bound"
+        for owner in self._owners.values():
+            assert all(depth < owner.next_depth for depth in owner.copies.values())

@@ -1,0 +1,131 @@
+"""Which holders are alive, and who may join.
+
+Not here: what becomes of the copies of a node that left (directory.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mooncake_store.directory.core.config import DirectoryConfig
+from mooncake_store.directory.core.holder import Holder
+from mooncake_store.directory.core.slots import SlotPool
+from mooncake_store.errors import (
+    LayoutMismatch,
+    NodeNotAttached,
+    NodeUnknown,
+    RequestInvalid,
+    StoreFull,
+)
+from mooncake_store.layout import Geometry, geometry
+from mooncake_store.records.membership import UNIT_BYTES, NodeInfo
+
+INFO_BYTES_MAX = 65_536  # NIXL's metadata of one registered segment is about 450 bytes
+
+
+class NodeTable:
+    """node_id -> Holder. A holder that is taken out is handed to the caller with its copies."""
+
+    def __init__(self, config: DirectoryConfig) -> None:
+        self._config = config
+        self._holders: dict[str, Holder] = {}
+        self._replaced: dict[str, str] = {}  # incarnation -> node_id, of those a newer one replaced
+
+    def __iter__(self) -> Iterator[Holder]:
+        return iter(self._holders.values())
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def get(self, node_id: str) -> Holder | None:
+        return self._holders.get(node_id)
+
+    def registered(self, node_id: str) -> Holder:
+        holder = self._holders.get(node_id)
+        if holder is None:
+            raise NodeUnknown(
+                f"storage node {node_id} is not registered; known: "
+                f"{', '.join(sorted(self._holders)) or 'none'}. It may be starting: try again."
+            )
+        return holder
+
+    def attached(self, node_id: str) -> Holder:
+        holder = self.registered(node_id)
+        if not holder.is_attached:
+            raise NodeNotAttached(
+                f"storage node {node_id} or the directory has begun anew; attach to it again"
+            )
+        return holder
+
+    def alive(self, node_id: str, incarnation: str, now_s: float) -> bool:
+        """Note a sign of life. False when this incarnation is not registered."""
+        holder = self._holders.get(node_id)
+        if holder is None or holder.info.incarnation != incarnation:
+            return False
+        holder.seen_s = now_s
+        return True
+
+    def refuse_misfit(self, info: NodeInfo) -> None:
+        """RequestInvalid or StoreFull when this node may not register."""
+        names_bytes = max(map(len, (info.node_id, info.incarnation, info.agent_metadata)))
+        if not info.node_id or info.segment_bytes <= 0 or names_bytes > INFO_BYTES_MAX:
+            raise RequestInvalid(
+                f"storage node {info.node_id[:64]!r} with {info.segment_bytes} bytes: it needs a "
+                f"name, some memory, and at most {INFO_BYTES_MAX} bytes of metadata"
+            )
+        is_unit = info.unit_bytes >= UNIT_BYTES and info.unit_bytes & (info.unit_bytes - 1) == 0
+        if not is_unit or info.tier not in ("dram", "ssd"):
+            raise RequestInvalid(
+                f"storage node {info.node_id}: unit_bytes is {info.unit_bytes} and tier "
+                f"{info.tier!r}; use a power of two from {UNIT_BYTES} on, and dram or ssd"
+            )
+        if self._replaced.get(info.incarnation) == info.node_id:
+            # Two live processes of one name would otherwise throw each other out forever.
+            raise RequestInvalid(
+                f"a newer process registered as storage node {info.node_id}; stop one of the two, "
+                "or give them different node ids"
+            )
+        if info.node_id not in self._holders and len(self) >= self._config.nodes_max:
+            raise StoreFull(f"nodes_max ({self._config.nodes_max}) storage nodes are registered")
+
+    def put(self, info: NodeInfo, now_s: float) -> Holder:
+        assert info.node_id not in self._holders
+        shape = geometry(info.segment_bytes, info.unit_bytes, has_headers=not info.is_ssd)
+        pool = SlotPool(shape.units, info.unit_bytes)
+        policy = self._config.eviction
+        holder = Holder(info, now_s, shape, pool, now_s, policy, is_open=not info.has_inventory)
+        self._holders[info.node_id] = holder
+        return holder
+
+    def take(self, node_id: str, is_replaced: bool = False) -> Holder:
+        """Take the node out of the table."""
+        holder = self._holders.pop(node_id)
+        if is_replaced:
+            while len(self._replaced) >= self._config.nodes_max:
+                del self._replaced[next(iter(self._replaced))]
+            self._replaced[holder.info.incarnation] = node_id
+        return holder
+
+    def silent(self, now_s: float) -> list[str]:
+        """The nodes that have not reported for longer than their lease."""
+        ttl_s = self._config.node_ttl_s
+        return [name for name, node in self._holders.items() if now_s - node.seen_s > ttl_s]
+
+    def attach(self, node_id: str, fingerprint: str, block_bytes: int) -> Geometry:
+        """Where slots lie in this node; LayoutMismatch when not one such block fits."""
+        holder = self.registered(node_id)
+        if holder.pool.slots_for(holder.pool.units_for(block_bytes)) == 0:
+            raise LayoutMismatch(
+                f"storage node {node_id} has {holder.info.segment_bytes} bytes, less than one "
+                f"block of {block_bytes} bytes and its header; give it a larger segment"
+            )
+        holder.is_attached = True
+        if not holder.fingerprint:
+            holder.fingerprint, holder.block_bytes = fingerprint, block_bytes
+        return holder.geometry
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        assert len(self) <= self._config.nodes_max >= len(self._replaced)
+        for node_id, holder in self._holders.items():
+            assert holder.info.node_id == node_id

@@ -1,0 +1,120 @@
+"""What each tenant may store, and what it does: a quota in bytes over all holders.
+
+Only tenants that have a quota are counted: the others cost nothing. A tenant over its quota makes
+room by losing its own coldest blocks, never another's. A block that two tenants compute is one
+block and counts for who wrote it (with a cache salt per tenant no block is shared anyway). A
+further copy of it, fetched by a node or restored from an SSD, counts for the same tenant unless its
+writer names another. Spilling takes nothing away: a copy on SSD is made while the quota has room.
+
+Not here: taking copies away (copies.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from mooncake_store.directory.core.holder import HeldCopy, Pin
+from mooncake_store.errors import QuotaExceeded, RequestInvalid
+
+TENANTS_MAX = 10_000
+LOOKED_AT_MAX = 1_024  # of a tenant's copies, oldest first, when it must give one up
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    name: str
+    quota_bytes: int
+    used_bytes: int = 0
+    copies: dict[HeldCopy, None] = field(default_factory=dict)  # oldest first
+
+
+class TenantTable:
+    def __init__(self) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        self._tenant_of: dict[HeldCopy, Tenant] = {}
+
+    def __len__(self) -> int:
+        """Copies that count for somebody."""
+        return len(self._tenant_of)
+
+    def set_quota(self, name: str, quota_bytes: int) -> None:
+        """0 takes the quota away. What the tenant stored before it had one is not counted."""
+        known = self._tenants.get(name)
+        if quota_bytes == 0:
+            gone = self._tenants.pop(name, None)
+            for copy in gone.copies if gone else ():
+                del self._tenant_of[copy]
+        elif known is not None:
+            known.quota_bytes = quota_bytes
+        elif len(self._tenants) >= TENANTS_MAX:
+            raise RequestInvalid(
+                f"{TENANTS_MAX} tenants have a quota, the most there can be: set one to 0 first"
+            )
+        else:
+            self._tenants[name] = Tenant(name, quota_bytes)
+
+    def usage(self) -> list[tuple[str, int, int]]:
+        """(tenant, used bytes, quota bytes), by name."""
+        return [(name, t.used_bytes, t.quota_bytes) for name, t in sorted(self._tenants.items())]
+
+    def payer(self, copies: Iterable[HeldCopy]) -> str:
+        """Whom a further copy of these counts for; "" for nobody."""
+        payers = (self._tenant_of.get(copy) for copy in copies)
+        return min((tenant.name for tenant in payers if tenant is not None), default="")
+
+    def has_room(self, name: str, size_bytes: int) -> bool:
+        """Do so many bytes fit without anything having to go?"""
+        tenant = self._tenants.get(name)
+        return tenant is None or tenant.used_bytes + size_bytes <= tenant.quota_bytes
+
+    def victims(self, name: str, size_bytes: int) -> list[HeldCopy]:
+        """Which idle copies must go so that `size_bytes` more fit; QuotaExceeded when none do."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            return []
+        over_bytes = tenant.used_bytes + size_bytes - tenant.quota_bytes
+        chosen: list[HeldCopy] = []
+        for copy in islice(tenant.copies, LOOKED_AT_MAX):
+            if over_bytes <= 0:
+                break
+            if copy.leases == 0 and copy.pin is not Pin.HARD:
+                chosen.append(copy)
+                over_bytes -= copy.size_bytes
+        if over_bytes > 0:
+            raise QuotaExceeded(
+                f"tenant {name} stores {tenant.used_bytes} bytes of its {tenant.quota_bytes}; "
+                f"{size_bytes} more do not fit and its oldest blocks are in use: release them, "
+                "or raise the quota (mooncake store quota)"
+            )
+        return chosen
+
+    def charge(self, name: str, copy: HeldCopy) -> None:
+        tenant = self._tenants.get(name)
+        if tenant is not None:
+            tenant.copies[copy] = None
+            tenant.used_bytes += copy.size_bytes
+            self._tenant_of[copy] = tenant
+
+    def used(self, copy: HeldCopy) -> None:
+        """The copy was used: it is the tenant's youngest now."""
+        tenant = self._tenant_of.get(copy) if self._tenant_of else None
+        if tenant is not None:
+            del tenant.copies[copy]
+            tenant.copies[copy] = None
+
+    def discharge(self, copy: HeldCopy) -> None:
+        tenant = self._tenant_of.pop(copy, None) if self._tenant_of else None
+        if tenant is not None:
+            del tenant.copies[copy]
+            tenant.used_bytes -= copy.size_bytes
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        charged = 0
+        for tenant in self._tenants.values():
+            assert tenant.used_bytes == sum(copy.size_bytes for copy in tenant.copies)
+            assert all(self._tenant_of[copy] is tenant for copy in tenant.copies)
+            charged += len(tenant.copies)
+        assert charged == len(self._tenant_of), "a copy is charged to a tenant without a quota"

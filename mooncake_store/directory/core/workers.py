@@ -1,0 +1,103 @@
+"""Which workers are alive, and that their KV fits together.
+
+Two incarnations of one worker may live at once: Triton loads the new model before it unloads the
+old one. All live workers have one fingerprint. A worker with another one would never find a block
+(its keys differ) or, worse, read KV of another shape; it is refused when it registers, with the
+fields that differ, instead of serving with a silent zero hit rate.
+
+Not here: what a fingerprint is made of (layout.py), what a worker is charged with (the conductor).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mooncake_store.directory.core.config import DirectoryConfig
+from mooncake_store.errors import FingerprintMismatch, StoreFull
+from mooncake_store.layout import describe_difference
+from mooncake_store.records.events import Event, WorkerDown, WorkerReported, WorkerUp
+from mooncake_store.records.membership import WorkerInfo, WorkerReport
+
+
+@dataclass(slots=True)
+class _Worker:
+    info: WorkerInfo
+    seen_s: float
+    report: WorkerReport | None = None
+
+
+class WorkerTable:
+    """(worker_id, incarnation) -> what it said. Methods return the events of what changed."""
+
+    def __init__(self, config: DirectoryConfig) -> None:
+        self._config = config
+        self._workers: dict[tuple[str, str], _Worker] = {}
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    @property
+    def infos(self) -> list[WorkerInfo]:
+        """In order of registration."""
+        return [worker.info for worker in self._workers.values()]
+
+    @property
+    def reports(self) -> list[WorkerReport]:
+        return [worker.report for worker in self._workers.values() if worker.report is not None]
+
+    def register(self, info: WorkerInfo, now_s: float) -> list[Event]:
+        name = (info.worker_id, info.incarnation)
+        self._refuse_misfit(info, now_s)
+        known = self._workers.get(name)
+        if known is None and len(self._workers) >= self._config.workers_max:
+            raise StoreFull(
+                f"{len(self._workers)} workers are registered and workers_max is "
+                f"{self._config.workers_max}; raise it, or find out who registers so many"
+            )
+        self._workers[name] = _Worker(info, now_s, known.report if known else None)
+        return [] if known and known.info == info else [WorkerUp(info)]
+
+    def report(self, report: WorkerReport, now_s: float) -> list[Event]:
+        """The event of this report; none at all when the worker is not registered."""
+        worker = self._workers.get((report.worker_id, report.incarnation))
+        if worker is None:
+            return []
+        worker.seen_s, worker.report = now_s, report
+        return [WorkerReported(report)]
+
+    def deregister(self, worker_id: str, incarnation: str) -> list[Event]:
+        gone = self._workers.pop((worker_id, incarnation), None)
+        return [] if gone is None else [WorkerDown(worker_id, incarnation)]
+
+    def expire(self, now_s: float) -> list[Event]:
+        silent = [name for name, worker in self._workers.items() if not self._lives(worker, now_s)]
+        return [event for name in silent for event in self.deregister(*name)]
+
+    def block_bytes_on(self, node_id: str) -> dict[str, int]:
+        """worker_id -> block_bytes of the workers that belong to this node."""
+        infos = self.infos
+        return {info.worker_id: info.block_bytes for info in infos if info.node_id == node_id}
+
+    def _lives(self, worker: _Worker, now_s: float) -> bool:
+        return now_s - worker.seen_s <= self._config.worker_ttl_s
+
+    def _refuse_misfit(self, info: WorkerInfo, now_s: float) -> None:
+        for worker in self._workers.values():
+            other = worker.info
+            # An older incarnation of itself is about to leave and does not count.
+            if other.worker_id == info.worker_id or not self._lives(worker, now_s):
+                continue
+            if other.fingerprint != info.fingerprint:
+                raise FingerprintMismatch(
+                    f"worker {info.worker_id} does not fit worker {other.worker_id}: "
+                    f"{describe_difference(info.description, other.description)}. Give both the "
+                    "same checkpoint and KV settings, or stop the other one first."
+                )
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        assert len(self._workers) <= self._config.workers_max
+        for (worker_id, incarnation), worker in self._workers.items():
+            assert (worker.info.worker_id, worker.info.incarnation) == (worker_id, incarnation)
+            report = worker.report
+            assert report is None or report.incarnation == incarnation

@@ -1,0 +1,191 @@
+"""Follow the directory: a snapshot, then every change in order, in a thread of its own.
+
+Subscribe first, then take the snapshot, then apply the events that are newer than it; the other
+way round would lose what happens in between. A gap in the numbers, a heartbeat ahead of us or a new
+epoch (the directory restarted) means: snapshot again. So the listener may be behind for a moment,
+and is right again within a heartbeat, whatever was lost.
+
+The callbacks run in the feed's thread, never two at once. While the directory does not answer, the
+listener keeps what it knows and `is_current` is False.
+
+Not here: what to do with events (the conductor, prefix_index.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import StoreError
+from mooncake_store.records.events import Event, Snapshot
+from mooncake_store.wire import protocol
+from mooncake_store.wire.protocol import Kind
+
+SILENCE_S_MAX = 3.5  # three heartbeats and a half
+POLL_S = 0.1  # bounds how long close() takes
+RETRY_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class EventFeed:
+    """Calls `on_snapshot(snapshot)`, then `on_events(events)` for each batch that follows it."""
+
+    def __init__(
+        self,
+        address: str,
+        events_address: str,
+        on_snapshot: Callable[[Snapshot], None],
+        on_events: Callable[[Sequence[Event]], None],
+        timeout_s: float = 2.0,
+    ) -> None:
+        """`events_address` is not asked for when `address` is an election (etcd://...)."""
+        self._on_snapshot = on_snapshot
+        self._on_events = on_events
+        self._client = DirectoryClient(address, timeout_s)
+        self.events_address = "" if self._client.is_elected else events_address
+        self._events_decoder = msgspec.msgpack.Decoder(protocol.Events)
+        self._heartbeat_decoder = msgspec.msgpack.Decoder(protocol.Heartbeat)
+        self._changed = threading.Condition()
+        self._epoch, self._sequence = -1, 0  # of the last event that was handed on
+        self._is_current = False
+        self._needs_snapshot = True
+        self._heard_s = self._retry_s = time.monotonic()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="event-feed", daemon=True)
+        self._thread.start()
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, sequence) of the last event that was handed on; epoch -1 before the first."""
+        with self._changed:
+            return self._epoch, self._sequence
+
+    @property
+    def is_current(self) -> bool:
+        """The directory answers, and nothing it said is missing here."""
+        return self._is_current
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait for the first snapshot. False when it did not come in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_current, timeout_s)
+
+    def wait_for(self, epoch: int, sequence: int, timeout_s: float) -> bool:
+        """Wait until event `sequence` of `epoch` was handed on."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._epoch == epoch and self._sequence >= sequence, timeout_s
+            )
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(timeout=self._client.timeout_s + 1.0)
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.SUB) as stream, self._client:
+            stream.linger = 0
+            stream.setsockopt(zmq.RECONNECT_IVL, 50)
+            stream.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            stream.setsockopt(zmq.RCVHWM, 100_000)
+            stream.subscribe(b"")
+            if not self._client.is_elected:
+                self._listen(stream)
+            while not self._closing.is_set():
+                try:
+                    self._turn(stream)
+                except Exception:  # edge: a bad message or listener must not end the feed
+                    log.exception("event feed: will take a snapshot")
+                    self._lost(time.monotonic() + RETRY_S)
+
+    def _turn(self, stream: zmq.Socket[bytes]) -> None:
+        now_s = time.monotonic()
+        if now_s - self._heard_s > SILENCE_S_MAX and not self._needs_snapshot:
+            log.warning(
+                "event feed: nothing from %s for %.1f s", self.events_address, SILENCE_S_MAX
+            )
+            self._lost(now_s)
+        if self._needs_snapshot and now_s >= self._retry_s and self._is_aimed(stream):
+            self._take_snapshot()
+        if stream.poll(int(POLL_S * 1000)):
+            self._heard_s = time.monotonic()
+            self._hear(stream.recv_multipart())
+
+    def _is_aimed(self, stream: zmq.Socket[bytes]) -> bool:
+        """Listen to who leads now, when that is for an election to say."""
+        if not self._client.is_elected:
+            return True
+        from mooncake_store.directory.election import (
+            leader_at,  # with etcd only: it needs `requests`
+        )
+
+        try:
+            leader = leader_at(self._client.address, self._client.timeout_s)
+        except StoreError as error:
+            log.debug("event feed: %s", error)
+            self._retry_s = time.monotonic() + RETRY_S
+            return False
+        if leader.events != self.events_address:
+            if self.events_address:
+                stream.disconnect(self.events_address)
+            self.events_address = leader.events
+            self._listen(stream)
+        return True
+
+    def _listen(self, stream: zmq.Socket[bytes]) -> None:
+        """The directory greets each subscriber; without the greeting (an old proxy, a directory
+        that is down) the snapshot is tried anyway.
+        """
+        stream.connect(self.events_address)
+        stream.poll(1_500)
+
+    def _take_snapshot(self) -> None:
+        try:
+            snapshot = self._client.snapshot()
+        except StoreError as error:
+            log.debug("event feed: no snapshot: %s", error)
+            self._retry_s = time.monotonic() + RETRY_S
+            return
+        self._on_snapshot(snapshot)
+        self._heard_s = time.monotonic()
+        self._needs_snapshot = False
+        self._moved(snapshot.epoch, snapshot.sequence)
+
+    def _hear(self, frames: list[bytes]) -> None:
+        header = protocol.unpack_header(frames[0])
+        if header.kind is Kind.HEARTBEAT:
+            beat = self._heartbeat_decoder.decode(frames[1])
+            if beat.epoch != self._epoch or beat.sequence > self._sequence:
+                self._lost(time.monotonic())
+        elif header.kind is Kind.EVENTS:
+            self._follow(self._events_decoder.decode(frames[1]))
+
+    def _follow(self, batch: protocol.Events) -> None:
+        """Hand on what is new in a batch, or note that something before it is missing."""
+        if self._needs_snapshot:
+            return  # the snapshot will have it
+        known = self._sequence - batch.first_sequence + 1
+        if batch.epoch != self._epoch or known < 0:
+            self._lost(time.monotonic())
+        elif known < len(batch.events):
+            events = protocol.from_messages(batch.events[known:])
+            self._on_events(events)
+            self._moved(batch.epoch, self._sequence + len(events))
+
+    def _lost(self, retry_s: float) -> None:
+        """Something is missing: a snapshot is needed, from `retry_s` on."""
+        self._is_current = False
+        self._needs_snapshot = True
+        self._retry_s = retry_s
+
+    def _moved(self, epoch: int, sequence: int) -> None:
+        with self._changed:
+            self._epoch, self._sequence = epoch, sequence
+            self._is_current = True
+            self._changed.notify_all()

@@ -1,0 +1,185 @@
+"""The directory as a process: options, signals, and the election when there are several.
+
+Without --etcd: serve until SIGTERM. With it: wait to be elected, serve while elected, and when that
+is lost begin anew as one that waits. Each reign is a new Directory under a new epoch, which the
+storage nodes fill again with what they hold. stdout carries `ready ...` at each begin of serving.
+
+Not here: serving (mooncake_store/directory/server.py), who is elected (election.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from types import FrameType
+
+from mooncake_store.directory.core.config import HELP, DirectoryConfig
+from mooncake_store.directory.core.directory import Directory
+from mooncake_store.directory.election import TTL_S, Leader, campaign, parse_address
+from mooncake_store.directory.server import AddressTaken, DirectoryServer
+from mooncake_store.errors import RequestInvalid
+from mooncake_store.process.metrics_page import LOOPBACK, PortTaken
+
+log = logging.getLogger("mooncake_store.directory")
+
+
+class Stop:
+    """Set by SIGTERM and SIGINT; tells the server that serves at that moment."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._server: DirectoryServer | None = None
+
+    def listen(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_set = True
+        if self._server is not None:
+            self._server.stop()
+
+    def also(self, server: DirectoryServer) -> None:
+        self._server = server
+        if self.is_set:
+            server.stop()
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m mooncake_store.directory.server",
+        description="The directory of the KV store: which block is where, and who takes part. "
+        "Prints one line that starts with 'ready' when it listens; SIGTERM ends it.",
+    )
+    parser.add_argument("--address", required=True, help="for requests: ipc://... or tcp://...")
+    parser.add_argument("--events", required=True, help="for the event stream, likewise")
+    parser.add_argument(
+        "--self-check", action="store_true", help="prove the invariants every second, or end"
+    )
+    parser.add_argument(
+        "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
+    )
+    parser.add_argument(
+        "--metrics-address", default=LOOPBACK, help=f"address of that port ({LOOPBACK})"
+    )
+    election = parser.add_argument_group("election of one directory of several, through etcd")
+    election.add_argument(
+        "--etcd", default="", metavar="ADDRESS",
+        help="etcd://HOST:PORT[,HOST:PORT...][/PREFIX]: serve while elected there, else wait",
+    )  # fmt: skip
+    election.add_argument(
+        "--advertise", default="", metavar="ADDRESS,EVENTS",
+        help="what clients are told (default: --address,--events)",
+    )  # fmt: skip
+    election.add_argument(
+        "--ttl-s", type=int, default=TTL_S, metavar="SECONDS",
+        help="a leader that dies is replaced after so long (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--log-level", default="INFO", help="of the lines on stderr (INFO)")
+    for option in fields(DirectoryConfig):
+        parser.add_argument(
+            "--" + option.name.replace("_", "-"),
+            type=type(option.default),
+            default=option.default,
+            help=f"{HELP[option.name]} (%(default)s)",
+        )
+    return parser.parse_args(arguments)
+
+
+def serve(
+    options: argparse.Namespace,
+    directory: Directory,
+    stop: Stop,
+    may_serve: Callable[[], bool] = lambda: True,
+) -> None:
+    """Until `stop` or `may_serve` says so; AddressTaken, PortTaken."""
+    server = DirectoryServer(
+        directory, options.address, options.events, options.self_check, may_serve
+    )
+    page = None
+    try:
+        if options.metrics_port:
+            page = server.show_metrics(options.metrics_port, options.metrics_address)
+        stop.also(server)
+        stop.listen()
+        print(
+            f"ready address={server.address} events={server.events_address} "
+            f"epoch={directory.epoch}",
+            flush=True,
+        )
+        server.run()
+    finally:
+        server.close()
+        if page is not None:
+            page.close()
+
+
+def serve_when_elected(options: argparse.Namespace, config: DirectoryConfig, stop: Stop) -> None:
+    """Wait, serve, wait again, until `stop`."""
+    etcd, prefix = parse_address(options.etcd)
+    address, _, events = (options.advertise or f"{options.address},{options.events}").partition(",")
+    unusable = [name for name in (address, events) if not name or "*" in name or "0.0.0.0" in name]
+    if unusable:
+        raise RequestInvalid(
+            f"clients cannot reach {unusable[0]!r}: give --advertise ADDRESS,EVENTS as they see it"
+        )
+    leader = Leader(address, events, f"{os.uname().nodename}/{os.getpid()}")
+    stop.listen()
+    while not stop.is_set:
+        won = campaign(etcd, prefix, leader, lambda: stop.is_set, ttl_s=options.ttl_s)
+        if won is None:
+            return
+        try:
+            serve(options, Directory(won.epoch, config), stop, won.may_serve)
+        finally:
+            won.close()
+        if not stop.is_set:
+            log.warning("does not lead any more; waits for the next election")
+
+
+def with_huge_tables() -> None:
+    """Begin this process anew with large tables in huge pages, unless it has been told already.
+
+    At ten million keys the index is a table of 700 MB that is read at random; glibc reads its
+    tunables only when a process starts. `exist` of 1,000 keys takes 2.3 times as long then as at
+    100,000 keys, instead of 2.5 times (python -m loadtest.bench.directory).
+    """
+    if "GLIBC_TUNABLES" in os.environ:
+        return
+    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    module = "mooncake_store.directory.server"
+    os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    logging.basicConfig(level=options.log_level, format="%(asctime)s directory %(message)s")
+    config = DirectoryConfig(**{f.name: getattr(options, f.name) for f in fields(DirectoryConfig)})
+    if problems := config.problems():
+        print("\n".join(f"directory: {problem}" for problem in problems), file=sys.stderr)
+        return 2
+    # Ten million blocks are as many objects, none of them in a cycle: a full collection would find
+    # nothing and hold up every request for seconds. Young garbage is still collected.
+    gc.set_threshold(50_000, 20, 1_000_000)
+    stop = Stop()
+    try:
+        if options.etcd:
+            serve_when_elected(options, config, stop)
+        else:
+            # Milliseconds since 1970: later lives have larger epochs, and generations that are new.
+            serve(options, Directory(time.time_ns() // 1_000_000, config), stop)
+    except (AddressTaken, PortTaken, RequestInvalid) as error:
+        print(f"directory: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""What a directory shows Prometheus.
+
+The directory lives in one thread and the page in another, so the page shows the last DirectoryStats
+that the directory's loop has handed over (once a second), and never looks into the directory.
+
+Not here: HTTP (metrics_page.py), how the numbers come about (status.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from mooncake_store.process.metrics_page import counter, counters, gauge, gauges
+from mooncake_store.records.status import DirectoryStats, NodeStats
+
+HOLDER = ("node_id", "tier")
+_PER_HOLDER: tuple[tuple[str, str, Callable[[NodeStats], float]], ...] = (
+    ("bytes_max", "Memory that the holder offers.", lambda node: node.segment_bytes),
+    ("used_bytes", "Memory that blocks take, rounding up to units included.",
+     lambda node: node.used_units * node.unit_bytes),
+    ("block_bytes", "Bytes of these blocks themselves.", lambda node: node.used_bytes),
+    ("quarantined_bytes", "Memory that rests because a transfer may still touch it.",
+     lambda node: node.quarantined_units * node.unit_bytes),
+    ("pinned_bytes", "Memory of blocks that are pinned hard.",
+     lambda node: node.pinned_units * node.unit_bytes),
+    ("is_open", "1 when blocks may be stored here, 0 while its inventory is awaited.",
+     lambda node: node.is_open),
+    ("is_draining", "1 while its blocks are moved away.", lambda node: node.is_draining),
+)  # fmt: skip
+
+
+class DirectoryCollector(Collector):
+    """Shows the stats it was given last; nothing before the first."""
+
+    def __init__(self) -> None:
+        self._stats: DirectoryStats | None = None
+
+    def update(self, stats: DirectoryStats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        return () if self._stats is None else directory_families(self._stats)
+
+
+def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
+    """Every metric of a directory, from its numbers alone."""
+    at = "mooncake_directory_"
+    yield gauge(at + "epoch", "Which life of the directory this is; later ones are larger.",
+                stats.epoch)  # fmt: skip
+    yield counter(at + "events", "Changes that were announced.", stats.sequence)
+    yield gauge(at + "blocks", "Distinct keys that can be found.", stats.blocks)
+    yield gauge(at + "copies", "Their copies, over all holders.", stats.copies)
+    yield gauge(at + "ephemeral_copies", "Copies that end with their last lease.", stats.ephemeral)
+    yield gauge(at + "leases", "Leased copies.", stats.leases)
+    yield gauge(at + "lease_owners", "Requests that hold leases.", stats.owners)
+    yield gauge(at + "pinned_keys", "Keys with a pin, soft or hard.", stats.pins)
+    yield gauge(at + "workers", "Prefill and decode workers that are registered.", stats.workers)
+    yield counter(at + "lookups", "Lookups answered.", stats.lookups)
+    yield counters(
+        at + "lookup_blocks", "Blocks that lookups asked for: in memory, on SSDs only, nowhere.",
+        ["result"],
+        [
+            (["dram"], stats.hit_blocks - stats.hit_ssd_blocks),
+            (["ssd"], stats.hit_ssd_blocks),
+            (["miss"], stats.lookup_blocks - stats.hit_blocks),
+        ],
+    )  # fmt: skip
+    yield counter(at + "commits", "Blocks that were stored.", stats.commits)
+    yield counter(at + "evictions", "Copies dropped for room.", stats.evictions)
+    yield counter(at + "spills", "Copies handed to nodes to be written to SSDs.", stats.spills)
+    yield counter(at + "bad_copies", "Copies that readers found missing or corrupt (checksums).",
+                  stats.bad_copies)  # fmt: skip
+    yield gauges(
+        at + "tenant_used_bytes", "Bytes of a tenant's blocks.", ["tenant"],
+        [([name], used) for name, used, _ in stats.tenants],
+    )  # fmt: skip
+    yield gauges(
+        at + "tenant_quota_bytes", "The most it may use; none is shown where there is no limit.",
+        ["tenant"], [([name], quota) for name, _, quota in stats.tenants if quota],
+    )  # fmt: skip
+    yield from _holder_families(stats.nodes)
+
+
+def _holder_families(nodes: tuple[NodeStats, ...]) -> Iterator[Metric]:
+    """One row for each holder that is registered now."""
+    at = "mooncake_directory_holder_"
+    for name, meaning, value in _PER_HOLDER:
+        rows = [((node.node_id, node.tier), float(value(node))) for node in nodes]
+        yield gauges(at + name, meaning, HOLDER, rows)
+    yield gauges(
+        at + "blocks", "Blocks by state; idle ones are ready, not leased, and may be evicted.",
+        [*HOLDER, "state"],
+        [
+            ((node.node_id, node.tier, state), count)
+            for node in nodes
+            for state, count in (
+                ("writing", node.writing_blocks), ("idle", node.idle_blocks),
+                ("leased", node.ready_blocks - node.idle_blocks),
+            )
+        ],
+    )  # fmt: skip
+    for name, meaning, counted in (
+        ("evictions", "Copies dropped here for room.", [node.evictions for node in nodes]),
+        ("adopted_blocks", "Blocks taken over from before this directory began.",
+         [node.adopted for node in nodes]),
+    ):  # fmt: skip
+        pairs = zip(nodes, counted, strict=True)
+        rows = [((node.node_id, node.tier), float(value)) for node, value in pairs]
+        yield counters(at + name, meaning, HOLDER, rows)

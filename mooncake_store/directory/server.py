@@ -1,0 +1,279 @@
+"""The directory as a process: `python -m mooncake_store.directory.server --help`.
+
+One thread and one loop. A turn answers the requests that wait (ROUTER socket), lets time pass in
+the directory (`tick`), and publishes what changed as one message of the event stream (PUB socket).
+A heartbeat every second, and to each new subscriber at once, carries the number of the latest
+event, so a feed that missed the last events notices without waiting for the next change.
+
+Nothing that arrives can stop it: bytes that are no request are answered with an error, and
+forgotten.
+
+Not here: what a request does (directory.py), how it looks on the wire (protocol.py), options and
+signals (mooncake_store/directory/main.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from mooncake_store.directory.core.directory import Directory
+from mooncake_store.directory.metrics import DirectoryCollector
+from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable
+from mooncake_store.process.metrics_page import Latencies, MetricsPage
+from mooncake_store.process.self_check import SelfCheck
+from mooncake_store.records.events import Event, NodeDown, NodeUp, WorkerDown, WorkerUp
+from mooncake_store.wire import protocol
+from mooncake_store.wire.direct_socket import DirectServer, direct_path
+from mooncake_store.wire.protocol import Kind
+
+TICK_S = 0.1
+HEARTBEAT_S = 1.0
+REQUESTS_PER_TURN_MAX = 1_024  # then events go out, however many requests still wait
+TURN_S_MAX = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class AddressTaken(StoreError):
+    """The server cannot bind where it was told to."""
+
+
+class TurnClock:
+    """Seconds that pass while the loop turns.
+
+    When this process was stopped for a while (SIGSTOP, a frozen VM), everybody's reports lie unread
+    in the socket. The directory's own silence is no evidence that others died: a turn passes at
+    most TURN_S_MAX, and the reports are read first.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._read_s = monotonic()
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        read_s = self._monotonic()
+        self._now_s += min(read_s - self._read_s, TURN_S_MAX)
+        self._read_s = read_s
+        return self._now_s
+
+
+class DirectoryServer:
+    """A Directory behind a ROUTER socket, with its events on a PUB socket."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        address: str,
+        events_address: str,
+        is_self_checked: bool = False,
+        may_serve: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`may_serve`: asked before each act; once it is false this server ends (election.py)."""
+        self.directory = directory
+        self._may_serve = may_serve
+        self._self_check = SelfCheck(directory.check, is_self_checked)
+        self._clock = TurnClock()
+        self._decoder = msgspec.msgpack.Decoder(protocol.AnyRequest)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._published = directory.sequence
+        self._tick_due_s = self._heartbeat_due_s = 0.0
+        self._collector: DirectoryCollector | None = None
+        self._latencies: Latencies | None = None
+        self._is_stopping = False
+        self._context = zmq.Context()
+        self._paths: list[str] = []
+        self._direct: DirectServer | None = None
+        self._requests = self._bound(zmq.ROUTER, address)
+        path = direct_path(address)
+        self._direct = DirectServer(path, self.answer) if path else None
+        # XPUB is PUB that also tells about new subscribers.
+        self._subscribers = self._bound(zmq.XPUB, events_address)
+        self.address = self._requests.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.events_address = self._subscribers.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _bound(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        bound = self._context.socket(kind)
+        bound.linger = 0
+        bound.setsockopt(zmq.MAXMSGSIZE, protocol.REQUEST_BYTES_MAX)
+        if kind == zmq.XPUB:
+            bound.setsockopt(zmq.XPUB_VERBOSE, 1)
+        try:
+            refuse_second_server(address)
+            bound.bind(address)
+        except (zmq.ZMQError, AddressTaken) as error:
+            bound.close()
+            self.close()
+            raise AddressTaken(f"cannot listen at {address}: {error}") from error
+        if address.startswith("ipc://"):
+            self._paths.append(address.removeprefix("ipc://"))
+        return bound
+
+    def show_metrics(self, port: int, host: str) -> MetricsPage:
+        """Show this directory's numbers to Prometheus, as they are once a second."""
+        self._collector = DirectoryCollector()
+        self._latencies = Latencies(
+            "mooncake_directory_request_seconds", "From a request read to its answer."
+        )
+        return MetricsPage(port, [self._collector, self._latencies], host)
+
+    def stop(self) -> None:
+        """Leave `run` after this turn. Safe in a signal handler."""
+        self._is_stopping = True
+
+    def run(self) -> None:
+        """Turn until `stop`, or until this directory may not serve any more."""
+        while not self._is_stopping and self._may_serve():
+            left_s = min(self._tick_due_s, self._heartbeat_due_s) - self._clock.now_s()
+            ready = zmq.zmq_poll(self._polled(), max(0, int(left_s * 1000) + 1))
+            self.turn([fd for fd, _ in ready if isinstance(fd, int)])
+        if not self._may_serve():  # tell those who wait, instead of letting them wait
+            self.turn([fd for fd, _ in zmq.zmq_poll(self._polled(), 0) if isinstance(fd, int)])
+
+    def _polled(self) -> list[tuple[zmq.Socket[bytes] | int, int]]:
+        files = self._direct.files() if self._direct else {}
+        return [
+            (self._requests, zmq.POLLIN),
+            (self._subscribers, zmq.POLLIN),
+            *((fd, zmq.POLLIN | (zmq.POLLOUT * writes)) for fd, writes in files.items()),
+        ]
+
+    def turn(self, ready: Sequence[int] = ()) -> None:
+        """Answer what waits, let time pass, publish what changed.
+
+        `ready`: descriptors of direct sockets on which something has come.
+        """
+        if self._direct is not None and ready:
+            self._direct.serve(list(ready))
+        for _ in range(REQUESTS_PER_TURN_MAX):
+            try:
+                frames = self._requests.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._requests.send_multipart([frames[0], *self.answer(frames[1:])])
+        if not self._may_serve():
+            return
+        now_s = self._clock.now_s()
+        if now_s >= self._tick_due_s:
+            self.directory.tick(now_s)
+            self._tick_due_s = now_s + TICK_S
+            self._self_check.run(now_s)
+        self._publish()
+        if self._has_new_subscriber() or now_s >= self._heartbeat_due_s:
+            self._heartbeat_due_s = now_s + HEARTBEAT_S
+            beat = protocol.Heartbeat(self.directory.epoch, self.directory.sequence)
+            self._send_event(Kind.HEARTBEAT, beat)
+            if self._collector is not None:
+                self._collector.update(self.directory.stats(now_s))
+
+    def answer(self, frames: list[bytes]) -> list[bytes]:
+        """The reply to a request: its result, or what was wrong with it."""
+        number = protocol.number_of(frames[0]) if frames else 0
+        try:
+            if not self._may_serve():
+                raise StoreUnavailable("this directory does not lead any more: ask who does")
+            result = self._carry_out(frames)
+            return [protocol.pack_header(Kind.REPLY, number), self._encoder.encode(result)]
+        except StoreError as error:
+            failure = protocol.Failure(type(error).__name__, str(error))
+        except Exception as error:  # edge: one request must not end the directory of all others
+            log.exception("request failed inside the directory")
+            failure = protocol.Failure("StoreError", f"bug in the directory: {error!r}")
+        return [protocol.pack_header(Kind.FAILURE, number), self._encoder.encode(failure)]
+
+    def _carry_out(self, frames: list[bytes]) -> object:
+        if len(frames) != 2:
+            raise RequestInvalid(f"a request has 2 frames, header and body; got {len(frames)}")
+        header = protocol.unpack_header(frames[0])
+        if header.kind is not Kind.REQUEST:
+            raise RequestInvalid(f"a request was expected, got {header.kind.name}")
+        try:
+            request = self._decoder.decode(frames[1])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise RequestInvalid(f"the request cannot be read: {error}") from error
+        arguments = {name: getattr(request, name) for name in request.__struct_fields__}
+        name = str(request.__struct_config__.tag)
+        verb, started_s = getattr(self.directory, name), time.perf_counter()
+        try:
+            return verb(**arguments, now_s=self._clock.now_s())
+        finally:
+            if self._latencies is not None:
+                self._latencies.observe(name, time.perf_counter() - started_s)
+
+    def _publish(self) -> None:
+        latest = self.directory.sequence
+        if latest == self._published:
+            return
+        events = self.directory.events_since(self._published)
+        first_sequence, self._published = self._published + 1, latest
+        if events is None:
+            return  # more than the log keeps: the next heartbeat shows the gap
+        log_members(events)
+        messages = protocol.to_messages(events)
+        self._send_event(
+            Kind.EVENTS, protocol.Events(self.directory.epoch, first_sequence, messages)
+        )
+
+    def _send_event(self, kind: Kind, body: protocol.Events | protocol.Heartbeat) -> None:
+        frames = [protocol.pack_header(kind, 0), self._encoder.encode(body)]
+        self._subscribers.send_multipart(frames)  # drops for slow subscribers, never blocks
+
+    def _has_new_subscriber(self) -> bool:
+        found = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                found |= self._subscribers.recv(zmq.NOBLOCK)[:1] == b"\x01"
+        return found
+
+    def close(self) -> None:
+        """Close the sockets and remove their files."""
+        if self._direct is not None:
+            self._direct.close()
+        self._context.destroy(linger=0)
+        for path in self._paths:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def log_members(events: list[Event]) -> None:
+    """One line for each node or worker that came or went; blocks and reports are too many."""
+    for event in events:
+        if isinstance(event, NodeUp):
+            info = event.info
+            log.info(
+                "node %s up, %d bytes of %s, %s",
+                info.node_id, info.segment_bytes, info.tier, info.incarnation,
+            )  # fmt: skip
+        elif isinstance(event, WorkerUp):
+            who = event.info
+            log.info("worker %s up on node %s, %s", who.worker_id, who.node_id, who.incarnation)
+        elif isinstance(event, NodeDown):
+            log.info("node %s down, %s", event.node_id, event.incarnation)
+        elif isinstance(event, WorkerDown):
+            log.info("worker %s down, %s", event.worker_id, event.incarnation)
+
+
+def refuse_second_server(address: str) -> None:
+    """ZeroMQ would silently take an ipc:// address away from a directory that uses it."""
+    path = address.removeprefix("ipc://")
+    if path == address or not os.path.exists(path):
+        return
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.connect(path)
+        raise AddressTaken("another process listens there; stop it or choose another address")
+
+
+if __name__ == "__main__":
+    from mooncake_store.directory.main import main, with_huge_tables
+
+    with_huge_tables()
+    sys.exit(main())

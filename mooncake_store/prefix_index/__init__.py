@@ -1,0 +1,1 @@
+"""Who has how much of a prompt. Pure."""

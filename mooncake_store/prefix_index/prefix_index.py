@@ -1,0 +1,285 @@
+"""Which nodes have how much of a prompt's prefix: key -> bitmap of holders.
+
+A lookup walks the request's keys and intersects the bitmaps. A holder drops out at the first block
+that it lacks, and where it drops out is the length of its prefix. Most steps change nothing: the
+blocks of one prompt came together, so they share one bitmap object, and runs of it are skipped at
+the speed of C, however many holders there are. The answer is a list of *segments*, one for each
+depth at which somebody drops out, and costs the same for 8 holders and for 1,000; who scores all
+of them takes it as an array (`blocks_by_number`), who explains takes it by name (`match`).
+
+It is a replica of the directory's index, fed by events (event_feed.py), so it may be behind. It is
+bounded too: beyond `blocks_max` the block that was added first is forgotten. Both make it
+undercount, which costs a recomputation at worst; overcounting would send requests after KV that is
+not there.
+
+Nothing here takes long, whatever is inside. A holder that is gone leaves a bit that no lookup looks
+at, a removed key an empty bitmap; the pages of key_pages.py are swept of both, a few keys for each
+change. A holder's number, the place of its bit, goes to another one only when no bitmap has it.
+
+Not here: where in a node a block is (directory.py); which holder to prefer (the conductor).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mooncake_store.directory.core.key_pages import PAGE_KEYS, KeyPages
+from mooncake_store.prefix_index.holder_numbers import HolderNumbers, Segment, numbers_in
+
+SWEPT_PER_CHANGE = 4  # keys looked at for each one that changes, while there is something to sweep
+EMPTY_SHARE_MAX = 8  # one key in so many may be empty before they are swept
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What of a chain of keys is where."""
+
+    blocks_by_holder: dict[str, int]  # longest run from the start; only holders that have block 0
+    best_blocks: int
+    best_holder: str | None  # of `best_blocks`; ties go to the smaller name; None without any hit
+    union_blocks: int  # the run of blocks that are somewhere, not all in one place
+
+    def blocks(self, holder: str) -> int:
+        return self.blocks_by_holder.get(holder, 0)
+
+
+class PrefixIndex:
+    def __init__(self, blocks_max: int = 4_000_000) -> None:
+        assert blocks_max > 0
+        self.blocks_max = blocks_max
+        self._holders = HolderNumbers()
+        # `find` as an array: element n is how many leading blocks holder number n has. There is at
+        # least one element more than there are numbers, so -1, the number of who has none, reads 0.
+        self.blocks_by_number = self._holders.blocks_by_number
+        self._cleared: list[tuple[dict[bytes, int], KeyPages]] = []  # to be freed bit by bit
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._bitmaps: dict[bytes, int] = {}  # 0 for a key that nobody has any more
+        self._get = self._bitmaps.get
+        self._pages = KeyPages()  # its keys
+        self._empty = 0  # keys with bitmap 0
+        self._owed = 0  # keys to look at, see _sweep_after
+
+    def __len__(self) -> int:
+        """Keys with holders. What only a dropped holder had counts until it is swept."""
+        return len(self._bitmaps) - self._empty
+
+    def __contains__(self, key: bytes) -> bool:
+        return bool(self._get(key, 0) & self._holders.live)
+
+    @property
+    def numbers_version(self) -> int:
+        """While it is the same, every holder has the number that it had."""
+        return self._holders.version
+
+    # Changes
+
+    def add(self, key: bytes, holder: str) -> None:
+        self.add_many((key,), holder)
+
+    def add_many(self, keys: Sequence[bytes], holder: str) -> None:
+        """The holder has these blocks, perhaps had some before. Fastest in order of the chain."""
+        owner = self._holders.holders.get(holder) or self._holders.new(holder)
+        bitmaps, get, bit = self._bitmaps, self._get, owner.bit
+        before, after = owner.before_add, owner.after_add
+        owner.blocks += 1  # stays while others are forgotten
+        new: list[bytes] = []
+        added = 0
+        for key in keys:
+            bitmap = get(key)
+            if bitmap is before:
+                bitmaps[key] = after
+            elif not bitmap:
+                if bitmap is None:
+                    if len(bitmaps) >= self.blocks_max:
+                        self._pages.extend(new)
+                        owner.blocks += added
+                        new, added = [], 0
+                        self._forget_oldest()
+                    new.append(key)
+                else:
+                    self._empty -= 1
+                bitmaps[key] = bit
+            elif bitmap & bit:
+                continue
+            else:
+                before, after = bitmap, bitmap | bit
+                bitmaps[key] = after
+            added += 1
+        owner.before_add, owner.after_add = before, after
+        self._pages.extend(new)
+        self._holders.take_blocks(owner, 1 - added)
+        self._sweep_after(len(keys))
+
+    def remove(self, key: bytes, holder: str) -> None:
+        self.remove_many((key,), holder)
+
+    def remove_many(self, keys: Sequence[bytes], holder: str) -> None:
+        """No error for what is not there: the index may have forgotten it."""
+        owner = self._holders.holders.get(holder)
+        if owner is None:
+            return
+        bitmaps, get, bit = self._bitmaps, self._get, owner.bit
+        before, after = owner.before_remove, owner.after_remove
+        removed = 0
+        for key in keys:
+            bitmap = get(key, 0)
+            if bitmap is before:
+                bitmaps[key] = after
+            elif bitmap == bit:
+                bitmaps[key] = 0
+                self._empty += 1
+            elif bitmap & bit:
+                before, after = bitmap, bitmap ^ bit
+                bitmaps[key] = after
+            else:
+                continue
+            removed += 1
+        owner.before_remove, owner.after_remove = before, after
+        self._holders.take_blocks(owner, removed)
+        self._sweep_after(len(keys))
+
+    def drop_holder(self, holder: str) -> None:
+        """The holder is gone with all it had. Takes no longer for a million blocks than for one."""
+        self._holders.drop(holder)
+
+    def clear(self) -> None:
+        """Empty at once; the memory comes back with the next changes, or by `sweep`."""
+        self._cleared.append((self._bitmaps, self._pages))
+        self._holders.clear()
+        self._start_over()
+
+    def sweep(self, keys_max: int) -> bool:
+        """Free what is left of dropped holders and removed keys, looking at about so many keys.
+
+        Changes do it by themselves; this is for idle moments. False when nothing is left.
+        """
+        while keys_max > 0:
+            if self._cleared:
+                keys_max -= self._free_a_page()
+            elif self._holders.dropped or self._empty:
+                keys_max -= self._pages.sweep(self._kept)
+            else:
+                return False
+        return True
+
+    # Questions
+
+    def find(self, keys: Sequence[bytes]) -> list[Segment]:
+        """Who has how much of the chain `keys`, from its start.
+
+        Segments by depth: each bitmap is a part of the one before it, and who is in it and not in
+        the next one has exactly `depth` blocks. The last segment has the longest prefix. Empty
+        when nobody has the first block. Good until the next change of the index.
+        """
+        alive = self._holders.live
+        if not alive:
+            return []
+        found, depth, last = [], 0, -1
+        for bitmap in map(self._get, keys):
+            if bitmap is not last:
+                if not bitmap:
+                    break
+                last, left = bitmap, alive & bitmap
+                if left != alive:
+                    if depth:
+                        found.append((depth, alive))
+                    if not left:
+                        return found
+                    alive = left
+            depth += 1
+        if depth:
+            found.append((depth, alive))
+        return found
+
+    def number(self, holder: str) -> int:
+        """From 0, below the longest bitmap's length; -1 for a holder without blocks."""
+        return self._holders.number(holder)
+
+    def name(self, number: int) -> str:
+        """The inverse of `number`, for a number that a holder has."""
+        return self._holders.name(number)
+
+    def names(self, bitmap: int) -> list[str]:
+        """Of the holders in a segment's bitmap, in order of their numbers."""
+        return [self._holders.name(number) for number in numbers_in(bitmap)]
+
+    def holders(self, key: bytes) -> list[str]:
+        """Who has this block, by name."""
+        return sorted(self.names(self._get(key, 0) & self._holders.live))
+
+    def match(self, keys: Sequence[bytes]) -> PrefixMatch:
+        """How much of the chain `keys`, from its start, each holder has, by name."""
+        runs: dict[str, int] = {}
+        depth, best = 0, None
+        for depth, bitmap in self.find(keys):
+            names = self.names(bitmap)
+            runs.update(dict.fromkeys(names, depth))
+            best = min(names)
+        union = depth
+        while union < len(keys) and keys[union] in self:
+            union += 1
+        return PrefixMatch(runs, depth, best, union)
+
+    # Forgetting and sweeping
+
+    def _forget_oldest(self) -> None:
+        bitmap = self._bitmaps.pop(self._pages.pop_oldest())
+        self._empty -= not bitmap
+        self._holders.take_bits(bitmap, 1)
+
+    def _sweep_after(self, changes: int) -> None:
+        """Each change pays for a few keys of what there is to sweep, so no change pays for all."""
+        is_dirty = self._empty * EMPTY_SHARE_MAX > len(self._bitmaps)
+        if not (is_dirty or self._holders.dropped or self._cleared):
+            self._owed = 0
+            return
+        self._owed += changes * SWEPT_PER_CHANGE
+        if self._owed >= min(PAGE_KEYS, len(self._bitmaps)):
+            self.sweep(self._owed)
+            self._owed = 0
+
+    def _free_a_page(self) -> int:
+        bitmaps, pages = self._cleared[-1]
+        for key in (page := pages.pop_page()):
+            del bitmaps[key]
+        if not bitmaps:
+            self._cleared.pop()
+        return max(1, len(page))
+
+    def _kept(self, page: list[bytes]) -> list[bytes]:
+        """What stays of a page; the bits of dropped holders go."""
+        bitmaps, live, kept = self._bitmaps, self._holders.live, []
+        gone: dict[int, int] = {}  # bits -> keys that lost them
+        before, after = -1, -1
+        for key in page:
+            bitmap = bitmaps[key]
+            if bitmap is not before:
+                before, after = bitmap, bitmap & live
+            if after:
+                kept.append(key)
+            else:
+                del bitmaps[key]
+            if after != before:
+                if after:
+                    bitmaps[key] = after
+                gone[before ^ after] = gone.get(before ^ after, 0) + 1
+            elif not after:
+                self._empty -= 1
+        for bits, keys in gone.items():
+            self._holders.take_bits(bits, keys)
+        return kept
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        self._pages.check()
+        assert set(self._pages) == set(self._bitmaps), "the pages list other keys"
+        assert len(self._bitmaps) <= self.blocks_max
+        assert self._empty == sum(not bitmap for bitmap in self._bitmaps.values())
+        self._holders.check()
+        bits = Counter(n for bitmap in self._bitmaps.values() for n in numbers_in(bitmap))
+        holders = [*self._holders.holders.values(), *self._holders.dropped.values()]
+        assert bits == {holder.number: holder.blocks for holder in holders}, "a count is wrong"

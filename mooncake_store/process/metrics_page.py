@@ -1,0 +1,99 @@
+"""Numbers of a store process for Prometheus: GET http://HOST:PORT/metrics.
+
+A page has a registry of its own, so that nothing of the process's other libraries is on it, and
+threads of its own. What is shown comes from collectors, which read numbers that others keep.
+
+Not here: which numbers (mooncake_store/directory/metrics.py, node_metrics.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mooncake_store.errors import StoreError
+
+LOOPBACK = "127.0.0.1"  # where pages are served unless told otherwise
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # bucket limits
+
+
+class PortTaken(StoreError):
+    """The metrics cannot be served there; the message says what to change."""
+
+
+class Observer(Protocol):
+    """What latencies are told to."""
+
+    def observe(self, verb: str, seconds: float) -> None: ...
+
+
+class MetricsPage:
+    """Serves until close(). `port` 0 takes any free one."""
+
+    def __init__(self, port: int, collectors: Sequence[Collector], host: str = LOOPBACK) -> None:
+        registry = CollectorRegistry()
+        for collector in collectors:
+            registry.register(collector)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise PortTaken(
+                f"cannot serve metrics at {host}:{port} ({error.strerror or error}): choose "
+                "another --metrics-port, or 0 for none"
+            ) from error
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        """Twice is harmless."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Latencies(Collector):
+    """A histogram of seconds by verb. Thread-safe; a few microseconds per value."""
+
+    def __init__(self, name: str, meaning: str) -> None:
+        self._histogram = Histogram(name, meaning, ["verb"], buckets=SECONDS, registry=None)
+        self._lock = threading.Lock()
+        self._children: dict[str, Histogram] = {}
+
+    def observe(self, verb: str, seconds: float) -> None:
+        child = self._children.get(verb)
+        if child is None:
+            with self._lock:
+                child = self._children[verb] = self._histogram.labels(verb)
+        child.observe(seconds)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._histogram.collect()
+
+
+def gauge(name: str, meaning: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, meaning, value=value)
+
+
+def counter(name: str, meaning: str, value: float) -> Metric:
+    return CounterMetricFamily(name, meaning, value=value)
+
+
+Rows = Iterable[tuple[Sequence[str], float]]  # (values of the labels, value)
+
+
+def gauges(name: str, meaning: str, labels: Sequence[str], rows: Rows) -> Metric:
+    family = GaugeMetricFamily(name, meaning, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
+def counters(name: str, meaning: str, labels: Sequence[str], rows: Rows) -> Metric:
+    family = CounterMetricFamily(name, meaning, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family

@@ -1,0 +1,1 @@
+"""What is said of blocks, nodes and workers: records that travel. Pure."""

@@ -1,0 +1,113 @@
+"""What changed in the directory, as numbered events, and the bounded log that keeps them.
+
+Events are numbered 1, 2, 3, ... within an epoch (one life of the directory), without gaps. A
+replica that applies them in order is a copy of the directory's index; whoever sees a gap or a new
+epoch takes a snapshot. A replica may undercount for a moment, never overcount for good.
+
+A storage node that goes away takes its copies along: one BlockRemoved for each comes first, then
+NodeDown, so that a listener may follow either.
+
+Not here: sending them (mooncake_store/directory/server.py), following them (event_feed.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAdded:
+    key: bytes
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    key: bytes
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUp:
+    info: NodeInfo
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDown:
+    node_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUp:
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDown:
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReported:
+    report: WorkerReport
+
+
+Event = BlockAdded | BlockRemoved | NodeUp | NodeDown | WorkerUp | WorkerDown | WorkerReported
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that a replica needs, as of event number `sequence` of `epoch`."""
+
+    epoch: int
+    sequence: int
+    nodes: tuple[NodeInfo, ...]
+    workers: tuple[WorkerInfo, ...]  # two incarnations of one worker_id: the older one first
+    reports: tuple[WorkerReport, ...]  # the latest of each worker that has reported
+    holders: tuple[tuple[bytes, tuple[str, ...]], ...]  # key -> node ids
+
+
+class EventLog:
+    """The last `events_max` events."""
+
+    def __init__(self, events_max: int) -> None:
+        assert events_max > 0
+        self._events: deque[Event] = deque(maxlen=events_max)
+        self._sequence = 0
+
+    @property
+    def sequence(self) -> int:
+        """The number of the latest event; 0 before the first."""
+        return self._sequence
+
+    def append(self, event: Event) -> None:
+        self._sequence += 1
+        self._events.append(event)
+
+    def extend(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.append(event)
+
+    def since(self, sequence: int) -> list[Event] | None:
+        """The events after number `sequence`; None when some of them are not kept any more."""
+        assert 0 <= sequence <= self._sequence, f"{sequence} is after {self._sequence}"
+        missed = self._sequence - sequence
+        kept = len(self._events)
+        if missed > kept:
+            return None
+        latest = list(islice(reversed(self._events), missed))  # mostly few of many
+        latest.reverse()
+        return latest
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        maxlen = self._events.maxlen
+        assert maxlen is not None
+        assert len(self._events) == min(self._sequence, maxlen), "the log lost or invented events"

@@ -1,0 +1,1 @@
+"""Which path do bytes take, and what does it cost? Pure."""

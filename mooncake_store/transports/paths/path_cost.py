@@ -1,0 +1,112 @@
+"""Which of several copies of a block to read: what each path costs, right now.
+
+The cost is the time until the last byte would be here: what is already under way from that node,
+plus the block, over the node's rate (measured, or typical of the distance until it is). Time alone
+would send traffic across the network whenever that is a little faster for this reader; a byte that
+crosses more of what all share costs the others, so each step of distance is priced higher. Equal
+and idle, that orders same node < same host < same rack < other; a busy near node loses to an idle
+far one as soon as waiting for it takes longer.
+
+Copies on SSDs are last, whatever the path: reading one takes a slot of DRAM from another block.
+
+Not here: what is under way (traffic.py), measuring (rates.py), which nodes there are
+(known_nodes.py).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mooncake_store.directory.core.slots import Copy
+from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
+
+
+class Distance(enum.IntEnum):
+    SAME_NODE = 0
+    SAME_HOST = 1
+    SAME_RACK = 2
+    OTHER = 3
+
+
+PRICE = {  # of a second on this path
+    Distance.SAME_NODE: 1.0,
+    Distance.SAME_HOST: 1.25,
+    Distance.SAME_RACK: 1.5,
+    Distance.OTHER: 2.0,
+}
+TYPICAL_BYTES_PER_S = {  # only until the node's rate is measured: their order matters, no more
+    Distance.SAME_NODE: 8e9,
+    Distance.SAME_HOST: 4e9,
+    Distance.SAME_RACK: 2e9,
+    Distance.OTHER: 1e9,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One holder as a reader sees it."""
+
+    distance: Distance
+    bytes_per_s: float  # measured; 0: not yet
+    under_way_bytes: int = 0  # asked of this node by this process and not here yet
+    is_ssd: bool = False
+
+    @property
+    def per_byte_s(self) -> float:
+        """What one byte costs, in priced seconds."""
+        return PRICE[self.distance] / (self.bytes_per_s or TYPICAL_BYTES_PER_S[self.distance])
+
+    def cost_s(self, size_bytes: int) -> float:
+        """What a block costs behind all that is under way."""
+        return (self.under_way_bytes + size_bytes) * self.per_byte_s
+
+
+def distance(node: NodeInfo, own_id: str, host_id: str, rack: str) -> Distance:
+    """How far a node is from a process at own node `own_id`, on `host_id`, in `rack`."""
+    if node.node_id.removesuffix(SSD_SUFFIX) == own_id:
+        return Distance.SAME_NODE
+    if node.host_id == host_id:
+        return Distance.SAME_HOST
+    if rack and node.rack == rack:
+        return Distance.SAME_RACK
+    return Distance.OTHER
+
+
+def named_copy(
+    copies: Sequence[Copy], node_ids: Sequence[str], routes: Mapping[str, Route]
+) -> Copy | None:
+    """The copy on the first of these nodes that has one and has a route; in DRAM rather than on its
+    SSD, as a lookup orders them."""
+    for node_id in node_ids:
+        for copy in copies:
+            if copy.node_id.removesuffix(SSD_SUFFIX) == node_id and copy.node_id in routes:
+                return copy
+    return None
+
+
+def best_copies(found: Sequence[Sequence[Copy]], routes: Mapping[str, Route]) -> list[Copy | None]:
+    """One copy of each block, or None where no holder has a route.
+
+    The blocks of one call are one batch: what is given to a node makes it dearer for the next, so
+    a prefix with two equal holders comes half from each.
+    """
+    if all(len(copies) < 2 for copies in found):  # as most are: nothing to weigh
+        return [copies[0] if copies and copies[0].node_id in routes else None for copies in found]
+    ends_s = {node_id: route.cost_s(0) for node_id, route in routes.items()}
+    per_byte_s = {node_id: route.per_byte_s for node_id, route in routes.items()}
+    chosen: list[Copy | None] = []
+    for copies in found:
+        best, best_cost = None, (True, float("inf"))
+        for copy in copies:
+            end_s = ends_s.get(copy.node_id)
+            if end_s is not None:
+                end_s += copy.size_bytes * per_byte_s[copy.node_id]
+                cost = (routes[copy.node_id].is_ssd, end_s)
+                if cost < best_cost:
+                    best, best_cost = copy, cost
+        if best is not None:
+            ends_s[best.node_id] = best_cost[1]
+        chosen.append(best)
+    return chosen

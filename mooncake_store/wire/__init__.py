@@ -1,0 +1,1 @@
+"""How processes say it: verbs, framing, request and reply."""

@@ -1,0 +1,38 @@
+"""What fails with one request of a batch fails that request, and none of its neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.engine.sampling import sample
+from backends.engine.sampling_params import SamplingParams
+from backends.workers import decode_worker, prefill_worker
+from tests.backends.stepped_site import Site, answer_of
+
+BAD_SEED = 13
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_request_whose_sampling_fails_is_alone_with_it(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(0, monkeypatch)
+
+    def failing(logits: np.ndarray, params: SamplingParams, *rest: Any) -> int:
+        if params.seed == BAD_SEED:
+            raise FloatingPointError("no token has a probability")
+        return sample(logits, params, *rest)
+
+    module = prefill_worker if role == "prefill" else decode_worker
+    monkeypatch.setattr(module, "sample", failing)
+    seeds = (0, BAD_SEED, 0)
+    clients = [site.ask(prompt, 6, seed) for prompt, seed in zip(PROMPTS, seeds, strict=True)]
+    site.settle()
+    assert isinstance(clients[1].error, FloatingPointError)
+    for client in (clients[0], clients[2]):
+        assert client.error is None, client.error
+        assert client.answer == answer_of(client.prompt, 6)

@@ -1,0 +1,99 @@
+"""The fast paths on CPU give what torch's public functions give, and can be done without."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backends.engine.interface import Work
+from backends.engine.torch import causal_attention, onednn
+from backends.engine.torch.linear import GatedLinear, Linear
+from backends.engine.torch.torch_engine import TorchEngine
+from tests.backends.engine.checkpoints import make_checkpoint
+
+
+@pytest.fixture(params=["fast", "public"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "public":
+        monkeypatch.setattr(onednn, "serves", lambda tensor: False)
+    elif not onednn.serves(torch.zeros(1)):
+        pytest.skip("this torch has no oneDNN products: the public functions are tested")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_linear_layer_is_the_product_with_its_weight(way: str, rows: int, has_bias: bool) -> None:
+    torch.manual_seed(rows)
+    weight, bias = torch.randn(40, 24), torch.randn(40) if has_bias else None
+    inputs, residual = torch.randn(rows, 24), torch.randn(rows, 40)
+    expected = F.linear(inputs, weight, bias)
+    linear = Linear(weight, bias)
+    with torch.inference_mode():
+        torch.testing.assert_close(linear(inputs), expected, atol=1e-5, rtol=1e-5)
+        added = linear.add_to(residual.clone(), inputs)
+        torch.testing.assert_close(added, residual + expected, atol=1e-5, rtol=1e-5)
+        gate, up = expected.chunk(2, dim=-1)
+        gated = GatedLinear(weight, bias)(inputs)
+        torch.testing.assert_close(gated, F.silu(gate) * up, atol=1e-5, rtol=1e-5)
+
+
+def test_a_large_matrix_is_kept_once(way: str) -> None:
+    torch.manual_seed(0)
+    weight, inputs = torch.randn(1100, 1024), torch.randn(1, 1024)
+    with torch.inference_mode():
+        linear = Linear(weight)
+        torch.testing.assert_close(linear(inputs), inputs @ weight.t(), atol=1e-3, rtol=1e-4)
+
+
+def test_tiled_attention_is_causal_attention(seed: int) -> None:
+    if not onednn.serves(torch.zeros(1)):
+        pytest.skip("this torch has no oneDNN products")
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(40):
+        kv_heads, shared = chance.choice([1, 2, 3]), chance.choice([1, 3, 4, 8])
+        head_dim = chance.choice([16, 24, 64])
+        tokens, start = chance.randint(32, 200), chance.choice([0, 1, 63, 64, 129, 500])
+        end = start + tokens
+        context = (end + 63) // 64 * 64
+        queries = torch.randn(tokens, kv_heads, shared, head_dim)
+        keys, values = torch.randn(2, kv_heads, context, head_dim).unbind(0)
+        ours = torch.empty_like(queries)
+        with torch.inference_mode():
+            causal_attention.causal_attention(queries, keys, values, start, ours)
+            is_seen = torch.arange(end)[None, :] <= start + torch.arange(tokens)[:, None]
+            expected = F.scaled_dot_product_attention(
+                queries.permute(1, 2, 0, 3),
+                keys[:, None, :end].expand(-1, shared, -1, -1),
+                values[:, None, :end].expand(-1, shared, -1, -1),
+                attn_mask=is_seen,
+            ).permute(2, 0, 1, 3)
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_small_work_is_left_to_the_general_attention() -> None:
+    def serves(tokens: int, context_tokens: int) -> bool:
+        return causal_attention.serves(torch.zeros(tokens, 8, 32), context_tokens)
+
+    assert not serves(16, 4096)
+    assert not serves(64, 64)
+    assert serves(64, 1024) == serves(512, 512) == onednn.serves(torch.zeros(1))
+
+
+def test_the_engine_does_without_onednn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint("llama", tmp_path, attention_bias=True)
+    chance = random.Random(3)
+    works = [
+        Work(chance.choices(range(320), k=tokens), 0, list(range(first, first + 40)))
+        for tokens, first in ((600, 0), (40, 40), (1, 80))
+    ]
+    fast = TorchEngine.load(tmp_path, 120, 16).forward(works)
+    monkeypatch.setattr(onednn, "serves", lambda tensor: False)
+    plain = TorchEngine.load(tmp_path, 120, 16).forward(works)
+    np.testing.assert_allclose(fast, plain, atol=1e-4)

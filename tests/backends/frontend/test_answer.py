@@ -1,0 +1,89 @@
+"""Responses carry what was asked for, and every way of asking gets the right set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+
+from backends.frontend.answer import StreamedAnswer, WholeAnswer, names_sent
+from backends.frontend.attempt import Message
+from backends.frontend.request import FrontRequest
+from backends.tensors import FOR_POSTPROCESSING, OUTPUTS
+from backends.text.text_stream import Emission
+from tests.backends.asking import ask
+
+ALL = frozenset(output.name for output in OUTPUTS)
+
+
+class Listener:
+    def __init__(self, asked: frozenset[str] = ALL) -> None:
+        self.outputs = asked
+        self.sent: list[tuple[dict[str, np.ndarray], bool]] = []
+
+    def send(self, outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None:
+        self.sent.append((dict(outputs), is_final))
+
+    def finish(self) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+    def is_cancelled(self) -> bool:
+        return False
+
+
+def messages() -> list[Message]:
+    return [
+        Message(Emission((5,), "a"), 1, "", 64, {"prefill": "prefill_0"}),
+        Message(Emission((6, 7), "bc"), 2, "length", 64, {"decode_queue_s": 0.5}),
+    ]
+
+
+def request(**inputs: object) -> FrontRequest:
+    return ask(**inputs)
+
+
+def test_asking_for_nothing_gets_everything_but_what_only_postprocessing_needs() -> None:
+    assert set(names_sent(ALL, wants_decision=True)) == ALL - FOR_POSTPROCESSING
+    assert set(names_sent(ALL, wants_decision=False)) == ALL - FOR_POSTPROCESSING - {"decision"}
+
+
+def test_whoever_asks_by_name_gets_exactly_that() -> None:
+    asked = frozenset({"output_ids", "context_ids", "decision", "no_such_output"})
+    assert set(names_sent(asked, wants_decision=False)) == asked & ALL
+
+
+def test_a_streamed_answer_is_one_response_per_message_with_what_was_asked() -> None:
+    client = Listener(frozenset({"output_ids", "finish_reason", "num_output_tokens"}))
+    answer = StreamedAnswer(request(stream=True), client)
+    for message in messages():
+        answer.add(message)
+    (first, is_first_final), (last, is_last_final) = client.sent
+    assert set(first) == set(last) == client.outputs
+    assert (is_first_final, is_last_final) == (False, True)
+    assert first["output_ids"].tolist() == [5] and last["output_ids"].tolist() == [6, 7]
+    assert first["finish_reason"][0] == b"" and last["finish_reason"][0] == b"length"
+    assert last["num_output_tokens"].tolist() == [2]
+
+
+def test_a_whole_answer_puts_all_messages_and_both_halves_of_the_decision_together() -> None:
+    client = Listener()
+    answer = WholeAnswer(request(return_decision=True), client)
+    for message in messages():
+        answer.add(message)
+    answer.finish()
+    ((only, is_final),) = client.sent
+    assert is_final
+    assert only["text_output"][0] == b"abc"
+    assert only["num_output_tokens"].tolist() == [3]
+    decision = json.loads(only["decision"][0])
+    assert decision == {"prefill": "prefill_0", "decode_queue_s": 0.5}
+
+
+def test_a_decision_is_shown_only_to_who_wants_it_even_when_it_is_asked_for_by_name() -> None:
+    client = Listener(frozenset({"decision"}))
+    for kind in (StreamedAnswer, WholeAnswer):
+        answer = kind(request(), client)
+        for message in messages():
+            answer.add(message)
+        answer.finish()
+    assert all(sent["decision"][0] == b"" for sent, _ in client.sent)

@@ -1,0 +1,219 @@
+"""Which loss counts against a request, when it goes on, and when it is given up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.errors import (
+    Cancelled,
+    KvMissing,
+    MessagesLost,
+    Overloaded,
+    RequestInvalid,
+    ServingError,
+    StoreLost,
+    WorkerGone,
+    WorkerUnavailable,
+    from_broken_call,
+    from_wire,
+)
+from backends.frontend.attempts import (
+    PAUSE_S_MAX,
+    PAUSE_S_MIN,
+    RULES,
+    Attempts,
+    Loss,
+    last_word,
+    loss_by_death,
+    loss_of,
+)
+
+FREE = [loss for loss, rule in RULES.items() if not rule.counts]
+COUNTED = [loss for loss, rule in RULES.items() if rule.counts]
+
+
+def test_every_loss_has_a_rule() -> None:
+    assert set(RULES) == set(Loss)
+    assert set(FREE) == {
+        Loss.WORKER_GONE, Loss.STORE_LOST, Loss.KV_GONE, Loss.MESSAGES_LOST, Loss.NOBODY
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", FREE)
+def test_what_is_not_the_request_s_fault_is_free_until_the_deadline(loss: Loss) -> None:
+    attempts = Attempts(3, 0.0, 600.0)
+    for _ in range(500):
+        attempts.lost(loss, tokens=0, now_s=0.0)
+        assert not attempts.given_up(now_s=599.9)
+    assert "deadline" in attempts.given_up(now_s=600.0)
+
+
+@pytest.mark.parametrize("loss", COUNTED)
+def test_a_request_that_workers_die_of_is_given_up_at_the_third(loss: Loss) -> None:
+    attempts = Attempts(3, 0.0, 600.0)
+    for _ in range(2):
+        attempts.lost(loss, tokens=0, now_s=0.0)
+        assert not attempts.given_up(now_s=0.0)
+    attempts.lost(loss, tokens=0, now_s=0.0)
+    assert f"3 x {loss.value}" in attempts.given_up(now_s=0.0)
+
+
+def test_tokens_do_not_forgive_deaths() -> None:
+    """Else a prompt that kills at its hundredth token would kill for ever."""
+    attempts = Attempts(2, 0.0, 600.0)
+    attempts.lost(Loss.WORKER_DIED, tokens=100, now_s=0.0)
+    attempts.lost(Loss.WORKER_DIED, tokens=200, now_s=0.0)
+    assert attempts.given_up(now_s=0.0)
+
+
+def test_a_deadline_ends_nothing_that_was_not_lost() -> None:
+    assert not Attempts(3, 0.0, 1.0).given_up(now_s=2.0)
+
+
+def test_a_long_answer_is_not_given_up_for_being_long() -> None:
+    attempts = Attempts(3, 0.0, 600.0)
+    attempts.lost(Loss.KV_GONE, tokens=30_000, now_s=5_000.0)
+    assert not attempts.given_up(now_s=5_599.0)
+    attempts.lost(Loss.KV_GONE, tokens=30_001, now_s=5_599.0)
+    assert "deadline" in attempts.given_up(now_s=5_600.0), "a prefill's token puts nothing off"
+
+
+def test_the_client_s_own_timeout_is_put_off_by_nothing() -> None:
+    attempts = Attempts(3, 10.0, 600.0, timeout_s=20.0)
+    attempts.lost(Loss.KV_GONE, tokens=50, now_s=25.0)
+    assert not attempts.given_up(now_s=29.0)
+    assert "deadline" in attempts.given_up(now_s=30.0)
+
+
+def test_the_first_loss_costs_no_pause_and_those_in_a_row_ever_longer_ones() -> None:
+    attempts, pauses_s = Attempts(3, 0.0, 600.0), []
+    for _ in range(12):
+        attempts.lost(Loss.KV_GONE, tokens=0, now_s=0.0)
+        pauses_s.append(attempts.pause_s(now_s=0.0))
+    assert pauses_s[:3] == [0.0, PAUSE_S_MIN, 2 * PAUSE_S_MIN]
+    assert pauses_s == sorted(pauses_s) and pauses_s[-1] == PAUSE_S_MAX
+
+
+def test_decoded_tokens_for_the_client_make_pauses_short_again() -> None:
+    attempts = Attempts(3, 0.0, 600.0)
+    for _ in range(5):
+        attempts.lost(Loss.STORE_LOST, tokens=7, now_s=0.0)
+    attempts.lost(Loss.STORE_LOST, tokens=8, now_s=0.0)
+    assert attempts.pause_s(now_s=0.0) > 0.0, "that one was the prefill's"
+    attempts.lost(Loss.STORE_LOST, tokens=10, now_s=0.0)
+    assert attempts.pause_s(now_s=0.0) == 0.0
+
+
+def test_who_finds_nobody_waits_before_asking_again() -> None:
+    attempts = Attempts(3, 0.0, 600.0)
+    attempts.lost(Loss.NOBODY, tokens=0, now_s=0.0)
+    assert attempts.pause_s(now_s=0.0) == PAUSE_S_MIN
+
+
+@given(st.lists(st.sampled_from(FREE), max_size=300), st.floats(0.0, 100.0))
+def test_a_pause_is_bounded_and_ends_at_the_deadline(losses: list[Loss], now_s: float) -> None:
+    attempts = Attempts(3, 0.0, 50.0)
+    for loss in losses:
+        attempts.lost(loss, tokens=0, now_s=0.0)
+        assert 0.0 <= attempts.pause_s(now_s) <= min(PAUSE_S_MAX, max(0.0, 50.0 - now_s))
+
+
+def test_only_a_request_that_was_let_in_before_is_resumed() -> None:
+    attempts = Attempts(3, 0.0, 600.0)
+    assert not attempts.is_resumed
+    attempts.lost(Loss.NO_ROOM, tokens=0, now_s=0.0)
+    assert not attempts.is_resumed
+    attempts.lost(Loss.KV_GONE, tokens=0, now_s=0.0)
+    assert attempts.is_resumed
+
+
+# --- what was it?
+
+
+@pytest.mark.parametrize(
+    ("error", "loss"),
+    [
+        (KvMissing("blocks [3] of 9 are gone"), Loss.KV_GONE),
+        (StoreLost("the directory does not answer"), Loss.STORE_LOST),
+        (WorkerGone("decode_0 is shutting down"), Loss.WORKER_GONE),
+        (MessagesLost("5 of 7 tokens arrived"), Loss.MESSAGES_LOST),
+        (WorkerUnavailable("decode_0: internal_error: ValueError"), Loss.WORKER_FAILED),
+        (Overloaded("store_full", "no room", 1.0), Loss.NO_ROOM),
+        (Overloaded("ttft_slo", "too late", 1.0), None),
+        (Overloaded("no_decode_worker", "none", 1.0), None),
+        (RequestInvalid("wrong"), None),
+        (Cancelled("it left"), None),
+    ],
+)
+def test_an_error_of_a_new_request_says_what_was_lost(
+    error: ServingError, loss: Loss | None
+) -> None:
+    assert loss_of(error, is_resumed=False) is loss
+
+
+@pytest.mark.parametrize("kind", ["no_decode_worker", "decode_queue_full", "ttft_slo", "too_large"])
+def test_a_request_that_goes_on_is_shed_by_nobody(kind: str) -> None:
+    assert loss_of(Overloaded(kind, "", 1.0), is_resumed=True) is Loss.NOBODY
+
+
+def test_a_node_without_room_is_left_for_another_one_at_no_cost_to_who_goes_on() -> None:
+    assert loss_of(Overloaded("store_full", "", 1.0), is_resumed=True) is Loss.STORE_LOST
+    assert RULES[Loss.STORE_LOST].avoids
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("unavailable: store: the directory does not answer", StoreLost),
+        (WorkerGone("decode_0 is shutting down").wire_message(), WorkerGone),
+        ("Request for unknown model: 'decode_7' is not found", WorkerGone),
+        ("Stub process 'decode_0_0' is not healthy.", WorkerGone),
+        ("unavailable: decode_0: internal_error: ValueError: x", WorkerUnavailable),
+        ("internal_error: ValueError: x", WorkerUnavailable),
+    ],
+)
+def test_an_error_keeps_its_class_on_its_way_from_a_worker(
+    message: str, kind: type[ServingError]
+) -> None:
+    assert type(from_wire(message, "decode_0")) is kind
+
+
+def test_a_call_that_was_never_sent_found_nobody_and_a_broken_one_was_in_somebody_s_hands() -> None:
+    refused = "failed to connect to all addresses; last error: UNKNOWN: Connection refused"
+    assert type(from_broken_call("decode_0", "UNAVAILABLE", refused)) is WorkerGone
+    for details in ("Socket closed", "recvmsg:Connection reset by peer", None):
+        broken = from_broken_call("decode_0", "UNAVAILABLE", details)
+        assert type(broken) is WorkerUnavailable
+
+
+def test_a_worker_that_was_silent_before_the_call_never_had_the_request() -> None:
+    assert loss_by_death(called_s=100.0, heard_s=98.5) is Loss.WORKER_GONE
+
+
+@pytest.mark.parametrize("heard_s", [99.5, 100.0, 130.0])
+def test_a_worker_that_may_have_been_alive_when_called_had_the_request(heard_s: float) -> None:
+    assert loss_by_death(called_s=100.0, heard_s=heard_s) is Loss.WORKER_DIED
+
+
+# --- the end
+
+
+def test_a_client_reads_what_happened() -> None:
+    attempts = Attempts(3, 0.0, 5.0)
+    attempts.lost(Loss.WORKER_DIED, tokens=0, now_s=0.0)
+    for _ in range(4):
+        attempts.lost(Loss.NOBODY, tokens=0, now_s=0.0)
+    error = last_word(Overloaded("no_decode_worker", "none is there", 1.0), attempts.given_up(9.0))
+    assert error.wire_message() == (
+        "unavailable: none is there; its deadline has passed "
+        "(4 x nobody could take it, 1 x a worker died with it)"
+    )
+
+
+def test_the_last_word_keeps_the_kind_of_the_last_loss() -> None:
+    assert isinstance(last_word(KvMissing("gone"), "why"), KvMissing)
+    assert isinstance(last_word(StoreLost("down"), "why"), WorkerUnavailable)
+    full = last_word(Overloaded("store_full", "no room", 2.0), "why")
+    assert isinstance(full, Overloaded) and full.kind == "store_full"

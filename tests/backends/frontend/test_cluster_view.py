@@ -1,0 +1,85 @@
+"""Who is told that a worker is gone, and since when nobody has heard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from backends.frontend import cluster_view
+from backends.frontend.cluster_view import ClusterView
+from conductor.config import ConductorConfig
+from mooncake_store.records.events import Snapshot, WorkerDown, WorkerReported, WorkerUp
+from tests.conductor.fleet import report, worker
+
+
+class Clock:
+    now_s = 100.0
+    on_sleep: Callable[[], None] = staticmethod(lambda: None)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+        self.on_sleep()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(cluster_view, "time", made)
+    return made
+
+
+@pytest.fixture
+def view(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterView]:
+    """Without a directory: events come from the test, and ticks too."""
+    monkeypatch.setattr(cluster_view, "TICK_S", 3600.0)
+    made = ClusterView(ConductorConfig(), f"ipc://{tmp_path}/d", f"ipc://{tmp_path}/e")
+    yield made
+    made.close()
+
+
+def test_a_worker_that_is_gone_was_heard_of_with_its_last_report(
+    view: ClusterView, clock: Clock
+) -> None:
+    gone: list[tuple[str, str, float]] = []
+    view.on_worker_down = lambda *lost: gone.append(lost)
+    info = worker("d0", "decode", "s0")
+    view._on_events([WorkerUp(info)])
+    clock.now_s = 107.0
+    view._on_events([WorkerReported(report("d0", info.incarnation))])
+    clock.now_s = 112.5
+    view._on_events([WorkerDown("d0", info.incarnation)])
+    assert gone == [("d0", info.incarnation, 107.0)]
+
+
+def test_a_worker_that_a_new_directory_never_hears_of_was_heard_of_before_that(
+    view: ClusterView, clock: Clock
+) -> None:
+    info = worker("d0", "decode", "s0")
+    view._on_events([WorkerUp(info)])
+    clock.now_s = 130.0
+    view._on_snapshot(Snapshot(2, 0, (), (), (), ()))
+    assert view._never_heard_again(134.0) == []
+    assert view._never_heard_again(136.0) == [("d0", info.incarnation, 100.0)]
+    assert view._never_heard_again(140.0) == []
+
+
+def test_a_frontend_waits_for_a_worker_of_each_role(view: ClusterView, clock: Clock) -> None:
+    coming = [worker("p0", "prefill", "s0"), worker("d0", "decode", "s0")]
+    clock.on_sleep = lambda: view._on_events([WorkerUp(coming.pop(0))])
+    assert view.wait_for_a_pair(60.0, lambda: False)
+    assert not coming, "it waited for both"
+
+
+def test_a_frontend_waits_no_longer_than_it_was_told_nor_while_all_ends(
+    view: ClusterView, clock: Clock
+) -> None:
+    view._on_events([WorkerUp(worker("p0", "prefill", "s0"))])
+    assert not view.wait_for_a_pair(60.0, lambda: False)
+    assert clock.now_s == pytest.approx(160.0, abs=0.1)
+    assert not view.wait_for_a_pair(60.0, lambda: True)
+    assert clock.now_s == pytest.approx(160.0, abs=0.1)

@@ -1,0 +1,50 @@
+"""What `mooncake serve` puts into the environment of Triton."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backends.launcher import environment, launch
+
+
+@pytest.mark.parametrize(
+    ("folder", "given", "expected"),
+    [
+        ("/opt/python/lib", "/cuda/compat", "/opt/python/lib:/triton.libs:/cuda/compat"),
+        ("/opt/python/lib", "", "/opt/python/lib:/triton.libs"),
+        ("/usr/lib/x86_64-linux-gnu", "/cuda/compat", "/triton.libs:/cuda/compat"),
+        ("/usr/lib64", "", "/triton.libs"),
+        ("/lib", "/cuda/compat", "/triton.libs:/cuda/compat"),
+    ],
+)
+def test_folders_of_the_linker_s_own_do_not_come_before_an_image_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, given: str, expected: str
+) -> None:
+    monkeypatch.setattr(environment, "libpython_folder", lambda: Path(folder))
+    monkeypatch.setattr(environment.sysconfig, "get_config_var", lambda name: "x86_64-linux-gnu")
+    monkeypatch.setenv("LD_LIBRARY_PATH", given)
+    triton = environment.TritonInstall(tmp_path, tmp_path, tmp_path, (Path("/triton.libs"),))
+    launcher = launch.Launcher(launch.ServeOptions(tmp_path, state_dir=tmp_path / "state"))
+    try:
+        assert launcher._environment(triton)["LD_LIBRARY_PATH"] == expected
+    finally:
+        launcher.stop()
+
+
+def test_metrics_listen_on_loopback_unless_told_otherwise(tmp_path: Path) -> None:
+    public = launch.ServeOptions(tmp_path, address="0.0.0.0")
+    assert public.metrics_address == "127.0.0.1"
+    launcher = launch.Launcher(launch.ServeOptions(tmp_path, address="0.0.0.0"))
+    try:
+        launcher._server, launcher._staged, launcher._env = tmp_path, tmp_path, {}
+        launcher.log_dir = tmp_path
+        launcher.frontend = launcher._frontend()
+        plan = launcher._triton_command(
+            launcher.frontend, launch.Endpoints("0.0.0.0:1", "127.0.0.1:2", "0.0.0.0:3")
+        )
+        assert "--metrics-address=127.0.0.1" in plan.arguments
+        assert {"--http-address=0.0.0.0", "--grpc-address=0.0.0.0"} <= set(plan.arguments)
+    finally:
+        launcher.stop()

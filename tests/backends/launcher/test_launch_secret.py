@@ -1,0 +1,79 @@
+"""Messages and calls of processes that do not know the secret of a launch are nothing to it."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from backends.frontend.grpc_calls import GrpcCalls
+from backends.launcher import launch_secret
+from backends.workers.inbox import Inbox, Outbox
+from backends.workers.protocol import Letter, Stop, encode
+
+SECRET = "0123456789abcdef"
+
+
+def test_a_secret_is_right_or_not() -> None:
+    made = launch_secret.make()
+    assert made != launch_secret.make() and len(made) >= 32
+    assert launch_secret.is_right(made, made)
+    for wrong in ("", made[:-1], made + "0", None, 7, made.encode()):
+        assert not launch_secret.is_right(wrong, made)
+
+
+def test_what_was_sealed_is_opened_by_the_same_secret_only() -> None:
+    sealed = launch_secret.sealed(b"data", SECRET)
+    assert launch_secret.opened(sealed, SECRET) == b"data"
+    assert launch_secret.opened(sealed, SECRET[::-1]) is None
+    assert launch_secret.opened(b"data", SECRET) is None
+    assert launch_secret.opened(b"", SECRET) is None
+
+
+@pytest.fixture
+def came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, queue.SimpleQueue[Letter]]]:
+    """The address of an inbox, and the letters that it let in."""
+    monkeypatch.setenv(launch_secret.VARIABLE, SECRET)
+    letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
+
+    def take(some: list[Letter]) -> None:
+        for letter in some:
+            letters.put(letter)
+
+    inbox = Inbox(f"ipc://{tmp_path}/inbox", take)
+    yield inbox.address, letters
+    inbox.close()
+
+
+def test_only_messages_with_the_secret_reach_a_process(
+    came: tuple[str, queue.SimpleQueue[Letter]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, letters = came
+    ours = Outbox()
+    monkeypatch.setenv(launch_secret.VARIABLE, "another")
+    theirs = Outbox()
+    stranger = zmq.Context.instance().socket(zmq.PUSH)
+    stranger.connect(address)
+    for number in range(3):
+        stranger.send(encode(Stop(f"stranger-{number}", "")))
+        theirs.send(address, Stop(f"theirs-{number}", ""))
+        ours.send(address, Stop(f"ours-{number}", ""))
+    found = [letters.get(timeout=30.0) for _ in range(3)]
+    assert [letter.request_id for letter in found] == ["ours-0", "ours-1", "ours-2"]  # type: ignore[union-attr]
+    ours.send(address, Stop("last", ""))
+    assert letters.get(timeout=30.0) == Stop("last", ""), "and nothing else came meanwhile"
+    stranger.close(linger=0)
+    ours.close()
+    theirs.close()
+
+
+def test_the_secret_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(launch_secret.VARIABLE, SECRET)
+    calls = GrpcCalls()
+    assert SECRET not in repr(calls) + repr(Outbox())
+    calls.close()

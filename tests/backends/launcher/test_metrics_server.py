@@ -1,0 +1,124 @@
+"""The metrics port of `mooncake serve`, over small pages in the place of Triton's."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from backends.launcher.environment import free_ports
+from backends.launcher.metrics_server import MetricsServer, Source
+from backends.launcher.repository import ModelState
+
+COUNTER = "mooncake_steps_total"
+GAUGE = "mooncake_pages_used"
+
+
+class PrivatePage:
+    """A Triton's own metrics port."""
+
+    def __init__(self, model: str) -> None:
+        self.steps, self.is_hung, self.go_on = 0, False, threading.Event()
+        page = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if page.is_hung:
+                    page.go_on.wait(30.0)
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(
+                    f"# HELP {COUNTER} Steps\n# TYPE {COUNTER} counter\n"
+                    f'{COUNTER}{{model="{model}"}} {page.steps}\n'
+                    f"# HELP {GAUGE} Pages\n# TYPE {GAUGE} gauge\n"
+                    f'{GAUGE}{{model="{model}"}} 4\n'.encode()
+                )
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.address = f"127.0.0.1:{self.server.server_address[1]}"
+
+    def close(self) -> None:
+        self.go_on.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class Tritons:
+    """Two workers' pages, behind the port under test."""
+
+    def __init__(self) -> None:
+        self.pages = [PrivatePage("decode_0"), PrivatePage("decode_1")]
+        self.sources = [
+            Source(f"decode_{n}", n + 1, page.address) for n, page in enumerate(self.pages)
+        ]
+        self.states = [ModelState("decode_0", True), ModelState("decode_1", False)]
+        (port,) = free_ports(1, ())
+        self.url = f"http://127.0.0.1:{port}"
+        self.server = MetricsServer(("127.0.0.1", port), lambda: self.sources, lambda: self.states)
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30.0) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def close(self) -> None:
+        self.server.close()
+        for page in self.pages:
+            page.close()
+
+
+@pytest.fixture
+def tritons() -> Iterator[Tritons]:
+    made = Tritons()
+    yield made
+    made.close()
+
+
+def test_one_page_has_the_newest_of_all(tritons: Tritons) -> None:
+    tritons.pages[1].steps = 7
+    status, text = tritons.get("/metrics")
+    assert status == 200
+    for line in (f'{COUNTER}{{model="decode_0"}} 0', f'{COUNTER}{{model="decode_1"}} 7'):
+        assert line in text.splitlines()
+    assert text.count(f"# TYPE {COUNTER} counter") == 1
+
+
+def test_a_triton_that_ended_uses_nothing_and_what_it_counted_stays(tritons: Tritons) -> None:
+    tritons.pages[1].steps = 7
+    tritons.get("/metrics")
+    del tritons.sources[1]
+    _, text = tritons.get("/metrics")
+    assert f'{COUNTER}{{model="decode_1"}} 7' in text
+    assert f'{GAUGE}{{model="decode_1"}}' not in text and f'{GAUGE}{{model="decode_0"}}' in text
+
+
+def test_a_triton_that_hangs_keeps_nobody_s_page_away(tritons: Tritons) -> None:
+    tritons.pages[1].steps = 7
+    tritons.get("/metrics")
+    tritons.pages[1].is_hung = True
+    tritons.pages[0].steps = 3
+    _, text = tritons.get("/metrics")
+    assert f'{COUNTER}{{model="decode_0"}} 3' in text
+    assert f'{COUNTER}{{model="decode_1"}} 7' in text, "as it was"
+
+
+def test_ready_says_who_serves(tritons: Tritons) -> None:
+    status, text = tritons.get("/ready")
+    assert status == 503
+    assert json.loads(text)["models"][1] == {"name": "decode_1", "is_ready": False}
+    tritons.states = [ModelState("decode_0", True), ModelState("decode_1", True)]
+    assert tritons.get("/ready")[0] == 200
+    tritons.states = []
+    assert tritons.get("/ready")[0] == 503, "nobody has said anything yet"
+    assert tritons.get("/other")[0] == 404

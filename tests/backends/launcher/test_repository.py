@@ -1,0 +1,86 @@
+"""Triton's log, turned into what an operator should read."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from backends.launcher.repository import Load, TritonLog, ask_http, loads
+
+LINE = (
+    "E1121 02:49:20.655238 8564 model_lifecycle.cc:642] \"failed to load 'prefill_1' version 1: "
+    "Internal: TritonModelException: prefill_1/config.pbtxt has 1 mistake(s):\\n  - threads is "
+    "'zero'; expected int\\n\\nAt:\\n  /models/model.py(21): initialize\\n\"\n"
+)
+NEXT = "I1121 02:49:20.655251 8564 model_lifecycle.cc:777] \"failed to load 'prefill_1'\"\n"
+
+
+REFUSED = Load(
+    "prefill_1", "prefill_1/config.pbtxt has 1 mistake(s):\n  - threads is 'zero'; expected int"
+)
+LOADED = "I1121 02:49:20.594856 8564 model_lifecycle.cc:839] \"successfully loaded 'prefill_1'\"\n"
+
+
+def test_a_refusal_is_the_model_s_own_message_without_the_wrapping() -> None:
+    assert loads(LINE + NEXT + LOADED) == [REFUSED, Load("prefill_1")]
+
+
+def test_each_refusal_is_reported_once_until_the_model_has_loaded(tmp_path: Path) -> None:
+    log = tmp_path / "triton.log"
+    watch = TritonLog(log)
+    assert watch.news() == []
+    log.write_text(LINE[:60])
+    assert watch.news() == [], "a line that is still being written waits"
+    log.write_text((LINE + NEXT) * 3)
+    assert watch.news() == [REFUSED]
+    log.write_text((LINE + NEXT) * 3 + LOADED + LINE + NEXT)
+    assert watch.news() == [Load("prefill_1"), REFUSED]
+
+
+def test_a_log_that_was_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:
+    log = tmp_path / "triton.log"
+    watch = TritonLog(log)
+    log.write_text((LINE + NEXT) * 3)
+    assert watch.news() == [REFUSED]
+    log.write_text(LOADED)
+    assert watch.news() == [Load("prefill_1")]
+
+
+def test_a_triton_on_loopback_is_asked_directly_whatever_http_proxy_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as triton:
+        host, port = triton.getsockname()
+        for name in ("http_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, "http://127.0.0.1:1")
+        monkeypatch.delenv("no_proxy", raising=False)
+
+        def answer() -> None:
+            connection, _ = triton.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert ask_http(f"{host}:{port}")("conductor") is True
+        thread.join(10.0)
+
+
+def test_a_port_that_was_taken_is_noticed_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "decode_0.log"
+    watch = TritonLog(log)
+    log.write_text(LOADED)
+    watch.news()
+    assert watch.service_problem == ""
+    log.write_text(
+        LOADED + 'E1121 02:49:20.65 8564 main.cc:181] "failed to start GRPC service: Unavailable '
+        "- Socket '127.0.0.1:11001' already in use \"\n"
+    )
+    watch.news()
+    assert watch.service_problem == (
+        "failed to start GRPC service: Unavailable - Socket '127.0.0.1:11001' already in use"
+    )

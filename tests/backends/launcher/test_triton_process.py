@@ -1,0 +1,150 @@
+"""One Triton of the launcher, over a small program in its place: ports, lives, restarts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from backends.launcher import environment
+from backends.launcher.processes import Command
+from backends.launcher.triton_process import Endpoints, Restart, Triton, WorkerTriton
+from tests.e2e.server import wait_until
+
+# Says what a Triton would: it loaded its model, or that its gRPC port was taken, which ends it.
+PROGRAM = """
+import signal, socket, sys
+port = int(sys.argv[1])
+with socket.socket() as server:
+    try:
+        server.bind(("127.0.0.1", port))
+    except OSError:
+        print(f'E0101 main.cc:1] "failed to start GRPC service: Unavailable - Socket {port} "')
+        sys.exit(1)
+    server.listen()
+    print("I0101 x.cc:1] \\"successfully loaded 'decode_0'\\"", flush=True)
+    signal.pause()
+"""
+
+
+def plan(triton: Triton, endpoints: Endpoints) -> Command:
+    port = endpoints.grpc.rpartition(":")[2]
+    return Command([sys.executable, "-c", PROGRAM, port], os.environ)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[WorkerTriton]:
+    folder = tmp_path / "source" / "decode_0"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text('backend: "decode"\n')
+    made = WorkerTriton(
+        "decode_0", tmp_path / "source", tmp_path / "mirror", tmp_path / "it.log", tmp_path, plan
+    )
+    made.mirror.sync(is_first=True)
+    yield made
+    if made.child is not None:
+        made.child.kill()
+
+
+def loaded(worker: WorkerTriton) -> Callable[[], bool]:
+    return lambda: bool(worker.take_loads())
+
+
+def test_ports_are_free_differ_and_are_promised_to_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        taken = held.getsockname()[1]
+        monkeypatch.setattr(environment, "PORT_MIN", taken - 4)
+        monkeypatch.setattr(environment, "PORT_MAX", taken + 8)
+        for _ in range(20):
+            ports = environment.free_ports(3, {taken + 1})
+            assert len(set(ports)) == 3 and not {taken, taken + 1} & set(ports)
+
+
+def test_a_start_that_loses_the_race_for_its_port_takes_another(
+    worker: WorkerTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        taken = held.getsockname()[1]
+        right = environment.free_ports
+        first = iter([[taken, right(1, ())[0]]])
+        monkeypatch.setattr(
+            "backends.launcher.triton_process.free_ports",
+            lambda count, promised: next(first, None) or right(count, promised),
+        )
+        worker.start()
+        assert worker.child is not None
+        wait_until(lambda: worker.tend_start() == "" and loaded(worker)(), "another port")
+    assert worker.child.starts == 2
+    assert worker.endpoints is not None and str(taken) not in worker.endpoints.grpc
+
+
+def test_a_worker_whose_process_died_gets_a_new_triton_with_other_ports(
+    worker: WorkerTriton,
+) -> None:
+    worker.start()
+    before, life = worker.endpoints, worker.life
+    wait_until(lambda: worker.tend({"decode_0"}) == [] and worker._loaded, "it to load")
+    assert worker.tend({"decode_0"}) == [], "its process lives"
+    assert worker.tend(set()) == [Restart("decode_0")]
+    assert worker.endpoints != before and worker.life > life
+    wait_until(lambda: worker.tend({"decode_0"}) == [] and worker._loaded, "it to load again")
+
+
+def test_a_process_that_comes_and_goes_while_it_never_loads_is_triton_s_business(
+    worker: WorkerTriton,
+) -> None:
+    worker.start()
+    worker._read_log = lambda: None  # type: ignore[method-assign]  # nothing was loaded
+    assert [worker.tend(alive) for alive in ({"decode_0"}, set(), {"decode_0"}, set())] == [[]] * 4
+
+
+def test_a_removed_worker_is_ended_when_its_model_has_ended(worker: WorkerTriton) -> None:
+    worker.start()
+    assert not worker.drain({"decode_0"}), "it still ends what it has"
+    assert worker.mirror.models() == set(), "Triton is told to unload it"
+    assert not worker.drain({"decode_0"})
+    wait_until(lambda: worker.drain(set()), "its Triton to end")
+    assert worker.pid is None
+
+
+LEAVES_A_STUB = """
+import signal, subprocess, sys
+deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True);"
+stub = subprocess.Popen([sys.executable, "-c", deaf + "signal.pause()"], stdout=subprocess.PIPE)
+stub.stdout.readline()
+print(f"stub {stub.pid}", flush=True)
+signal.pause()
+"""
+
+
+def test_a_worker_that_is_drained_leaves_no_process_that_hangs(tmp_path: Path) -> None:
+    folder = tmp_path / "source" / "decode_0"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text('backend: "decode"\n')
+    log = tmp_path / "it.log"
+    worker = WorkerTriton(
+        "decode_0", tmp_path / "source", tmp_path / "mirror", log, tmp_path,
+        lambda *_: Command([sys.executable, "-c", LEAVES_A_STUB], os.environ),
+    )  # fmt: skip
+    worker.mirror.sync(is_first=True)
+    worker.start()
+    wait_until(lambda: "stub " in log.read_text(), "its stub to be there")
+    stub = psutil.Process(int(log.read_text().split()[1]))
+    wait_until(lambda: worker.drain(set()), "the worker to have ended")
+    wait_until(lambda: not is_running(stub), "its stub to have ended")
+
+
+def is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

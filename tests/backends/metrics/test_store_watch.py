@@ -1,0 +1,70 @@
+"""Evictions are counted once, whatever begins anew; a silent directory shows nothing."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import fields
+
+from backends.metrics.store_watch import Evictions, StoreWatch
+from mooncake_store.errors import StoreUnavailable
+from mooncake_store.records.status import DirectoryStats, NodeStats
+from tests.e2e.server import wait_until
+
+
+def node(node_id: str, evictions: int, incarnation: str = "life1") -> NodeStats:
+    counts = {field.name: 0 for field in fields(NodeStats)}
+    named = {"node_id": node_id, "incarnation": incarnation, "tier": "dram", "fingerprint": "f"}
+    return NodeStats(**{**counts, **named, "evictions": evictions})  # type: ignore[arg-type]
+
+
+def stats(*nodes: NodeStats, epoch: int = 1) -> DirectoryStats:
+    counts = {field.name: 0 for field in fields(DirectoryStats)}
+    return DirectoryStats(**{**counts, "epoch": epoch, "tenants": (), "nodes": nodes})  # type: ignore[arg-type]
+
+
+def test_evictions_before_the_first_look_were_another_s_to_count() -> None:
+    evictions = Evictions()
+    evictions.look(stats(node("s0", 40)))
+    assert evictions.totals == {"s0": 0}
+    evictions.look(stats(node("s0", 43), node("s1", 5)))  # s1 came meanwhile
+    assert evictions.totals == {"s0": 3, "s1": 5}
+
+
+def test_a_node_or_directory_that_begins_anew_counts_on() -> None:
+    evictions = Evictions()
+    evictions.look(stats(node("s0", 0)))
+    evictions.look(stats(node("s0", 7)))
+    evictions.look(stats(node("s0", 2, "life2")))
+    assert evictions.totals == {"s0": 9}
+    evictions.look(stats(node("s0", 9, "life2"), epoch=2))
+    assert evictions.totals == {"s0": 18}
+    evictions.look(stats(epoch=2))
+    assert evictions.totals == {"s0": 18}
+
+
+class Directory:
+    timeout_s = 0.1
+
+    def __init__(self) -> None:
+        self.is_silent = False
+        self.asked = threading.Semaphore(0)
+
+    def stats(self) -> DirectoryStats:
+        self.asked.release()
+        if self.is_silent:
+            raise StoreUnavailable("no answer")
+        return stats(node("s0", 0))
+
+
+def test_a_directory_that_does_not_answer_shows_nothing(monkeypatch) -> None:
+    monkeypatch.setattr("backends.metrics.store_watch.PERIOD_S", 0.01)
+    directory = Directory()
+    watch = StoreWatch(directory)  # type: ignore[arg-type]
+    try:
+        wait_until(lambda: watch.seen, "the first look")
+        directory.is_silent = True
+        wait_until(lambda: watch.seen is None, "the silence to be noticed")
+        directory.is_silent = False
+        wait_until(lambda: watch.seen, "the directory to be back")
+    finally:
+        watch.close()

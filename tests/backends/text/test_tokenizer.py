@@ -1,0 +1,239 @@
+"""backends/text/tokenizer.py agrees with transformers, and says what is wrong with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.errors import ConfigError, RequestInvalid
+from backends.text.tokenizer import Tokenizer
+from tests.backends.small_tokenizers import (
+    ASSISTANT,
+    BOS,
+    CHAT_TEMPLATE,
+    DEMO,
+    EOS,
+    KINDS,
+    TEXTS,
+    USER,
+    byte_fallback,
+    byte_level,
+    tokenizer_of,
+    write_checkpoint,
+)
+
+NAMES = {"eos_token": EOS, "bos_token": BOS}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Grüße <b>&amp; 日本</b>\n\n"},
+    {"role": "assistant", "content": "Ja."},
+    {"role": "user", "content": "  why? "},
+]
+demo_exists = pytest.mark.skipif(
+    not (DEMO / "tokenizer_config.json").exists(), reason="the demo checkpoint is not there yet"
+)
+
+
+def peer_of(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def assert_same(folder: Path, texts: list[str]) -> None:
+    ours, peer = Tokenizer.load(folder), peer_of(folder)
+    for text in texts:
+        token_ids = peer(text).input_ids
+        assert ours.encode(text) == token_ids, text
+        assert ours.encode(text, False) == peer(text, add_special_tokens=False).input_ids
+        for skip_special in (True, False):
+            expected = peer.decode(
+                token_ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+            )
+            assert ours.decode(token_ids, skip_special) == expected
+    assert ours.vocabulary_tokens == len(peer)
+
+
+VARIANTS = {
+    "plain": (byte_level(), {}),
+    "post_processor_adds_bos": (byte_level(adds_bos=True), {}),
+    "config_adds_bos": (byte_level(), {"add_bos_token": True}),
+    "config_takes_bos_away": (byte_level(adds_bos=True), {"add_bos_token": False}),
+    "byte_fallback": (byte_fallback(), {"add_bos_token": True}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_text_becomes_the_same_ids_and_text_as_with_transformers(
+    variant: str, tmp_path: Path, seed: int
+) -> None:
+    backend, config = VARIANTS[variant]
+    folder = write_checkpoint(tmp_path, backend, NAMES | config)
+    rng = random.Random(seed)
+    characters = "".join(TEXTS) + "\x00\x7f\u200b\ufffd𝔘   \t\n"
+    garbage = ["".join(rng.choices(characters, k=rng.randint(0, 60))) for _ in range(40)]
+    assert_same(folder, ["", " ", f"{EOS}a{USER}", *TEXTS, *garbage])
+
+
+@demo_exists
+def test_the_demo_checkpoint_is_read_as_by_transformers() -> None:
+    assert_same(DEMO, ["", *TEXTS])
+    ours, peer = Tokenizer.load(DEMO), peer_of(DEMO)
+    assert ours.eos_ids == (peer.eos_token_id,)
+    expected = peer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert ours.apply_chat(CHAT) == expected
+
+
+TEMPLATES = [
+    CHAT_TEMPLATE,
+    "{% if messages[0].role == 'system' %}\n  {{ messages[0].content|tojson }}\n  {% endif %}\nX",
+    "{% for m in messages %}{% if m.role == 'user' %}{% break %}{% endif %}{{ m }}{% endfor %}",
+    "{%- for m in messages %}{% generation %}{{ m.content | trim }}{% endgeneration %}{% endfor %}",
+    "{{ tools is none }}{{ documents is none }}{{ strftime_now('%Y') }}{{ pad_token is defined }}",
+    "{% set s = namespace(n=0) %}{% for m in [1, 2] %}{% set s.n = s.n + 1 %}{% endfor %}{{ s.n }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_template_renders_as_with_transformers(template: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, byte_level(), NAMES | {"chat_template": template})
+    expected = peer_of(folder).apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert Tokenizer.load(folder).apply_chat(CHAT) == expected
+
+
+def test_a_rendered_chat_gets_no_second_bos(tmp_path: Path) -> None:
+    config = NAMES | {"chat_template": CHAT_TEMPLATE}
+    folder = write_checkpoint(tmp_path, byte_level(adds_bos=True), config)
+    tokenizer = Tokenizer.load(folder)
+    token_ids = tokenizer.encode(tokenizer.apply_chat(CHAT), add_special=False)
+    expected = peer_of(folder).apply_chat_template(
+        CHAT, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    assert token_ids == list(expected)
+    assert token_ids.count(tokenizer.bos_id or 0) == 1
+
+
+def test_a_template_may_lie_in_its_own_file_or_in_a_list(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, byte_level(), NAMES | {"chat_template": "old"})
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert Tokenizer.load(tmp_path).apply_chat([{"role": "user", "content": "é"}]) == "é!"
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    listed = write_checkpoint(tmp_path / "listed", byte_level(), {"chat_template": named})
+    assert Tokenizer.load(listed).apply_chat(CHAT) == "D"
+    no_default = [{"name": "a", "template": "A"}, {"name": "b", "template": "B"}]
+    folder = write_checkpoint(tmp_path / "none", byte_level(), {"chat_template": no_default})
+    with pytest.raises(RequestInvalid, match="a, b but no default"):
+        Tokenizer.load(folder).apply_chat(CHAT)
+
+
+def test_a_chat_without_a_template_is_refused_with_the_remedy() -> None:
+    with pytest.raises(RequestInvalid, match="no chat template; send text_input"):
+        tokenizer_of("byte_level").apply_chat(CHAT)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{% for",
+        "{{ messages[99].content }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+    ],
+)
+def test_a_template_that_fails_is_the_requests_fault_not_a_crash(template: str) -> None:
+    tokenizer = Tokenizer(byte_level(), {"chat_template": template})
+    with pytest.raises(RequestInvalid, match="the checkpoint's chat template refused them"):
+        tokenizer.apply_chat(CHAT)
+
+
+def test_end_tokens_come_from_the_generation_config_then_the_config(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+        ({}, (0,)),
+        ({"config": {"eos_token_id": 3}}, (3, 0)),
+        ({"config": {"text_config": {"eos_token_id": [3]}}}, (3, 0)),
+        ({"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": [2, 1]}}, (2, 1, 0)),
+        ({"generation_config": {"eos_token_id": 0}}, (0,)),
+        ({"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": None}}, (3, 0)),
+    ]
+    for number, (files, expected) in enumerate(cases):
+        folder = write_checkpoint(tmp_path / str(number), byte_level(), NAMES, **files)
+        assert Tokenizer.load(folder).eos_ids == expected, files
+
+
+def test_names_may_be_objects_and_lie_in_the_special_tokens_map(tmp_path: Path) -> None:
+    token = {"content": BOS, "lstrip": False, "special": True}
+    folder = write_checkpoint(
+        tmp_path, byte_level(), {"eos_token": None}, special_tokens_map={"bos_token": token}
+    )
+    assert Tokenizer.load(folder).bos_id == 1
+
+
+def test_training_leftovers_do_not_truncate_or_pad(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=16)
+    tokenizer = Tokenizer.load(write_checkpoint(tmp_path, backend, NAMES))
+    assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == TEXTS[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("tokenizer.json", None, "tokenizer.json is missing.*save_pretrained"),
+        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
+        ("tokenizer.json", json.dumps({"model": {"type": "BPE"}}), "tokenizer.json cannot be read"),
+        ("tokenizer_config.json", "{nope", "tokenizer_config.json is not valid JSON"),
+        ("generation_config.json", "[1]", "generation_config.json must hold a JSON object"),
+        ("tokenizer_config.json", '{"chat_template": [1]}', "must be a string or a list"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_file_name(
+    name: str, content: str | None, expected: str, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path, byte_level(), NAMES)
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(ConfigError, match=expected):
+        Tokenizer.load(folder)
+
+
+def test_ids_outside_the_vocabulary_have_no_text() -> None:
+    tokenizer = tokenizer_of("byte_level")
+    token_ids = tokenizer.encode("hello")
+    assert tokenizer.decode([-1, *token_ids, 99_999]) == "hello"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(alphabet=st.characters(codec=None), max_size=20))
+def test_any_text_is_encoded_or_refused(kind: str, text: str) -> None:
+    try:
+        assert all(isinstance(token_id, int) for token_id in TOKENIZERS[kind].encode(text))
+    except RequestInvalid as error:
+        assert "cannot be tokenised" in str(error)
+
+
+TOKENIZERS = {kind: tokenizer_of(kind) for kind in KINDS}
+
+
+def test_loading_needs_no_transformers() -> None:
+    heavy = "('transformers' in sys.modules, 'torch' in sys.modules)"
+    code = f"import sys, backends.frontend.request; print{heavy}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_assistant_mark_is_one_token() -> None:
+    assert len(tokenizer_of("byte_level").encode(ASSISTANT)) == 1

@@ -1,0 +1,111 @@
+"""A prompt's tokens are counted by how their KV came, each once; its mistakes are its client's."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.engine.sampling_params import SamplingParams
+from backends.errors import RequestInvalid
+from backends.metrics.observations import Observations
+from backends.metrics.page import MetricPage
+from backends.workers.kv_writer import BlockPut
+from backends.workers.prefill_job import PrefillJob
+from backends.workers.prefill_worker import PrefillWorker
+from backends.workers.protocol import FirstToken, PrefillRequest
+from tests.backends.metrics.test_page import Triton
+
+BLOCK_TOKENS, BLOCK_BYTES = 64, 1000
+
+
+class Silent:
+    def prefilled(self, *_: object) -> None: ...
+    def fail(self, *_: object) -> None: ...
+
+
+def job(
+    prompt_tokens: int, cached_tokens: int, fetched_blocks: int, released_tokens: int = 0,
+    inbox: str = "", **sampling: Any,
+) -> PrefillJob:  # fmt: skip
+    params = SamplingParams(**({"max_tokens": 1} | sampling))
+    request = PrefillRequest("r", prompt_tokens, params, "", 0, "", inbox, 0)
+    made = PrefillJob(
+        request, np.zeros(prompt_tokens + released_tokens, np.int32), Silent(),
+        BlockPut("r", prompt_tokens, [], [], first_block=0), submitted_s=100.0,
+    )  # fmt: skip
+    made.cached_tokens, made.fetched_blocks = cached_tokens, fetched_blocks
+    made.load_s, made.compute_s, made.computed_at_s = 0.5, 1.0, 102.0
+    return made
+
+
+@pytest.mark.parametrize(
+    ("cached_tokens", "fetched_blocks", "expected"),
+    [
+        (0, 0, {"computed": 300, "local": 0, "fetched": 0}),
+        (256, 0, {"computed": 44, "local": 256, "fetched": 0}),
+        (256, 3, {"computed": 44, "local": 64, "fetched": 192}),
+        (256, 9, {"computed": 44, "local": 0, "fetched": 256}),  # some did not make it into pages
+    ],
+)
+def test_each_token_came_by_one_path(
+    cached_tokens: int, fetched_blocks: int, expected: dict[str, int]
+) -> None:
+    triton, observations = Triton(), Observations()
+    prompt = job(300, cached_tokens, fetched_blocks)
+    prompt.observe(prompt.reply("life", BLOCK_BYTES), BLOCK_TOKENS, observations)
+    MetricPage("prefill", triton).take(observations)
+    paths = {path: triton["mooncake_prompt_tokens_total", path] for path in expected}
+    assert paths == expected
+    assert triton["mooncake_output_tokens_total"] == 1
+    assert triton["mooncake_prefix_load_seconds"] == (1 if cached_tokens else 0)
+    assert triton["mooncake_prefill_queue_seconds"] == 1
+
+
+def test_waiting_is_what_was_neither_loading_nor_computing() -> None:
+    assert job(300, 0, 0).queue_s == pytest.approx(0.5)
+
+
+INBOX = "ipc://front"
+
+
+def test_the_first_token_goes_ahead_when_the_answer_surely_goes_on() -> None:
+    letter = job(300, 256, 0, inbox=INBOX, max_tokens=2).first_token(7)
+    assert letter == FirstToken("r", 7, 256)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"inbox": "", "max_tokens": 9},
+        {"inbox": INBOX, "max_tokens": 1},
+        {"inbox": INBOX, "max_tokens": 4, "released_tokens": 3},
+        {"inbox": INBOX, "max_tokens": 9, "end_ids": (7,)},
+        {"inbox": INBOX, "max_tokens": 9, "stop_words": ("x",)},
+    ],
+)
+def test_a_token_that_could_end_the_answer_comes_with_the_reply(asked: dict[str, Any]) -> None:
+    assert job(300, 0, 0, **asked).first_token(7) is None
+
+
+def test_what_is_wrong_with_a_request_is_told_to_its_client_and_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(self: PrefillWorker, loaded: PrefillJob) -> None:
+        raise RequestInvalid("this TensorRT-LLM does not support min_p")
+
+    failed: list[Exception] = []
+    monkeypatch.setattr(PrefillWorker, "_loaded", refuses)
+    monkeypatch.setattr(PrefillWorker, "_load_prefix", lambda self, loaded: True)
+    monkeypatch.setattr(PrefillWorker, "_fail", lambda self, loaded, error: failed.append(error))
+    worker = object.__new__(PrefillWorker)
+    worker._lock = threading.Condition()
+    worker.worker = SimpleNamespace(  # type: ignore[assignment]
+        owners=SimpleNamespace(hold=lambda request_id, now_s: None)
+    )
+    worker._load(job(100, 0, 0))
+    assert [str(error) for error in failed] == ["this TensorRT-LLM does not support min_p"]
+    assert not caplog.records

@@ -1,0 +1,89 @@
+"""Where `mooncake store` looks for a directory: only in folders that nobody else can write."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from mooncake_store.cli.places import VARIABLE, default_folder, find_directory, own_folder
+
+SOMEBODY = 54321
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+
+
+@pytest.fixture
+def tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A /tmp of the test's own, with a short path: sockets lie in it."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with tempfile.TemporaryDirectory(prefix="places-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def listen() -> Iterator[object]:
+    """Makes a folder in which something listens as a directory would."""
+    sockets = []
+
+    def make(folder: Path, mode: int = 0o700) -> Path:
+        folder.mkdir()
+        folder.chmod(mode)
+        sockets.append(socket.socket(socket.AF_UNIX))
+        sockets[-1].bind(str(folder / "directory"))
+        sockets[-1].listen()
+        return folder
+
+    yield make
+    for each in sockets:
+        each.close()
+
+
+def test_the_directory_in_a_folder_of_this_user_is_found(tmp: Path, listen) -> None:
+    folder = listen(tmp / "mooncake-1-abc", 0o755)
+    assert find_directory() == f"ipc://{folder}/directory"
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o1777, 0o722])
+def test_a_folder_that_others_may_write_is_passed_over_with_the_remedy(
+    tmp: Path, listen, mode: int
+) -> None:
+    planted = listen(tmp / "mooncake-1-abc", mode)
+    with pytest.raises(typer.BadParameter, match=f"chmod go-w {planted}.*--directory"):
+        find_directory()
+    own = listen(tmp / "mooncake-2-def")
+    os.utime(own / "directory", (0, 0))  # older than the planted one
+    assert find_directory() == f"ipc://{own}/directory"
+
+
+@as_root
+def test_a_folder_of_somebody_else_is_passed_over(tmp: Path, listen) -> None:
+    planted = listen(default_folder())
+    os.chown(planted, SOMEBODY, SOMEBODY)
+    with pytest.raises(typer.BadParameter, match=f"belongs to user {SOMEBODY}"):
+        find_directory()
+    with pytest.raises(typer.BadParameter, match="could pose as the directory"):
+        own_folder()
+
+
+def test_a_link_to_a_folder_is_not_followed(tmp: Path, listen) -> None:
+    elsewhere = listen(tmp / "elsewhere")
+    default_folder().symlink_to(elsewhere)
+    with pytest.raises(typer.BadParameter, match="is not a folder"):
+        find_directory()
+    with pytest.raises(typer.BadParameter, match="is not a folder"):
+        own_folder()
+
+
+def test_the_folder_that_is_made_for_serving_is_this_users_alone(tmp: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert own_folder() == own_folder() == default_folder()
+    finally:
+        os.umask(before)
+    assert default_folder().stat().st_mode & 0o777 == 0o700
