@@ -53,7 +53,7 @@ clients: $(READY)  ## public load generators, unchanged (ARGS="curl --url 127.0.
 	$(BIN)/python -m loadtest.clients $(ARGS)
 
 loadtest: $(READY)  ## users for a while, and a report (USERS=20 SECONDS=60 ARGS="--workload chat")
-	@exec $(BIN)/python -m loadtest.swarm --users $(USERS) --seconds $(SECONDS) $(ARGS)
+	@exec $(BIN)/python -m loadtest.users --users $(USERS) --seconds $(SECONDS) $(ARGS)
 
 setup: $(READY)
 

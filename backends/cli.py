@@ -161,7 +161,7 @@ def status(
              add_help_option=False)  # fmt: skip
 def replay(context: typer.Context) -> None:
     """Send a published request trace to a running server (`mooncake replay --help`)."""
-    from loadtest.replay import main as replay_main
+    from loadtest.replay.command import main as replay_main
 
     sys.exit(replay_main(context.args))
 

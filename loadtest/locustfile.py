@@ -2,23 +2,23 @@
 
     locust -f loadtest/locustfile.py --headless -u 5 -t 60s --report report.html
 
-The users are in `swarm/users.py`, the options in `swarm/options.py`, and README.md explains both.
+The users are in `users/users.py`, the options in `users/options.py`, and README.md explains both.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from loadtest.swarm import gevent_grpc  # noqa: F401  isort: skip  before anything that uses gRPC
+from loadtest.users import gevent_grpc  # noqa: F401  isort: skip  before anything that uses gRPC
 
 from locust import events
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.swarm import interrupts
-from loadtest.swarm.master import MasterSession
-from loadtest.swarm.options import add_options
-from loadtest.swarm.session import DecidingSession
-from loadtest.swarm.users import (
+from loadtest.users import interrupts
+from loadtest.users.master import MasterSession
+from loadtest.users.options import add_options
+from loadtest.users.session import DecidingSession
+from loadtest.users.users import (
     BurstUser,
     ChatUser,
     DocumentUser,
@@ -26,7 +26,7 @@ from loadtest.swarm.users import (
     SwarmUser,
     TraceUser,
 )
-from loadtest.swarm.worker import WorkerSession
+from loadtest.users.worker import WorkerSession
 
 __all__ = ["BurstUser", "ChatUser", "DocumentUser", "SharedPromptUser", "TraceUser"]
 

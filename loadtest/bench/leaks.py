@@ -36,15 +36,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from backends.metrics.table import METRICS
-from loadtest.addresses import Addresses
+from backends.metric_table import METRICS
 from loadtest.bench import server
 from loadtest.bench.mixed_requests import run_mixed
 from loadtest.bench.process_watch import Look, ProcessWatch
 from loadtest.bench.result import Cell, Result, Target
-from loadtest.metrics_page import fetch_page, series_key, series_of
-from loadtest.server_info import ServerDescription, describe_server
-from loadtest.triton_client import TritonClient
+from loadtest.client.metrics_page import fetch_page, series_key, series_of
+from loadtest.client.server import Addresses, ServerDescription, describe_server
+from loadtest.client.triton_client import TritonClient
 
 RSS_RATIO_GOAL = 1.03
 WINDOW_S = 60.0

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import requests
 
-from loadtest.addresses import Addresses
-from loadtest.protocol import GenerateRequest, Rejected, ServerError
-from loadtest.triton_client import TritonClient
+from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
+from loadtest.client.server import Addresses
+from loadtest.client.triton_client import TritonClient
 
 HTTP_S_MAX = 120.0
 SHARES = {"good": 5, "good http": 1, "bad": 2, "left": 2, "left http": 1}

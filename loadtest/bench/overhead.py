@@ -40,9 +40,9 @@ from backends.engine.torch.torch_engine import TorchEngine
 from loadtest.bench.cpu_time import CpuTime
 from loadtest.bench.result import Cell, Result, Target
 from loadtest.bench.server import measuring, serving
-from loadtest.server_info import describe_server
-from loadtest.triton_client import GenerateRequest, TritonClient
-from loadtest.workloads import TokenIds, TokenSource
+from loadtest.client.server import describe_server
+from loadtest.client.triton_client import GenerateRequest, TritonClient
+from loadtest.replay.prompts import TokenIds, TokenSource
 
 TTFT_ADDED_S_GOAL = 0.010
 TBT_RATIO_GOAL = 1.2

@@ -27,15 +27,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadtest.addresses import Addresses
-from loadtest.answer import Answer
 from loadtest.bench.result import Cell, Result, Target
 from loadtest.bench.server import measuring, serving
-from loadtest.metrics_page import counter_sum, fetch_page
-from loadtest.protocol import GenerateRequest
-from loadtest.server_info import describe_server
-from loadtest.triton_client import TritonClient
-from loadtest.workloads import TokenIds, TokenSource
+from loadtest.client.answer import StreamedAnswer
+from loadtest.client.metrics_page import counter_sum, fetch_page
+from loadtest.client.protocol import GenerateRequest
+from loadtest.client.server import Addresses, describe_server
+from loadtest.client.triton_client import TritonClient
+from loadtest.replay.prompts import TokenIds, TokenSource
 
 RATIO_GOAL = 0.35
 OUTPUT_TOKENS = 4  # more than one, so that decode reads the blocks: then they are in the store
@@ -74,7 +73,7 @@ def settled_nixl_bytes(addresses: Addresses) -> float | None:
 
 async def send(client: TritonClient, step: Step, prompt: TokenIds) -> dict[str, Cell]:
     """One request, alone; what it took and what the server says of it."""
-    answer = Answer()
+    answer = StreamedAnswer()
     request = GenerateRequest(
         request_id=f"reuse-{step.name}",
         input_ids=prompt,

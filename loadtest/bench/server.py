@@ -25,8 +25,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from loadtest.addresses import Addresses, addresses_of
-from loadtest.protocol import ServerError
+from loadtest.client.protocol import ServerError
+from loadtest.client.server import Addresses, addresses_of
 
 PROJECT = Path(__file__).resolve().parents[2]
 READY_S_MAX = 300.0

@@ -35,25 +35,23 @@ import typer
 from rich.console import Console
 
 from conductor import ConductorConfig
-from loadtest.addresses import Addresses
 from loadtest.bench.repository import copy_repository, set_parameters
 from loadtest.bench.result import Cell, Result, Target
 from loadtest.bench.server import PROJECT, measuring, serving
-from loadtest.metrics import COMPLETED, RequestRecord
-from loadtest.metrics_page import counter_sum, fetch_page
-from loadtest.open_loop import WallClock
+from loadtest.client.metrics_page import counter_sum, fetch_page
+from loadtest.client.protocol import ServerError
+from loadtest.client.server import Addresses, ServerDescription, describe_server
+from loadtest.client.triton_client import TritonClient
 from loadtest.profile.command import measure as measure_profile
 from loadtest.profile.profile import Profile
-from loadtest.protocol import ServerError
-from loadtest.run import Run, SendOptions, send_all
-from loadtest.server_info import ServerDescription, describe_server
+from loadtest.replay.open_loop import ReplayRun, SendOptions, WallClock, send_all
+from loadtest.replay.prompts import PlannedRequest, TokenSource, plan, too_long
+from loadtest.replay.trace import TraceRow, read_trace
+from loadtest.results.metrics import COMPLETED, RequestRecord
 from loadtest.simulator.cluster.fleet import Fleet, Offered
 from loadtest.simulator.cluster.job import Job
 from loadtest.simulator.cluster.settings import Settings
 from loadtest.simulator.gpu.table import Table
-from loadtest.trace import TraceRow, read_trace
-from loadtest.triton_client import TritonClient
-from loadtest.workloads import PlannedRequest, TokenSource, plan, too_long
 from mooncake_store.block_keys import block_keys, chain_seed
 
 WORKERS = ("prefill_0", "decode_1")
@@ -134,7 +132,7 @@ def of_jobs(jobs: Sequence[Job], profile: Profile) -> Means:
 
 
 async def send(url: str, planned: Sequence[PlannedRequest]) -> list[RequestRecord]:
-    run = Run(planned)
+    run = ReplayRun(planned)
     options = SendOptions(url, "conductor", True, TIMEOUT_S, 4, False)
     await send_all(run, options, WallClock(), lambda _: None)
     return run.records

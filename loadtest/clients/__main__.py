@@ -17,9 +17,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadtest.addresses import Addresses
 from loadtest.bench.result import Result
 from loadtest.bench.server import ServerFailed, serving
+from loadtest.client.server import Addresses
 from loadtest.clients import aiperf, curl, genai_perf, replay, tensorrt_llm
 from loadtest.clients.agreement import Agreement
 from loadtest.clients.environment import ENVIRONMENTS, PROJECT, ClientFailed, environment
@@ -27,7 +27,7 @@ from loadtest.clients.load import Load, Report
 from loadtest.clients.replay import ScaledTrace
 from loadtest.clients.scaled_trace import write_scaled
 from loadtest.clients.server_ttft import settled_totals
-from loadtest.trace import TraceError, read_trace
+from loadtest.replay.trace import TraceError, read_trace
 
 REQUIREMENTS = {
     aiperf.NAME: aiperf.REQUIREMENTS,

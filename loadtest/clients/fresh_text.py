@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from tokenizers import Tokenizer
 
 from loadtest.clients.load import Load
-from loadtest.workloads import TokenSource
+from loadtest.replay.prompts import TokenSource
 
 SPECIAL_TOKEN_IDS = range(16)  # the demo's are 0, 1 and 2
 

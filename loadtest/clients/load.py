@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.addresses import Addresses
+from loadtest.client.server import Addresses
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.trace import TraceRow
-from loadtest.workloads import scaled_lengths
+from loadtest.replay.prompts import scaled_lengths
+from loadtest.replay.trace import TraceRow
 
 
 def write_scaled(rows: Sequence[TraceRow], length_scale: float, speed: float, path: Path) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from loadtest.metrics_page import counter_sum, fetch_page
+from loadtest.client.metrics_page import counter_sum, fetch_page
 
 HISTOGRAM = "mooncake_ttft_seconds"
 FRONT = {"model": "conductor"}  # every request passes it, also through the ensemble

@@ -28,6 +28,8 @@ from rich.table import Table
 
 from backends.workers.machine_profile import cpu_model
 from loadtest.bench.server import measuring, serving
+from loadtest.client.server import describe_server
+from loadtest.client.triton_client import TritonClient
 from loadtest.profile.measure import (
     DECODE_POINTS,
     PREFILL_POINTS,
@@ -38,9 +40,7 @@ from loadtest.profile.measure import (
     sharing_of,
 )
 from loadtest.profile.profile import Profile
-from loadtest.server_info import describe_server
-from loadtest.triton_client import TritonClient
-from loadtest.workloads import TokenSource
+from loadtest.replay.prompts import TokenSource
 
 SETTINGS = ("checkpoint", "dtype", "device", "threads", "block_tokens", "chunk_tokens",
             "kv_pages", "slots")  # fmt: skip

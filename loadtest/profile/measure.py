@@ -20,12 +20,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from conductor.estimates.estimates import DecodeSample, PrefillSample
-from loadtest.answer import Answer
+from conductor.estimates import DecodeSample, PrefillSample
+from loadtest.client.answer import StreamedAnswer
+from loadtest.client.protocol import GenerateRequest, ServerError
+from loadtest.client.triton_client import TritonClient
 from loadtest.profile.profile import Serving, Sharing
-from loadtest.protocol import GenerateRequest, ServerError
-from loadtest.triton_client import TritonClient
-from loadtest.workloads import TokenIds, TokenSource
+from loadtest.replay.prompts import TokenIds, TokenSource
 
 # (new tokens, prefix tokens); a prefix is made of whole blocks of up to 256 tokens
 PREFILL_POINTS = (
@@ -177,14 +177,14 @@ class Measure:
 
     async def _ask(
         self, prompt: TokenIds, output_tokens: int, begun: asyncio.Event | None = None
-    ) -> tuple[Answer, float]:
+    ) -> tuple[StreamedAnswer, float]:
         """`begun` is set with its second token, when it decodes."""
         self._prompts += 1
         request = GenerateRequest(
             f"profile-{self._prompts}", input_ids=prompt, max_tokens=output_tokens,
             min_tokens=output_tokens, end_id=-1, return_decision=True, parameters=self._pins,
         )  # fmt: skip
-        answer, sent_s = Answer(), time.perf_counter()
+        answer, sent_s = StreamedAnswer(), time.perf_counter()
         async for event in self._client.generate(request):
             answer.add(event)
             if begun is not None and len(answer.token_times_s) > 1:

@@ -12,12 +12,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from loadtest import tables
-from loadtest.recording import Recording, RecordingError, goodput_of
 from loadtest.report import rows
 from loadtest.report.compare import Compared, compare
 from loadtest.report.embedded import read_report
 from loadtest.report.numbers import numbers, summary_of
+from loadtest.results import tables
+from loadtest.results.recording import Recording, RecordingError, goodput_of
 
 
 def report(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loadtest.recording import Recording
 from loadtest.report.numbers import Number, numbers, shown
+from loadtest.results.recording import Recording
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from loadtest.recording import Recording
 from loadtest.report import rows
 from loadtest.report.compare import compare
 from loadtest.report.contents import Section
@@ -14,6 +13,7 @@ from loadtest.report.page import rendered
 from loadtest.report.phases import Phases, mean_of, measured
 from loadtest.report.pictures import latency, where
 from loadtest.report.pictures.style import Picture, not_measured
+from loadtest.results.recording import Recording
 
 NAMES = ("A", "B")
 LEVELS = (("TTFT", "ttft_s"), ("TBT", "tbt_s"))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from loadtest.recording import Recording
 from loadtest.report import rows
 from loadtest.report.numbers import summary_of
 from loadtest.report.phases import measured
 from loadtest.report.pictures import latency, pools, prediction, refusals, traffic, where
 from loadtest.report.pictures.style import Picture
-from loadtest.slo import Slo
+from loadtest.results.metrics import Slo
+from loadtest.results.recording import Recording
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The recording inside a run's page, read back. Draws nothing, so that it does not wait to draw.
 
-Not here: writing the page (page.py), the recording's own format (loadtest/recording.py).
+Not here: writing the page (page.py), the recording's own format (loadtest/results/recording.py).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from loadtest.recording import Recording, RecordingError, from_bytes
+from loadtest.results.recording import Recording, RecordingError, from_bytes
 
 EMBEDDED = re.compile(
     rb'<script type="application/x-mooncake-recording">\s*([A-Za-z0-9+/=]+)\s*</script>'

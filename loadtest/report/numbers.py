@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from loadtest.metrics import Spread, Summary, summarize
-from loadtest.recording import Recording, goodput_of
 from loadtest.report.phases import PHASES, mean_of, measured
-from loadtest.tables import duration, lag_s
+from loadtest.results.metrics import Spread, Summary, summarize
+from loadtest.results.recording import Recording, goodput_of
+from loadtest.results.tables import duration, lag_s
 
 LOWER, HIGHER, NEITHER = "lower", "higher", ""
 

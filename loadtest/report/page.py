@@ -15,12 +15,12 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from loadtest.recording import Recording, goodput_of, to_bytes
 from loadtest.report import rows
 from loadtest.report.contents import notes, sections
 from loadtest.report.embedded import read_report
 from loadtest.report.numbers import summary_of
-from loadtest.tables import duration, lag_s, slo_text, warnings
+from loadtest.results.recording import Recording, goodput_of, to_bytes
+from loadtest.results.tables import duration, lag_s, slo_text, warnings
 
 # Control characters in a message: no browser shows them, and some make a page no HTML.
 UNPRINTABLE = dict.fromkeys([*range(0x09), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0)])

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from loadtest.metrics import COMPLETED, RequestRecord
+from loadtest.results.metrics import COMPLETED, RequestRecord
 
 PHASES = ("queue", "transfer", "prefill", "hand-over", "decode", "elsewhere")
 GROUPS_MAX = 10

@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from loadtest.metrics import (
+from loadtest.report.phases import PHASES, Phases, phases_of, predicted_ttft_s
+from loadtest.results.metrics import (
     COMPLETED,
     FAILED,
     REJECTED,
@@ -18,9 +19,8 @@ from loadtest.metrics import (
     spread,
     summarize,
 )
-from loadtest.recording import Recording, Setting
-from loadtest.report.phases import PHASES, Phases, phases_of, predicted_ttft_s
-from loadtest.tables import duration
+from loadtest.results.recording import Recording, Setting
+from loadtest.results.tables import duration
 
 SLOWEST_MAX = 12
 MESSAGE_LETTERS_MAX = 400

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from loadtest.metrics_page import series_of
-from loadtest.recording import Sample
+from loadtest.client.metrics_page import series_of
+from loadtest.results.recording import Sample
 
 WAITING = "mooncake_requests_waiting"
 RUNNING = "mooncake_requests_running"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
+from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
 
 Numbers = npt.NDArray[np.float64]
 

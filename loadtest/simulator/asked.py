@@ -20,8 +20,8 @@ from rich.progress import (
 )
 
 from conductor import ConductorConfig
+from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.simulator.cluster.settings import Settings
-from loadtest.trace import TraceRow, read_trace
 
 WHERE = "https://github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
 NODES = 8  # of each kind, in what the paper's figures show

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from loadtest.bench.result import Result
+from loadtest.replay.trace import TraceError
 from loadtest.simulator.asked import SUFFIXES, WHERE, Asked, SimulationRefused, console
 from loadtest.simulator.experiments import (
     coupled_baselines,
@@ -23,7 +24,6 @@ from loadtest.simulator.experiments import (
     rejection,
     scheduling,
 )
-from loadtest.trace import TraceError
 
 
 class Experiment(str, Enum):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.recording import Recording
 from loadtest.report.page import read_report
+from loadtest.results.recording import Recording
 from tests.e2e.server import ROOT, Server
 
 LOCUSTFILE = ROOT / "loadtest" / "locustfile.py"
@@ -19,7 +19,7 @@ SMALL = (  # short pauses and texts: much happens in little time
     "--system-tokens", "300", "--document-tokens", "600", "--document-questions", "2",
     "--burst-requests", "3", "--burst-every-s", "1.5", "--unloaded-requests", "2",
 )  # fmt: skip
-DRIVER = (sys.executable, "-m", "loadtest.swarm")  # what `make loadtest` runs
+DRIVER = (sys.executable, "-m", "loadtest.users")  # what `make loadtest` runs
 LENIENT = ("--slo-ttft-p90", "60", "--slo-tbt-p90", "60")  # where speed is not the question
 RUN_S_MAX = 120.0
 

@@ -22,7 +22,7 @@ from loadtest.clients.environment import ENVIRONMENTS, PROJECT
 from loadtest.clients.load import Load
 from loadtest.clients.scaled_trace import write_scaled
 from loadtest.clients.tensorrt_llm import OUTPUTS, Arrival, text_of
-from loadtest.trace import read_trace
+from loadtest.replay.trace import read_trace
 from tests.e2e.server import Server, wait_until
 
 MODELS = ["conductor", "ensemble"]

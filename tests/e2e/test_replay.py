@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from loadtest.metrics import summarize
 from loadtest.report import series
 from loadtest.report.page import read_report
 from loadtest.report.phases import measured
+from loadtest.results.metrics import summarize
 from tests.e2e.server import Server, wait_until
 
 EXTRACT = Path(__file__).parents[1] / "data" / "conversation_turns.jsonl"

@@ -21,8 +21,8 @@ from loadtest.bench.overload.load import COUNTER as COMPUTED
 from loadtest.bench.overload.load import Load as OpenLoad
 from loadtest.bench.overload.load import Shape
 from loadtest.bench.repository import set_parameters
-from loadtest.metrics import COMPLETED, FAILED, REJECTED
-from loadtest.workloads import TokenSource
+from loadtest.replay.prompts import TokenSource
+from loadtest.results.metrics import COMPLETED, FAILED, REJECTED
 from tests.e2e.load import B, Load, ask, assert_all_answered, prompt
 from tests.e2e.server import Answer, Server, Stream, running, wait_until
 from tests.e2e.test_pools import holders

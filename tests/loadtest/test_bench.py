@@ -8,10 +8,10 @@ import json
 import pytest
 from rich.console import Console
 
-from loadtest.addresses import Addresses, addresses_of
 from loadtest.bench.result import Result, Target, shown
 from loadtest.bench.reuse import targets
 from loadtest.bench.server import free_addresses
+from loadtest.client.server import Addresses, addresses_of
 
 
 def test_a_result_ends_with_one_line_of_json_in_the_common_shape() -> None:

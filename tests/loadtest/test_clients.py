@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import snapshot_download  # as aiperf looks a tokenizer up
 
-from loadtest.addresses import addresses_of
+from loadtest.client.server import addresses_of
 from loadtest.clients import aiperf, genai_perf, hub_cache
 from loadtest.clients.agreement import Agreement
 from loadtest.clients.environment import ClientFailed, environment
@@ -19,8 +19,8 @@ from loadtest.clients.process import run_client
 from loadtest.clients.replay import tables_of
 from loadtest.clients.scaled_trace import write_scaled
 from loadtest.clients.server_ttft import Sum, Totals, totals
-from loadtest.trace import TRACE_BLOCK_TOKENS, read_trace
-from loadtest.workloads import TokenSource, plan
+from loadtest.replay.prompts import TokenSource, plan
+from loadtest.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 
 TRACE = Path(__file__).resolve().parents[1] / "data" / "conversation_turns.jsonl"
 LOAD = Load(addresses_of("127.0.0.1:8001"), Path("tokenizer"), 40, 2, 512, 32)

@@ -11,7 +11,7 @@ from loadtest.bench.index import decision, memory
 from loadtest.bench.index.indexes import Adapter, PyDict
 from loadtest.bench.index.lookups import Contender, contenders
 from loadtest.bench.index.placement import placed, requests_of
-from loadtest.trace import TraceRow, read_trace
+from loadtest.replay.trace import TraceRow, read_trace
 
 TRACE = Path(__file__).parents[1] / "data" / "conversation_turns.jsonl"
 

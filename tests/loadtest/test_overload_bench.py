@@ -16,7 +16,7 @@ from loadtest.bench.overload.decode_bound import (
 )
 from loadtest.bench.overload.load import Phase
 from loadtest.bench.result import Target
-from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
+from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
 
 LIMITS = Limits(ttft_s=1.0, tbt_s=0.02)
 TOKENS = 100  # of each prompt

@@ -33,7 +33,7 @@ from loadtest.bench.index.lookups import BYTES, IDS, Contender, Measured, conten
 from loadtest.bench.index.peer import Peer
 from loadtest.bench.index.placement import Load, placed, requests_of
 from loadtest.bench.result import Cell, Result, Target
-from loadtest.trace import read_trace
+from loadtest.replay.trace import read_trace
 
 PLACEMENTS = ("rr", "rep4")
 OVER_PYDICT = {8: 2.0, 64: 2.5, 1024: 5.0}  # by workers

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.trace import read_trace
+from loadtest.replay.trace import read_trace
 
 PLACEMENT_SEED = 42
 

@@ -23,12 +23,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadtest.addresses import Addresses
 from loadtest.bench.overload import decode_bound, prefill_bound
 from loadtest.bench.overload.load import Shape
 from loadtest.bench.repository import copy_repository, set_parameters
 from loadtest.bench.result import Result
 from loadtest.bench.server import measuring, serving
+from loadtest.client.server import Addresses
 
 
 def main(

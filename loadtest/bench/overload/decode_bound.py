@@ -40,10 +40,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.addresses import Addresses
 from loadtest.bench.overload.load import Load, Phase, Shape, reload
 from loadtest.bench.result import Cell, Target
-from loadtest.metrics import COMPLETED, REJECTED, RequestRecord
+from loadtest.client.server import Addresses
+from loadtest.results.metrics import COMPLETED, REJECTED, RequestRecord
 
 POLICIES = ("reserved", "baseline", "early", "predictive", "predictive_lengths")
 OVERLOAD = 2.5

@@ -18,17 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtest.addresses import Addresses
 from loadtest.bench.repository import set_parameters
 from loadtest.bench.result import Cell
-from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, spread
-from loadtest.metrics_page import counter_sum, fetch_page
-from loadtest.open_loop import WallClock
-from loadtest.protocol import GenerateRequest, Rejected, ServerError
-from loadtest.run import Run, SendOptions, send_all
-from loadtest.server_info import describe_server
-from loadtest.triton_client import TritonClient
-from loadtest.workloads import PlannedRequest, TokenSource
+from loadtest.client.metrics_page import counter_sum, fetch_page
+from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
+from loadtest.client.server import Addresses, describe_server
+from loadtest.client.triton_client import TritonClient
+from loadtest.replay.open_loop import ReplayRun, SendOptions, WallClock, send_all
+from loadtest.replay.prompts import PlannedRequest, TokenSource
+from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, spread
 
 COUNTER = "mooncake_prompt_tokens_total"
 ABORTED = "mooncake_aborted_prefill_tokens_total"  # computed too, and for nothing
@@ -186,7 +184,7 @@ class Load:
         return planned
 
     async def _send(self, planned: Sequence[PlannedRequest]) -> list[RequestRecord]:
-        run = Run(planned)
+        run = ReplayRun(planned)
         options = SendOptions(self._addresses.grpc, "conductor", True, TIMEOUT_S, 4, False)
         await send_all(run, options, WallClock(), lambda _: None)
         if run.is_interrupted:  # it took the Ctrl-C for itself

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.addresses import Addresses
 from loadtest.bench.overload.load import Load, Phase, Shape, reload
 from loadtest.bench.result import Target
-from loadtest.metrics import COMPLETED, FAILED, REJECTED
+from loadtest.client.server import Addresses
+from loadtest.results.metrics import COMPLETED, FAILED, REJECTED
 
 OVERLOAD = 4.0
 TTFT_SLO, TBT_SLO = 10.0, 5.0  # times unloaded

@@ -8,7 +8,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.metrics import spread
 from loadtest.report.pictures.style import (
     MANY,
     NAMED,
@@ -20,7 +19,8 @@ from loadtest.report.pictures.style import (
     percent_axis,
     seconds_scale,
 )
-from loadtest.tables import duration
+from loadtest.results.metrics import spread
+from loadtest.results.tables import duration
 
 POINTS_MAX = 400
 CURVES_MAX = len(MANY)

@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.recording import Recording, Sample
 from loadtest.report import series
 from loadtest.report.pictures.style import (
     MANY,
@@ -27,6 +26,7 @@ from loadtest.report.pictures.style import (
 )
 from loadtest.report.series import Line
 from loadtest.report.timeline import end_s
+from loadtest.results.recording import Recording, Sample
 
 PANEL_IN, AROUND_IN = 1.15, 0.75
 LINES_MAX = 4  # more workers than that are shown as a band

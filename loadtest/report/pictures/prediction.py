@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from loadtest.metrics import COMPLETED, RequestRecord
 from loadtest.report.phases import predicted_ttft_s
 from loadtest.report.pictures.style import NAMED, Picture, drawn, not_measured, seconds_scale
+from loadtest.results.metrics import COMPLETED, RequestRecord
 
 POINTS_MAX = 2_000
 FACTOR = 2.0

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
 from loadtest.report.pictures.style import (
     OUTCOMES,
     Picture,
@@ -18,6 +17,7 @@ from loadtest.report.pictures.style import (
     legend,
     not_measured,
 )
+from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
 
 REASONS_MAX = 8
 LENGTH_BINS_MAX = 13

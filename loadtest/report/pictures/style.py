@@ -30,7 +30,7 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from loadtest.tables import duration
+from loadtest.results.tables import duration
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 WIDTH_IN = 6.4

@@ -8,7 +8,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.recording import Recording
 from loadtest.report import series
 from loadtest.report.pictures.pools import Panel, plot
 from loadtest.report.pictures.style import (
@@ -33,7 +32,8 @@ from loadtest.report.timeline import (
     per_second,
     tokens_per_second,
 )
-from loadtest.tables import duration
+from loadtest.results.recording import Recording
+from loadtest.results.tables import duration
 
 THREE_PANELS_IN = 5.2
 PATHS = {"computed": NAMED["blue"], "local": NAMED["green"], "fetched": NAMED["sky"]}

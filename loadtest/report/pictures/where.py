@@ -17,7 +17,7 @@ from loadtest.report.pictures.style import (
     label,
     not_measured,
 )
-from loadtest.tables import duration
+from loadtest.results.tables import duration
 
 NO_DECISION = "no answered request says where its time went (a decision has to be asked for)."
 BARS_IN, BAR_IN = 1.35, 0.42

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from conductor import Conductor, ConductorConfig, Reject, Replicate, Request
+from loadtest.replay.trace import TraceRow
 from loadtest.simulator.block_cache import key_of
 from loadtest.simulator.cluster.clock import Clock
 from loadtest.simulator.cluster.cores import Cores
@@ -28,9 +29,8 @@ from loadtest.simulator.cluster.settings import Settings
 from loadtest.simulator.cluster.site import Site
 from loadtest.simulator.cluster.store import SimulatedStore
 from loadtest.simulator.gpu.steps import Calibration, GpuModel, calibrate, prompt_s
-from loadtest.trace import TraceRow
-from mooncake_store.records.events import Event
-from mooncake_store.records.membership import WorkerInfo
+from mooncake_store.events import Event
+from mooncake_store.membership import WorkerInfo
 
 LIFE = "life1"
 CONTEXT_TOKENS_MAX = 1_000_000  # no prompt of a published trace is longer

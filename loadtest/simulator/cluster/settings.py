@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loadtest.trace import TRACE_BLOCK_TOKENS
+from loadtest.replay.trace import TRACE_BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ The published traces have their timestamps on 3-second ticks, about ten prompts 
 most of a TTFT at recorded speed is queueing inside a tick. Spread evenly until the next tick, the
 same requests show what a policy does about load instead of about ticks.
 
-Not here: reading a trace (loadtest/trace.py).
+Not here: reading a trace (loadtest/replay/trace.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from loadtest.replay.trace import TraceRow
 from loadtest.simulator.dynamo.job import Job
-from loadtest.trace import TraceRow
 
 TICK_MS = 3_000.0
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from loadtest.replay.trace import TraceRow
 from loadtest.simulator.dynamo.timing import BLOCK_TOKENS
-from loadtest.trace import TraceRow
 
 
 @dataclass(slots=True, eq=False)

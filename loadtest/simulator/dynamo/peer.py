@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.simulator.dynamo.arrivals import spread_ticks
 from loadtest.simulator.dynamo.job import Job
 from loadtest.simulator.dynamo.outcome import LengthClass, Outcome, is_good, outcome_of
 from loadtest.simulator.dynamo.times import Times, read_times, write_times
-from loadtest.trace import TraceRow, read_trace
 
 RECORDED = Path(__file__).with_name("recorded.json")
 SCRIPT = Path(__file__).with_name("peer_replay.py")

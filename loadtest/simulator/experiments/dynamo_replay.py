@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from conductor import ConductorConfig
 from conductor.load.step_sharing import ALWAYS, overhead_tokens
 from loadtest.bench.result import Cell, Result
+from loadtest.replay.trace import TraceRow
 from loadtest.simulator.asked import Asked, SimulationRefused, progress_bar
 from loadtest.simulator.dynamo import plot
 from loadtest.simulator.dynamo.arrivals import jobs_of, spread_ticks
@@ -54,7 +55,6 @@ from loadtest.simulator.dynamo.targets import (
     targets_of,
 )
 from loadtest.simulator.dynamo.times import Times
-from loadtest.trace import TraceRow
 
 TRACE = "conversation"
 WORKERS = 2  # of each kind, unless asked otherwise

@@ -12,7 +12,7 @@ from backends.frontend.request_times import MESSAGES_PER_FLUSH, RequestTimes
 from backends.metrics.observations import Observations
 from backends.metrics.table import METRICS
 from conductor.messages import Prediction
-from loadtest import metrics as loadtest_metrics
+from loadtest.results import metrics as loadtest_metrics
 
 PREDICTED = Prediction(
     queue_s=0.1, transfer_s=0.0, prefill_s=0.2, handover_s=0.5, ttft_s=0.8, tbt_s=0.02,

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.simulator.asked import Asked
 from loadtest.simulator.dynamo.arrivals import jobs_of, spread_ticks
 from loadtest.simulator.dynamo.conductor_scheduler import (
@@ -30,7 +31,6 @@ from loadtest.simulator.experiments.dynamo_replay import (
     config_for,
     run,
 )
-from loadtest.trace import TraceRow, read_trace
 
 DATA = Path(__file__).parents[2] / "data"
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from loadtest.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
-from loadtest.recording import Recording, Sample
-from loadtest.slo import Slo
+from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, Slo
+from loadtest.results.recording import Recording, Sample
 
 DECISION = {
     "prefill": "prefill_0", "decode": "decode_1", "predicted": {"ttft_s": 0.4, "queue_s": 0.0},

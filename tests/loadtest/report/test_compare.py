@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.metrics import REJECTED
 from loadtest.report.compare import Compared, compare
 from loadtest.report.numbers import numbers
 from loadtest.report.rows import differing
-from loadtest.slo import Slo
+from loadtest.results.metrics import REJECTED, Slo
 from tests.loadtest.report.runs import answered, full, recording, unserved
 
 

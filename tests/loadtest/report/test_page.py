@@ -13,12 +13,11 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from loadtest.metrics import COMPLETED, FAILED, REJECTED
-from loadtest.recording import Recording, RecordingError, Sample, to_bytes
 from loadtest.report import page as pages
 from loadtest.report.page import read_report, write_report
 from loadtest.report.pictures.refusals import by_prompt_length
-from loadtest.slo import Slo
+from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, Slo
+from loadtest.results.recording import Recording, RecordingError, Sample, to_bytes
 from tests.loadtest.report.runs import DECISION, answered, full, recording, sample, unserved
 
 VOID = {"meta", "br", "link"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from loadtest.recording import Sample
 from loadtest.report.series import (
     CONTEXT_TOKENS,
     OUTPUT_TOKENS,
@@ -19,6 +18,7 @@ from loadtest.report.series import (
     rate,
     share,
 )
+from loadtest.results.recording import Sample
 from tests.loadtest.report.runs import sample
 
 

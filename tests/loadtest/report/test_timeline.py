@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadtest.metrics import FAILED, REJECTED
 from loadtest.report.timeline import (
     BINS_MAX,
     IN_FLIGHT_POINTS_MAX,
@@ -16,6 +15,7 @@ from loadtest.report.timeline import (
     per_second,
     tokens_per_second,
 )
+from loadtest.results.metrics import FAILED, REJECTED
 from tests.loadtest.report.runs import answered, full, unserved
 
 

@@ -8,13 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from conductor import ConductorConfig
+from loadtest.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 from loadtest.simulator.block_cache import key_of
 from loadtest.simulator.cluster.fleet import Fleet, Offered, offered_of
 from loadtest.simulator.cluster.job import Job
 from loadtest.simulator.cluster.settings import Settings
 from loadtest.simulator.gpu.roofline import Roofline
 from loadtest.simulator.gpu.steps import GpuModel
-from loadtest.trace import TRACE_BLOCK_TOKENS, read_trace
 
 START = Path(__file__).parents[2] / "data" / "conversation_start.jsonl"
 ONE_AND_ONE = Settings(prefills=1, decodes=1, jitter=0.0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
+from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
 from loadtest.simulator.cluster.fleet import Fleet, Offered, offered_of
 from loadtest.simulator.cluster.settings import Settings
 from loadtest.simulator.experiments import rejection, scheduling
 from loadtest.simulator.gpu.roofline import Roofline
-from loadtest.trace import TRACE_BLOCK_TOKENS, TraceRow
 from tests.loadtest.simulator.fleets import start_of_trace
 
 SETTINGS = Settings(prefills=4, decodes=4, node_blocks=900)

@@ -1,0 +1,141 @@
+"""The Prometheus page of a server, such as Triton's metrics port serves: read once, or all along.
+
+The text is parsed by `prometheus_client`; here is what a load test wants of it. Comment lines are
+left out before parsing: with its `# TYPE` line a counter would come back under another name
+(`nv_inference_count` as `nv_inference_count_total`), and a recording holds names as they stand.
+
+A sampler reads the page about once a second while a run goes on. Only the lines that are kept are
+cut out of it meanwhile; they are parsed when the run has ended, because a sampler that used the
+sender's processor would make the sender late. A page that cannot be read is left out: the run is
+about the requests, and a report without samples says that there are none. Plain threads and
+sockets, so that it also works in a process where gevent has replaced both.
+
+Not here: rates from counters (report/series.py).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample as Series
+
+from loadtest.results.recording import Sample
+
+FETCH_S_MAX = 5.0
+SAMPLED_PREFIX = "mooncake_"
+SETTLE_S = 0.5  # a server brings its page up to date a few times a second, not at once
+
+
+def fetch_page(metrics_url: str) -> str:
+    """Raises OSError when it cannot be had, ValueError when the address or the text is no such."""
+    with urllib.request.urlopen(metrics_url, timeout=FETCH_S_MAX) as answer:
+        return str(answer.read().decode())
+
+
+def series_of(lines: Iterable[str]) -> Iterator[Series]:
+    """Name, labels and value of each line that is no comment; ValueError for a line that is none.
+
+    Each line is parsed alone: two lines of one name and other ones between are no error.
+    """
+    for line in lines:
+        if line.strip() and not line.startswith("#"):
+            for family in text_string_to_metric_families(line):
+                yield from family.samples
+
+
+def series_key(series: Series) -> str:
+    """As it stands on the page, without the value: `mooncake_pages_used{model="prefill_0"}`."""
+    if not series.labels:
+        return series.name
+    labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in series.labels.items())
+    return f"{series.name}{{{labels}}}"
+
+
+def counter_sum(page: str, name: str, labels: Mapping[str, str] | None = None) -> float | None:
+    """The sum over all series of `name` that carry `labels`; None when there is none."""
+    wanted = (labels or {}).items()
+    lines = (line for line in page.splitlines() if line.startswith(name))
+    found = [
+        series.value
+        for series in series_of(lines)
+        if series.name == name and all(series.labels.get(k) == value for k, value in wanted)
+    ]
+    return sum(found) if found else None
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+class MetricsSampler:
+    """`start()`, then `stop()` once, which takes a last sample and returns them all."""
+
+    def __init__(
+        self,
+        metrics_url: str,
+        now_s: Callable[[], float],
+        period_s: float = 1.0,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        assert period_s > 0, f"period_s {period_s} must be positive"
+        self.metrics_url = metrics_url
+        self.problem = ""  # why the latest page that could not be read was not
+        self._now_s = now_s
+        self._period_s = period_s
+        self._settle_s = settle_s
+        self._cuts: list[tuple[float, list[str]]] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> list[Sample]:
+        self._is_over.set()
+        self._thread.join(self._settle_s + 2 * FETCH_S_MAX)
+        return [
+            sample for time_s, lines in list(self._cuts) if (sample := self._parse(time_s, lines))
+        ]
+
+    def _sample(self) -> None:
+        due_s = time.monotonic()
+        while True:
+            is_last = self._is_over.is_set()
+            if is_last:
+                time.sleep(self._settle_s)
+            self._take()
+            if is_last:
+                return
+            due_s = max(due_s + self._period_s, time.monotonic())
+            self._is_over.wait(due_s - time.monotonic())
+
+    def _take(self) -> None:
+        try:
+            page = fetch_page(self.metrics_url)
+        except (OSError, ValueError) as error:
+            self.problem = f"{self.metrics_url}: {error}"
+            return
+        self._cuts.append((self._now_s(), [line for line in page.splitlines() if is_kept(line)]))
+
+    def _parse(self, time_s: float, lines: list[str]) -> Sample | None:
+        try:
+            found = {series_key(series): series.value for series in series_of(lines)}
+        except ValueError as error:
+            self.problem = f"{self.metrics_url}: {error}"
+            return None
+        values = {key: value for key, value in found.items() if math.isfinite(value)}
+        if not values:
+            self.problem = f"{self.metrics_url}: no series begins with {SAMPLED_PREFIX}"
+            return None
+        return Sample(time_s, values)
+
+
+def is_kept(line: str) -> bool:
+    """Ours, and no bucket of a histogram."""
+    name = line.partition("{")[0]
+    return line.startswith(SAMPLED_PREFIX) and not name.endswith("_bucket")

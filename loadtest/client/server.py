@@ -1,0 +1,99 @@
+"""A server as its clients know it: where it listens, and what it says of itself.
+
+What a run has to know (block size, context length, vocabulary) is asked in this order, the first
+answer wins: the command line, the `conductor` model (a request with the parameter `describe` is
+answered with JSON in `text_output`), the parameters of its config.pbtxt, and last the values of the
+demo repository, which are named as assumptions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.client.answer import StreamedAnswer
+from loadtest.client.protocol import GenerateRequest, ServerError
+from loadtest.client.triton_client import PROBE_S_MAX, TritonClient
+
+ASSUMED = {"block_tokens": 64, "context_tokens_max": 8_192, "vocabulary_tokens": 2_048}
+ASSUMED_SPECIAL_TOKEN_IDS = tuple(range(16))  # the demo's are 0, 1 and 2
+
+DESCRIBE = GenerateRequest("describe", parameters={"describe": True})
+NOT_UNDERSTOOD = ("invalid_request", "server_error", "incomplete")  # what a stranger answers it
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a server listens, each as HOST:PORT."""
+
+    grpc: str
+    http: str
+    metrics: str
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self.metrics}/metrics"
+
+
+def addresses_of(grpc: str) -> Addresses:
+    """Of a running server, by its gRPC address: HTTP is the port before, metrics the one after.
+
+    That is Triton's own convention (8000, 8001, 8002), and `mooncake serve`'s.
+    """
+    host, _, port = grpc.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"{grpc!r} is not a gRPC address; write for example 127.0.0.1:8001")
+    return Addresses(grpc, f"{host}:{int(port) - 1}", f"{host}:{int(port) + 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDescription:
+    block_tokens: int
+    context_tokens_max: int
+    vocabulary_tokens: int
+    special_token_ids: tuple[int, ...] = ASSUMED_SPECIAL_TOKEN_IDS
+    assumed: tuple[str, ...] = ()  # names of the fields that nobody said
+
+
+def description(*sources: Mapping[str, Any]) -> ServerDescription:
+    """The first value that a source has for each field; what none has is assumed."""
+    values: dict[str, int] = {}
+    for name in ASSUMED:
+        for source in sources:
+            if source.get(name) is not None:
+                values[name] = int(source[name])
+                break
+    assumed = tuple(name for name in ASSUMED if name not in values)
+    special = ASSUMED_SPECIAL_TOKEN_IDS
+    for source in reversed(sources):
+        if isinstance(found := source.get("special_token_ids"), list):
+            special = tuple(found)
+    return ServerDescription(**(ASSUMED | values), special_token_ids=special, assumed=assumed)
+
+
+async def describe_server(
+    client: TritonClient, chosen: Mapping[str, int | None]
+) -> ServerDescription:
+    """Raises ServerError when the server or the model is not there."""
+    configured = await client.model_parameters()
+    return description(chosen, await _described(client), configured)
+
+
+async def _described(client: TritonClient) -> Mapping[str, Any]:
+    answer = StreamedAnswer()
+    try:
+        async for event in client.generate(DESCRIBE, PROBE_S_MAX):
+            answer.add(event)
+    except ServerError as error:
+        if error.kind not in NOT_UNDERSTOOD:
+            raise
+        return {}
+    return described(answer)
+
+
+def described(answer: StreamedAnswer) -> Mapping[str, Any]:
+    """What the answer to DESCRIBE says; empty when the model took it for an ordinary request."""
+    facts = json.loads(answer.text) if answer.finish_reason == "described" else {}
+    return facts if isinstance(facts, dict) else {}

@@ -1,0 +1,1 @@
+"""What would a published trace have met? Traces, the prompts made of them, sent at their times."""

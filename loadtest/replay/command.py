@@ -1,0 +1,336 @@
+"""`mooncake replay`: sends a published trace to a running server, at the trace's own times.
+
+Reads the trace, asks the server what fits, refuses what does not before anything is sent, then runs
+the open loop and prints a summary. Ctrl-C stops the sending and prints the summary of what is done.
+
+Not here: sending (open_loop.py), prompts (prompts.py), what the numbers mean and how they are
+printed (results/), the report as a page (report/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from loadtest.client.metrics_page import MetricsSampler
+from loadtest.client.protocol import CHANNELS, REQUEST_S_MAX, ServerError
+from loadtest.client.server import ServerDescription, addresses_of, describe_server
+from loadtest.client.triton_client import TritonClient
+from loadtest.replay.open_loop import ReplayRun, SendOptions, WallClock, send_all
+from loadtest.replay.prompts import TokenSource, plan, too_long
+from loadtest.replay.reuse import ideal_of_completed
+from loadtest.replay.trace import TraceError, TraceRow, TraceSettings, read_trace
+from loadtest.results import tables
+from loadtest.results.metrics import COMPLETED, RequestRecord, Slo, Summary, goodput, summarize
+from loadtest.results.recording import Recording, Sample, slim
+
+# The options as the command line reads them.
+TraceArgument = Annotated[Path, typer.Argument(help="Trace in the published JSONL format.")]
+RequestsOption = Annotated[
+    int | None, typer.Option(min=1, help="Send only the first N requests of the trace.")
+]
+LengthScaleOption = Annotated[
+    float, typer.Option(help="Prompts and answers are this much of the trace's lengths.")
+]
+SpeedOption = Annotated[float, typer.Option(help="2 sends twice as fast as the trace.")]
+UrlOption = Annotated[str, typer.Option(help="gRPC address of the server.")]
+ModelOption = Annotated[str, typer.Option(help="Model to send to.")]
+SeedOption = Annotated[
+    int, typer.Option(min=0, max=2**63, help="Other seed, other tokens, same sharing.")
+]
+IgnoreEosOption = Annotated[
+    bool, typer.Option(help="Answers are as long as the trace's, whatever is generated.")
+]
+AsJsonOption = Annotated[
+    bool, typer.Option("--json", help="Print the summary as one JSON line, last.")
+]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Write one JSON line per request, with its decision.")
+]
+ReportOption = Annotated[
+    Path | None, typer.Option(help="Write the run as one HTML page, for people and programs.")
+]
+MetricsUrlOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The server's metrics page, sampled for the report; by default on the port after "
+        'gRPC\'s. "none" samples nothing.'
+    ),
+]
+SloTtftOption = Annotated[float | None, typer.Option(help="Count goodput: TTFT of at most this.")]
+SloTbtOption = Annotated[float | None, typer.Option(help="Count goodput: TBT of at most this.")]
+BlockTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of a KV block; asked of the server.")
+]
+ContextTokensOption = Annotated[
+    int | None, typer.Option(min=2, help="The server's context; asked of the server.")
+]
+VocabularyOption = Annotated[
+    int | None, typer.Option(min=32, help="Number of token ids; asked of the server.")
+]
+TimeoutOption = Annotated[
+    float, typer.Option(min=0.1, help="A request without a complete answer has failed.")
+]
+ChannelsOption = Annotated[
+    int, typer.Option(min=1, max=64, help="gRPC connections; requests take turns.")
+]
+
+
+class ReplayRefused(Exception):
+    """Nothing was sent; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOutputs:
+    """What the run leaves besides its summary."""
+
+    rows: Path | None = None
+    report: Path | None = None
+    metrics_url: str | None = None  # None: the server's load is not sampled
+    slo: Slo | None = None
+    as_json: bool = False
+
+
+def ideal_of(run: ReplayRun, block_tokens: int) -> dict[int, int]:
+    """Index -> cached tokens that an unlimited cache would have given to the completed requests."""
+    return ideal_of_completed(run.records, lambda i: run.planned[i].prompt_ids, block_tokens)
+
+
+def prepare(
+    rows: Sequence[TraceRow], server: ServerDescription, settings: TraceSettings
+) -> ReplayRun:
+    """The run before its start, or ReplayRefused."""
+    scale = settings.length_scale
+    if problem := too_long(rows, scale, server.context_tokens_max):
+        raise ReplayRefused(problem.refusal("--length-scale"))
+    source = TokenSource(server.vocabulary_tokens, server.special_token_ids, settings.seed)
+    return ReplayRun(plan(rows, source, scale, settings.speed))
+
+
+def row_of(record: RequestRecord, ideal: Mapping[int, int]) -> dict[str, object]:
+    """One line of --out: what was measured of one request."""
+    row = dataclasses.asdict(record)
+    measured = {"lag_s": record.lag_s, "ttft_s": record.ttft_s, "tbt_s": record.tbt_s}
+    return row | measured | {"ideal_cached_tokens": ideal.get(record.index)}
+
+
+def write_rows(path: Path, run: ReplayRun, ideal: Mapping[int, int]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for record in sorted(run.records, key=lambda record: record.index):
+            file.write(json.dumps(row_of(record, ideal)) + "\n")
+
+
+async def _describe(sending: SendOptions, chosen: Mapping[str, int | None]) -> ServerDescription:
+    async with TritonClient(sending.url, sending.model, channels=1) as client:
+        return await describe_server(client, chosen)
+
+
+def recording_of(
+    run: ReplayRun,
+    settings: TraceSettings,
+    sending: SendOptions,
+    outputs: ReplayOutputs,
+    ideal: Mapping[int, int],
+    samples: Sequence[Sample],
+    started_at: datetime,
+) -> Recording:
+    """The run as a file keeps it."""
+    described = {"trace": settings.path.name} | dataclasses.asdict(settings)
+    del described["path"]  # a file's folder is nobody's business
+    described |= dataclasses.asdict(sending) | {
+        "planned": len(run.planned), "cancelled": run.started - len(run.records),
+        "is_interrupted": run.is_interrupted, "metrics_url": outputs.metrics_url,
+    }  # fmt: skip
+    return Recording(
+        name="replay",
+        title=f"Replay of {settings.path.name} at {settings.speed:g}x to {sending.url}",
+        started_at=started_at.isoformat(timespec="seconds"),
+        settings=described,
+        requests=slim(sorted(run.records, key=lambda record: record.index)),
+        samples=list(samples),
+        slo=outputs.slo,
+        ideal_cached_tokens=dict(ideal),
+    )
+
+
+def _run_with_progress(
+    run: ReplayRun, sending: SendOptions, metrics_url: str | None, console: Console
+) -> list[Sample]:
+    columns = (
+        TextColumn("replay"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("in flight {task.fields[in_flight]}, not served {task.fields[bad]}"),
+    )
+    samplers: list[MetricsSampler] = []
+    with Progress(*columns, console=console, refresh_per_second=4) as progress:
+        bar = progress.add_task("replay", total=len(run.planned), in_flight=0, bad=0)
+
+        def on_change(run: ReplayRun) -> None:
+            ended = len(run.records)
+            is_bad = run.records[-1].outcome != COMPLETED
+            bad = progress.tasks[0].fields["bad"] + is_bad
+            progress.update(bar, completed=ended, in_flight=run.started - ended, bad=bad)
+
+        async def send() -> None:
+            clock = WallClock()
+            if metrics_url is not None:
+                samplers.append(MetricsSampler(metrics_url, clock.now_s))
+                samplers[0].start()
+            await send_all(run, sending, clock, on_change)
+
+        asyncio.run(send())
+    samples = [sample for sampler in samplers for sample in sampler.stop()]
+    if samplers and not samples:
+        console.print(f"no samples of the server: {samplers[0].problem}", style="yellow")
+    return samples
+
+
+def replay(
+    trace: TraceArgument,
+    requests: RequestsOption = None,
+    length_scale: LengthScaleOption = 1.0,
+    speed: SpeedOption = 1.0,
+    url: UrlOption = "127.0.0.1:8001",
+    model: ModelOption = "conductor",
+    seed: SeedOption = 0,
+    ignore_eos: IgnoreEosOption = True,
+    as_json: AsJsonOption = False,
+    out: OutOption = None,
+    report: ReportOption = None,
+    metrics_url: MetricsUrlOption = None,
+    slo_ttft_s: SloTtftOption = None,
+    slo_tbt_s: SloTbtOption = None,
+    block_tokens: BlockTokensOption = None,
+    context_tokens: ContextTokensOption = None,
+    vocabulary: VocabularyOption = None,
+    timeout_s: TimeoutOption = REQUEST_S_MAX,
+    channels: ChannelsOption = CHANNELS,
+) -> None:
+    """Send a request trace to a running server at its own times, and print what came of it.
+
+    Each hash id of the trace becomes the same tokens wherever it occurs, so prompts share exactly
+    the prefixes that the trace's requests shared. loadtest/README.md explains every number.
+    """
+    for name, value in (
+        ("--length-scale", length_scale), ("--speed", speed),
+        ("--slo-ttft-s", slo_ttft_s), ("--slo-tbt-s", slo_tbt_s),
+    ):  # fmt: skip
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise typer.BadParameter(f"{name} is {value}; it must be a positive number")
+    chosen = {
+        "block_tokens": block_tokens,
+        "context_tokens_max": context_tokens,
+        "vocabulary_tokens": vocabulary,
+    }
+    settings = TraceSettings(trace, requests, length_scale, speed, seed)
+    is_explained = out is not None or report is not None
+    sending = SendOptions(url, model, ignore_eos, timeout_s, channels, is_explained)
+    slo = Slo(slo_ttft_s, slo_tbt_s)
+    outputs = ReplayOutputs(
+        rows=out,
+        report=report,
+        metrics_url=sampled_url(metrics_url, url) if report is not None else None,
+        slo=slo if slo != Slo() else None,
+        as_json=as_json,
+    )
+    raise typer.Exit(carry_out(settings, sending, chosen, outputs))
+
+
+def carry_out(
+    settings: TraceSettings,
+    sending: SendOptions,
+    chosen: Mapping[str, int | None],
+    outputs: ReplayOutputs,
+) -> int:
+    """The whole command; returns its exit status."""
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    try:
+        rows = read_trace(settings.path, settings.requests_max)
+        server = asyncio.run(_describe(sending, chosen))
+        run = prepare(rows, server, settings)
+        for path in filter(None, (outputs.rows, outputs.report)):
+            path.open("ab").close()  # refused now rather than after the run
+    except (OSError, TraceError, ServerError, ReplayRefused) as error:
+        errors.print(f"cannot replay: {error}", style="bold red", markup=False, soft_wrap=True)
+        return 1
+    for name in server.assumed:
+        value = getattr(server, name)
+        errors.print(f"the server does not say its {name}; assuming {value:,}", style="yellow")
+    started_at = datetime.now(timezone.utc)
+    samples = _run_with_progress(run, sending, outputs.metrics_url, errors)
+    ideal = ideal_of(run, server.block_tokens)
+    summary = summarize(run.records, ideal)
+    console.print(tables.summary_tables(summary))
+    if outputs.slo is not None:
+        console.print(tables.goodput_line(goodput(run.records, outputs.slo), outputs.slo))
+    if run.is_interrupted:
+        console.print(
+            f"Interrupted: {run.started} of {len(run.planned)} requests had been sent; the "
+            f"{run.started - len(run.records)} without an answer were cancelled and do not count."
+        )
+    if outputs.rows is not None:
+        write_rows(outputs.rows, run, ideal)
+    if outputs.report is not None:
+        from loadtest.report.page import write_report  # draws: loads matplotlib
+
+        write_report(
+            recording_of(run, settings, sending, outputs, ideal, samples, started_at),
+            outputs.report,
+        )
+        console.print(f"report: {outputs.report}", soft_wrap=True)
+    if outputs.as_json:
+        print(json.dumps(json_line(run, summary, settings, outputs.slo)))
+    if run.is_interrupted:
+        return 130
+    return 0 if summary.completed else 1
+
+
+def json_line(
+    run: ReplayRun, summary: Summary, settings: TraceSettings, slo: Slo | None = None
+) -> dict[str, object]:
+    line: dict[str, object] = {
+        "name": "replay",
+        "trace": settings.path.name,
+        "length_scale": settings.length_scale,
+        "speed": settings.speed,
+        "seed": settings.seed,
+        "planned": len(run.planned),
+        "cancelled": run.started - len(run.records),
+        "is_interrupted": run.is_interrupted,
+    }
+    if slo is not None:
+        line["slo"] = dataclasses.asdict(slo)
+        line["goodput"] = dataclasses.asdict(goodput(run.records, slo))
+    return line | dataclasses.asdict(summary)
+
+
+def sampled_url(chosen: str | None, grpc_url: str) -> str | None:
+    """The page to sample: as chosen, none, or where it is by convention."""
+    if chosen is not None:
+        return chosen if chosen != "none" else None
+    try:
+        return addresses_of(grpc_url).metrics_url
+    except ValueError as error:
+        raise typer.BadParameter(f"--url: {error}") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `mooncake replay ARGUMENTS`."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(replay)
+    command = typer.main.get_command(app)
+    command.main(arguments and list(arguments), prog_name="mooncake replay")
+    return 0

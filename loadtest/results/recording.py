@@ -1,0 +1,86 @@
+"""A run as a file: every request, what the server said meanwhile, and how it was made.
+
+Whatever makes a run (replay, Locust, the simulator under its virtual clock) fills a `Recording`;
+whatever shows one (report/) reads it. It travels inside the HTML report, so the file that people
+look at is also the file that `mooncake report A B` compares.
+
+Not here: what the numbers mean (metrics.py), pictures and pages (report/).
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gzip
+from collections.abc import Sequence
+
+import msgspec
+
+from loadtest.results.metrics import Goodput, RequestRecord, Slo, goodput
+
+FORMAT = 1
+Setting = str | int | float | bool | None
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """The server's own gauges and counters at one moment.
+
+    `values` are the series of its metrics page whose name begins with `mooncake_`, as they stand
+    there: `mooncake_requests_waiting{model="prefill_0"}`. Buckets of histograms are left out, their
+    `_sum` and `_count` are in.
+    """
+
+    time_s: float  # since the run began, the clock of the records
+    values: dict[str, float]
+
+
+class Recording(msgspec.Struct):
+    """One run. Times are seconds since it began."""
+
+    name: str  # what made it: replay | locust | simulate
+    title: str  # one line for people: what was sent to what
+    started_at: str  # ISO 8601, UTC; "" under a virtual clock
+    settings: dict[str, Setting]
+    requests: list[RequestRecord]
+    samples: list[Sample] = []
+    slo: Slo | None = None  # what goodput is counted with
+    slo_by_workload: dict[str, Slo] = {}  # of a mix with different levels; then `slo` is None
+    ideal_cached_tokens: dict[int, int] | None = None  # request index -> unlimited cache's (reuse)
+    format: int = FORMAT
+
+
+def goodput_of(recording: Recording) -> Goodput | None:
+    """None when no service level was set."""
+    if recording.slo is None and not recording.slo_by_workload:
+        return None
+    return goodput(recording.requests, recording.slo or Slo(), recording.slo_by_workload)
+
+
+class RecordingError(Exception):
+    """The bytes are no recording that this version can read; the message says why."""
+
+
+def slim(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Without the token ids, which no report shows and which are most of the bytes."""
+    return [dataclasses.replace(record, output_ids=()) for record in records]
+
+
+def to_bytes(recording: Recording) -> bytes:
+    """Compressed JSON as printable ASCII, so that it can stand inside a page."""
+    return base64.b64encode(gzip.compress(msgspec.json.encode(recording), mtime=0))
+
+
+def from_bytes(data: bytes) -> Recording:
+    """Raises RecordingError."""
+    try:
+        text = gzip.decompress(base64.b64decode(data, validate=True))
+        found = msgspec.json.decode(text, type=_Header)
+        if found.format != FORMAT:
+            raise RecordingError(f"its format is {found.format}, this version reads {FORMAT}")
+        return msgspec.json.decode(text, type=Recording)
+    except (ValueError, OSError, EOFError, msgspec.MsgspecError) as error:
+        raise RecordingError(f"not a recording: {error}") from None
+
+
+class _Header(msgspec.Struct):
+    format: int

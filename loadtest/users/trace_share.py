@@ -1,0 +1,88 @@
+"""One process's part of a trace: which rows it sends, and how many users that takes. Pure.
+
+Workers take rows in turn (row i belongs to worker i modulo their number), so all send at the
+trace's own times without talking to each other. A prompt is made when its row is taken; a whole
+trace of prompts would not fit the memory.
+
+Not here: waiting for a row's time (users.py), asking Locust for users (shapes.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadtest.replay.prompts import PlannedRequest, TokenSource, scaled_lengths
+from loadtest.replay.trace import TraceRow
+
+AHEAD_S = 6.0  # users are there this long before their row is due: a worker reports every 3 s
+LEAD_S = 3.0  # and for the first rows this long: Locust asks a shape once a second
+USERS_MAX = 4_096
+
+
+def due_times_s(rows: Sequence[TraceRow], speed: float) -> list[float]:
+    """When each row is due, the first at LEAD_S."""
+    return [LEAD_S + (row.timestamp_ms - rows[0].timestamp_ms) / 1e3 / speed for row in rows]
+
+
+class TraceShare:
+    """Rows in order of arrival; each is taken once."""
+
+    def __init__(
+        self,
+        rows: Sequence[TraceRow],
+        source: TokenSource,
+        length_scale: float,
+        speed: float,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
+        assert 0 <= part < parts
+        self._rows = rows
+        self._source = source
+        self._length_scale = length_scale
+        self._due_s = due_times_s(rows, speed)
+        self._mine = range(part, len(rows), parts)
+        self._taken = 0
+        self.sent = 0
+        self.sending = 0
+
+    def take(self) -> PlannedRequest | None:
+        """The next row as a request; None when there is none left."""
+        if self._taken == len(self._mine):
+            return None
+        index = self._mine[self._taken]
+        self._taken += 1
+        row = self._rows[index]
+        lengths = scaled_lengths(row, self._length_scale)
+        prompt = self._source.prompt(row.hash_ids, lengths.block_tokens, lengths.prompt_tokens)
+        return PlannedRequest(index, row.line, self._due_s[index], prompt, lengths.output_tokens)
+
+    @property
+    def is_over(self) -> bool:
+        return self.sent == len(self._mine) and self.sending == 0
+
+    def progress(self) -> TraceProgress:
+        return TraceProgress(self.sent, self.sending, self.is_over)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceProgress:
+    """Of one process's part."""
+
+    sent: int = 0
+    sending: int = 0
+    is_over: bool = False
+
+
+def users_needed(due_s: Sequence[float], parts: Sequence[TraceProgress], now_s: float) -> int:
+    """In each process those that are sending, and one for each row that is due soon and not sent.
+
+    Locust spreads users evenly over processes, so all get as many as the busiest needs.
+    """
+    needed = 1
+    for number, part in enumerate(parts):
+        due_soon = bisect_right(due_s[number :: len(parts)], now_s + AHEAD_S) - part.sent
+        needed = max(needed, part.sending + due_soon)
+    return min(USERS_MAX, needed * len(parts))

@@ -1,0 +1,183 @@
+"""Locust's users: one class for each workload. They take turns asking, waiting and thinking.
+
+Users of `burst` and `trace` do not repeat a rejected request: its moment is over. But a rejected
+`burst` user leaves out the bursts that come before its `retry_after_s` is over.
+
+Not here: what they ask (workloads.py, trace_share.py), what they do when they are rejected
+(manners.py), the run they belong to (session.py).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, ClassVar
+
+import gevent
+from gevent.event import Event
+from locust import User, task
+from locust.exception import StopUser
+
+from loadtest.client.protocol import GenerateRequest
+from loadtest.users.manners import after, retry_s
+from loadtest.users.sending import Outgoing
+from loadtest.users.workloads import TEXT_WORKLOADS, Ask, burst_due_s
+
+if TYPE_CHECKING:
+    from loadtest.users.session import Session
+
+IDLE_S = 3_600.0  # a user that has nothing left to do; stopping the run wakes it
+
+
+class SwarmUser(User):
+    """Any of ours, of this process's one session."""
+
+    abstract = True
+    workload: ClassVar[str]
+    session: ClassVar[Session]
+    _has_session: ClassVar[Event] = Event()
+
+    @classmethod
+    def join(cls, session: Session) -> None:
+        SwarmUser.session = session
+        cls._has_session.set()
+
+    def on_start(self) -> None:
+        self._has_session.wait()  # a master may send users before its worker is set up
+        run = self.session.run_for_user()
+        if run is None:  # it is over already
+            raise StopUser
+        self.run_of_user = run
+        self.name = run.name_user(self.workload)
+        self._chance = random.Random(f"{run.settings.seed}/pause/{self.workload}/{self.name}")
+        self._asked = 0
+        self._wait_s = 0.0
+
+    def wait_time(self) -> float:
+        """Locust asks after every task; a user that waits here is not waited for at the end."""
+        wait_s, self._wait_s = self._wait_s, 0.0
+        return wait_s
+
+    def pause(self, wait_s: float) -> None:
+        """Wait now, in the same way."""
+        if wait_s > 0:
+            self._wait_s = wait_s
+            self.wait()
+
+    def think_s(self) -> float:
+        return self.run_of_user.settings.sizes.think_s * self._chance.uniform(0.5, 1.5)
+
+    def request_id(self) -> str:
+        self._asked += 1
+        return f"{self.workload}-{self.name}-{self._asked}"
+
+    def outgoing(self, ask: Ask, due_s: float | None = None) -> Outgoing:
+        request = GenerateRequest(
+            self.request_id(),
+            text_input=ask.prompt,
+            max_tokens=ask.max_tokens,
+            return_decision=self.run_of_user.is_explained or None,
+        )
+        return Outgoing(request, self.workload, ask.prompt_tokens, due_s)
+
+
+class TextUser(SwarmUser):
+    """Asks, reads the answer, thinks, asks the next."""
+
+    abstract = True
+
+    def on_start(self) -> None:
+        super().on_start()
+        run = self.run_of_user
+        make = TEXT_WORKLOADS[self.workload]
+        self._script = make(run.settings.seed, self.name, run.settings.sizes, run.facts)
+
+    @task
+    def ask(self) -> None:
+        record, answer = self.run_of_user.send(self.outgoing(self._script.next()))
+        then = after(record, self.think_s())
+        if then.is_answered:
+            self._script.answered(answer)
+        elif not then.is_repeated:
+            self._script.gave_up()
+        self._wait_s = then.wait_s
+
+
+class ChatUser(TextUser):
+    workload = "chat"
+
+
+class SharedPromptUser(TextUser):
+    workload = "shared"
+
+
+class DocumentUser(TextUser):
+    workload = "document"
+
+
+class BurstUser(SwarmUser):
+    """Sends several requests at a moment that is the same for all users of all workers."""
+
+    workload = "burst"
+
+    def on_start(self) -> None:
+        super().on_start()
+        run = self.run_of_user
+        self._script = TEXT_WORKLOADS["burst"](
+            run.settings.seed, self.name, run.settings.sizes, run.facts
+        )
+        self._not_before_s = 0.0
+
+    @task
+    def burst(self) -> None:
+        run = self.run_of_user
+        sizes = run.settings.sizes
+        now_s = run.clock.now_s()
+        due_s = burst_due_s(max(now_s, self._not_before_s), sizes.burst_every_s)
+        self.pause(due_s - now_s)
+        sending = [
+            gevent.spawn(run.send, self.outgoing(self._script.next(), due_s))
+            for _ in range(sizes.burst_requests)
+        ]
+        try:
+            gevent.joinall(sending, raise_error=True)
+        finally:
+            gevent.killall(sending)
+        records = [greenlet.value[0] for greenlet in sending]
+        self._not_before_s = run.clock.now_s() + max(map(retry_s, records))
+
+
+class TraceUser(SwarmUser):
+    """Takes a row of the trace, waits until it is due, sends it, takes the next."""
+
+    workload = "trace"
+
+    @task
+    def replay(self) -> None:
+        run = self.run_of_user
+        share = run.trace
+        planned = share.take() if share is not None else None
+        if share is None or planned is None:
+            self.pause(IDLE_S)
+            return
+        self.pause(planned.due_s - run.clock.now_s())
+        request = GenerateRequest(
+            f"trace-{planned.index}",
+            input_ids=planned.prompt_ids,
+            max_tokens=planned.output_tokens,
+            min_tokens=planned.output_tokens,
+            end_id=-1,
+            return_decision=run.is_explained or None,
+        )
+        share.sent += 1
+        share.sending += 1
+        try:
+            run.send(
+                Outgoing(request, "trace", len(planned.prompt_ids), planned.due_s, planned.index)
+            )
+        finally:
+            share.sending -= 1
+
+
+USERS: tuple[type[SwarmUser], ...] = (
+    ChatUser, SharedPromptUser, DocumentUser, BurstUser, TraceUser,
+)  # fmt: skip
