@@ -36,7 +36,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from backends.metric_table import METRICS
+from backends.metrics.table import METRICS
 from loadtest.bench import server
 from loadtest.bench.mixed_requests import run_mixed
 from loadtest.bench.process_watch import Look, ProcessWatch

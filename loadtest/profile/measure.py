@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from conductor.estimates import DecodeSample, PrefillSample
+from conductor.estimates.estimates import DecodeSample, PrefillSample
 from loadtest.client.answer import StreamedAnswer
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.triton_client import TritonClient

@@ -26,8 +26,8 @@ from conductor import Conductor, ConductorConfig, Request, Route
 from loadtest.bench.index.placement import block_key
 from loadtest.bench.result import Cell
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
-from mooncake_store.events import BlockAdded, Event, NodeUp, WorkerReported, WorkerUp
-from mooncake_store.membership import NodeInfo, WorkerInfo, WorkerReport
+from mooncake_store.records.events import BlockAdded, Event, NodeUp, WorkerReported, WorkerUp
+from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
 LOAD = 0.5
 REPORT_EVERY_S = 1.0  # and a tick

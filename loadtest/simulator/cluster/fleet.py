@@ -29,8 +29,8 @@ from loadtest.simulator.cluster.settings import Settings
 from loadtest.simulator.cluster.site import Site
 from loadtest.simulator.cluster.store import SimulatedStore
 from loadtest.simulator.gpu.steps import Calibration, GpuModel, calibrate, prompt_s
-from mooncake_store.events import Event
-from mooncake_store.membership import WorkerInfo
+from mooncake_store.records.events import Event
+from mooncake_store.records.membership import WorkerInfo
 
 LIFE = "life1"
 CONTEXT_TOKENS_MAX = 1_000_000  # no prompt of a published trace is longer
