@@ -50,9 +50,6 @@ TIES = {
     ("conductor/config.py", "conductor.routing.policies"),
     ("mooncake_store/memory/registrations.py", "mooncake_store.transports.known_nodes"),
     ("mooncake_store/memory/scratch.py", "mooncake_store.transports.known_nodes"),
-    ("mooncake_store/records/status.py", "mooncake_store.directory.core.holder"),
-    ("mooncake_store/wire/node_protocol.py", "mooncake_store.directory.core.slots"),
-    ("mooncake_store/wire/protocol.py", "mooncake_store.directory.core.slots"),
 }
 # Folders without clock, I/O and randomness of their own.
 PURE_FOLDERS = (

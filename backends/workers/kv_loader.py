@@ -15,8 +15,8 @@ import numpy as np
 from backends.errors import StoreLost
 from backends.workers.protocol import BlockRef, LayersReady
 from mooncake_store.client.store import Store
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.layout import KvLayout
+from mooncake_store.records.blocks import Copy
 
 
 @dataclass(slots=True)

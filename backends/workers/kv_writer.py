@@ -23,9 +23,9 @@ from backends.workers.inbox import Outbox
 from backends.workers.protocol import BlockRef, LayersReady
 from mooncake_store.block_keys import tail_key
 from mooncake_store.client.store import Store, checksum
-from mooncake_store.directory.core.slots import Slot
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import KvLayout
+from mooncake_store.records.blocks import Slot
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from itertools import takewhile
 
 from backends.workers.kv_loader import KvLoader
 from mooncake_store.client.store import Store
-from mooncake_store.directory.core.slots import Copy
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import SSD_SUFFIX
 
 ROUNDS_MAX = 3  # the named node, the second choice, anybody

@@ -30,9 +30,9 @@ from loadtest.bench.ready_process import ready_process
 from loadtest.bench.result import Cell, Result
 from mooncake_store.client.store import Store, checksum
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.layout import KvLayout, memory_bytes_for
 from mooncake_store.memory.segment import Segment
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import UNIT_BYTES
 
 POOL_BLOCKS = 512

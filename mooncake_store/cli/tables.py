@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from mooncake_store.cli.places import shown_bytes
-from mooncake_store.directory.core.slots import Copy
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.records.status import DirectoryStats
 

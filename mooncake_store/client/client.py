@@ -41,13 +41,13 @@ from mooncake_store.client.putter import Putter
 from mooncake_store.client.replicas import Replicas
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.errors import RequestInvalid, StoreFull
 from mooncake_store.memory.buffers import as_bytes
 from mooncake_store.memory.checksum import ByteArray
 from mooncake_store.memory.registrations import Registrations
 from mooncake_store.memory.scratch import Scratch
 from mooncake_store.memory.segment import host_id
+from mooncake_store.records.blocks import Copy
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.movers import Movers
 from mooncake_store.transports.transport import Span

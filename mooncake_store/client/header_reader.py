@@ -9,11 +9,11 @@ import contextlib
 from collections.abc import Sequence
 from itertools import accumulate
 
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.errors import TransferFailed
 from mooncake_store.layout import HEADER_BYTES, geometry
 from mooncake_store.memory.scratch import SIZE_BYTES, Scratch
 from mooncake_store.memory.slot_header import SlotHeader, ready_prefix
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.mapped_transport import MappedTransport

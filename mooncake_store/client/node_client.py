@@ -20,8 +20,8 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.errors import StoreUnavailable
+from mooncake_store.records.blocks import Copy
 from mooncake_store.wire import node_protocol as control
 from mooncake_store.wire import protocol
 from mooncake_store.wire.node_protocol import NodeStats, Restore

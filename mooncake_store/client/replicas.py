@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.errors import NodeUnknown, RequestInvalid
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.wire.node_protocol import BLOCKS_MAX
 

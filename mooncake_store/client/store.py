@@ -36,13 +36,13 @@ from mooncake_store.client.fetcher import Fetcher, OwnSegment, writing_header
 from mooncake_store.client.header_reader import HeaderReader
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.core.slots import GENERATION_MAX, Allocation, Copy, Slot
 from mooncake_store.errors import LayoutMismatch, NodeUnknown, QuotaExceeded, TransferFailed
 from mooncake_store.layout import Geometry, KvLayout
 from mooncake_store.memory.checksum import checksum
 from mooncake_store.memory.scratch import Scratch
 from mooncake_store.memory.segment import ByteArray, Segment
 from mooncake_store.memory.slot_header import STATE_READY, SlotHeader
+from mooncake_store.records.blocks import GENERATION_MAX, Allocation, Copy, Slot
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.rates import PathReport, Probe

@@ -21,10 +21,10 @@ import msgspec
 import zmq
 
 from mooncake_store.block_keys import check_keys
-from mooncake_store.directory.core.slots import Allocation, Copy, Slot
 from mooncake_store.directory.core.spills import Spill
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 from mooncake_store.layout import Geometry
+from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.records.events import Snapshot
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.records.status import DirectoryStats

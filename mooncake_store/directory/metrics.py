@@ -14,10 +14,10 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from mooncake_store.process.metrics_page import counter, counters, gauge, gauges
-from mooncake_store.records.status import DirectoryStats, NodeStats
+from mooncake_store.records.status import DirectoryStats, HolderStats
 
 HOLDER = ("node_id", "tier")
-_PER_HOLDER: tuple[tuple[str, str, Callable[[NodeStats], float]], ...] = (
+_PER_HOLDER: tuple[tuple[str, str, Callable[[HolderStats], float]], ...] = (
     ("bytes_max", "Memory that the holder offers.", lambda node: node.segment_bytes),
     ("used_bytes", "Memory that blocks take, rounding up to units included.",
      lambda node: node.used_units * node.unit_bytes),
@@ -84,7 +84,7 @@ def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
     yield from _holder_families(stats.nodes)
 
 
-def _holder_families(nodes: tuple[NodeStats, ...]) -> Iterator[Metric]:
+def _holder_families(nodes: tuple[HolderStats, ...]) -> Iterator[Metric]:
     """One row for each holder that is registered now."""
     at = "mooncake_directory_holder_"
     for name, meaning, value in _PER_HOLDER:

@@ -20,9 +20,9 @@ from mooncake_store.client.block_reader import BlockReader
 from mooncake_store.client.fetcher import Fetcher, OwnSegment, writing_header
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.core.slots import Allocation, Copy
 from mooncake_store.errors import NodeUnknown, QuotaExceeded, StoreError
 from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.records.blocks import Allocation, Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 

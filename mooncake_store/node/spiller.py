@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.core.slots import Slot
 from mooncake_store.directory.core.spills import Spill
 from mooncake_store.errors import NodeUnknown, StoreError, StoreUnavailable
 from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.records.blocks import Slot
 from mooncake_store.records.membership import SSD_SUFFIX
 from mooncake_store.ssd.records import Entry
 from mooncake_store.ssd.ssd_tier import WRITE_S_MAX, Job, SsdTier

@@ -4,25 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mooncake_store.directory.core.holder import Holder
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters of one epoch."""
-
-    lookups: int = 0
-    lookup_blocks: int = 0
-    hit_blocks: int = 0
-    commits: int = 0
-    evictions: int = 0
-    spills: int = 0
-    bad_copies: int = 0
-    hit_ssd_blocks: int = 0
-
 
 @dataclass(frozen=True, slots=True)
-class NodeStats:
+class HolderStats:
     """One holder."""
 
     node_id: str
@@ -71,29 +55,4 @@ class DirectoryStats:
     evictions: int
     spills: int
     bad_copies: int  # reported as missing or corrupt
-    nodes: tuple[NodeStats, ...]
-
-
-def node_stats(holder: Holder) -> NodeStats:
-    info, pool = holder.info, holder.pool
-    return NodeStats(
-        node_id=info.node_id,
-        incarnation=info.incarnation,
-        tier=info.tier,
-        segment_bytes=info.segment_bytes,
-        fingerprint=holder.fingerprint,
-        block_bytes=holder.block_bytes,
-        unit_bytes=info.unit_bytes,
-        units=pool.units,
-        used_units=pool.used_units,
-        quarantined_units=pool.quarantined_units,
-        pinned_units=holder.pinned_units,
-        used_bytes=holder.used_bytes,
-        ready_blocks=holder.ready,
-        writing_blocks=len(holder.writing),
-        idle_blocks=holder.idle_blocks,
-        evictions=holder.evictions,
-        adopted=holder.adopted,
-        is_open=holder.is_open,
-        is_draining=holder.is_draining,
-    )
+    nodes: tuple[HolderStats, ...]

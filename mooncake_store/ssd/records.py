@@ -17,8 +17,8 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from mooncake_store.directory.core.slots import GENERATION_MAX
 from mooncake_store.errors import ManifestDamaged, ManifestVersion
+from mooncake_store.records.blocks import GENERATION_MAX
 
 MANIFEST_VERSION = 1
 PUT, DROP = 1, 2

@@ -23,8 +23,8 @@ import time
 from collections.abc import Sequence
 
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.memory.segment import ByteArray, host_id
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.nixl_agent import NixlUnavailable

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from mooncake_store.directory.core.slots import Copy
+from mooncake_store.records.blocks import Copy
 from mooncake_store.wire.protocol import Count, Key, Request
 
 BLOCKS_MAX = 4_096  # in one request

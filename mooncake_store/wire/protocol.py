@@ -20,8 +20,8 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
-from mooncake_store.directory.core.slots import Slot
 from mooncake_store.errors import ProtocolMismatch, RequestInvalid, named
+from mooncake_store.records.blocks import Slot
 from mooncake_store.records.events import (
     BlockAdded,
     BlockRemoved,

@@ -16,9 +16,9 @@ import numpy as np
 
 from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.client.store import checksum
-from mooncake_store.directory.core.slots import Allocation, Copy, Slot
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import KvLayout
+from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.transports.transport import Span
 
 LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=1, dtype="float32", block_tokens=4)

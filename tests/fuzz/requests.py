@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mooncake_store.directory.core.slots import Copy, Slot
 from mooncake_store.errors import (
     NodeUnknown,
     QuotaExceeded,
@@ -15,6 +14,7 @@ from mooncake_store.errors import (
     StoreError,
     StoreFull,
 )
+from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.records.membership import SSD_SUFFIX
 from tests.fuzz.jobs import Read, Write, abandon
 from tests.fuzz.memory import UNIT_BYTES

@@ -7,9 +7,9 @@ Not here: spilling itself (jobs.py).
 from __future__ import annotations
 
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.core.slots import Slot
 from mooncake_store.errors import NodeUnknown, RequestInvalid, StoreFull
 from mooncake_store.layout import STATE_READY, STATE_WRITING
+from mooncake_store.records.blocks import Slot
 from mooncake_store.records.membership import SSD_SUFFIX
 from tests.fuzz.jobs import SpillBatch
 from tests.fuzz.memory import Block, Memory, content, units_of

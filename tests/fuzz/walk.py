@@ -5,7 +5,7 @@ Not here: the steps (requests.py, upkeep.py, orders.py), the oracle (promises.py
 
 from __future__ import annotations
 
-from mooncake_store.directory.core.slots import Slot
+from mooncake_store.records.blocks import Slot
 from mooncake_store.records.membership import SSD_SUFFIX
 from tests.fuzz import orders, requests, upkeep
 from tests.fuzz.world import KEYS, Allowed, World

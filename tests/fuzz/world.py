@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.eviction import POLICIES
-from mooncake_store.directory.core.slots import Copy, Slot
 from mooncake_store.layout import memory_bytes_for
+from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.records.events import BlockAdded, BlockRemoved, Event, NodeDown, NodeUp
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from tests.fuzz.memory import UNIT_BYTES, Block, Checksums, Memory, units_of

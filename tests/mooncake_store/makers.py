@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.holder import Holder
-from mooncake_store.directory.core.slots import Slot, SlotPool
+from mooncake_store.directory.core.slots import SlotPool
 from mooncake_store.layout import HEADER_BYTES, KvLayout, describe, fingerprint, geometry
+from mooncake_store.records.blocks import Slot
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
 BLOCK_BYTES = 4096

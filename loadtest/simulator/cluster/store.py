@@ -19,8 +19,8 @@ from loadtest.simulator.cluster.clock import Clock
 from mooncake_store.block_keys import tail_key
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.layout import memory_bytes_for
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.events import Event
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 

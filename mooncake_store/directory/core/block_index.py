@@ -14,7 +14,7 @@ from struct import Struct
 
 from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.directory.core.holder import CopyState, HeldCopy, Holder
-from mooncake_store.directory.core.slots import Copy
+from mooncake_store.records.blocks import Copy
 
 _made = tuple.__new__
 _KEY = Struct(f"{KEY_BYTES}s")

@@ -13,16 +13,16 @@ Not here: verbs and their refusals (directory.py), the order of eviction (evicti
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from mooncake_store.directory.core.block_index import BlockIndex, copies_of
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.holder import CopyState, HeldCopy, Holder, Kind, Pin
 from mooncake_store.directory.core.leases import LeaseTable
 from mooncake_store.directory.core.pins import PinTable
-from mooncake_store.directory.core.slots import GENERATION_MAX
 from mooncake_store.directory.core.tenants import TenantTable
+from mooncake_store.records.blocks import GENERATION_MAX
 from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, NodeDown
-from mooncake_store.records.status import Totals
 
 # Generations start at epoch * 2**20 and count up over all nodes. The server's epoch is its start in
 # milliseconds, so the generations of a restarted directory are new (below 10**9 per second), unless
@@ -31,6 +31,20 @@ from mooncake_store.records.status import Totals
 GENERATIONS_PER_EPOCH = 2**20
 FIRST_GENERATION_MAX = GENERATION_MAX - 2**60
 LOOK_AGAIN_S = 1e-4  # per idle block; looking at one takes about 1e-6
+
+
+@dataclass(slots=True)
+class DirectoryTotals:
+    """Counters of one epoch."""
+
+    lookups: int = 0
+    lookup_blocks: int = 0
+    hit_blocks: int = 0
+    commits: int = 0
+    evictions: int = 0
+    spills: int = 0
+    bad_copies: int = 0
+    hit_ssd_blocks: int = 0
 
 
 class CopyTable:
@@ -44,7 +58,7 @@ class CopyTable:
         self.pins = PinTable()
         self.tenants = TenantTable()
         self.events = EventLog(config.events_max)
-        self.totals = Totals()
+        self.totals = DirectoryTotals()
         self.ephemeral = 0  # ready copies that are
         self.next_generation = min(epoch * GENERATIONS_PER_EPOCH, FIRST_GENERATION_MAX)
 

@@ -35,14 +35,14 @@ from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.copies import CopyTable
 from mooncake_store.directory.core.holder import CopyState, HeldCopy, Kind
 from mooncake_store.directory.core.nodes import NodeTable
-from mooncake_store.directory.core.slots import Allocation, Copy, Slot
 from mooncake_store.directory.core.upkeep import Upkeep
 from mooncake_store.directory.core.workers import WorkerTable
 from mooncake_store.errors import QuotaExceeded, RequestInvalid
 from mooncake_store.layout import Geometry
+from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.records.events import Event, NodeUp, Snapshot
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
-from mooncake_store.records.status import DirectoryStats, node_stats
+from mooncake_store.records.status import DirectoryStats
 
 
 class Directory(Upkeep):
@@ -365,7 +365,7 @@ class Directory(Upkeep):
     def stats(self, now_s: float) -> DirectoryStats:
         table = self._copies
         table.advance(now_s)
-        nodes = tuple(map(node_stats, self._nodes))
+        nodes = tuple(holder.stats() for holder in self._nodes)
         totals = table.totals
         return DirectoryStats(
             epoch=self.epoch, sequence=self.sequence, blocks=len(table.blocks) - table.ephemeral,

@@ -27,9 +27,11 @@ from mooncake_store.directory.core.eviction.lru import Lru
 from mooncake_store.directory.core.eviction.order import EvictionOrder
 from mooncake_store.directory.core.eviction.policies import make_eviction
 from mooncake_store.directory.core.rows import Rows
-from mooncake_store.directory.core.slots import Copy, Slot, SlotPool
+from mooncake_store.directory.core.slots import SlotPool
 from mooncake_store.layout import Geometry
+from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.records.membership import NodeInfo
+from mooncake_store.records.status import HolderStats
 
 
 class CopyState(Enum):
@@ -273,6 +275,30 @@ class Holder:
             self.pool.free(slot)
         else:
             self.pool.quarantine(slot, quarantine_until_s)
+
+    def stats(self) -> HolderStats:
+        info, pool = self.info, self.pool
+        return HolderStats(
+            node_id=info.node_id,
+            incarnation=info.incarnation,
+            tier=info.tier,
+            segment_bytes=info.segment_bytes,
+            fingerprint=self.fingerprint,
+            block_bytes=self.block_bytes,
+            unit_bytes=info.unit_bytes,
+            units=pool.units,
+            used_units=pool.used_units,
+            quarantined_units=pool.quarantined_units,
+            pinned_units=self.pinned_units,
+            used_bytes=self.used_bytes,
+            ready_blocks=self.ready,
+            writing_blocks=len(self.writing),
+            idle_blocks=self.idle_blocks,
+            evictions=self.evictions,
+            adopted=self.adopted,
+            is_open=self.is_open,
+            is_draining=self.is_draining,
+        )
 
     def check(self, copies: list[HeldCopy]) -> None:
         """Prove the invariants; `copies` are the ready ones, from the index."""

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mooncake_store.directory.core.holder import Claim
-from mooncake_store.directory.core.slots import GENERATION_MAX, SlotPool
+from mooncake_store.directory.core.slots import SlotPool
 from mooncake_store.layout import STATE_READY, STATE_WRITING
+from mooncake_store.records.blocks import GENERATION_MAX
 
 
 def sound(claims: Sequence[Claim], pool: SlotPool) -> list[Claim]:

@@ -20,48 +20,9 @@ from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import NamedTuple
 
-# On the wire and in headers a generation is a number below 2**64. What names more than this is
-# damaged: a directory counts from its wall clock (copies.py) and passes it in the year 2109.
-GENERATION_MAX = 2**62
 SLABS_WISHED = 64  # of the first size, when it takes everything: a slab is 1/64 of the memory,
 SLAB_BYTES_MAX = 64 * 2**20  # but not more than this, unless one block is larger
-
-
-# Slot and Copy are NamedTuples, not dataclasses: a lookup of 1,000 keys makes or decodes thousands,
-# and a frozen dataclass costs five times as much to build. On the wire they are short arrays.
-
-
-class Slot(NamedTuple):
-    """A place that its writer may fill: one use of one slot."""
-
-    node_id: str
-    slot: int
-    generation: int
-
-
-class Copy(NamedTuple):
-    """A place where a block can be read."""
-
-    node_id: str
-    slot: int
-    generation: int
-    checksum: int  # xxh3_64 of the block's bytes
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """The answer to `allocate`: per key a fresh slot, or None because the key needs none here."""
-
-    slots: tuple[Slot | None, ...]
-    covered: int  # leading keys that are there, are being written, or got a slot
-
-    @property
-    def full(self) -> bool:
-        """Room ran out at key `covered`: this key and all after it got nothing."""
-        return self.covered < len(self.slots)
 
 
 @dataclass(slots=True, eq=False)

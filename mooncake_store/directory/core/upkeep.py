@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from mooncake_store.directory.core import inventory, placement, spills
 from mooncake_store.directory.core.holder import Claim, Pin
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.directory.core.spills import Spill
 from mooncake_store.errors import NodeUnknown, RequestInvalid
 from mooncake_store.layout import STATE_READY
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import SSD_SUFFIX
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mooncake_store.directory.core.slots import Copy
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 
 

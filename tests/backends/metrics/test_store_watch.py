@@ -7,17 +7,17 @@ from dataclasses import fields
 
 from backends.metrics.store_watch import Evictions, StoreWatch
 from mooncake_store.errors import StoreUnavailable
-from mooncake_store.records.status import DirectoryStats, NodeStats
+from mooncake_store.records.status import DirectoryStats, HolderStats
 from tests.e2e.server import wait_until
 
 
-def node(node_id: str, evictions: int, incarnation: str = "life1") -> NodeStats:
-    counts = {field.name: 0 for field in fields(NodeStats)}
+def node(node_id: str, evictions: int, incarnation: str = "life1") -> HolderStats:
+    counts = {field.name: 0 for field in fields(HolderStats)}
     named = {"node_id": node_id, "incarnation": incarnation, "tier": "dram", "fingerprint": "f"}
-    return NodeStats(**{**counts, **named, "evictions": evictions})  # type: ignore[arg-type]
+    return HolderStats(**{**counts, **named, "evictions": evictions})  # type: ignore[arg-type]
 
 
-def stats(*nodes: NodeStats, epoch: int = 1) -> DirectoryStats:
+def stats(*nodes: HolderStats, epoch: int = 1) -> DirectoryStats:
     counts = {field.name: 0 for field in fields(DirectoryStats)}
     return DirectoryStats(**{**counts, "epoch": epoch, "tenants": (), "nodes": nodes})  # type: ignore[arg-type]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from backends.workers.prefix_loading import Fetching, LoadedPrefix, PrefixLoading
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.memory.segment import Segment
+from mooncake_store.records.blocks import Copy
 from tests.mooncake_store.client.test_store import BLOCK, DEADLINE_S, World, choose, keys_of, put
 from tests.mooncake_store.targets import TargetPool
 

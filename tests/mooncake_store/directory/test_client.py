@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.core.slots import Allocation, Copy, Slot
 from mooncake_store.errors import FingerprintMismatch, NodeUnknown, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import geometry
+from mooncake_store.records.blocks import Allocation, Copy, Slot
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, node_info, report, worker_info
 from tests.mooncake_store.processes import DirectoryProcess
 

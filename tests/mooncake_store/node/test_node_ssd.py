@@ -12,9 +12,9 @@ import pytest
 
 from mooncake_store.client.node_client import NodeClient
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.errors import NodeUnknown, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
+from mooncake_store.records.blocks import Copy
 from mooncake_store.wire.node_protocol import NodeStats, Restore
 from tests.mooncake_store.block_writer import BLOCK, BlockWriter
 from tests.mooncake_store.site import PATIENCE_S, SIZE, Site, pause, ready_line

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from mooncake_store.client.node_client import NodeClient
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.errors import RequestInvalid
 from mooncake_store.layout import geometry
 from mooncake_store.memory.segment import Segment
 from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from tests.mooncake_store.block_writer import BLOCK, BlockWriter
 from tests.mooncake_store.site import SIZE, Site, ready_line

@@ -12,13 +12,13 @@ import xxhash
 
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.errors import StoreUnavailable
 from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
 from mooncake_store.memory.slot_header import SlotHeader
 from mooncake_store.memory.slot_memory import SlotMemory
 from mooncake_store.node import spiller as spiller_module
 from mooncake_store.node.spiller import IDLE_S, REST_S_MAX, Spiller
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.ssd.records import Shape
 from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier

@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mooncake_store.directory.core.slots import Copy
 from mooncake_store.memory.segment import Segment, host_id
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.nixl_agent import NixlUnavailable, load_nixl

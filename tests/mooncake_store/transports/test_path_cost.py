@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_store.directory.core.slots import Copy
+from mooncake_store.records.blocks import Copy
 from mooncake_store.transports.paths.path_cost import Distance, Route, best_copies, distance
 from mooncake_store.transports.traffic import Traffic
 from tests.mooncake_store.makers import node_info

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.core.slots import Slot
 from mooncake_store.errors import RequestInvalid
+from mooncake_store.records.blocks import Slot
 from tests.mooncake_store.makers import chain, directory_with
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.core.slots import Slot
 from mooncake_store.errors import (
     LayoutMismatch,
     NodeNotAttached,
@@ -14,6 +13,7 @@ from mooncake_store.errors import (
     RequestInvalid,
     StoreFull,
 )
+from mooncake_store.records.blocks import Slot
 from mooncake_store.records.events import BlockAdded, BlockRemoved, NodeDown, NodeUp
 from tests.mooncake_store.makers import (
     BLOCK_BYTES,

@@ -10,9 +10,10 @@ import pytest
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.holder import Claim
 from mooncake_store.directory.core.inventory import consistent, sound
-from mooncake_store.directory.core.slots import GENERATION_MAX, SlotPool
+from mooncake_store.directory.core.slots import SlotPool
 from mooncake_store.errors import NodeUnknown, RequestInvalid
 from mooncake_store.layout import STATE_READY, STATE_WRITING
+from mooncake_store.records.blocks import GENERATION_MAX
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, node_info
 
 KEYS = chain(8)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.core.slots import Slot, SlotPool
+from mooncake_store.directory.core.slots import SlotPool
+from mooncake_store.records.blocks import Slot
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, directory_with
 
 

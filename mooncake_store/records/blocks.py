@@ -1,0 +1,47 @@
+"""Where a block is, or may be written: what the directory hands out and everybody passes on.
+
+Slot and Copy are NamedTuples, not dataclasses: a lookup of 1,000 keys makes or decodes thousands,
+and a frozen dataclass costs five times as much to build. On the wire they are short arrays.
+
+Not here: the memory that slots are cut from (directory/core/slots.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# On the wire and in headers a generation is a number below 2**64. What names more than this is
+# damaged: a directory counts from its wall clock (copies.py) and passes it in the year 2109.
+GENERATION_MAX = 2**62
+
+
+class Slot(NamedTuple):
+    """Memory that its writer may fill: one use of one slot."""
+
+    node_id: str
+    slot: int
+    generation: int
+
+
+class Copy(NamedTuple):
+    """Where a block can be read."""
+
+    node_id: str
+    slot: int
+    generation: int
+    checksum: int  # xxh3_64 of the block's bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The answer to `allocate`: per key a fresh slot, or None because the key needs none here."""
+
+    slots: tuple[Slot | None, ...]
+    covered: int  # leading keys that are there, are being written, or got a slot
+
+    @property
+    def full(self) -> bool:
+        """Room ran out at key `covered`: this key and all after it got nothing."""
+        return self.covered < len(self.slots)
