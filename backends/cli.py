@@ -1,200 +1,75 @@
-"""The `mooncake` command: parses, then calls what does the work. No logic of its own."""
+"""The `mooncake` command: each package registers its own commands, this finds them.
+
+A command is an entry point of the group `mooncake.commands` (pyproject.toml) that names a function
+or a typer app. So no package imports the one above it, and one that somebody else installs can add
+commands of its own. Not here: the commands themselves.
+"""
 
 from __future__ import annotations
 
-import sys
-import time
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
-from mooncake_store.cli.app import app as store_app
-from mooncake_store.cli.places import parse_bytes
+GROUP = "mooncake.commands"
+# As they are listed by --help: what a day begins with comes first.
+FIRST = ("serve", "status", "store", "replay", "report", "simulate", "profile")
+HELP = "Serve large language models as Triton models, with a shared KVCache in between."
+
+
+class Commands(TyperGroup):
+    """A command is imported when it is asked for, so that `mooncake serve` draws no plots."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:
+        found = registered()
+        known = [name for name in FIRST if name in found]
+        return known + sorted(found.keys() - set(known))
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | TyperGroup | None:
+        entry = registered().get(cmd_name)
+        if entry is None:
+            if cmd_name in FIRST:
+                ctx.fail(f"this installation does not know `{cmd_name}` yet: run `make setup`")
+            return None
+        try:
+            return command_of(entry)
+        except (ImportError, AttributeError) as problem:
+            ctx.fail(
+                f"{entry.value} cannot be loaded ({problem}): run `make setup` after an update"
+            )
+
+
+def registered() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def command_of(entry: EntryPoint) -> TyperCommand | TyperGroup:
+    """ImportError or AttributeError when it is not where it was at the time of installation."""
+    found = entry.load()
+    if not isinstance(found, typer.Typer):
+        function, found = found, typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        found.command(name=entry.name)(function)
+    command = typer.main.get_command(found)
+    command.name = entry.name
+    return command
+
 
 app = typer.Typer(
-    name="mooncake",
-    no_args_is_help=True,
-    add_completion=False,
+    name="mooncake", cls=Commands, help=HELP, no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False,
-    help="Serve large language models as Triton models, with a shared KVCache in between.",
-)
-console = Console(stderr=True, highlight=False)
-app.add_typer(store_app)
+)  # fmt: skip
 
 
-@app.command()
-def serve(
-    model_repository: Annotated[
-        Path, typer.Option(help="Folder of Triton models; edit its config.pbtxt files freely.")
-    ] = Path("model_repository"),
-    address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(help="KServe HTTP port.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="KServe gRPC port.")] = 8001,
-    metrics_port: Annotated[int, typer.Option(help="Prometheus port.")] = 8002,
-    metrics_address: Annotated[
-        str, typer.Option(help="Address of that port; others than this host need another one.")
-    ] = "127.0.0.1",
-    nodes: Annotated[str, typer.Option(help="Storage nodes, comma separated.")] = "s0,s1",
-    store_bytes: Annotated[
-        str, typer.Option(help="Memory of each storage node in /dev/shm, like 512M or 4G.")
-    ] = "1G",
-    ssd_bytes: Annotated[
-        str, typer.Option(help="SSD of each storage node for cold blocks, like 20G; 0: none.")
-    ] = "0",
-    ssd_path: Annotated[
-        Path | None, typer.Option(help="Folder on that SSD (default: ssd in --state-dir).")
-    ] = None,
-    state_dir: Annotated[
-        Path, typer.Option(help="Logs, staged backends and this machine's measured speeds.")
-    ] = Path(".mooncake"),
-    ready_s_max: Annotated[float, typer.Option(help="Give up when not ready after this.")] = 300.0,
-    self_check: Annotated[
-        bool, typer.Option(help="Every process proves its invariants each second, or ends.")
-    ] = False,
-    open_api: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="An API of Triton that needs no admin key: shared-memory, model-repository, "
-            "trace or logging; repeatable."
-        ),
-    ] = None,
-    triton_arg: Annotated[
-        list[str] | None,
-        typer.Option(help="Passed as it is to the tritonserver that clients call; repeatable."),
-    ] = None,
-) -> None:
-    """Start directory, storage nodes and Tritons on this machine, until Ctrl-C."""
-    from backends.launcher.launch import ServeOptions
-
-    sys.exit(serve_until_stopped(ServeOptions(
-        model_repository=model_repository, address=address, http_port=http_port,
-        grpc_port=grpc_port, metrics_port=metrics_port, metrics_address=metrics_address,
-        nodes=tuple(filter(None, nodes.split(","))), store_bytes=parse_bytes(store_bytes),
-        ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path,
-        state_dir=state_dir, ready_s_max=ready_s_max, is_self_checked=self_check,
-        open_apis=tuple(open_api or ()), triton_args=tuple(triton_arg or ()),
-    )))  # fmt: skip
+@app.callback()
+def mooncake() -> None:
+    pass
 
 
-def serve_until_stopped(options: object) -> int:
-    """The exit status."""
-    from backends.launcher.environment import EnvironmentProblem
-    from backends.launcher.launch import (
-        Launcher,
-        ServeOptions,
-        Stopped,
-        ignore_signals,
-        signals_as_exceptions,
-    )
-    from backends.launcher.processes import ChildDied
-
-    assert isinstance(options, ServeOptions)
-    launcher = Launcher(options)
-    status = 0
-    with signals_as_exceptions():
-        try:
-            run_until_stopped(launcher)
-        except Stopped as stopped:
-            console.print(f"{stopped}: stopping ...")
-        except (EnvironmentProblem, ChildDied) as problem:
-            ignore_signals()  # an impatient Ctrl-C may cut neither the reason nor the clean-up
-            said = escape(str(problem))
-            console.print(f"[bold red]cannot serve[/]: {said}", markup=True, soft_wrap=True)
-            status = 1
-        finally:
-            ignore_signals()
-            launcher.stop()
-    return status
-
-
-def run_until_stopped(launcher: object) -> None:
-    """Start, say how to send a request, then watch; returns only by an exception."""
-    from backends.launcher.launch import Launcher
-
-    assert isinstance(launcher, Launcher)
-    started_s = time.monotonic()
-    with console.status("starting directory, storage nodes and Tritons ..."):
-        launcher.start()
-    with console.status(f"loading models (logs: {launcher.log_dir}) ..."):
-        states = launcher.wait_ready()
-    seconds = time.monotonic() - started_s
-    console.print(f"ready after {seconds:.1f} s: {', '.join(state.name for state in states)}")
-    console.print("try:", style="bold")
-    console.print(
-        f"  curl -sN {launcher.http_url}/v2/models/conductor/generate_stream -d "
-        '\'{"text_input": "It is a truth", "max_tokens": 32, "stream": true}\'',
-        soft_wrap=True,
-    )
-    launcher.news()  # what was logged before we were ready is not news
-    while True:
-        for restart in launcher.tend():
-            when = f" in {restart.pause_s:.0f} s" if restart.pause_s else ""
-            console.print(f"[bold yellow]{escape(restart.name)} died, starting it again{when}[/]")
-        for load in launcher.news():
-            if load.reason:
-                console.print(f"[bold yellow]kept the old settings of {escape(load.model)}[/]:")
-                console.print(load.reason, markup=False, soft_wrap=True)
-            else:
-                console.print(f"{load.model} serves with the settings in its config.pbtxt")
-        time.sleep(0.3)
-
-
-@app.command()
-def status(
-    metrics_url: Annotated[
-        str, typer.Option(help="Its metrics page.")
-    ] = "http://127.0.0.1:8002/metrics",
-    interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, and exit.")] = False,
-) -> None:
-    """Show what a running server does: pools, queues, latency, hit rate, rejections, storage."""
-    from backends.metrics.status import watch
-
-    sys.exit(watch.status(metrics_url, interval_s, once, as_json))
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-             add_help_option=False)  # fmt: skip
-def replay(context: typer.Context) -> None:
-    """Send a published request trace to a running server (`mooncake replay --help`)."""
-    from loadtest.replay.command import main as replay_main
-
-    sys.exit(replay_main(context.args))
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-             add_help_option=False)  # fmt: skip
-def report(context: typer.Context) -> None:
-    """Print the numbers of a run's report, or compare two (`mooncake report --help`)."""
-    from loadtest.report.command import main as report_main
-
-    sys.exit(report_main(context.args))
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-             add_help_option=False)  # fmt: skip
-def simulate(context: typer.Context) -> None:
-    """Run an experiment on recorded requests, without a server (`mooncake simulate --help`)."""
-    from loadtest.simulator.command import main as simulate_main
-
-    sys.exit(simulate_main(context.args))
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-             add_help_option=False)  # fmt: skip
-def profile(context: typer.Context) -> None:
-    """Measure how fast a worker computes, for the simulator (`mooncake profile --help`)."""
-    from loadtest.profile.command import main as profile_main
-
-    sys.exit(profile_main(context.args))
-
-
-def main() -> None:
-    app()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `mooncake ARGUMENTS` (default: those of the process), and exit."""
+    app(None if arguments is None else list(arguments))
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def import_problems(path: Path, tree: ast.Module) -> Iterator[str]:
     package = path.parts[0]
     modules = set(imported_modules(tree))
     tops = {module.split(".")[0] for module in modules}
-    if package in MAY_IMPORT and path != Path("backends/cli.py"):
+    if package in MAY_IMPORT:
         for other in (tops & PACKAGES) - {package} - MAY_IMPORT[package]:
             yield f"{path}: {package} may not import {other}"
     if package == "conductor":

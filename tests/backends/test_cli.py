@@ -1,36 +1,65 @@
-"""`mooncake serve` ends in order whatever interrupts it, also while it says why it cannot."""
+"""The `mooncake` command is made of what each package registers."""
 
-import os
-import signal
-from pathlib import Path
+from importlib.metadata import EntryPoint
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from backends import cli
-from backends.launcher import launch
-from backends.launcher.environment import EnvironmentProblem
 
 
-@pytest.mark.parametrize("number", launch.STOP_SIGNALS)
-def test_a_signal_while_the_refusal_is_printed_cannot_cut_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, list(arguments))
+    return result.exit_code, " ".join(result.output.split())
+
+
+def register(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    entries = {name: EntryPoint(name, value, cli.GROUP) for name, value in values.items()}
+    monkeypatch.setattr(cli, "registered", lambda: entries)
+
+
+def test_every_command_that_pyproject_registers_is_listed_and_can_be_loaded() -> None:
+    status, output = run("--help")
+    assert status == 0
+    assert set(cli.registered()) >= set(cli.FIRST)
+    for name, entry in cli.registered().items():
+        assert name in output
+        assert callable(entry.load()) or isinstance(entry.load(), typer.Typer)
+
+
+def test_an_installation_from_before_a_command_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stopped: list[launch.Launcher] = []
+    register(monkeypatch, serve="backends.launcher.command:serve")
+    status, output = run("replay", "--help")
+    assert status == 2 and "make setup" in output
+    assert run("serve", "--help")[0] == 0
 
-    def refuse(launcher: launch.Launcher) -> None:
-        raise EnvironmentProblem("slots is 0")
 
-    def print_interrupted(*args: object, **options: object) -> None:
-        os.kill(os.getpid(), number)
-        print(*args)
+def test_a_command_that_has_moved_since_the_installation_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register(monkeypatch, replay="loadtest.no_such_module:replay")
+    status, output = run("replay", "--help")
+    assert status == 2 and "loadtest.no_such_module" in output and "make setup" in output
 
-    monkeypatch.setattr(launch.Launcher, "start", refuse)
-    monkeypatch.setattr(launch.Launcher, "stop", lambda launcher: stopped.append(launcher))
-    monkeypatch.setattr(cli.console, "print", print_interrupted)
 
-    result = CliRunner().invoke(cli.app, ["serve", "--state-dir", str(tmp_path)])
+def test_a_command_that_nobody_registered_is_refused() -> None:
+    status, output = run("bogus")
+    assert status == 2 and "No such command" in output
 
-    assert result.exit_code == 1, result.exception
-    assert "slots is 0" in result.output
-    assert len(stopped) == 1
+
+def test_a_command_of_somebody_else_is_listed_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(
+        monkeypatch, another="tests.backends.test_cli:another",
+        serve="backends.launcher.command:serve",
+    )  # fmt: skip
+    status, output = run("--help")
+    assert status == 0 and output.index("serve") < output.index("another")
+    assert run("another", "--number", "7") == (0, "7 it is")
+
+
+def another(number: int = 1) -> None:
+    """Say a number."""
+    typer.echo(f"{number} it is")

@@ -11,8 +11,10 @@ import sys
 import time
 import urllib.request
 from collections import deque
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.live import Live
 
@@ -101,7 +103,15 @@ def live(metrics_url: str, interval_s: float) -> int:
         return 0
 
 
-def status(metrics_url: str, interval_s: float, is_once: bool, is_json: bool) -> int:
-    if is_once or is_json or not sys.stdout.isatty():
-        return once(metrics_url, interval_s, is_json)
-    return live(metrics_url, interval_s)
+def status(
+    metrics_url: Annotated[
+        str, typer.Option(help="Its metrics page.")
+    ] = "http://127.0.0.1:8002/metrics",
+    interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 1.0,
+    is_once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, and exit.")] = False,
+) -> None:
+    """Show what a running server does: pools, queues, latency, hit rate, rejections, storage."""
+    if is_once or as_json or not sys.stdout.isatty():
+        sys.exit(once(metrics_url, interval_s, as_json))
+    sys.exit(live(metrics_url, interval_s))
