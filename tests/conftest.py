@@ -73,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneTriton(config, log)
 
 
-SERVERS = {"mooncake_store.directory.server", "mooncake_store.node", "tritonserver", "etcd"}
+SERVERS = {"mooncake_store.directory", "mooncake_store.node", "tritonserver", "etcd"}
 _current: list[pytest.Item] = []
 
 

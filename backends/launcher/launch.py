@@ -109,7 +109,7 @@ class Launcher:
         python = [sys.executable, "-m"]
         directory = self._child(
             "directory",
-            [*python, "mooncake_store.directory.server", "--address", self.directory_address,
+            [*python, "mooncake_store.directory", "--address", self.directory_address,
              "--events", self.events_address,
              *(["--self-check"] if options.is_self_checked else [])], env)  # fmt: skip
         directory.wait_for_line("ready", 20.0)

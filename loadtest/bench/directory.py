@@ -66,7 +66,7 @@ def filled(keys: int, eviction: str, chance: np.random.Generator) -> Iterator[Fi
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
         address = f"ipc://{folder}/directory"
         server = ready_process(
-            stack, "directory.server", "--address", address, "--events", f"ipc://{folder}/events",
+            stack, "directory", "--address", address, "--events", f"ipc://{folder}/events",
             "--node-ttl-s", str(FOREVER_S), "--eviction", eviction, "--log-level", "WARNING",
         )  # fmt: skip
         client = stack.enter_context(DirectoryClient(address, timeout_s=60.0))

@@ -48,7 +48,7 @@ def site(full_bytes: int, own_bytes: int) -> Iterator[DirectoryClient]:
         address = f"ipc://{folder}/directory"
 
         ready_process(
-            stack, "directory.server", "--address", address, "--events", f"ipc://{folder}/events"
+            stack, "directory", "--address", address, "--events", f"ipc://{folder}/events"
         )
         for node_id, size_bytes in (("full", full_bytes), ("own", own_bytes)):
             path = f"/dev/shm/mooncake-bench-{os.getpid()}-{node_id}"

@@ -67,7 +67,7 @@ class Site:
         self.children = [
             Child(
                 "directory",
-                [*python, "mooncake_store.directory.server", "--address", self.address,
+                [*python, "mooncake_store.directory", "--address", self.address,
                  "--events", f"ipc://{folder}/events", *directory_options],
                 folder / "directory.log",
             )

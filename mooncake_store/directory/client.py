@@ -33,10 +33,10 @@ from mooncake_store.wire.direct_socket import DirectClient, direct_path
 from mooncake_store.wire.protocol import Kind
 
 if TYPE_CHECKING:
-    from mooncake_store.directory.election import ElectedPlace
+    from mooncake_store.directory.election import ElectedAddress
 
 T = TypeVar("T")
-ELECTED = "etcd://"  # an address that names an election (election.py), not a place
+ELECTED = "etcd://"  # an address that names an election (election.py)
 ELECTED_CHECK_S = 1.0  # a silent leader may have been replaced
 Decoder = msgspec.msgpack.Decoder
 
@@ -57,14 +57,14 @@ _SNAPSHOT = Decoder(Snapshot)
 _STATS = Decoder(DirectoryStats)
 
 
-def _elected_place(address: str) -> ElectedPlace | None:
+def _elected_address(address: str) -> ElectedAddress | None:
     if not address.startswith(ELECTED):
         return None
     from mooncake_store.directory.election import (
-        ElectedPlace,  # with etcd only: it needs `requests`
+        ElectedAddress,  # with etcd only: it needs `requests`
     )
 
-    return ElectedPlace(address)
+    return ElectedAddress(address)
 
 
 class DirectoryClient:
@@ -77,7 +77,7 @@ class DirectoryClient:
         self._lock = threading.Lock()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
-        self._elected = _elected_place(address)
+        self._elected = _elected_address(address)
         path = "" if self._elected else direct_path(address)
         self._direct = DirectClient(path) if path else None
         self._number = 0

@@ -7,41 +7,137 @@
 
 A leader believes in itself for a shorter time than etcd does: until the lease's TTL, less a margin,
 has passed since it *asked* for the last renewal that came back. So when etcd hangs, or the network
-is cut, or this process was stopped for a while, `is_valid` is false before another can be elected,
+is cut, or this process was stopped for a while, `may_serve` is false before another can be elected,
 and nobody has to tell it. While etcd does not answer, nobody is elected; a leader that cannot renew
 steps down. What a client gets is at most one answer that was under way at that moment.
 
 Addresses `etcd://HOST:PORT,HOST:PORT/PREFIX` mean whoever leads there now (`leader_at`).
 
-Not here: etcd's calls (etcd_client.py), serving (mooncake_store/directory/server.py).
+Not here: serving (server.py).
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+import requests
 from msgspec import structs
 
-from mooncake_store.directory.etcd_client import EtcdClient, EtcdFailed
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 
 log = logging.getLogger("mooncake_store.election")
 SCHEME = "etcd://"
 PREFIX = "mooncake/directory"
 TTL_S = 5
-MARGIN = 0.2  # of the TTL: the leader stops that much before etcd could give its place away
+MARGIN = 0.2  # of the TTL: the leader stops that much before etcd could give its lead away
 RENEWALS = 4  # in a TTL
-POLL_S = 0.3  # how often one that waits looks whether the place is free
+POLL_S = 0.3  # how often one that waits looks whether the lead is free
 STEP_S = 0.05  # how soon a stop is noticed
+
+
+class EtcdFailed(StoreUnavailable):
+    """etcd did not answer, or refused; the message says which endpoints were asked."""
 
 
 class NoLeader(StoreUnavailable):
     """Nobody leads there now."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    value: bytes
+    mod_revision: int  # changes with each write of the key; 0: there is no such key
+
+
+MISSING = KeyValue(b"", 0)
+
+
+class EtcdClient:
+    """The few calls of etcd v3 that an election needs, over its HTTP gateway.
+
+    Keys and values travel as base64 in JSON, 64-bit numbers as decimal strings. Several endpoints
+    of one cluster may be given: each call goes to the one that answered last, then to the others.
+    No user names, no TLS. Thread-safe. Each call ends within about `timeout_s` for each endpoint.
+    """
+
+    def __init__(self, endpoints: Sequence[str], timeout_s: float = 1.0) -> None:
+        assert endpoints and timeout_s > 0
+        self.endpoints = [endpoint.rstrip("/") for endpoint in endpoints]
+        self.timeout_s = timeout_s
+        self._local = threading.local()  # a requests.Session is for one thread
+
+    def grant(self, ttl_s: int) -> tuple[int, float]:
+        """A new lease and the seconds it really lasts, which may be more than asked for."""
+        answer = self._post("/v3/lease/grant", {"TTL": str(ttl_s)})
+        return int(answer["ID"]), float(answer["TTL"])
+
+    def keep_alive(self, lease: int) -> float:
+        """Seconds that the lease lasts from now on; 0 when it has ended."""
+        answer = self._post("/v3/lease/keepalive", {"ID": str(lease)})
+        return float(answer.get("result", {}).get("TTL", 0))
+
+    def revoke(self, lease: int) -> None:
+        """End the lease, and with it every key that was written under it."""
+        self._post("/v3/lease/revoke", {"ID": str(lease)})
+
+    def get(self, key: str) -> KeyValue:
+        found = self._post("/v3/kv/range", {"key": _packed(key)}).get("kvs")
+        return _key_value(found[0]) if found else MISSING
+
+    def write_unless_changed(
+        self, expected: Mapping[str, int], values: Mapping[str, bytes], leases: Mapping[str, int]
+    ) -> bool:
+        """Write all values if every key of `expected` still has that mod_revision, else nothing."""
+        compare = [
+            {"key": _packed(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
+            for key, revision in expected.items()
+        ]
+        puts = [
+            {"request_put": {"key": _packed(key), "value": _packed(value),
+                             "lease": str(leases.get(key, 0))}}
+            for key, value in values.items()
+        ]  # fmt: skip
+        answer = self._post("/v3/kv/txn", {"compare": compare, "success": puts})
+        return bool(answer.get("succeeded", False))
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        failures = []
+        for endpoint in list(self.endpoints):
+            try:
+                answer = self._session().post(endpoint + path, json=body, timeout=self.timeout_s)
+                if answer.status_code == 200:
+                    if endpoint != self.endpoints[0]:  # ask this one first from now on
+                        others = [other for other in self.endpoints if other != endpoint]
+                        self.endpoints = [endpoint, *others]
+                    return answer.json()
+                failures.append(f"{endpoint}: {answer.status_code} {answer.text.strip()[:200]}")
+            except (requests.RequestException, ValueError) as error:
+                failures.append(f"{endpoint}: {error}")
+        raise EtcdFailed("etcd does not carry out " + path + ": " + "; ".join(failures))
+
+    def _session(self) -> requests.Session:
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.trust_env = False  # etcd is near; a proxy for the internet does not know it
+        return session
+
+
+def _packed(text: str | bytes) -> str:
+    raw = text.encode() if isinstance(text, str) else text
+    return base64.b64encode(raw).decode()
+
+
+def _key_value(found: Mapping[str, str]) -> KeyValue:
+    return KeyValue(base64.b64decode(found.get("value", "")), int(found["mod_revision"]))
 
 
 class Leader(msgspec.Struct, frozen=True):
@@ -67,16 +163,12 @@ class Leadership:
         self._thread = threading.Thread(target=self._renew, name="election", daemon=True)
         self._thread.start()
 
-    @property
-    def is_valid(self) -> bool:
+    def may_serve(self) -> bool:
         """May this process still act as the leader? Cheap: ask before each act."""
         return time.monotonic() < self._valid_until_s and not self._is_over.is_set()
 
-    def may_serve(self) -> bool:
-        return self.is_valid
-
     def close(self) -> None:
-        """Give the place away now, for a clean end. Twice is harmless."""
+        """Give the lead away now, for a clean end. Twice is harmless."""
         was_over = self._is_over.is_set()
         self._is_over.set()
         self._thread.join()
@@ -188,7 +280,7 @@ def leader_at(address: str, timeout_s: float = 1.0) -> Leader:
     return _leader_of(etcd, prefix)
 
 
-class ElectedPlace:
+class ElectedAddress:
     """Where a client found the leader. For one thread at a time."""
 
     def __init__(self, address: str) -> None:

@@ -1,4 +1,4 @@
-"""The directory as a process: `python -m mooncake_store.directory.server --help`.
+"""The loop that serves a Directory.
 
 One thread and one loop. A turn answers the requests that wait (ROUTER socket), lets time pass in
 the directory (`tick`), and publishes what changed as one message of the event stream (PUB socket).
@@ -9,7 +9,7 @@ Nothing that arrives can stop it: bytes that are no request are answered with an
 forgotten.
 
 Not here: what a request does (directory.py), how it looks on the wire (protocol.py), options and
-signals (mooncake_store/directory/main.py).
+signals (__main__.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import contextlib
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -270,10 +269,3 @@ def refuse_second_server(address: str) -> None:
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
         probe.connect(path)
         raise AddressTaken("another process listens there; stop it or choose another address")
-
-
-if __name__ == "__main__":
-    from mooncake_store.directory.main import main, with_huge_tables
-
-    with_huge_tables()
-    sys.exit(main())

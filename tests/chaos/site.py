@@ -114,7 +114,7 @@ class ChaosSite:
 
     def _start(self) -> None:
         self._add(
-            "directory", "mooncake_store.directory.server", "--address", self.address, "--events",
+            "directory", "mooncake_store.directory", "--address", self.address, "--events",
             f"ipc://{self.folder}/events", "--node-ttl-s", "3", "--quarantine-s",
             str(QUARANTINE_S), "--self-check",
         )  # fmt: skip

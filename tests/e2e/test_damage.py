@@ -30,7 +30,7 @@ KILLED = {
     "decode worker": "/decode_0/1/model.py",
     "prefill worker": "/prefill_1/1/model.py",
     "storage node": "--node-id s0",
-    "directory": "mooncake_store.directory.server",
+    "directory": "mooncake_store.directory",
 }
 
 

@@ -124,7 +124,7 @@ def test_killed_workers_are_started_again_by_the_launcher(server: Server) -> Non
     wait_until(server.is_idle, "pages, slots and leases to be free")
 
 
-@pytest.mark.parametrize("name", ["mooncake_store.directory.server", "--node-id s1", "/frontend "])
+@pytest.mark.parametrize("name", ["mooncake_store.directory", "--node-id s1", "/frontend "])
 def test_whatever_is_killed_is_started_again_and_serves(server: Server, name: str) -> None:
     prompt = [60 + 11 * n % 1800 for n in range(200)]
     expected = ask(server, prompt, 8)
@@ -158,7 +158,7 @@ def test_a_killed_directory_costs_no_cached_prefix(server: Server) -> None:
     before = restarts(server)
     [victim] = [
         process for process in processes(server)
-        if "mooncake_store.directory.server" in process.cmdline()
+        if "mooncake_store.directory" in process.cmdline()
     ]  # fmt: skip
     address = victim.cmdline()[victim.cmdline().index("--address") + 1]
     victim.kill()

@@ -19,7 +19,7 @@ class DirectoryProcess:
         """Returns when it listens."""
         self.process = subprocess.Popen(
             [
-                sys.executable, "-m", "mooncake_store.directory.server", "--address", self.address,
+                sys.executable, "-m", "mooncake_store.directory", "--address", self.address,
                 "--events", self.events_address, "--log-level", "WARNING", *self._options,
             ],
             stdout=subprocess.PIPE,

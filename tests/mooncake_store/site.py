@@ -40,9 +40,7 @@ class Site:
         return process
 
     def start_directory(self, *more: str) -> subprocess.Popen[str]:
-        process = self.start(
-            "directory.server", "--address", self.address, "--events", self.events, *more
-        )
+        process = self.start("directory", "--address", self.address, "--events", self.events, *more)
         self.directories.append(process)
         return process
 

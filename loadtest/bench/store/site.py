@@ -47,7 +47,7 @@ def site(dram_mib: int, ssd_folder: Path | None, ssd_mib: int) -> Iterator[Site]
                 "--control", f"ipc://{folder}/{node_id}", *more,
             )  # fmt: skip
 
-        start("directory.server", "--address", found.address, "--events", f"ipc://{folder}/events")
+        start("directory", "--address", found.address, "--events", f"ipc://{folder}/events")
         node(found.near, dram_mib)
         node(found.far, dram_mib)
         if ssd_folder is not None:

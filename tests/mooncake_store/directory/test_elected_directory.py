@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from mooncake_store.client.client import StoreClient
+from mooncake_store.directory.__main__ import main
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.election import NoLeader, leader_at
 from mooncake_store.directory.event_feed import EventFeed
-from mooncake_store.directory.main import main
 from mooncake_store.errors import StoreUnavailable
 from mooncake_store.records.events import Event, NodeUp, Snapshot
 from tests.mooncake_store.etcd_process import EtcdProcess
@@ -39,7 +39,7 @@ class Elected:
         self.address = f"ipc://{folder}/{name}"
         self.process = subprocess.Popen(
             [
-                sys.executable, "-m", "mooncake_store.directory.server", "--address", self.address,
+                sys.executable, "-m", "mooncake_store.directory", "--address", self.address,
                 "--events", f"{self.address}-events", "--etcd", election, "--ttl-s", "1",
             ],
             stdout=subprocess.PIPE, text=True,

@@ -16,6 +16,9 @@ import pytest
 from msgspec.structs import replace
 
 from mooncake_store.directory.election import (
+    MISSING,
+    EtcdClient,
+    EtcdFailed,
     Leader,
     Leadership,
     NoLeader,
@@ -23,7 +26,6 @@ from mooncake_store.directory.election import (
     leader_at,
     parse_address,
 )
-from mooncake_store.directory.etcd_client import MISSING, EtcdClient, EtcdFailed
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 from tests.mooncake_store.etcd_process import EtcdProcess
 
@@ -51,7 +53,7 @@ def address_of(etcd: EtcdProcess, prefix: str) -> str:
 
 def wait_until_invalid(leadership: Leadership) -> None:
     until_s = time.monotonic() + 20.0
-    while leadership.is_valid:
+    while leadership.may_serve():
         assert time.monotonic() < until_s, "the leader still believes in itself"
         time.sleep(0.005)  # poll
 
@@ -63,10 +65,10 @@ def test_the_first_leads_and_the_next_when_it_ends(etcd: EtcdProcess, client: Et
     first = win(client, prefix, A)
     assert leader_at(address_of(etcd, prefix)) == replace(A, epoch=first.epoch)
     assert campaign(client, prefix, B, _soon(0.5), ttl_s=TTL_S) is None  # while A renews
-    assert first.is_valid
+    assert first.may_serve()
     first.close()
     first.close()
-    assert not first.is_valid
+    assert not first.may_serve()
     second = win(client, prefix, B, patience_s=TTL_S / 2)  # a clean end waits for no TTL
     assert leader_at(address_of(etcd, prefix)) == replace(B, epoch=second.epoch)
     assert second.epoch > first.epoch
@@ -83,7 +85,7 @@ def test_a_leader_renews_for_longer_than_its_ttl(etcd: EtcdProcess, client: Etcd
     leader = win(client, prefix)
     until_s = time.monotonic() + 2.5 * TTL_S
     while time.monotonic() < until_s:
-        assert leader.is_valid
+        assert leader.may_serve()
         assert leader_at(address_of(etcd, prefix)).address == A.address
         time.sleep(0.02)  # poll
     leader.close()
@@ -115,7 +117,7 @@ def test_a_hung_etcd_makes_the_leader_stop_before_its_ttl_and_nobody_else_lead(
     finally:
         etcd.thaw()
     second = win(client, prefix, B)
-    assert second.epoch > first.epoch and second.is_valid and not first.is_valid
+    assert second.epoch > first.epoch and second.may_serve() and not first.may_serve()
     first.close()
     assert leader_at(address_of(etcd, prefix)).address == B.address, (
         "the first one took the place away"
@@ -130,7 +132,7 @@ def test_a_lease_that_somebody_revoked_ends_the_leadership_for_good(
     client.revoke(leader._lease)
     wait_until_invalid(leader)
     leader._thread.join(timeout=20.0)
-    assert not leader._thread.is_alive() and not leader.is_valid
+    assert not leader._thread.is_alive() and not leader.may_serve()
     leader.close()
 
 
@@ -156,7 +158,7 @@ def test_never_two_leaders_while_etcd_freezes_and_leaders_are_cut_off_at_random(
                     mine.endpoints, until_s = ["http://127.0.0.1:1"], begun_s + 20.0
                 while not stop.is_set() and last_s < until_s:
                     now_s = time.monotonic()
-                    if not won.is_valid:
+                    if not won.may_serve():
                         break
                     last_s = now_s
                     time.sleep(0.001)  # poll

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 import zmq
 
+from mooncake_store.directory.__main__ import main
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.main import main
 from mooncake_store.directory.server import TURN_S_MAX, DirectoryServer, TurnClock
 from mooncake_store.wire import protocol
 from mooncake_store.wire.protocol import Kind
@@ -98,7 +98,7 @@ def test_every_mistake_in_the_options_is_named_at_once(capsys: pytest.CaptureFix
 
 @pytest.mark.servers
 def test_help_explains_every_option() -> None:
-    command = [sys.executable, "-m", "mooncake_store.directory.server", "--help"]
+    command = [sys.executable, "-m", "mooncake_store.directory", "--help"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "--quarantine-s" in said
     assert "must outlive any transfer to it (30.0)" in " ".join(said.split())

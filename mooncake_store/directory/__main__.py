@@ -4,7 +4,7 @@ Without --etcd: serve until SIGTERM. With it: wait to be elected, serve while el
 is lost begin anew as one that waits. Each reign is a new Directory under a new epoch, which the
 storage nodes fill again with what they hold. stdout carries `ready ...` at each begin of serving.
 
-Not here: serving (mooncake_store/directory/server.py), who is elected (election.py).
+Not here: serving (server.py), who is elected (election.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mooncake_store.process.metrics_page import LOOPBACK, PortTaken
 log = logging.getLogger("mooncake_store.directory")
 
 
-class Stop:
+class StopSignal:
     """Set by SIGTERM and SIGINT; tells the server that serves at that moment."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Stop:
         if self._server is not None:
             self._server.stop()
 
-    def also(self, server: DirectoryServer) -> None:
+    def forward_to(self, server: DirectoryServer) -> None:
         self._server = server
         if self.is_set:
             server.stop()
@@ -54,7 +54,7 @@ class Stop:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m mooncake_store.directory.server",
+        prog="python -m mooncake_store.directory",
         description="The directory of the KV store: which block is where, and who takes part. "
         "Prints one line that starts with 'ready' when it listens; SIGTERM ends it.",
     )
@@ -96,7 +96,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def serve(
     options: argparse.Namespace,
     directory: Directory,
-    stop: Stop,
+    stop: StopSignal,
     may_serve: Callable[[], bool] = lambda: True,
 ) -> None:
     """Until `stop` or `may_serve` says so; AddressTaken, PortTaken."""
@@ -107,7 +107,7 @@ def serve(
     try:
         if options.metrics_port:
             page = server.show_metrics(options.metrics_port, options.metrics_address)
-        stop.also(server)
+        stop.forward_to(server)
         stop.listen()
         print(
             f"ready address={server.address} events={server.events_address} "
@@ -121,7 +121,9 @@ def serve(
             page.close()
 
 
-def serve_when_elected(options: argparse.Namespace, config: DirectoryConfig, stop: Stop) -> None:
+def serve_when_elected(
+    options: argparse.Namespace, config: DirectoryConfig, stop: StopSignal
+) -> None:
     """Wait, serve, wait again, until `stop`."""
     etcd, prefix = parse_address(options.etcd)
     address, _, events = (options.advertise or f"{options.address},{options.events}").partition(",")
@@ -145,7 +147,7 @@ def serve_when_elected(options: argparse.Namespace, config: DirectoryConfig, sto
 
 
 def with_huge_tables() -> None:
-    """Begin this process anew with large tables in huge pages, unless it has been told already.
+    """Begin this process anew with large tables in huge pages, unless that has been done.
 
     At ten million keys the index is a table of 700 MB that is read at random; glibc reads its
     tunables only when a process starts. `exist` of 1,000 keys takes 2.3 times as long then as at
@@ -154,8 +156,7 @@ def with_huge_tables() -> None:
     if "GLIBC_TUNABLES" in os.environ:
         return
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    module = "mooncake_store.directory.server"
-    os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "mooncake_store.directory", *sys.argv[1:]])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -168,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Ten million blocks are as many objects, none of them in a cycle: a full collection would find
     # nothing and hold up every request for seconds. Young garbage is still collected.
     gc.set_threshold(50_000, 20, 1_000_000)
-    stop = Stop()
+    stop = StopSignal()
     try:
         if options.etcd:
             serve_when_elected(options, config, stop)
@@ -182,4 +183,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    with_huge_tables()
     sys.exit(main())
