@@ -8,9 +8,37 @@ Not thread-safe: the decode worker's lock guards it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
-from backends.workers.kv_loader import Arrival
+from backends.workers.protocol import BlockRef
+
+
+@dataclass(slots=True)
+class Arrival:
+    """The KV of one request on its way into pages of this engine."""
+
+    request_id: str
+    pages: list[int]
+    layers_of: dict[int, set[int]] = field(default_factory=dict)  # block -> layers that are here
+    identity: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # block -> its slot
+    is_loading: bool = False  # the loader writes into the pages
+    read_bytes: dict[str, int] = field(default_factory=dict)  # by transport
+
+    def note(self, ref: BlockRef, layers: Sequence[int]) -> None:
+        place = (ref.node_id, ref.slot, ref.generation)
+        if self.identity.get(ref.index, place) != place:
+            self.layers_of[ref.index] = set()
+        self.identity[ref.index] = place
+        self.layers_of.setdefault(ref.index, set()).update(layers)
+
+    def whole_blocks(self, layers: int) -> int:
+        return sum(len(here) == layers for here in self.layers_of.values())
+
+    def has_whole(self, ref: BlockRef, layers: int) -> bool:
+        place = (ref.node_id, ref.slot, ref.generation)
+        same = self.identity.get(ref.index) == place
+        return same and len(self.layers_of.get(ref.index, ())) == layers
 
 
 class Arrivals:

@@ -13,7 +13,7 @@ import numpy as np
 from backends.text.text_stream import Emission, TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
-from backends.workers.kv_loader import Arrival
+from backends.workers.arrivals import Arrival
 from backends.workers.kv_writer import BlockPut
 from backends.workers.protocol import DecodeReply, DecodeRequest, TokenUpdate
 from mooncake_store.block_keys import block_keys, chain_seed, extend_keys

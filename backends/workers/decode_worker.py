@@ -15,8 +15,8 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,8 @@ from backends.text.tokenizer import Tokenizer
 from backends.workers.arrivals import Arrivals
 from backends.workers.config import DecodeConfig, checkpoint_folder
 from backends.workers.decode_job import DecodeClient, DecodeJob
-from backends.workers.kv_loader import KvLoader
+from backends.workers.kv_loader import KvLoader, PageGuard
 from backends.workers.kv_writer import KvWriter
-from backends.workers.page_guard import PageGuard
 from backends.workers.protocol import (
     DecodeRequest,
     LayersReady,
@@ -47,7 +46,6 @@ from backends.workers.protocol import (
     Tokens,
     TokenUpdate,
 )
-from backends.workers.repliers import Repliers
 from backends.workers.worker import IDLE_WAIT_S, Worker, fail_stuck, unfinished
 from conductor.admission.arrival_check import There, refusal
 from conductor.estimates.estimates import DecodeEstimate
@@ -56,6 +54,7 @@ from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
+REPLIERS = 8
 
 
 class DecodeWorker:
@@ -396,3 +395,34 @@ class DecodeWorker:
         with self._lock:
             self._pages.release(pages)
             self._lock.notify_all()
+
+
+class Repliers:
+    """Threads that answer requests, because a reply blocks until Triton has taken it.
+
+    The engine's thread must not wait for that.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(REPLIERS, thread_name_prefix="replier")
+        self._replies: set[Future[None]] = set()
+        begun = threading.Barrier(REPLIERS + 1)  # all its threads now, and none under load
+        for _ in range(REPLIERS):
+            self._pool.submit(begun.wait)
+        begun.wait()
+
+    def send(self, reply: Callable[[], None]) -> None:
+        """Soon, in a thread of ours."""
+        future = self._pool.submit(reply)
+        self._replies.add(future)
+        future.add_done_callback(self._sent)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for those that are on their way, at most so long."""
+        wait(list(self._replies), timeout=timeout_s)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _sent(self, reply: Future[None]) -> None:
+        self._replies.discard(reply)
+        if not reply.cancelled() and (error := reply.exception()) is not None:
+            log.error("a reply was not sent", exc_info=error)

@@ -7,43 +7,17 @@ are announced, and the rest when the request itself arrives. Not here: the way o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from backends.engine.pages import PagePool
 from backends.errors import StoreLost
+from backends.workers.arrivals import Arrival
 from backends.workers.protocol import BlockRef, LayersReady
 from mooncake_store.client.store import Store
 from mooncake_store.layout import KvLayout
 from mooncake_store.records.blocks import Copy
-
-
-@dataclass(slots=True)
-class Arrival:
-    """The KV of one request on its way into pages of this engine."""
-
-    request_id: str
-    pages: list[int]
-    layers_of: dict[int, set[int]] = field(default_factory=dict)  # block -> layers that are here
-    identity: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # block -> its slot
-    is_loading: bool = False  # the loader writes into the pages
-    read_bytes: dict[str, int] = field(default_factory=dict)  # by transport
-
-    def note(self, ref: BlockRef, layers: Sequence[int]) -> None:
-        place = (ref.node_id, ref.slot, ref.generation)
-        if self.identity.get(ref.index, place) != place:
-            self.layers_of[ref.index] = set()
-        self.identity[ref.index] = place
-        self.layers_of.setdefault(ref.index, set()).update(layers)
-
-    def whole_blocks(self, layers: int) -> int:
-        return sum(len(here) == layers for here in self.layers_of.values())
-
-    def has_whole(self, ref: BlockRef, layers: int) -> bool:
-        place = (ref.node_id, ref.slot, ref.generation)
-        same = self.identity.get(ref.index) == place
-        return same and len(self.layers_of.get(ref.index, ())) == layers
 
 
 class KvLoader:
@@ -135,3 +109,37 @@ class KvLoader:
                 (span.offset_bytes + span.length_bytes - 1) // self._layout.block_bytes + 1,
             )
         }
+
+
+class PageGuard:
+    """Pages of an engine that go back to the pool only when nothing can write them any more.
+
+    A transfer that missed its deadline may still write into its pages later (NIXL cannot revoke
+    access). Such pages wait here until the store says that the transfer is over. Not thread-safe:
+    the worker's lock guards it, like the batching that takes pages from the same pool.
+    """
+
+    def __init__(self, pool: PagePool, pending_pages: Callable[[], set[int]]) -> None:
+        """`pending_pages` names the pages that unresolved transfers may still write."""
+        self._pool = pool
+        self._pending_pages = pending_pages
+        self._waiting: list[int] = []  # given back by their users, perhaps still written
+
+    def release(self, pages: Sequence[int]) -> None:
+        self._waiting += pages
+        self.settle()
+
+    def settle(self) -> None:
+        """Return what is safe by now; the worker calls it at every turn."""
+        if self._waiting:
+            pending = self._pending_pages()
+            self._pool.release([page for page in self._waiting if page not in pending])
+            self._waiting = [page for page in self._waiting if page in pending]
+
+    @property
+    def used_pages(self) -> int:
+        self.settle()
+        return self._pool.used_pages
+
+    def check(self) -> None:
+        self._pool.check()

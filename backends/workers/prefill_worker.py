@@ -31,12 +31,10 @@ from backends.errors import (
     WorkerUnavailable,
 )
 from backends.workers.config import PrefillConfig
-from backends.workers.kv_loader import KvLoader
+from backends.workers.kv_loader import KvLoader, PageGuard
 from backends.workers.kv_writer import BlockPut, KvWriter
-from backends.workers.page_guard import PageGuard
 from backends.workers.prefill_job import PrefillClient, PrefillJob
-from backends.workers.prefix_claims import PrefixClaims
-from backends.workers.prefix_loading import Fetching, PrefixLoading
+from backends.workers.prefix_loading import Fetching, PrefixLoading, SingleFlight
 from backends.workers.protocol import (
     BlockRef,
     Letter,
@@ -62,8 +60,8 @@ class PrefillWorker:
         self._config = config
         self._lock = threading.Condition()
         self._jobs: dict[str, PrefillJob] = {}
-        self._claims = PrefixClaims()
-        self._set_aside: list[PrefillJob] = []  # until a block that they lack is there
+        self._single_flight = SingleFlight()
+        self._blocked: list[PrefillJob] = []  # until a block that they lack is there
         self._is_closing = False
         self.worker = Worker(
             "prefill", worker_id, config, repository, config.queue_requests_max,
@@ -147,7 +145,7 @@ class PrefillWorker:
         with self._lock:
             self._batching.check()
             self._pages.check()
-            self._claims.check()
+            self._single_flight.check()
 
     def close(self, timeout_s: float) -> None:
         """Finish what was accepted (at most `timeout_s`), then leave the cluster."""
@@ -214,9 +212,9 @@ class PrefillWorker:
         put = job.put
         found = self._prefixes.find(put.keys, job.request_id)
         with self._lock:
-            if not self._claims.claim(put.keys[len(found.own) :], job.request_id):
+            if not self._single_flight.lead(put.keys[len(found.own) :], job.request_id):
                 job.is_loading = False
-                self._set_aside.append(job)
+                self._blocked.append(job)
                 return False
         allowed = Fetching(job.request.fetch_blocks, tuple(job.request.fetch_nodes))
         loaded = self._prefixes.load(put.keys, found, put.pages, allowed, job.request_id)
@@ -235,10 +233,10 @@ class PrefillWorker:
         """Blocks (None: all) of this job are in the store, or given up: others may look again."""
         with self._lock:
             if keys is None:
-                self._claims.settle_all(job.request_id)
+                self._single_flight.settle_all(job.request_id)
             else:
-                self._claims.settle(keys, job.request_id)
-            waiting, self._set_aside = self._set_aside, []
+                self._single_flight.settle(keys, job.request_id)
+            waiting, self._blocked = self._blocked, []
             for other in waiting:
                 if other.request_id in self._jobs and not other.is_leaving:
                     other.is_loading = True

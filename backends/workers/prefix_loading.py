@@ -3,7 +3,8 @@
 The conductor decided how much may be fetched from other nodes and from which (Algorithm 1); here it
 is carried out: each block from the named node, else from the conductor's second choice, else from
 whoever has it. What a node failed to send is asked of the next one. A block that is gone when we
-come for it is a miss: the prefix is shorter, nothing fails.
+come for it is a miss: the prefix is shorter, nothing fails. `SingleFlight` keeps two prompts of one
+worker from bringing the same block.
 """
 
 from __future__ import annotations
@@ -128,3 +129,50 @@ class PrefixLoading:
                 break
             own.append(mine[0])
         return own
+
+
+class SingleFlight:
+    """Who of this worker's prompts is just bringing which block: so that nobody brings it twice.
+
+    Twenty prompts with one new prefix in a burst would otherwise all find it missing and all
+    compute (or fetch) it. The first leads: it brings the blocks that it lacks. One whose next
+    missing block is brought by another is blocked on it until that block is in the store, and looks
+    again. Whoever is blocked brings nothing, so nobody waits in a circle. Pure; the worker's lock
+    guards it.
+    """
+
+    def __init__(self) -> None:
+        self._owner_of: dict[bytes, str] = {}
+        self._keys_of: dict[str, set[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._owner_of)
+
+    def lead(self, missing: Sequence[bytes], owner: str) -> bool:
+        """`missing` are the keys that `owner` lacks, in order. False: wait for another owner."""
+        if missing and self._owner_of.get(missing[0], owner) != owner:
+            return False
+        # Blocks further on may be another's; then both bring them, which is waste, not harm.
+        for key in missing:
+            if key not in self._owner_of:
+                self._owner_of[key] = owner
+                self._keys_of.setdefault(owner, set()).add(key)
+        return True
+
+    def settle(self, keys: Sequence[bytes], owner: str) -> None:
+        """These blocks are in the store now (or will not come)."""
+        own = self._keys_of.get(owner, set())
+        for key in keys:
+            if key in own:
+                own.discard(key)
+                del self._owner_of[key]
+        if not own:
+            self._keys_of.pop(owner, None)
+
+    def settle_all(self, owner: str) -> None:
+        self.settle(list(self._keys_of.get(owner, ())), owner)
+
+    def check(self) -> None:
+        pairs = {(key, owner) for owner, keys in self._keys_of.items() for key in keys}
+        assert pairs == set(self._owner_of.items()), "blocks and owners disagree"
+        assert all(self._keys_of.values()), "an owner that brings nothing is remembered"

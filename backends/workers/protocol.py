@@ -5,19 +5,27 @@ Two channels. *Calls* are requests to the models `prefill_*` and `decode_*` over
 to the inbox of one very process, rather than to "whoever serves that model now": stop a request,
 hand-over progress from prefill to decode, the tokens of all streams that a front has at a decode
 worker, one letter per step (token_streams.py), and which of its requests a worker has in hand.
+`CallLimits` says which calls a worker takes.
+
 Not here: the store's protocol (mooncake_store/wire/protocol.py).
 """
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from backends.engine.sampling import SamplingParams
+import msgspec
+import numpy as np
+
+from backends.engine.sampling_params import SamplingLimits, SamplingParams
+from backends.errors import RequestInvalid
 
 # Tensors of the worker models.
 REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
 REPLY_IDS, REPLY_BODY = "output_ids", "reply"
 
+REQUEST_ID_CHARACTERS_MAX = 256
 HEARTBEAT_S = 5.0  # between the signs of life of a request that waits or is computed
 
 
@@ -177,3 +185,50 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode_inbox(data: bytes) -> Letter:
     """Raises msgspec.DecodeError on anything else."""
     return _decode_inbox.decode(data)
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What a worker can serve, and every reason why it cannot serve a call.
+
+    The frontend has checked what clients send; a worker looks again before a call joins a batch,
+    because one value that its engine cannot take would fail all requests of the batch.
+    """
+
+    context_tokens_max: int
+    vocabulary_tokens: int
+    inboxes: str = ""  # what addresses of this launch's inboxes begin with
+
+    def check(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray) -> None:
+        """Raises RequestInvalid with every reason."""
+        if found := list(_problems(request, ids, self)):
+            raise RequestInvalid("; ".join(found))
+
+
+def _problems(
+    request: PrefillRequest | DecodeRequest, ids: np.ndarray, limits: CallLimits
+) -> Iterator[str]:
+    least, context = (2 if isinstance(request, DecodeRequest) else 1), limits.context_tokens_max
+    if not 1 <= len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX:
+        yield f"request_id has {len(request.request_id)} characters"
+    if not least <= len(ids) <= context:
+        yield f"{len(ids)} input_ids came; this worker takes {least} to {context}"
+    elif int(ids.min()) < 0 or int(ids.max()) >= limits.vocabulary_tokens:
+        yield f"input_ids must be 0 to {limits.vocabulary_tokens - 1}"
+    if not 1 <= request.prompt_tokens <= len(ids):
+        yield f"prompt_tokens is {request.prompt_tokens} of {len(ids)} input_ids"
+    yield from request.sampling.problems(
+        SamplingLimits(request.prompt_tokens, context, limits.vocabulary_tokens)
+    )
+    inboxes = [request.reply_inbox]
+    if isinstance(request, PrefillRequest):
+        inboxes.append(request.decode_inbox)
+        if request.fetch_blocks < 0:
+            yield f"fetch_blocks is {request.fetch_blocks}"
+        if not 0 <= request.reserve_tokens <= context:
+            yield f"reserve_tokens is {request.reserve_tokens}; use 0 to {context}"
+    elif request.stream_interval < 0:
+        yield f"stream_interval is {request.stream_interval}"
+    for inbox in inboxes:
+        if inbox and not inbox.startswith(limits.inboxes):
+            yield f"{inbox!r} is no inbox of this launch"

@@ -26,13 +26,10 @@ from backends.engine.pages import PagePool
 from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
 from backends.metrics.observations import Observations
 from backends.workers import machine_profile
-from backends.workers.call_checks import CallLimits
 from backends.workers.config import WorkerConfig, checkpoint_folder
-from backends.workers.end_process import end_process
 from backends.workers.inbox import Inbox, Outbox
-from backends.workers.protocol import HEARTBEAT_S, Heartbeat, Letter
-from backends.workers.step_times import StepTimes
-from backends.workers.step_watch import StepWatch
+from backends.workers.protocol import HEARTBEAT_S, CallLimits, Heartbeat, Letter
+from backends.workers.steps import StepTimes, StepWatch
 from mooncake_store import layout as kv_layout
 from mooncake_store.client.store import Store
 from mooncake_store.directory.client import DirectoryClient
@@ -45,6 +42,9 @@ log = logging.getLogger(__name__)
 REPORT_S = 0.5
 WATCH_S = 1.0
 IDLE_WAIT_S = 0.1
+STEPS_S_MAX = 10.0  # what is broken may hang as well
+LAST_WORDS_S = 1.0  # for answers that are on their way to clients
+
 LOCK_S_MAX = 5.0  # for who must go on although what holds a worker's lock may hang
 
 
@@ -303,3 +303,28 @@ class LeaseKeeper:
                 self._due_s[owner] = now_s + self._lease_s / 3
         for owner in due:
             self._store.renew(owner, self._lease_s)
+
+
+def end_process(*steps: Callable[[], None]) -> None:
+    """Leave the cluster, end what can be ended (these `steps`), let answers out, and end.
+
+    Triton's stub has no other way to say that its engine is of no use any more; the launcher
+    starts it again.
+    """
+    is_done = threading.Event()
+
+    def take_steps() -> None:
+        for step in steps:
+            try:
+                step()
+            except Exception:  # edge: it is broken, and it will end
+                log.exception("leaving")
+        is_done.set()
+
+    def end() -> None:
+        is_done.wait(STEPS_S_MAX)
+        threading.Event().wait(LAST_WORDS_S)
+        os._exit(1)
+
+    threading.Thread(target=end, name="end", daemon=True).start()
+    threading.Thread(target=take_steps, name="last-steps", daemon=True).start()

@@ -21,20 +21,19 @@ from backends.engine.sampling_params import SamplingParams
 from backends.errors import ServingError
 from backends.metrics.observations import Observations
 from backends.workers import decode_worker, prefill_worker
-from backends.workers.call_checks import CallLimits
 from backends.workers.config import DecodeConfig, PrefillConfig
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.kv_writer import KvWriter, object_key
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.protocol import (
+    CallLimits,
     DecodeReply,
     DecodeRequest,
     PrefillReply,
     PrefillRequest,
     Stop,
 )
-from backends.workers.step_times import StepTimes
-from backends.workers.step_watch import StepWatch
+from backends.workers.steps import StepTimes, StepWatch
 from backends.workers.worker import LeaseKeeper
 from tests.backends.stepped_store import (
     FINGERPRINT,
@@ -334,7 +333,7 @@ class Site:
             assert worker._pages.used_pages == 0, f"{name} lost pages"
             assert worker._batching.admitted == worker._batching.waiting == 0
             assert not len(worker.worker.owners), f"{name} renews leases of nobody"
-        assert not len(self.prefill._claims), "claims of nobody"
+        assert not len(self.prefill._single_flight), "claims of nobody"
         assert not len(self.decode._arrivals), "a place is reserved for nobody"
         assert not self.store.leases, f"leases of nobody: {list(self.store.leases)}"
         self.store.check()

@@ -4,7 +4,7 @@ A failure that is the request's own fault does not count; several others in a ro
 that went well between them, mean that the engine is gone. Then the worker leaves the cluster and
 its process ends: the launcher starts it again, with a fresh engine. Pure.
 
-Not here: what a failure is (llm_thread.py), the end (../../end_process.py).
+Not here: what a failure is (llm_thread.py), the end (backends/workers/worker.py).
 """
 
 from __future__ import annotations

@@ -34,10 +34,9 @@ from backends.errors import ServingError, WorkerGone, WorkerUnavailable
 from backends.workers.config import DecodeConfig, checkpoint_folder
 from backends.workers.decode_job import DecodeClient, DecodeJob
 from backends.workers.decode_worker import DecodeWorker
-from backends.workers.end_process import end_process
 from backends.workers.protocol import DecodeRequest, Tokens, TokenUpdate
 from backends.workers.trtllm.staged_pages import StagedPages
-from backends.workers.worker import IDLE_WAIT_S, LOCK_S_MAX
+from backends.workers.worker import IDLE_WAIT_S, LOCK_S_MAX, end_process
 from mooncake_store.block_keys import block_keys, chain_seed, packed_tokens
 from mooncake_store.records.membership import WorkerReport
 

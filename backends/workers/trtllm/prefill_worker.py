@@ -33,13 +33,12 @@ from backends.engine.trtllm.settings import TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import WorkerGone, WorkerUnavailable
 from backends.workers.config import PrefillConfig, checkpoint_folder
-from backends.workers.end_process import end_process
 from backends.workers.prefill_job import PrefillClient, PrefillJob
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.protocol import PrefillRequest
 from backends.workers.trtllm.prefill_job import TrtllmPrefillJob
 from backends.workers.trtllm.staged_pages import StagedPages
-from backends.workers.worker import IDLE_WAIT_S, LOCK_S_MAX
+from backends.workers.worker import IDLE_WAIT_S, LOCK_S_MAX, end_process
 from mooncake_store.block_keys import chain_seed, packed_tokens
 from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import WorkerReport

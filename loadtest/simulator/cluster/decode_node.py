@@ -18,7 +18,7 @@ import numpy as np
 
 from backends.engine.batching import DecodeBatching
 from backends.engine.pages import PagePool
-from backends.workers.step_times import StepTimes
+from backends.workers.steps import StepTimes
 from conductor.admission.arrival_check import There, refusal
 from conductor.estimates.estimates import DecodeEstimate
 from loadtest.simulator.cluster.jitter import Jitter

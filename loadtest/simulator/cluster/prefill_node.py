@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 from backends.engine.batching import Chunk, PrefillBatching
 from backends.engine.pages import PagePool
-from backends.workers.prefix_claims import PrefixClaims
-from backends.workers.step_times import StepTimes
+from backends.workers.prefix_loading import SingleFlight
+from backends.workers.steps import StepTimes
 from conductor.estimates.estimates import PrefillEstimate
 from conductor.load.step_sharing import overhead_tokens
 from loadtest.simulator.cluster.jitter import Jitter
@@ -51,9 +51,9 @@ class PrefillNode:
             slots_max=site.pages_max, waiting_max=settings.waiting_max,
             overhead_tokens=overhead_tokens(estimate),
         )  # fmt: skip
-        self._claims = PrefixClaims()
+        self._single_flight = SingleFlight()
         self._jobs: dict[str, Job] = {}
-        self._set_aside: dict[bytes, list[Job]] = {}  # by the block that another one brings
+        self._blocked: dict[bytes, list[Job]] = {}  # by the block that another one brings
         self._loaded_blocks: dict[str, int] = {}
         self._steps = StepTimes()
         self._is_busy = False
@@ -114,8 +114,8 @@ class PrefillNode:
         site, route = self._site, job.route
         assert route is not None
         found = site.store.find(job.keys, self.node_id, job.request_id)
-        if not self._claims.claim(job.keys[found.own :], job.request_id):
-            self._set_aside.setdefault(job.keys[found.own], []).append(job)
+        if not self._single_flight.lead(job.keys[found.own :], job.request_id):
+            self._blocked.setdefault(job.keys[found.own], []).append(job)
             return
         wanted = min(route.fetch_blocks, len(found.copies) - found.own)
         if wanted > 0:
@@ -165,13 +165,13 @@ class PrefillNode:
     def _settle(self, job: Job, keys: Sequence[bytes] | None) -> None:
         """These blocks (None: all it claimed) are there or given up: others may look again."""
         if keys is None:
-            self._claims.settle_all(job.request_id)
+            self._single_flight.settle_all(job.request_id)
         else:
-            self._claims.settle(keys, job.request_id)
-        if not self._set_aside:
+            self._single_flight.settle(keys, job.request_id)
+        if not self._blocked:
             return
         settled = job.keys if keys is None else keys
-        for other in [other for key in settled for other in self._set_aside.pop(key, ())]:
+        for other in [other for key in settled for other in self._blocked.pop(key, ())]:
             self._load(other)
 
     # -- the rest is computed, and leaves
@@ -218,7 +218,7 @@ class PrefillNode:
         """Prove the invariants; of an idle worker, that nothing stayed behind."""
         self._batching.check()
         self._pool.check()
-        self._claims.check()
+        self._single_flight.check()
         if not self._jobs and not self.is_dead:
-            left = (self._pool.used_pages, len(self._claims), self._batching.queue_tokens)
+            left = (self._pool.used_pages, len(self._single_flight), self._batching.queue_tokens)
             assert left == (0, 0, 0), f"{self.worker_id} kept pages, claims, tokens: {left}"

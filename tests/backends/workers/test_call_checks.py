@@ -11,8 +11,13 @@ import pytest
 
 from backends.engine.sampling_params import SamplingParams
 from backends.errors import RequestInvalid
-from backends.workers.call_checks import CallLimits
-from backends.workers.protocol import DecodeRequest, PrefillRequest, decode_inbox, encode
+from backends.workers.protocol import (
+    CallLimits,
+    DecodeRequest,
+    PrefillRequest,
+    decode_inbox,
+    encode,
+)
 
 INBOXES = "ipc:///tmp/mine/"
 LIMITS = CallLimits(context_tokens_max=64, vocabulary_tokens=100, inboxes=INBOXES)

@@ -11,7 +11,7 @@ import pytest
 from backends.errors import WorkerUnavailable
 from backends.workers import worker as worker_module
 from backends.workers.protocol import HEARTBEAT_S, Heartbeat
-from backends.workers.step_watch import HUNG_S_MIN, StepWatch
+from backends.workers.steps import HUNG_S_MIN, StepWatch
 from backends.workers.worker import WATCH_S, Worker
 from tests.backends.stepped_site import Outbox, Site
 
