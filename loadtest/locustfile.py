@@ -2,31 +2,22 @@
 
     locust -f loadtest/locustfile.py --headless -u 5 -t 60s --report report.html
 
-The users are in `users/users.py`, the options in `users/options.py`, and README.md explains both.
+The users are in `users/users.py`, the options in `users/settings.py`; README.md explains both.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from loadtest.users import gevent_grpc  # noqa: F401  isort: skip  before anything that uses gRPC
+from loadtest.users import gevent_setup  # isort: skip  before anything that uses gRPC
 
 from locust import events
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.users import interrupts
-from loadtest.users.master import MasterSession
-from loadtest.users.options import add_options
+from loadtest.users.distributed import MasterSession, WorkerSession
 from loadtest.users.session import DecidingSession
-from loadtest.users.users import (
-    BurstUser,
-    ChatUser,
-    DocumentUser,
-    SharedPromptUser,
-    SwarmUser,
-    TraceUser,
-)
-from loadtest.users.worker import WorkerSession
+from loadtest.users.settings import add_options
+from loadtest.users.users import BurstUser, ChatUser, DocumentUser, SharedPromptUser, TraceUser
 
 __all__ = ["BurstUser", "ChatUser", "DocumentUser", "SharedPromptUser", "TraceUser"]
 
@@ -35,8 +26,7 @@ events.init_command_line_parser.add_listener(add_options)
 
 @events.init.add_listener
 def start(environment: Any, **_: Any) -> None:
-    interrupts.to_main_greenlet()
+    gevent_setup.interrupt_main_greenlet_only()
     roles = {MasterRunner: MasterSession, WorkerRunner: WorkerSession}
     session = roles.get(type(environment.runner), DecidingSession)(environment)
-    SwarmUser.join(session)
     session.start()

@@ -114,7 +114,7 @@ def prepare(
     scale = settings.length_scale
     if problem := too_long(rows, scale, server.context_tokens_max):
         raise ReplayRefused(problem.refusal("--length-scale"))
-    source = TokenSource(server.vocabulary_tokens, server.special_token_ids, settings.seed)
+    source = TokenSource.of_server(server, settings.seed)
     return ReplayRun(plan(rows, source, scale, settings.speed))
 
 

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtest.client.protocol import GenerateRequest
+from loadtest.client.server import ServerDescription
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
 
 TokenIds = npt.NDArray[np.int32]
@@ -101,6 +102,10 @@ class TokenSource:
         while len(usable) ** self._spelled_tokens < 2**SPELLED_ID_BITS:
             self._spelled_tokens += 1
         self._block = lru_cache(maxsize=BLOCKS_REMEMBERED_MAX)(self._make_block)
+
+    @classmethod
+    def of_server(cls, server: ServerDescription, seed: int) -> TokenSource:
+        return cls(server.vocabulary_tokens, server.special_token_ids, seed)
 
     def block(self, hash_id: int, block_tokens: int) -> TokenIds:
         """The `block_tokens` tokens that stand for `hash_id`. Read-only: callers share them."""

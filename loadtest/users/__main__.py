@@ -21,8 +21,7 @@ from pathlib import Path
 
 from loadtest.bench.server import PROJECT, ServerFailed, models_waiting, serving
 from loadtest.client.server import Addresses, addresses_of
-from loadtest.users.options import add_options
-from loadtest.users.settings import HOST, address
+from loadtest.users.settings import HOST, add_options, address
 
 LOCUSTFILE = PROJECT / "loadtest" / "locustfile.py"
 REPORT = PROJECT / ".mooncake" / "loadtest.html"

@@ -1,67 +1,82 @@
 """What comes before users: the settings are read, the server is asked, and measured unloaded.
 
 Done by the process that decides, alone or as the master. A reason not to start is a CannotStart.
+
+Texts of unloaded requests are new each time, not made from the run's seed: what an earlier run
+left in the cache must not make the server look faster than it is, nor the other way round.
+
+Not here: what is made of the answers (verdict.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import secrets
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.replay.prompts import too_long as trace_too_long
-from loadtest.replay.trace import TraceError, TraceRow, read_trace
-from loadtest.users.grpc_sender import GrpcSender
-from loadtest.users.http_sender import HttpSender
-from loadtest.users.probe import CannotStart, ask_facts, measure_unloaded
-from loadtest.users.sender import Sender
-from loadtest.users.server_facts import ServerFacts
-from loadtest.users.settings import Settings, SettingsError, settings_of
+from loadtest.client.answer import StreamedAnswer
+from loadtest.client.protocol import GenerateRequest, ServerError
+from loadtest.client.server import DESCRIBE, NOT_UNDERSTOOD, described, description
+from loadtest.replay.prompts import (
+    TokenSource,
+    planned_request,
+    scaled_lengths,
+)
+from loadtest.replay.prompts import (
+    too_long as trace_too_long,
+)
+from loadtest.replay.trace import TraceError, TraceRow, TraceSettings, read_trace
+from loadtest.results.metrics import COMPLETED
+from loadtest.users.run import Outgoing, RequestSender, send_one
+from loadtest.users.senders import make_sender
+from loadtest.users.settings import LoadSettings, SettingsError, settings_of
+from loadtest.users.text import ServerFacts
 from loadtest.users.verdict import Unloaded
-from loadtest.users.workloads import too_long
+from loadtest.users.workloads import TEXT_WORKLOADS, author_of, too_long
 
+log = logging.getLogger(__name__)
 ASK_S_MAX = 30.0
+SAMPLE_CHARACTERS = 2_000
+BYTES_PER_TOKEN_ASSUMED = 3.0
+SEED_BITS = 32
+
+
+class CannotStart(Exception):
+    """The run cannot begin; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    settings: Settings
+    settings: LoadSettings
     facts: ServerFacts
     rows: Sequence[TraceRow]
     unloaded: dict[str, Unloaded]
 
 
-def read_settings(environment: Any) -> Settings:
+def read_settings(environment: Any) -> LoadSettings:
     """From Locust's options; user classes named on its command line pick from the mix."""
     options = vars(environment.parsed_options)
     settings = settings_of(options, environment.host)
     if chosen := options.get("user_classes"):
         picked = [user.workload for user in environment.user_classes if user.__name__ in chosen]
         mix = {name: settings.mix.get(name, 1) for name in picked}
-        settings = dataclasses.replace(settings, mix=mix)
+        if "trace" in mix and settings.trace is None:
+            raise SettingsError("to replay a trace, start Locust with --workload trace")
+        trace = settings.trace if "trace" in mix else None
+        settings = dataclasses.replace(settings, mix=mix, trace=trace)
     return settings
-
-
-def read_rows(settings: Settings) -> Sequence[TraceRow]:
-    if not settings.is_trace:
-        return ()
-    assert settings.trace.path is not None
-    return read_trace(settings.trace.path, settings.trace.requests_max)
-
-
-def make_sender(settings: Settings, model: str, now_s: Callable[[], float]) -> Sender:
-    if settings.protocol == "grpc":
-        return GrpcSender(settings.addresses.grpc, model, now_s)
-    return HttpSender(settings.addresses.http, model, now_s)
 
 
 def prepare(environment: Any) -> Preparation:
     """Raises CannotStart."""
     try:
         settings = read_settings(environment)
-        rows = read_rows(settings)
+        rows = read_rows(settings.trace)
         if settings.report is not None:
             settings.report.open("ab").close()  # refused now rather than after the run
     except (SettingsError, TraceError, OSError) as error:
@@ -69,31 +84,115 @@ def prepare(environment: Any) -> Preparation:
     target = make_sender(settings, settings.model, time.perf_counter)
     conductor = make_sender(settings, "conductor", time.perf_counter)
     try:
-        facts = ask_facts(conductor, target, ASK_S_MAX)
+        facts = ask_facts(conductor, target)
         if problems := misfits(settings, facts, rows):
             raise CannotStart("; ".join(problems))
         is_relative = settings.ttft_limit.times_unloaded or settings.tbt_limit.times_unloaded
-        unloaded = (
-            measure_unloaded(target, settings, facts, rows, time.perf_counter)
-            if is_relative else {}
-        )  # fmt: skip
+        unloaded = measure_unloaded(target, settings, facts, rows) if is_relative else {}
     finally:
         target.close()
         conductor.close()
     return Preparation(settings, facts, rows, unloaded)
 
 
-def misfits(settings: Settings, facts: ServerFacts, rows: Sequence[TraceRow]) -> list[str]:
+def read_rows(trace: TraceSettings | None) -> Sequence[TraceRow]:
+    return read_trace(trace.path, trace.requests_max) if trace is not None else ()
+
+
+def ask_facts(conductor: RequestSender, target: RequestSender) -> ServerFacts:
+    """`conductor` describes the server; `target` counts the tokens of a sample."""
+    found = description(_describe(conductor))
+    for name in found.assumed:
+        log.warning("the server does not say its %s; assuming %s", name, getattr(found, name))
+    # Always the same sample: a run with the same seed must send the same texts.
+    sample = author_of(0, "sample", "").prose(SAMPLE_CHARACTERS)
+    request = GenerateRequest("sample", text_input=sample, max_tokens=1)
+    tokens = _collect(target, request).input_tokens
+    if not tokens:
+        log.warning("the server does not count tokens; assuming %s bytes each",
+                    BYTES_PER_TOKEN_ASSUMED)  # fmt: skip
+    bytes_per_token = len(sample) / tokens if tokens else BYTES_PER_TOKEN_ASSUMED
+    return ServerFacts(**dataclasses.asdict(found), bytes_per_token=bytes_per_token)
+
+
+def misfits(settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]) -> list[str]:
     """What does not fit the server's context."""
-    if settings.is_trace:
-        scale = settings.trace.length_scale
-        problem = trace_too_long(rows, scale, facts.context_tokens_max)
-        if problem is None:
-            return []
-        return [
-            f"{len(problem.lines)} rows of the trace do not fit the server's context of "
-            f"{facts.context_tokens_max:,} tokens at --trace-length-scale {scale:g}; all fit at "
-            f"--trace-length-scale {problem.length_scale:g}"
-        ]
+    if settings.trace is not None:
+        problem = trace_too_long(rows, settings.trace.length_scale, facts.context_tokens_max)
+        return [problem.refusal("--trace-length-scale")] if problem is not None else []
     found = (too_long(name, settings.sizes, facts) for name in settings.mix)
     return [problem for problem in found if problem is not None]
+
+
+def measure_unloaded(
+    sender: RequestSender, settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]
+) -> dict[str, Unloaded]:
+    """A few requests of each workload, one at a time, each by a user who is new."""
+    found = {}
+    for name in settings.mix:
+        ttft_s, tbt_s = [], []
+        for request in unloaded_requests(name, settings, facts, rows):
+            outgoing = Outgoing(request, name, 0)
+            record, _ = send_one(sender, outgoing, settings.request_s_max, time.perf_counter)
+            if record.outcome != COMPLETED or record.ttft_s is None:
+                raise CannotStart(
+                    f"an unloaded request of {name} was {record.outcome} "
+                    f"({record.kind}: {record.message}); is the server otherwise busy?"
+                )
+            ttft_s.append(record.ttft_s)
+            if record.tbt_s is not None:
+                tbt_s.append(record.tbt_s)
+        found[name] = Unloaded(
+            statistics.median(ttft_s), statistics.median(tbt_s) if tbt_s else None, len(ttft_s)
+        )
+        log.info("unloaded %s: %s", name, found[name].shown())
+    return found
+
+
+def unloaded_requests(
+    name: str, settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]
+) -> Iterator[GenerateRequest]:
+    """First requests of as many new users: nothing is cached but what a workload shares.
+
+    That is the system prompt of `shared`, which is computed for the first of them.
+    """
+    seed = secrets.randbits(SEED_BITS)
+    if settings.trace is not None:
+        source = TokenSource.of_server(facts, seed)
+        scale = settings.trace.length_scale
+        for number, row in enumerate(of_all_lengths(rows, scale, settings.unloaded_requests)):
+            planned = planned_request(row, number, 0.0, source, scale)
+            yield planned.to_send(f"unloaded-trace-{number}")
+        return
+    for number in range(settings.unloaded_requests):
+        user = TEXT_WORKLOADS[name](seed, f"unloaded-{number}", settings.sizes, facts)
+        yield user.next().to_send(f"unloaded-{name}-{number}")
+
+
+def of_all_lengths(rows: Sequence[TraceRow], scale: float, count: int) -> list[TraceRow]:
+    """Rows from all over the trace's lengths, the middle one of median length."""
+    by_length = sorted(rows, key=lambda row: scaled_lengths(row, scale).prompt_tokens)
+    return [by_length[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count)]
+
+
+def _describe(conductor: RequestSender) -> Mapping[str, object]:
+    try:
+        return described(_collect(conductor, DESCRIBE))
+    except CannotStart as error:
+        cause = error.__cause__
+        if isinstance(cause, ServerError) and cause.kind in NOT_UNDERSTOOD:
+            return {}
+        raise
+
+
+def _collect(sender: RequestSender, request: GenerateRequest) -> StreamedAnswer:
+    answer = StreamedAnswer()
+    try:
+        for event in sender.send(request, ASK_S_MAX):
+            answer.add(event)
+    except ServerError as error:
+        hint = ""
+        if error.kind == "unreachable":
+            hint = " Start one with `make serve`, or name it with --host."
+        raise CannotStart(f"{error.kind}: {error.message}.{hint}") from error
+    return answer

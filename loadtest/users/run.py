@@ -1,42 +1,152 @@
-"""One run in one process: what its users share. A new run is a new object, so nothing stays behind.
+"""One run in one process: what its users share, and how a request of theirs becomes a record.
 
-Not here: beginning and ending it (session.py).
+A new run is a new object, so nothing stays behind. Every process of a run counts seconds from the
+same moment, so the times of its records need no shifting when a worker hands them to its master.
+
+In Locust's statistics `total` is the request as a whole and goes through Locust's own event, so it
+is what the line "Aggregated", the charts and other listeners see. `TTFT` and `TBT` are measured of
+the same request: they get lines of their own, but are no further requests, so they are not in
+"Aggregated". A rejection is a request without a response time, on a line per kind, and no failure.
+
+Not here: beginning and ending a run (session.py), what to send (workloads.py, trace_share.py), when
+(users.py), exact numbers and limits (verdict.py); Locust rounds to whole milliseconds.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 from gevent import GreenletExit
 
-from loadtest.client.answer import StreamedAnswer
-from loadtest.replay.prompts import TokenSource
-from loadtest.replay.trace import TraceRow
-from loadtest.results.metrics import RequestRecord
-from loadtest.users import statistics
-from loadtest.users.records import Parcel, Records
-from loadtest.users.run_clock import RunClock
-from loadtest.users.sender import Sender
-from loadtest.users.sending import Outgoing, send_one
-from loadtest.users.server_facts import ServerFacts
-from loadtest.users.settings import Settings
-from loadtest.users.trace_share import TraceShare
+from loadtest.client.answer import StreamedAnswer, record_of
+from loadtest.client.protocol import GenerateRequest, ServerError, TokenEvent
+from loadtest.results.metrics import COMPLETED, REJECTED, RequestRecord
+from loadtest.users.settings import LoadSettings
+from loadtest.users.text import ServerFacts
+from loadtest.users.trace_share import TraceProgress, TraceShare
+
+TOTAL, TTFT, TBT, REJECTION = "total", "TTFT", "TBT", "rejected"
+
+
+class RunClock:
+    """Seconds since a run began, the same on every machine whose wall clock is right.
+
+    Intervals come from the monotonic clock; the wall clock only says once where it stands.
+    """
+
+    def __init__(self, began_unix_s: float) -> None:
+        self.began_unix_s = began_unix_s
+        self._offset_s = time.time() - time.perf_counter() - began_unix_s
+
+    def now_s(self) -> float:
+        return time.perf_counter() + self._offset_s
+
+
+class RequestSender(Protocol):
+    """What users send through (senders.py)."""
+
+    def send(self, request: GenerateRequest, timeout_s: float) -> Iterator[TokenEvent]:
+        """Raises ServerError. Closing the iterator early cancels the request."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A request, and what its record says besides."""
+
+    request: GenerateRequest
+    workload: str
+    prompt_tokens: int  # an estimate where the prompt is text; the server's count replaces it
+    due_s: float | None = None  # None: it is due when it is sent
+    index: int = 0
+
+
+def send_one(
+    sender: RequestSender, outgoing: Outgoing, timeout_s: float, now_s: Callable[[], float]
+) -> tuple[RequestRecord, StreamedAnswer]:
+    """Every way of ending is a record, except being cancelled, which raises."""
+    answer, error = StreamedAnswer(), None
+    sent_s = now_s()
+    try:
+        for event in sender.send(outgoing.request, timeout_s):
+            answer.add(event)
+    except ServerError as server_error:
+        error = server_error
+    record = record_of(
+        answer,
+        error,
+        outgoing.request,
+        due_s=sent_s if outgoing.due_s is None else outgoing.due_s,
+        sent_s=sent_s,
+        finished_s=now_s(),
+        prompt_tokens=answer.input_tokens or outgoing.prompt_tokens,
+        index=outgoing.index,
+        workload=outgoing.workload,
+    )
+    return record, answer
+
+
+class RunReport(msgspec.Struct, frozen=True):
+    """What a worker adds to Locust's reports: what happened in the run since the last one."""
+
+    run_id: str
+    records: list[RequestRecord]
+    cancelled: int
+    trace: TraceProgress | None = None
+    is_last: bool = False  # the users of this worker have gone
+
+    def packed(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> RunReport:
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+class RunRecords:
+    """Every request that ended by itself; those that the run's end cut off are only counted."""
+
+    def __init__(self) -> None:
+        self.all: list[RequestRecord] = []
+        self.cancelled = 0
+
+    def take(self) -> tuple[list[RequestRecord], int]:
+        """Everything, for a report; this side forgets it."""
+        taken = self.all, self.cancelled
+        self.all, self.cancelled = [], 0
+        return taken
+
+    def merge(self, report: RunReport) -> None:
+        self.all += report.records
+        self.cancelled += report.cancelled
+
+    def in_order(self, keep_index: bool) -> list[RequestRecord]:
+        """As they were due. Indices of a trace are its rows'; others count in this order."""
+        ordered = sorted(self.all, key=lambda record: (record.due_s, record.request_id))
+        if keep_index:
+            return ordered
+        return [dataclasses.replace(record, index=i) for i, record in enumerate(ordered)]
 
 
 @dataclass(slots=True)
-class Run:
+class UserRun:
     run_id: str
-    settings: Settings
+    settings: LoadSettings
     facts: ServerFacts
     clock: RunClock
-    sender: Sender
+    sender: RequestSender
     environment: Any  # Locust's
-    process_name: str  # "" alone, the worker's number in a distributed run
+    process_name: str = ""  # "" alone, the worker's number in a distributed run
     trace: TraceShare | None = None
-    records: Records = field(default_factory=Records)
+    records: RunRecords = field(default_factory=RunRecords)
     _users: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -57,18 +167,56 @@ class Run:
         except GreenletExit:  # the run is over and its grace as well
             self.records.cancelled += 1
             raise
-        self.records.add(record)
-        statistics.count(self.environment, record, len(answer.text.encode()))
+        self.records.all.append(record)
+        count(self.environment, record, len(answer.text.encode()))
         return record, answer
 
-    def parcel(self) -> Parcel:
+    def report(self, is_last: bool = False) -> RunReport:
         """What happened since the last one, for the master."""
         trace = self.trace.progress() if self.trace is not None else None
-        return Parcel(self.run_id, *self.records.take(), trace)
+        return RunReport(self.run_id, *self.records.take(), trace, is_last)
 
 
-def trace_share(
-    settings: Settings, facts: ServerFacts, rows: Sequence[TraceRow], part: int, parts: int
-) -> TraceShare:
-    source = TokenSource(facts.vocabulary_tokens, facts.special_token_ids, settings.seed)
-    return TraceShare(rows, source, settings.trace.length_scale, settings.trace.speed, part, parts)
+class RequestFailed(Exception):
+    """How a failed request stands in Locust's list of failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticsLine:
+    """One value for one line of Locust's statistics."""
+
+    kind: str  # Locust's "Type"
+    name: str
+    time_ms: float | None
+    is_request: bool
+    failure: str = ""
+
+
+def lines(record: RequestRecord) -> list[StatisticsLine]:
+    if record.outcome == REJECTED:
+        return [StatisticsLine(REJECTION, f"{record.workload} {record.kind}", None, True)]
+    total_ms = record.latency_s * 1e3
+    if record.outcome != COMPLETED:
+        failure = f"{record.kind}: {record.message}"
+        return [StatisticsLine(TOTAL, record.workload, total_ms, True, failure)]
+    found = [StatisticsLine(TOTAL, record.workload, total_ms, True)]
+    for kind, value_s in ((TTFT, record.ttft_s), (TBT, record.tbt_s)):
+        if value_s is not None:
+            found.append(StatisticsLine(kind, record.workload, value_s * 1e3, False))
+    return found
+
+
+def count(environment: Any, record: RequestRecord, answer_bytes: int) -> None:
+    """Into the statistics of Locust's `environment`."""
+    for line in lines(record):
+        if not line.is_request:
+            environment.stats.entries[(line.name, line.kind)].log(line.time_ms, 0)
+            continue
+        environment.events.request.fire(
+            request_type=line.kind,
+            name=line.name,
+            response_time=line.time_ms,
+            response_length=answer_bytes,
+            exception=RequestFailed(line.failure) if line.failure else None,
+            context={},
+        )

@@ -1,68 +1,101 @@
-"""One Locust process under this load test, and the run that goes on in it.
+"""A Locust process that decides on its runs: alone, and what a master has in common with it.
 
-The process that decides, alone or as the master, prepares a run (preparation.py), begins it, and
-when it has ended judges it and writes its report (ending.py). Runs follow one another in web mode;
-each is a new object and begins anew. How a master and its workers work together: master.py and
-worker.py.
+It prepares a run (preparation.py), begins it, and when it has ended judges it and writes its report
+(reporting.py). Runs follow one another in web mode; each is a new object and begins anew.
 
-Not here: users (users.py).
+Not here: how a master and its workers work together (distributed.py), users (users.py).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import gevent
+from locust import LoadTestShape
 from locust.exception import StopTest
 
 from loadtest.client.metrics_page import MetricsSampler
-from loadtest.users.ending import Ended, is_reported, judged
-from loadtest.users.preparation import Preparation, make_sender, prepare, read_settings
-from loadtest.users.probe import CannotStart
-from loadtest.users.progress import Progress
-from loadtest.users.run import Run, trace_share
-from loadtest.users.run_clock import RunClock
+from loadtest.users.preparation import CannotStart, Preparation, prepare, read_settings
+from loadtest.users.reporting import EndedRun, ProgressLine
+from loadtest.users.run import RunClock, UserRun
+from loadtest.users.senders import make_sender
 from loadtest.users.settings import HOST, SettingsError
-from loadtest.users.trace_share import TraceProgress, due_times_s
-from loadtest.users.users import USERS
+from loadtest.users.trace_share import (
+    TraceProgress,
+    due_after_start_s,
+    trace_share,
+    users_needed,
+)
+from loadtest.users.users import USERS, LoadUser
 
 log = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 10.0
+SPAWNED_PER_S = 100.0
 EXIT_CANNOT_START = 2
 EXIT_MISSED = 1
 EXIT_INTERRUPTED = 130
 
 
-class Session:
-    """What users and shapes see: the run, once it goes on."""
+@dataclass(frozen=True, slots=True)
+class TraceRun:
+    """What the shape sees of a run that replays a trace."""
+
+    due_s: Sequence[float]
+    now_s: Callable[[], float]
+    progress: Callable[[], list[TraceProgress]]  # of each process that sends a part
+
+
+class TraceShape(LoadTestShape):
+    """As many users as the trace's requests in flight and soon due need.
+
+    The trace alone says when requests arrive; each user waits for its row's own moment. Locust only
+    has to have enough users, so the shape adds some a few seconds ahead and takes none away, and
+    ends the run when the last answer is there. If users are short in spite of that, requests are
+    sent late, and their records say how late. Locust asks once a second.
+    """
+
+    def __init__(self, run_s_max: float | None) -> None:
+        super().__init__()
+        self._run_s_max = run_s_max
+        self._users = 1
+        self._trace: TraceRun | None = None
+
+    def follow(self, trace: TraceRun | None) -> None:
+        """The run that has begun; None when it has ended."""
+        self._trace = trace
+        self._users = 1
+
+    def tick(self) -> tuple[int, float] | None:
+        if self._trace is None:  # not begun
+            return 1, SPAWNED_PER_S
+        now_s, parts = self._trace.now_s(), self._trace.progress()
+        is_time_over = now_s >= (self._run_s_max or math.inf)
+        if is_time_over or all(part.is_over for part in parts):
+            return None
+        self._users = max(self._users, users_needed(self._trace.due_s, parts, now_s))
+        return self._users, SPAWNED_PER_S
+
+
+class DecidingSession:
+    """Of a process without workers. Listens to Locust's events from `start` on."""
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
         self.runner = environment.runner
-        self.run: Run | None = None
-
-    def run_for_user(self) -> Run | None:
-        """The run to take part in; None when there is none any more."""
-        return self.run
-
-
-class DecidingSession(Session):
-    """Of a process without workers. Listens to Locust's events from `start` on."""
-
-    def __init__(self, environment: Any) -> None:
-        super().__init__(environment)
-        self.trace_due_s: Sequence[float] = ()
+        self.run: UserRun | None = None
+        self.is_hurried = False
+        self._shape: TraceShape | None = None
         self._prepared: Preparation | None = None  # for the next run
         self._preparation: Preparation | None = None  # of this run
         self._sampler: MetricsSampler | None = None
         self._progress: gevent.Greenlet | None = None
-        self.is_hurried = False
-        self._is_headless = environment.parsed_options.headless
         environment.events.test_start.add_listener(self.begin)
         environment.events.test_stop.add_listener(self.end)
         environment.events.quitting.add_listener(self.quit)
@@ -72,8 +105,10 @@ class DecidingSession(Session):
         options = self.environment.parsed_options
         self.environment.host = self.environment.host or HOST  # the web page shows it
         try:
-            if read_settings(self.environment).is_trace:
-                self._set_shape()
+            if read_settings(self.environment).trace is not None:
+                self._shape = TraceShape(options.run_time)
+                self._shape.runner = self.runner
+                self.environment.shape_class = self._shape
             if options.headless or options.autostart:
                 self._prepared = prepare(self.environment)
         except (CannotStart, SettingsError) as error:
@@ -83,65 +118,73 @@ class DecidingSession(Session):
             sys.exit(EXIT_INTERRUPTED)
 
     def begin(self, environment: Any, **_: Any) -> None:
-        """At Locust's test_start: users come when this returns."""
+        """At Locust's test_start, before the first user."""
+        options = environment.parsed_options
         try:
             preparation = self._prepared or prepare(environment)
-            if preparation.settings.is_trace != (environment.shape_class is not None):
+            trace = preparation.settings.trace
+            if (trace is not None) != (self._shape is not None):
                 raise CannotStart("to replay a trace, start Locust with --workload trace")
         except CannotStart as error:
             raise StopTest(f"cannot start: {error}") from None
-        self._prepared = None
-        self._preparation = preparation
+        self._prepared, self._preparation = None, preparation
         settings = preparation.settings
         for user in USERS:
             user.weight = settings.mix.get(user.workload, 0)
-        self.trace_due_s = due_times_s(preparation.rows, settings.trace.speed)
         environment.stats.clear_all()  # its clock ran while the server was measured
         clock = RunClock(time.time())
-        run = self.make_run(preparation, clock)
+        self.run = UserRun(
+            run_id=secrets.token_hex(8),
+            settings=settings,
+            facts=preparation.facts,
+            clock=clock,
+            sender=make_sender(settings, settings.model, clock.now_s),
+            environment=environment,
+        )
+        self.share_out(self.run, preparation)
+        if trace is not None and self._shape is not None:
+            due_s = due_after_start_s(preparation.rows, trace.speed)
+            self._shape.follow(TraceRun(due_s, clock.now_s, self.trace_progress))
         if settings.metrics_url is not None:
             self._sampler = MetricsSampler(settings.metrics_url, clock.now_s)
             self._sampler.start()
-        if self._is_headless and environment.parsed_options.only_summary:
-            self._progress = gevent.spawn(self._show_progress)
-        self.run = run
+        if options.headless and options.only_summary:
+            self._progress = gevent.spawn(self._show_progress, self.run)
 
-    def make_run(self, preparation: Preparation, clock: RunClock) -> Run:
-        settings, facts = preparation.settings, preparation.facts
-        run = Run(
-            run_id=secrets.token_hex(8),
-            settings=settings,
-            facts=facts,
-            clock=clock,
-            sender=make_sender(settings, settings.model, clock.now_s),
-            environment=self.environment,
-            process_name="",
-        )
-        if settings.is_trace:
-            run.trace = trace_share(settings, facts, preparation.rows, 0, 1)
-        return run
+    def share_out(self, run: UserRun, preparation: Preparation) -> None:
+        """The run to the users: here to those of this process."""
+        if run.settings.trace is not None:
+            run.trace = trace_share(run.settings.trace, run.facts, preparation.rows, 0, 1)
+        LoadUser.take_part_in(run)
 
     def trace_progress(self) -> list[TraceProgress]:
-        """Of each process that sends a part."""
         trace = self.run.trace if self.run is not None else None
         return [trace.progress() if trace is not None else TraceProgress()]
 
     def end(self, environment: Any, **_: Any) -> None:
         """At Locust's test_stop: the last user has gone."""
         run, self.run = self.run, None
-        if run is None or self._preparation is None:
+        preparation, self._preparation = self._preparation, None
+        LoadUser.take_part_in(None)
+        if run is None or preparation is None:
             return  # it never began
         if self._progress is not None:
             self._progress.kill()
+        if self._shape is not None:
+            self._shape.follow(None)
         run.sender.close()
         samples = self._sampler.stop() if self._sampler is not None else []
         if self._sampler is not None and not samples:
             log.warning("no samples of the server: %s", self._sampler.problem)
-        ended = Ended(run, self._preparation, samples, self.runner.target_user_count)
-        self._sampler = self._progress = self._preparation = None
-        environment.process_exit_code = None if judged(ended).is_passed else EXIT_MISSED
-        if not is_reported(ended):
-            environment.process_exit_code = EXIT_MISSED
+        self._sampler = self._progress = None
+        ended = EndedRun(
+            run=run,
+            rows=preparation.rows,
+            unloaded=preparation.unloaded,
+            samples=samples,
+            users=self.runner.target_user_count,
+        )
+        environment.process_exit_code = None if ended.is_good() else EXIT_MISSED
 
     def quit(self, environment: Any, **_: Any) -> None:
         """Before Locust decides on its exit code. After Ctrl-C users may still be there."""
@@ -158,17 +201,8 @@ class DecidingSession(Session):
         """And end the run with them."""
         self.runner.stop()
 
-    def _set_shape(self) -> None:
-        from loadtest.users.shapes import TraceShape  # knows this file
-
-        shape = TraceShape(self, self.environment.parsed_options)
-        shape.runner = self.runner
-        self.environment.shape_class = shape
-
-    def _show_progress(self) -> None:
-        progress = Progress()
+    def _show_progress(self, run: UserRun) -> None:
+        progress = ProgressLine()
         while True:
             gevent.sleep(PROGRESS_EVERY_S)
-            if (run := self.run) is not None:
-                users = self.runner.user_count
-                log.info("%s", progress.line(run.records.all, run.clock.now_s(), users))
+            log.info("%s", progress.of(run.records.all, run.clock.now_s(), self.runner.user_count))

@@ -1,25 +1,34 @@
-"""What a run was asked to be: every option, checked and in its own unit.
+"""What a run was asked to be: the options that stand beside Locust's own, and what they mean.
 
-The options arrive as Locust keeps them: from the command line, from the form of its web page (there
-as text), or from the master. All mistakes are named at once. Not here: the options' names and help
-(options.py).
+They have a group of their own in `--help`, and those that make sense there also stand in the form
+of Locust's web page; so all values are text or numbers that a form can hold. They arrive as Locust
+keeps them: from the command line, from the form (there as text), or from the master. Each option
+knows how to read its value; all mistakes are named at once.
+
+Locust's defaults are changed where they do not suit: requests in flight get a grace at the end, and
+the web page listens on this host only.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest.client.server import Addresses, addresses_of
+from loadtest.replay.trace import TraceSettings
+from loadtest.results.recording import Setting
 
 WORKLOADS = ("chat", "shared", "document", "burst", "trace")
 PROTOCOLS = ("grpc", "http")
 MODELS = ("conductor", "ensemble")
 HOST = "127.0.0.1:8001"
+STOP_S_DEFAULT = 15
+WEB_HOST_DEFAULT = "127.0.0.1"
 
 
 class SettingsError(ValueError):
@@ -27,7 +36,7 @@ class SettingsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class LevelLimit:
     """An upper bound: seconds, or a multiple of what an unloaded request takes, or neither."""
 
     seconds: float | None = None
@@ -57,98 +66,38 @@ class Sizes:
     burst_every_s: float = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class TraceSettings:
-    """Which part of which trace, and how fast and large."""
-
-    path: Path | None = None
-    requests_max: int | None = None
-    length_scale: float = 1.0
-    speed: float = 1.0
+SIZES = Sizes()
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LoadSettings:
     addresses: Addresses
     protocol: str
     model: str
     mix: Mapping[str, int]
     seed: int
     sizes: Sizes
-    trace: TraceSettings
-    ttft_limit: Limit
-    tbt_limit: Limit
+    trace: TraceSettings | None
+    ttft_limit: LevelLimit
+    tbt_limit: LevelLimit
     min_goodput: MinGoodput
     unloaded_requests: int
     request_s_max: float
     metrics_url: str | None
     report: Path | None
 
-    @property
-    def is_trace(self) -> bool:
-        return "trace" in self.mix
-
-    def described(self) -> dict[str, str | int | float | bool | None]:
+    def described(self) -> dict[str, Setting]:
         """Flat, for a recording."""
-        found: dict[str, str | int | float | bool | None] = {
+        found: dict[str, Setting] = {
             "url": self.addresses.grpc if self.protocol == "grpc" else self.addresses.http,
             "protocol": self.protocol,
             "model": self.model,
             "workload": mix_text(self.mix),
             "seed": self.seed,
         }
-        if self.is_trace:
-            trace = dataclasses.asdict(self.trace)
-            return found | trace | {"path": self.trace.path.name if self.trace.path else None}
-        return found | dataclasses.asdict(self.sizes)
-
-
-def settings_of(options: Mapping[str, Any], host: str | None) -> Settings:
-    """Raises SettingsError with every mistake."""
-    read = _Reader(options)
-    settings = Settings(
-        addresses=read.checked("--host", address, host or HOST),
-        protocol=read.one_of("protocol", PROTOCOLS),
-        model=read.one_of("target_model", MODELS),
-        mix=read.checked("--workload", mix, options["workload"]),
-        seed=int(read.number("seed", 0, 2**63, is_whole=True)),
-        sizes=read.sizes(),
-        trace=TraceSettings(
-            path=Path(options["trace"]) if options["trace"] else None,
-            requests_max=int(read.number("trace_requests", 0, 10**9, is_whole=True)) or None,
-            length_scale=read.number("trace_length_scale", 1e-6, 1e3),
-            speed=read.number("trace_speed", 1e-6, 1e6),
-        ),
-        ttft_limit=read.checked("--slo-ttft-p90", limit, options["slo_ttft_p90"]),
-        tbt_limit=read.checked("--slo-tbt-p90", limit, options["slo_tbt_p90"]),
-        min_goodput=read.checked("--min-goodput", min_goodput, options["min_goodput"]),
-        unloaded_requests=int(read.number("unloaded_requests", 1, 100, is_whole=True)),
-        request_s_max=read.number("request_s_max", 0.1, 86_400.0),
-        metrics_url=None,
-        report=Path(options["report"]) if options["report"] else None,
-    )
-    read.problems += contradictions(settings) if not read.problems else []
-    if read.problems:
-        raise SettingsError("; ".join(read.problems))
-    metrics_url = (options["metrics_url"] or "").strip()
-    if metrics_url != "none":
-        metrics_url = metrics_url or settings.addresses.metrics_url
-        settings = dataclasses.replace(settings, metrics_url=metrics_url)
-    return settings
-
-
-def contradictions(settings: Settings) -> list[str]:
-    found = []
-    if settings.is_trace and len(settings.mix) > 1:
-        found.append("--workload trace cannot be mixed: the trace says when requests arrive")
-    if settings.is_trace and settings.model != "conductor":
-        found.append(
-            "--workload trace sends token ids, which only --target-model conductor takes, not "
-            f"{settings.model}"
-        )
-    if settings.is_trace and settings.trace.path is None:
-        found.append("--workload trace needs --trace FILE")
-    return found
+        if self.trace is None:
+            return found | dataclasses.asdict(self.sizes)
+        return found | dataclasses.asdict(self.trace) | {"path": self.trace.path.name}
 
 
 def address(text: str) -> Addresses:
@@ -183,14 +132,14 @@ def mix_text(weights: Mapping[str, int]) -> str:
     return ",".join(f"{name}:{weight}" for name, weight in weights.items())
 
 
-def limit(text: str) -> Limit:
+def limit(text: str) -> LevelLimit:
     """`10x` unloaded, `0.5` seconds, or `none`."""
     text = (text or "").strip()
     if text in ("", "none"):
-        return Limit()
+        return LevelLimit()
     is_multiple = text.endswith("x")
     value = _positive(text.removesuffix("x"), "0.5 (seconds), 10x (unloaded) or none")
-    return Limit(times_unloaded=value) if is_multiple else Limit(seconds=value)
+    return LevelLimit(times_unloaded=value) if is_multiple else LevelLimit(seconds=value)
 
 
 def min_goodput(text: str) -> MinGoodput:
@@ -216,48 +165,173 @@ def _positive(text: str, examples: str) -> float:
     return value
 
 
-class _Reader:
-    """Reads single options and keeps what is wrong with them."""
+def file(value: Any) -> Path | None:
+    return Path(value) if value else None
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = options
-        self.problems: list[str] = []
 
-    def checked(self, name: str, parse: Any, text: str) -> Any:
+def number(least: float, most: float, is_whole: bool = False) -> Callable[[Any], Any]:
+    what = "a whole number" if is_whole else "a number"
+
+    def read(value: Any) -> float | int:
         try:
-            return parse(text)
+            found = float(value)
+        except (TypeError, ValueError):
+            found = math.nan
+        if not least <= found <= most or (is_whole and found != int(found)):
+            raise ValueError(f"{value!r} is not {what} from {least:g} to {most:g}")
+        return int(found) if is_whole else found
+
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOption:
+    flag: str
+    default: Any
+    help: str
+    parse: Callable[[Any], Any] = str  # raises ValueError
+    choices: tuple[str, ...] | None = None
+    is_in_web: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    def read(self, value: Any) -> Any:
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{value!r} is none of {', '.join(self.choices)}")
+        return self.parse(value)
+
+
+def size(name: str, help_text: str) -> LoadOption:
+    """One of `Sizes`: a positive number, whole if its default is."""
+    default = getattr(SIZES, name)
+    is_whole = isinstance(default, int)
+    least = 1 if is_whole else 0 if name == "think_s" else 0.1
+    return LoadOption(
+        f"--{name.replace('_', '-')}", default, help_text, number(least, 1e6, is_whole)
+    )
+
+
+OPTIONS = (
+    LoadOption("--protocol", "grpc", "How to send: gRPC streams or HTTP generate_stream.",
+               choices=PROTOCOLS),
+    LoadOption("--target-model", "conductor", "Model to send to.", choices=MODELS),
+    LoadOption("--workload", "chat:3,shared:1,document:1",
+               f"What users do: one of {', '.join(WORKLOADS)}, or a mix such as chat:3,burst:1. "
+               "trace stands alone; then --users is ignored.", mix),
+    LoadOption("--seed", 0, "Same seed, same users, texts and pauses.",
+               number(0, 2**63, is_whole=True)),
+    size("think_s", "Mean pause before the next request, +- 50 %%."),
+    size("answer_tokens", "Longest answer."),
+    size("question_tokens", "Length of a question, about."),
+    size("chat_turns", "chat: turns of a conversation; then a new one."),
+    size("system_tokens", "shared: length of the common system prompt."),
+    size("document_tokens", "document: length of a document."),
+    size("document_questions", "document: questions about each."),
+    size("burst_requests", "burst: requests at once, per user."),
+    size("burst_every_s", "burst: all users fire at multiples of this."),
+    LoadOption("--trace", "", "trace: file in the published JSONL format.", file, is_in_web=False),
+    LoadOption("--trace-requests", 0, "trace: only the first N requests (0: all).",
+               number(0, 10**9, is_whole=True), is_in_web=False),
+    LoadOption("--trace-length-scale", 1.0,
+               "trace: prompts and answers are this much of the trace's lengths.",
+               number(1e-6, 1e3), is_in_web=False),
+    LoadOption("--trace-speed", 1.0, "trace: 2 sends twice as fast.", number(1e-6, 1e6),
+               is_in_web=False),
+    LoadOption("--slo-ttft-p90", "10x",
+               "P90 of TTFT must be at most this: seconds (0.5), a multiple of an unloaded "
+               "request's (10x, as in the paper), or none.", limit),
+    LoadOption("--slo-tbt-p90", "5x", "The same for TBT.", limit),
+    LoadOption("--min-goodput", "",
+               "Requests within both limits must be at least this: 2.5 (per second) or 90%% (of "
+               "all).", min_goodput),
+    LoadOption("--unloaded-requests", 5, "Unloaded requests measured first, of each workload.",
+               number(1, 100, is_whole=True)),
+    LoadOption("--request-s-max", 120.0, "A request without a complete answer by then has failed.",
+               number(0.1, 86_400.0)),
+    LoadOption("--metrics-url", "",
+               "Server's metrics page for the report; by default the port after gRPC's. none: not "
+               "asked.", lambda value: (value or "").strip(), is_in_web=False),
+    LoadOption("--report", "", "Write the run as one HTML page.", file, is_in_web=False),
+)  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "Mooncake options",
+        "What users send, which limits the run must keep, and where its report goes. --host is "
+        f"the server's gRPC address (default {HOST}) or http://HOST:PORT.",
+    )
+    group.add_argument("--url", dest="host", metavar="HOST:PORT", help="The same as --host.")
+    for option in OPTIONS:
+        action = group.add_argument(
+            option.flag,
+            default=option.default,
+            type=type(option.default),
+            choices=option.choices,
+            help=f"{option.help} (default: {option.default})" if option.default else option.help,
+        )
+        # Locust's form shows what has these; its own add_argument sets them, a group's does not.
+        action.include_in_web_ui = option.is_in_web  # type: ignore[attr-defined]
+        action.is_secret = action.is_required = action.is_multiple = False  # type: ignore[attr-defined]
+    parser.set_defaults(stop_timeout=STOP_S_DEFAULT, web_host=WEB_HOST_DEFAULT)
+
+
+def settings_of(options: Mapping[str, Any], host: str | None) -> LoadSettings:
+    """Raises SettingsError with every mistake."""
+    problems: list[str] = []
+
+    def checked(flag: str, read: Callable[[Any], Any], value: Any) -> Any:
+        try:
+            return read(value)
         except ValueError as error:
-            self.problems.append(f"{name}: {error}")
+            problems.append(f"{flag}: {error}")
             return None
 
-    def one_of(self, name: str, choices: tuple[str, ...]) -> str:
-        value = str(self._options[name])
-        if value not in choices:
-            self.problems.append(f"{_flag(name)}: {value!r} is none of {', '.join(choices)}")
-        return value
+    addresses = checked("--host", address, host or HOST)
+    read = {o.name: checked(o.flag, o.read, options[o.name]) for o in OPTIONS}
+    if not problems:
+        problems += contradictions(read)
+    if problems:
+        raise SettingsError("; ".join(problems))
+    metrics_url = read["metrics_url"] or addresses.metrics_url
+    trace = TraceSettings(
+        path=read["trace"],
+        requests_max=read["trace_requests"] or None,
+        length_scale=read["trace_length_scale"],
+        speed=read["trace_speed"],
+        seed=read["seed"],
+    )
+    return LoadSettings(
+        addresses=addresses,
+        protocol=read["protocol"],
+        model=read["target_model"],
+        mix=read["workload"],
+        seed=read["seed"],
+        sizes=Sizes(**{field.name: read[field.name] for field in dataclasses.fields(Sizes)}),
+        trace=trace if "trace" in read["workload"] else None,
+        ttft_limit=read["slo_ttft_p90"],
+        tbt_limit=read["slo_tbt_p90"],
+        min_goodput=read["min_goodput"],
+        unloaded_requests=read["unloaded_requests"],
+        request_s_max=read["request_s_max"],
+        metrics_url=metrics_url if metrics_url != "none" else None,
+        report=read["report"],
+    )
 
-    def number(self, name: str, least: float, most: float, is_whole: bool = False) -> float:
-        try:
-            value = float(self._options[name])
-        except (TypeError, ValueError):
-            value = math.nan
-        if not least <= value <= most or (is_whole and value != int(value)):
-            what = "a whole number" if is_whole else "a number"
-            self.problems.append(
-                f"{_flag(name)}: {self._options[name]!r} is not {what} from {least:g} to {most:g}"
-            )
-            return least
-        return value
 
-    def sizes(self) -> Sizes:
-        found: dict[str, Any] = {}
-        for field in dataclasses.fields(Sizes):
-            is_whole = isinstance(field.default, int)
-            least = 1.0 if is_whole else 0.0 if field.name == "think_s" else 0.1
-            value = self.number(field.name, least, 1e6, is_whole)
-            found[field.name] = int(value) if is_whole else value
-        return Sizes(**found)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def contradictions(read: Mapping[str, Any]) -> list[str]:
+    if "trace" not in read["workload"]:
+        return []
+    found = []
+    if len(read["workload"]) > 1:
+        found.append("--workload trace cannot be mixed: the trace says when requests arrive")
+    if read["target_model"] != "conductor":
+        found.append(
+            "--workload trace sends token ids, which only --target-model conductor takes, not "
+            f"{read['target_model']}"
+        )
+    if read["trace"] is None:
+        found.append("--workload trace needs --trace FILE")
+    return found

@@ -1,12 +1,24 @@
-"""English-looking text from a seeded list of words: questions, conversations, documents.
+"""English-looking text from a seeded list of words, and how many tokens of a server it makes.
 
 A load needs text whose length is known and which nobody else sends, not sense. The words and the
 sentence patterns are this file's own. Pure: chance comes in as an argument.
+
+Users send text, the server counts tokens. How many bytes make a token is measured once with a
+sample of the same kind of text; what a later prompt needs is then an estimate, held to be up to
+`ESTIMATE_SLACK` times too low. What the server itself counted needs no estimate.
+
+Not here: asking the server (preparation.py).
 """
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import dataclass
+
+from loadtest.client.server import ServerDescription
+
+ESTIMATE_SLACK = 1.2
 
 
 def _parts(separator: str, text: str) -> tuple[str, ...]:
@@ -85,3 +97,23 @@ class Author:
             a=pick(ADJECTIVES), n=pick(NOUNS), m=pick(NOUNS), v=pick(VERBS), p=pick(PLACES),
             t=time, T=time[0].upper() + time[1:],
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts(ServerDescription):
+    """What users must know of the server. A master asks for them and hands them to its workers."""
+
+    bytes_per_token: float = 3.0
+
+    def characters(self, tokens: int) -> int:
+        """How long a text of about this many tokens is; our texts are ASCII."""
+        return max(1, round(tokens * self.bytes_per_token))
+
+    def tokens(self, text: str) -> int:
+        """About how many tokens a text has."""
+        return math.ceil(len(text.encode()) / self.bytes_per_token)
+
+    def fits(self, counted_tokens: int, text: str, max_tokens: int) -> bool:
+        """Whether a prompt of so many counted tokens and `text` leaves room for the answer."""
+        prompt_tokens = counted_tokens + math.ceil(self.tokens(text) * ESTIMATE_SLACK)
+        return prompt_tokens + max_tokens <= self.context_tokens_max

@@ -4,7 +4,7 @@ Workers take rows in turn (row i belongs to worker i modulo their number), so al
 trace's own times without talking to each other. A prompt is made when its row is taken; a whole
 trace of prompts would not fit the memory.
 
-Not here: waiting for a row's time (users.py), asking Locust for users (shapes.py).
+Not here: waiting for a row's time (users.py), asking Locust for users (session.py).
 """
 
 from __future__ import annotations
@@ -13,17 +13,27 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadtest.replay.prompts import PlannedRequest, TokenSource, scaled_lengths
-from loadtest.replay.trace import TraceRow
+from loadtest.replay.prompts import PlannedRequest, TokenSource, due_times_s, planned_request
+from loadtest.replay.trace import TraceRow, TraceSettings
+from loadtest.users.text import ServerFacts
 
 AHEAD_S = 6.0  # users are there this long before their row is due: a worker reports every 3 s
 LEAD_S = 3.0  # and for the first rows this long: Locust asks a shape once a second
 USERS_MAX = 4_096
 
 
-def due_times_s(rows: Sequence[TraceRow], speed: float) -> list[float]:
+@dataclass(frozen=True, slots=True)
+class TraceProgress:
+    """Of one process's part."""
+
+    sent: int = 0
+    sending: int = 0
+    is_over: bool = False
+
+
+def due_after_start_s(rows: Sequence[TraceRow], speed: float) -> list[float]:
     """When each row is due, the first at LEAD_S."""
-    return [LEAD_S + (row.timestamp_ms - rows[0].timestamp_ms) / 1e3 / speed for row in rows]
+    return [LEAD_S + due_s for due_s in due_times_s(rows, speed)]
 
 
 class TraceShare:
@@ -42,38 +52,35 @@ class TraceShare:
         self._rows = rows
         self._source = source
         self._length_scale = length_scale
-        self._due_s = due_times_s(rows, speed)
-        self._mine = range(part, len(rows), parts)
+        self._due_s = due_after_start_s(rows, speed)
+        self._indices = range(part, len(rows), parts)
         self._taken = 0
         self.sent = 0
         self.sending = 0
 
     def take(self) -> PlannedRequest | None:
         """The next row as a request; None when there is none left."""
-        if self._taken == len(self._mine):
+        if self._taken == len(self._indices):
             return None
-        index = self._mine[self._taken]
+        index = self._indices[self._taken]
         self._taken += 1
-        row = self._rows[index]
-        lengths = scaled_lengths(row, self._length_scale)
-        prompt = self._source.prompt(row.hash_ids, lengths.block_tokens, lengths.prompt_tokens)
-        return PlannedRequest(index, row.line, self._due_s[index], prompt, lengths.output_tokens)
+        return planned_request(
+            self._rows[index], index, self._due_s[index], self._source, self._length_scale
+        )
 
     @property
     def is_over(self) -> bool:
-        return self.sent == len(self._mine) and self.sending == 0
+        return self.sent == len(self._indices) and self.sending == 0
 
     def progress(self) -> TraceProgress:
         return TraceProgress(self.sent, self.sending, self.is_over)
 
 
-@dataclass(frozen=True, slots=True)
-class TraceProgress:
-    """Of one process's part."""
-
-    sent: int = 0
-    sending: int = 0
-    is_over: bool = False
+def trace_share(
+    trace: TraceSettings, facts: ServerFacts, rows: Sequence[TraceRow], part: int, parts: int
+) -> TraceShare:
+    source = TokenSource.of_server(facts, trace.seed)
+    return TraceShare(rows, source, trace.length_scale, trace.speed, part, parts)
 
 
 def users_needed(due_s: Sequence[float], parts: Sequence[TraceProgress], now_s: float) -> int:

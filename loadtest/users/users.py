@@ -3,47 +3,44 @@
 Users of `burst` and `trace` do not repeat a rejected request: its moment is over. But a rejected
 `burst` user leaves out the bursts that come before its `retry_after_s` is over.
 
-Not here: what they ask (workloads.py, trace_share.py), what they do when they are rejected
-(manners.py), the run they belong to (session.py).
+Not here: what they ask, and the retry policy (workloads.py, trace_share.py), the run they belong to
+(run.py).
 """
 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import gevent
 from gevent.event import Event
 from locust import User, task
 from locust.exception import StopUser
 
-from loadtest.client.protocol import GenerateRequest
-from loadtest.users.manners import after, retry_s
-from loadtest.users.sending import Outgoing
-from loadtest.users.workloads import TEXT_WORKLOADS, Ask, burst_due_s
-
-if TYPE_CHECKING:
-    from loadtest.users.session import Session
+from loadtest.users.run import Outgoing, UserRun
+from loadtest.users.workloads import TEXT_WORKLOADS, Ask, burst_due_s, next_step, retry_s
 
 IDLE_S = 3_600.0  # a user that has nothing left to do; stopping the run wakes it
 
 
-class SwarmUser(User):
-    """Any of ours, of this process's one session."""
+class LoadUser(User):
+    """Any of ours, in the one run of this process."""
 
     abstract = True
     workload: ClassVar[str]
-    session: ClassVar[Session]
-    _has_session: ClassVar[Event] = Event()
+    _current_run: ClassVar[UserRun | None] = None
+    _has_run: ClassVar[Event] = Event()
 
     @classmethod
-    def join(cls, session: Session) -> None:
-        SwarmUser.session = session
-        cls._has_session.set()
+    def take_part_in(cls, run: UserRun | None) -> None:
+        """All users of this process from now on; None: the run has ended."""
+        LoadUser._current_run = run
+        if run is not None:
+            cls._has_run.set()
 
     def on_start(self) -> None:
-        self._has_session.wait()  # a master may send users before its worker is set up
-        run = self.session.run_for_user()
+        self._has_run.wait()  # a master may send users before its worker is set up
+        run = LoadUser._current_run
         if run is None:  # it is over already
             raise StopUser
         self.run_of_user = run
@@ -71,16 +68,11 @@ class SwarmUser(User):
         return f"{self.workload}-{self.name}-{self._asked}"
 
     def outgoing(self, ask: Ask, due_s: float | None = None) -> Outgoing:
-        request = GenerateRequest(
-            self.request_id(),
-            text_input=ask.prompt,
-            max_tokens=ask.max_tokens,
-            return_decision=self.run_of_user.is_explained or None,
-        )
+        request = ask.to_send(self.request_id(), self.run_of_user.is_explained)
         return Outgoing(request, self.workload, ask.prompt_tokens, due_s)
 
 
-class TextUser(SwarmUser):
+class TextUser(LoadUser):
     """Asks, reads the answer, thinks, asks the next."""
 
     abstract = True
@@ -94,7 +86,7 @@ class TextUser(SwarmUser):
     @task
     def ask(self) -> None:
         record, answer = self.run_of_user.send(self.outgoing(self._script.next()))
-        then = after(record, self.think_s())
+        then = next_step(record, self.think_s())
         if then.is_answered:
             self._script.answered(answer)
         elif not then.is_repeated:
@@ -114,7 +106,7 @@ class DocumentUser(TextUser):
     workload = "document"
 
 
-class BurstUser(SwarmUser):
+class BurstUser(LoadUser):
     """Sends several requests at a moment that is the same for all users of all workers."""
 
     workload = "burst"
@@ -146,7 +138,7 @@ class BurstUser(SwarmUser):
         self._not_before_s = run.clock.now_s() + max(map(retry_s, records))
 
 
-class TraceUser(SwarmUser):
+class TraceUser(LoadUser):
     """Takes a row of the trace, waits until it is due, sends it, takes the next."""
 
     workload = "trace"
@@ -160,14 +152,7 @@ class TraceUser(SwarmUser):
             self.pause(IDLE_S)
             return
         self.pause(planned.due_s - run.clock.now_s())
-        request = GenerateRequest(
-            f"trace-{planned.index}",
-            input_ids=planned.prompt_ids,
-            max_tokens=planned.output_tokens,
-            min_tokens=planned.output_tokens,
-            end_id=-1,
-            return_decision=run.is_explained or None,
-        )
+        request = planned.to_send(f"trace-{planned.index}", return_decision=run.is_explained)
         share.sent += 1
         share.sending += 1
         try:
@@ -178,6 +163,6 @@ class TraceUser(SwarmUser):
             share.sending -= 1
 
 
-USERS: tuple[type[SwarmUser], ...] = (
+USERS: tuple[type[LoadUser], ...] = (
     ChatUser, SharedPromptUser, DocumentUser, BurstUser, TraceUser,
 )  # fmt: skip

@@ -21,7 +21,7 @@ from loadtest.results.metrics import (
     goodput,
     spread,
 )
-from loadtest.users.settings import Limit, MinGoodput
+from loadtest.users.settings import LevelLimit, MinGoodput
 
 TTFT_ADVICE = (
     "Use fewer users (-u) or shorter prompts, add a prefill worker (cp -r model_repository/"
@@ -42,17 +42,21 @@ class Unloaded:
     tbt_s: float | None
     requests: int
 
+    def shown(self) -> str:
+        tbt = "" if self.tbt_s is None else f", TBT {self.tbt_s * 1e3:.1f} ms"
+        return f"TTFT {self.ttft_s * 1e3:.1f} ms{tbt} (median of {self.requests}, each alone)"
+
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class LimitCheck:
     is_met: bool
     text: str
     advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    checks: tuple[Check, ...]
+class RunVerdict:
+    checks: tuple[LimitCheck, ...]
 
     @property
     def is_passed(self) -> bool:
@@ -67,7 +71,7 @@ class Verdict:
         return found
 
 
-def limit_s(limit: Limit, unloaded_s: float | None) -> float | None:
+def limit_s(limit: LevelLimit, unloaded_s: float | None) -> float | None:
     """In seconds; None when there is no limit, or nothing it could be a multiple of."""
     if limit.times_unloaded is None:
         return limit.seconds
@@ -76,8 +80,8 @@ def limit_s(limit: Limit, unloaded_s: float | None) -> float | None:
 
 def slos(
     workloads: Sequence[str],
-    ttft_limit: Limit,
-    tbt_limit: Limit,
+    ttft_limit: LevelLimit,
+    tbt_limit: LevelLimit,
     unloaded: Mapping[str, Unloaded],
 ) -> dict[str, Slo]:
     """The limits of each workload in seconds."""
@@ -96,7 +100,7 @@ def judge(
     slo_of: Mapping[str, Slo],
     unloaded: Mapping[str, Unloaded],
     least: MinGoodput,
-) -> Verdict:
+) -> RunVerdict:
     """`slo_of` names every workload of the run."""
     checks = [_answered(records), *_failures(records)]
     for name, slo in slo_of.items():
@@ -107,10 +111,10 @@ def judge(
             f"{name}: P90 TTFT", [r.ttft_s for r in done], slo.ttft_s, ttft_s, TTFT_ADVICE
         )
         checks += _p90(f"{name}: P90 TBT", [r.tbt_s for r in done], slo.tbt_s, tbt_s, TBT_ADVICE)
-    return Verdict((*checks, *_goodput(records, slo_of, least)))
+    return RunVerdict((*checks, *_goodput(records, slo_of, least)))
 
 
-def _answered(records: Sequence[RequestRecord]) -> Check:
+def _answered(records: Sequence[RequestRecord]) -> LimitCheck:
     done = sum(record.outcome == COMPLETED for record in records)
     rejected = Counter(record.kind for record in records if record.outcome == REJECTED)
     text = f"{done} of {len(records)} requests answered"
@@ -118,17 +122,17 @@ def _answered(records: Sequence[RequestRecord]) -> Check:
         kinds = ", ".join(f"{kind} {count}" for kind, count in rejected.most_common())
         text += f", {sum(rejected.values())} rejected ({kinds})"
     advice = "" if done else "Nothing can be said of a run without an answer: run it longer."
-    return Check(done > 0, text, advice)
+    return LimitCheck(done > 0, text, advice)
 
 
-def _failures(records: Sequence[RequestRecord]) -> list[Check]:
+def _failures(records: Sequence[RequestRecord]) -> list[LimitCheck]:
     failed = [record for record in records if record.outcome == FAILED]
     if not failed:
         return []
     kinds = Counter(record.kind for record in failed).most_common()
     shown = ", ".join(f"{kind} {count}" for kind, count in kinds)
     first = min(failed, key=lambda record: record.finished_s)
-    return [Check(False, f"{len(failed)} requests failed: {shown}", f"First: {first.message}")]
+    return [LimitCheck(False, f"{len(failed)} requests failed: {shown}", f"First: {first.message}")]
 
 
 def _p90(
@@ -137,7 +141,7 @@ def _p90(
     limit: float | None,
     unloaded_s: float | None,
     advice: str,
-) -> list[Check]:
+) -> list[LimitCheck]:
     if limit is None:
         return []
     bound = f"at most {limit:.4g} s"
@@ -145,22 +149,22 @@ def _p90(
         bound += f" (unloaded {unloaded_s:.4g} s)"
     found = spread(values)
     if found is None and values:  # answers of one token have no TBT
-        return [Check(True, f"{what}: no answer had two tokens, {bound}")]
+        return [LimitCheck(True, f"{what}: no answer had two tokens, {bound}")]
     if found is None:
-        return [Check(False, f"{what}: no request was answered, {bound}")]
+        return [LimitCheck(False, f"{what}: no request was answered, {bound}")]
     text = f"{what} {found.p90:.4g} s, {bound}, {found.count} requests"
-    return [Check(found.p90 <= limit, text, advice)]
+    return [LimitCheck(found.p90 <= limit, text, advice)]
 
 
 def _goodput(
     records: Sequence[RequestRecord], slo_of: Mapping[str, Slo], least: MinGoodput
-) -> list[Check]:
+) -> list[LimitCheck]:
     good = goodput(records, Slo(), slo_of)
     found = []
     if least.requests_per_s is not None:
         text = f"goodput {good.requests_per_s:.3g} requests/s, at least {least.requests_per_s:.3g}"
-        found.append(Check(good.requests_per_s >= least.requests_per_s, text, GOODPUT_ADVICE))
+        found.append(LimitCheck(good.requests_per_s >= least.requests_per_s, text, GOODPUT_ADVICE))
     if least.share is not None:
         text = f"goodput {good.share:.1%} of the requests, at least {least.share:.1%}"
-        found.append(Check(good.share >= least.share, text, GOODPUT_ADVICE))
+        found.append(LimitCheck(good.share >= least.share, text, GOODPUT_ADVICE))
     return found

@@ -9,19 +9,26 @@ seed, the workload and the user's name alone, so a run can be repeated.
 * document: some questions about one long document, then another document.
 * burst: short prompts that share nothing; that many come at once is users.py's doing.
 
-Not here: replaying a trace (trace_share.py), sending (sending.py).
+The retry policy is a polite client's: a rejected one comes back with the same request after
+`retry_after_s`, though it does not wait longer than RETRY_AFTER_S_MAX; told 0, which means never,
+it turns to something new, as it does after a failure.
+
+Not here: replaying a trace (trace_share.py), sending (run.py).
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from loadtest.client.answer import StreamedAnswer
-from loadtest.users.server_facts import ServerFacts
+from loadtest.client.protocol import GenerateRequest
+from loadtest.results.metrics import COMPLETED, REJECTED, RequestRecord
 from loadtest.users.settings import Sizes
-from loadtest.users.text import Author
+from loadtest.users.text import Author, ServerFacts
+
+RETRY_AFTER_S_MAX = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,55 +39,83 @@ class Ask:
     max_tokens: int
     prompt_tokens: int  # an estimate, until the server has counted
 
-
-class Workload(Protocol):
-    def next(self) -> Ask: ...
-    def answered(self, answer: StreamedAnswer) -> None: ...
-    def gave_up(self) -> None: ...
+    def to_send(self, request_id: str, return_decision: bool = False) -> GenerateRequest:
+        return GenerateRequest(
+            request_id,
+            text_input=self.prompt,
+            max_tokens=self.max_tokens,
+            return_decision=return_decision or None,
+        )
 
 
 def author_of(seed: int, workload: str, user: str) -> Author:
     return Author(random.Random(f"{seed}/{workload}/{user}"))
 
 
-class Chat:
-    """A conversation of at most `chat_turns` turns that fits the context; then a new one."""
+class TextWorkload:
+    """One user's requests. What the next one is, each workload knows (`_make`)."""
+
+    name: ClassVar[str]
 
     def __init__(self, seed: int, user: str, sizes: Sizes, facts: ServerFacts) -> None:
-        self._author = author_of(seed, "chat", user)
+        self._author = author_of(seed, self.name, user)
         self._sizes = sizes
         self._facts = facts
-        self._begin()
-
-    def _begin(self) -> None:
-        self._text = ""  # all turns that are over
-        self._counted_tokens = 0  # what of it the server has counted
-        self._uncounted = ""  # and what not
-        self._turns = 0
         self._ask: Ask | None = None
 
     def next(self) -> Ask:
         if self._ask is None:
-            if self._turns >= self._sizes.chat_turns:
-                self._begin()
-            turn = self._turn()
-            if self._turns and not self._fits(turn):
-                self._begin()
-                turn = self._turn()
-            tokens = self._counted_tokens + self._facts.tokens(self._uncounted + turn)
-            self._ask = Ask(self._text + turn, self._sizes.answer_tokens, tokens)
+            self._ask = self._make()
         return self._ask
 
     def answered(self, answer: StreamedAnswer) -> None:
+        self._ask = None
+
+    def gave_up(self) -> None:
+        self._ask = None
+
+    def _make(self) -> Ask:
+        raise NotImplementedError
+
+    def _question_after(self, begin: str) -> Ask:
+        question = self._author.question(self._facts.characters(self._sizes.question_tokens))
+        prompt = f"{begin}Question: {question}\nAnswer:"
+        return Ask(prompt, self._sizes.answer_tokens, self._facts.tokens(prompt))
+
+
+class Conversation(TextWorkload):
+    """A conversation of at most `chat_turns` turns that fits the context; then a new one."""
+
+    name = "chat"
+
+    def __init__(self, seed: int, user: str, sizes: Sizes, facts: ServerFacts) -> None:
+        super().__init__(seed, user, sizes, facts)
+        self.gave_up()
+
+    def answered(self, answer: StreamedAnswer) -> None:
         assert self._ask is not None
-        asked, self._ask = self._ask, None
-        self._text = f"{asked.prompt}{answer.text}\n"
+        self._text = f"{self._ask.prompt}{answer.text}\n"
         self._counted_tokens = answer.input_tokens or 0
         self._uncounted = f"{answer.text}\n" if answer.input_tokens else self._text
         self._turns += 1
+        self._ask = None
 
     def gave_up(self) -> None:
-        self._begin()
+        self._text = ""  # all turns that are over
+        self._counted_tokens = 0  # what of it the server has counted
+        self._uncounted = ""  # and what not
+        self._turns = 0
+        self._ask = None
+
+    def _make(self) -> Ask:
+        if self._turns >= self._sizes.chat_turns:
+            self.gave_up()
+        turn = self._turn()
+        if self._turns and not self._fits(turn):
+            self.gave_up()
+            turn = self._turn()
+        tokens = self._counted_tokens + self._facts.tokens(self._uncounted + turn)
+        return Ask(self._text + turn, self._sizes.answer_tokens, tokens)
 
     def _turn(self) -> str:
         question = self._author.question(self._facts.characters(self._sizes.question_tokens))
@@ -92,86 +127,58 @@ class Chat:
         )
 
 
-class SharedPrompt:
+class SharedPrompt(TextWorkload):
     """One system prompt for all users of a seed, each time with another question."""
 
+    name = "shared"
+
     def __init__(self, seed: int, user: str, sizes: Sizes, facts: ServerFacts) -> None:
-        system = author_of(seed, "shared", "system").prose(facts.characters(sizes.system_tokens))
+        super().__init__(seed, user, sizes, facts)
+        system = author_of(seed, self.name, "system").prose(facts.characters(sizes.system_tokens))
         self._begin = f"{system}\n\n"
-        self._author = author_of(seed, "shared", user)
-        self._sizes = sizes
-        self._facts = facts
-        self._ask: Ask | None = None
 
-    def next(self) -> Ask:
-        if self._ask is None:
-            self._ask = question_after(self._begin, self._author, self._sizes, self._facts)
-        return self._ask
-
-    def answered(self, answer: StreamedAnswer) -> None:
-        self._ask = None
-
-    def gave_up(self) -> None:
-        self._ask = None
+    def _make(self) -> Ask:
+        return self._question_after(self._begin)
 
 
-class Document:
+class QuestionedDocument(TextWorkload):
     """`document_questions` questions about a document, then another document."""
 
+    name = "document"
+
     def __init__(self, seed: int, user: str, sizes: Sizes, facts: ServerFacts) -> None:
-        self._author = author_of(seed, "document", user)
-        self._sizes = sizes
-        self._facts = facts
+        super().__init__(seed, user, sizes, facts)
         self.gave_up()
 
-    def next(self) -> Ask:
-        if self._ask is None:
-            if self._questions_left == 0:
-                length = self._facts.characters(self._sizes.document_tokens)
-                self._document = f"{self._author.prose(length)}\n\n"
-                self._questions_left = self._sizes.document_questions
-            self._ask = question_after(self._document, self._author, self._sizes, self._facts)
-        return self._ask
-
     def answered(self, answer: StreamedAnswer) -> None:
-        self._ask = None
+        super().answered(answer)
         self._questions_left -= 1
 
     def gave_up(self) -> None:
-        self._ask: Ask | None = None
+        super().gave_up()
         self._document = ""
         self._questions_left = 0
 
+    def _make(self) -> Ask:
+        if self._questions_left == 0:
+            length = self._facts.characters(self._sizes.document_tokens)
+            self._document = f"{self._author.prose(length)}\n\n"
+            self._questions_left = self._sizes.document_questions
+        return self._question_after(self._document)
 
-class Questions:
-    """Short prompts that share nothing."""
 
-    def __init__(self, seed: int, user: str, sizes: Sizes, facts: ServerFacts) -> None:
-        self._author = author_of(seed, "burst", user)
-        self._sizes = sizes
-        self._facts = facts
+class BurstQuestions(TextWorkload):
+    """Short prompts that share nothing. Several are on their way at once, so none is repeated."""
+
+    name = "burst"
 
     def next(self) -> Ask:
-        return question_after("", self._author, self._sizes, self._facts)
-
-    def answered(self, answer: StreamedAnswer) -> None:
-        pass
-
-    def gave_up(self) -> None:
-        pass
+        return self._question_after("")
 
 
-def question_after(begin: str, author: Author, sizes: Sizes, facts: ServerFacts) -> Ask:
-    question = author.question(facts.characters(sizes.question_tokens))
-    prompt = f"{begin}Question: {question}\nAnswer:"
-    return Ask(prompt, sizes.answer_tokens, facts.tokens(prompt))
-
-
-TEXT_WORKLOADS = {
-    "chat": Chat,
-    "shared": SharedPrompt,
-    "document": Document,
-    "burst": Questions,
+TEXT_WORKLOADS: dict[str, type[TextWorkload]] = {
+    workload.name: workload
+    for workload in (Conversation, SharedPrompt, QuestionedDocument, BurstQuestions)
 }
 
 
@@ -190,3 +197,27 @@ def too_long(name: str, sizes: Sizes, facts: ServerFacts) -> str | None:
 def burst_due_s(now_s: float, every_s: float) -> float:
     """The next common moment, on a clock that all users share."""
     return (now_s // every_s + 1) * every_s
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """What a client does after a request."""
+
+    wait_s: float
+    is_answered: bool = False
+    is_repeated: bool = False  # the same request; otherwise something new
+
+
+def next_step(record: RequestRecord, think_s: float) -> NextStep:
+    if record.outcome == COMPLETED:
+        return NextStep(think_s, is_answered=True)
+    if (wait_s := retry_s(record)) > 0:
+        return NextStep(wait_s, is_repeated=True)
+    return NextStep(think_s)
+
+
+def retry_s(record: RequestRecord) -> float:
+    """How long a rejected client stays away; 0 for everyone else."""
+    if record.outcome != REJECTED:
+        return 0.0
+    return min(record.retry_after_s or 0.0, RETRY_AFTER_S_MAX)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError, TokenEvent
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
-from loadtest.users.sending import Outgoing, send_one
+from loadtest.users.run import Outgoing, send_one
 
 
 class ScriptedSender:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
-from loadtest.users.options import OPTIONS, add_options
+from loadtest.replay.trace import TraceSettings
 from loadtest.users.settings import (
-    Limit,
+    OPTIONS,
+    LevelLimit,
+    LoadSettings,
     MinGoodput,
-    Settings,
     SettingsError,
     Sizes,
+    add_options,
     address,
     limit,
     min_goodput,
@@ -21,7 +24,7 @@ from loadtest.users.settings import (
 )
 
 
-def read(host: str | None = None, **changed: object) -> Settings:
+def read(host: str | None = None, **changed: object) -> LoadSettings:
     parser = argparse.ArgumentParser()
     add_options(parser)
     return settings_of(vars(parser.parse_args([])) | changed, host)
@@ -33,8 +36,8 @@ def test_the_defaults_are_a_mix_over_grpc_with_the_limits_of_the_paper() -> None
     assert settings.addresses.grpc == "127.0.0.1:8001"
     assert settings.metrics_url == "http://127.0.0.1:8002/metrics"
     assert dict(settings.mix) == {"chat": 3, "shared": 1, "document": 1}
-    assert settings.ttft_limit == Limit(times_unloaded=10.0)
-    assert settings.tbt_limit == Limit(times_unloaded=5.0)
+    assert settings.ttft_limit == LevelLimit(times_unloaded=10.0)
+    assert settings.tbt_limit == LevelLimit(times_unloaded=5.0)
     assert settings.min_goodput == MinGoodput()
     assert settings.sizes == Sizes()
 
@@ -68,9 +71,9 @@ def test_a_mix_has_weights() -> None:
 
 
 def test_a_limit_is_seconds_or_a_multiple_or_none() -> None:
-    assert limit("0.5") == Limit(seconds=0.5)
-    assert limit("7.5x") == Limit(times_unloaded=7.5)
-    assert limit("none") == limit("") == Limit()
+    assert limit("0.5") == LevelLimit(seconds=0.5)
+    assert limit("7.5x") == LevelLimit(times_unloaded=7.5)
+    assert limit("none") == limit("") == LevelLimit()
     for wrong in ("0", "-1", "x", "nan", "inf"):
         with pytest.raises(ValueError, match="no positive number"):
             limit(wrong)
@@ -88,7 +91,8 @@ def test_a_trace_stands_alone_and_needs_a_file_and_a_model_that_takes_tokens() -
     with pytest.raises(SettingsError, match="cannot be mixed") as refused:
         read(workload="trace,chat", target_model="ensemble")
     assert "--trace FILE" in str(refused.value) and "token ids" in str(refused.value)
-    assert read(workload="trace", trace="t.jsonl").is_trace
+    assert read(workload="trace", trace="t.jsonl").trace == TraceSettings(Path("t.jsonl"))
+    assert read(trace="t.jsonl").trace is None
 
 
 def test_the_metrics_page_can_be_named_or_left_out() -> None:

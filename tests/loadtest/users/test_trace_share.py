@@ -15,7 +15,7 @@ from loadtest.users.trace_share import (
     USERS_MAX,
     TraceProgress,
     TraceShare,
-    due_times_s,
+    due_after_start_s,
     users_needed,
 )
 
@@ -30,11 +30,11 @@ def share(part: int = 0, parts: int = 1) -> TraceShare:
 
 def test_alone_it_sends_what_a_replay_sends_at_the_same_times() -> None:
     taken = list(iter(share().take, None))
-    for mine, theirs in zip(taken, plan(ROWS, SOURCE, SCALE, SPEED), strict=True):
-        assert (mine.index, mine.line, pytest.approx(mine.due_s), mine.output_tokens) == (
+    for ours, theirs in zip(taken, plan(ROWS, SOURCE, SCALE, SPEED), strict=True):
+        assert (ours.index, ours.line, pytest.approx(ours.due_s), ours.output_tokens) == (
             theirs.index, theirs.line, theirs.due_s + LEAD_S, theirs.output_tokens,
         )  # fmt: skip
-        np.testing.assert_array_equal(mine.prompt_ids, theirs.prompt_ids)
+        np.testing.assert_array_equal(ours.prompt_ids, theirs.prompt_ids)
 
 
 def test_workers_together_send_every_row_once() -> None:
@@ -45,14 +45,14 @@ def test_workers_together_send_every_row_once() -> None:
 
 
 def test_it_is_over_when_all_is_sent_and_answered() -> None:
-    mine = share()
-    while mine.take():
+    alone = share()
+    while alone.take():
         pass
-    assert not mine.is_over, "taken, but not sent"
-    mine.sent, mine.sending = 30, 1
-    assert not mine.is_over
-    mine.sending = 0
-    assert mine.is_over
+    assert not alone.is_over, "taken, but not sent"
+    alone.sent, alone.sending = 30, 1
+    assert not alone.is_over
+    alone.sending = 0
+    assert alone.is_over
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_every_worker_gets_as_many_users_as_the_busiest_needs() -> None:
 
 
 def test_the_users_follow_the_bursts_of_a_trace_and_stay_bounded() -> None:
-    due_s = due_times_s(ROWS, SPEED)
+    due_s = due_after_start_s(ROWS, SPEED)
     assert due_s[0] == LEAD_S
     nothing = [TraceProgress()]
     assert users_needed(due_s, nothing, due_s[-1]) == 30

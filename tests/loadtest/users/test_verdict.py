@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, Slo
-from loadtest.users.settings import Limit, MinGoodput
-from loadtest.users.verdict import Unloaded, Verdict, judge, slos
+from loadtest.users.settings import LevelLimit, MinGoodput
+from loadtest.users.verdict import RunVerdict, Unloaded, judge, slos
 
 UNLOADED = {"chat": Unloaded(0.02, 0.005, 3), "document": Unloaded(0.4, 0.005, 3)}
 
@@ -19,20 +19,20 @@ def record(workload: str = "chat", ttft_s: float = 0.05, tbt_s: float = 0.01, se
 
 
 def verdict(*records: RequestRecord, goodput: MinGoodput | None = None,
-            **slo_of: Slo) -> Verdict:  # fmt: skip
+            **slo_of: Slo) -> RunVerdict:  # fmt: skip
     return judge(records, slo_of, UNLOADED, goodput or MinGoodput())
 
 
-def missed(found: Verdict) -> list[str]:
+def missed(found: RunVerdict) -> list[str]:
     return [check.text for check in found.checks if not check.is_met]
 
 
 def test_limits_are_multiples_of_each_workloads_own_unloaded_request() -> None:
-    limits = (Limit(times_unloaded=10.0), Limit(times_unloaded=5.0))
+    limits = (LevelLimit(times_unloaded=10.0), LevelLimit(times_unloaded=5.0))
     assert slos(["chat", "document"], *limits, UNLOADED) == {
         "chat": Slo(0.2, 0.025), "document": Slo(4.0, 0.025),
     }  # fmt: skip
-    assert slos(["chat"], Limit(seconds=1.5), Limit(), {}) == {"chat": Slo(1.5, None)}
+    assert slos(["chat"], LevelLimit(seconds=1.5), LevelLimit(), {}) == {"chat": Slo(1.5, None)}
 
 
 def test_the_ninetieth_percentile_decides_not_the_slowest() -> None:

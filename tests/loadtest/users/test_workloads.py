@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import msgspec
 import pytest
 
 from loadtest.client.answer import StreamedAnswer
-from loadtest.users.server_facts import ServerFacts
 from loadtest.users.settings import Sizes
+from loadtest.users.text import ServerFacts
 from loadtest.users.workloads import TEXT_WORKLOADS, Ask, burst_due_s, too_long
 
 FACTS = ServerFacts(64, 8_192, 2_048, (), bytes_per_token=3.0)
@@ -78,7 +77,7 @@ def test_a_long_conversation_uses_most_of_the_context() -> None:
 
 
 def with_context(context_tokens_max: int) -> ServerFacts:
-    return msgspec.structs.replace(FACTS, context_tokens_max=context_tokens_max)
+    return dataclasses.replace(FACTS, context_tokens_max=context_tokens_max)
 
 
 def test_what_cannot_fit_is_said_before_the_run() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadtest.results.metrics import COMPLETED, RequestRecord
-from loadtest.users.records import Parcel, Records, packed, unpacked
+from loadtest.users.run import RunRecords, RunReport
 from loadtest.users.trace_share import TraceProgress
 
 
@@ -15,29 +15,29 @@ def record(due_s: float, request_id: str = "r", index: int = 0) -> RequestRecord
     )  # fmt: skip
 
 
-def test_a_parcel_arrives_as_it_left() -> None:
-    parcel = Parcel("run", [record(0.5), record(1 / 3)], 2, TraceProgress(7, 1))
-    assert unpacked(packed(parcel)) == parcel
+def test_a_report_arrives_as_it_left() -> None:
+    report = RunReport("run", [record(0.5), record(1 / 3)], 2, TraceProgress(7, 1))
+    assert RunReport.unpacked(report.packed()) == report
 
 
 def test_what_was_handed_over_is_not_handed_over_again() -> None:
-    records = Records()
-    records.add(record(1.0))
+    records = RunRecords()
+    records.all.append(record(1.0))
     records.cancelled = 1
     assert records.take() == ([record(1.0)], 1)
     assert records.take() == ([], 0)
 
 
 def test_a_master_has_all_records_in_the_order_in_which_they_were_due() -> None:
-    records = Records()
-    records.merge(Parcel("run", [record(3.0), record(1.0)], 1))
-    records.merge(Parcel("run", [record(2.0)], 2))
+    records = RunRecords()
+    records.merge(RunReport("run", [record(3.0), record(1.0)], 1))
+    records.merge(RunReport("run", [record(2.0)], 2))
     ordered = records.in_order(keep_index=False)
     assert [(r.index, r.due_s) for r in ordered] == [(0, 1.0), (1, 2.0), (2, 3.0)]
     assert records.cancelled == 3
 
 
 def test_rows_of_a_trace_keep_their_index() -> None:
-    records = Records()
-    records.merge(Parcel("run", [record(3.0, index=9), record(1.0, index=4)], 0))
+    records = RunRecords()
+    records.merge(RunReport("run", [record(3.0, index=9), record(1.0, index=4)], 0))
     assert [r.index for r in records.in_order(keep_index=True)] == [4, 9]

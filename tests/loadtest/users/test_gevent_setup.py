@@ -8,7 +8,7 @@ import sys
 
 BUSY = """
 import locust, gevent
-from loadtest.users import interrupts
+from loadtest.users import gevent_setup
 
 alive = []
 
@@ -18,7 +18,7 @@ def work():  # it is what runs nearly all the time, so a signal would hit it
         alive.append(turn)
         gevent.sleep(0)
 
-interrupts.to_main_greenlet()
+gevent_setup.interrupt_main_greenlet_only()
 worker = gevent.spawn(work)
 gevent.sleep(0.1)
 print("ready", flush=True)
@@ -38,7 +38,7 @@ def test_ctrl_c_interrupts_the_main_greenlet_and_no_other() -> None:
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        told, errors = process.communicate(timeout=30.0)
+        said, errors = process.communicate(timeout=30.0)
     finally:
         process.kill()
-    assert told == "interrupted True\n", errors
+    assert said == "interrupted True\n", errors

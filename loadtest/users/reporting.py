@@ -1,0 +1,125 @@
+"""What is said of a run: a line every few seconds meanwhile, and its verdict and report at the end.
+
+Not here: what the limits are (verdict.py), what the page looks like (report/).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from loadtest.replay.prompts import TokenIds, TokenSource, planned_request
+from loadtest.replay.reuse import ideal_of_completed
+from loadtest.replay.trace import TraceRow
+from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, Slo, spread
+from loadtest.results.recording import Recording, Sample, slim
+from loadtest.users.run import UserRun
+from loadtest.users.settings import mix_text
+from loadtest.users.verdict import Unloaded, judge, slos
+
+log = logging.getLogger(__name__)
+
+
+class ProgressLine:
+    """For runs without a page and without tables.
+
+    Percentiles are of the answers since the line before: the process that says this also takes the
+    times of tokens, and must not look through a whole run again and again.
+    """
+
+    def __init__(self) -> None:
+        self._ended: Counter[str] = Counter()
+        self._seen = 0
+
+    def of(self, records: list[RequestRecord], now_s: float, users: int) -> str:
+        """`records` are all so far; what was there at the last line is not looked at again."""
+        new, self._seen = records[self._seen :], len(records)
+        self._ended.update(record.outcome for record in new)
+        words = ((COMPLETED, "answered"), (REJECTED, "rejected"), (FAILED, "failed"))
+        ended = ", ".join(f"{self._ended[outcome]} {word}" for outcome, word in words)
+        text = f"{now_s:.0f} s: {users} users, {ended}"
+        done = [record for record in new if record.outcome == COMPLETED]
+        levels = (("TTFT", [r.ttft_s for r in done]), ("TBT", [r.tbt_s for r in done]))
+        found = [
+            f"{name} P90 {spread_s.p90 * 1e3:.0f} ms"
+            for name, values in levels
+            if (spread_s := spread(values)) is not None
+        ]
+        return f"{text}; of the last: {', '.join(found)}" if found else text
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    """A run, what it began with, and what was seen of the server meanwhile."""
+
+    run: UserRun
+    rows: Sequence[TraceRow]
+    unloaded: Mapping[str, Unloaded]
+    samples: Sequence[Sample]
+    users: int
+
+    def is_good(self) -> bool:
+        """Whether it kept its limits and its report was written; the log says both."""
+        settings, unloaded = self.run.settings, self.unloaded
+        records = self.run.records.in_order(keep_index=settings.trace is not None)
+        limits = (settings.ttft_limit, settings.tbt_limit)
+        slo_of = slos(list(settings.mix), *limits, unloaded)
+        verdict = judge(records, slo_of, unloaded, settings.min_goodput)
+        if cancelled := self.run.records.cancelled:
+            log.info("%d requests were cut off by the end of the run and do not count", cancelled)
+        for line in verdict.lines():
+            log.log(logging.INFO if verdict.is_passed else logging.WARNING, "%s", line)
+        is_reported = settings.report is None or self._write(records, slo_of)
+        return verdict.is_passed and is_reported
+
+    def _write(self, records: list[RequestRecord], slo_of: dict[str, Slo]) -> bool:
+        from loadtest.report.page import write_report  # draws: loads matplotlib
+
+        path = self.run.settings.report
+        assert path is not None
+        try:
+            write_report(self.recording(records, slo_of), path)
+        except OSError as error:
+            log.error("the report could not be written: %s", error)
+            return False
+        log.info("report: %s", path)
+        return True
+
+    def recording(self, records: list[RequestRecord], slo_of: dict[str, Slo]) -> Recording:
+        settings = self.run.settings
+        began = datetime.fromtimestamp(self.run.clock.began_unix_s, timezone.utc)
+        described = settings.described()
+        for name, alone in self.unloaded.items():
+            described[f"unloaded_ttft_s of {name}"] = alone.ttft_s
+            described[f"unloaded_tbt_s of {name}"] = alone.tbt_s
+        ideal = None
+        if settings.trace is None:
+            described["users"] = self.users
+        else:
+            block_tokens = self.run.facts.block_tokens
+            ideal = ideal_of_completed(records, self._trace_prompt, block_tokens)
+        levels = {*slo_of.values()}
+        is_mixed = len(levels) > 1
+        common = None if is_mixed or levels == {Slo()} else levels.pop()
+        return Recording(
+            name="locust",
+            title=f"Locust: {mix_text(settings.mix)} to {settings.model} at {described['url']}",
+            started_at=began.isoformat(timespec="seconds"),
+            settings=described | {"cancelled": self.run.records.cancelled},
+            requests=slim(records),
+            samples=list(self.samples),
+            slo=common,
+            slo_by_workload=dict(slo_of) if is_mixed else {},
+            ideal_cached_tokens=ideal,
+        )
+
+    def _trace_prompt(self, index: int) -> TokenIds:
+        """Made again: all prompts of a trace would not have fitted the memory."""
+        facts, trace = self.run.facts, self.run.settings.trace
+        assert trace is not None
+        source = TokenSource.of_server(facts, trace.seed)
+        row = self.rows[index]
+        return planned_request(row, index, 0.0, source, trace.length_scale).prompt_ids
