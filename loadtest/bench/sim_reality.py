@@ -48,10 +48,10 @@ from loadtest.replay.open_loop import ReplayRun, SendOptions, WallClock, send_al
 from loadtest.replay.prompts import PlannedRequest, TokenSource, plan, too_long
 from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.results.metrics import COMPLETED, RequestRecord
-from loadtest.simulator.cluster.fleet import Fleet, Offered
-from loadtest.simulator.cluster.job import Job
-from loadtest.simulator.cluster.settings import Settings
-from loadtest.simulator.gpu.table import Table
+from loadtest.simulator.cluster.fleet import SimulatedFleet
+from loadtest.simulator.cluster.gpu import Table
+from loadtest.simulator.cluster.job import Offered, SimulatedJob
+from loadtest.simulator.cluster.site import ClusterSettings
 from mooncake_store.block_keys import block_keys, chain_seed
 
 WORKERS = ("prefill_0", "decode_1")
@@ -99,7 +99,7 @@ def of_records(records: Sequence[RequestRecord]) -> Means:
     )
 
 
-def of_jobs(jobs: Sequence[Job], profile: Profile) -> Means:
+def of_jobs(jobs: Sequence[SimulatedJob], profile: Profile) -> Means:
     lost = Counter(
         job.reject.reason if job.reject else job.refused for job in jobs if job.finished_s is None
     )
@@ -140,7 +140,7 @@ async def send(url: str, planned: Sequence[PlannedRequest]) -> list[RequestRecor
 
 def simulate(
     planned: Sequence[PlannedRequest], profile: Profile, token_bytes: int, seed: int
-) -> list[Job]:
+) -> list[SimulatedJob]:
     """The same requests, sharing the very blocks that their prompts share."""
     block_tokens = int(profile.settings["block_tokens"])
     seed_key = chain_seed("simulated")
@@ -153,7 +153,7 @@ def simulate(
     ]  # fmt: skip
     block_bytes = block_tokens * token_bytes
     load_s = profile.serving.per_cached_token_s
-    settings = Settings(
+    settings = ClusterSettings(
         prefills=1, decodes=1, seed=seed, block_tokens=block_tokens,
         node_blocks=STORE_BYTES // block_bytes, chunk_tokens=profile.chunk_tokens,
         waiting_max=512, decode_slots=int(profile.settings["slots"]), max_tokens=1,
@@ -165,7 +165,7 @@ def simulate(
         profile.prefill.estimate.coefficients, profile.decode.estimate.coefficients,
         token_bytes, int(profile.settings["kv_pages"]) * block_bytes,
     )  # fmt: skip
-    return Fleet(ConductorConfig(admission="none"), settings, gpu).run(offered)
+    return SimulatedFleet(ConductorConfig(admission="none"), settings, gpu).run(offered)
 
 
 async def measure(

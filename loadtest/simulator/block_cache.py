@@ -5,13 +5,19 @@ rest, for which idle blocks are dropped, and releases all of it, deepest first. 
 
 - BlockCache has the real order of eviction (mooncake_store/eviction) and nothing else: fast.
 - DirectoryCache drives the real Directory through its verbs, on a virtual clock. That both count
-  the same is a test (tests/loadtest/test_simulator.py).
+  the same is a test (tests/loadtest/simulator/test_hit_rate.py).
 
 Every reference to a block of a prompt is a hit or a miss. It counts as a hit when the block is
 there *and* every block before it in its prompt: KV behind a hole cannot be used. What is there
 behind a hole is counted apart (`behind_holes`). With LRU there are no holes.
 
-Not here: what is asked of it (hit_rate.py), the best that any policy could do (optimum.py).
+`best_hits` is what a policy that knows the future would find: Belady's MIN with a choice not to
+keep a block at all: when there is no room, the block whose next use is farthest goes, be it the one
+just used. For blocks of one size and one cost no policy has more hits (Belady 1966; Mattson 1970),
+and what a directory must do besides (room for a whole request at once) can only cost hits. A chain
+is used from its start, so no start is used later than its end: there are no holes.
+
+Not here: what is asked of it (experiments/hit_rate.py).
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from heapq import heappop, heappush
 
 from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.directory.core.config import DirectoryConfig
@@ -30,6 +37,7 @@ from mooncake_store.records.membership import NodeInfo
 NODE, OWNER, LEASE_S = "s0", "request", 60.0
 CHECKSUM = 1
 FOREVER_S = 1e12  # nobody dies here
+NEVER = 2**62  # the next use of a block that is not used again
 BLOCK_BYTES = 4_096  # one unit; its size decides nothing here
 
 
@@ -124,3 +132,25 @@ def play(cache: BlockCache | DirectoryCache, requests: Iterable[Sequence[bytes]]
         present += sum(was_there)
         hits += was_there.index(False) if False in was_there else len(keys)
     return Hits(references, hits, present - hits)
+
+
+def best_hits(requests: Sequence[Sequence[bytes]], blocks: int) -> Hits:
+    """The most hits that any policy could have with room for `blocks`, knowing the future."""
+    used = [key for keys in requests for key in keys]
+    next_use = [NEVER] * len(used)
+    following: dict[bytes, int] = {}
+    for at in reversed(range(len(used))):
+        next_use[at] = following.get(used[at], NEVER)
+        following[used[at]] = at
+    kept: dict[bytes, int] = {}  # key -> its next use
+    farthest: list[tuple[int, bytes]] = []  # (-next use, key), also of blocks used since or gone
+    hits = 0
+    for key, later in zip(used, next_use, strict=True):
+        hits += key in kept
+        kept[key] = later
+        heappush(farthest, (-later, key))
+        while len(kept) > blocks:
+            minus_later, candidate = heappop(farthest)
+            if kept.get(candidate) == -minus_later:
+                del kept[candidate]
+    return Hits(len(used), hits, 0)

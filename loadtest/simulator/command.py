@@ -16,13 +16,19 @@ import typer
 
 from loadtest.bench.result import Result
 from loadtest.replay.trace import TraceError
-from loadtest.simulator.asked import SUFFIXES, WHERE, Asked, SimulationRefused, console
 from loadtest.simulator.experiments import (
     coupled_baselines,
     dynamo_replay,
-    hit_rates,
+    hit_rate,
     rejection,
     scheduling,
+)
+from loadtest.simulator.options import (
+    SUFFIXES,
+    WHERE,
+    SimulationOptions,
+    SimulationRefused,
+    console,
 )
 
 
@@ -34,8 +40,8 @@ class Experiment(str, Enum):
     DYNAMO_REPLAY = "dynamo-replay"
 
 
-EXPERIMENTS: Mapping[Experiment, Callable[[Asked], Result]] = {
-    Experiment.HIT_RATE: hit_rates.answer,
+EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions], Result]] = {
+    Experiment.HIT_RATE: hit_rate.answer,
     Experiment.SCHEDULING: scheduling.answer,
     Experiment.REJECTION: rejection.answer,
     Experiment.COUPLED: coupled_baselines.answer,
@@ -124,7 +130,7 @@ def simulate(
     """
     try:
         result = EXPERIMENTS[experiment](
-            Asked(
+            SimulationOptions(
                 folder=traces, traces=tuple(trace or ()), policies=tuple(policy or ()),
                 admissions=tuple(admission or ()), speeds=tuple(speed or ()),
                 blocks=tuple(blocks or ()), requests=requests, seed=seed, prefills=prefills,

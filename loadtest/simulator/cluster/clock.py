@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 
-class Clock:
+class VirtualClock:
     """`now_s` moves only inside `run`. Not thread-safe."""
 
     def __init__(self) -> None:

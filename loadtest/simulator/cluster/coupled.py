@@ -23,12 +23,10 @@ import numpy as np
 
 from backends.engine.batching import Chunk, Progress, next_chunks
 from conductor.messages import Request
-from loadtest.simulator.cluster.clock import Clock
-from loadtest.simulator.cluster.fleet import Offered
-from loadtest.simulator.cluster.jitter import Jitter
-from loadtest.simulator.cluster.job import Job
-from loadtest.simulator.cluster.step_log import StepLog, longest_tenth_s
-from loadtest.simulator.gpu.steps import GpuModel
+from loadtest.simulator.cluster.clock import VirtualClock
+from loadtest.simulator.cluster.gpu import GpuModel
+from loadtest.simulator.cluster.job import Offered, SimulatedJob
+from loadtest.simulator.cluster.steps import Jitter, StepLog, longest_tenth_s
 from mooncake_store.directory.core.eviction import make_eviction
 from mooncake_store.layout import blocks_touched
 
@@ -54,8 +52,8 @@ class CoupledSettings:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
-    job: Job
+class CoupledSequence:
+    job: SimulatedJob
     first: int  # number of the decode step that gives it its second token
 
 
@@ -109,7 +107,7 @@ class CoupledNode:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         gpu: GpuModel,
         settings: CoupledSettings,
         jitter: Jitter,
@@ -119,10 +117,10 @@ class CoupledNode:
         self._jitter, self._on_end = jitter, on_end
         blocks_max = gpu.pages_bytes // (settings.block_tokens * gpu.token_bytes)
         self._memory = GpuBlocks(blocks_max, settings.engine != "vllm")
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[SimulatedJob] = deque()
         self._computing: dict[str, Progress] = {}
-        self._jobs: dict[str, Job] = {}  # admitted
-        self._running: list[Running] = []
+        self._jobs: dict[str, SimulatedJob] = {}  # admitted
+        self._running: list[CoupledSequence] = []
         self._gaps = StepLog()  # between the ends of one decode step and the next
         self._decoded_s = 0.0  # when the last one ended
         self._steps = self._context = 0
@@ -132,7 +130,7 @@ class CoupledNode:
     def requests(self) -> int:
         return len(self._waiting) + len(self._jobs)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SimulatedJob) -> None:
         self._waiting.append(job)
         if not self._is_busy:
             self._begin()
@@ -149,7 +147,7 @@ class CoupledNode:
             self._jobs[name] = job
             self._computing[name] = Progress(name, job.prompt_tokens, job.cached_tokens)
 
-    def _blocks_of(self, job: Job) -> int:
+    def _blocks_of(self, job: SimulatedJob) -> int:
         tokens = job.prompt_tokens + job.request.output_tokens_max
         return blocks_touched(tokens, self._settings.block_tokens)
 
@@ -195,16 +193,16 @@ class CoupledNode:
                 self._prefilled(self._jobs[chunk.request_id])
         self._begin()
 
-    def _prefilled(self, job: Job) -> None:
-        job.prefilled_s = self._clock.now_s
-        running = Running(job, self._gaps.steps)
+    def _prefilled(self, job: SimulatedJob) -> None:
+        job.prefilled_s = job.first_token_s = self._clock.now_s
+        running = CoupledSequence(job, self._gaps.steps)
         self._context += job.prompt_tokens + 1
         if job.output_tokens > 1:
             self._running.append(running)
         else:
             self._finish(running)
 
-    def _finish(self, running: Running) -> None:
+    def _finish(self, running: CoupledSequence) -> None:
         job, now_s = running.job, self._clock.now_s
         assert job.prefilled_s is not None
         self._context -= job.prompt_tokens + job.output_tokens
@@ -228,9 +226,9 @@ def replay(
     settings: CoupledSettings,
     gpu: GpuModel,
     on_end: Callable[[], None] = lambda: None,
-) -> list[Job]:
+) -> list[SimulatedJob]:
     """Every request through one of the nodes; nothing is rejected."""
-    clock, chance, jobs = Clock(), random.Random(settings.seed), list[Job]()
+    clock, chance, jobs = VirtualClock(), random.Random(settings.seed), list[SimulatedJob]()
     nodes = [
         CoupledNode(clock, gpu, settings, Jitter(settings.jitter, settings.seed, number), on_end)
         for number in range(settings.nodes)
@@ -239,7 +237,7 @@ def replay(
     def arrive(one: Offered) -> None:
         output_tokens_max = max(settings.max_tokens, one.output_tokens)
         request = Request(f"r{one.number}", one.prompt_tokens, one.keys, output_tokens_max)
-        job = Job(one.number, request, one.output_tokens, clock.now_s)
+        job = SimulatedJob(one.number, request, one.output_tokens, clock.now_s)
         jobs.append(job)
         if settings.dispatch == "random":
             node = chance.choice(nodes)

@@ -6,7 +6,8 @@ batch at the next step. Steps that compute the very same requests are taken at o
 batching says are alike; whoever comes meanwhile cuts that plan behind the step that is under way.
 So the outcome is that of one step after the other, to the last bit (a test says so).
 
-Not here: the rule of the second look (conductor/admission/arrival_check.py), retries (fleet.py).
+Not here: the rule of the admission re-check (conductor/admission/arrival_check.py), other attempts
+(fleet.py).
 """
 
 from __future__ import annotations
@@ -21,20 +22,19 @@ from backends.engine.pages import PagePool
 from backends.workers.steps import StepTimes
 from conductor.admission.arrival_check import There, refusal
 from conductor.estimates.estimates import DecodeEstimate
-from loadtest.simulator.cluster.jitter import Jitter
-from loadtest.simulator.cluster.job import Job
-from loadtest.simulator.cluster.site import Site
-from loadtest.simulator.cluster.step_log import Seconds, StepLog, longest_tenth_s
+from loadtest.simulator.cluster.job import SimulatedJob
+from loadtest.simulator.cluster.site import SimulatedSite
+from loadtest.simulator.cluster.steps import Jitter, Seconds, StepLog, longest_tenth_s
 from mooncake_store.records.membership import WorkerReport
 
 NO_STEPS: Seconds = np.zeros(0)
 
 
 @dataclass(slots=True, eq=False)
-class Arrival:
+class DecodeArrival:
     """One request that has a place here, from its first layer to its last token."""
 
-    job: Job
+    job: SimulatedJob
     prefill_node: str
     paced_s: float  # how long its prefill is expected to compute
     sent_s: float = 0.0  # since when it has pages and its KV is on the way
@@ -52,13 +52,13 @@ class DecodeNode:
         worker_id: str,
         incarnation: str,
         node_id: str,
-        site: Site,
+        site: SimulatedSite,
         jitter: Jitter,
         estimate: DecodeEstimate,
-        on_end: Callable[[Job], None],
+        on_end: Callable[[SimulatedJob], None],
     ) -> None:
         self.worker_id, self.incarnation, self.node_id = worker_id, incarnation, node_id
-        self.slowness = 1.0  # 2.0: every step takes twice as long (faults.py)
+        self.slowness = 1.0  # 2.0: every step takes twice as long
         self.busy_s = 0.0
         self._site, self._jitter, self._on_end = site, jitter, on_end
         self._estimate = estimate  # what it measured of itself when it started
@@ -67,30 +67,30 @@ class DecodeNode:
         self._batching = DecodeBatching(
             self._pool, settings.block_tokens, settings.decode_slots, settings.waiting_max
         )
-        self._arrivals: dict[str, Arrival] = {}
-        self._ready: list[Arrival] = []  # they join at the next step
-        self._running: dict[str, Arrival] = {}
+        self._arrivals: dict[str, DecodeArrival] = {}
+        self._ready: list[DecodeArrival] = []  # they join at the next step
+        self._running: dict[str, DecodeArrival] = {}
         self._tokens_at_end: dict[str, int] = {}  # of those that run
         self._log, self._estimates = StepLog(), StepLog()  # measured, and as the worker estimates
         self._base = 0  # steps before the plan
         self._ends_s: Seconds = NO_STEPS  # when each step of the plan ends
         self._plan = 0
-        self._times, self._steps_told = StepTimes(), 0
+        self._times, self._steps_known = StepTimes(), 0
         self.is_dead = False
-        self._computes = False  # as the cores were told
+        self._computes = False  # as the cores know
         site.cores.on_prefill.append(self._cut_plan)
 
     # -- KV comes in
 
-    def expect(self, job: Job, prefill_node: str, paced_s: float) -> None:
+    def expect(self, job: SimulatedJob, prefill_node: str, paced_s: float) -> None:
         """The first layers of this prompt were announced."""
         tokens_max = job.prompt_tokens + job.request.output_tokens_max
         if self.is_dead or not self._batching.add(job.request_id, 1, tokens_max - 1):
             return
-        self._arrivals[job.request_id] = Arrival(job, prefill_node, paced_s)
+        self._arrivals[job.request_id] = DecodeArrival(job, prefill_node, paced_s)
         self._admit()
 
-    def submit(self, job: Job, tbt_slo_s: float) -> bool:
+    def submit(self, job: SimulatedJob, tbt_slo_s: float) -> bool:
         """The request has come, its first token computed. False: it is refused, `tbt_slo_s` being
         what a step may take (0: as long as it likes)."""
         job.refused = self.refusal(job, tbt_slo_s)
@@ -102,8 +102,8 @@ class DecodeNode:
         self._check_ready(arrival)
         return True
 
-    def refusal(self, job: Job, tbt_slo_s: float) -> str:
-        """The second look at a request that comes: why it is not taken, or ""."""
+    def refusal(self, job: SimulatedJob, tbt_slo_s: float) -> str:
+        """The admission re-check of a request that comes: why it is not taken, or ""."""
         if job.request_id not in self._arrivals:
             return "decode_queue_full"
         done, batching = self._steps_done(), self._batching
@@ -116,7 +116,7 @@ class DecodeNode:
         there = There(
             running_context + sum(other.prompt_tokens for other in waiting),
             [*left, *(other.request.output_tokens_max for other in waiting)],
-            self._told(self._end_of(done)).speed,
+            self._step_times(self._end_of(done)).speed,
         )  # fmt: skip
         refused = refusal(there, job.prompt_tokens, self._estimate, tbt_slo_s)
         return refused.kind if refused is not None else ""
@@ -143,23 +143,25 @@ class DecodeNode:
                 lambda arrival=arrival: self._sent(arrival), paced_s,  # type: ignore[misc]
             )  # fmt: skip
 
-    def _sent(self, arrival: Arrival) -> None:
+    def _sent(self, arrival: DecodeArrival) -> None:
         arrival.is_here = True
         self._check_ready(arrival)
 
-    def _check_ready(self, arrival: Arrival) -> None:
+    def _check_ready(self, arrival: DecodeArrival) -> None:
         """Request and KV are both here: read it and let it in. The last layer comes a moment
         after it was computed."""
         if arrival.is_asked and arrival.is_here and not arrival.is_ready:
             arrival.is_ready = True
             self._site.clock.after(self._site.network.latency_s, self._join, arrival)
 
-    def _join(self, arrival: Arrival) -> None:
+    def _join(self, arrival: DecodeArrival) -> None:
         if self._arrivals.get(arrival.job.request_id) is not arrival or self.is_dead:
             return  # it was stopped, or the worker died
         job = arrival.job
         assert job.prefilled_s is not None
-        job.handover_s = self._site.clock.now_s - max(job.prefilled_s, arrival.sent_s)
+        # From its first token, and from when decode had room, to the KV there.
+        handover_s = self._site.clock.now_s - max(job.prefilled_s, arrival.sent_s)
+        job.first_token_s = job.prefilled_s + handover_s
         self._site.store.release(job.request_id)
         self._ready.append(arrival)
         if len(self._ends_s):
@@ -185,7 +187,7 @@ class DecodeNode:
             self._site.cores.compute("decode", self._computes)
         if not steps:
             self._ends_s = NO_STEPS
-            self._told(self._log.steps).batch_is_empty()
+            self._step_times(self._log.steps).batch_is_empty()
             return
         steps = min(steps, self._site.settings.steps_at_once or steps)
         self._base = self._log.steps
@@ -229,7 +231,7 @@ class DecodeNode:
             self._finish(arrival)
         self._make_plan()
 
-    def _finish(self, arrival: Arrival) -> None:
+    def _finish(self, arrival: DecodeArrival) -> None:
         job, name = arrival.job, arrival.job.request_id
         assert job.joined_s is not None and job.prefilled_s is not None
         seconds = self._log.slice(arrival.first_step, self._log.steps)
@@ -261,7 +263,7 @@ class DecodeNode:
         batching, done = self._batching, self._steps_done()
         context_tokens = batching.context_tokens + done * batching.running
         asked = sum(arrival.is_asked for arrival in self._arrivals.values())
-        speed = self._told(self._end_of(done)).speed
+        speed = self._step_times(self._end_of(done)).speed
         step_s = speed * self._estimate.step_s(batching.running, context_tokens)
         return WorkerReport(
             self.worker_id, self.incarnation, asked - batching.running, 0, batching.running,
@@ -271,16 +273,16 @@ class DecodeNode:
     def _end_of(self, done: int) -> int:
         return self._base + done if len(self._ends_s) else self._log.steps
 
-    def _told(self, steps: int) -> StepTimes:
+    def _step_times(self, steps: int) -> StepTimes:
         """What it knows of its steps after so many of them."""
-        measured_s = self._log.slice(self._steps_told, steps).tolist()
-        estimated_s = self._estimates.slice(self._steps_told, steps).tolist()
+        measured_s = self._log.slice(self._steps_known, steps).tolist()
+        estimated_s = self._estimates.slice(self._steps_known, steps).tolist()
         for step_s, as_estimated_s in zip(measured_s, estimated_s, strict=True):
             self._times.took(step_s, as_estimated_s)
-        self._steps_told = steps
+        self._steps_known = steps
         return self._times
 
-    def die(self) -> list[Job]:
+    def die(self) -> list[SimulatedJob]:
         """The process is killed; its jobs, which nobody will end. Those that are still in prefill
         will find it dead when they come."""
         self.is_dead = True

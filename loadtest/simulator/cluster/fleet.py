@@ -1,84 +1,153 @@
-"""A simulated cluster: the real Conductor and Directory, simulated workers, one virtual clock.
+"""Simulated clusters: the real Conductor, simulated workers, one virtual clock.
 
-The order of calls is that of the front (backends/frontend/generation.py,
-backends/frontend/cluster_view.py): decide, prefill, tell the conductor that it finished, decode,
-tell it that all is over; a request whose worker was lost is tried again elsewhere. Workers report
-every second; what the directory announces reaches the conductor at once; its suggestions for hot
-prefixes are carried out.
+`SimulatedCluster` is what every kind of them does: requests of a trace arrive, are decided on, and
+end. `SimulatedFleet` has the workers of this project, with the real Directory. The order of calls
+is that of the frontend (backends/frontend): decide, prefill, tell the conductor that it finished,
+decode, tell it that all is over; a request whose worker was lost is attempted again elsewhere.
+Workers report every second; what the directory announces reaches the conductor at once; its
+suggestions for hot prefixes are carried out.
 
-Not here: what is offered and what is asked of the outcome (experiments/), a worker's own work
-(prefill_node.py, decode_node.py), what breaks when (faults.py).
+What breaks, and when, is a list of faults: a worker gets slow, is killed, or its host is lost.
+
+    slow   every step takes `factor` times as long from then on; 1.0 makes it well again
+    kill   the worker's process ends; its frontend notices and attempts its requests elsewhere, the
+           directory misses its reports after the TTL; blocks on its node stay
+    host   the same, and what its storage node holds is gone
+
+An attempt that was lost begins again from its prompt (the real frontend goes on behind the tokens
+that the client has): its prefix is in the store unless the host went too.
+
+Not here: what is asked of the outcome (experiments/), a worker's own work (prefill_node.py,
+decode_node.py), Dynamo's workers (../dynamo).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from conductor import Conductor, ConductorConfig, Reject, Replicate, Request
-from loadtest.replay.trace import TraceRow
-from loadtest.simulator.block_cache import key_of
-from loadtest.simulator.cluster.clock import Clock
-from loadtest.simulator.cluster.cores import Cores
+from loadtest.simulator.cluster.clock import VirtualClock
 from loadtest.simulator.cluster.decode_node import DecodeNode
-from loadtest.simulator.cluster.jitter import Jitter
-from loadtest.simulator.cluster.job import Job
+from loadtest.simulator.cluster.gpu import Calibration, GpuModel, calibrate, prompt_s
+from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.cluster.network import Network
 from loadtest.simulator.cluster.prefill_node import PrefillNode
-from loadtest.simulator.cluster.settings import Settings
-from loadtest.simulator.cluster.site import Site
-from loadtest.simulator.cluster.store import SimulatedStore
-from loadtest.simulator.gpu.steps import Calibration, GpuModel, calibrate, prompt_s
+from loadtest.simulator.cluster.site import ClusterSettings, Cores, SimulatedSite
+from loadtest.simulator.cluster.steps import Jitter
+from loadtest.simulator.cluster.store import INCARNATION, SimulatedStore
 from mooncake_store.records.events import Event
 from mooncake_store.records.membership import WorkerInfo
 
-LIFE = "life1"
 CONTEXT_TOKENS_MAX = 1_000_000  # no prompt of a published trace is longer
 WORKER_TTL_S = 5.0  # the directory's own
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
-    """One request of a trace, ready to be sent: its keys are made once for many runs."""
-
-    number: int
+class Fault:
     at_s: float
-    prompt_tokens: int
-    output_tokens: int
-    keys: Sequence[bytes]  # of the full blocks
+    worker_id: str
+    kind: Literal["slow", "kill", "host"]
+    factor: float = 1.0
 
 
-def offered_of(rows: Sequence[TraceRow], block_tokens: int) -> list[Offered]:
-    return [
-        Offered(
-            number, row.timestamp_ms / 1e3, row.input_tokens, max(1, row.output_tokens),
-            [key_of(block) for block in row.hash_ids[: row.input_tokens // block_tokens]],
-        )
-        for number, row in enumerate(rows)
-    ]  # fmt: skip
+class SimulatedCluster:
+    """One run: requests arrive, are decided on and end. Not to be used twice."""
 
-
-class Fleet:
-    """One run. Not to be used twice."""
-
-    def __init__(self, config: ConductorConfig, settings: Settings, gpu: GpuModel) -> None:
-        self.config, self.settings = config, settings
-        self.clock = Clock()
+    def __init__(self, config: ConductorConfig, max_tokens: int) -> None:
+        self.config = config
+        self.clock = VirtualClock()
         self.conductor = Conductor(config)
+        self.jobs: list[SimulatedJob] = []
+        self._max_tokens = max_tokens  # what clients ask for, unless the answer is longer
+        self._alive = 0  # requests that are not over
+        self._on_over: Callable[[], None] = lambda: None
+
+    def run(
+        self,
+        offered: Sequence[Offered],
+        speed: float = 1.0,
+        on_over: Callable[[], None] = lambda: None,
+    ) -> list[SimulatedJob]:
+        """Replay, `speed` times as fast as recorded, until the last request is over."""
+        assert not self.jobs and speed > 0, "a cluster runs once"
+        self._alive, self._on_over = len(offered), on_over
+        for at_s, came in itertools.groupby(offered, lambda one: one.at_s):
+            self.clock.at(at_s / speed, self._arrive, list(came))
+        self._begin_reports()
+        self.clock.run()
+        self.check()
+        return self.jobs
+
+    def _arrive(self, came: Sequence[Offered]) -> None:
+        """All that come at one moment."""
+        for one in came:
+            request = Request(
+                f"r{one.number}-1", one.prompt_tokens, one.keys,
+                max(self._max_tokens, one.output_tokens),
+            )  # fmt: skip
+            job = SimulatedJob(one.number, request, one.output_tokens, self.clock.now_s)
+            self.jobs.append(job)
+            self._decide(job)
+
+    def _decide(self, job: SimulatedJob) -> None:
+        decision = self.conductor.on_request(job.request, self.clock.now_s)
+        if isinstance(decision, Reject):
+            job.reject = decision
+            self._count_over()
+            return
+        job.route = decision
+        job.prefill, job.decode = decision.prefill.worker_id, decision.decode.worker_id
+        self._submit(job, decision.order_key_s)
+
+    def _submit(self, job: SimulatedJob, order_key_s: float) -> None:
+        """To its prefill worker."""
+        raise NotImplementedError
+
+    def _begin_reports(self) -> None:
+        """What goes on beside the requests, for as long as there are any."""
+        raise NotImplementedError
+
+    def _count_over(self) -> None:
+        self._alive -= 1
+        self._on_over()
+
+    def check(self) -> None:
+        """Every request ended exactly once."""
+        assert self._alive == 0, f"{self._alive} requests never ended"
+        assert all(job.is_over for job in self.jobs)
+        self.conductor.check()
+
+
+class SimulatedFleet(SimulatedCluster):
+    """Workers of this project, each with its node of the real store."""
+
+    def __init__(
+        self,
+        config: ConductorConfig,
+        settings: ClusterSettings,
+        gpu: GpuModel,
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        super().__init__(config, settings.max_tokens)
+        self.settings = settings
         store = SimulatedStore(self.clock, self._on_events, settings.eviction, WORKER_TTL_S)
         network = Network(self.clock, settings.nic_bytes_per_s, settings.nic_latency_s)
-        self.site = Site(
+        self.site = SimulatedSite(
             self.clock, store, network, gpu, settings,
             Cores(settings.shared_prefill, settings.shared_decode),
         )  # fmt: skip
         self.prefills: dict[str, PrefillNode] = {}
         self.decodes: dict[str, DecodeNode] = {}
-        self.jobs: list[Job] = []
-        self.reported: Callable[[Fleet], None] = lambda fleet: None  # called each report_s
-        self._on_over: Callable[[], None] = lambda: None
-        self._alive = 0
+        self.reported: Callable[[SimulatedFleet], None] = lambda fleet: None  # each report_s
         self._copies = 0
         self._make_workers(calibrate(gpu, settings.chunk_tokens))
+        for fault in faults:
+            assert fault.worker_id in self.prefills or fault.worker_id in self.decodes, fault
+            assert fault.factor > 0, fault
+            self.clock.at(fault.at_s, self._strike, fault)
 
     @property
     def _workers(self) -> list[PrefillNode | DecodeNode]:
@@ -96,7 +165,7 @@ class Fleet:
             if is_prefill:
                 self.prefills[name] = PrefillNode(
                     name,
-                    LIFE,
+                    INCARNATION,
                     node_id,
                     self.site,
                     jitter,
@@ -107,7 +176,7 @@ class Fleet:
             else:
                 estimate = calibration.decode.estimate
                 self.decodes[name] = DecodeNode(
-                    name, LIFE, node_id, self.site, jitter, estimate, self._over
+                    name, INCARNATION, node_id, self.site, jitter, estimate, self._over
                 )
             self.site.store.add_worker(self._info(name, node_id, nodes, is_prefill, calibration))
 
@@ -118,7 +187,7 @@ class Fleet:
         rates = dict.fromkeys(nodes, settings.nic_bytes_per_s)
         rates[node_id] = settings.host_to_gpu_bytes_per_s
         return WorkerInfo(
-            worker_id=name, incarnation=LIFE, role="prefill" if is_prefill else "decode",
+            worker_id=name, incarnation=INCARNATION, role="prefill" if is_prefill else "decode",
             node_id=node_id, fingerprint="print", description="", inbox=name,
             block_tokens=settings.block_tokens, block_bytes=site.block_bytes,
             context_tokens_max=CONTEXT_TOKENS_MAX, pages_max=site.pages_max,
@@ -129,108 +198,86 @@ class Fleet:
             transfer_latency_s=dict.fromkeys(nodes, settings.nic_latency_s),
         )  # fmt: skip
 
-    def run(
-        self,
-        offered: Sequence[Offered],
-        speed: float = 1.0,
-        on_over: Callable[[], None] = lambda: None,
-    ) -> list[Job]:
-        """Replay, `speed` times as fast as recorded, until the last request is over."""
-        assert not self.jobs and speed > 0, "a fleet runs once"
-        self._alive, self._on_over = len(offered), on_over
-        for one in offered:
-            self.clock.at(one.at_s / speed, self._arrive, one)
-        self.clock.after(self.settings.tick_s, self._tick)
-        self.clock.after(self.settings.report_s, self._report)
-        self.clock.run()
-        self.check()
-        return self.jobs
-
     # -- a request's way
 
-    def _arrive(self, one: Offered) -> None:
-        request = Request(
-            f"r{one.number}-1", one.prompt_tokens, one.keys,
-            max(self.settings.max_tokens, one.output_tokens),
-        )  # fmt: skip
-        job = Job(one.number, request, one.output_tokens, self.clock.now_s)
-        self.jobs.append(job)
-        self._decide(job)
+    def _submit(self, job: SimulatedJob, order_key_s: float) -> None:
+        self.prefills[job.prefill].submit(job, order_key_s)
 
-    def _decide(self, job: Job) -> None:
-        decision = self.conductor.on_request(job.request, self.clock.now_s)
-        if isinstance(decision, Reject):
-            job.reject = decision
-            self._count_over()
-            return
-        job.route = decision
-        self.prefills[decision.prefill.worker_id].submit(job, decision.order_key_s)
-
-    def _begun(self, job: Job) -> None:
+    def _begun(self, job: SimulatedJob) -> None:
         """The first layers will be there soon: decode may reserve a place and read along."""
         assert job.route is not None
         if job.output_tokens > 1:
             paced_s = prompt_s(
                 self.site.gpu, job.cached_tokens, job.prompt_tokens, self.settings.chunk_tokens
             )
-            decode = self.decodes[job.route.decode.worker_id]
-            decode.expect(job, job.route.prefill.node_id, paced_s)
+            self.decodes[job.decode].expect(job, job.route.prefill.node_id, paced_s)
 
-    def _prefilled(self, job: Job) -> None:
+    def _prefilled(self, job: SimulatedJob) -> None:
         """The first token is there, or the worker could not make it."""
-        assert job.route is not None
-        decode, now_s = self.decodes[job.route.decode.worker_id], self.clock.now_s
+        decode, now_s = self.decodes[job.decode], self.clock.now_s
         if job.refused:
             decode.forget(job.request_id)
             self._over(job)
             return
         self.conductor.on_prefill_finished(job.request_id, now_s, job.cached_tokens, job.compute_s)
         if job.output_tokens <= 1:
-            job.finished_s = now_s
+            job.first_token_s = job.finished_s = now_s
             self._over(job)
             return
         if decode.is_dead:
             self.conductor.on_worker_failed(decode.worker_id, decode.incarnation, now_s)
-            self.lost([job], decode.worker_id)
+            self._lost([job], decode.worker_id)
         elif not decode.submit(job, self.config.arrival_tbt_slo_s):
             self.conductor.on_worker_refused(decode.worker_id, decode.incarnation, now_s)
             self._over(job)
 
-    def _over(self, job: Job) -> None:
+    def _over(self, job: SimulatedJob) -> None:
         """All tokens are there, or the request was refused on its way."""
         self.site.store.release(job.request_id)
         output_tokens = None if job.refused else job.output_tokens
         self.conductor.on_finished(job.request_id, self.clock.now_s, output_tokens)
         self._count_over()
 
-    def _count_over(self) -> None:
-        self._alive -= 1
-        self._on_over()
-
-    def lost(self, jobs: Sequence[Job], worker_id: str) -> None:
-        """These jobs' worker is gone: another try elsewhere, or the end of it."""
+    def _lost(self, jobs: Sequence[SimulatedJob], worker_id: str) -> None:
+        """These jobs' worker is gone: another attempt elsewhere, or the end of it."""
         for job in jobs:
-            assert job.route is not None
-            self.decodes[job.route.decode.worker_id].forget(job.request_id)
+            self.decodes[job.decode].forget(job.request_id)
             self.site.store.release(job.request_id)
             self.conductor.on_finished(job.request_id, self.clock.now_s)
-            if job.tries == self.settings.attempts_max:
+            if job.attempts == self.settings.attempts_max:
                 job.refused = "worker_lost"
                 self._count_over()
                 continue
-            job.tries += 1
+            job.attempts += 1
             job.lost_compute_s = job.own_compute_s
             job.request = replace(
-                job.request, request_id=f"r{job.number}-{job.tries}",
-                excluded_workers=job.request.excluded_workers | {(worker_id, LIFE)},
+                job.request, request_id=f"r{job.number}-{job.attempts}",
+                excluded_workers=job.request.excluded_workers | {(worker_id, INCARNATION)},
             )  # fmt: skip
-            job.started_s = job.prefilled_s = job.joined_s = None
+            job.started_s = job.prefilled_s = job.first_token_s = job.joined_s = None
             self._decide(job)
+
+    def _strike(self, fault: Fault) -> None:
+        worker = self.prefills.get(fault.worker_id) or self.decodes[fault.worker_id]
+        if fault.kind == "slow":
+            worker.slowness = fault.factor
+            return
+        if worker.is_dead:
+            return
+        jobs = worker.die()
+        self.conductor.on_worker_failed(worker.worker_id, worker.incarnation, self.clock.now_s)
+        if fault.kind == "host":
+            self.site.store.lose_node(worker.node_id)
+        self._lost(jobs, worker.worker_id)
 
     # -- what goes on beside
 
     def _on_events(self, events: Sequence[Event]) -> None:
         self.conductor.on_events(events, self.clock.now_s)
+
+    def _begin_reports(self) -> None:
+        self.clock.after(self.settings.tick_s, self._tick)
+        self.clock.after(self.settings.report_s, self._report)
 
     def _report(self) -> None:
         self.site.store.report([w.report() for w in self._workers if not w.is_dead])
@@ -264,12 +311,10 @@ class Fleet:
 
     def check(self) -> None:
         """Every request ended exactly once, and nothing of it stayed anywhere."""
-        assert self._alive == 0, f"{self._alive} requests never ended"
-        assert all(job.is_over for job in self.jobs)
+        super().check()
         for worker in self._workers:
             worker.check()
         self.site.network.check()
-        self.conductor.check()
         self.site.store.directory.check()
         stats = self.site.store.directory.stats(self.clock.now_s)
         assert (stats.leases, stats.ephemeral) == (0, 0), "leases or objects stayed behind"

@@ -1,26 +1,74 @@
-"""One request on its way through the simulated cluster: what is known of it, and what came of it.
+"""One request on its way through a simulated cluster: what is offered, what is known, what came.
 
-Records only. `Job` is what the nodes work on; `summary` (outcome.py) reads it when all is over.
+Records only. A `SimulatedJob` is what workers of every kind work on; `outcome_of` (outcome.py)
+reads it when all is over. The published traces have their timestamps on 3-second ticks, about ten
+prompts at one instant, so most of a TTFT at recorded speed is queueing inside a tick. Spread evenly
+until the next tick (`spread_ticks`), the same requests show what a policy does about load instead
+of about ticks.
+
+Not here: reading a trace (loadtest/replay/trace.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conductor.messages import Reject, Request, Route
+from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
+from loadtest.simulator.block_cache import key_of
+
+TICK_MS = 3_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """One request of a trace, ready to be sent: its keys are made once for many runs."""
+
+    number: int  # position in the trace
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    keys: Sequence[bytes]  # of the full blocks
+
+
+def offered_of(rows: Sequence[TraceRow], block_tokens: int = TRACE_BLOCK_TOKENS) -> list[Offered]:
+    return [
+        Offered(
+            number, row.timestamp_ms / 1e3, row.input_tokens, max(1, row.output_tokens),
+            [key_of(block) for block in row.hash_ids[: row.input_tokens // block_tokens]],
+        )
+        for number, row in enumerate(rows)
+    ]  # fmt: skip
+
+
+def spread_ticks(rows: Sequence[TraceRow]) -> list[TraceRow]:
+    """The requests of each instant, evenly until the next instant or for one tick."""
+    ticks = [list(found) for _, found in itertools.groupby(rows, lambda row: row.timestamp_ms)]
+    spread = []
+    for tick, following in itertools.zip_longest(ticks, ticks[1:]):
+        start_ms = tick[0].timestamp_ms
+        gap_ms = min(following[0].timestamp_ms - start_ms, TICK_MS) if following else TICK_MS
+        spread += [
+            replace(row, timestamp_ms=start_ms + gap_ms * number / len(tick))
+            for number, row in enumerate(tick)
+        ]
+    return spread
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SimulatedJob:
     """Seconds are of the virtual clock; None: it did not come so far."""
 
-    number: int  # place in the trace
-    request: Request  # of the current try
+    number: int  # position in the trace
+    request: Request  # of the current attempt
     output_tokens: int  # what it will have generated when it ends
     arrived_s: float
-    tries: int = 1
+    attempts: int = 1
     route: Route | None = None
+    prefill: str = ""  # the worker that computes its prompt
+    decode: str = ""  # the one that generates its answer
     reject: Reject | None = None
     refused: str = ""  # by the decode worker when it came there, or a worker's error
     started_s: float | None = None  # its first chunk began to be computed
@@ -31,8 +79,11 @@ class Job:
     own_compute_s: float = 0.0  # its share of those, by new tokens
     lost_compute_s: float = 0.0  # of that, what workers that died took with them
     prefilled_s: float | None = None  # its first token was computed
-    handover_s: float = 0.0  # from its first token, and from when decode had room, to KV there
+    # The first token, with what of the hand-over to decode was not hidden behind prefill. Dynamo's
+    # engine computes it in decode.
+    first_token_s: float | None = None
     joined_s: float | None = None  # its first decode step began
+    preemptions: int = 0  # how often it lost its place in the running batch
     finished_s: float | None = None
     tbt_s: float = 0.0  # mean of the longest 10 % of the intervals between its tokens
     tbt_decode_s: float = 0.0  # the same without the first interval, prefill to decode
@@ -52,3 +103,16 @@ class Job:
     @property
     def is_over(self) -> bool:
         return self.finished_s is not None or self.reject is not None or bool(self.refused)
+
+    @property
+    def ttft_s(self) -> float:
+        """Of a request with a first token."""
+        assert self.first_token_s is not None, f"{self.request_id} has no first token"
+        return self.first_token_s - self.arrived_s
+
+    @property
+    def itl_s(self) -> float:
+        """Of a finished request: mean time between its tokens; 0 for an answer of one token."""
+        assert self.finished_s is not None and self.first_token_s is not None, self.request_id
+        steps = self.output_tokens - 1
+        return (self.finished_s - self.first_token_s) / steps if steps else 0.0

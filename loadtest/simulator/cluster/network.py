@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from loadtest.simulator.cluster.clock import Clock
+from loadtest.simulator.cluster.clock import VirtualClock
 
 PACED_SHARE_MAX = 0.5  # of a link: what asks for more is no trickle and shares as the others do
 LEAST_SHARE = 0.1  # of a link, left to the others together by those that are paced
@@ -41,7 +41,7 @@ class Flow:
 
 
 class Network:
-    def __init__(self, clock: Clock, bytes_per_s: float, latency_s: float) -> None:
+    def __init__(self, clock: VirtualClock, bytes_per_s: float, latency_s: float) -> None:
         assert bytes_per_s > 0 and latency_s >= 0, (bytes_per_s, latency_s)
         self._clock = clock
         self.bytes_per_s, self.latency_s = bytes_per_s, latency_s

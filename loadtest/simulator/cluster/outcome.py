@@ -1,12 +1,18 @@
-"""What came of a simulated run, as the numbers that the papers compare.
+"""What came of a simulated run, as the numbers that the papers and Dynamo's replay compare.
 
 TTFT counts queue, fetch, prefill and what of the hand-over was not hidden behind prefill;
-`ttft_prefill_*` ends with the prefill. TBT of a request is the mean of the longest 10 % of its
+`ttft_prefill_s` ends with the prefill. TBT of a request is the mean of the longest 10 % of its
 token intervals, the one from prefill to decode included, in which it may have waited for a place in
-the batch; `tbt_decode_*` is without that one. Both are shown: results move by several points.
+the batch; `tbt_decode_s` is without that one. Both are shown: results move by several points.
 
 A prefill is *wasted* when its request is refused, afterwards or on the way: what was computed of a
 prompt that was given up counts, and so does what a worker that died took with it.
+
+A request is *good* when it was answered, its TTFT is at most 30 s and the mean time between its
+tokens at most 100 ms: the bounds of the Mooncake paper, counted as Dynamo's replay counts them.
+Good output tokens per second are over the time in which requests arrive, which is the same for
+everybody: over the whole run, a scheduler that lets work pile up would be divided by more seconds
+than one that turns it away. The same function counts our runs and Dynamo's own.
 
 Not here: running (fleet.py).
 """
@@ -14,15 +20,15 @@ Not here: running (fleet.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from loadtest.simulator.cluster.job import Job
+from conductor.estimates.length_class import CLASSES, class_name, length_class
+from loadtest.simulator.cluster.job import SimulatedJob
 
-Numbers = npt.NDArray[np.float64]
+TTFT_SLO_S, ITL_SLO_S = 30.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +44,44 @@ NOTHING = Quantiles(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LengthClass:
+    """The requests of one class of prompt length."""
+
+    name: str
+    requests: int
+    admitted: int
+    good: int
+    ttft_p99_s: float  # of the admitted; 0 without any
+
+    @property
+    def good_share(self) -> float:
+        return self.good / self.requests if self.requests else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOutcome:
     offered: int
     finished: int
-    rejected: dict[str, int]  # by kind, before anything was computed
-    refused: dict[str, int]  # by kind, on their way
     ttft_s: Quantiles
-    ttft_prefill_s: Quantiles
-    tbt_s: Quantiles
-    tbt_decode_s: Quantiles
-    decode_s: float  # mean time from first token to last
     hit_share: float  # of the prompt tokens that were prefilled
-    fetched_blocks: int
-    prefills: int  # requests of which something was computed
-    prefill_s: float  # GPU seconds of all of them
-    wasted_prefills: int
-    wasted_prefill_s: float
+    itl_mean_s: float  # of the requests' means, one token answers apart
+    wait_max_s: float  # from arrival to the end of prefill, less what prefill takes alone
+    good: int
+    good_ttft_p99_s: float  # of the good requests only
+    good_tokens_per_s: float
+    classes: tuple[LengthClass, ...]
+    # What follows is not known of a run of Dynamo's own.
+    rejected: dict[str, int] = field(default_factory=dict)  # by kind, nothing was computed
+    refused: dict[str, int] = field(default_factory=dict)  # by kind, on their way
+    ttft_prefill_s: Quantiles = NOTHING
+    tbt_s: Quantiles = NOTHING
+    tbt_decode_s: Quantiles = NOTHING
+    decode_s: float = 0.0  # mean time from first token to last
+    fetched_blocks: int = 0
+    prefills: int = 0  # requests of which something was computed
+    prefill_s: float = 0.0  # GPU seconds of all of them
+    wasted_prefills: int = 0
+    wasted_prefill_s: float = 0.0
 
     @property
     def rejected_in_all(self) -> int:
@@ -63,25 +91,55 @@ class Outcome:
     def wasted_share(self) -> float:
         return self.wasted_prefills / self.prefills if self.prefills else 0.0
 
+    @property
+    def good_share(self) -> float:
+        return self.good / self.offered
 
-def outcome_of(jobs: Sequence[Job]) -> Outcome:
+    @property
+    def least_class_share(self) -> float:
+        """Good share of the worst served class, relative to that of all requests."""
+        shares = [found.good_share for found in self.classes if found.requests]
+        return min(shares) / self.good_share if self.good else 0.0
+
+    @property
+    def worst_class_p99_s(self) -> float:
+        return max(found.ttft_p99_s for found in self.classes)
+
+
+def outcome_of(
+    jobs: Sequence[SimulatedJob], alone_s: Callable[[int], float] = lambda tokens: 0.0
+) -> SimulationOutcome:
+    """Of a run that has ended; `alone_s`: prefill of so many tokens on an idle worker."""
     done = [job for job in jobs if job.finished_s is not None]
+    good = [job for job in done if is_good(job)]
     several = [job for job in done if job.output_tokens > 1]
     prefilled = [job for job in jobs if job.prefilled_s is not None]
     computed = [job for job in jobs if job.own_compute_s > 0.0]
     wasted = [job for job in computed if job.refused]
     prompt_tokens = sum(job.prompt_tokens for job in prefilled)
-    return Outcome(
+    arrivals_s = [job.arrived_s for job in jobs]
+    window_s = max(arrivals_s, default=0.0) - min(arrivals_s, default=0.0)
+    waits_s = (
+        (job.prefilled_s or 0.0) - job.arrived_s - alone_s(job.prompt_tokens - job.cached_tokens)
+        for job in done
+    )
+    return SimulationOutcome(
         offered=len(jobs),
         finished=len(done),
+        ttft_s=quantiles([job.ttft_s for job in done]),
+        hit_share=sum(job.cached_tokens for job in prefilled) / max(1, prompt_tokens),
+        itl_mean_s=quantiles([job.itl_s for job in several]).mean,
+        wait_max_s=max(waits_s, default=0.0),
+        good=len(good),
+        good_ttft_p99_s=quantiles([job.ttft_s for job in good]).p99,
+        good_tokens_per_s=sum(job.output_tokens for job in good) / max(window_s, 1e-9),
+        classes=_classes(jobs),
         rejected=dict(Counter(job.reject.kind for job in jobs if job.reject is not None)),
         refused=dict(Counter(job.refused for job in jobs if job.refused)),
-        ttft_s=quantiles([ttft_s(job) for job in done]),
         ttft_prefill_s=quantiles([(job.prefilled_s or 0.0) - job.arrived_s for job in done]),
         tbt_s=quantiles([job.tbt_s for job in several]),
         tbt_decode_s=quantiles([job.tbt_decode_s for job in several]),
         decode_s=_mean([(job.finished_s or 0.0) - (job.prefilled_s or 0.0) for job in several]),
-        hit_share=sum(job.cached_tokens for job in prefilled) / max(1, prompt_tokens),
         fetched_blocks=sum(job.fetched_blocks for job in jobs),
         prefills=len(computed),
         prefill_s=sum(job.own_compute_s for job in computed),
@@ -92,16 +150,14 @@ def outcome_of(jobs: Sequence[Job]) -> Outcome:
     )
 
 
-def ttft_s(job: Job) -> float:
-    """Of a finished request."""
-    assert job.prefilled_s is not None, f"{job.request_id} has no first token"
-    return job.prefilled_s + job.handover_s - job.arrived_s
+def is_good(job: SimulatedJob) -> bool:
+    return job.finished_s is not None and job.ttft_s <= TTFT_SLO_S and job.itl_s <= ITL_SLO_S
 
 
-def within(jobs: Sequence[Job], ttft_slo_s: float, tbt_slo_s: float) -> int:
+def within(jobs: Sequence[SimulatedJob], ttft_slo_s: float, tbt_slo_s: float) -> int:
     """Requests that were answered and kept both service levels."""
     return sum(
-        job.finished_s is not None and ttft_s(job) <= ttft_slo_s and job.tbt_s <= tbt_slo_s
+        job.finished_s is not None and job.ttft_s <= ttft_slo_s and job.tbt_s <= tbt_slo_s
         for job in jobs
     )
 
@@ -109,9 +165,22 @@ def within(jobs: Sequence[Job], ttft_slo_s: float, tbt_slo_s: float) -> int:
 def quantiles(values: Sequence[float]) -> Quantiles:
     if not values:
         return NOTHING
-    found: Numbers = np.asarray(values, dtype=np.float64)
+    found = np.asarray(values, dtype=np.float64)
     p50, p90, p99 = np.percentile(found, (50, 90, 99))
     return Quantiles(float(found.mean()), float(p50), float(p90), float(p99), float(found.max()))
+
+
+def _classes(jobs: Sequence[SimulatedJob]) -> tuple[LengthClass, ...]:
+    of_class: list[list[SimulatedJob]] = [[] for _ in range(CLASSES)]
+    for job in jobs:
+        of_class[length_class(job.prompt_tokens)].append(job)
+    found = []
+    for number, members in enumerate(of_class):
+        ttfts_s = [job.ttft_s for job in members if job.finished_s is not None]
+        good = sum(map(is_good, members))
+        p99_s = quantiles(ttfts_s).p99
+        found.append(LengthClass(class_name(number), len(members), len(ttfts_s), good, p99_s))
+    return tuple(found)
 
 
 def _mean(values: Sequence[float]) -> float:

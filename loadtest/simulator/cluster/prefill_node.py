@@ -1,11 +1,11 @@
-"""A prefill worker: the real queue, batching and claims; a model only says how long a step takes.
+"""A prefill worker: the real queue and batching; a model only says how long a step takes.
 
-It does what prefill_worker.py does, in the same order: a prompt waits for pages, looks its
-prefix up, is set aside while another prompt brings the next block, fetches what the conductor told
-it to, loads, is computed in chunks together with others, and puts each block when it is whole.
-Fetching and loading run beside the computing of other prompts, as there.
+It does what backends/workers/prefill_worker.py does, in the same order: a prompt waits for pages,
+looks its prefix up, is blocked while another prompt brings the next block, fetches what the
+conductor chose, loads, is computed in chunks together with others, and puts each block when it is
+whole. Fetching and loading run beside the computing of other prompts, as there.
 
-Not here: the way to decode (decode_node.py), retries (fleet.py).
+Not here: the way to decode (decode_node.py), other attempts (fleet.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from backends.workers.prefix_loading import SingleFlight
 from backends.workers.steps import StepTimes
 from conductor.estimates.estimates import PrefillEstimate
 from conductor.load.step_sharing import overhead_tokens
-from loadtest.simulator.cluster.jitter import Jitter
-from loadtest.simulator.cluster.job import Job
-from loadtest.simulator.cluster.site import Site
+from loadtest.simulator.cluster.job import SimulatedJob
+from loadtest.simulator.cluster.site import SimulatedSite
+from loadtest.simulator.cluster.steps import Jitter
 from loadtest.simulator.cluster.store import Found
 from mooncake_store.records.membership import WorkerReport
 
@@ -33,14 +33,14 @@ class PrefillNode:
         worker_id: str,
         incarnation: str,
         node_id: str,
-        site: Site,
+        site: SimulatedSite,
         jitter: Jitter,
         estimate: PrefillEstimate,
-        on_begin: Callable[[Job], None],
-        on_end: Callable[[Job], None],
+        on_begin: Callable[[SimulatedJob], None],
+        on_end: Callable[[SimulatedJob], None],
     ) -> None:
         self.worker_id, self.incarnation, self.node_id = worker_id, incarnation, node_id
-        self.slowness = 1.0  # 2.0: every step takes twice as long (faults.py)
+        self.slowness = 1.0  # 2.0: every step takes twice as long
         self.busy_s = 0.0
         self._site, self._jitter = site, jitter
         self._on_begin, self._on_end = on_begin, on_end
@@ -52,14 +52,14 @@ class PrefillNode:
             overhead_tokens=overhead_tokens(estimate),
         )  # fmt: skip
         self._single_flight = SingleFlight()
-        self._jobs: dict[str, Job] = {}
-        self._blocked: dict[bytes, list[Job]] = {}  # by the block that another one brings
+        self._jobs: dict[str, SimulatedJob] = {}
+        self._blocked: dict[bytes, list[SimulatedJob]] = {}  # on a block that another one brings
         self._loaded_blocks: dict[str, int] = {}
         self._steps = StepTimes()
         self._is_busy = False
         self.is_dead = False
 
-    def submit(self, job: Job, key_s: float) -> None:
+    def submit(self, job: SimulatedJob, key_s: float) -> None:
         self._jobs[job.request_id] = job
         if not self._batching.add(job.request_id, job.prompt_tokens, key_s):
             del self._jobs[job.request_id]
@@ -75,7 +75,7 @@ class PrefillNode:
             batching.admitted, self._pool.used_pages, 0, self._steps.recent_s, False,
         )  # fmt: skip
 
-    def die(self) -> list[Job]:
+    def die(self) -> list[SimulatedJob]:
         """The process is killed; its jobs, which nobody will end."""
         self.is_dead = True
         jobs, self._jobs = list(self._jobs.values()), {}
@@ -109,7 +109,7 @@ class PrefillNode:
 
     # -- the prefix comes in
 
-    def _load(self, job: Job) -> None:
+    def _load(self, job: SimulatedJob) -> None:
         """Look the prefix up, and bring what is to be brought."""
         site, route = self._site, job.route
         assert route is not None
@@ -123,12 +123,12 @@ class PrefillNode:
         else:
             self._read(job, found.own)
 
-    def _fetch(self, job: Job, found: Found, wanted: int, told: Sequence[str]) -> None:
+    def _fetch(self, job: SimulatedJob, found: Found, wanted: int, sources: Sequence[str]) -> None:
         """Blocks from other nodes, each from the first that the conductor named and that has it."""
         by_source: dict[str, int] = {}
         for places in found.copies[found.own : found.own + wanted]:
             nodes = [copy.node_id for copy in places]
-            source = next((node for node in told if node in nodes), nodes[0])
+            source = next((node for node in sources if node in nodes), nodes[0])
             by_source[source] = by_source.get(source, 0) + 1
         arriving = len(by_source)
 
@@ -145,13 +145,13 @@ class PrefillNode:
             size_bytes = blocks * self._site.block_bytes
             self._site.network.send(source, self.node_id, size_bytes, arrived)
 
-    def _read(self, job: Job, blocks: int) -> None:
+    def _read(self, job: SimulatedJob, blocks: int) -> None:
         """From the node's DRAM into the pages."""
         rate = self._site.settings.host_to_gpu_bytes_per_s
         seconds = blocks * self._site.block_bytes / rate
         self._site.clock.after(seconds, self._read_in, job, blocks)
 
-    def _read_in(self, job: Job, blocks: int) -> None:
+    def _read_in(self, job: SimulatedJob, blocks: int) -> None:
         if self.is_dead:
             return
         tokens = blocks * self._site.settings.block_tokens
@@ -162,8 +162,8 @@ class PrefillNode:
         self._settle(job, job.keys[:blocks])
         self._wake()
 
-    def _settle(self, job: Job, keys: Sequence[bytes] | None) -> None:
-        """These blocks (None: all it claimed) are there or given up: others may look again."""
+    def _settle(self, job: SimulatedJob, keys: Sequence[bytes] | None) -> None:
+        """These blocks (None: all it leads) are there or given up: others may look again."""
         if keys is None:
             self._single_flight.settle_all(job.request_id)
         else:
@@ -192,7 +192,7 @@ class PrefillNode:
                 self._leave(job)
         self._begin()
 
-    def _put(self, job: Job, chunk: Chunk) -> None:
+    def _put(self, job: SimulatedJob, chunk: Chunk) -> None:
         """The blocks that this chunk has filled, and the partial one at the end of the prompt."""
         store, block_tokens = self._site.store, self._site.settings.block_tokens
         end = chunk.start + chunk.tokens
@@ -206,7 +206,7 @@ class PrefillNode:
         if keys:
             self._settle(job, keys)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: SimulatedJob) -> None:
         del self._jobs[job.request_id], self._loaded_blocks[job.request_id]
         self._pool.release(self._batching.remove(job.request_id))
         self._settle(job, None)
@@ -221,4 +221,4 @@ class PrefillNode:
         self._single_flight.check()
         if not self._jobs and not self.is_dead:
             left = (self._pool.used_pages, len(self._single_flight), self._batching.queue_tokens)
-            assert left == (0, 0, 0), f"{self.worker_id} kept pages, claims, tokens: {left}"
+            assert left == (0, 0, 0), f"{self.worker_id} kept pages, prefixes, tokens: {left}"

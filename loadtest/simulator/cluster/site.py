@@ -1,24 +1,95 @@
-"""What every node of a simulated cluster shares."""
+"""What every node of a simulated cluster shares: its shape, clock, store, network, GPU and cores.
+
+The settings give the reason for each number; one set serves every experiment. Workers that share
+the cores of one machine are each slower while the other role computes: on a machine with a GPU for
+each worker both factors are 1 and nothing happens. On a small one a prefill step takes
+`prefill_factor` times as long when it begins while a decode batch runs, and decode steps take
+`decode_factor` times as long while a prefill step is computed; `mooncake profile` measures both. A
+change acts from the next decode step on, and a prefill step keeps the factor with which it began.
+How many workers of the other role compute is ignored: two of them on one machine count as one.
+
+Not here: what the conductor is told (ConductorConfig), how long a step takes alone (gpu.py).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from loadtest.simulator.cluster.clock import Clock
-from loadtest.simulator.cluster.cores import Cores
+from loadtest.replay.trace import TRACE_BLOCK_TOKENS
+from loadtest.simulator.cluster.clock import VirtualClock
+from loadtest.simulator.cluster.gpu import GpuModel
 from loadtest.simulator.cluster.network import Network
-from loadtest.simulator.cluster.settings import Settings
 from loadtest.simulator.cluster.store import SimulatedStore
-from loadtest.simulator.gpu.steps import GpuModel
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    clock: Clock
+class ClusterSettings:
+    prefills: int = 8  # the paper does not say how its 16 nodes are split; its best is near 1:1
+    decodes: int = 8
+    seed: int = 0
+    block_tokens: int = TRACE_BLOCK_TOKENS
+    # 3 M tokens of KV in a node's DRAM (Fig 10): 3 M * 320 KiB = 983 GB, a host of 1 TB.
+    node_blocks: int = 5_859
+    eviction: str = "density"  # the directory's default
+    # A prefill step. The paper: prefill_chunk is "larger than 1,000 tokens".
+    chunk_tokens: int = 2_048
+    waiting_max: int = 100_000  # prompts in a prefill queue: the conductor rejects, not the worker
+    decode_slots: int = 256  # vLLM's max_num_seqs
+    max_tokens: int = 2_000  # what clients ask for; the longest answer of the conversation trace
+    nic_bytes_per_s: float = 100e9  # 800 Gb/s
+    nic_latency_s: float = 0.001
+    host_to_gpu_bytes_per_s: float = 128e9  # B_h2d of the paper
+    report_s: float = 1.0  # between a worker's reports
+    tick_s: float = 0.5  # between ticks of the conductor, as in cluster_view.py
+    # How much slower a step is while the other role computes on the same cores (Cores).
+    shared_prefill: float = 1.0
+    shared_decode: float = 1.0
+    jitter: float = 0.05  # each step takes up to so much more or less than the model says
+    steps_at_once: int = 0  # most decode steps taken together; 0: as many as are alike
+    attempts_max: int = 3  # attempts of a request whose worker was lost
+
+    def __post_init__(self) -> None:
+        assert self.chunk_tokens % self.block_tokens == 0, "a chunk would end inside a block"
+        assert min(self.prefills, self.decodes, self.node_blocks) > 0
+        assert 0 <= self.jitter < 1
+
+
+class Cores:
+    """Who computes now. All workers of the cluster are on this one machine."""
+
+    def __init__(self, prefill_factor: float = 1.0, decode_factor: float = 1.0) -> None:
+        assert min(prefill_factor, decode_factor) >= 1.0, "nobody gets faster by sharing"
+        self._factors = {"prefill": prefill_factor, "decode": decode_factor}
+        self._computing = {"prefill": 0, "decode": 0}
+        # Called when the first prefill step begins and when the last one ends.
+        self.on_prefill: list[Callable[[], None]] = []
+
+    def prefill_factor(self) -> float:
+        """Of a prefill step that begins now."""
+        return self._factors["prefill"] if self._computing["decode"] else 1.0
+
+    def decode_factor(self) -> float:
+        """Of the decode steps from now on."""
+        return self._factors["decode"] if self._computing["prefill"] else 1.0
+
+    def compute(self, role: str, is_computing: bool) -> None:
+        """A worker of this role begins (or ends) to compute; only called at a change."""
+        before = self._computing[role]
+        after = self._computing[role] = before + (1 if is_computing else -1)
+        assert after >= 0, f"more {role} workers ended than began"
+        if role == "prefill" and bool(before) != bool(after) and self._factors["decode"] != 1.0:
+            for changed in self.on_prefill:
+                changed()
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedSite:
+    clock: VirtualClock
     store: SimulatedStore
     network: Network
     gpu: GpuModel
-    settings: Settings
+    settings: ClusterSettings
     cores: Cores
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from loadtest.simulator.cluster.clock import Clock
+from loadtest.simulator.cluster.clock import VirtualClock
 from mooncake_store.block_keys import tail_key
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.directory import Directory
@@ -28,7 +28,7 @@ UNIT_BYTES = 4_096
 FOREVER_S = 1e12
 CHECKSUM = 1
 EVENTS_MAX = 1_024  # more than any one group of verbs makes
-LIFE = "life1"
+INCARNATION = "incarnation1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Found:
 class SimulatedStore:
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         on_events: Callable[[Sequence[Event]], None],
         eviction: str,
         worker_ttl_s: float,
@@ -54,35 +54,35 @@ class SimulatedStore:
         self.directory = Directory(1, config)
         self._clock = clock
         self._on_events = on_events
-        self._told = 0
+        self._announced = 0
 
     @property
     def now_s(self) -> float:
         return self._clock.now_s
 
-    def add_node(self, node_id: str, blocks: int, life: str = LIFE) -> None:
+    def add_node(self, node_id: str, blocks: int, incarnation: str = INCARNATION) -> None:
         memory_bytes = memory_bytes_for(blocks, UNIT_BYTES, UNIT_BYTES)
         info = NodeInfo(
-            node_id, life, node_id, "", memory_bytes, "agent", b"", 0, unit_bytes=UNIT_BYTES
+            node_id, incarnation, node_id, "", memory_bytes, "agent", b"", 0, unit_bytes=UNIT_BYTES
         )
         self.directory.register_node(info, self.now_s)
         self.directory.attach(node_id, "print", UNIT_BYTES, self.now_s)
-        self.tell()
+        self.announce()
 
-    def lose_node(self, node_id: str, life: str = LIFE) -> None:
-        self.directory.deregister_node(node_id, life, self.now_s)
-        self.tell()
+    def lose_node(self, node_id: str, incarnation: str = INCARNATION) -> None:
+        self.directory.deregister_node(node_id, incarnation, self.now_s)
+        self.announce()
 
     def add_worker(self, info: WorkerInfo) -> None:
         self.directory.register_worker(info, self.now_s)
-        self.tell()
+        self.announce()
 
     def report(self, reports: Sequence[WorkerReport]) -> None:
         """Every worker's report of this second; whoever is silent is gone after its TTL."""
         for report in reports:
             self.directory.worker_report(report, self.now_s)
         self.directory.tick(self.now_s)
-        self.tell()
+        self.announce()
 
     def find(self, keys: Sequence[bytes], node_id: str, owner: str) -> Found:
         """What of this chain is where; leased until `release(owner)`."""
@@ -105,7 +105,7 @@ class SimulatedStore:
         ]
         if written:
             directory.commit(node_id, written, owner, FOREVER_S, now_s)
-        self.tell()
+        self.announce()
         return allocation.covered
 
     def put_tail(self, node_id: str, owner: str) -> bool:
@@ -121,11 +121,11 @@ class SimulatedStore:
     def release(self, owner: str) -> None:
         self.directory.release(owner, self.now_s)
 
-    def tell(self) -> None:
+    def announce(self) -> None:
         """What happened since the last time, to whoever listens."""
-        if self.directory.sequence == self._told:
+        if self.directory.sequence == self._announced:
             return
-        events = self.directory.events_since(self._told)
+        events = self.directory.events_since(self._announced)
         assert events is not None, "EVENTS_MAX is too small: events were lost"
-        self._told = self.directory.sequence
+        self._announced = self.directory.sequence
         self._on_events(events)

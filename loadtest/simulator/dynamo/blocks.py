@@ -5,8 +5,8 @@ held and, after release, until its room is needed. Two prompts that compute the 
 same time make two copies. A held block is never evicted. Released full blocks queue for eviction
 behind all others, the deepest first; partial blocks are free at once.
 
-Blocks that were generated get a key below zero of the sequence that generated them: only that one
-asks for them, after it was preempted, and for all others they only take room.
+Blocks that were generated get a number as their key, of the sequence that generated them: only that
+one asks for them, after it was preempted, and for all others they only take room.
 
 Not here: which prompt gets blocks when (prefill_worker.py, decode_worker.py).
 """
@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 PARTIAL = -1  # no key: freed on release
 
+Key = bytes | int  # of a block of a prompt, or a number that no other block has
 # (key, is_there): the first copy of a key came, or its last one went
-Watcher = Callable[[int, bool], None]
+Watcher = Callable[[Key, bool], None]
 
 
 class BlockPool:
@@ -29,18 +30,18 @@ class BlockPool:
         assert blocks > 0
         self.blocks = blocks
         self._watcher = watcher
-        self._keys = [PARTIAL] * blocks
+        self._keys: list[Key] = [PARTIAL] * blocks
         self._holds = [0] * blocks
         self._free = list(range(blocks))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
-        self._copies: dict[int, dict[int, None]] = {}  # key -> its blocks, oldest first
+        self._copies: dict[Key, dict[int, None]] = {}  # key -> its blocks, oldest first
 
     @property
     def room(self) -> int:
         """Blocks that nobody holds: free ones, and idle ones that can be evicted."""
         return len(self._free) + len(self._idle)
 
-    def hits(self, keys: Sequence[int]) -> list[int]:
+    def hits(self, keys: Sequence[Key]) -> list[int]:
         """One block for each leading key that is there."""
         found = []
         for key in keys:
@@ -60,7 +61,7 @@ class BlockPool:
                 del self._idle[block]
             self._holds[block] += 1
 
-    def take(self, key: int) -> int:
+    def take(self, key: Key) -> int:
         """A block for new contents, held once; the least recently released one goes for it."""
         if self._free:
             block = self._free.pop()
@@ -71,7 +72,7 @@ class BlockPool:
         self._name(block, key)
         return block
 
-    def fill(self, block: int, key: int) -> None:
+    def fill(self, block: int, key: Key) -> None:
         """A held partial block has become full, and can be found by its key."""
         assert self._holds[block] and self._keys[block] == PARTIAL
         self._name(block, key)
@@ -88,7 +89,7 @@ class BlockPool:
             else:
                 self._idle[block] = None
 
-    def _name(self, block: int, key: int) -> None:
+    def _name(self, block: int, key: Key) -> None:
         self._keys[block] = key
         if key == PARTIAL:
             return

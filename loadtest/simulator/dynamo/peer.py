@@ -4,11 +4,15 @@
 from Dynamo's times of each request by the code that counts ours (outcome.py), with the version of
 Dynamo, the digest of the trace and the command; so the comparison needs no peer to be installed,
 and says so when the trace is another one. `recorded_times.xz` beside it has the times themselves of
-the runs at recorded and at four times the speed. Both are written by
+the runs at recorded and at four times the speed, for figures of later days. Both are written by
 
     python -m loadtest.simulator.dynamo.peer TRACE --peer-python DIR/bin/python
 
-Not here: what the peer runs (peer_replay.py), our side (replay.py).
+Times are whole milliseconds, rounded up, so that a bound of whole milliseconds is kept by the same
+requests. Their file holds, for run after run, the bytes of all TTFTs, lowest bytes first, then one
+byte a request for its mean time between tokens.
+
+Not here: what the peer runs (peer_replay.py), our side (fleet.py), the figures (outcome.py).
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import lzma
 import os
 import subprocess
 import tempfile
@@ -24,14 +29,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from conductor import Request
 from loadtest.replay.trace import TraceRow, read_trace
-from loadtest.simulator.dynamo.arrivals import spread_ticks
-from loadtest.simulator.dynamo.job import Job
-from loadtest.simulator.dynamo.outcome import LengthClass, Outcome, is_good, outcome_of
-from loadtest.simulator.dynamo.times import Times, read_times, write_times
+from loadtest.simulator.cluster.job import SimulatedJob, spread_ticks
+from loadtest.simulator.cluster.outcome import (
+    ITL_SLO_S,
+    TTFT_SLO_S,
+    LengthClass,
+    Quantiles,
+    SimulationOutcome,
+    outcome_of,
+)
+from loadtest.simulator.dynamo.timing import alone_s
 
 RECORDED = Path(__file__).with_name("recorded.json")
 SCRIPT = Path(__file__).with_name("peer_replay.py")
+TTFT_BYTES = 4
+NOT_SERVED = 2 ** (8 * TTFT_BYTES) - 1  # ms: of a request that was turned away
+ITL_MS_MAX = 255
 BLOCKS = (2_048, 16_384)
 SPEEDS = (1.0, 2.0, 4.0)
 
@@ -65,11 +83,31 @@ class PeerRun:
         return self.speed in (1.0, 4.0) and not self.is_spread
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestTimes:
+    """TTFT and time between tokens of every request of a run, in order of the trace."""
+
+    ttft_ms: npt.NDArray[np.uint32]
+    itl_ms: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, jobs: Sequence[SimulatedJob]) -> RequestTimes:
+        ttfts = [NOT_SERVED if j.reject else np.ceil(1e3 * j.ttft_s) for j in jobs]
+        itls = [0 if j.reject else np.ceil(1e3 * j.itl_s) for j in jobs]
+        return cls(
+            np.array(ttfts, np.uint32), np.minimum(np.array(itls), ITL_MS_MAX).astype(np.uint8)
+        )
+
+    @property
+    def is_good(self) -> npt.NDArray[np.bool_]:
+        return (self.ttft_ms <= 1e3 * TTFT_SLO_S) & (self.itl_ms <= 1e3 * ITL_SLO_S)
+
+
 @dataclass(frozen=True, slots=True)
 class PeerResult:
     version: str
-    outcome: Outcome
-    times: Times | None = None  # of every request, where they are known
+    outcome: SimulationOutcome
+    times: RequestTimes | None = None  # of every request, where they are known
 
 
 RUNS = tuple(
@@ -78,6 +116,13 @@ RUNS = tuple(
     for speed, is_spread in (*((speed, False) for speed in SPEEDS), (1.0, True))
     for router in ROUTERS
 )
+
+
+def p99_ratio(ours: RequestTimes, theirs: RequestTimes) -> float:
+    """p99 of TTFT, ours over theirs, over the requests that are good in both runs."""
+    both = ours.is_good & theirs.is_good
+    assert both.any(), "no request is good in both runs"
+    return float(np.percentile(ours.ttft_ms[both], 99) / np.percentile(theirs.ttft_ms[both], 99))
 
 
 def run_live(
@@ -123,38 +168,38 @@ def run_live(
 def _result(rows: Sequence[TraceRow], said: dict[str, Any]) -> PeerResult:
     """Counted as ours is, after a look at whether that comes to what Dynamo says itself."""
     jobs = _jobs(rows, said["requests"])
-    outcome, summary = outcome_of(jobs), said["summary"]
+    outcome, summary = outcome_of(jobs, alone_s), said["summary"]
     pairs = (
-        (1e3 * outcome.ttft_mean_s, summary["mean_ttft_ms"]),
-        (1e3 * outcome.ttft_max_s, summary["max_ttft_ms"]),
+        (1e3 * outcome.ttft_s.mean, summary["mean_ttft_ms"]),
+        (1e3 * outcome.ttft_s.most, summary["max_ttft_ms"]),
         (1e3 * outcome.itl_mean_s, summary["mean_tpot_ms"]),
-        (sum(map(is_good, jobs)), summary["goodput_completed_requests"]),
+        (outcome.good, summary["goodput_completed_requests"]),
     )
     if any(abs(ours - theirs) > 1e-6 * max(1.0, theirs) for ours, theirs in pairs):
         raise PeerFailed(f"its times do not come to its own figures: {pairs}")
-    return PeerResult(said["version"], outcome, Times.of(jobs))
+    return PeerResult(said["version"], outcome, RequestTimes.of(jobs))
 
 
-def _jobs(rows: Sequence[TraceRow], requests: Sequence[Sequence[float]]) -> list[Job]:
+def _jobs(rows: Sequence[TraceRow], requests: Sequence[Sequence[Any]]) -> list[SimulatedJob]:
     """In order of the trace. Dynamo names no line: it is found by arrival and lengths; requests
     that are equal in these may stand for each other."""
     if len(rows) != len(requests):
         raise PeerFailed(f"{len(requests)} of {len(rows)} requests have times")
-    places = sorted(range(len(rows)), key=lambda i: (
+    positions = sorted(range(len(rows)), key=lambda i: (
         rows[i].timestamp_ms, rows[i].input_tokens, max(1, rows[i].output_tokens)
     ))  # fmt: skip
-    jobs: dict[int, Job] = {}
-    for place, request in zip(places, sorted(requests), strict=True):
+    jobs: dict[int, SimulatedJob] = {}
+    for position, request in zip(positions, sorted(requests, key=list), strict=True):
         arrived_ms, prompt, output, first_ms, last_ms, held_ms, cached = request
-        row = rows[place]
+        row = rows[position]
         if (prompt, output) != (row.input_tokens, max(1, row.output_tokens)):
             raise PeerFailed(f"line {row.line} of the trace came back as {prompt} + {output}")
-        jobs[place] = Job(
-            row.line, arrived_ms / 1e3, row.input_tokens, max(1, row.output_tokens), (),
-            cached_tokens=int(cached), prefilled_s=held_ms / 1e3, first_token_s=first_ms / 1e3,
-            finished_s=last_ms / 1e3,
+        asked = Request(f"r{position}", prompt, (), output)
+        jobs[position] = SimulatedJob(
+            position, asked, output, arrived_ms / 1e3, cached_tokens=int(cached),
+            prefilled_s=held_ms / 1e3, first_token_s=first_ms / 1e3, finished_s=last_ms / 1e3,
         )  # fmt: skip
-    return [jobs[place] for place in range(len(rows))]
+    return [jobs[position] for position in range(len(rows))]
 
 
 def read_recorded(path: Path = RECORDED) -> tuple[str, dict[PeerRun, PeerResult]]:
@@ -164,10 +209,55 @@ def read_recorded(path: Path = RECORDED) -> tuple[str, dict[PeerRun, PeerResult]
     found = {}
     for row in said["rows"]:
         run = PeerRun(**row["run"])
-        classes = tuple(LengthClass(**fields) for fields in row["outcome"].pop("classes"))
-        outcome = Outcome(**row["outcome"], classes=classes)
+        outcome = _outcome_of_figures(row["outcome"])
         found[run] = PeerResult(said["version"], outcome, next(times) if run.keeps_times else None)
     return said["trace_sha256"], found
+
+
+def _figures(outcome: SimulationOutcome) -> dict[str, Any]:
+    """What is recorded of an outcome."""
+    ttft = outcome.ttft_s
+    return {
+        "requests": outcome.offered, "admitted": outcome.finished, "ttft_mean_s": ttft.mean,
+        "ttft_p50_s": ttft.p50, "ttft_p90_s": ttft.p90, "ttft_p99_s": ttft.p99,
+        "ttft_max_s": ttft.most, "wait_max_s": outcome.wait_max_s,
+        "itl_mean_s": outcome.itl_mean_s, "reuse": outcome.hit_share, "good": outcome.good,
+        "good_ttft_p99_s": outcome.good_ttft_p99_s,
+        "good_tokens_per_s": outcome.good_tokens_per_s,
+        "classes": [asdict(found) for found in outcome.classes],
+    }  # fmt: skip
+
+
+def _outcome_of_figures(said: dict[str, Any]) -> SimulationOutcome:
+    ttft = Quantiles(*(said[f"ttft_{part}_s"] for part in ("mean", "p50", "p90", "p99", "max")))
+    return SimulationOutcome(
+        offered=said["requests"], finished=said["admitted"], ttft_s=ttft,
+        hit_share=said["reuse"], itl_mean_s=said["itl_mean_s"], wait_max_s=said["wait_max_s"],
+        good=said["good"], good_ttft_p99_s=said["good_ttft_p99_s"],
+        good_tokens_per_s=said["good_tokens_per_s"],
+        classes=tuple(LengthClass(**fields) for fields in said["classes"]),
+    )  # fmt: skip
+
+
+def write_times(path: Path, runs: Sequence[RequestTimes]) -> None:
+    planes = []
+    for run in runs:
+        planes.append(run.ttft_ms.astype("<u4").view(np.uint8).reshape(-1, TTFT_BYTES).T.tobytes())
+        planes.append(run.itl_ms.tobytes())
+    path.write_bytes(lzma.compress(b"".join(planes), preset=9 | lzma.PRESET_EXTREME))
+
+
+def read_times(path: Path, requests: int) -> list[RequestTimes]:
+    """As many runs as there are, each of so many requests."""
+    content = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8)
+    assert content.size % (requests * (TTFT_BYTES + 1)) == 0, f"{path} is of other requests"
+    return [
+        RequestTimes(
+            np.ascontiguousarray(run[:TTFT_BYTES].T).view("<u4").reshape(-1).astype(np.uint32),
+            run[TTFT_BYTES],
+        )
+        for run in content.reshape(-1, TTFT_BYTES + 1, requests)
+    ]
 
 
 def _times_path(path: Path) -> Path:
@@ -187,7 +277,7 @@ def record(path: Path, rows: Sequence[TraceRow], results: Mapping[PeerRun, PeerR
     """Write what `read_recorded` reads; one run a line, so that changes show."""
     (version,) = {result.version for result in results.values()}
     lines = [
-        json.dumps({"run": asdict(run), "outcome": _rounded(asdict(result.outcome))})
+        json.dumps({"run": asdict(run), "outcome": _rounded(_figures(result.outcome))})
         for run, result in results.items()
     ]
     head = {

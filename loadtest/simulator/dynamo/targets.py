@@ -9,9 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loadtest.bench.result import Target
-from loadtest.simulator.dynamo.outcome import Outcome
-from loadtest.simulator.dynamo.peer import BLOCKS, ROUTERS, SPEEDS, PeerResult, PeerRun
-from loadtest.simulator.dynamo.times import Times, p99_ratio
+from loadtest.simulator.cluster.outcome import SimulationOutcome
+from loadtest.simulator.dynamo.peer import (
+    BLOCKS,
+    ROUTERS,
+    SPEEDS,
+    PeerResult,
+    PeerRun,
+    RequestTimes,
+    p99_ratio,
+)
 
 GATE_PERCENT = 1.0  # mean, p50, p90, p99 TTFT and reuse under round robin
 CENTRIC_MEAN_MS = {2_048: 765.0, 16_384: 535.0}
@@ -27,7 +34,7 @@ ADMITTED_P99_MS, CLASS_P99_S, CLASS_SHARE_MIN = 10_000.0, 11.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DynamoCase:
     """One replay: who schedules, and what it is given."""
 
     policy: str  # of the conductor, or round_robin
@@ -56,31 +63,33 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    case: Case
-    outcome: Outcome
-    times: Times
-    rejected: Mapping[str, int]  # by kind
+class DynamoRun:
+    case: DynamoCase
+    outcome: SimulationOutcome
+    times: RequestTimes
     seconds: float  # of real time
 
 
-def gate_percent(outcome: Outcome, result: Outcome) -> dict[str, float]:
+def gate_percent(outcome: SimulationOutcome, result: SimulationOutcome) -> dict[str, float]:
     """How far this engine is from Dynamo's own, per figure."""
     pairs = {
-        "mean": (outcome.ttft_mean_s, result.ttft_mean_s),
-        "p50": (outcome.ttft_p50_s, result.ttft_p50_s),
-        "p90": (outcome.ttft_p90_s, result.ttft_p90_s),
-        "p99": (outcome.ttft_p99_s, result.ttft_p99_s),
-        "reuse": (outcome.reuse, result.reuse),
+        "mean": (outcome.ttft_s.mean, result.ttft_s.mean),
+        "p50": (outcome.ttft_s.p50, result.ttft_s.p50),
+        "p90": (outcome.ttft_s.p90, result.ttft_s.p90),
+        "p99": (outcome.ttft_s.p99, result.ttft_s.p99),
+        "reuse": (outcome.hit_share, result.hit_share),
     }
     return {name: 100 * abs(ours - theirs) / theirs for name, (ours, theirs) in pairs.items()}
+
+
+Figure = Callable[[SimulationOutcome], float]
 
 
 class _Found:
     """Looks runs up, and makes a target without a value where one is missing."""
 
     def __init__(
-        self, runs: Sequence[Run], peer: Mapping[PeerRun, PeerResult], why_not: str,
+        self, runs: Sequence[DynamoRun], peer: Mapping[PeerRun, PeerResult], why_not: str,
         why_no_peer: str,
     ) -> None:  # fmt: skip
         self._runs = {run.case: run for run in runs}
@@ -88,15 +97,15 @@ class _Found:
         self._why_not = why_not
         self._why_no_peer = why_no_peer
 
-    def run(self, case: Case) -> Run | None:
+    def run(self, case: DynamoCase) -> DynamoRun | None:
         return None if self._why_not else self._runs.get(case)
 
-    def outcome(self, case: Case) -> Outcome | None:
+    def outcome(self, case: DynamoCase) -> SimulationOutcome | None:
         run = self.run(case)
         return None if run is None else run.outcome
 
     def target(
-        self, name: str, case: Case, figure: Callable[[Outcome], float], op: str, goal: float,
+        self, name: str, case: DynamoCase, figure: Figure, op: str, goal: float,
         why: str = "",
     ) -> Target:  # fmt: skip
         outcome = self.outcome(case)
@@ -105,7 +114,11 @@ class _Found:
         return Target(name, round(figure(outcome), 3), op, goal, why)
 
     def beside_the_best(
-        self, name: str, case: Case, figure: Callable[[Outcome], float], goal: float = 1.0
+        self,
+        name: str,
+        case: DynamoCase,
+        figure: Figure,
+        goal: float = 1.0,
     ) -> Target:
         """A figure over that of the router of Dynamo's that has most of it."""
         of_peer = {
@@ -121,7 +134,7 @@ class _Found:
         why = f"{figure(outcome):,.0f} beside {of_peer[best]:,.0f} of Dynamo's {best}"
         return Target(name, round(figure(outcome) / of_peer[best], 4), ">=", goal, why)
 
-    def beside_the_same(self, name: str, case: Case) -> Target:
+    def beside_the_same(self, name: str, case: DynamoCase) -> Target:
         """p99 of TTFT over that of Dynamo's router with most good tokens, over the requests that
         are good in both."""
         results = [r for router in ROUTERS if (r := self._peer.get(case.of_peer(router)))]
@@ -138,7 +151,7 @@ class _Found:
 
 
 def targets_of(
-    runs: Sequence[Run],
+    runs: Sequence[DynamoRun],
     peer: Mapping[PeerRun, PeerResult],
     why_not: str = "",
     why_no_peer: str = "",
@@ -154,7 +167,7 @@ def targets_of(
 
 
 def _gate(
-    runs: Sequence[Run], peer: Mapping[PeerRun, PeerResult], why_no_peer: str
+    runs: Sequence[DynamoRun], peer: Mapping[PeerRun, PeerResult], why_no_peer: str
 ) -> list[Target]:
     outcomes = {run.case: run.outcome for run in runs if run.case.policy == "round_robin"}
     promised = [round_robin(blocks, speed) for speed in SPEEDS for blocks in BLOCKS]
@@ -170,25 +183,25 @@ def _gate(
             targets.append(Target(name, None, "<=", GATE_PERCENT, why))
             continue
         off = gate_percent(outcomes[case], result.outcome)
-        told = ", ".join(f"{figure} {percent:.2f}" for figure, percent in off.items())
-        targets.append(Target(name, round(max(off.values()), 4), "<=", GATE_PERCENT, told))
+        figures = ", ".join(f"{figure} {percent:.2f}" for figure, percent in off.items())
+        targets.append(Target(name, round(max(off.values()), 4), "<=", GATE_PERCENT, figures))
     return targets
 
 
-def round_robin(blocks: int, speed: float, prefills: int = 2, decodes: int = 2) -> Case:
+def round_robin(blocks: int, speed: float, prefills: int = 2, decodes: int = 2) -> DynamoCase:
     """Dynamo's engine with nothing of ours: what the gate compares."""
-    return Case("round_robin", "fifo", "filled", blocks, speed, False, prefills, decodes)
+    return DynamoCase("round_robin", "fifo", "filled", blocks, speed, False, prefills, decodes)
 
 
 def _at_recorded_speed(found: _Found, blocks: int) -> list[Target]:
-    centric = Case("kvcache_centric", "fifo", "shared", blocks, 1.0)
-    adaptive = Case("adaptive", "shortest_first", "shared", blocks, 1.0)
+    centric = DynamoCase("kvcache_centric", "fifo", "shared", blocks, 1.0)
+    adaptive = DynamoCase("adaptive", "shortest_first", "shared", blocks, 1.0)
     spread = replace(adaptive, is_spread=True)
 
-    def mean_ms(outcome: Outcome) -> float:
-        return 1e3 * outcome.ttft_mean_s
+    def mean_ms(outcome: SimulationOutcome) -> float:
+        return 1e3 * outcome.ttft_s.mean
 
-    def filled(case: Case) -> str:
+    def filled(case: DynamoCase) -> str:
         outcome = found.outcome(replace(case, passes="filled"))
         return f"{mean_ms(outcome):.0f} when every pass is filled" if outcome else ""
 
@@ -203,7 +216,7 @@ def _at_recorded_speed(found: _Found, blocks: int) -> list[Target]:
             filled(adaptive),
         ),
         found.target(
-            f"adaptive, p99 TTFT, ms, {size}", adaptive, lambda o: 1e3 * o.ttft_p99_s, "<=",
+            f"adaptive, p99 TTFT, ms, {size}", adaptive, lambda o: 1e3 * o.ttft_s.p99, "<=",
             ADAPTIVE_P99_MS[blocks],
         ),
         found.target(
@@ -218,18 +231,18 @@ def _at_recorded_speed(found: _Found, blocks: int) -> list[Target]:
     for case, name in ((centric, "kvcache_centric"), (adaptive, "adaptive")):
         targets.append(found.target(
             f"{name}, turned away at 1x, requests, {size}", case,
-            lambda o: float(o.requests - o.admitted), "<=", 0.0,
+            lambda o: float(o.offered - o.finished), "<=", 0.0,
         ))  # fmt: skip
     return targets
 
 
 def _in_overload(found: _Found, blocks: int) -> list[Target]:
-    case = Case("adaptive", "shortest_first", "shared", blocks, OVERLOAD_SPEED)
+    case = DynamoCase("adaptive", "shortest_first", "shared", blocks, OVERLOAD_SPEED)
     low = replace(case, length_share_min=LOW_SHARE_MIN)
     size = f"4x, {blocks} blocks"
-    figures: tuple[tuple[str, Callable[[Outcome], float], str, float], ...] = (
+    figures: tuple[tuple[str, Figure, str, float], ...] = (
         ("good requests", lambda o: float(o.good), ">=", GOOD[blocks]),
-        ("p99 TTFT of the admitted, ms", lambda o: 1e3 * o.ttft_p99_s, "<=", ADMITTED_P99_MS),
+        ("p99 TTFT of the admitted, ms", lambda o: 1e3 * o.ttft_s.p99, "<=", ADMITTED_P99_MS),
         ("good share of the worst length class / of all", lambda o: o.least_class_share, ">=",
          CLASS_SHARE_MIN),
         ("p99 TTFT of the worst length class, s", lambda o: o.worst_class_p99_s, "<=",

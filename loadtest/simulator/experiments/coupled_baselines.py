@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from loadtest.bench.result import Cell, Result
-from loadtest.simulator.asked import Asked, progress_bar
 from loadtest.simulator.cluster.coupled import CoupledSettings, replay
-from loadtest.simulator.cluster.fleet import Fleet, offered_of
-from loadtest.simulator.cluster.job import Job
+from loadtest.simulator.cluster.fleet import SimulatedFleet
+from loadtest.simulator.cluster.gpu import Roofline
+from loadtest.simulator.cluster.job import SimulatedJob, offered_of
 from loadtest.simulator.cluster.outcome import outcome_of, within
 from loadtest.simulator.experiments import scheduling
-from loadtest.simulator.gpu.roofline import Roofline
+from loadtest.simulator.options import SimulationOptions, progress_bar
 
 TRACE, TTFT_SLO_S = "conversation", 30.0
 TBT_SLOS_S = (0.1, 0.2, 0.3)  # FAST'25, Figure 1
@@ -33,20 +33,21 @@ SWEPT = (
 )  # fmt: skip
 
 
-def answer(asked: Asked) -> Result:
+def answer(options: SimulationOptions) -> Result:
     """Every engine and knob at every speed."""
     started_s, gpu = time.monotonic(), Roofline()
-    offered = offered_of(asked.rows(asked.one_trace(TRACE)), CHUNKED.block_tokens)
+    offered = offered_of(options.rows(options.one_trace(TRACE)), CHUNKED.block_tokens)
     rows: list[dict[str, Cell]] = []
-    shape = asked.settings()
+    shape = options.settings()
     with progress_bar() as begin:
-        for speed in asked.speeds or (1.0,):
+        for speed in options.speeds or (1.0,):
             on_over = begin(f"{shape.prefills} + {shape.decodes} {speed:g}x", len(offered))
-            fleet = Fleet(asked.changed(scheduling.config_for("kvcache_centric")), shape, gpu)
+            config = options.changed(scheduling.config_for("kvcache_centric"))
+            fleet = SimulatedFleet(config, shape, gpu)
             name = f"{shape.prefills}P+{shape.decodes}D kvcache_centric"
             rows.append(_row(name, speed, None, fleet.run(offered, speed, on_over)))
             for swept in SWEPT:
-                settings = replace(swept, nodes=shape.prefills + shape.decodes, seed=asked.seed)
+                settings = replace(swept, nodes=shape.prefills + shape.decodes, seed=options.seed)
                 on_over = begin(f"{settings.engine} {speed:g}x", len(offered))
                 jobs = replay(offered, speed, settings, gpu, on_over)
                 rows.append(_row(settings.engine, speed, settings, jobs))
@@ -54,7 +55,7 @@ def answer(asked: Asked) -> Result:
 
 
 def _row(
-    name: str, speed: float, settings: CoupledSettings | None, jobs: Sequence[Job]
+    name: str, speed: float, settings: CoupledSettings | None, jobs: Sequence[SimulatedJob]
 ) -> dict[str, Cell]:
     outcome = outcome_of(jobs)
     row: dict[str, Cell] = {

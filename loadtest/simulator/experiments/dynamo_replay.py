@@ -13,7 +13,7 @@ every scheduler is run on it, and with a Python that has Dynamo's wheel so is Dy
 it. `shared`: prompts share a pass only where that pays (conductor/load/step_sharing.py). Dynamo
 reaches the same by holding prompts in its router until a worker is free (queue threshold 0).
 
-Not here: the engine (../dynamo), its peer (../dynamo/peer.py), the picture (../dynamo/plot.py).
+Not here: the engine (../dynamo), its peer (../dynamo/peer.py), the picture (pictures.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from conductor import ConductorConfig
 from conductor.load.step_sharing import ALWAYS, overhead_tokens
 from loadtest.bench.result import Cell, Result
 from loadtest.replay.trace import TraceRow
-from loadtest.simulator.asked import Asked, SimulationRefused, progress_bar
-from loadtest.simulator.dynamo import plot
-from loadtest.simulator.dynamo.arrivals import jobs_of, spread_ticks
-from loadtest.simulator.dynamo.conductor_scheduler import ConductorScheduler, profile_prefill
+from loadtest.simulator.cluster.job import Offered, offered_of, spread_ticks
+from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of
 from loadtest.simulator.dynamo.decode_worker import OutOfBlocks
-from loadtest.simulator.dynamo.outcome import Outcome, outcome_of
+from loadtest.simulator.dynamo.fleet import DynamoFleet, RoundRobinFleet, profile_prefill
 from loadtest.simulator.dynamo.peer import (
     BLOCKS,
     ROUTERS,
@@ -39,22 +37,23 @@ from loadtest.simulator.dynamo.peer import (
     PeerFailed,
     PeerResult,
     PeerRun,
+    RequestTimes,
     digest,
     read_recorded,
     run_live,
 )
-from loadtest.simulator.dynamo.replay import Replay, Scheduler
-from loadtest.simulator.dynamo.round_robin import RoundRobin
 from loadtest.simulator.dynamo.targets import (
     LENGTH_SHARE_MIN,
     LOW_SHARE_MIN,
     OVERLOAD_SPEED,
-    Case,
-    Run,
+    DynamoCase,
+    DynamoRun,
     round_robin,
     targets_of,
 )
-from loadtest.simulator.dynamo.times import Times
+from loadtest.simulator.dynamo.timing import alone_s
+from loadtest.simulator.experiments import pictures
+from loadtest.simulator.options import SimulationOptions, SimulationRefused, progress_bar
 
 TRACE = "conversation"
 WORKERS = 2  # of each kind, unless asked otherwise
@@ -62,69 +61,69 @@ TTFT_LIMIT_S, TBT_LIMIT_S = 10.0, 0.1  # what the conductor is told to keep
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class DynamoResults:
     """What Dynamo's own replay found, or why that is not known."""
 
     results: dict[PeerRun, PeerResult]
     why_not: str = ""
 
 
-def answer(asked: Asked) -> Result:
+def answer(options: SimulationOptions) -> Result:
     """Every case, beside Dynamo's numbers; the picture when one was asked for."""
     started_s = time.monotonic()
-    trace = asked.one_trace(TRACE)
-    rows = asked.rows(trace)
+    trace = options.one_trace(TRACE)
+    rows = options.rows(trace)
     cases = [
         case
-        for case in cases_of(asked)
-        if not asked.policies or case.policy in (*asked.policies, "round_robin")
+        for case in cases_of(options)
+        if not options.policies or case.policy in (*options.policies, "round_robin")
     ]
     why_not = "" if trace == TRACE else f"it was promised of the {TRACE} trace"
-    if asked.requests is not None or asked.changes:
-        why_not = asked.is_shortened
+    if options.requests is not None or options.changes:
+        why_not = options.is_shortened
     with progress_bar() as begin:
-        peer = _peer(rows, cases, asked.peer_python, begin)
-        spread = spread_ticks(rows)
+        peer = _peer(rows, cases, options.peer_python, begin)
+        offered, spread = offered_of(rows), offered_of(spread_ticks(rows))
         runs = []
         for case in cases:
-            arrived = begin(case.name, len(rows))
-            runs.append(run(case, spread if case.is_spread else rows, arrived, asked.changed))
+            on_over = begin(case.name, len(rows))
+            runs.append(run(case, spread if case.is_spread else offered, on_over, options.changed))
     shown = _rows(runs, peer.results)
     targets = targets_of(runs, peer.results, why_not, peer.why_not)
-    if asked.picture is not None:
-        plot.save(asked.picture, shown)
+    if options.picture is not None:
+        pictures.save_dynamo_replay(options.picture, shown)
     return Result("dynamo-replay", time.monotonic() - started_s, shown, targets)
 
 
-def cases_of(asked: Asked) -> list[Case]:
+def cases_of(options: SimulationOptions) -> list[DynamoCase]:
     """Those of the published figures; or every scheduler on the load that was asked for."""
-    prefills, decodes = asked.prefills or WORKERS, asked.decodes or WORKERS
-    is_usual = (prefills, decodes) == (WORKERS, WORKERS) and set(asked.blocks) <= set(BLOCKS)
-    if is_usual and not asked.speeds:
-        return [case for case in all_cases() if not asked.blocks or case.blocks in asked.blocks]
+    prefills, decodes = options.prefills or WORKERS, options.decodes or WORKERS
+    is_usual = (prefills, decodes) == (WORKERS, WORKERS) and set(options.blocks) <= set(BLOCKS)
+    if is_usual and not options.speeds:
+        return [case for case in all_cases() if not options.blocks or case.blocks in options.blocks]
     cases = []
-    for speed in asked.speeds or (1.0,):
-        for blocks in asked.blocks or BLOCKS:
+    for speed in options.speeds or (1.0,):
+        for blocks in options.blocks or BLOCKS:
             cases.append(round_robin(blocks, speed))
             cases += conducted(blocks, speed)
     return [replace(case, prefills=prefills, decodes=decodes) for case in cases]
 
 
-def conducted(blocks: int, speed: float) -> list[Case]:
+def conducted(blocks: int, speed: float) -> list[DynamoCase]:
     """The conductor under the paper's policy and under ours."""
     return [
-        Case(policy, order, passes, blocks, speed)
+        DynamoCase(policy, order, passes, blocks, speed)
         for passes in ("filled", "shared")
         for policy, order in (("kvcache_centric", "fifo"), ("adaptive", "shortest_first"))
     ]
 
 
-def all_cases() -> list[Case]:
+def all_cases() -> list[DynamoCase]:
     """The gate, then each policy at recorded speed, spread out, and in overload."""
     cases = [round_robin(blocks, speed) for speed in SPEEDS for blocks in BLOCKS]
     for blocks in BLOCKS:
         cases += conducted(blocks, 1.0)
-        adaptive = Case("adaptive", "shortest_first", "shared", blocks, 1.0)
+        adaptive = DynamoCase("adaptive", "shortest_first", "shared", blocks, 1.0)
         cases.append(replace(adaptive, is_spread=True))
         overload = replace(adaptive, speed=OVERLOAD_SPEED)
         cases += [overload, replace(overload, length_share_min=LOW_SHARE_MIN)]
@@ -144,52 +143,50 @@ def config_for(
 
 
 def run(
-    case: Case, rows: Sequence[TraceRow], arrived: Callable[[], None] = lambda: None,
+    case: DynamoCase, offered: Sequence[Offered], on_over: Callable[[], None] = lambda: None,
     changed: Callable[[ConductorConfig], ConductorConfig] = lambda config: config,
-) -> Run:  # fmt: skip
+) -> DynamoRun:  # fmt: skip
     """Replay one case to its end."""
     started_s = time.monotonic()
-    scheduler: Scheduler = RoundRobin()
-    if case.policy != "round_robin":
-        config = config_for(case.policy, case.queue_order, case.length_share_min)
-        scheduler = ConductorScheduler(changed(config))
     shares = overhead_tokens(profile_prefill().estimate) if case.passes == "shared" else ALWAYS
-    replay = Replay(scheduler, case.blocks, case.prefills, case.decodes, shares)
-    jobs = jobs_of(rows, case.speed)
+    sizes = case.blocks, case.prefills, case.decodes, shares
+    if case.policy == "round_robin":
+        fleet: DynamoFleet = RoundRobinFleet(*sizes)
+    else:
+        config = config_for(case.policy, case.queue_order, case.length_share_min)
+        fleet = DynamoFleet(changed(config), *sizes)
     try:
-        replay.run(jobs, arrived)
+        jobs = fleet.run(offered, case.speed, on_over)
     except OutOfBlocks as problem:
         raise SimulationRefused(f"{case.name}: {problem}") from None
-    replay.check()
-    rejected: dict[str, int] = {}
-    if isinstance(scheduler, ConductorScheduler):
-        scheduler.conductor.check()
-        rejected = scheduler.rejected
-    outcome, times = outcome_of(jobs), Times.of(jobs)
-    return Run(case, outcome, times, rejected, time.monotonic() - started_s)
+    outcome, times = outcome_of(jobs, alone_s), RequestTimes.of(jobs)
+    return DynamoRun(case, outcome, times, time.monotonic() - started_s)
 
 
 def _peer(
-    rows: Sequence[TraceRow], cases: Sequence[Case], python: str | None,
+    rows: Sequence[TraceRow], cases: Sequence[DynamoCase], python: str | None,
     begin: Callable[[str, int], Callable[[], None]],
-) -> Peer:  # fmt: skip
+) -> DynamoResults:  # fmt: skip
     """Live when its Python was given, else as recorded if that was on the same trace."""
     wanted = list(dict.fromkeys(case.of_peer(router) for case in cases for router in ROUTERS))
     if python is not None:
         try:
-            return Peer(run_live(rows, wanted, python, begin("Dynamo's own replay", len(wanted))))
+            done = begin("Dynamo's own replay", len(wanted))
+            return DynamoResults(run_live(rows, wanted, python, done))
         except (PeerFailed, OSError) as problem:
             raise SimulationRefused(f"--peer-python: {problem}") from None
     recorded_of, results = read_recorded()
     if recorded_of != digest(rows):
-        return Peer({}, "Dynamo's replay is recorded of another trace; run it: --peer-python")
+        return DynamoResults(
+            {}, "Dynamo's replay is recorded of another trace; run it: --peer-python"
+        )
     why_not = ""
     if missing := [run for run in wanted if run not in results]:
         why_not = f"{len(missing)} cases of Dynamo's replay are not recorded: --peer-python"
-    return Peer({run: results[run] for run in wanted if run in results}, why_not)
+    return DynamoResults({run: results[run] for run in wanted if run in results}, why_not)
 
 
-def _rows(runs: Sequence[Run], peer: dict[PeerRun, PeerResult]) -> list[dict[str, Cell]]:
+def _rows(runs: Sequence[DynamoRun], peer: dict[PeerRun, PeerResult]) -> list[dict[str, Cell]]:
     """Ours and Dynamo's of the same load one after the other."""
     loads = {run.case.of_peer("") for run in runs}
     shown = []
@@ -203,14 +200,14 @@ def _rows(runs: Sequence[Run], peer: dict[PeerRun, PeerResult]) -> list[dict[str
     return shown
 
 
-def _row(run: Run) -> dict[str, Cell]:
+def _row(run: DynamoRun) -> dict[str, Cell]:
     case = run.case
     load = case.of_peer("")
     who: dict[str, Cell] = {"engine": "here", "policy": case.policy, "queue": case.queue_order,
                             "passes": case.passes}  # fmt: skip
     if case.length_share_min != LENGTH_SHARE_MIN:
         who["policy"] = f"{case.policy}, length_share_min {case.length_share_min:g}"
-    refused = ", ".join(f"{count} {kind}" for kind, count in sorted(run.rejected.items()))
+    refused = ", ".join(f"{count} {kind}" for kind, count in sorted(run.outcome.rejected.items()))
     return (
         who | _figures(load, run.outcome) | {"rejected": refused, "seconds": round(run.seconds, 2)}
     )
@@ -223,23 +220,23 @@ def _peer_row(run: PeerRun, result: PeerResult) -> dict[str, Cell]:
     return who | _figures(run, result.outcome)
 
 
-def _figures(load: PeerRun, outcome: Outcome) -> dict[str, Cell]:
+def _figures(load: PeerRun, outcome: SimulationOutcome) -> dict[str, Cell]:
     """The same of ours and of Dynamo's, counted by the same code."""
     return {
         "speed": load.speed,
         "ticks": "spread" if load.is_spread else "recorded",
         "blocks": load.blocks,
         "workers": f"{load.prefills}P{load.decodes}D",
-        "requests": outcome.requests,
-        "admitted": outcome.admitted,
-        "ttft_mean_ms": round(1e3 * outcome.ttft_mean_s, 1),
-        "ttft_p50_ms": round(1e3 * outcome.ttft_p50_s, 1),
-        "ttft_p90_ms": round(1e3 * outcome.ttft_p90_s, 1),
-        "ttft_p99_ms": round(1e3 * outcome.ttft_p99_s, 1),
-        "ttft_max_ms": round(1e3 * outcome.ttft_max_s, 1),
+        "requests": outcome.offered,
+        "admitted": outcome.finished,
+        "ttft_mean_ms": round(1e3 * outcome.ttft_s.mean, 1),
+        "ttft_p50_ms": round(1e3 * outcome.ttft_s.p50, 1),
+        "ttft_p90_ms": round(1e3 * outcome.ttft_s.p90, 1),
+        "ttft_p99_ms": round(1e3 * outcome.ttft_s.p99, 1),
+        "ttft_max_ms": round(1e3 * outcome.ttft_s.most, 1),
         "wait_max_s": round(outcome.wait_max_s, 3),
         "itl_mean_ms": round(1e3 * outcome.itl_mean_s, 2),
-        "reuse_percent": round(100 * outcome.reuse, 2),
+        "reuse_percent": round(100 * outcome.hit_share, 2),
         "good": outcome.good,
         "good_ttft_p99_ms": round(1e3 * outcome.good_ttft_p99_s, 1),
         "good_tokens_per_s": round(outcome.good_tokens_per_s, 1),
@@ -248,5 +245,5 @@ def _figures(load: PeerRun, outcome: Outcome) -> dict[str, Cell]:
     }
 
 
-def _by_length(outcome: Outcome, shown: Callable[..., str]) -> str:
+def _by_length(outcome: SimulationOutcome, shown: Callable[..., str]) -> str:
     return " / ".join(shown(found) for found in outcome.classes)

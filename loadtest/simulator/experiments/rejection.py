@@ -21,12 +21,14 @@ import numpy as np
 
 from conductor import ConductorConfig
 from loadtest.bench.result import Cell, Result, Target
-from loadtest.simulator.asked import Asked, progress_bar
-from loadtest.simulator.cluster.fleet import Fleet, Offered, offered_of
-from loadtest.simulator.cluster.outcome import Outcome, outcome_of, within
-from loadtest.simulator.cluster.settings import Settings
-from loadtest.simulator.experiments import plots
-from loadtest.simulator.gpu.roofline import Roofline
+from loadtest.simulator.cluster.fleet import SimulatedFleet
+from loadtest.simulator.cluster.gpu import Roofline
+from loadtest.simulator.cluster.job import Offered, offered_of
+from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of, within
+from loadtest.simulator.cluster.site import ClusterSettings
+from loadtest.simulator.experiments import pictures
+from loadtest.simulator.experiments.scheduling import ratio_target
+from loadtest.simulator.options import SimulationOptions, progress_bar
 
 TRACE = "conversation"
 ADMISSIONS = ("baseline", "early", "predictive", "predictive_lengths")
@@ -43,10 +45,10 @@ STRICTLY_LESS = 0.9999  # one request in ten thousand: counts are to rise, howev
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RejectionRun:
     admission: str
     speed: float
-    outcome: Outcome
+    outcome: SimulationOutcome
     within_slo: int
     prefill_load_std: float
     prefill_load_mean: float
@@ -67,7 +69,7 @@ class LoadWatch:
         self.prefill: list[float] = []
         self.decode: list[float] = []
 
-    def look(self, fleet: Fleet) -> None:
+    def look(self, fleet: SimulatedFleet) -> None:
         now_s = fleet.clock.now_s
         if now_s > self._until_s:
             return
@@ -77,29 +79,29 @@ class LoadWatch:
         self.decode.append(sum(steps) / len(steps) / TBT_SLO_S)
 
 
-def answer(asked: Asked) -> Result:
+def answer(options: SimulationOptions) -> Result:
     """The speed, then every admission at it; the picture when one was asked for."""
     started_s = time.monotonic()
-    admissions = asked.one_of(asked.admissions, ADMISSIONS, "admission")
-    settings = asked.settings()
-    rows_asked, why_not = asked.promised(TRACE)
+    admissions = options.one_of(options.admissions, ADMISSIONS, "admission")
+    settings = options.settings()
+    rows_asked, why_not = options.promised(TRACE)
     offered = offered_of(rows_asked, settings.block_tokens)
-    runs: list[Run] = []
+    runs: list[RejectionRun] = []
     with progress_bar() as begin:
-        for speed in asked.speeds or SPEEDS:
+        for speed in options.speeds or SPEEDS:
             runs.append(run(offered, "baseline", speed, settings, begin(
                 f"baseline {speed:g}x", len(offered)
-            ), asked.changed))  # fmt: skip
+            ), options.changed))  # fmt: skip
             if runs[-1].outcome.wasted_share >= WASTED_SHARE_MIN:
                 break
         speed = runs[-1].speed
         for admission in admissions:
             if admission != "baseline":
                 on_over = begin(f"{admission} {speed:g}x", len(offered))
-                runs.append(run(offered, admission, speed, settings, on_over, asked.changed))
+                runs.append(run(offered, admission, speed, settings, on_over, options.changed))
     rows, targets = rows_of(runs), targets_of(runs, why_not)
-    if asked.picture is not None:
-        plots.save_rejection(asked.picture, [row for row in rows if row["speed"] == speed])
+    if options.picture is not None:
+        pictures.save_rejection(options.picture, [row for row in rows if row["speed"] == speed])
     return Result("rejection", time.monotonic() - started_s, rows, targets)
 
 
@@ -116,11 +118,11 @@ def run(
     offered: Sequence[Offered],
     admission: str,
     speed: float,
-    settings: Settings,
+    settings: ClusterSettings,
     on_over: Callable[[], None] = lambda: None,
     changed: Callable[[ConductorConfig], ConductorConfig] = lambda config: config,
-) -> Run:
-    fleet = Fleet(changed(config_for(admission)), settings, Roofline())
+) -> RejectionRun:
+    fleet = SimulatedFleet(changed(config_for(admission)), settings, Roofline())
     watch = LoadWatch(offered[-1].at_s / speed)
     fleet.reported = watch.look
     jobs = fleet.run(offered, speed, on_over)
@@ -129,14 +131,14 @@ def run(
         for job in jobs
         if job.route is not None and job.finished_s is not None and job.tbt_decode_s > 0
     ]
-    return Run(
+    return RejectionRun(
         admission, speed, outcome_of(jobs), within(jobs, TTFT_SLO_S, TBT_SLO_S),
         float(np.std(watch.prefill)), float(np.mean(watch.prefill)), float(np.std(watch.decode)),
         sum(errors) / max(1, len(errors)),
     )  # fmt: skip
 
 
-def rows_of(runs: Sequence[Run]) -> list[dict[str, Cell]]:
+def rows_of(runs: Sequence[RejectionRun]) -> list[dict[str, Cell]]:
     rows: list[dict[str, Cell]] = []
     for run in runs:
         outcome, paper = run.outcome, PAPER_REJECTED.get(run.admission)
@@ -169,7 +171,7 @@ def rows_of(runs: Sequence[Run]) -> list[dict[str, Cell]]:
     return rows
 
 
-def targets_of(runs: Sequence[Run], why_not: str = "") -> list[Target]:
+def targets_of(runs: Sequence[RejectionRun], why_not: str = "") -> list[Target]:
     """What was promised at the last speed, beside what was found; `why_not`: it was not run."""
     speed = runs[-1].speed
     found = {run.admission: run for run in runs if run.speed == speed and not why_not}
@@ -178,41 +180,24 @@ def targets_of(runs: Sequence[Run], why_not: str = "") -> list[Target]:
         why_not, found = f"the baseline never wasted {WASTED_SHARE_MIN:.0%} of its prefills", {}
     why_not = why_not or "this admission was not run"
     targets = [
-        _ratio(f"wasted prefill seconds, {name} / baseline", found, name, "baseline",
+        ratio_target(f"wasted prefill seconds, {name} / baseline", found, name, "baseline",
                lambda run: run.outcome.wasted_prefill_s, goal, why_not)
         for name, goal in WASTED_OF_BASELINE.items()
     ]  # fmt: skip
-    targets.append(_ratio(
+    targets.append(ratio_target(
         "wasted prefill seconds, predictive_lengths / predictive", found, "predictive_lengths",
         "predictive", lambda run: run.outcome.wasted_prefill_s, STRICTLY_LESS, why_not,
     ))  # fmt: skip
     for worse, better in pairwise(ADMISSIONS):
-        targets.append(_ratio(
+        targets.append(ratio_target(
             f"requests within both SLOs, {worse} / {better}", found, worse, better,
             lambda run: float(run.within_slo), STRICTLY_LESS, why_not,
         ))  # fmt: skip
     for name, other, goal in (
         ("predictive", "early", STRICTLY_LESS), ("predictive_lengths", "predictive", 1.0),
     ):  # fmt: skip
-        targets.append(_ratio(
+        targets.append(ratio_target(
             f"swing of the prefill load, {name} / {other}", found, name, other,
             lambda run: run.prefill_load_std, goal, why_not,
         ))  # fmt: skip
     return targets
-
-
-def _ratio(
-    name: str,
-    found: dict[str, Run],
-    above: str,
-    below: str,
-    number: Callable[[Run], float],
-    goal: float,
-    why_not: str,
-) -> Target:
-    if above not in found or below not in found:
-        return Target(name, None, "<=", goal, why_not)
-    over, under = number(found[above]), number(found[below])
-    if not under:
-        return Target(name, None, "<=", goal, f"{below} has {under:g}")
-    return Target(name, round(over / under, 4), "<=", goal)

@@ -11,18 +11,21 @@ Not here: the policies (conductor/routing/policies.py), the cluster (cluster/).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
+from typing import TypeVar
 
 from conductor import ConductorConfig
 from loadtest.bench.result import Cell, Result, Target
-from loadtest.simulator.asked import Asked, progress_bar
-from loadtest.simulator.cluster.fleet import Fleet, Offered, offered_of
-from loadtest.simulator.cluster.outcome import Outcome, Quantiles, outcome_of
-from loadtest.simulator.cluster.settings import Settings
-from loadtest.simulator.experiments import plots
-from loadtest.simulator.gpu.roofline import Roofline
+from loadtest.simulator.cluster.fleet import SimulatedFleet
+from loadtest.simulator.cluster.gpu import Roofline
+from loadtest.simulator.cluster.job import Offered, offered_of
+from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of
+from loadtest.simulator.cluster.site import ClusterSettings
+from loadtest.simulator.experiments import pictures
+from loadtest.simulator.options import SimulationOptions, progress_bar
 
 POLICIES = ("random", "load_balance", "cache_aware", "kvcache_centric", "adaptive")
 SPEEDS = (1.0, 1.5, 2.0)
@@ -35,33 +38,36 @@ P99_RATIO_MAX = 1.1
 STRICTLY_LESS = 0.999
 TRACE = "conversation"
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SchedulingRun:
     policy: str
     speed: float
     queue_order: str
-    outcome: Outcome
+    outcome: SimulationOutcome
     prefill_busy: float  # share of the time, mean of the workers
     ttft_error: float  # |predicted - actual| / actual, mean of the last requests
 
 
-def answer(asked: Asked) -> Result:
+def answer(options: SimulationOptions) -> Result:
     """Every policy at every speed; the picture when one was asked for."""
     started_s = time.monotonic()
-    policies = asked.one_of(asked.policies, POLICIES, "policy")
-    settings = asked.settings()
-    rows_asked, why_not = asked.promised(TRACE)
+    policies = options.one_of(options.policies, POLICIES, "policy")
+    settings = options.settings()
+    rows_asked, why_not = options.promised(TRACE)
     offered = offered_of(rows_asked, settings.block_tokens)
-    runs: list[Run] = []
+    runs: list[SchedulingRun] = []
     with progress_bar() as begin:
-        for speed in asked.speeds or SPEEDS:
+        for speed in options.speeds or SPEEDS:
             for policy in policies:
                 on_over = begin(f"{policy} {speed:g}x", len(offered))
-                runs.append(run(offered, policy, speed, settings, on_over, asked.changed))
+                runs.append(run(offered, policy, speed, settings, on_over, options.changed))
     rows, targets = rows_of(runs), targets_of(runs, why_not)
-    if asked.picture is not None:
-        plots.save_scheduling(asked.picture, rows)
+    if options.picture is not None:
+        pictures.save_scheduling(options.picture, rows)
     return Result("scheduling", time.monotonic() - started_s, rows, targets)
 
 
@@ -80,19 +86,19 @@ def run(
     offered: Sequence[Offered],
     policy: str,
     speed: float,
-    settings: Settings,
+    settings: ClusterSettings,
     on_over: Callable[[], None] = lambda: None,
     changed: Callable[[ConductorConfig], ConductorConfig] = lambda config: config,
-) -> Run:
+) -> SchedulingRun:
     config = changed(config_for(policy))
-    fleet = Fleet(config, settings, Roofline())
+    fleet = SimulatedFleet(config, settings, Roofline())
     outcome = outcome_of(fleet.run(offered, speed, on_over))
     busy = [node.busy_s / fleet.clock.now_s for node in fleet.prefills.values()]
     error = fleet.conductor.stats().ttft_error
-    return Run(policy, speed, config.queue_order, outcome, sum(busy) / len(busy), error)
+    return SchedulingRun(policy, speed, config.queue_order, outcome, sum(busy) / len(busy), error)
 
 
-def rows_of(runs: Sequence[Run]) -> list[dict[str, Cell]]:
+def rows_of(runs: Sequence[SchedulingRun]) -> list[dict[str, Cell]]:
     means = {(run.policy, run.speed): run.outcome.ttft_s.mean for run in runs}
     rows: list[dict[str, Cell]] = []
     for run in runs:
@@ -124,43 +130,43 @@ def rows_of(runs: Sequence[Run]) -> list[dict[str, Cell]]:
     return rows
 
 
-def targets_of(runs: Sequence[Run], why_not: str = "") -> list[Target]:
+def targets_of(runs: Sequence[SchedulingRun], why_not: str = "") -> list[Target]:
     """What was promised of the whole trace, beside what was found; `why_not`: it was not run."""
     found = {(run.policy, run.speed): run.outcome.ttft_s for run in runs if not why_not}
     why_not = why_not or "this policy or speed was not run"
+    mean, p99 = attrgetter("mean"), attrgetter("p99")
     targets = []
     for speed in SPEEDS:
         for worse, better in pairwise(POLICIES[:4]):
             name = f"{better} / {worse}, mean TTFT at {speed:g}x (strictly less)"
             pair = (better, speed), (worse, speed)
-            targets.append(_ratio(name, found, *pair, STRICTLY_LESS, why_not))
+            targets.append(ratio_target(name, found, *pair, mean, STRICTLY_LESS, why_not))
     for speed, goal in CENTRIC_OF_AWARE.items():
         name = f"kvcache_centric / cache_aware, mean TTFT at {speed:g}x"
         pair = ("kvcache_centric", speed), ("cache_aware", speed)
-        targets.append(_ratio(name, found, *pair, goal, why_not))
+        targets.append(ratio_target(name, found, *pair, mean, goal, why_not))
     for speed, goal in ADAPTIVE_OF_CENTRIC.items():
         pair = ("adaptive", speed), ("kvcache_centric", speed)
-        targets.append(_ratio(
-            f"adaptive / kvcache_centric, mean TTFT at {speed:g}x", found, *pair, goal, why_not
-        ))  # fmt: skip
-        targets.append(_ratio(
-            f"adaptive / kvcache_centric, p99 TTFT at {speed:g}x", found, *pair, P99_RATIO_MAX,
-            why_not, is_p99=True,
-        ))  # fmt: skip
+        name = f"adaptive / kvcache_centric, mean TTFT at {speed:g}x"
+        targets.append(ratio_target(name, found, *pair, mean, goal, why_not))
+        name = f"adaptive / kvcache_centric, p99 TTFT at {speed:g}x"
+        targets.append(ratio_target(name, found, *pair, p99, P99_RATIO_MAX, why_not))
     return targets
 
 
-def _ratio(
+def ratio_target(
     name: str,
-    found: dict[tuple[str, float], Quantiles],
-    above: tuple[str, float],
-    below: tuple[str, float],
+    found: Mapping[Key, Value],
+    above: Key,
+    below: Key,
+    number: Callable[[Value], float],
     goal: float,
     why_not: str,
-    is_p99: bool = False,
 ) -> Target:
+    """A number of one run over that of another; without a value when one of them is missing."""
     if above not in found or below not in found:
         return Target(name, None, "<=", goal, why_not)
-    over, under = found[above], found[below]
-    value = over.p99 / under.p99 if is_p99 else over.mean / under.mean
-    return Target(name, round(value, 4), "<=", goal)
+    over, under = number(found[above]), number(found[below])
+    if not under:
+        return Target(name, None, "<=", goal, f"{below} has {under:g}")
+    return Target(name, round(over / under, 4), "<=", goal)

@@ -10,14 +10,13 @@ from pathlib import Path
 from conductor import ConductorConfig
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 from loadtest.simulator.block_cache import key_of
-from loadtest.simulator.cluster.fleet import Fleet, Offered, offered_of
-from loadtest.simulator.cluster.job import Job
-from loadtest.simulator.cluster.settings import Settings
-from loadtest.simulator.gpu.roofline import Roofline
-from loadtest.simulator.gpu.steps import GpuModel
+from loadtest.simulator.cluster.fleet import Fault, SimulatedFleet
+from loadtest.simulator.cluster.gpu import GpuModel, Roofline
+from loadtest.simulator.cluster.job import Offered, SimulatedJob, offered_of
+from loadtest.simulator.cluster.site import ClusterSettings
 
 START = Path(__file__).parents[2] / "data" / "conversation_start.jsonl"
-ONE_AND_ONE = Settings(prefills=1, decodes=1, jitter=0.0)
+ONE_AND_ONE = ClusterSettings(prefills=1, decodes=1, jitter=0.0)
 OPEN = ConductorConfig(admission="none", advisory=True, queue_order="fifo")
 
 
@@ -35,21 +34,23 @@ def prompt(
 
 
 def fleet(
-    settings: Settings = ONE_AND_ONE,
+    settings: ClusterSettings = ONE_AND_ONE,
     config: ConductorConfig = OPEN,
     gpu: GpuModel | None = None,
+    faults: Sequence[Fault] = (),
     **changes: object,
-) -> Fleet:
-    return Fleet(replace(config, **changes), settings, gpu or Roofline())  # type: ignore[arg-type]
+) -> SimulatedFleet:
+    changed = replace(config, **changes)  # type: ignore[arg-type]
+    return SimulatedFleet(changed, settings, gpu or Roofline(), faults)
 
 
-def told(jobs: Sequence[Job]) -> list[tuple[object, ...]]:
+def everything(jobs: Sequence[SimulatedJob]) -> list[tuple[object, ...]]:
     """Everything that came of each request, to compare runs to the last bit."""
     return [
         (
             job.number, job.request_id, job.route, job.reject, job.refused, job.started_s,
             job.loaded_s, job.cached_tokens, job.fetched_blocks, job.compute_s, job.prefilled_s,
-            job.handover_s, job.joined_s, job.finished_s, job.tbt_s, job.tbt_decode_s,
+            job.first_token_s, job.joined_s, job.finished_s, job.tbt_s, job.tbt_decode_s,
         )
         for job in jobs
     ]  # fmt: skip

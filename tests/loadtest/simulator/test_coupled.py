@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from loadtest.simulator.cluster.coupled import DISPATCHES, CoupledSettings, replay
+from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.outcome import outcome_of
-from loadtest.simulator.gpu.roofline import Roofline
 from tests.loadtest.simulator.fleets import prompt, start_of_trace
 
 ONE = CoupledSettings("vllm", nodes=1, jitter=0.0)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from conductor import ConductorConfig
-from loadtest.simulator.cluster.fleet import Fleet, Offered
-from loadtest.simulator.cluster.job import Job
-from loadtest.simulator.cluster.settings import Settings
-from loadtest.simulator.gpu.table import Table
+from loadtest.simulator.cluster.fleet import SimulatedFleet
+from loadtest.simulator.cluster.gpu import Table
+from loadtest.simulator.cluster.job import Offered, SimulatedJob
+from loadtest.simulator.cluster.site import ClusterSettings
 
 PREFILL, DECODE = (0.004, 8e-5, 7e-8), (0.003, 2.5e-4, 4e-7)  # about the demo checkpoint
 BLOCK_TOKENS, PROMPT_TOKENS, TOKEN_BYTES = 64, 512, 2_048
@@ -45,7 +45,7 @@ def offered(seed: int, per_s: float) -> list[Offered]:
     return [Offered(n, at_s[n], PROMPT_TOKENS, tokens[n], keys[n]) for n in range(count)]
 
 
-def is_within(job: Job) -> bool:
+def is_within(job: SimulatedJob) -> bool:
     if job.finished_s is None or job.prefilled_s is None:
         return False
     step_s = (job.finished_s - job.prefilled_s) / (job.output_tokens - 1)
@@ -54,13 +54,13 @@ def is_within(job: Job) -> bool:
 
 def runs(admission: str, machine: Machine) -> tuple[int, int]:
     """(answered within the limits, refused after their prefill) over all seeds."""
-    jobs: list[Job] = []
+    jobs: list[SimulatedJob] = []
     for seed in SEEDS:
         config = ConductorConfig(
             admission=admission, shedding="limit", policy="adaptive", ttft_slo_s=TTFT_SLO_S,
             tbt_slo_s=TBT_SLO_S, decode_s_expected=3.0,
         )  # fmt: skip
-        settings = Settings(
+        settings = ClusterSettings(
             prefills=1, decodes=2, block_tokens=BLOCK_TOKENS, node_blocks=4_096, chunk_tokens=512,
             decode_slots=32, max_tokens=1, nic_bytes_per_s=2e9, host_to_gpu_bytes_per_s=5e9,
             shared_prefill=machine.shared, shared_decode=machine.shared, jitter=machine.jitter,
@@ -68,11 +68,11 @@ def runs(admission: str, machine: Machine) -> tuple[int, int]:
         )  # fmt: skip
         pages_bytes = 512 * BLOCK_TOKENS * TOKEN_BYTES
         gpu = Table(PREFILL, DECODE, TOKEN_BYTES, pages_bytes)
-        jobs += Fleet(config, settings, gpu).run(offered(seed, machine.per_s))
+        jobs += SimulatedFleet(config, settings, gpu).run(offered(seed, machine.per_s))
     return sum(map(is_within, jobs)), refused(jobs)
 
 
-def refused(jobs: Sequence[Job]) -> int:
+def refused(jobs: Sequence[SimulatedJob]) -> int:
     return sum(bool(job.refused) for job in jobs)
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.simulator.cluster.faults import Fault, plan
-from loadtest.simulator.cluster.fleet import Fleet
-from loadtest.simulator.cluster.outcome import Outcome, outcome_of
-from loadtest.simulator.cluster.settings import Settings
+from loadtest.simulator.cluster.fleet import Fault, SimulatedFleet
+from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of
+from loadtest.simulator.cluster.site import ClusterSettings
 from tests.loadtest.simulator.fleets import fleet, start_of_trace
 
 
-def broken(*faults: Fault) -> tuple[Fleet, Outcome]:
-    tried = fleet(Settings(prefills=3, decodes=3))
-    plan(tried, faults)
+def broken(*faults: Fault) -> tuple[SimulatedFleet, SimulationOutcome]:
+    tried = fleet(ClusterSettings(prefills=3, decodes=3), faults=faults)
     return tried, outcome_of(tried.run(start_of_trace()[:120]))
 
 
@@ -22,7 +20,7 @@ def broken(*faults: Fault) -> tuple[Fleet, Outcome]:
 def test_requests_of_a_lost_worker_are_tried_again_elsewhere(worker: str, kind: str) -> None:
     tried, outcome = broken(Fault(12.0, worker, kind))  # type: ignore[arg-type]
     assert outcome.finished == 120 and not outcome.refused
-    again = [job for job in tried.jobs if job.tries > 1]
+    again = [job for job in tried.jobs if job.attempts > 1]
     assert again, "nobody was there"
     for job in tried.jobs:
         assert job.route is not None and job.finished_s is not None

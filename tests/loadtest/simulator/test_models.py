@@ -7,13 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from loadtest.simulator.cluster.clock import Clock
-from loadtest.simulator.cluster.jitter import Jitter
+from loadtest.simulator.cluster.clock import VirtualClock
+from loadtest.simulator.cluster.gpu import LLAMA3_70B, Roofline, Table, calibrate, prompt_s
 from loadtest.simulator.cluster.network import Network
-from loadtest.simulator.cluster.step_log import StepLog, longest_tenth_s
-from loadtest.simulator.gpu.roofline import LLAMA3_70B, Roofline
-from loadtest.simulator.gpu.steps import calibrate, prompt_s
-from loadtest.simulator.gpu.table import Table
+from loadtest.simulator.cluster.steps import Jitter, StepLog, longest_tenth_s
 
 FIGURE_14 = {8_192: 1.0, 16_384: 2.0, 32_768: 4.5, 65_536: 10.5, 131_072: 27.5}  # tokens: s
 
@@ -50,7 +47,7 @@ def test_a_worker_that_measures_itself_finds_the_model() -> None:
 
 def sent(sends: list[tuple[float, str, str, int, float]]) -> list[float]:
     """When each (at, from, to, bytes, paced_s) has arrived, over links of 100 B/s."""
-    clock, ends = Clock(), [0.0] * len(sends)
+    clock, ends = VirtualClock(), [0.0] * len(sends)
     network = Network(clock, 100.0, 0.0)
     for number, (at_s, sender, receiver, size_bytes, paced_s) in enumerate(sends):
 

@@ -6,13 +6,14 @@ import random
 from functools import lru_cache
 
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
-from loadtest.simulator.cluster.fleet import Fleet, Offered, offered_of
-from loadtest.simulator.cluster.settings import Settings
+from loadtest.simulator.cluster.fleet import SimulatedFleet
+from loadtest.simulator.cluster.gpu import Roofline
+from loadtest.simulator.cluster.job import Offered, offered_of
+from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.experiments import rejection, scheduling
-from loadtest.simulator.gpu.roofline import Roofline
 from tests.loadtest.simulator.fleets import start_of_trace
 
-SETTINGS = Settings(prefills=4, decodes=4, node_blocks=900)
+SETTINGS = ClusterSettings(prefills=4, decodes=4, node_blocks=900)
 
 
 @lru_cache
@@ -40,14 +41,14 @@ def test_more_of_the_cache_and_of_the_load_means_less_ttft() -> None:
 
 
 def test_predicted_ttft_is_near_what_came_although_work_is_noisy() -> None:
-    fleet = Fleet(scheduling.config_for("kvcache_centric"), SETTINGS, Roofline())
+    fleet = SimulatedFleet(scheduling.config_for("kvcache_centric"), SETTINGS, Roofline())
     fleet.run(conversations())
     assert fleet.conductor.stats().ttft_error < 0.3
     assert fleet.conductor.stats().prefill_error < 0.15
 
 
 def test_when_decode_is_short_looking_at_it_before_prefill_wastes_less() -> None:
-    short_of_decode = Settings(prefills=8, decodes=2)
+    short_of_decode = ClusterSettings(prefills=8, decodes=2)
     found = {
         name: rejection.run(start_of_trace()[:250], name, 1.5, short_of_decode).outcome
         for name in ("baseline", "early", "reserved")

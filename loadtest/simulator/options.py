@@ -21,7 +21,7 @@ from rich.progress import (
 
 from conductor import ConductorConfig
 from loadtest.replay.trace import TraceRow, read_trace
-from loadtest.simulator.cluster.settings import Settings
+from loadtest.simulator.cluster.site import ClusterSettings
 
 WHERE = "https://github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
 NODES = 8  # of each kind, in what the paper's figures show
@@ -36,7 +36,7 @@ class SimulationRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SimulationOptions:
     """Empty tuples and None: what the experiment does by default."""
 
     folder: Path | None = None  # of the traces
@@ -84,9 +84,9 @@ class Asked:
             raise SimulationRefused("--set: " + "; ".join(problems))
         return made
 
-    def settings(self) -> Settings:
+    def settings(self) -> ClusterSettings:
         """The shape of the cluster."""
-        return Settings(
+        return ClusterSettings(
             prefills=self.prefills or NODES, decodes=self.decodes or NODES, seed=self.seed
         )
 

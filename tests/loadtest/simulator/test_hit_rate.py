@@ -8,22 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.simulator.asked import Asked
-from loadtest.simulator.block_cache import BlockCache, DirectoryCache, Hits, key_of, play
+from loadtest.simulator.block_cache import BlockCache, DirectoryCache, Hits, best_hits, key_of, play
 from loadtest.simulator.command import main
-from loadtest.simulator.experiments.hit_rates import requests_of
-from loadtest.simulator.hit_rate import Run, rows_of, targets_of
-from loadtest.simulator.optimum import best_hits
+from loadtest.simulator.experiments.hit_rate import HitRateRun, requests_of, rows_of, targets_of
+from loadtest.simulator.options import SimulationOptions
 from mooncake_store.directory.core.eviction import POLICIES
 
-TRACES = Path(__file__).parents[3] / "shared" / "traces"
+TRACES = Path(__file__).parents[4] / "shared" / "traces"
 SMALL = ["--traces", ".", "--trace", "conversation"]
 
 
 def published(name: str) -> list[list[bytes]]:
     if not (TRACES / f"{name}_trace.jsonl").exists():
         pytest.skip(f"{name}_trace.jsonl is not in {TRACES.parent.name}/traces beside this tree")
-    return requests_of(Asked(folder=TRACES), name)
+    return requests_of(SimulationOptions(folder=TRACES), name)
 
 
 def conversations(rng: random.Random, requests: int) -> list[list[bytes]]:
@@ -102,15 +100,15 @@ def test_what_lies_behind_a_hole_is_counted_apart() -> None:
 
 @pytest.mark.long
 def test_the_published_numbers_and_the_gain_are_reached_at_the_sizes_that_were_promised() -> None:
-    runs: list[Run] = []
+    runs: list[HitRateRun] = []
     for trace in ("conversation", "synthetic"):
         requests = published(trace)
         for blocks in (1_000, 5_859, 10_000, 30_000):
             for policy in POLICIES:
                 result = play(BlockCache(blocks, policy), requests)
-                runs.append(Run(trace, blocks, policy, result))
+                runs.append(HitRateRun(trace, blocks, policy, result))
         distinct = len({key for keys in requests for key in keys})
-        runs.append(Run(trace, None, "lru", play(BlockCache(distinct, "lru"), requests)))
+        runs.append(HitRateRun(trace, None, "lru", play(BlockCache(distinct, "lru"), requests)))
     targets = targets_of(runs)
     assert len(targets) == 8
     assert all(target.is_met for target in targets), [t for t in targets if not t.is_met]
@@ -118,9 +116,11 @@ def test_the_published_numbers_and_the_gain_are_reached_at_the_sizes_that_were_p
 
 def test_rows_say_how_much_of_the_possible_gain_was_gained() -> None:
     runs = [
-        Run("t", 10, "lru", Hits(100, 20, 0)), Run("t", 10, "density", Hits(100, 25, 1)),
-        Run("t", 10, "optimum", Hits(100, 40, 0)), Run("t", None, "lru", Hits(100, 50, 0)),
-    ]  # fmt: skip
+        HitRateRun("t", 10, "lru", Hits(100, 20, 0)),
+        HitRateRun("t", 10, "density", Hits(100, 25, 1)),
+        HitRateRun("t", 10, "optimum", Hits(100, 40, 0)),
+        HitRateRun("t", None, "lru", Hits(100, 50, 0)),
+    ]
     _, density, best, unlimited = rows_of(runs)
     assert (density["gain_points"], density["percent_of_possible_gain"]) == (5.0, 25.0)
     assert density["percent_of_unlimited"] == 50.0 and best["percent_of_possible_gain"] == 100.0
@@ -135,7 +135,7 @@ def run_command(given: list[str]) -> int:
 
 
 def small_folder(folder: Path) -> Path:
-    source = Path(__file__).parents[1] / "data" / "conversation_turns.jsonl"
+    source = Path(__file__).parents[2] / "data" / "conversation_turns.jsonl"
     (folder / "conversation_trace.jsonl").write_text(source.read_text())
     return folder
 

@@ -1,6 +1,8 @@
-"""The seconds of every decode step of one worker, done and planned.
+"""The steps of one simulated worker: how far each is off the model, and how long each took.
 
-A request remembers the number of its first step, so its token intervals are a slice of this.
+A step takes longer or shorter than the model says, the same for the same seed. The factor belongs
+to the number of the step, so it does not matter how many are taken at once. A request remembers the
+number of its first step, so its token intervals are a slice of the log.
 """
 
 from __future__ import annotations
@@ -8,10 +10,28 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+DRAWN_AT_ONCE = 4_096
+
 Seconds = npt.NDArray[np.float64]
 
 
+class Jitter:
+    def __init__(self, share: float, seed: int, node: int) -> None:
+        self._share = share
+        self._random = np.random.default_rng([seed, node])
+        self._factors = np.ones(0)
+
+    def factors(self, first: int, steps: int) -> Seconds:
+        """Of the steps `first`, `first` + 1, ...; evenly spread over 1 +/- share."""
+        while first + steps > len(self._factors):
+            drawn = self._random.uniform(1 - self._share, 1 + self._share, DRAWN_AT_ONCE)
+            self._factors = np.concatenate([self._factors, drawn])
+        return self._factors[first : first + steps]
+
+
 class StepLog:
+    """The seconds of every decode step, done and planned."""
+
     def __init__(self) -> None:
         self._seconds: Seconds = np.zeros(1_024)
         self.steps = 0

@@ -8,18 +8,22 @@ the synthetic one (1 - distinct blocks / references); LRU with 3 M tokens has 48
 synthetic trace; and the better policy gains half a point over LRU at three of four sizes on each
 trace, and never loses.
 
-Not here: how a cache counts (block_cache.py), how it is shown (plot.py, command.py).
+Not here: how a cache counts (../block_cache.py), how it is drawn (pictures.py).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from loadtest.bench.result import Cell, Target
-from loadtest.simulator.block_cache import BlockCache, DirectoryCache, Hits, play
-from loadtest.simulator.optimum import best_hits
+from loadtest.bench.result import Cell, Result, Target
+from loadtest.simulator.block_cache import BlockCache, DirectoryCache, Hits, best_hits, key_of, play
+from loadtest.simulator.experiments import pictures
+from loadtest.simulator.options import SimulationOptions, SimulationRefused, progress_bar
+from mooncake_store.directory.core.eviction import POLICIES
 
+TRACES = ("conversation", "synthetic")
 SIZES = (1_000, 5_859, 10_000, 30_000, 50_000, 100_000)
 PAPER_BLOCKS = 5_859  # 3 M tokens
 PLAIN, BETTER, OPTIMUM = "lru", "density", "optimum"
@@ -33,13 +37,40 @@ Requests = Sequence[Sequence[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class HitRateRun:
     """One cache, one trace."""
 
     trace: str
     blocks: int | None  # None: unlimited
     policy: str
     result: Hits
+
+
+def answer(options: SimulationOptions) -> Result:
+    """Every policy at every size on every trace; the picture when one was asked for."""
+    started_s = time.monotonic()
+    if options.changes:
+        raise SimulationRefused("--set: no conductor decides in hit-rate; leave it out")
+    loaded = {name: requests_of(options, name) for name in options.traces or TRACES}
+    policies = options.one_of(options.policies, POLICIES, "policy")
+    sizes = sorted(set(options.blocks or SIZES))
+    longest = max(len(keys) for requests in loaded.values() for keys in requests)
+    if sizes[0] < longest:
+        raise SimulationRefused(f"--blocks {sizes[0]}: a request needs {longest} at once")
+    runs: list[HitRateRun] = []
+    with progress_bar() as begin:
+        for name, requests in loaded.items():
+            done = begin(name, steps(policies, sizes))
+            runs += runs_of(name, requests, policies, sizes, options.is_directory, done)
+    rows, targets = rows_of(runs), targets_of(runs)
+    if options.picture is not None:
+        pictures.save_hit_rate(options.picture, rows)
+    return Result("hit-rate", time.monotonic() - started_s, rows, targets)
+
+
+def requests_of(options: SimulationOptions, trace: str) -> list[list[bytes]]:
+    """The keys of each request, in order of arrival."""
+    return [[key_of(block) for block in row.hash_ids] for row in options.rows(trace)]
 
 
 def steps(policies: Sequence[str], sizes: Sequence[int]) -> int:
@@ -54,25 +85,25 @@ def runs_of(
     sizes: Sequence[int],
     is_directory: bool,
     done: Callable[[], None],
-) -> list[Run]:
+) -> list[HitRateRun]:
     """Every policy and the optimum at every size, then an unlimited cache."""
     maker = DirectoryCache if is_directory else BlockCache
     runs = []
     for blocks in sizes:
         for policy in policies:
             cache = maker(blocks, policy)
-            runs.append(Run(trace, blocks, policy, play(cache, requests)))
+            runs.append(HitRateRun(trace, blocks, policy, play(cache, requests)))
             cache.check()
             done()
-        runs.append(Run(trace, blocks, OPTIMUM, best_hits(requests, blocks)))
+        runs.append(HitRateRun(trace, blocks, OPTIMUM, best_hits(requests, blocks)))
         done()
     distinct = len({key for keys in requests for key in keys})
-    runs.append(Run(trace, None, PLAIN, play(BlockCache(distinct, PLAIN), requests)))
+    runs.append(HitRateRun(trace, None, PLAIN, play(BlockCache(distinct, PLAIN), requests)))
     done()
     return runs
 
 
-def rows_of(runs: Sequence[Run]) -> list[dict[str, Cell]]:
+def rows_of(runs: Sequence[HitRateRun]) -> list[dict[str, Cell]]:
     """What every run found, and how much of what could be gained over LRU it gained."""
     percent = {(run.trace, run.blocks, run.policy): run.result.percent for run in runs}
     rows: list[dict[str, Cell]] = []
@@ -98,7 +129,7 @@ def rows_of(runs: Sequence[Run]) -> list[dict[str, Cell]]:
     return rows
 
 
-def targets_of(runs: Sequence[Run]) -> list[Target]:
+def targets_of(runs: Sequence[HitRateRun]) -> list[Target]:
     """What was promised of the published traces, beside what was found."""
     percent = {(run.trace, run.blocks, run.policy): run.result.percent for run in runs}
     targets = []

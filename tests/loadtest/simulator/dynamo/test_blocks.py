@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from loadtest.simulator.dynamo.blocks import PARTIAL, BlockPool
+from loadtest.simulator.dynamo.blocks import PARTIAL, BlockPool, Key
 
 
 def chain(pool: BlockPool, *keys: int) -> list[int]:
@@ -41,7 +41,7 @@ def test_a_held_block_is_never_evicted() -> None:
 
 
 def test_the_same_block_computed_twice_is_two_copies_and_the_key_goes_with_the_last() -> None:
-    seen: list[tuple[int, bool]] = []
+    seen: list[tuple[Key, bool]] = []
     pool = BlockPool(2, lambda key, is_there: seen.append((key, is_there)))
     first, second = chain(pool, 1), chain(pool, 1)
     pool.release(first)

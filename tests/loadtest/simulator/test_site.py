@@ -7,31 +7,30 @@ from dataclasses import replace
 import pytest
 
 from conductor import ConductorConfig
-from loadtest.simulator.cluster.cores import Cores
-from loadtest.simulator.cluster.fleet import Fleet, Offered
-from loadtest.simulator.cluster.job import Job
-from loadtest.simulator.cluster.settings import Settings
-from loadtest.simulator.gpu.table import Table
+from loadtest.simulator.cluster.fleet import SimulatedFleet
+from loadtest.simulator.cluster.gpu import Table
+from loadtest.simulator.cluster.job import Offered, SimulatedJob
+from loadtest.simulator.cluster.site import ClusterSettings, Cores
 from mooncake_store.block_keys import block_keys, chain_seed
 
 STEP_S, PROMPT_S = 0.01, 1.0  # whatever the batch, whatever the prompt
-ALONE = Settings(prefills=1, decodes=1, block_tokens=64, chunk_tokens=2_048, jitter=0.0)
+ALONE = ClusterSettings(prefills=1, decodes=1, block_tokens=64, chunk_tokens=2_048, jitter=0.0)
 SHARED = replace(ALONE, shared_prefill=1.5, shared_decode=2.0)
 
 
-def serve(settings: Settings, *requests: tuple[float, int, int]) -> list[Job]:
+def serve(settings: ClusterSettings, *requests: tuple[float, int, int]) -> list[SimulatedJob]:
     """(when, prompt tokens, output tokens) of each; a chunk takes PROMPT_S."""
     offered = [
         Offered(n, at_s, prompt, output, block_keys([n] * prompt, 64, chain_seed("x")))
         for n, (at_s, prompt, output) in enumerate(requests)
     ]
     gpu = Table((PROMPT_S, 0.0, 0.0), (STEP_S, 0.0, 0.0), 1_024, 2**30)
-    jobs = Fleet(ConductorConfig(admission="none"), settings, gpu).run(offered)
+    jobs = SimulatedFleet(ConductorConfig(admission="none"), settings, gpu).run(offered)
     assert all(job.finished_s is not None for job in jobs)
     return jobs
 
 
-def decoded_s(job: Job) -> float:
+def decoded_s(job: SimulatedJob) -> float:
     assert job.finished_s is not None and job.joined_s is not None
     return job.finished_s - job.joined_s
 
@@ -52,9 +51,9 @@ def test_a_prefill_beside_decoding_slows_both_down() -> None:
 
 
 def test_a_second_prefill_worker_does_not_count_twice() -> None:
-    told: list[bool] = []
+    heard: list[bool] = []
     cores = Cores(1.0, 2.0)
-    cores.on_prefill.append(lambda: told.append(cores.decode_factor() > 1))
+    cores.on_prefill.append(lambda: heard.append(cores.decode_factor() > 1))
     for is_computing in (True, True, False, False):
         cores.compute("prefill", is_computing)
-    assert told == [True, False]
+    assert heard == [True, False]

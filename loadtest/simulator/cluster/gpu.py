@@ -1,0 +1,228 @@
+"""How long a GPU takes for a step: from published numbers (Roofline) or measured ones (Table).
+
+A model of a GPU says the seconds of a prefill step, of a decode step and of a mixed one. A decode
+step must be linear in the context, so that thousands of them can be computed at once. `calibrate`
+measures such a model as `mooncake profile` measures a real worker, so the conductor knows of it
+what it would know of a real one: coefficients fitted to samples, with their error.
+
+Roofline: what the hardware can do, what the model needs, how well it does.
+
+    prefill   the greater of computing and reading:
+              FLOP = layers * (4 d * (query, key) pairs + 22 d^2 * tokens), Eq. 1 of the Mooncake
+              paper (FAST'25) with causal attention: half of its n^2 pairs;  at G * MFU
+    decode    overhead + (weights + KV of the batch) / (bandwidth * MBU) + per sequence
+    mixed     one pass over weights and KV that also computes the chunks: the greater of the two,
+              plus the decode overheads
+
+Where the constants come from:
+
+- 8x A800-SXM4-80GB (NVIDIA data sheet, the A100 with slower NVLink): 312 TFLOP/s BF16 dense and
+  2,039 GB/s of HBM2e each, 80 GB. The paper's own G = 8 x 312 TFLOP/s.
+- LLaMA3-70B (its config.json): 80 layers, d = 8,192, 64 heads, 8 KV heads of 128, bfloat16;
+  70.6 G parameters. KV: 80 * 2 * 8 * 128 * 2 B = 320 KiB a token, as in the paper.
+- MFU 0.5: with it the prefill times of Fig 14 (8k to 128k tokens) come out within 15 %.
+- MBU 0.6 and 11.5 ms of overhead a step: 30 ms for one sequence, 26 of them without it.
+- 3 ms per sequence and step. A pure roofline has no such cost; the paper's points have one. It is
+  calibrated on Fig 15 (TBT from 31 to 58 ms as decode nodes get fewer: 2.9 and 3.3 ms, if those are
+  12 and 4 nodes) and used everywhere; what it gives for Fig 1 (median 75 ms) is not recorded.
+
+One set for everything: no experiment changes any of them.
+
+Table: the coefficients that a worker publishes, and `mooncake profile` writes.
+
+    prefill   base + per_token * new + per_token_pair * new * (there + new / 2)
+    decode    base + per_sequence * sequences + per_context_token * context
+
+`base` of a prefill is paid once a step, however many chunks share it. A mixed step is a prefill and
+a decode step in one: the greater of the two bases is paid. Not here: fitting (conductor/estimates).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.estimates.estimates import (
+    DecodeEstimate,
+    DecodeSample,
+    Fit,
+    PrefillEstimate,
+    PrefillSample,
+    fit_decode,
+    fit_prefill,
+)
+
+Span = tuple[int, int]  # (tokens that are there already, new tokens): one chunk of one prompt
+Tokens = TypeVar("Tokens", float, npt.NDArray[np.float64])
+
+PROMPTS = (2_048, 8_192, 32_768, 65_536, 131_072)
+PREFIX_SHARES = (0.0, 0.5, 0.9)
+BATCHES = (1, 4, 16, 64)
+CONTEXTS = (1_024, 8_192, 32_768)
+
+PAIR_FLOP = 4  # per layer, unit of d and (query, key) pair: Q K^T and P V
+TOKEN_FLOP = 22  # per layer, d^2 and token: the paper's b
+
+
+class GpuModel(Protocol):
+    token_bytes: int  # KV of one token
+    pages_bytes: int  # memory for KV, weights and buffers taken off
+
+    def prefill_s(self, spans: Sequence[Span]) -> float:
+        """One step that computes these chunks."""
+        ...
+
+    def decode_s(self, sequences: int, context_tokens: Tokens) -> Tokens:
+        """One step that gives a token to each of `sequences`, which have that context together."""
+        ...
+
+    def mixed_s(self, spans: Sequence[Span], sequences: int, context_tokens: float) -> float:
+        """One step of a coupled engine: chunks of prompts and decoding sequences together."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    prefill: Fit[PrefillEstimate]
+    decode: Fit[DecodeEstimate]
+
+
+def calibrate(gpu: GpuModel, chunk_tokens: int) -> Calibration:
+    """What a worker with this GPU would measure of itself when it starts."""
+    prefills = []
+    for prompt in PROMPTS:
+        for share in PREFIX_SHARES:
+            prefix = int(prompt * share)
+            seconds = prompt_s(gpu, prefix, prompt, chunk_tokens)
+            prefills.append(PrefillSample(prompt - prefix, prefix, seconds))
+    decodes = [
+        DecodeSample(batch, batch * context, gpu.decode_s(batch, float(batch * context)))
+        for batch in BATCHES
+        for context in CONTEXTS
+    ]
+    return Calibration(fit_prefill(prefills), fit_decode(decodes))
+
+
+def prompt_s(gpu: GpuModel, prefix_tokens: int, prompt_tokens: int, chunk_tokens: int) -> float:
+    """A whole prompt, alone, in steps of at most `chunk_tokens`."""
+    starts = range(prefix_tokens, prompt_tokens, chunk_tokens)
+    return sum(gpu.prefill_s([(at, min(chunk_tokens, prompt_tokens - at))]) for at in starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One node's accelerators together."""
+
+    name: str
+    flop_per_s: float
+    memory_bytes_per_s: float
+    memory_bytes: int
+    usable_share: float  # of memory, for weights and KV: vLLM's gpu_memory_utilization
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: str
+    layers: int
+    width: int  # d
+    kv_heads: int
+    head_dim: int
+    scalar_bytes: int
+    parameters: float
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * 2 * self.kv_heads * self.head_dim * self.scalar_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.parameters * self.scalar_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    compute: float  # MFU
+    bandwidth: float  # MBU
+    step_overhead_s: float
+    sequence_s: float
+
+
+A800_X8 = Hardware("8x A800-SXM4-80GB", 8 * 312e12, 8 * 2.039e12, 8 * 80 * 10**9, 0.9)
+LLAMA3_70B = Model("LLaMA3-70B", 80, 8_192, 8, 128, 2, 70.6e9)
+AS_MEASURED = Efficiency(compute=0.5, bandwidth=0.6, step_overhead_s=0.0115, sequence_s=0.003)
+
+
+class Roofline:
+    """A GpuModel of one node."""
+
+    def __init__(
+        self,
+        hardware: Hardware = A800_X8,
+        model: Model = LLAMA3_70B,
+        efficiency: Efficiency = AS_MEASURED,
+    ) -> None:
+        flop_per_s = hardware.flop_per_s * efficiency.compute
+        bytes_per_s = hardware.memory_bytes_per_s * efficiency.bandwidth
+        self.token_bytes = model.token_bytes
+        self.pages_bytes = int(hardware.memory_bytes * hardware.usable_share - model.weight_bytes)
+        assert self.pages_bytes > 0, f"{model.name} does not fit into {hardware.name}"
+        self._pair_s = model.layers * PAIR_FLOP * model.width / flop_per_s
+        self._token_s = model.layers * TOKEN_FLOP * model.width**2 / flop_per_s
+        self._weights_s = model.weight_bytes / bytes_per_s
+        self._read_token_s = model.token_bytes / bytes_per_s
+        self._overhead_s = efficiency.step_overhead_s
+        self._sequence_s = efficiency.sequence_s
+
+    def _compute_s(self, spans: Sequence[Span]) -> float:
+        pair_s, token_s = self._pair_s, self._token_s
+        return sum(new * (token_s + pair_s * (there + new / 2)) for there, new in spans)
+
+    def prefill_s(self, spans: Sequence[Span]) -> float:
+        read = sum(there + new for there, new in spans)
+        return max(self._compute_s(spans), self._weights_s + read * self._read_token_s)
+
+    def decode_s(self, sequences: int, context_tokens: Tokens) -> Tokens:
+        fixed_s = self._overhead_s + self._weights_s + self._sequence_s * sequences
+        return fixed_s + self._read_token_s * context_tokens
+
+    def mixed_s(self, spans: Sequence[Span], sequences: int, context_tokens: float) -> float:
+        if not sequences:
+            return self.prefill_s(spans)
+        read = context_tokens + sum(there + new for there, new in spans)
+        compute_s = self._compute_s(spans) + self._token_s * sequences
+        pass_s = max(compute_s, self._weights_s + self._read_token_s * read)
+        return self._overhead_s + self._sequence_s * sequences + pass_s
+
+
+class Table:
+    """A GpuModel of one worker, from the coefficients of WorkerInfo."""
+
+    def __init__(
+        self,
+        prefill_coefficients: Sequence[float],
+        decode_coefficients: Sequence[float],
+        token_bytes: int,
+        pages_bytes: int,
+    ) -> None:
+        self._prefill = PrefillEstimate.of(prefill_coefficients)
+        self._decode = DecodeEstimate.of(decode_coefficients)
+        self.token_bytes, self.pages_bytes = token_bytes, pages_bytes
+
+    def prefill_s(self, spans: Sequence[Span]) -> float:
+        estimate, base_s = self._prefill, self._prefill.base_s
+        return base_s + sum(estimate.seconds(new, there) - base_s for there, new in spans)
+
+    def decode_s(self, sequences: int, context_tokens: Tokens) -> Tokens:
+        decode = self._decode
+        fixed_s = decode.base_s + decode.per_sequence_s * sequences
+        return fixed_s + decode.per_context_token_s * context_tokens
+
+    def mixed_s(self, spans: Sequence[Span], sequences: int, context_tokens: float) -> float:
+        bases_s = [self._prefill.base_s] * bool(spans) + [self._decode.base_s] * bool(sequences)
+        prefill_s = self.prefill_s(spans) - self._prefill.base_s
+        decode_s = self.decode_s(sequences, context_tokens) - self._decode.base_s
+        return max(bases_s, default=0.0) + prefill_s + decode_s
