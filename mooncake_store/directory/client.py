@@ -1,21 +1,15 @@
 """The directory as other processes see it: one method per verb, synchronous, any thread.
 
-Each call has a deadline; when it passes, the caller gets StoreUnavailable and goes on without the
-store. The socket is then thrown away with what it had queued, so a directory that comes back does
-not carry out requests that nobody waits for any more. A call that ran into its deadline may or may
-not have taken effect: leases end by themselves, and commits and registrations can be repeated.
+Each call has a deadline (wire/request_reply.py). A call that ran into it may or may not have taken
+effect: leases end by themselves, and commits and registrations can be repeated.
 
 Not here: following changes (event_feed.py), moving bytes (store.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import threading
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import zmq
@@ -28,16 +22,15 @@ from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.records.events import Snapshot
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.records.status import DirectoryStats
-from mooncake_store.wire import protocol
-from mooncake_store.wire.direct_socket import DirectClient, direct_path
-from mooncake_store.wire.protocol import Kind
+from mooncake_store.wire import directory_protocol as protocol
+from mooncake_store.wire.request_reply import Connection, Requester, ZeroMqConnection
+from mooncake_store.wire.unix_socket import UnixConnection, direct_path
 
 if TYPE_CHECKING:
     from mooncake_store.directory.election import ElectedAddress
 
 T = TypeVar("T")
 ELECTED = "etcd://"  # an address that names an election (election.py)
-ELECTED_CHECK_S = 1.0  # a silent leader may have been replaced
 Decoder = msgspec.msgpack.Decoder
 
 _NONE = Decoder(type(None))
@@ -74,14 +67,14 @@ class DirectoryClient:
         assert timeout_s > 0
         self.address = address
         self.timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
         self._elected = _elected_address(address)
-        path = "" if self._elected else direct_path(address)
-        self._direct = DirectClient(path) if path else None
-        self._number = 0
-        self._is_closed = False
+        self._direct_path = "" if self._elected else direct_path(address)
+        self._requester = Requester(
+            f"the directory at {address}",
+            "is it running, and is the address right?",
+            self._connect,
+            is_in_order=True,
+        )
 
     # ---- storage nodes
 
@@ -176,7 +169,7 @@ class DirectoryClient:
 
     def drain(self, node_id: str, is_on: bool = True) -> None:
         """Give this node no new blocks (or some again)."""
-        self._ask(protocol.Drain(node_id, is_on), _NONE)
+        self._ask(protocol.DrainNode(node_id, is_on), _NONE)
 
     def blocks_on(
         self, node_id: str, blocks_max: int, only_here: bool = False
@@ -186,7 +179,7 @@ class DirectoryClient:
 
     def place(self, keys: Sequence[bytes], excluded: Sequence[str] = ()) -> list[str]:
         """Which node each key, the first of a chain, should be put on; "" when none takes any."""
-        return self._ask(protocol.Place(list(keys), list(excluded)), _NAMES)
+        return self._ask(protocol.PlaceKeys(list(keys), list(excluded)), _NAMES)
 
     def set_quota(self, tenant: str, quota_bytes: int) -> None:
         """0 takes the quota away."""
@@ -204,20 +197,7 @@ class DirectoryClient:
 
     def release_later(self, owner: str) -> None:
         """As `release`, without waiting for the answer; when it is lost, the lease runs out."""
-        body = msgspec.msgpack.encode(protocol.Release(owner))
-        if not self._lock.acquire(timeout=self.timeout_s):
-            return
-        try:
-            if not self._is_closed:
-                self._number += 1  # its answer is passed over by the next exchange
-                frames = [protocol.pack_header(Kind.REQUEST, self._number), body]
-                if self._direct is not None:
-                    self._direct.tell(frames)
-                    return
-                with contextlib.suppress(zmq.Again, StoreUnavailable):
-                    self._connected().send_multipart(frames, zmq.NOBLOCK)
-        finally:
-            self._lock.release()
+        self._requester.tell(protocol.Release(owner), self.timeout_s)
 
     # ---- workers
 
@@ -246,10 +226,7 @@ class DirectoryClient:
     # ---- the socket
 
     def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            self._disconnect()
-            self._context.term()
+        self._requester.close()
 
     def __enter__(self) -> DirectoryClient:
         return self
@@ -263,71 +240,21 @@ class DirectoryClient:
         return self._elected is not None
 
     def _ask(self, request: protocol.AnyRequest, decoder: Decoder[T]) -> T:
-        deadline_s = time.monotonic() + self.timeout_s
-        body = msgspec.msgpack.encode(request)
-        if not self._lock.acquire(timeout=self.timeout_s):
-            raise self._unavailable(request, "other threads were asking it all that time")
         try:
-            if self._is_closed:
-                raise StoreUnavailable(f"this client of the directory at {self.address} is closed")
-            reply = self._exchange(body, deadline_s)
-        finally:
-            self._lock.release()
-        if reply is None:
-            raise self._unavailable(request, "is it running, and is the address right?")
-        try:
-            return protocol.result_of(reply, decoder, f"the directory at {self.address}")
-        except StoreUnavailable:  # it does not lead any more
-            with self._lock:
-                self._disconnect()
+            return self._requester.ask(request, decoder, self.timeout_s)
+        except StoreUnavailable:  # also the answer of one that does not lead any more
+            self._requester.disconnect()
             raise
 
-    def _exchange(self, body: bytes, deadline_s: float) -> list[bytes] | None:
-        """Send one request and wait for its reply; None when the deadline passed."""
-        self._number += 1
-        frames = [protocol.pack_header(Kind.REQUEST, self._number), body]
-        if self._direct is not None:
-            return self._direct.exchange(frames, self._number, deadline_s)
-        socket = self._connected()
-        socket.send_multipart(frames)
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            step_s = min(left_s, ELECTED_CHECK_S) if self._elected else left_s
-            if socket.poll(math.ceil(step_s * 1000)):
-                reply = socket.recv_multipart()
-                if protocol.number_of(reply[0]) == self._number:
-                    return reply
-            elif self._elected is not None and self._elected.has_moved():
-                break  # who leads now has not heard of this request
-        self._disconnect()
-        return None
-
-    def _connected(self) -> zmq.Socket[bytes]:
-        if self._socket is None:
-            address = self._elected.find() if self._elected else self.address
-            self._socket = self._context.socket(zmq.DEALER)
-            self._socket.linger = 0
-            self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-            try:
-                self._socket.connect(address)
-            except zmq.ZMQError as error:
-                self._disconnect()
-                raise RequestInvalid(
-                    f"{address!r} is no address of a directory ({error}): use ipc:///path/to/it "
-                    "(at most 100 characters), tcp://host:port or etcd://host:port/prefix"
-                ) from error
-        return self._socket
-
-    def _disconnect(self) -> None:
-        if self._direct is not None:
-            self._direct.close()
-        if self._socket is not None:
-            self._socket.close(linger=0)
-            self._socket = None
-
-    def _unavailable(self, request: protocol.AnyRequest, why: str) -> StoreUnavailable:
-        verb = request.__struct_config__.tag
-        return StoreUnavailable(
-            f"the directory at {self.address} did not answer {verb} within {self.timeout_s:g} s; "
-            f"{why}"
-        )
+    def _connect(self, context: zmq.Context[Any]) -> Connection:
+        if self._direct_path:
+            return UnixConnection(self._direct_path)
+        address = self._elected.find() if self._elected else self.address
+        has_moved = self._elected.has_moved if self._elected else None
+        try:
+            return ZeroMqConnection(context, address, has_moved)
+        except zmq.ZMQError as error:
+            raise RequestInvalid(
+                f"{address!r} is no address of a directory ({error}): use ipc:///path/to/it "
+                "(at most 100 characters), tcp://host:port or etcd://host:port/prefix"
+            ) from error

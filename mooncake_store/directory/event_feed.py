@@ -24,8 +24,9 @@ import zmq
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.events import Event, Snapshot
-from mooncake_store.wire import protocol
-from mooncake_store.wire.protocol import Kind
+from mooncake_store.wire import directory_protocol as protocol
+from mooncake_store.wire.framing import MessageKind, unpack_header
+from mooncake_store.wire.request_reply import set_reconnecting
 
 SILENCE_S_MAX = 3.5  # three heartbeats and a half
 POLL_S = 0.1  # bounds how long close() takes
@@ -51,7 +52,7 @@ class EventFeed:
         self._client = DirectoryClient(address, timeout_s)
         self.events_address = "" if self._client.is_elected else events_address
         self._events_decoder = msgspec.msgpack.Decoder(protocol.Events)
-        self._heartbeat_decoder = msgspec.msgpack.Decoder(protocol.Heartbeat)
+        self._heartbeat_decoder = msgspec.msgpack.Decoder(protocol.EventHeartbeat)
         self._changed = threading.Condition()
         self._epoch, self._sequence = -1, 0  # of the last event that was handed on
         self._is_current = False
@@ -90,9 +91,7 @@ class EventFeed:
 
     def _run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.SUB) as stream, self._client:
-            stream.linger = 0
-            stream.setsockopt(zmq.RECONNECT_IVL, 50)
-            stream.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            set_reconnecting(stream)
             stream.setsockopt(zmq.RCVHWM, 100_000)
             stream.subscribe(b"")
             if not self._client.is_elected:
@@ -158,12 +157,12 @@ class EventFeed:
         self._moved(snapshot.epoch, snapshot.sequence)
 
     def _hear(self, frames: list[bytes]) -> None:
-        header = protocol.unpack_header(frames[0])
-        if header.kind is Kind.HEARTBEAT:
+        header = unpack_header(frames[0])
+        if header.kind is MessageKind.HEARTBEAT:
             beat = self._heartbeat_decoder.decode(frames[1])
             if beat.epoch != self._epoch or beat.sequence > self._sequence:
                 self._lost(time.monotonic())
-        elif header.kind is Kind.EVENTS:
+        elif header.kind is MessageKind.EVENTS:
             self._follow(self._events_decoder.decode(frames[1]))
 
     def _follow(self, batch: protocol.Events) -> None:

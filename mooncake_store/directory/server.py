@@ -5,11 +5,8 @@ the directory (`tick`), and publishes what changed as one message of the event s
 A heartbeat every second, and to each new subscriber at once, carries the number of the latest
 event, so a feed that missed the last events notices without waiting for the next change.
 
-Nothing that arrives can stop it: bytes that are no request are answered with an error, and
-forgotten.
-
-Not here: what a request does (directory.py), how it looks on the wire (protocol.py), options and
-signals (__main__.py).
+Not here: what a request does (directory.py), how it looks on the wire (wire/), options and signals
+(__main__.py).
 """
 
 from __future__ import annotations
@@ -26,13 +23,14 @@ import zmq
 
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.metrics import DirectoryCollector
-from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable
+from mooncake_store.errors import StoreError, StoreUnavailable
 from mooncake_store.process.metrics_page import Latencies, MetricsPage
 from mooncake_store.process.self_check import SelfCheck
 from mooncake_store.records.events import Event, NodeDown, NodeUp, WorkerDown, WorkerUp
-from mooncake_store.wire import protocol
-from mooncake_store.wire.direct_socket import DirectServer, direct_path
-from mooncake_store.wire.protocol import Kind
+from mooncake_store.wire import directory_protocol as protocol
+from mooncake_store.wire.framing import MessageKind, pack_header
+from mooncake_store.wire.request_reply import Responder, listening
+from mooncake_store.wire.unix_socket import UnixListener, direct_path
 
 TICK_S = 0.1
 HEARTBEAT_S = 1.0
@@ -82,7 +80,8 @@ class DirectoryServer:
         self._may_serve = may_serve
         self._self_check = SelfCheck(directory.check, is_self_checked)
         self._clock = TurnClock()
-        self._decoder = msgspec.msgpack.Decoder(protocol.AnyRequest)
+        self._responder: Responder[protocol.AnyRequest]
+        self._responder = Responder(protocol.AnyRequest, "directory")
         self._encoder = msgspec.msgpack.Encoder()
         self._published = directory.sequence
         self._tick_due_s = self._heartbeat_due_s = 0.0
@@ -91,28 +90,24 @@ class DirectoryServer:
         self._is_stopping = False
         self._context = zmq.Context()
         self._paths: list[str] = []
-        self._direct: DirectServer | None = None
+        self._direct: UnixListener | None = None
         self._requests = self._bound(zmq.ROUTER, address)
         path = direct_path(address)
-        self._direct = DirectServer(path, self.answer) if path else None
+        self._direct = UnixListener(path, self.answer) if path else None
         # XPUB is PUB that also tells about new subscribers.
         self._subscribers = self._bound(zmq.XPUB, events_address)
         self.address = self._requests.getsockopt_string(zmq.LAST_ENDPOINT)
         self.events_address = self._subscribers.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _bound(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        bound = self._context.socket(kind)
-        bound.linger = 0
-        bound.setsockopt(zmq.MAXMSGSIZE, protocol.REQUEST_BYTES_MAX)
-        if kind == zmq.XPUB:
-            bound.setsockopt(zmq.XPUB_VERBOSE, 1)
         try:
             refuse_second_server(address)
-            bound.bind(address)
+            bound = listening(self._context, kind, address)
         except (zmq.ZMQError, AddressTaken) as error:
-            bound.close()
             self.close()
             raise AddressTaken(f"cannot listen at {address}: {error}") from error
+        if kind == zmq.XPUB:
+            bound.setsockopt(zmq.XPUB_VERBOSE, 1)
         if address.startswith("ipc://"):
             self._paths.append(address.removeprefix("ipc://"))
         return bound
@@ -169,36 +164,19 @@ class DirectoryServer:
         self._publish()
         if self._has_new_subscriber() or now_s >= self._heartbeat_due_s:
             self._heartbeat_due_s = now_s + HEARTBEAT_S
-            beat = protocol.Heartbeat(self.directory.epoch, self.directory.sequence)
-            self._send_event(Kind.HEARTBEAT, beat)
+            beat = protocol.EventHeartbeat(self.directory.epoch, self.directory.sequence)
+            self._send_event(MessageKind.HEARTBEAT, beat)
             if self._collector is not None:
                 self._collector.update(self.directory.stats(now_s))
 
     def answer(self, frames: list[bytes]) -> list[bytes]:
         """The reply to a request: its result, or what was wrong with it."""
-        number = protocol.number_of(frames[0]) if frames else 0
-        try:
-            if not self._may_serve():
-                raise StoreUnavailable("this directory does not lead any more: ask who does")
-            result = self._carry_out(frames)
-            return [protocol.pack_header(Kind.REPLY, number), self._encoder.encode(result)]
-        except StoreError as error:
-            failure = protocol.Failure(type(error).__name__, str(error))
-        except Exception as error:  # edge: one request must not end the directory of all others
-            log.exception("request failed inside the directory")
-            failure = protocol.Failure("StoreError", f"bug in the directory: {error!r}")
-        return [protocol.pack_header(Kind.FAILURE, number), self._encoder.encode(failure)]
+        if not self._may_serve():
+            moved = StoreUnavailable("this directory does not lead any more: ask who does")
+            return self._responder.refusal(frames, moved)
+        return self._responder.reply(frames, self._carry_out)
 
-    def _carry_out(self, frames: list[bytes]) -> object:
-        if len(frames) != 2:
-            raise RequestInvalid(f"a request has 2 frames, header and body; got {len(frames)}")
-        header = protocol.unpack_header(frames[0])
-        if header.kind is not Kind.REQUEST:
-            raise RequestInvalid(f"a request was expected, got {header.kind.name}")
-        try:
-            request = self._decoder.decode(frames[1])
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise RequestInvalid(f"the request cannot be read: {error}") from error
+    def _carry_out(self, request: protocol.AnyRequest) -> object:
         arguments = {name: getattr(request, name) for name in request.__struct_fields__}
         name = str(request.__struct_config__.tag)
         verb, started_s = getattr(self.directory, name), time.perf_counter()
@@ -219,11 +197,13 @@ class DirectoryServer:
         log_members(events)
         messages = protocol.to_messages(events)
         self._send_event(
-            Kind.EVENTS, protocol.Events(self.directory.epoch, first_sequence, messages)
+            MessageKind.EVENTS, protocol.Events(self.directory.epoch, first_sequence, messages)
         )
 
-    def _send_event(self, kind: Kind, body: protocol.Events | protocol.Heartbeat) -> None:
-        frames = [protocol.pack_header(kind, 0), self._encoder.encode(body)]
+    def _send_event(
+        self, kind: MessageKind, body: protocol.Events | protocol.EventHeartbeat
+    ) -> None:
+        frames = [pack_header(kind, 0), self._encoder.encode(body)]
         self._subscribers.send_multipart(frames)  # drops for slow subscribers, never blocks
 
     def _has_new_subscriber(self) -> bool:

@@ -11,7 +11,6 @@ Not here: what the verbs do (node_verbs.py), the messages (mooncake_store/wire/n
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -19,15 +18,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import zmq
 
-from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable
-from mooncake_store.wire import protocol
+from mooncake_store.errors import RequestInvalid, StoreUnavailable
 from mooncake_store.wire.node_protocol import AnyControl
-from mooncake_store.wire.protocol import Kind
+from mooncake_store.wire.request_reply import Responder, listening
 
-log = logging.getLogger("mooncake_store.node")
 THREADS = 4
 REQUESTS_MAX = 256  # accepted and not yet answered
 
@@ -37,15 +33,10 @@ class NodeControl:
 
     def __init__(self, address: str) -> None:
         """RequestInvalid when nothing can listen there. Port 0 takes a free one: see `address`."""
-        self._decoder: msgspec.msgpack.Decoder[AnyControl]
-        self._decoder = msgspec.msgpack.Decoder(AnyControl)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._responder: Responder[AnyControl] = Responder(AnyControl, "node")
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.REQUEST_BYTES_MAX)
         try:
-            self._socket.bind(address)
+            self._socket = listening(self._context, zmq.ROUTER, address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise RequestInvalid(
@@ -94,40 +85,17 @@ class NodeControl:
             self._waiting += not is_full
         if is_full:
             busy = StoreUnavailable(f"{REQUESTS_MAX} requests wait at this node: recompute instead")
-            self._send([sender, *self._failure(_number(rest), busy)])
+            self._send([sender, *self._responder.refusal(rest, busy)])
             return
         self._pool.submit(self._work, sender, rest, time.monotonic())
 
     def _work(self, sender: bytes, frames: list[bytes], came_s: float) -> None:
-        number = _number(frames)
-        try:
-            body = self._encoder.encode(self._answer(self._read(frames), came_s))
-            answer = [protocol.pack_header(Kind.REPLY, number), body]
-        except StoreError as error:
-            answer = self._failure(number, error)
-        except Exception as error:  # edge: one request must not end the node of all others
-            log.exception("request failed inside the node")
-            answer = self._failure(number, StoreError(f"bug in the node: {error!r}"))
+        answer = self._responder.reply(frames, lambda request: self._answer(request, came_s))
         self._answers.append([sender, *answer])
         with self._lock:
             self._waiting -= 1
         with contextlib.suppress(OSError):  # closed meanwhile
             os.eventfd_write(self._wakeup, 1)
-
-    def _read(self, frames: list[bytes]) -> AnyControl:
-        if len(frames) != 2:
-            raise RequestInvalid(f"a request has 2 frames, header and body; got {len(frames)}")
-        header = protocol.unpack_header(frames[0])
-        if header.kind is not Kind.REQUEST:
-            raise RequestInvalid(f"a request was expected, got {header.kind.name}")
-        try:
-            return self._decoder.decode(frames[1])
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise RequestInvalid(f"the request cannot be read: {error}") from error
-
-    def _failure(self, number: int, error: StoreError) -> list[bytes]:
-        body = protocol.Failure(type(error).__name__, str(error))
-        return [protocol.pack_header(Kind.FAILURE, number), msgspec.msgpack.encode(body)]
 
     def _send(self, frames: list[bytes]) -> None:
         with contextlib.suppress(zmq.ZMQError):
@@ -149,7 +117,3 @@ class NodeControl:
         if self._path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
-
-
-def _number(frames: list[bytes]) -> int:
-    return protocol.number_of(frames[0]) if frames else 0

@@ -50,7 +50,7 @@ class NodeVerbs:
         """The reply to this request, which came at `came_s` (monotonic)."""
         if isinstance(request, control.Ping):
             return self._info.incarnation
-        if isinstance(request, control.Load):
+        if isinstance(request, control.LoadBlocks):
             return self._load(request.blocks, came_s + request.deadline_s)
         if isinstance(request, control.AskNodeStats):
             return self._stats()

@@ -1,8 +1,8 @@
 """What clients ask of a storage node: the messages of its control socket.
 
-Framed, versioned and refused exactly like those of the directory (protocol.py): a header, and a
-MessagePack map whose `type` is the verb. A reply may take as long as the disk or the network needs,
-so requests are answered in any order; the number in the header says which one.
+Framed, versioned and refused exactly like those of the directory (framing.py, request_reply.py). A
+reply may take as long as the disk or the network needs, so requests are answered in any order; the
+number in the header says which one.
 
 Not here: sockets (node_control.py, node_client.py), what a verb does (node_verbs.py).
 """
@@ -14,7 +14,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from mooncake_store.records.blocks import Copy
-from mooncake_store.wire.protocol import Count, Key, Request
+from mooncake_store.wire.directory_protocol import Count, Key
+from mooncake_store.wire.request_reply import Verb
 
 BLOCKS_MAX = 4_096  # in one request
 DEADLINE_S_MAX = 600.0
@@ -34,16 +35,16 @@ class Restore(NamedTuple):
     size_bytes: Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Ping(Request, tag="ping", frozen=True):
+class Ping(Verb, tag="ping", frozen=True):
     pass
 
 
-class Load(Request, tag="load", frozen=True):
+class LoadBlocks(Verb, tag="load", frozen=True):
     blocks: Annotated[list[Restore], msgspec.Meta(max_length=BLOCKS_MAX)]
     deadline_s: Deadline
 
 
-class Fetch(Request, tag="fetch", frozen=True):
+class Fetch(Verb, tag="fetch", frozen=True):
     """Copy these blocks of other nodes here: keys[i] from copies[i]."""
 
     keys: Annotated[list[Key], msgspec.Meta(max_length=BLOCKS_MAX)]
@@ -51,15 +52,15 @@ class Fetch(Request, tag="fetch", frozen=True):
     deadline_s: Deadline
 
 
-class AskNodeStats(Request, tag="node_stats", frozen=True):
+class AskNodeStats(Verb, tag="node_stats", frozen=True):
     pass
 
 
-class Leave(Request, tag="leave", frozen=True):
+class Leave(Verb, tag="leave", frozen=True):
     pass
 
 
-AnyControl = Ping | Load | Fetch | AskNodeStats | Leave
+AnyControl = Ping | LoadBlocks | Fetch | AskNodeStats | Leave
 
 
 class NodeStats(msgspec.Struct, frozen=True):

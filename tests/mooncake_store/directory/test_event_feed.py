@@ -26,8 +26,7 @@ from mooncake_store.records.events import (
     Snapshot,
     WorkerDown,
 )
-from mooncake_store.wire import protocol
-from mooncake_store.wire.protocol import Kind
+from mooncake_store.wire.framing import MessageKind, pack_header
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, node_info, worker_info
 from tests.mooncake_store.processes import DirectoryProcess
 
@@ -242,9 +241,9 @@ def test_garbage_in_the_stream_costs_a_snapshot_and_nothing_else(
             for frames in (
                 [b"x"],
                 [bytes(16), b""],
-                [protocol.pack_header(Kind.EVENTS, 0, version=2), b"\xc0"],
-                [protocol.pack_header(Kind.EVENTS, 0), b"\xc0"],
-                [protocol.pack_header(Kind.HEARTBEAT, 0)],
+                [pack_header(MessageKind.EVENTS, 0, version=2), b"\xc0"],
+                [pack_header(MessageKind.EVENTS, 0), b"\xc0"],
+                [pack_header(MessageKind.HEARTBEAT, 0)],
             ):
                 stream.send_multipart(frames)
             put(client, "s0", chain(2), "writer")

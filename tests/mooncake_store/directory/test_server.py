@@ -20,8 +20,15 @@ from mooncake_store.directory.__main__ import main
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.server import TURN_S_MAX, DirectoryServer, TurnClock
-from mooncake_store.wire import protocol
-from mooncake_store.wire.protocol import Kind
+from mooncake_store.wire import directory_protocol as protocol
+from mooncake_store.wire.framing import (
+    PROTOCOL_VERSION,
+    MessageKind,
+    number_of,
+    pack_header,
+    unpack_header,
+)
+from mooncake_store.wire.request_reply import Failure
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, node_info, put
 from tests.mooncake_store.processes import DirectoryProcess
 
@@ -44,9 +51,9 @@ def server(tmp_path: Path) -> Iterator[DirectoryServer]:
     made.close()
 
 
-def failure_of(frames: list[bytes]) -> protocol.Failure:
-    assert protocol.unpack_header(frames[0]).kind is Kind.FAILURE
-    return msgspec.msgpack.decode(frames[1], type=protocol.Failure)
+def failure_of(frames: list[bytes]) -> Failure:
+    assert unpack_header(frames[0]).kind is MessageKind.FAILURE
+    return msgspec.msgpack.decode(frames[1], type=Failure)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
@@ -118,7 +125,7 @@ def test_random_bytes_are_answered_with_an_error(server: DirectoryServer, seed: 
     for _ in range(2_000):
         frames = [rng.randbytes(rng.choice([0, 1, 16, 16, 40])) for _ in range(rng.randint(0, 4))]
         if rng.random() < 0.5 and frames:
-            frames[0] = protocol.pack_header(Kind.REQUEST, rng.randrange(2**64))
+            frames[0] = pack_header(MessageKind.REQUEST, rng.randrange(2**64))
         failure = failure_of(server.answer(frames))
         assert failure.kind in {"RequestInvalid", "ProtocolMismatch"}, failure
     server.directory.check()
@@ -145,10 +152,10 @@ def test_damaged_requests_never_break_the_directory(seed: int) -> None:
         body = bytearray(msgspec.msgpack.encode(rng.choice(requests)))
         for _ in range(rng.choice([0, 1, 1, 2, 5])):
             body[rng.randrange(len(body))] = rng.randrange(256)
-        header = protocol.pack_header(Kind.REQUEST, 7)
+        header = pack_header(MessageKind.REQUEST, 7)
         reply = server.answer([header, bytes(body[: rng.choice([len(body), len(body) // 2])])])
-        assert protocol.number_of(reply[0]) == 7
-        if protocol.unpack_header(reply[0]).kind is Kind.FAILURE:
+        assert number_of(reply[0]) == 7
+        if unpack_header(reply[0]).kind is MessageKind.FAILURE:
             assert "bug in the directory" not in failure_of(reply).message
         directory.check()
     server.close()
@@ -156,8 +163,8 @@ def test_damaged_requests_never_break_the_directory(seed: int) -> None:
 
 def test_a_reply_or_an_event_is_no_request(server: DirectoryServer) -> None:
     body = msgspec.msgpack.encode(protocol.Stats())
-    for kind in (Kind.REPLY, Kind.FAILURE, Kind.EVENTS, Kind.HEARTBEAT):
-        failure = failure_of(server.answer([protocol.pack_header(kind, 1), body]))
+    for kind in (MessageKind.REPLY, MessageKind.FAILURE, MessageKind.EVENTS, MessageKind.HEARTBEAT):
+        failure = failure_of(server.answer([pack_header(kind, 1), body]))
         assert failure.message == f"a request was expected, got {kind.name}"
 
 
@@ -168,13 +175,13 @@ def test_other_bytes_on_its_sockets_do_not_disturb_the_process(process: Director
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.connect(process.address)
-        other = protocol.PROTOCOL_VERSION + 1
-        header = protocol.pack_header(Kind.REQUEST, 3, version=other)
+        other = PROTOCOL_VERSION + 1
+        header = pack_header(MessageKind.REQUEST, 3, version=other)
         for frames in ([b""], [b"x"] * 3, [bytes(16), b"{}"], [header, b"what it would say"]):
             dealer.send_multipart(frames)
             assert dealer.poll(5_000), "it answers everything"
             reply = dealer.recv_multipart()
-        assert protocol.number_of(reply[0]) == 3
+        assert number_of(reply[0]) == 3
         assert failure_of(reply).kind == "ProtocolMismatch"
         assert f"version {other}" in failure_of(reply).message
     with DirectoryClient(process.address) as client:

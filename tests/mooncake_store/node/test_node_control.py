@@ -23,8 +23,8 @@ from mooncake_store.errors import (
 from mooncake_store.node import node_control
 from mooncake_store.node.node_control import NodeControl
 from mooncake_store.wire import node_protocol as control
-from mooncake_store.wire import protocol
-from mooncake_store.wire.protocol import Kind
+from mooncake_store.wire.framing import MessageKind, number_of, pack_header
+from mooncake_store.wire.request_reply import Failure
 
 
 class Verbs:
@@ -38,7 +38,7 @@ class Verbs:
     def answer(self, request: control.AnyControl, came_s: float) -> object:
         assert came_s > 0
         self.asked.append(request)
-        if isinstance(request, control.Load):
+        if isinstance(request, control.LoadBlocks):
             self.begun.release()
             assert self.go.wait(30)
             return [True] * len(request.blocks)
@@ -83,8 +83,8 @@ def restores(count: int) -> list[control.Restore]:
 
 
 def failure(frames: list[bytes]) -> StoreError:
-    assert frames[0][2] == Kind.FAILURE
-    body = msgspec.msgpack.decode(frames[1], type=protocol.Failure)
+    assert frames[0][2] == MessageKind.FAILURE
+    body = msgspec.msgpack.decode(frames[1], type=Failure)
     return named(body.kind, body.message)
 
 
@@ -137,9 +137,9 @@ def test_errors_of_the_verbs_arrive_as_what_they_are(site: Site) -> None:
 
 def test_another_version_is_refused_by_name(site: Site) -> None:
     body = msgspec.msgpack.encode(control.Ping())
-    answer = site.raw(protocol.pack_header(Kind.REQUEST, 7, version=999), body)
+    answer = site.raw(pack_header(MessageKind.REQUEST, 7, version=999), body)
     assert isinstance(failure(answer), ProtocolMismatch) and "999" in str(failure(answer))
-    assert protocol.number_of(answer[0]) == 7
+    assert number_of(answer[0]) == 7
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_another_version_is_refused_by_name(site: Site) -> None:
 def test_what_cannot_be_read_is_refused_and_the_next_request_is_answered(
     site: Site, body: bytes
 ) -> None:
-    answer = site.raw(protocol.pack_header(Kind.REQUEST, 3), body)
+    answer = site.raw(pack_header(MessageKind.REQUEST, 3), body)
     assert isinstance(failure(answer), RequestInvalid)
     assert site.client.ping() == "here"
     assert all(isinstance(request, control.Ping) for request in site.verbs.asked)
@@ -169,8 +169,8 @@ def test_what_cannot_be_read_is_refused_and_the_next_request_is_answered(
 
 @pytest.mark.parametrize(
     "frames",
-    [(b"",), (b"x" * 16,), (protocol.pack_header(Kind.REQUEST, 1),),
-     (protocol.pack_header(Kind.REPLY, 1), b""), (b"a", b"b", b"c")],
+    [(b"",), (b"x" * 16,), (pack_header(MessageKind.REQUEST, 1),),
+     (pack_header(MessageKind.REPLY, 1), b""), (b"a", b"b", b"c")],
 )  # fmt: skip
 def test_frames_that_are_no_request_are_refused(site: Site, frames: tuple[bytes, ...]) -> None:
     assert isinstance(failure(site.raw(*frames)), RequestInvalid)

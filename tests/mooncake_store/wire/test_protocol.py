@@ -14,8 +14,8 @@ from mooncake_store import errors
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.records import events
-from mooncake_store.wire import protocol
-from mooncake_store.wire.protocol import Kind
+from mooncake_store.wire import directory_protocol as protocol
+from mooncake_store.wire.framing import MessageKind, number_of, pack_header, unpack_header
 from tests.mooncake_store.makers import chain, node_info, report, worker_info
 
 REQUESTS = get_args(protocol.AnyRequest)
@@ -70,24 +70,24 @@ def test_too_many_keys_at_once_are_refused() -> None:
         DECODER.decode(msgspec.msgpack.encode(request))
 
 
-@given(kind=st.sampled_from(list(Kind)), number=st.integers(0, 2**64 - 1))
-def test_a_header_says_what_it_was_made_of(kind: Kind, number: int) -> None:
-    frame = protocol.pack_header(kind, number)
-    assert protocol.unpack_header(frame) == (kind, number)
-    assert protocol.number_of(frame) == number
+@given(kind=st.sampled_from(list(MessageKind)), number=st.integers(0, 2**64 - 1))
+def test_a_header_says_what_it_was_made_of(kind: MessageKind, number: int) -> None:
+    frame = pack_header(kind, number)
+    assert unpack_header(frame) == (kind, number)
+    assert number_of(frame) == number
 
 
 @given(st.binary(max_size=40))
 def test_other_bytes_are_no_header(frame: bytes) -> None:
     with pytest.raises((errors.RequestInvalid, errors.ProtocolMismatch)):
-        protocol.unpack_header(frame)
+        unpack_header(frame)
 
 
 def test_another_version_is_refused_with_both_numbers() -> None:
-    frame = protocol.pack_header(Kind.REQUEST, 5, version=9)
+    frame = pack_header(MessageKind.REQUEST, 5, version=9)
     with pytest.raises(errors.ProtocolMismatch, match=r"version 9 .* this side 3"):
-        protocol.unpack_header(frame)
-    assert protocol.number_of(frame) == 5, "the refusal must reach the request that it is for"
+        unpack_header(frame)
+    assert number_of(frame) == 5, "the refusal must reach the request that it is for"
 
 
 def test_every_event_arrives_as_it_was_sent() -> None:

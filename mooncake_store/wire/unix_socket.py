@@ -4,9 +4,7 @@ A round trip through ZeroMQ wakes six threads (client, its I/O thread, the serve
 back) and takes 110-140 us here; through a Unix socket it wakes two and takes 5-6. A directory that
 listens at ipc://PATH also listens at PATH.direct; clients there use it, all others use ZeroMQ.
 
-Each message is header (16 bytes) | body length (4 bytes, little-endian) | body.
-
-Not here: what a header or a body says (protocol.py), tcp:// and events (ZeroMQ).
+Not here: the bytes of a message (framing.py), tcp:// and events (ZeroMQ).
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable
 
-from mooncake_store.wire.protocol import HEADER_BYTES, REQUEST_BYTES_MAX
+from mooncake_store.wire.framing import REQUEST_BYTES_MAX, from_stream, number_of, to_stream
 
 SUFFIX = ".direct"
 CONNECTIONS_MAX = 4_096
@@ -27,11 +24,9 @@ UNREAD_BYTES_MAX = 2 * REQUEST_BYTES_MAX  # answers that a client does not fetch
 RECEIVE_BYTES = 256 * 1024
 PATH_BYTES_MAX = 107  # of the kernel
 RETRY_S = 0.02
-_LENGTH = struct.Struct("<I")
-_PREFIX_BYTES = HEADER_BYTES + _LENGTH.size
 
 log = logging.getLogger(__name__)
-Answer = Callable[[list[bytes]], list[bytes]]
+Reply = Callable[[list[bytes]], list[bytes]]  # the frames of a request to those of its reply
 
 
 def direct_path(address: str) -> str:
@@ -41,13 +36,8 @@ def direct_path(address: str) -> str:
     return path if is_usable else ""
 
 
-def _packed(frames: list[bytes]) -> bytes:
-    header, body = frames
-    return header + _LENGTH.pack(len(body)) + body
-
-
-class _Connection:
-    """One client: bytes of a request that is not whole yet, bytes of answers not taken yet."""
+class _Client:
+    """One that asks: bytes of a request that is not whole yet, bytes of replies not taken yet."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.peer = peer
@@ -65,21 +55,6 @@ class _Connection:
         self.incoming += data
         return bool(data)
 
-    def requests(self) -> list[list[bytes]]:
-        """The whole requests that have come. ValueError for a length over the limit."""
-        found = []
-        while len(self.incoming) >= _PREFIX_BYTES:
-            (length,) = _LENGTH.unpack_from(self.incoming, HEADER_BYTES)
-            if length > REQUEST_BYTES_MAX:
-                raise ValueError(f"a request of {length} bytes")
-            end = _PREFIX_BYTES + length
-            if len(self.incoming) < end:
-                break
-            header = bytes(self.incoming[:HEADER_BYTES])
-            found.append([header, bytes(self.incoming[_PREFIX_BYTES:end])])
-            del self.incoming[:end]
-        return found
-
     def send(self) -> None:
         while self.outgoing:
             try:
@@ -89,15 +64,16 @@ class _Connection:
             del self.outgoing[:sent]
 
 
-class DirectServer:
+class UnixListener:
     """The listening side; its owner polls `files()` and calls `serve` with those that are ready."""
 
-    def __init__(self, path: str, answer: Answer) -> None:
-        self._answer = answer
+    def __init__(self, path: str, reply: Reply) -> None:
+        self._reply = reply
         self._path = path
-        self._connections: dict[int, _Connection] = {}
+        self._clients: dict[int, _Client] = {}
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of a life before: ZeroMQ's address has been bound, so nobody has it
+            # Left by a process that ended: ZeroMQ's address has been bound, so nobody uses it.
+            os.unlink(path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen(128)
@@ -105,7 +81,7 @@ class DirectServer:
 
     def files(self) -> dict[int, bool]:
         """Descriptors to be polled for reading; True: for writing too."""
-        found = {fd: bool(each.outgoing) for fd, each in self._connections.items()}
+        found = {fd: bool(each.outgoing) for fd, each in self._clients.items()}
         found[self._listener.fileno()] = False
         return found
 
@@ -114,46 +90,46 @@ class DirectServer:
         for fd in ready:
             if fd == self._listener.fileno():
                 self._accept()
-            elif fd in self._connections:
-                self._serve(fd, self._connections[fd])
+            elif fd in self._clients:
+                self._serve(fd, self._clients[fd])
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
                 peer, _ = self._listener.accept()
-                if len(self._connections) >= CONNECTIONS_MAX:
+                if len(self._clients) >= CONNECTIONS_MAX:
                     log.warning("refused a client: %d are connected", CONNECTIONS_MAX)
                     peer.close()
                     continue
                 peer.setblocking(False)
-                self._connections[peer.fileno()] = _Connection(peer)
+                self._clients[peer.fileno()] = _Client(peer)
 
-    def _serve(self, fd: int, connection: _Connection) -> None:
+    def _serve(self, fd: int, client: _Client) -> None:
         try:
-            lives = connection.receive()
-            for frames in connection.requests():
-                connection.outgoing += _packed(self._answer(frames))
-            connection.send()
-            if len(connection.outgoing) > UNREAD_BYTES_MAX:
+            lives = client.receive()
+            while (frames := from_stream(client.incoming, REQUEST_BYTES_MAX)) is not None:
+                client.outgoing += to_stream(self._reply(frames))
+            client.send()
+            if len(client.outgoing) > UNREAD_BYTES_MAX:
                 raise ValueError("answers are not fetched")
         except (OSError, ValueError) as error:
             log.info("dropped a client: %s", error)
             lives = False
         if not lives:
-            del self._connections[fd]
-            connection.peer.close()
+            del self._clients[fd]
+            client.peer.close()
 
     def close(self) -> None:
-        for connection in self._connections.values():
-            connection.peer.close()
-        self._connections.clear()
+        for client in self._clients.values():
+            client.peer.close()
+        self._clients.clear()
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
 
 
-class DirectClient:
-    """The asking side, not thread-safe. Connects when it is first used, and again when it must."""
+class UnixConnection:
+    """The asking side. Connects when it is first used, and again when it must."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -161,11 +137,8 @@ class DirectClient:
         self._incoming = bytearray()
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
-        """The answer to request `number`; None when none came before time.monotonic() does.
-
-        A connection that breaks means that the directory has ended: the next one is asked.
-        """
-        message = _packed(frames)
+        """A connection that breaks means that the directory has ended: the next one is asked."""
+        message = to_stream(frames)
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
                 peer = self._connected(left_s)
@@ -180,17 +153,13 @@ class DirectClient:
         return None
 
     def tell(self, frames: list[bytes]) -> None:
-        """Send, and do not wait: the answer is passed over by the next exchange."""
         with contextlib.suppress(OSError):
-            self._connected(RETRY_S).sendall(_packed(frames))
+            self._connected(RETRY_S).sendall(to_stream(frames))
             return
         self.close()
 
     def _await(self, peer: socket.socket, number: int, deadline_s: float) -> list[bytes] | None:
         while True:
-            while (frames := self._next()) is not None:
-                if struct.unpack_from("<Q", frames[0], 8)[0] == number:
-                    return frames
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError
@@ -199,18 +168,9 @@ class DirectClient:
             if not data:
                 raise ConnectionError("the directory has ended")
             self._incoming += data
-
-    def _next(self) -> list[bytes] | None:
-        if len(self._incoming) < _PREFIX_BYTES:
-            return None
-        (length,) = _LENGTH.unpack_from(self._incoming, HEADER_BYTES)
-        end = _PREFIX_BYTES + length
-        if len(self._incoming) < end:
-            return None
-        header = bytes(self._incoming[:HEADER_BYTES])
-        body = bytes(self._incoming[_PREFIX_BYTES:end])
-        del self._incoming[:end]
-        return [header, body]
+            while (frames := from_stream(self._incoming)) is not None:
+                if number_of(frames[0]) == number:
+                    return frames
 
     def _connected(self, timeout_s: float) -> socket.socket:
         if self._socket is None:

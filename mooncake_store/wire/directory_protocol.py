@@ -1,9 +1,7 @@
 """The messages between the directory and everybody else. README.md documents them.
 
-One request is two ZeroMQ frames, a header and a MessagePack body; so is a reply, and so is a
-message of the event stream. The header never changes between versions, so that each side can refuse
-the other by name instead of misreading it. The requests are the verbs of `Directory`, one
-struct each, with the same field names; its tag is the verb.
+The requests are the verbs of `Directory`, one struct each, with the same field names; its tag is
+the verb. Beside them the bodies of the event stream.
 
 Bounds are part of the types (a key has 16 bytes, a lease is 0 to one hour, ...), so msgspec refuses
 what breaks them with the name of the field, before the directory sees it.
@@ -13,14 +11,11 @@ Not here: sockets (directory/server.py, directory/client.py, event_feed.py).
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Sequence
-from enum import IntEnum
-from typing import Annotated, NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import Annotated, TypeVar
 
 import msgspec
 
-from mooncake_store.errors import ProtocolMismatch, RequestInvalid, named
 from mooncake_store.records.blocks import Slot
 from mooncake_store.records.events import (
     BlockAdded,
@@ -33,10 +28,10 @@ from mooncake_store.records.events import (
     WorkerUp,
 )
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
+from mooncake_store.wire.request_reply import Verb
 
-PROTOCOL_VERSION = 3
+T = TypeVar("T")
 KEYS_MAX = 65_536  # in one request
-REQUEST_BYTES_MAX = 16 * 2**20
 
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -47,78 +42,27 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 BLOCKS_MAX = msgspec.Meta(max_length=KEYS_MAX)
 
 
-class Kind(IntEnum):
-    """What a message is."""
-
-    REQUEST = 0
-    REPLY = 1
-    FAILURE = 2
-    EVENTS = 3
-    HEARTBEAT = 4
-
-
-class Header(NamedTuple):
-    """Frame 0. `number` is the request's, echoed; or, in the event stream, 0."""
-
-    kind: Kind
-    number: int
-
-
-T = TypeVar("T")
-
-_HEADER = struct.Struct("<2sBBHHQ")  # magic, kind, zero, version, zero, number: 16 bytes
-_MAGIC = b"MK"
-HEADER_BYTES = _HEADER.size
-
-
-def pack_header(kind: Kind, number: int, version: int = PROTOCOL_VERSION) -> bytes:
-    return _HEADER.pack(_MAGIC, kind, 0, version, 0, number)
-
-
-def unpack_header(frame: bytes) -> Header:
-    """The header, or RequestInvalid for other bytes, ProtocolMismatch for another version."""
-    if len(frame) != _HEADER.size or frame[:2] != _MAGIC or frame[2] > max(Kind):
-        raise RequestInvalid(f"this is no mooncake_store header: {frame[:16].hex()}")
-    _, kind, _, version, _, number = _HEADER.unpack(frame)
-    if version != PROTOCOL_VERSION:
-        raise ProtocolMismatch(
-            f"the other side speaks version {version} of the mooncake_store protocol, this side "
-            f"{PROTOCOL_VERSION}; run the same release on both"
-        )
-    return Header(Kind(kind), number)
-
-
-def number_of(frame: bytes) -> int:
-    """The request number of a header of any version; 0 when it is no header."""
-    is_header = len(frame) == _HEADER.size and frame[:2] == _MAGIC
-    return int(_HEADER.unpack(frame)[5]) if is_header else 0
-
-
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of the verbs."""
-
-
-class RegisterNode(Request, tag="register_node", frozen=True):
+class RegisterNode(Verb, tag="register_node", frozen=True):
     info: NodeInfo
 
 
-class NodeReport(Request, tag="node_report", frozen=True):
+class NodeReport(Verb, tag="node_report", frozen=True):
     node_id: Name
     incarnation: Name
 
 
-class DeregisterNode(Request, tag="deregister_node", frozen=True):
+class DeregisterNode(Verb, tag="deregister_node", frozen=True):
     node_id: Name
     incarnation: Name
 
 
-class Attach(Request, tag="attach", frozen=True):
+class Attach(Verb, tag="attach", frozen=True):
     node_id: Name
     fingerprint: Name
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
 
-class Allocate(Request, tag="allocate", frozen=True):
+class Allocate(Verb, tag="allocate", frozen=True):
     node_id: Name
     keys: Keys
     owner: Name
@@ -128,116 +72,118 @@ class Allocate(Request, tag="allocate", frozen=True):
     tenant: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class Commit(Request, tag="commit", frozen=True):
+class Commit(Verb, tag="commit", frozen=True):
     node_id: Name
     blocks: Annotated[list[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
     lease_s: Lease
 
 
-class Abandon(Request, tag="abandon", frozen=True):
+class Abandon(Verb, tag="abandon", frozen=True):
     slots: Annotated[list[Slot], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
 
 
-class Lookup(Request, tag="lookup", frozen=True):
+class Lookup(Verb, tag="lookup", frozen=True):
     keys: Keys
     owner: Annotated[str, msgspec.Meta(max_length=256)]  # "" with lease_s = 0 only
     lease_s: Lease
     prefix_only: bool
 
 
-class Exist(Request, tag="exist", frozen=True):
+class Exist(Verb, tag="exist", frozen=True):
     keys: Annotated[bytes, msgspec.Meta(max_length=16 * KEYS_MAX)]
 
 
-class Remove(Request, tag="remove", frozen=True):
+class Remove(Verb, tag="remove", frozen=True):
     keys: Keys
     node_id: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class Renew(Request, tag="renew", frozen=True):
+class Renew(Verb, tag="renew", frozen=True):
     owner: Name
     lease_s: Lease
 
 
-class Release(Request, tag="release", frozen=True):
+class Release(Verb, tag="release", frozen=True):
     owner: Name
 
 
-class DropCopy(Request, tag="drop_copy", frozen=True):
+class DropCopy(Verb, tag="drop_copy", frozen=True):
     key: Key
     node_id: Name
     generation: Count
 
 
-class Adopt(Request, tag="adopt", frozen=True):
+class Adopt(Verb, tag="adopt", frozen=True):
     node_id: Name
     incarnation: Name
     blocks: Annotated[list[tuple[Key, Count, Count, Count, Size, Count]], BLOCKS_MAX]
     is_last: bool
 
 
-class TakeSpills(Request, tag="take_spills", frozen=True):
+class TakeSpills(Verb, tag="take_spills", frozen=True):
     node_id: Name
     owner: Name
     blocks_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
     lease_s: Lease
 
 
-class Drain(Request, tag="drain", frozen=True):
+class DrainNode(Verb, tag="drain", frozen=True):
     node_id: Name
     is_on: bool
 
 
-class BlocksOn(Request, tag="blocks_on", frozen=True):
+class BlocksOn(Verb, tag="blocks_on", frozen=True):
     node_id: Name
     blocks_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
     only_here: bool
 
 
-class Place(Request, tag="place", frozen=True):
+class PlaceKeys(Verb, tag="place", frozen=True):
     keys: Keys
-    excluded: Annotated[list[Name], msgspec.Meta(max_length=1_024)] = []
+    excluded: Annotated[list[Name], msgspec.Meta(max_length=1_024)] = msgspec.field(
+        default_factory=list
+    )
 
 
-class PinKeys(Request, tag="pin", frozen=True):
+class PinKeys(Verb, tag="pin", frozen=True):
     keys: Keys
     kind: Name
     ttl_s: Annotated[float, msgspec.Meta(ge=0.0, le=30 * 86_400.0)]
 
 
-class SetQuota(Request, tag="set_quota", frozen=True):
+class SetQuota(Verb, tag="set_quota", frozen=True):
     tenant: Name
     quota_bytes: Count
 
 
-class RegisterWorker(Request, tag="register_worker", frozen=True):
+class RegisterWorker(Verb, tag="register_worker", frozen=True):
     info: WorkerInfo
 
 
-class ReportWorker(Request, tag="worker_report", frozen=True):
+class ReportWorker(Verb, tag="worker_report", frozen=True):
     report: WorkerReport
 
 
-class DeregisterWorker(Request, tag="deregister_worker", frozen=True):
+class DeregisterWorker(Verb, tag="deregister_worker", frozen=True):
     worker_id: Name
     incarnation: Name
 
 
-class Nodes(Request, tag="nodes", frozen=True):
+class Nodes(Verb, tag="nodes", frozen=True):
     pass
 
 
-class Workers(Request, tag="workers", frozen=True):
+class Workers(Verb, tag="workers", frozen=True):
     pass
 
 
-class TakeSnapshot(Request, tag="snapshot", frozen=True):
+class TakeSnapshot(Verb, tag="snapshot", frozen=True):
     pass
 
 
-class Stats(Request, tag="stats", frozen=True):
+class Stats(Verb, tag="stats", frozen=True):
     pass
 
 
@@ -257,9 +203,9 @@ AnyRequest = (
     | DropCopy
     | Adopt
     | TakeSpills
-    | Drain
+    | DrainNode
     | BlocksOn
-    | Place
+    | PlaceKeys
     | PinKeys
     | SetQuota
     | RegisterWorker
@@ -270,28 +216,6 @@ AnyRequest = (
     | TakeSnapshot
     | Stats
 )
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """The body of a FAILURE: an error of errors.py by name."""
-
-    kind: str
-    message: str
-
-
-_FAILURE = msgspec.msgpack.Decoder(Failure)
-
-
-def result_of(reply: Sequence[bytes], decoder: msgspec.msgpack.Decoder[T], who: str) -> T:
-    """What a reply says; the error that a FAILURE names is raised."""
-    header = unpack_header(reply[0])
-    try:
-        if header.kind is Kind.REPLY:
-            return decoder.decode(reply[1])
-        failure = _FAILURE.decode(reply[1])
-    except (msgspec.DecodeError, IndexError) as error:
-        raise RequestInvalid(f"{who} answered what this side cannot read: {error}") from error
-    raise named(failure.kind, failure.message)
 
 
 class AddedMessage(msgspec.Struct, tag="added", array_like=True, frozen=True):
@@ -358,7 +282,7 @@ class Events(msgspec.Struct, frozen=True):
     events: list[EventMessage]
 
 
-class Heartbeat(msgspec.Struct, frozen=True):
+class EventHeartbeat(msgspec.Struct, frozen=True):
     """The body of HEARTBEAT: `sequence` is the number of the latest event."""
 
     epoch: int

@@ -1,0 +1,274 @@
+"""One request, one reply: asked with a deadline, answered with a result or with what was wrong.
+
+The side that asks has a Requester, which draws a connection for each request: of a Unix socket
+(unix_socket.py) or of ZeroMQ. When no reply comes before the deadline the caller gets
+StoreUnavailable and goes on without the store, and the connection is thrown away with what it had
+queued, so a server that comes back does not carry out requests that nobody waits for any more.
+
+The side that answers has a Responder, which reads a request, has it carried out and frames the
+reply. Nothing that arrives can stop it: bytes that are no request are answered with an error.
+
+Not here: what the requests are (directory_protocol.py, node_protocol.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable, named
+from mooncake_store.wire.framing import (
+    REQUEST_BYTES_MAX,
+    MessageKind,
+    number_of,
+    pack_header,
+    unpack_header,
+)
+
+CONNECTIONS_IDLE_MAX = 4
+MOVED_CHECK_S = 1.0  # a silent server that was elected may have been replaced
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Verb(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the requests; the tag of each is the verb."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """The body of a FAILURE: an error of errors.py by name."""
+
+    kind: str
+    message: str
+
+
+class Responder(Generic[R]):
+    """The frames of a reply for the frames of a request. Thread-safe."""
+
+    def __init__(self, verbs: object, who: str) -> None:
+        """`verbs`: the union of the requests that are understood; `who` answers them."""
+        self._decode: Callable[[bytes], R] = msgspec.msgpack.Decoder(verbs).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._who = who
+
+    def reply(self, frames: Sequence[bytes], carry_out: Callable[[R], object]) -> list[bytes]:
+        """The result of the request, or what was wrong with it."""
+        try:
+            body = self._encode(carry_out(self._read(frames)))
+        except StoreError as error:
+            return self.refusal(frames, error)
+        except Exception as error:  # edge: one request must not end the server of all others
+            log.exception("request failed inside the %s", self._who)
+            return self.refusal(frames, StoreError(f"bug in the {self._who}: {error!r}"))
+        return [pack_header(MessageKind.REPLY, number_of(frames[0])), body]
+
+    def refusal(self, frames: Sequence[bytes], error: StoreError) -> list[bytes]:
+        number = number_of(frames[0]) if frames else 0
+        body = self._encode(Failure(type(error).__name__, str(error)))
+        return [pack_header(MessageKind.FAILURE, number), body]
+
+    def _read(self, frames: Sequence[bytes]) -> R:
+        if len(frames) != 2:
+            raise RequestInvalid(f"a request has 2 frames, header and body; got {len(frames)}")
+        header = unpack_header(frames[0])
+        if header.kind is not MessageKind.REQUEST:
+            raise RequestInvalid(f"a request was expected, got {header.kind.name}")
+        try:
+            return self._decode(frames[1])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise RequestInvalid(f"the request cannot be read: {error}") from error
+
+
+def listening(context: zmq.Context[Any], kind: int, address: str) -> zmq.Socket[bytes]:
+    """A ZeroMQ socket of a server, bound there; zmq.ZMQError when that cannot be."""
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.linger = 0
+    socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
+
+
+def set_reconnecting(socket: zmq.Socket[bytes]) -> None:
+    """What every asking or listening end of ours wants of ZeroMQ."""
+    socket.linger = 0
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+
+
+class Connection(Protocol):
+    """Carries one request at a time; used by one thread at a time."""
+
+    def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
+        """The reply to request `number`; None when none came before time.monotonic() does."""
+
+    def tell(self, frames: list[bytes]) -> None:
+        """Send, and do not wait: the reply is passed over by the next exchange."""
+
+    def close(self) -> None: ...
+
+
+class ZeroMqConnection:
+    """A DEALER socket. It reaches other hosts, and reconnects by itself."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        has_moved: Callable[[], bool] | None = None,
+    ) -> None:
+        """`has_moved`: does somebody else answer now? Asked once a second while none comes."""
+        self._has_moved = has_moved
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        set_reconnecting(self._socket)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+
+    def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
+        with contextlib.suppress(zmq.ContextTerminated):  # closed by another thread
+            self._socket.send_multipart(frames)
+            while (left_s := deadline_s - time.monotonic()) > 0:
+                step_s = min(left_s, MOVED_CHECK_S) if self._has_moved else left_s
+                if self._socket.poll(math.ceil(step_s * 1000)):
+                    reply = self._socket.recv_multipart()
+                    if number_of(reply[0]) == number:
+                        return reply
+                elif self._has_moved is not None and self._has_moved():
+                    break  # who answers now has not heard of this request
+        return None
+
+    def tell(self, frames: list[bytes]) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class Requester:
+    """Asks one server; thread-safe. Connections that have answered are kept for the next requests.
+
+    One that is served in order (the directory answers within microseconds) is asked one request at
+    a time over one connection. Else each request has a connection while it lasts, so that a slow
+    one holds up nobody.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        hint: str,
+        connect: Callable[[zmq.Context[Any]], Connection],
+        is_in_order: bool = False,
+    ) -> None:
+        """`who` is asked, by name and address; `hint`: what to look at when it does not answer."""
+        self._who, self._hint = who, hint
+        self._connect = connect
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._turn = threading.Lock() if is_in_order else None
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._number = 0
+        self._is_closed = False
+
+    def ask(self, request: Verb, decoder: msgspec.msgpack.Decoder[T], timeout_s: float) -> T:
+        """What the reply says; the error that it names is raised."""
+        deadline_s = time.monotonic() + timeout_s
+        body = msgspec.msgpack.encode(request)
+        if self._turn is not None and not self._turn.acquire(timeout=timeout_s):
+            raise self._silent(request, timeout_s, "other threads were asking it all that time")
+        try:
+            connection, number = self._drawn()
+            frames = [pack_header(MessageKind.REQUEST, number), body]
+            reply = None
+            try:
+                reply = connection.exchange(frames, number, deadline_s)
+            finally:
+                self._give_back(connection, is_usable=reply is not None)
+        finally:
+            if self._turn is not None:
+                self._turn.release()
+        if reply is None:
+            raise self._silent(request, timeout_s, self._hint)
+        return self._result(reply, decoder)
+
+    def tell(self, request: Verb, timeout_s: float) -> None:
+        """As `ask`, without waiting for the reply, and without knowing whether it arrives."""
+        if self._turn is not None and not self._turn.acquire(timeout=timeout_s):
+            return
+        try:
+            connection, number = self._drawn()
+            frames = [pack_header(MessageKind.REQUEST, number), msgspec.msgpack.encode(request)]
+            connection.tell(frames)
+            self._give_back(connection, is_usable=True)
+        except StoreUnavailable:
+            pass  # nobody is there to be told
+        finally:
+            if self._turn is not None:
+                self._turn.release()
+
+    def disconnect(self) -> None:
+        """Whoever is asked next is connected to anew."""
+        with self._lock:
+            for connection in self._idle:
+                connection.close()
+            self._idle.clear()
+
+    def close(self) -> None:
+        """Twice is harmless. A request under way in another thread ends with StoreUnavailable, or,
+        where they are asked in order, is waited for.
+        """
+        with self._turn or contextlib.nullcontext():
+            with self._lock:
+                self._is_closed = True
+            self.disconnect()
+            self._context.term()  # wakes the requests under way, whose connections close then
+
+    def _drawn(self) -> tuple[Connection, int]:
+        with self._lock:
+            if self._is_closed:
+                raise StoreUnavailable(f"this client of {self._who} is closed")
+            self._number += 1
+            number = self._number
+            return self._idle.pop() if self._idle else self._connect(self._context), number
+
+    def _give_back(self, connection: Connection, is_usable: bool) -> None:
+        with self._lock:
+            if not is_usable or self._is_closed or len(self._idle) >= CONNECTIONS_IDLE_MAX:
+                connection.close()
+            else:
+                self._idle.append(connection)
+
+    def _result(self, reply: Sequence[bytes], decoder: msgspec.msgpack.Decoder[T]) -> T:
+        header = unpack_header(reply[0])
+        try:
+            if header.kind is MessageKind.REPLY:
+                return decoder.decode(reply[1])
+            failure = _FAILURE.decode(reply[1])
+        except (msgspec.DecodeError, IndexError) as error:
+            raise RequestInvalid(
+                f"{self._who} answered what this side cannot read: {error}"
+            ) from error
+        raise named(failure.kind, failure.message)
+
+    def _silent(self, request: Verb, timeout_s: float, why: str) -> StoreUnavailable:
+        verb = request.__struct_config__.tag
+        return StoreUnavailable(f"{self._who} did not answer {verb} within {timeout_s:g} s; {why}")
+
+
+_FAILURE = msgspec.msgpack.Decoder(Failure)
