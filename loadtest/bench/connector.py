@@ -6,8 +6,12 @@ TensorRT-LLM calls `get_num_new_matched_tokens` while it holds the lock of its o
 `build_connector_meta` in every step, for which it first describes the step (how much of that we
 replace: backends/engine/trtllm/lean_output.py); each call gets a list of tokens that nobody has
 seen yet, as the real one does. Beside them stand what a call cannot avoid (reading the list once)
-and what it would cost to hash the keys instead. Copies are measured where CUDA is
-(connector_copies.py); on plain memory they are a memcpy, which is only shown.
+and what it would cost to hash the keys instead.
+
+Copies, on a GPU: 1 GiB of pages of 32 tokens, in no order, between the GPU and page-locked memory,
+against one copy of 1 GiB; both while a product of matrices runs on another stream, whose speed is
+measured with and without. Without a GPU they are a memcpy, which is only shown, and the targets say
+why they have no value. torch is imported only for them.
 
 Not here: the copies' correctness (tests), a whole engine (nobody has one without a GPU).
 """
@@ -15,35 +19,46 @@ Not here: the copies' correctness (tests), a whole engine (nobody has one withou
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import tempfile
+import threading
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from backends.engine.trtllm import lean_output
 from backends.engine.trtllm import messages as m
+from backends.engine.trtllm.block_pages import BlockPages, Move, Run
 from backends.engine.trtllm.channel import SCHEDULER, ConnectorHost, ConnectorLink
+from backends.engine.trtllm.copier import make_copier, map_pool
 from backends.engine.trtllm.scheduler import StageScheduler
-from loadtest.bench import connector_copies
-from loadtest.bench.result import Cell, Result, Target
+from loadtest.bench.harness import benchmark, best_s, timed_s
+from loadtest.bench.result import Cell, Target
 from mooncake_store.block_keys import block_keys, chain_seed
 
 BLOCK_TOKENS, TOKENS_PER_BLOCK = 256, 32
 VOCABULARY_TOKENS = 128_256
 REQUESTS = 64
 SEED = chain_seed("bench")
+# Qwen2-0.5B in bfloat16: 24 layers, 2 KV heads, 32 tokens, 64 numbers.
+LAYERS, FLAT, PAGES_PER_BLOCK = 24, 2 * 32 * 64, 8
+PAGE_BYTES = LAYERS * 2 * FLAT * 2
+COPY_ROUNDS, COPIED_BYTES = 7, 2**30
+PRODUCT = 8192  # rows and columns of the matrices
+PRODUCT_S = 2.0  # how long products are counted
 
 
 @dataclass
-class Asked:
+class PromptRequest:
     """A request as the scheduler sees it; its list of tokens is made when the test is ready."""
 
     request_id: int
@@ -55,7 +70,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Computed:
+class ComputedRequest:
     """What TensorRT-LLM says of one request in one step."""
 
     request_id: int
@@ -65,7 +80,7 @@ class Computed:
     num_scheduled_tokens: int
 
 
-class Bench:
+class ConnectorCalls:
     def __init__(self, repeats: int, seed: int) -> None:
         self._repeats = repeats
         self._chance = np.random.default_rng(seed)
@@ -116,7 +131,7 @@ class Bench:
                 problem = scheduler.add_checked(stage)
                 assert not problem, problem
             chosen = number % REQUESTS
-            request = Asked(number, prompts[chosen].tolist())
+            request = PromptRequest(number, prompts[chosen].tolist())
 
             def call() -> None:
                 assert scheduler.match(request, 0) == loaded
@@ -132,7 +147,7 @@ class Bench:
         prompt = self.prompt(tokens)
         self.timed(
             f"match {tokens // 1024}k, nothing staged",
-            lambda number: partial(scheduler.match, Asked(number, prompt.tolist()), 0),
+            lambda number: partial(scheduler.match, PromptRequest(number, prompt.tolist()), 0),
         )
 
     def stage(self, tokens: int) -> None:
@@ -140,7 +155,7 @@ class Bench:
         prompt, pages = self.prompt(tokens), list(range(-(-tokens // BLOCK_TOKENS)))
         with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
             address = f"ipc://{folder}/kv"
-            host = ConnectorHost(address, Unheard())
+            host = ConnectorHost(address, DeafListener())
             scheduler = StageScheduler(
                 BLOCK_TOKENS, TOKENS_PER_BLOCK, lambda message: link.send(message)
             )
@@ -167,7 +182,7 @@ class Bench:
 
     def described(self, tokens: int, is_lean: bool) -> float:
         """What TensorRT-LLM builds of 64 decoding requests for a connector, in each step."""
-        requests = [Running(number, self.prompt(tokens)) for number in range(REQUESTS)]
+        requests = [DecodingRequest(number, self.prompt(tokens)) for number in range(REQUESTS)]
         made = lean_output.lean_request(LIKE_UPSTREAM) if is_lean else WholeLists
         described = [made() for _ in requests]
 
@@ -199,16 +214,19 @@ class Bench:
             scheduler = StageScheduler(BLOCK_TOKENS, TOKENS_PER_BLOCK, lambda message: None)
             for llm_id, (stage, prompt) in enumerate(zip(stages, prompts, strict=True)):
                 assert not scheduler.add_checked(stage)
-                request = Asked(llm_id, prompt.tolist())
+                request = PromptRequest(llm_id, prompt.tolist())
                 assert scheduler.match(request, 0) == tokens // 2
                 scheduler.allocated(request, blocks)
-            new = [Computed(llm_id, [], list(blocks), 0, tokens // 2) for llm_id in range(REQUESTS)]
+            new = [
+                ComputedRequest(llm_id, [], list(blocks), 0, tokens // 2)
+                for llm_id in range(REQUESTS)
+            ]
             if is_new:
                 return lambda: scheduler.orders(new, [])
             scheduler.orders(new, [])
             # Two of 64 fill a page in a step: there are 32 tokens in a page.
             steps = [
-                Computed(llm_id, [1], [9000], tokens + 31 - (llm_id % 32), 1)
+                ComputedRequest(llm_id, [1], [9000], tokens + 31 - (llm_id % 32), 1)
                 for llm_id in range(REQUESTS)
             ]
             return lambda: scheduler.orders([], steps)
@@ -218,7 +236,7 @@ class Bench:
         return self.timed(f"orders of {REQUESTS} requests, {kind}", prepare)
 
 
-class Running:
+class DecodingRequest:
     """A request and its pages as TensorRT-LLM hands them to Python: a new list for each call."""
 
     def __init__(self, number: int, prompt: np.ndarray) -> None:
@@ -233,7 +251,7 @@ class Running:
     def get_tokens(self, beam: int) -> list[int]:
         return self._tokens[: self.length].tolist()
 
-    def get_cache_indices(self, request: Running) -> list[int]:
+    def get_cache_indices(self, request: DecodingRequest) -> list[int]:
         return self._pages[: self.length // TOKENS_PER_BLOCK + 1].tolist()
 
 
@@ -244,21 +262,23 @@ class WholeLists:
         self._tokens: list[int] = []
         self._pages: list[int] = []
 
-    def update_and_build_data(self, request: Running, pages: Running) -> Computed:
+    def update_and_build_data(
+        self, request: DecodingRequest, pages: DecodingRequest
+    ) -> ComputedRequest:
         all_pages, all_tokens = pages.get_cache_indices(request), request.get_tokens(0)
         new_pages, new_tokens = all_pages[len(self._pages) :], all_tokens[len(self._tokens) :]
         self._pages += new_pages
         self._tokens += new_tokens
-        return Computed(request.request_id, new_tokens, new_pages, len(all_tokens) - 1, 1)
+        return ComputedRequest(request.request_id, new_tokens, new_pages, len(all_tokens) - 1, 1)
 
 
 LIKE_UPSTREAM = SimpleNamespace(
-    KvCacheConnectorSchedulerOutputRequest=WholeLists, RequestData=Computed,
+    KvCacheConnectorSchedulerOutputRequest=WholeLists, RequestData=ComputedRequest,
     LlmRequestState=SimpleNamespace(CONTEXT_INIT=1, DISAGG_GENERATION_TRANS_IN_PROGRESS=2),
 )  # fmt: skip
 
 
-class Unheard:
+class DeafListener:
     """A listener that needs nothing."""
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
@@ -270,27 +290,180 @@ def read_once(token_ids: list[int]) -> bytes:
     return array("I", token_ids).tobytes()
 
 
-def main(
-    repeats: Annotated[int, typer.Option(min=3)] = 101,
-    seed: Annotated[int, typer.Option()] = 1,
-    copies: Annotated[
-        bool, typer.Option(help="Measure copies too, on a GPU if there is one.")
-    ] = True,
-) -> None:
-    """Measure the connector's part in a step; the last line is JSON."""
-    started_s = time.monotonic()
-    bench = Bench(repeats, seed)
-    short_us = max(bench.match(4096, 0), bench.match(4096, 3840))
-    long_us = max(bench.match(131_072, 0), bench.match(131_072, 130_048))
+@dataclass
+class CopyRates:
+    """GB/s of copies of so many bytes."""
+
+    size_bytes: int
+    rows: list[dict[str, Cell]] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+
+    def best(self, what: str, copy: Callable[[], object], limit: float | None = None) -> float:
+        """Of several rounds; `limit` is the rate that it is compared with."""
+        return self.add(what, best_s(copy, COPY_ROUNDS), limit)
+
+    def add(self, what: str, seconds: float, limit: float | None) -> float:
+        rate = self.size_bytes / seconds / 1e9
+        row: dict[str, Cell] = {"call": what, "gb_per_s": round(rate, 2)}
+        if limit is not None:
+            row["of_limit"] = round(rate / limit, 3)
+        self.rows.append(row)
+        return rate
+
+
+class PageCopies:
+    """Pages on a device, a pool in a file, and the runs between them."""
+
+    def __init__(self, folder: Path, device: str, size_bytes: int) -> None:
+        import torch
+
+        blocks = size_bytes // PAGE_BYTES // PAGES_PER_BLOCK
+        pages = blocks * PAGES_PER_BLOCK
+        self.size_bytes = pages * PAGE_BYTES
+        path = folder / "pool"
+        with path.open("wb") as file:
+            file.truncate(self.size_bytes)
+        self.pool = map_pool(str(path), PAGE_BYTES * PAGES_PER_BLOCK)
+        self.pool[:] = np.random.default_rng(1).integers(0, 256, self.size_bytes, np.uint8)
+        self.kv = torch.zeros((pages, LAYERS, 2, FLAT), dtype=torch.bfloat16, device=device)
+        self.copier = make_copier(self.kv, self.pool)
+        geometry = BlockPages.of(0, 1, PAGE_BYTES, TOKENS_PER_BLOCK, 256)
+        chance = random.Random(2)
+        block_ids = chance.sample(range(pages), pages)
+        pool_pages = chance.sample(range(blocks), blocks)
+        self.runs: list[Run] = geometry.runs([Move("a", 1, 0, block_ids, pool_pages)])
+
+    def load(self, stream: Any) -> None:
+        event = self.copier.load(self.runs, stream)
+        if event is not None:
+            event.synchronize()
+
+    def save(self, stream: Any) -> None:
+        self.copier.save(self.runs, self.copier.record(stream))
+
+
+def measure_copies(size_bytes: int = COPIED_BYTES) -> CopyRates:
+    try:
+        import torch
+
+        has_cuda = torch.cuda.is_available()
+    except ImportError:
+        has_cuda = False
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mooncake-bench-") as folder:
+        if has_cuda:
+            return _on_gpu(Path(folder), size_bytes)
+        return _on_cpu(Path(folder), min(size_bytes, 2**28))
+
+
+def _on_cpu(folder: Path, size_bytes: int) -> CopyRates:
+    copies = PageCopies(folder, "cpu", size_bytes)
+    rates = CopyRates(copies.size_bytes)
+    target = np.empty_like(copies.pool)
+    limit = rates.best("memcpy (limit)", lambda: np.copyto(target, copies.pool))
+    for name, copy in (("load", copies.load), ("save", copies.save)):
+        rates.best(f"plain copier, {name}", partial(copy, None), limit)
+    copies.copier.close()
+    why = "no CUDA GPU on this machine"
+    rates.targets = [
+        Target("copier, host to device, of the measured rate", None, ">=", 0.8, why),
+        Target("copier, device to host, of the measured rate", None, ">=", 0.8, why),
+        Target("matrix product beside copies, of its speed alone", None, ">=", 0.95, why),
+    ]
+    return rates
+
+
+def _on_gpu(folder: Path, size_bytes: int) -> CopyRates:
+    import torch
+
+    copies = PageCopies(folder, "cuda", size_bytes)
+    rates = CopyRates(copies.size_bytes)
+    stream = torch.cuda.current_stream()
+    flat = copies.kv.view(torch.uint8).reshape(-1)
+    locked = torch.empty(copies.size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def raw(target: Any, source: Any) -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    loading, saving = "one copy, host to device (limit)", "one copy, device to host (limit)"
+    limits = {
+        "load": rates.best(loading, partial(raw, flat, locked)),
+        "save": rates.best(saving, partial(raw, locked, flat)),
+    }
+    actions = {"load": partial(copies.load, stream), "save": partial(copies.save, stream)}
+    for name, action in actions.items():
+        rates.best(f"copier, {name}", action, limits[name])
+    products = MatrixProducts()
+    alone = products.per_s(PRODUCT_S)
+    for name, action in actions.items():
+        copy_s, per_s = _beside(products, action)
+        rate = rates.add(f"copier, {name}, beside products", copy_s, limits[name])
+        direction = "host to device" if name == "load" else "device to host"
+        product = f"matrix product beside {name}s, of its speed alone"
+        rates.targets += [
+            Target(f"copier, {direction}, of the measured rate", rate / limits[name], ">=", 0.8),
+            Target(product, per_s / alone, ">=", 0.95),
+        ]
+    copies.copier.close()
+    return rates
+
+
+def _beside(products: MatrixProducts, action: Callable[[], None]) -> tuple[float, float]:
+    """(seconds of the median copy, products per second) while both go on."""
+    is_over = threading.Event()
+    copied: list[float] = []
+
+    def copy_on() -> None:
+        while not is_over.is_set():
+            copied.append(timed_s(action))
+
+    thread = threading.Thread(target=copy_on, name="copies")
+    thread.start()
+    try:
+        per_s = products.per_s(PRODUCT_S)
+    finally:
+        is_over.set()
+        thread.join()
+    return sorted(copied)[len(copied) // 2], per_s
+
+
+class MatrixProducts:
+    """Products of two matrices on a stream of their own."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._stream = torch.cuda.Stream()
+        shape = (PRODUCT, PRODUCT)
+        self._left = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        self._right = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        self._out = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+        self.per_s(0.5)  # warm
+
+    def per_s(self, seconds: float) -> float:
+        count, started_s = 0, time.perf_counter()
+        with self._torch.cuda.stream(self._stream):
+            while time.perf_counter() - started_s < seconds:
+                for _ in range(20):
+                    self._torch.matmul(self._left, self._right, out=self._out)
+                self._stream.synchronize()
+                count += 20
+        return count / (time.perf_counter() - started_s)
+
+
+def call_targets(calls: ConnectorCalls) -> list[Target]:
+    short_us = max(calls.match(4096, 0), calls.match(4096, 3840))
+    long_us = max(calls.match(131_072, 0), calls.match(131_072, 130_048))
     for tokens in (4096, 131_072):
-        bench.unmatched(tokens)
-        bench.stage(tokens)
-        bench.limits(tokens)
-    decoding_us, new_us = bench.orders(is_new=False), bench.orders(is_new=True)
-    long_decoding_us = bench.orders(is_new=False, tokens=32_768)
-    whole_us = bench.described(32_768, is_lean=False)
-    lean_us = bench.described(32_768, is_lean=True)
-    targets = [
+        calls.unmatched(tokens)
+        calls.stage(tokens)
+        calls.limits(tokens)
+    decoding_us, new_us = calls.orders(is_new=False), calls.orders(is_new=True)
+    long_decoding_us = calls.orders(is_new=False, tokens=32_768)
+    whole_us = calls.described(32_768, is_lean=False)
+    lean_us = calls.described(32_768, is_lean=True)
+    return [
         Target("get_num_new_matched_tokens, 4k, us", short_us, "<=", 100.0),
         Target("get_num_new_matched_tokens, 128k, us", long_us, "<=", 2500.0),
         Target("build_connector_meta, 64 requests, us", decoding_us, "<=", 200.0),
@@ -299,12 +472,23 @@ def main(
         Target("description of 64 requests of 32k, us", lean_us, "<=", 200.0),
         Target("description of 64 x 32k, of TensorRT-LLM's", lean_us / whole_us, "<=", 0.05),
     ]
-    rows = bench.rows
-    if copies:
-        measured = connector_copies.measure()
-        rows = [*rows, *measured.rows]
-        targets += measured.targets
-    Result("connector", time.monotonic() - started_s, rows, targets).print()
+
+
+def main(
+    repeats: Annotated[int, typer.Option(min=3)] = 101,
+    seed: Annotated[int, typer.Option()] = 1,
+    copies: Annotated[
+        bool, typer.Option(help="Measure copies too, on a GPU if there is one.")
+    ] = True,
+) -> None:
+    """Measure the connector's part in a step; the last line is JSON."""
+    with benchmark("connector") as run:
+        calls = ConnectorCalls(repeats, seed)
+        run.rows, run.targets = calls.rows, call_targets(calls)
+        if copies:
+            rates = measure_copies()
+            run.rows += rates.rows
+            run.targets += rates.targets
 
 
 if __name__ == "__main__":

@@ -3,30 +3,29 @@
     python -m loadtest.bench.directory [--keys 10000000] [--few 100000] [--eviction density]
 
 Two real directory processes, one with a few keys and one with many, filled over the wire as a node
-and its clients do (allocate, commit). Then both are asked in turns, because the machine may be busy
-now and idle a second later: `exist` and `lookup` of 1,000 random keys that are there, the time a
-client waits. Blocks are only named here, nobody stores their bytes.
+and its clients do (allocate, commit). Then both are asked in turns: `exist` and `lookup` of 1,000
+random keys that are there, the time a client waits. Blocks are only named here, nobody stores their
+bytes.
 
-Not here: what a block's bytes cost (store/), the shape of the answer (result.py).
+Not here: what a block's bytes cost (store/).
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import numpy as np
 import psutil
 import typer
-from rich.console import Console
 
-from loadtest.bench.ready_process import ready_process
-from loadtest.bench.result import Cell, Result, Target
+from loadtest.bench.harness import benchmark, console, median_s, timed_s
+from loadtest.bench.processes import BenchStore
+from loadtest.bench.result import Cell, Target
 from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.eviction import POLICIES
@@ -40,7 +39,7 @@ FOREVER_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class FilledDirectory:
     """One directory process, and what is in it."""
 
     client: DirectoryClient
@@ -60,20 +59,19 @@ class Filled:
 
 
 @contextlib.contextmanager
-def filled(keys: int, eviction: str, chance: np.random.Generator) -> Iterator[Filled]:
+def filled(keys: int, eviction: str, chance: np.random.Generator) -> Iterator[FilledDirectory]:
     """A directory with so many keys on one node, until the block ends."""
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
-        address = f"ipc://{folder}/directory"
-        server = ready_process(
-            stack, "directory", "--address", address, "--events", f"ipc://{folder}/events",
-            "--node-ttl-s", str(FOREVER_S), "--eviction", eviction, "--log-level", "WARNING",
-        )  # fmt: skip
-        client = stack.enter_context(DirectoryClient(address, timeout_s=60.0))
-        process = psutil.Process(server.pid)
+        store = BenchStore(
+            stack, "--node-ttl-s", str(FOREVER_S), "--eviction", eviction, "--log-level", "WARNING"
+        )
+        client = stack.enter_context(DirectoryClient(store.address, timeout_s=60.0))
+        process = psutil.Process(store.directory.pid)
         empty_gib = process.memory_info().rss / 2**30
         segment_bytes = memory_bytes_for(keys, UNIT_BYTES, UNIT_BYTES)
-        client.register_node(NodeInfo("n", "life", "host", "none", segment_bytes, "", b"", 0))
+        client.register_node(
+            NodeInfo("n", "incarnation", "host", "none", segment_bytes, "", b"", 0)
+        )
         client.attach("n", "bench", UNIT_BYTES)
         names = np.frombuffer(chance.bytes(keys * KEY_BYTES), f"V{KEY_BYTES}")
         started_s = time.perf_counter()
@@ -81,7 +79,7 @@ def filled(keys: int, eviction: str, chance: np.random.Generator) -> Iterator[Fi
             fill(client, [name.tobytes() for name in names[start : start + BATCH]])
         fill_s = time.perf_counter() - started_s
         assert client.stats().blocks == keys, "a key was evicted, or came twice"
-        yield Filled(client, process, names, fill_s, empty_gib)
+        yield FilledDirectory(client, process, names, fill_s, empty_gib)
 
 
 def fill(client: DirectoryClient, keys: Sequence[bytes]) -> None:
@@ -94,38 +92,36 @@ def fill(client: DirectoryClient, keys: Sequence[bytes]) -> None:
     assert all(client.commit("n", rows, "bench", 0.0)) and len(rows) == len(keys)
 
 
-def exist(one: Filled, keys: list[bytes]) -> None:
+def exist(one: FilledDirectory, keys: list[bytes]) -> None:
     assert all(one.client.exist(keys))
 
 
-def lookup(one: Filled, keys: list[bytes]) -> None:
+def lookup(one: FilledDirectory, keys: list[bytes]) -> None:
     assert all(one.client.lookup(keys, "reader", 0.0, prefix_only=False))
 
 
-def lease(one: Filled, keys: list[bytes]) -> None:
+def lease(one: FilledDirectory, keys: list[bytes]) -> None:
     assert all(one.client.lookup(keys, "reader", 60.0, prefix_only=False))
     one.client.release("reader")
 
 
-WAYS: dict[str, Callable[[Filled, list[bytes]], None]] = {
+WAYS: dict[str, Callable[[FilledDirectory, list[bytes]], None]] = {
     "exist": exist, "lookup": lookup, "lease_and_release": lease,
 }  # fmt: skip
 
 
-def ask(both: Sequence[Filled], rounds: int, chance: np.random.Generator) -> list[dict[str, float]]:
+def ask(
+    both: Sequence[FilledDirectory], rounds: int, chance: np.random.Generator
+) -> list[dict[str, float]]:
     """For each directory the median milliseconds of each way; they take turns."""
-    taken: list[dict[str, list[float]]] = [{name: [] for name in WAYS} for _ in both]
-    for _ in range(rounds):
-        for name, way in WAYS.items():
-            for one, times in zip(both, taken, strict=True):
-                keys = one.some(chance)
-                started_s = time.perf_counter()
-                way(one, keys)
-                times[name].append(time.perf_counter() - started_s)
-    return [
-        {name: statistics.median(values) * 1e3 for name, values in times.items()}
-        for times in taken
-    ]  # fmt: skip
+
+    def asked(way: str, one: FilledDirectory) -> float:
+        keys = one.some(chance)
+        return timed_s(lambda: WAYS[way](one, keys))
+
+    turns = {(way, at): partial(asked, way, one) for way in WAYS for at, one in enumerate(both)}
+    found = median_s(turns, rounds)
+    return [{way: found[way, at] * 1e3 for way in WAYS} for at in range(len(both))]
 
 
 def measure(
@@ -145,7 +141,7 @@ def measure(
     ]
 
 
-def row(one: Filled, eviction: str, times: dict[str, float]) -> dict[str, Cell]:
+def row(one: FilledDirectory, eviction: str, times: dict[str, float]) -> dict[str, Cell]:
     keys = len(one.keys)
     return {
         "keys": keys,
@@ -165,11 +161,8 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the keys and which are asked for.")] = 1,
 ) -> None:
     """Fill two directories and ask both; the last line is JSON."""
-    console = Console(stderr=True, highlight=False)
-    started_s = time.perf_counter()
-    with console.status(f"filling a directory with {keys:,} keys ..."):
-        rows, targets = measure(few, keys, rounds, eviction, seed)
-    Result("directory", time.perf_counter() - started_s, rows, targets).print()
+    with benchmark("directory") as run, console.status(f"filling with {keys:,} keys ..."):
+        run.rows, run.targets = measure(few, keys, rounds, eviction, seed)
 
 
 if __name__ == "__main__":

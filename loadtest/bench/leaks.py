@@ -9,39 +9,45 @@ when one is broken. Storage nodes are small, so that they are full and evict aft
     load     Locust's users of the default mix for `--seconds`. Of each process the medians of the
              last minute are compared with those of the second minute (the first one fills the
              store): resident memory, threads, file descriptors.
-    mixed    good, wrong and abandoned requests in random order; threads and descriptors at rest are
-             compared, before and after.
+    mixed    good, wrong and abandoned requests in random order, over gRPC and HTTP; threads and
+             descriptors at rest are compared, before and after. Each ends as it should or is
+             unexpected, with the reason.
 
 After each phase no request, page, slot or lease may be held, by the server's own metrics.
 
-Not here: reading processes (process_watch.py), the kinds of requests (mixed_requests.py).
+Not here: reading processes (processes.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
+import random
 import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+import requests
 import typer
-from rich.console import Console
 
 from backends.metrics.table import METRICS
-from loadtest.bench import server
-from loadtest.bench.mixed_requests import run_mixed
-from loadtest.bench.process_watch import Look, ProcessWatch
-from loadtest.bench.result import Cell, Result, Target
+from loadtest.bench.harness import benchmark, console
+from loadtest.bench.processes import Look, Looks, ProcessWatch
+from loadtest.bench.result import Cell, Target
+from loadtest.bench.server import PROJECT, started
 from loadtest.client.metrics_page import fetch_page, series_key, series_of
+from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
 from loadtest.client.server import Addresses, ServerDescription, describe_server
 from loadtest.client.triton_client import TritonClient
 
@@ -52,13 +58,24 @@ IN_FLIGHT_MAX = 24
 REST = ("before", "after")
 SELF_CHECKS = "mooncake_self_checks_total"
 STORE_BYTES = "96M"
-LOCUST_FILE = Path(__file__).resolve().parents[1] / "locustfile.py"
-
-Looks = Mapping[tuple[str, int], Sequence[Look]]
+LOCUST_FILE = PROJECT / "loadtest" / "locustfile.py"
+HTTP_S_MAX = 120.0
+SHARES = {"good": 5, "good http": 1, "bad": 2, "left": 2, "left http": 1}
+WAYS_TO_BE_WRONG = (
+    {"input_ids": np.array([1, 2, 10**6], np.int32)},
+    {"input_ids": np.array([5, -1], np.int32)},
+    {"max_tokens": 0},
+    {"max_tokens": 10**6},
+    {"temperature": -1.0},
+    {"top_p": 2.0},
+    {"parameters": {"no_such_parameter": 1}},
+    {"parameters": {"prefill_worker": "prefill_99"}},
+    {"input_ids": None, "text_input": ""},
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class ComparedMinutes:
     """The two minutes that are compared, by the clock of the looks."""
 
     second: tuple[float, float]
@@ -69,7 +86,7 @@ def within(looks: Sequence[Look], window: tuple[float, float]) -> list[Look]:
     return [look for look in looks if window[0] <= look.time_s <= window[1]]
 
 
-def load_rows(looks: Looks, windows: Windows) -> list[dict[str, Cell]]:
+def load_rows(looks: Looks, windows: ComparedMinutes) -> list[dict[str, Cell]]:
     """One row per process: medians of both windows. A process that was not in both has no ratio."""
     rows: list[dict[str, Cell]] = []
     for (name, pid), seen in sorted(looks.items()):
@@ -77,10 +94,10 @@ def load_rows(looks: Looks, windows: Windows) -> list[dict[str, Cell]]:
         if not early and not late:
             continue  # older or younger than what is compared: a helper that came and went
         row: dict[str, Cell] = {"phase": "load", "process": name, "pid": pid}
-        for field, unit in (("rss_bytes", 2**20), ("threads", 1), ("descriptors", 1)):
-            label = "rss_mib" if field == "rss_bytes" else field
+        for what, unit in (("rss_bytes", 2**20), ("threads", 1), ("descriptors", 1)):
+            label = "rss_mib" if what == "rss_bytes" else what
             for when, window in (("second", early), ("last", late)):
-                values = [getattr(look, field) for look in window]
+                values = [getattr(look, what) for look in window]
                 row[f"{label}_{when}"] = (
                     round(statistics.median(values) / unit, 2) if values else None
                 )
@@ -199,30 +216,149 @@ async def described(addresses: Addresses) -> ServerDescription:
 
 
 @dataclass(slots=True)
+class MixedEndings:
+    """What came of them: counts by kind, and messages of those that ended as they should not."""
+
+    ended: Counter[str] = field(default_factory=Counter)
+    unexpected: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSender:
+    client: TritonClient
+    addresses: Addresses
+    chance: random.Random
+    vocabulary_tokens: int
+
+    def request(self, number: int) -> GenerateRequest:
+        """Half of them begin like others, so that prefixes are shared and fetched."""
+        chance = self.chance
+        stem = random.Random(chance.randrange(8))
+        ids = [stem.randrange(16, self.vocabulary_tokens) for _ in range(chance.choice((0, 256)))]
+        ids += [chance.randrange(16, self.vocabulary_tokens) for _ in range(chance.randint(1, 200))]
+        output_tokens = chance.randint(1, 24)
+        return GenerateRequest(
+            request_id=f"mixed-{number}", input_ids=np.array(ids, np.int32),
+            max_tokens=output_tokens, end_id=-1, stream=chance.random() < 0.8,
+        )  # fmt: skip
+
+    async def good(self, number: int) -> str:
+        async for event in self.client.generate(self.request(number)):
+            if event.finish_reason:
+                return "good"
+        return "unexpected: no finish reason"
+
+    async def bad(self, number: int) -> str:
+        wrong = self.chance.choice(WAYS_TO_BE_WRONG)
+        try:
+            async for _ in self.client.generate(replace(self.request(number), **wrong)):
+                pass
+        except Rejected:
+            raise
+        except ServerError as error:
+            return "bad" if error.kind == "invalid_request" else f"unexpected: {wrong}: {error}"
+        return f"unexpected: {wrong} was answered"
+
+    async def left(self, number: int) -> str:
+        """Goes away before the first token or after some."""
+        request = replace(self.request(number), max_tokens=200, stream=True)
+        patience_s = self.chance.random() * 0.3
+
+        async def read() -> None:
+            async for _ in self.client.generate(request):
+                pass
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(read(), patience_s)
+        return "left"
+
+    async def good_http(self, number: int) -> str:
+        body = self._body(self.request(number), is_stream=False)
+        url = f"http://{self.addresses.http}/v2/models/conductor/generate"
+        answer = await asyncio.to_thread(requests.post, url, json=body, timeout=HTTP_S_MAX)
+        is_fine = answer.ok or "rejected kind=" in answer.text
+        return "good http" if is_fine else f"unexpected: {answer.text}"
+
+    async def left_http(self, number: int) -> str:
+        body = self._body(self.request(number), is_stream=True) | {"max_tokens": 200}
+        events = self.chance.randint(1, 8)
+        await asyncio.to_thread(self._leave_http, body, events)
+        return "left http"
+
+    def _leave_http(self, body: dict[str, object], events: int) -> None:
+        url = f"http://{self.addresses.http}/v2/models/conductor/generate_stream"
+        with requests.post(url, json=body, stream=True, timeout=HTTP_S_MAX) as answer:
+            for number, _ in enumerate(answer.iter_lines()):
+                if number >= events:
+                    return
+
+    def _body(self, request: GenerateRequest, is_stream: bool) -> dict[str, object]:
+        assert request.input_ids is not None
+        return {"input_ids": request.input_ids.tolist(), "max_tokens": request.max_tokens,
+                "end_id": -1, "stream": is_stream}  # fmt: skip
+
+
+async def send_mixed(
+    addresses: Addresses,
+    count: int,
+    seed: int,
+    vocabulary_tokens: int,
+    in_flight_max: int,
+) -> MixedEndings:
+    """Send `count` requests; returns when the last has ended."""
+    chance = random.Random(seed)
+    mixed, slots = MixedEndings(), asyncio.Semaphore(in_flight_max)
+    kinds = chance.choices(list(SHARES), list(SHARES.values()), k=count)
+    async with TritonClient(addresses.grpc) as client:
+        sender = MixedSender(client, addresses, chance, vocabulary_tokens)
+
+        async def send(number: int, kind: str) -> None:
+            async with slots:
+                try:
+                    ended = await getattr(sender, kind.replace(" ", "_"))(number)
+                except Rejected:
+                    ended = "rejected"
+                except (ServerError, requests.RequestException) as error:
+                    ended = f"unexpected: {kind}: {error}"
+                mixed.ended[ended.partition(":")[0]] += 1
+                if ended.startswith("unexpected"):
+                    mixed.unexpected.append(ended)
+
+        await asyncio.gather(*(send(number, kind) for number, kind in enumerate(kinds)))
+    return mixed
+
+
+def run_mixed(
+    addresses: Addresses, count: int, seed: int, vocabulary_tokens: int, in_flight_max: int
+) -> MixedEndings:
+    """`send_mixed` for a process that does nothing else."""
+    return asyncio.run(send_mixed(addresses, count, seed, vocabulary_tokens, in_flight_max))
+
+
+@dataclass(slots=True)
 class LeakTest:
     """The phases on one running server; rows and targets collect."""
 
     addresses: Addresses
     pid: int
     seed: int
-    folder: Path
-    console: Console
     rows: list[dict[str, Cell]]
     targets: list[Target]
 
     def load(self, users: int, seconds: float) -> None:
         watch = ProcessWatch(self.pid)
-        log = self.folder / "locust.log"
         watch.start()
         started_s = time.perf_counter()
-        with self.console.status(f"Locust, {users} users, {seconds:.0f} s (log: {log}) ..."):
-            status = run_locust(self.addresses, users, seconds, self.seed, log)
-        ended_s = time.perf_counter()
-        watch.stop()
-        self.console.print(log.read_text(errors="replace")[-4_000:], markup=False)
+        with tempfile.NamedTemporaryFile(prefix="mooncake-leaks-", suffix=".log") as file:
+            log = Path(file.name)
+            with console.status(f"Locust, {users} users, {seconds:.0f} s (log: {log}) ..."):
+                status = run_locust(self.addresses, users, seconds, self.seed, log)
+            ended_s = time.perf_counter()
+            watch.stop()
+            console.print(log.read_text(errors="replace")[-4_000:], markup=False)
         # Locust measures unloaded requests first and lets the last ones end: both are outside.
         begin_s = max(started_s, ended_s - seconds)
-        windows = Windows(
+        windows = ComparedMinutes(
             (begin_s + WINDOW_S, begin_s + 2 * WINDOW_S), (ended_s - WINDOW_S, ended_s)
         )
         rows = load_rows(watch.looks, windows)
@@ -254,13 +390,13 @@ class LeakTest:
         self.seed += 1
         vocabulary_tokens = asyncio.run(described(self.addresses)).vocabulary_tokens
         with (
-            self.console.status(f"{phase}: {count} mixed requests ..."),
+            console.status(f"{phase}: {count} mixed requests ..."),
             ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
         ):
             mixed = process.submit(
                 run_mixed, self.addresses, count, self.seed, vocabulary_tokens, in_flight_max
             ).result()
-        self.console.print(f"{phase}: {dict(mixed.ended)}", markup=False)
+        console.print(f"{phase}: {dict(mixed.ended)}", markup=False)
         why = "; ".join(mixed.unexpected[:3])
         self.targets.append(Target(f"{phase}_unexpected", len(mixed.unexpected), "<=", 0, why))
 
@@ -298,28 +434,17 @@ def main(
     ),
 ) -> None:
     """Look for what grows or stays behind; the last line is JSON."""
-    console = Console(stderr=True, highlight=False)
     seed = secrets.randbits(31) if seed is None else seed
     console.print(f"--seed {seed}")
-    started_s = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="mooncake-leaks-") as name:
-        folder = Path(name)
-        addresses = server.free_addresses()
-        arguments = ["--self-check", "--store-bytes", STORE_BYTES]
-        process = server.start(addresses, arguments, folder / "serve.log")
-        try:
-            server.wait_ready(addresses, server.READY_S_MAX, process, folder / "serve.log")
-            test = LeakTest(addresses, process.pid, seed, folder, console, [], [])
-            test.warm_up(mixed)
-            test.load(users, seconds)
-            test.mixed(mixed)
-            test.checks()
-        except (server.ServerFailed, OSError) as error:
-            console.print(f"cannot measure: {error}", style="bold red", markup=False)
-            raise typer.Exit(1) from error
-        finally:
-            server.stop(process)
-    Result("leaks", time.perf_counter() - started_s, test.rows, test.targets).print()
+    with (
+        benchmark("leaks") as run,
+        started(["--self-check", "--store-bytes", STORE_BYTES]) as server,
+    ):
+        test = LeakTest(server.addresses, server.pid, seed, run.rows, run.targets)
+        test.warm_up(mixed)
+        test.load(users, seconds)
+        test.mixed(mixed)
+        test.checks()
 
 
 if __name__ == "__main__":

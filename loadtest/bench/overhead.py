@@ -1,4 +1,4 @@
-"""What Triton, the front and the hand-over add to the bare engine, for a user at the client.
+"""What Triton, the frontend and the hand-over add to the bare engine, for a user at the client.
 
     python -m loadtest.bench.overhead [--url 127.0.0.1:8001]
 
@@ -13,8 +13,6 @@ TBT of a stream here is its mean: (last token - first token of the full batch) /
 A token counts when its message arrives; a message may carry several, so single intervals would say
 more about the packing than about the speed. How many a message carries is in the rows, and so is
 the CPU time that each process spends for one step of the 8 streams.
-
-Not here: starting the server (server.py), the shape of the answer (result.py).
 """
 
 from __future__ import annotations
@@ -25,23 +23,30 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from backends.engine.generate import generate_tokens
 from backends.engine.interface import Work
 from backends.engine.sampling import sample
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
-from loadtest.bench.cpu_time import CpuTime
-from loadtest.bench.result import Cell, Result, Target
-from loadtest.bench.server import measuring, serving
+from loadtest.bench.harness import (
+    FreshSeed,
+    ServerUrl,
+    benchmark,
+    console,
+    served,
+    together_tbt_s,
+)
+from loadtest.bench.processes import CpuTime
+from loadtest.bench.result import Cell, Target
+from loadtest.bench.server import PROJECT
+from loadtest.client.protocol import GenerateRequest
 from loadtest.client.server import describe_server
-from loadtest.client.triton_client import GenerateRequest, TritonClient
+from loadtest.client.triton_client import TritonClient
 from loadtest.replay.prompts import TokenIds, TokenSource
 
 TTFT_ADDED_S_GOAL = 0.010
@@ -49,12 +54,12 @@ TBT_RATIO_GOAL = 1.2
 STREAMS = 8
 TTFTS = 11  # in each round
 CPU_MS_SHOWN = 0.05
-CHECKPOINT = Path(__file__).resolve().parents[2] / "backends" / "demo_checkpoint"
+CHECKPOINT = PROJECT / "backends" / "demo_checkpoint"
 PINNED = {"prefill_worker": "prefill_0", "decode_worker": "decode_0"}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class OverheadShape:
     """How large what is measured is, in tokens."""
 
     short_tokens: int
@@ -64,30 +69,24 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
+class TokenArrivals:
     """When the tokens of one stream came, and how they were packed."""
 
     times_s: list[float]  # one per token
     messages: int
 
 
-def tbt_s(streams: Sequence[Arrivals]) -> float:
+def tbt_s(streams: Sequence[TokenArrivals]) -> float:
     """Median over the streams of the mean interval while all of them ran."""
-    begin_s = max(stream.times_s[0] for stream in streams)
-    end_s = min(stream.times_s[-1] for stream in streams)
-    means = []
-    for stream in streams:
-        times_s = [t for t in stream.times_s if begin_s <= t <= end_s]
-        if len(times_s) > 1 and times_s[-1] > times_s[0]:
-            means.append((times_s[-1] - times_s[0]) / (len(times_s) - 1))
-    assert len(means) == len(streams), "the streams did not run together; ask for more tokens"
-    return statistics.median(means)
+    found_s = together_tbt_s([stream.times_s for stream in streams], tokens_min=2)
+    assert found_s is not None, "the streams did not run together; ask for more tokens"
+    return found_s
 
 
 class BareEngine:
     """The engine of the workers in this process, and nothing else."""
 
-    def __init__(self, block_tokens: int, threads: int, shape: Shape) -> None:
+    def __init__(self, block_tokens: int, threads: int, shape: OverheadShape) -> None:
         tokens = STREAMS * (shape.prompt_tokens + shape.output_tokens) + shape.short_tokens
         pages = tokens // block_tokens + 2 * STREAMS + 2
         self._engine = TorchEngine.load(CHECKPOINT, pages, block_tokens, threads=threads)
@@ -107,7 +106,7 @@ class BareEngine:
 
     def tbt_s(self, prompts: Sequence[TokenIds], output_tokens: int) -> float:
         params = SamplingParams(max_tokens=output_tokens, min_tokens=output_tokens)
-        streams = [Arrivals([], 0) for _ in prompts]
+        streams = [TokenArrivals([], 0) for _ in prompts]
         ids = [prompt.tolist() for prompt in prompts]
         for index, _ in generate_tokens(self._engine, ids, params, slots_max=len(prompts)):
             streams[index].times_s.append(time.perf_counter())
@@ -116,7 +115,7 @@ class BareEngine:
 
 async def stream(
     client: TritonClient, name: str, prompt: TokenIds, output_tokens: int
-) -> tuple[float, Arrivals]:
+) -> tuple[float, TokenArrivals]:
     """One request, pinned; (when it was sent, what arrived)."""
     request = GenerateRequest(
         request_id=name, input_ids=prompt, max_tokens=output_tokens, min_tokens=output_tokens,
@@ -129,7 +128,7 @@ async def stream(
         messages += 1
         times_s += [event.time_s] * len(event.output_ids)
     assert len(times_s) == output_tokens, f"{len(times_s)} tokens of {output_tokens}"
-    return sent_s, Arrivals(times_s, messages)
+    return sent_s, TokenArrivals(times_s, messages)
 
 
 async def ttfts_s(engine: BareEngine, client: TritonClient, short: TokenIds) -> tuple[float, float]:
@@ -148,7 +147,7 @@ async def client_ttft_s(client: TritonClient, prompt: TokenIds) -> float:
 
 async def together(
     client: TritonClient, prompts: Sequence[TokenIds], output_tokens: int
-) -> list[Arrivals]:
+) -> list[TokenArrivals]:
     each = [stream(client, f"tbt-{i}", p, output_tokens) for i, p in enumerate(prompts)]
     return [arrivals for _, arrivals in await asyncio.gather(*each)]
 
@@ -168,7 +167,7 @@ async def client_tbt(
 
 
 async def measure(
-    grpc: str, shape: Shape, threads: int, seed: int, console: Console
+    grpc: str, shape: OverheadShape, threads: int, seed: int
 ) -> list[dict[str, Cell]]:
     rows: list[dict[str, Cell]] = []
     cpu = CpuTime(grpc)
@@ -216,32 +215,21 @@ def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
 
 
 def main(
-    url: Annotated[
-        str | None, typer.Option(help="gRPC address of a running server; default: start one.")
-    ] = None,
+    url: ServerUrl = None,
     rounds: Annotated[int, typer.Option(min=3, help="Medians are over them.")] = 7,
     short_tokens: Annotated[int, typer.Option(min=65, help="Of the cached prompt.")] = 350,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each of the 8 prompts.")] = 512,
     output_tokens: Annotated[int, typer.Option(min=64, help="Of each of the 8 answers.")] = 256,
     threads: Annotated[int, typer.Option(min=1, help="As in the workers' config.pbtxt.")] = 1,
-    seed: Annotated[
-        int | None, typer.Option(help="Tokens of the prompts; random by default, so always fresh.")
-    ] = None,
+    seed: FreshSeed = None,
 ) -> None:
     """Measure what serving adds to the bare engine; the last line is JSON."""
-    console = Console(stderr=True, highlight=False)
     seed = secrets.randbits(62) if seed is None else seed
-    shape = Shape(short_tokens, prompt_tokens, output_tokens, rounds)
-    started_s = time.perf_counter()
-    with (
-        measuring(console),
-        console.status("waiting for the server ...") as waiting,
-        serving(url) as addresses,
-    ):
-        waiting.stop()
+    shape = OverheadShape(short_tokens, prompt_tokens, output_tokens, rounds)
+    with benchmark("overhead") as run, served(url) as addresses:
         console.print(f"{rounds} rounds, --seed {seed}")
-        rows = asyncio.run(measure(addresses.grpc, shape, threads, seed, console))
-    Result("overhead", time.perf_counter() - started_s, rows, targets(rows)).print()
+        run.rows = asyncio.run(measure(addresses.grpc, shape, threads, seed))
+        run.targets = targets(run.rows)
 
 
 if __name__ == "__main__":

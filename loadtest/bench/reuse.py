@@ -10,8 +10,6 @@ Each fresh prompt of random tokens is sent three times, alone, with its workers 
 
 A ratio compares medians over the prompts. That the third one moved bytes is checked on the server's
 own counter `mooncake_transfer_bytes_total{transport="nixl"}`: without a rise there is no value.
-
-Not here: starting the server (server.py), the shape of the answer (result.py).
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from loadtest.bench.result import Cell, Result, Target
-from loadtest.bench.server import measuring, serving
+from loadtest.bench.harness import FreshSeed, ServerUrl, benchmark, console, served, settled
+from loadtest.bench.result import Cell, Target
 from loadtest.client.answer import StreamedAnswer
 from loadtest.client.metrics_page import counter_sum, fetch_page
 from loadtest.client.protocol import GenerateRequest
@@ -39,8 +36,7 @@ from loadtest.replay.prompts import TokenIds, TokenSource
 RATIO_GOAL = 0.35
 OUTPUT_TOKENS = 4  # more than one, so that decode reads the blocks: then they are in the store
 COUNTER = "mooncake_transfer_bytes_total"
-COUNTER_S = 1.2  # workers publish their counters every second
-COUNTER_READS_MAX = 8
+COUNTER_S, COUNTER_S_MAX = 1.2, 10.0  # workers publish their counters every second
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +57,11 @@ STEPS = (
 
 def settled_nixl_bytes(addresses: Addresses) -> float | None:
     """The counter once it has stopped moving; None when the server has no such counter."""
-    last: float | None = None
-    for _ in range(COUNTER_READS_MAX):
-        time.sleep(COUNTER_S)
-        found = counter_sum(fetch_page(addresses.metrics_url), COUNTER, {"transport": "nixl"})
-        if found == last:
-            break
-        last = found
-    return last
+
+    def read() -> float | None:
+        return counter_sum(fetch_page(addresses.metrics_url), COUNTER, {"transport": "nixl"})
+
+    return settled(read, COUNTER_S, COUNTER_S_MAX)
 
 
 async def send(client: TritonClient, step: Step, prompt: TokenIds) -> dict[str, Cell]:
@@ -97,7 +90,7 @@ async def send(client: TritonClient, step: Step, prompt: TokenIds) -> dict[str, 
 
 
 async def measure(
-    addresses: Addresses, model: str, prompts: int, prompt_tokens: int, seed: int, console: Console
+    addresses: Addresses, model: str, prompts: int, prompt_tokens: int, seed: int
 ) -> list[dict[str, Cell]]:
     rows: list[dict[str, Cell]] = []
     async with TritonClient(addresses.grpc, model, channels=1) as client:
@@ -147,29 +140,18 @@ def median_ms(rows: Sequence[dict[str, Cell]], step: str) -> float:
 
 
 def main(
-    url: Annotated[
-        str | None, typer.Option(help="gRPC address of a running server; default: start one.")
-    ] = None,
+    url: ServerUrl = None,
     model: Annotated[str, typer.Option(help="Model to send to.")] = "conductor",
     prompts: Annotated[int, typer.Option(min=5, help="Fresh prompts; medians are over them.")] = 5,
     prompt_tokens: Annotated[int, typer.Option(min=64, help="Length of each prompt.")] = 4_096,
-    seed: Annotated[
-        int | None, typer.Option(help="Tokens of the prompts; random by default, so always fresh.")
-    ] = None,
+    seed: FreshSeed = None,
 ) -> None:
     """Measure what KV reuse saves of the time to the first token; the last line is JSON."""
-    console = Console(stderr=True, highlight=False)
     seed = secrets.randbits(62) if seed is None else seed
-    started_s = time.perf_counter()
-    with (
-        measuring(console),
-        console.status("waiting for the server ...") as waiting,
-        serving(url) as addresses,
-    ):
-        waiting.stop()
+    with benchmark("reuse") as run, served(url) as addresses:
         console.print(f"{prompts} prompts of {prompt_tokens:,} tokens, --seed {seed}")
-        rows = asyncio.run(measure(addresses, model, prompts, prompt_tokens, seed, console))
-    Result("reuse", time.perf_counter() - started_s, rows, targets(rows)).print()
+        run.rows = asyncio.run(measure(addresses, model, prompts, prompt_tokens, seed))
+        run.targets = targets(run.rows)
 
 
 if __name__ == "__main__":

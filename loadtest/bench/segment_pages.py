@@ -5,7 +5,6 @@
 
 `mapped` copies random blocks out of a second mapping of the segment, as a worker of the same node
 does; `cma` asks the kernel for them (process_vm_readv), as NIXL does between processes of one host.
-Folders take turns in every round.
 
 Not here: the server around it, RDMA (whose cards have page tables of their own).
 """
@@ -15,30 +14,31 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-import statistics
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 
-from loadtest.bench.result import Cell, Result
+from loadtest.bench.harness import benchmark, median_s, moved, timed_s
+from loadtest.bench.result import Cell
 from mooncake_store.memory.segment import ByteArray, Segment
 
 BATCHES = ((4096, 1024), (64 * 1024, 64), (2**20, 16))
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Place(ctypes.Structure):
+class IoVector(ctypes.Structure):
     """struct iovec."""
 
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
 
 
-class Subject:
+class FolderSegment:
     """A segment in one folder, mapped twice: by its owner and as a guest does it."""
 
     def __init__(self, stack: ExitStack, folder: Path, size_bytes: int) -> None:
@@ -57,28 +57,37 @@ class Subject:
 
     def cma(self, starts: list[int], block_bytes: int, target: ByteArray) -> None:
         total_bytes = block_bytes * len(starts)
-        local = (Place * 1)(Place(target.ctypes.data, total_bytes))
-        there = (Place * len(starts))(
-            *[Place(self.own.address + start, block_bytes) for start in starts]
+        local = (IoVector * 1)(IoVector(target.ctypes.data, total_bytes))
+        there = (IoVector * len(starts))(
+            *[IoVector(self.own.address + start, block_bytes) for start in starts]
         )
         moved = _libc.process_vm_readv(os.getpid(), local, 1, there, len(starts), 0)
         assert moved == total_bytes, os.strerror(ctypes.get_errno())
 
 
-def measure(subjects: list[Subject], size_bytes: int, rounds: int) -> list[dict[str, Cell]]:
+def read_s(
+    subject: FolderSegment, way: str, block_bytes: int, starts: Iterator[list[int]],
+    target: ByteArray,
+) -> float:  # fmt: skip
+    """The blocks of the next round."""
+    chosen = next(starts)
+    return timed_s(lambda: getattr(subject, way)(chosen, block_bytes, target))
+
+
+def measure(subjects: list[FolderSegment], size_bytes: int, rounds: int) -> list[dict[str, Cell]]:
     chance, target = np.random.default_rng(2), np.zeros(16 * 2**20, np.uint8)
     rows: list[dict[str, Cell]] = []
     for block_bytes, blocks in BATCHES:
-        seconds: dict[tuple[int, str], list[float]] = {}
-        for _ in range(rounds):
-            chosen = chance.choice(size_bytes // block_bytes, blocks, replace=False)
-            starts = (chosen * block_bytes).tolist()
-            for at, subject in enumerate(subjects):
-                for way in ("mapped", "cma"):
-                    started_s = time.perf_counter()
-                    getattr(subject, way)(starts, block_bytes, target)
-                    took_s = time.perf_counter() - started_s
-                    seconds.setdefault((at, way), []).append(took_s)
+        # All folders and ways read the same blocks in a round.
+        starts = [
+            (chance.choice(size_bytes // block_bytes, blocks, replace=False) * block_bytes).tolist()
+            for _ in range(rounds)
+        ]
+        turns = {
+            (at, way): partial(read_s, subject, way, block_bytes, iter(starts), target)
+            for at, subject in enumerate(subjects)
+            for way in ("mapped", "cma")
+        }
         rows += [
             {
                 "folder": str(subjects[at].folder),
@@ -86,9 +95,9 @@ def measure(subjects: list[Subject], size_bytes: int, rounds: int) -> list[dict[
                 "create_s": round(subjects[at].create_s, 3),
                 "way": way,
                 "block_bytes": block_bytes,
-                "gb_per_s": round(block_bytes * blocks / statistics.median(found) / 1e9, 3),
+                "gb_per_s": moved(block_bytes, blocks, seconds)["gb_per_s"],
             }
-            for (at, way), found in seconds.items()
+            for (at, way), seconds in median_s(turns, rounds).items()
         ]
     return rows
 
@@ -99,11 +108,10 @@ def main(
     rounds: Annotated[int, typer.Option(min=5)] = 40,
 ) -> None:
     """Compare the pages of segments in these folders; the last line is JSON."""
-    started_s, size_bytes = time.monotonic(), segment_mib * 2**20
-    with ExitStack() as stack:
-        subjects = [Subject(stack, folder, size_bytes) for folder in folders]
-        rows = measure(subjects, size_bytes, rounds)
-    Result("segment_pages", time.monotonic() - started_s, rows, []).print(Console(highlight=False))
+    size_bytes = segment_mib * 2**20
+    with benchmark("segment_pages") as run, ExitStack() as stack:
+        subjects = [FolderSegment(stack, folder, size_bytes) for folder in folders]
+        run.rows = measure(subjects, size_bytes, rounds)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 A server of our own gets free ports, its own session and a log file, is used when every model of its
 repository is ready, and is stopped by SIGINT to its process id and by waiting for it: nothing is
-ever ended by name. Not here: what serving consists of (backends/launcher/launch.py).
+ever ended by name. It may serve a copy of the model repository with other parameters.
+
+Not here: what serving consists of (backends/launcher/launch.py).
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import contextlib
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,13 +23,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import typer
-from rich.console import Console
-
-from loadtest.client.protocol import ServerError
 from loadtest.client.server import Addresses, addresses_of
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -35,37 +36,44 @@ POLL_S = 0.2
 PORT_MIN, PORT_MAX = 20_000, 32_000
 LOG_LINES_SHOWN = 20
 
+Parameters = Mapping[str, str | int | float]
+
 
 class ServerFailed(Exception):
     """The server did not become ready; the message ends with its last lines."""
 
 
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    """A server that was started for a benchmark and is ready."""
+
+    addresses: Addresses
+    pid: int  # of the launcher
+
+
 @contextlib.contextmanager
 def serving(url: str | None, arguments: Sequence[str] = ()) -> Iterator[Addresses]:
     """The server at `url`, or one of our own (started with `arguments`) until the block ends."""
-    if url is not None:
+    if url is None:
+        with started(arguments) as server:
+            yield server.addresses
+    else:
         addresses = addresses_of(url)
         wait_ready(addresses, READY_S_MAX)
         yield addresses
-        return
+
+
+@contextlib.contextmanager
+def started(arguments: Sequence[str] = ()) -> Iterator[OwnServer]:
+    """A server of our own until the block ends."""
     addresses = free_addresses()
     with tempfile.NamedTemporaryFile(prefix="mooncake-bench-", suffix=".log") as log:
         process = start(addresses, arguments, Path(log.name))
         try:
             wait_ready(addresses, READY_S_MAX, process, Path(log.name))
-            yield addresses
+            yield OwnServer(addresses, process.pid)
         finally:
             stop(process)
-
-
-@contextlib.contextmanager
-def measuring(console: Console) -> Iterator[None]:
-    """What keeps from measuring is said in one line, and ends the command with status 1."""
-    try:
-        yield
-    except (ServerFailed, ServerError, OSError, ValueError) as error:
-        console.print(f"cannot measure: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
 def free_addresses() -> Addresses:
@@ -164,3 +172,33 @@ def last_lines(log_path: Path | None) -> str:
     if log_path is None or not log_path.exists():
         return ""
     return "\n".join(log_path.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
+
+
+@contextlib.contextmanager
+def own_repository(without: tuple[str, ...], models: Mapping[str, Parameters]) -> Iterator[Path]:
+    """A copy of the project's model repository until the block ends.
+
+    Without some of its models, others with parameters of their own.
+    """
+    with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
+        repository = Path(folder) / "model_repository"
+        ignored = shutil.ignore_patterns(*without)
+        shutil.copytree(PROJECT / "model_repository", repository, ignore=ignored)
+        for model, values in models.items():
+            set_parameters(repository, model, values)
+        yield repository
+
+
+def set_parameters(repository: Path, model: str, values: Parameters) -> None:
+    """Write parameters into a model's config.pbtxt at once; a running server takes them up."""
+    path = repository / model / "config.pbtxt"
+    text = path.read_text()
+    for name, value in values.items():
+        line = f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}'
+        pattern = rf'^parameters {{ key: "{name}" value {{ string_value: "[^"]*" }} }}$'
+        text, count = re.subn(pattern, line, text, flags=re.MULTILINE)
+        if not count:
+            text = f"{text.rstrip()}\n{line}\n"
+    partial = path.with_suffix(".new")  # a server never sees half a file
+    partial.write_text(text)
+    partial.replace(path)

@@ -13,8 +13,9 @@ with that profile: the real Conductor, Directory and batching, steps as long as 
     longest 10 %   the mean of the longest tenth of a request's intervals, as in the paper
 
 Means over all requests, medians over the runs. The two workers share cores, as the profile says;
-that client, Triton and front need them too, the simulator does not know. Not here: the simulated
-cluster (simulator/cluster/).
+that client, Triton and frontend need them too, the simulator does not know.
+
+Not here: the simulated cluster (simulator/cluster/).
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ import asyncio
 import math
 import secrets
 import statistics
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,19 +31,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from conductor import ConductorConfig
-from loadtest.bench.repository import copy_repository, set_parameters
-from loadtest.bench.result import Cell, Result, Target
-from loadtest.bench.server import PROJECT, measuring, serving
+from loadtest.bench.harness import FreshSeed, benchmark, console, served
+from loadtest.bench.overload.load import send_planned
+from loadtest.bench.result import Cell, Target
+from loadtest.bench.server import PROJECT, Parameters, own_repository
 from loadtest.client.metrics_page import counter_sum, fetch_page
 from loadtest.client.protocol import ServerError
 from loadtest.client.server import Addresses, ServerDescription, describe_server
 from loadtest.client.triton_client import TritonClient
 from loadtest.profile.command import measure as measure_profile
 from loadtest.profile.profile import Profile
-from loadtest.replay.open_loop import ReplayRun, SendOptions, WallClock, send_all
 from loadtest.replay.prompts import PlannedRequest, TokenSource, plan, too_long
 from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.results.metrics import COMPLETED, RequestRecord
@@ -56,13 +54,12 @@ from mooncake_store.block_keys import block_keys, chain_seed
 
 WORKERS = ("prefill_0", "decode_1")
 STORE_BYTES = 2**30
-TIMEOUT_S = 300.0
 ERROR_GOAL = 0.25
 START_OF_TRACE = PROJECT / "tests" / "data" / "conversation_start.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class RequestMeans:
     """Over all requests, in seconds; `hit_share` of the prompt tokens."""
 
     ttft_s: float
@@ -83,14 +80,14 @@ class Means:
         }
 
 
-def of_records(records: Sequence[RequestRecord]) -> Means:
+def of_records(records: Sequence[RequestRecord]) -> RequestMeans:
     done = [record for record in records if record.outcome == COMPLETED]
     if len(done) < len(records):
         lost = Counter(record.kind for record in records if record.outcome != COMPLETED)
         raise ServerError("server_error", f"not answered: {dict(lost)} of {len(records)}")
     streams = [record.token_times_s for record in done if len(record.token_times_s) > 1]
     prompt_tokens = sum(record.prompt_tokens for record in done)
-    return Means(
+    return RequestMeans(
         statistics.fmean(record.ttft_s or 0.0 for record in done),
         statistics.fmean((times[-1] - times[0]) / (len(times) - 1) for times in streams),
         statistics.fmean(record.tbt_s or 0.0 for record in done if record.tbt_s is not None),
@@ -99,7 +96,7 @@ def of_records(records: Sequence[RequestRecord]) -> Means:
     )
 
 
-def of_jobs(jobs: Sequence[SimulatedJob], profile: Profile) -> Means:
+def of_jobs(jobs: Sequence[SimulatedJob], profile: Profile) -> RequestMeans:
     lost = Counter(
         job.reject.reason if job.reject else job.refused for job in jobs if job.finished_s is None
     )
@@ -107,7 +104,7 @@ def of_jobs(jobs: Sequence[SimulatedJob], profile: Profile) -> Means:
         raise ValueError(f"the simulator did not answer {dict(lost)} of {len(jobs)} requests")
     serving_s = profile.serving
     several = [job for job in jobs if job.output_tokens > 1]
-    return Means(
+    return RequestMeans(
         statistics.fmean(
             (job.prefilled_s or 0.0) - job.arrived_s + serving_s.base_s for job in jobs
         ),
@@ -129,13 +126,6 @@ def of_jobs(jobs: Sequence[SimulatedJob], profile: Profile) -> Means:
         ),
         sum(job.cached_tokens for job in jobs) / sum(job.prompt_tokens for job in jobs),
     )
-
-
-async def send(url: str, planned: Sequence[PlannedRequest]) -> list[RequestRecord]:
-    run = ReplayRun(planned)
-    options = SendOptions(url, "conductor", True, TIMEOUT_S, 4, False)
-    await send_all(run, options, WallClock(), lambda _: None)
-    return run.records
 
 
 def simulate(
@@ -170,8 +160,8 @@ def simulate(
 
 async def measure(
     addresses: Addresses, rows: Sequence[TraceRow], scale: float, runs: int, seed: int,
-    rounds: int, console: Console,
-) -> tuple[list[tuple[Means, Means]], Profile]:  # fmt: skip
+    rounds: int,
+) -> tuple[list[tuple[RequestMeans, RequestMeans]], Profile]:  # fmt: skip
     """(real, simulated) of each run."""
     profile = await measure_profile(addresses.grpc, WORKERS, rounds, seed, 2**31)
     async with TritonClient(addresses.grpc, "conductor", channels=1) as client:
@@ -185,7 +175,7 @@ async def measure(
         source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed + number)
         planned = plan(rows, source, scale, speed=1.0)
         with console.status(f"run {number} of {runs}: {planned[-1].due_s:.0f} s of trace ..."):
-            records = await send(addresses.grpc, planned)
+            records = await send_planned(addresses.grpc, planned)
         jobs = simulate(planned, profile, round(kv_bytes / pages), seed + number)
         found.append((of_records(records), of_jobs(jobs, profile)))
     return found, profile
@@ -198,7 +188,7 @@ def refuse_too_long(rows: Sequence[TraceRow], scale: float, server: ServerDescri
                          )  # fmt: skip
 
 
-def targets(found: Sequence[tuple[Means, Means]]) -> list[Target]:
+def targets(found: Sequence[tuple[RequestMeans, RequestMeans]]) -> list[Target]:
     """Medians over the runs, so that one disturbed run does not decide."""
 
     def error(name: str) -> float:
@@ -217,37 +207,28 @@ def main(
     length_scale: Annotated[float, typer.Option(help="Of prompts and answers.")] = 0.0625,
     runs: Annotated[int, typer.Option(min=1, help="Medians are over them.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Of the profile.")] = 3,
-    seed: Annotated[
-        int | None, typer.Option(help="Tokens of the prompts; random by default, so always fresh.")
-    ] = None,
+    seed: FreshSeed = None,
 ) -> None:
     """Serve the same requests really and simulated; the last line is JSON."""
-    console = Console(stderr=True, highlight=False)
     seed = secrets.randbits(62) if seed is None else seed
-    started_s = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="mooncake-sim-reality-") as folder:
-        repository = copy_repository(
-            Path(folder) / "model_repository", without=("prefill_1", "decode_0")
-        )
-        set_parameters(repository, "conductor", {"requests_max": 1024, "admission": "none"})
-        set_parameters(repository, WORKERS[1], {"slots": 512, "kv_pages": 8192})
-        arguments = ["--model-repository", str(repository), "--store-bytes", "1G"]
-        with measuring(console):
-            rows = read_trace(trace, requests)
-            with serving(None, arguments) as addresses:
-                console.print(f"{len(rows)} requests, {runs} runs, --seed {seed}")
-                found, profile = asyncio.run(
-                    measure(addresses, rows, length_scale, runs, seed, rounds, console)
-                )
-    table: list[dict[str, Cell]] = []
-    for number, (real, simulated) in enumerate(found, 1):
-        table += [real.row(number, "server"), simulated.row(number, "simulator")]
-    table.append({
-        "where": f"profile: error {profile.prefill.error_mean:.1%} of prefills, "
-        f"{profile.decode.error_mean:.1%} of decode steps; beside the other role they take "
-        f"{profile.sharing.prefill:.2f} and {profile.sharing.decode:.2f} times as long"
-    })  # fmt: skip
-    Result("sim_reality", time.perf_counter() - started_s, table, targets(found)).print()
+    models: dict[str, Parameters] = {
+        "conductor": {"requests_max": 1024, "admission": "none"},
+        WORKERS[1]: {"slots": 512, "kv_pages": 8192},
+    }
+    with benchmark("sim_reality") as run, own_repository(("prefill_1", "decode_0"), models) as copy:
+        rows = read_trace(trace, requests)
+        arguments = ["--model-repository", str(copy), "--store-bytes", "1G"]
+        with served(None, arguments) as addresses:
+            console.print(f"{len(rows)} requests, {runs} runs, --seed {seed}")
+            found, profile = asyncio.run(measure(addresses, rows, length_scale, runs, seed, rounds))
+        for number, (real, simulated) in enumerate(found, 1):
+            run.rows += [real.row(number, "server"), simulated.row(number, "simulator")]
+        run.rows.append({
+            "where": f"profile: error {profile.prefill.error_mean:.1%} of prefills, "
+            f"{profile.decode.error_mean:.1%} of decode steps; beside the other role they take "
+            f"{profile.sharing.prefill:.2f} and {profile.sharing.decode:.2f} times as long"
+        })  # fmt: skip
+        run.targets = targets(found)
 
 
 if __name__ == "__main__":

@@ -6,43 +6,35 @@ Each round starts a server on free ports, waits until every model is ready, adds
 at rest (memory as PSS, so that shared pages count once), and stops it by SIGINT. Rows are rounds;
 the first start on a machine measures its speed and takes some seconds longer.
 
-Not here: starting the server (server.py), memory over time (leaks.py).
+Not here: memory over time (leaks.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import psutil
 import typer
-from rich.console import Console
 
-from loadtest.bench import server
-from loadtest.bench.process_watch import process_name
-from loadtest.bench.result import Cell, Result, Target
+from loadtest.bench.harness import benchmark, console
+from loadtest.bench.processes import process_name, process_tree
+from loadtest.bench.result import Cell, Target
+from loadtest.bench.server import started
 
 START_S_GOAL, STOP_S_GOAL = 15.0, 10.0
 
 
 def measure(arguments: Sequence[str]) -> dict[str, Cell]:
     """One start and stop."""
-    addresses = server.free_addresses()
-    with tempfile.NamedTemporaryFile(prefix="mooncake-bench-", suffix=".log") as log:
-        started_s = time.perf_counter()
-        process = server.start(addresses, arguments, Path(log.name))
-        try:
-            server.wait_ready(addresses, server.READY_S_MAX, process, Path(log.name))
-            ready_s = time.perf_counter() - started_s
-            row = at_rest(process.pid)
-        finally:
-            stopping_s = time.perf_counter()
-            server.stop(process)
+    started_s = time.perf_counter()
+    with started(arguments) as server:
+        ready_s = time.perf_counter() - started_s
+        row = at_rest(server.pid)
+        stopping_s = time.perf_counter()
     return {
         "ready_s": round(ready_s, 2),
         "stop_s": round(time.perf_counter() - stopping_s, 2),
@@ -52,10 +44,9 @@ def measure(arguments: Sequence[str]) -> dict[str, Cell]:
 
 def at_rest(pid: int) -> dict[str, Cell]:
     """The launcher and everything below it."""
-    root = psutil.Process(pid)
     pss_bytes = dict.fromkeys(("all", "tritons", "launcher"), 0)
     processes = threads = triton_threads = 0
-    for process in [root, *root.children(recursive=True)]:
+    for process in process_tree(pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             name = process_name(process)
             name = "tritons" if name.startswith("triton ") else name
@@ -75,22 +66,14 @@ def main(
     store_bytes: Annotated[str, typer.Option(help="Of each storage node.")] = "128M",
 ) -> None:
     """Start and stop servers; the last line is JSON."""
-    console = Console(stderr=True, highlight=False)
-    started_s = time.perf_counter()
-    with server.measuring(console):
-        rows = []
+    with benchmark("start_stop") as run:
         for _ in range(rounds):
-            rows.append(measure(["--store-bytes", store_bytes]))
-            console.print(str(rows[-1]))
-
-    def median(name: str) -> float:
-        return float(statistics.median(float(row[name] or 0) for row in rows))
-
-    targets = [
-        Target("ready_s", median("ready_s"), "<=", START_S_GOAL),
-        Target("stop_s", median("stop_s"), "<=", STOP_S_GOAL),
-    ]
-    Result("start_stop", time.perf_counter() - started_s, rows, targets).print()
+            run.rows.append(measure(["--store-bytes", store_bytes]))
+            console.print(str(run.rows[-1]))
+        run.targets = [
+            Target(name, statistics.median(float(row[name] or 0) for row in run.rows), "<=", goal)
+            for name, goal in (("ready_s", START_S_GOAL), ("stop_s", STOP_S_GOAL))
+        ]
 
 
 if __name__ == "__main__":

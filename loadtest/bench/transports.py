@@ -5,29 +5,24 @@
 Starts a directory and two storage nodes as processes, fills one, and reads random blocks of it into
 a pool, as a worker of the other node does: looked up, copied and verified (xxh3). The blocks are
 spread over the whole segment, so the CPU's cache does not help. memcpy copies the same pattern from
-the same segment and verifies nothing; it is the most that one core can do. Rounds of the three take
-turns, because the machine may be busy now and idle a second later.
+the same segment and verifies nothing; it is the most that one core can do.
 
-Not here: the server around it (reuse.py), the shape of the answer (result.py).
+Not here: the server around it (reuse.py), what other programs use of the store (store/).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 
-from loadtest.bench.ready_process import ready_process
-from loadtest.bench.result import Cell, Result
+from loadtest.bench.harness import BlocksSeed, benchmark, console, median_s, moved
+from loadtest.bench.processes import BenchStore
+from loadtest.bench.result import Cell
 from mooncake_store.client.store import Store, checksum
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.layout import KvLayout, memory_bytes_for
@@ -38,25 +33,6 @@ from mooncake_store.records.membership import UNIT_BYTES
 POOL_BLOCKS = 512
 DEADLINE_S = 10.0
 LEASE_S = 600.0
-
-
-@contextlib.contextmanager
-def site(full_bytes: int, own_bytes: int) -> Iterator[DirectoryClient]:
-    """A directory and the nodes `full` and `own`, until the block ends."""
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
-        address = f"ipc://{folder}/directory"
-
-        ready_process(
-            stack, "directory", "--address", address, "--events", f"ipc://{folder}/events"
-        )
-        for node_id, size_bytes in (("full", full_bytes), ("own", own_bytes)):
-            path = f"/dev/shm/mooncake-bench-{os.getpid()}-{node_id}"
-            ready_process(
-                stack, "node", "--node-id", node_id, "--directory", address, "--die-with-parent",
-                "--segment-bytes", str(size_bytes), "--segment-path", path,
-            )  # fmt: skip
-        yield stack.enter_context(DirectoryClient(address))
 
 
 def fill(store: Store, blocks: int, chance: np.random.Generator) -> list[Copy]:
@@ -70,18 +46,7 @@ def fill(store: Store, blocks: int, chance: np.random.Generator) -> list[Copy]:
         view[:] = chance.integers(0, 256, view.size, dtype=np.uint8)
         rows.append((key, slot, checksum(view)))
     assert all(store.commit(rows, "bench", LEASE_S))
-    return [places[0] for places in store.lookup(keys, "bench", LEASE_S)]
-
-
-def median_s(rounds: int, ways: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """Seconds of each way, taking turns; the first round is thrown away."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, way in ways.items():
-            seconds = way()
-            if turn:
-                found[name].append(seconds)
-    return {name: statistics.median(values) for name, values in found.items()}
+    return [copies[0] for copies in store.lookup(keys, "bench", LEASE_S)]
 
 
 def measure(
@@ -92,7 +57,10 @@ def measure(
     full_bytes = memory_bytes_for(total_blocks, block_bytes, UNIT_BYTES)
     own_bytes = memory_bytes_for(8, block_bytes, UNIT_BYTES)
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(site(full_bytes, own_bytes))
+        processes = BenchStore(stack)
+        processes.node("full", full_bytes)
+        processes.node("own", own_bytes)
+        directory = stack.enter_context(DirectoryClient(processes.address))
 
         def store(node_id: str, transports: str) -> Store:
             made = Store(directory, node_id, "bench", layout, transports)
@@ -130,14 +98,11 @@ def measure(
             return seconds
 
         ways = {"memcpy": copy, "mapped": lambda: read("mapped"), "nixl": lambda: read("nixl")}
-        seconds = median_s(rounds, ways)
+        seconds = median_s(ways, rounds, warm_rounds=1)
     return [
         {
             "transport": name,
-            "block_bytes": block_bytes,
-            "blocks": blocks,
-            "microseconds": round(value * 1e6, 1),
-            "gb_per_s": round(blocks * block_bytes / value / 1e9, 3),
+            **moved(block_bytes, blocks, value),
             "over_memcpy": round(seconds["memcpy"] / value, 3),
         }
         for name, value in seconds.items()
@@ -149,17 +114,14 @@ def main(
     blocks: Annotated[int, typer.Option(min=1, max=POOL_BLOCKS, help="Blocks per read.")] = 64,
     segment_mib: Annotated[int, typer.Option(min=1, help="They are spread over it.")] = 256,
     rounds: Annotated[int, typer.Option(min=3, help="Reads of each kind.")] = 60,
-    seed: Annotated[int, typer.Option(help="Which blocks are read.")] = 1,
+    seed: BlocksSeed = 1,
 ) -> None:
     """Read blocks of another storage node in each way; the last line is JSON."""
-    console = Console(stderr=True, highlight=False)
-    started_s = time.perf_counter()
     layout = KvLayout(layers=4, kv_heads=1, head_dim=block_kib * 8, dtype="float32", block_tokens=4)
     assert layout.block_bytes == block_kib * 1024
     total_blocks = max(blocks, segment_mib * 1024 // block_kib)
-    with console.status("measuring ..."):
-        rows = measure(layout, blocks, total_blocks, rounds, seed)
-    Result("transports", time.perf_counter() - started_s, rows, []).print()
+    with benchmark("transports") as run, console.status("measuring ..."):
+        run.rows = measure(layout, blocks, total_blocks, rounds, seed)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from rich.progress import (
 from rich.table import Table
 
 from backends.workers.machine_profile import cpu_model
-from loadtest.bench.server import measuring, serving
+from loadtest.bench.harness import FreshSeed, ServerUrl, console, measuring, served
 from loadtest.client.server import describe_server
 from loadtest.client.triton_client import TritonClient
 from loadtest.profile.measure import (
@@ -46,13 +46,9 @@ SETTINGS = ("checkpoint", "dtype", "device", "threads", "block_tokens", "chunk_t
             "kv_pages", "slots")  # fmt: skip
 STREAMS_MAX = 24
 
-console = Console(stderr=True, highlight=False)
-
 
 def profile(
-    url: Annotated[
-        str | None, typer.Option(help="gRPC address of a running server; default: start one.")
-    ] = None,
+    url: ServerUrl = None,
     prefill: Annotated[str, typer.Option(help="Prefill worker to measure.")] = "prefill_0",
     decode: Annotated[str, typer.Option(help="Decode worker to measure.")] = "decode_0",
     rounds: Annotated[int, typer.Option(min=1, help="Samples are medians over them.")] = 3,
@@ -62,9 +58,7 @@ def profile(
     out: Annotated[
         Path | None, typer.Option(help="Write the profile there, for `mooncake simulate`.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Tokens of the prompts; random by default, so always fresh.")
-    ] = None,
+    seed: FreshSeed = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the profile as one line of JSON, not a table.")
     ] = False,
@@ -75,12 +69,7 @@ def profile(
     tokens), about a minute on the demo model. Send the server nothing else meanwhile.
     """
     seed = secrets.randbits(62) if seed is None else seed
-    with (
-        measuring(console),
-        console.status("waiting for the server ...") as waiting,
-        serving(url) as addresses,
-    ):
-        waiting.stop()
+    with measuring(), served(url) as addresses:
         found = asyncio.run(
             measure(addresses.grpc, (prefill, decode), rounds, seed, context_tokens_max)
         )
@@ -109,16 +98,16 @@ async def measure(
         prefills = [point for point in PREFILL_POINTS if room.takes_prefill(*point)]
         decodes = [point for point in DECODE_POINTS if room.takes_decode(*point)]
         source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
-        measuring = Measure(client, workers, source)
+        pair = Measure(client, workers, source)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                    TimeElapsedColumn())  # fmt: skip
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task(prefill, total=(rounds + 1) * len(prefills))
-            prompts = await measuring.prefill(prefills, rounds, lambda: progress.advance(task))
+            prompts = await pair.prefill(prefills, rounds, lambda: progress.advance(task))
             task = progress.add_task(decode, total=rounds * len(decodes))
-            steps = await measuring.decode(decodes, rounds, lambda: progress.advance(task))
+            steps = await pair.decode(decodes, rounds, lambda: progress.advance(task))
             task = progress.add_task("both at once", total=rounds)
-            both = await measuring.together(room, rounds, lambda: progress.advance(task))
+            both = await pair.together(room, rounds, lambda: progress.advance(task))
     machine = f"{cpu_model()}, {os.cpu_count()} cores" if is_local(url) else url
     alone_s = min(step.seconds for step in steps)
     return Profile(

@@ -21,6 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from conductor.estimates.estimates import DecodeSample, PrefillSample
+from loadtest.bench.harness import together_tbt_s
 from loadtest.client.answer import StreamedAnswer
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.triton_client import TritonClient
@@ -138,7 +139,7 @@ class Measure:
                 await asyncio.gather(*(self._ask(prompt, 2) for prompt in prompts))
                 streams = await asyncio.gather(*(self._ask(prompt, STEPS) for prompt in prompts))
                 times = [answer.token_times_s for answer, _ in streams]
-                if (step_s := step_together_s(times)) is not None:
+                if (step_s := together_tbt_s(times, STEPS // 3)) is not None:
                     found[sequences, context_tokens].append(step_s)
                 done()
         return [
@@ -194,18 +195,6 @@ class Measure:
                 "incomplete", f"{len(answer.token_times_s)} of {output_tokens} tokens came"
             )
         return answer, sent_s
-
-
-def step_together_s(streams: Sequence[Sequence[float]]) -> float | None:
-    """Mean time between tokens while all streams ran; None when they hardly ran together."""
-    begin_s = max(times[0] for times in streams)
-    end_s = min(times[-1] for times in streams)
-    means = []
-    for times in streams:
-        within = [t for t in times if begin_s <= t <= end_s]
-        if len(within) >= STEPS // 3:
-            means.append((within[-1] - within[0]) / (len(within) - 1))
-    return statistics.median(means) if len(means) == len(streams) else None
 
 
 def split(

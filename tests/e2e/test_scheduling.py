@@ -16,13 +16,12 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as triton
+from loadtest.metrics import COMPLETED, FAILED, REJECTED
+from loadtest.workloads import TokenSource
 
 from loadtest.bench.overload.load import COUNTER as COMPUTED
-from loadtest.bench.overload.load import Load as OpenLoad
-from loadtest.bench.overload.load import Shape
-from loadtest.bench.repository import set_parameters
-from loadtest.replay.prompts import TokenSource
-from loadtest.results.metrics import COMPLETED, FAILED, REJECTED
+from loadtest.bench.overload.load import OverloadClient, OverloadShape
+from loadtest.bench.server import set_parameters
 from tests.e2e.load import B, Load, ask, assert_all_answered, prompt
 from tests.e2e.server import Answer, Server, Stream, running, wait_until
 from tests.e2e.test_pools import holders
@@ -91,8 +90,8 @@ def test_under_overload_no_token_of_a_rejected_prompt_is_computed(
     set_parameters(server.repository, "conductor", {"admission": "predictive", "ttft_slo_s": 1.0})
     wait_until(lambda: ask(server, 3).decision.get("admission") == "predictive",
                "the service level to be in force")  # fmt: skip
-    shape = Shape(prompt_tokens=1024, output_tokens=4, seconds=2.0, at_once=1)
-    load = OpenLoad(server.addresses, TokenSource(2048, range(16), seed), shape, seed)
+    shape = OverloadShape(prompt_tokens=1024, output_tokens=4, seconds=2.0, at_once=1)
+    load = OverloadClient(server.addresses, TokenSource(2048, range(16), seed), shape, seed)
     phase = asyncio.run(load.overload("4x", rate_per_s=40.0, seed=seed))
     assert len(phase.records) == 80 and not phase.of(FAILED)
     assert phase.of(COMPLETED), "whoever comes first is served"

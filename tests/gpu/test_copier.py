@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 from backends.engine.trtllm.block_pages import BlockPages, Move  # noqa: E402
 from backends.engine.trtllm.copier import make_copier, map_pool  # noqa: E402
 from backends.engine.trtllm.cuda_copier import CudaCopier  # noqa: E402
-from loadtest.bench import connector_copies  # noqa: E402
+from loadtest.bench.connector import measure_copies  # noqa: E402
 
 PAGES, PER_BLOCK, LAYERS, FLAT = 64, 4, 4, 2048
 PAGE_BYTES = LAYERS * 2 * FLAT * 2
@@ -95,7 +95,7 @@ def test_copies_keep_their_place_among_the_work_of_a_stream(memory: Any) -> None
 
 def test_copies_reach_the_link_s_rate_and_hardly_slow_a_product() -> None:
     """The numbers themselves: python -m loadtest.bench.connector. Here: nothing is far off."""
-    measured = connector_copies.measure()
+    measured = measure_copies()
     assert len(measured.targets) == 4
     for target in measured.targets:
         assert target.value is not None and target.value >= 0.5 * target.goal, target

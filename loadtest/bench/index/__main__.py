@@ -2,38 +2,47 @@
 
     python -m loadtest.bench.index --traces FOLDER [--peer-python PATH]
 
-On the conversation trace, at 8, 64 and 1,024 workers and two placements (placement.py): a lookup
+On the conversation trace, at 8, 64 and 1,024 workers and two placements (indexes.py): a lookup
 and what a scorer takes from it, in our index, in `pydict`, and with --peer-python in Dynamo's
 RadixTree (its find_matches and .scores), all in turns; memory per block; hashing prompts into block
-keys; and a decision of the real conductor from block keys to a booked route, at 32 (64 in all), 64
-and 1,024 workers of each role.
+keys, from a numpy int32 array (how a tokenizer's output crosses Triton) and from a list (whose
+integers have to be gathered one by one); and a decision of the real conductor from block keys to a
+booked route, at 32 (64 in all), 64 and 1,024 workers of each role.
 
 PATH is a Python with Dynamo's wheel: python3 -m venv /tmp/dynamo, then
 /tmp/dynamo/bin/pip install ai-dynamo-runtime==1.6.1.
 
-Not here: what is measured how (lookups.py, memory.py, hashing.py, decision.py).
+Not here: what is measured how (indexes.py, lookups.py, decision.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
-from rich.console import Console
 
 from conductor.routing.policies import POLICIES
-from loadtest.bench.index import decision, hashing, memory
-from loadtest.bench.index.lookups import BYTES, IDS, Contender, Measured, contenders
-from loadtest.bench.index.peer import Peer
-from loadtest.bench.index.placement import Load, placed, requests_of
-from loadtest.bench.result import Cell, Result, Target
+from loadtest.bench.harness import benchmark, best_s, console
+from loadtest.bench.index import decision
+from loadtest.bench.index.indexes import IndexedTrace, memory_per_block, placed, requests_of
+from loadtest.bench.index.lookups import (
+    BYTES,
+    IDS,
+    Contender,
+    DynamoIndex,
+    LookupTimes,
+    contenders,
+)
+from loadtest.bench.result import Cell, Target
 from loadtest.replay.trace import read_trace
+from mooncake_store.block_keys import Tokens, block_keys, chain_seed
 
 PLACEMENTS = ("rr", "rep4")
 OVER_PYDICT = {8: 2.0, 64: 2.5, 1024: 5.0}  # by workers
@@ -41,21 +50,23 @@ OVER_DYNAMO = {8: 3.0, 64: 3.0, 1024: 5.0}
 # By workers of each role. "64 workers" can be read in two ways, so there are rows for both.
 DECISION_P50_US = {32: ("64_in_all", 60.0), 64: ("64", 60.0), 1024: ("1024", 250.0)}
 P99_OVER_P50, BYTES_PER_BLOCK = 4.0, 150.0
+PROMPTS_TOKENS, BLOCKS_TOKENS, PROMISED_BLOCKS_TOKENS = (8_192, 131_072), (64, 256, 512), (256, 512)
+HASHED_TOKENS_PER_S = 80e6
 Rows = list[dict[str, Cell]]
 
-console = Console(stderr=True, highlight=False)
 
-
-def lookups(load: Load, peer_python: Path | None, rounds: int) -> tuple[list[Measured], Rows]:
+def lookups(
+    load: IndexedTrace, peer_python: Path | None, rounds: int
+) -> tuple[list[LookupTimes], Rows]:
     """All indexes with this load, in turns; RuntimeError when their answers differ. Dynamo's
     hashing comes along, since its process is there."""
     made = contenders(load)
     hash_rows: Rows = []
     with contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(Peer(peer_python, load))] if peer_python else []
-        if peers and peers[0].answers != made[0].answers():
+        peers = [DynamoIndex(stack, peer_python, load)] if peer_python else []
+        if peers and peers[0].answers() != made[0].answers():
             raise RuntimeError("Dynamo's index finds other prefixes than ours")
-        turns: list[Contender | Peer] = [*made, *peers]
+        turns: list[Contender | DynamoIndex] = [*made, *peers]
         for _ in range(rounds):
             for one in turns:
                 one.round()
@@ -70,10 +81,10 @@ def lookups(load: Load, peer_python: Path | None, rounds: int) -> tuple[list[Mea
 
 
 def lookup_rows(
-    loads: Sequence[Load], peer_python: Path | None, rounds: int
+    loads: Sequence[IndexedTrace], peer_python: Path | None, rounds: int
 ) -> tuple[Rows, list[Target]]:
     rows: Rows = []
-    by_load: dict[tuple[str, int], list[Measured]] = {}
+    by_load: dict[tuple[str, int], list[LookupTimes]] = {}
     for load in loads:
         with console.status(f"lookups, {load.placement}, {load.workers} workers ..."):
             measured, hash_rows = lookups(load, peer_python, rounds)
@@ -82,7 +93,7 @@ def lookup_rows(
     return rows + hash_rows, lookup_targets(by_load)
 
 
-def lookup_row(load: Load, one: Measured) -> dict[str, Cell]:
+def lookup_row(load: IndexedTrace, one: LookupTimes) -> dict[str, Cell]:
     return {
         "what": "lookup", "index": one.index, "keys": one.keys, "placement": load.placement,
         "workers": load.workers, "store_blocks_per_s": round(one.store_blocks_per_s),
@@ -92,7 +103,7 @@ def lookup_row(load: Load, one: Measured) -> dict[str, Cell]:
     }  # fmt: skip
 
 
-def lookup_targets(by_load: dict[tuple[str, int], list[Measured]]) -> list[Target]:
+def lookup_targets(by_load: dict[tuple[str, int], list[LookupTimes]]) -> list[Target]:
     """Of the placement in which we are the least ahead.
 
     The promise is about the keys that Dynamo was first measured with: the trace's ids. What it is
@@ -116,17 +127,17 @@ def lookup_targets(by_load: dict[tuple[str, int], list[Measured]]) -> list[Targe
     return found
 
 
-def _ratio(measured: Sequence[Measured], peer: str, their_keys: str, our_keys: str) -> float:
+def _ratio(measured: Sequence[LookupTimes], peer: str, their_keys: str, our_keys: str) -> float:
     best_us = {(one.index, one.keys): one.best_us for one in measured}
     return best_us[peer, their_keys] / best_us["ours", our_keys]
 
 
-def memory_rows(loads: Sequence[Load]) -> tuple[Rows, list[Target]]:
+def memory_rows(loads: Sequence[IndexedTrace]) -> tuple[Rows, list[Target]]:
     rows: Rows = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for load in loads:
             for way in ("ours", "pydict"):
-                found = memory.measured(load, way, Path(folder))
+                found = memory_per_block(load, way, Path(folder))
                 rows.append({
                     "what": "memory", "index": way, "keys": "16 bytes",
                     "placement": load.placement, "workers": load.workers, "blocks": load.keys,
@@ -136,6 +147,33 @@ def memory_rows(loads: Sequence[Load]) -> tuple[Rows, list[Target]]:
     worst = max(float(row["rss_bytes_per_block"] or 0) for row in rows if row["index"] == "ours")
     why = "resident set, per different block with its key; the worst placement"
     return rows, [Target("rss_bytes_per_block", worst, "<=", BYTES_PER_BLOCK, why)]
+
+
+def hashing_rows(rounds: int, seed: int) -> tuple[Rows, list[Target]]:
+    rows: Rows = []
+    seed_key = chain_seed("bench")
+    worst: dict[int, float] = {}
+    for prompt_tokens in PROMPTS_TOKENS:
+        array = np.random.default_rng(seed).integers(0, 128_000, prompt_tokens, np.int32)
+        inputs: dict[str, Tokens] = {"int32 array": array, "list": array.tolist()}
+        for block_tokens in BLOCKS_TOKENS:
+            for name, tokens in inputs.items():
+                hashing = partial(block_keys, tokens, block_tokens, seed_key)
+                rate = prompt_tokens / best_s(hashing, rounds)
+                rows.append({
+                    "what": "hashing", "input": name, "prompt_tokens": prompt_tokens,
+                    "block_tokens": block_tokens, "million_tokens_per_s": round(rate / 1e6, 1),
+                })  # fmt: skip
+                if name == "int32 array":
+                    worst[block_tokens] = min(worst.get(block_tokens, rate), rate)
+    targets = [
+        Target(
+            f"hashing_tokens_per_s_{block_tokens}", round(worst[block_tokens]), ">=",
+            HASHED_TOKENS_PER_S, "from a numpy int32 array, the slower of two prompt lengths",
+        )
+        for block_tokens in PROMISED_BLOCKS_TOKENS
+    ]  # fmt: skip
+    return rows, targets
 
 
 def decision_rows(
@@ -163,7 +201,7 @@ def decision_rows(
     return rows, targets
 
 
-class Part(str, Enum):
+class IndexPart(str, Enum):
     LOOKUPS = "lookups"
     MEMORY = "memory"
     HASHING = "hashing"
@@ -178,7 +216,9 @@ def main(
     peer_python: Annotated[
         Path | None, typer.Option(help="A Python that has Dynamo's wheel, to measure it too.")
     ] = None,
-    only: Annotated[list[Part] | None, typer.Option(help="Only this part; repeatable.")] = None,
+    only: Annotated[
+        list[IndexPart] | None, typer.Option(help="Only this part; repeatable.")
+    ] = None,
     workers: Annotated[
         list[int] | None, typer.Option(min=1, help="Only so many; repeatable.")
     ] = None,
@@ -194,30 +234,29 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the hashed tokens.")] = 1,
 ) -> None:
     """Measure; the last line is JSON."""
-    started_s = time.perf_counter()
-    trace, parts = traces / "conversation_trace.jsonl", only or list(Part)
-    prompts = requests_of(trace, requests)
-    loads = [
-        placed(prompts, placement, count)
-        for placement in PLACEMENTS
-        for count in workers or OVER_PYDICT
-    ]
+    trace, parts = traces / "conversation_trace.jsonl", only or list(IndexPart)
     found: list[tuple[Rows, list[Target]]] = []
-    if Part.LOOKUPS in parts:
-        found.append(lookup_rows(loads, peer_python, rounds))
-    if Part.MEMORY in parts:
-        with console.status("memory ..."):
-            found.append(memory_rows(loads))
-    if Part.HASHING in parts:
-        found.append(hashing.measure(rounds * 3, seed))
-    if Part.DECISIONS in parts:
-        found.append(decision_rows(
-            trace, workers or list(DECISION_P50_US), policy or ["kvcache_centric", "adaptive"],
-            max(1, rounds // 3), decisions,
-        ))  # fmt: skip
-    rows = [row for these, _ in found for row in these]
-    targets = [target for _, these in found for target in these]
-    Result("index", time.perf_counter() - started_s, rows, targets).print()
+    with benchmark("index") as run:
+        prompts = requests_of(trace, requests)
+        loads = [
+            placed(prompts, placement, count)
+            for placement in PLACEMENTS
+            for count in workers or OVER_PYDICT
+        ]
+        if IndexPart.LOOKUPS in parts:
+            found.append(lookup_rows(loads, peer_python, rounds))
+        if IndexPart.MEMORY in parts:
+            with console.status("memory ..."):
+                found.append(memory_rows(loads))
+        if IndexPart.HASHING in parts:
+            found.append(hashing_rows(rounds * 3, seed))
+        if IndexPart.DECISIONS in parts:
+            found.append(decision_rows(
+                trace, workers or list(DECISION_P50_US), policy or ["kvcache_centric", "adaptive"],
+                max(1, rounds // 3), decisions,
+            ))  # fmt: skip
+        run.rows = [row for rows, _ in found for row in rows]
+        run.targets = [target for _, targets in found for target in targets]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ N prefill and N decode workers, one of each on every node. The first half of a t
 around the fleet, request i on node i % N. Then the second half arrives, and the fleet does what was
 predicted: a prefill ends when the conductor said it would, its node announces the new blocks, the
 answer is decoded at the predicted time between tokens, and every worker reports each second. Ends
-and reports come in between, as they do in a front; only `on_request` is on the clock. Requests
+and reports come in between, as they do in a frontend; only `on_request` is on the clock. Requests
 come as fast as keeps the prefill workers busy for LOAD of the time, whatever N is.
 
 The fleet's figures are of LLaMA3-70B on 8 x A800: what they are changes routes, not costs.
@@ -23,7 +23,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from conductor import Conductor, ConductorConfig, Request, Route
-from loadtest.bench.index.placement import block_key
+from loadtest.bench.index.indexes import block_key
 from loadtest.bench.result import Cell
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
 from mooncake_store.records.events import BlockAdded, Event, NodeUp, WorkerReported, WorkerUp
@@ -40,7 +40,7 @@ WARM_UP = 500  # decisions that are not counted
 ROLES = ("prefill", "decode")
 
 
-class Took(NamedTuple):
+class DecisionTime(NamedTuple):
     """One decision, in microseconds."""
 
     wall_us: float
@@ -48,7 +48,7 @@ class Took(NamedTuple):
 
 
 @dataclass(slots=True)
-class Fleet:
+class PredictedFleet:
     """Workers that do exactly what was predicted of them."""
 
     conductor: Conductor
@@ -135,16 +135,18 @@ def gap_s(rows: Sequence[TraceRow], workers: int) -> float:
     return statistics.fmean(each_s) / (LOAD * workers)
 
 
-def fleet_of(policy: str, workers: int) -> Fleet:
+def fleet_of(policy: str, workers: int) -> PredictedFleet:
     config = ConductorConfig(
         policy=policy, ttft_slo_s=TTFT_SLO_S, transfer_bytes_per_s=TRANSFER_BYTES_PER_S
     )
-    return Fleet(Conductor(config), workers)
+    return PredictedFleet(Conductor(config), workers)
 
 
-def decided_us(fleet: Fleet, rows: Iterable[TraceRow], every_s: float) -> list[Took]:
+def decided_us(
+    fleet: PredictedFleet, rows: Iterable[TraceRow], every_s: float
+) -> list[DecisionTime]:
     """Each decision, in order; RuntimeError when a request is rejected."""
-    times: list[Took] = []
+    times: list[DecisionTime] = []
     clock, cpu_clock, next_report_s = time.perf_counter_ns, time.thread_time_ns, 0.0
     for number, row in enumerate(rows):
         now_s = number * every_s
@@ -159,7 +161,7 @@ def decided_us(fleet: Fleet, rows: Iterable[TraceRow], every_s: float) -> list[T
         cpu_began, began = cpu_clock(), clock()
         decision = fleet.conductor.on_request(request, now_s)
         ended, cpu_ended = clock(), cpu_clock()
-        times.append(Took((ended - began) / 1e3, (cpu_ended - cpu_began) / 1e3))
+        times.append(DecisionTime((ended - began) / 1e3, (cpu_ended - cpu_began) / 1e3))
         if not isinstance(decision, Route):
             raise RuntimeError(f"request {number}: {decision.kind}: {decision.reason}")
         fleet.sent(decision, request, now_s)
@@ -171,7 +173,7 @@ def measure(
 ) -> dict[str, Cell]:
     """One row: medians over the rounds."""
     half, every_s = len(rows) // 2, gap_s(rows, workers)
-    taken: list[list[Took]] = []
+    taken: list[list[DecisionTime]] = []
     for _ in range(rounds):
         fleet = fleet_of(policy, workers)
         fleet.cache(rows[:half])

@@ -1,4 +1,11 @@
-"""Prefix indexes behind one face: store a worker's new blocks, find who has how much of a prompt.
+"""A trace as prefix indexes see it, and the indexes that are compared, behind one interface.
+
+Each request is cached whole on the workers that its placement names, and a worker announces only
+blocks that it did not have: the same rules, and the same random workers, as the script that
+NVIDIA Dynamo's figures were first measured with.
+
+    rr      request i on worker i % workers
+    repR    each request on R random workers (rep4: hot prefixes on many of them)
 
 `pydict` is the reference that the targets are promised against: a dictionary of sets of workers, as
 anybody would write it first. `ours` is the production index
@@ -9,21 +16,105 @@ not, and a cache line that is not there costs more than everything else in a loo
 
 `Adapter` has the five methods that the script by which Dynamo was first measured calls.
 
-Not here: Dynamo's RadixTree, which has a Python of its own (peer_client.py).
+Their memory is measured in a process of its own:
+
+    python -m loadtest.bench.index.indexes LOAD.npz WAY        one JSON object
+
+WAY is ours or pydict; keys are 16 bytes. `rss_bytes` is how much the resident set has grown once
+everything is stored: the index with the keys that it keeps, and what the allocator wastes; free
+memory is given back to the system before each look, or the figure would depend on what was there
+before. `counted_bytes` is the same by sys.getsizeof, without the waste. Per block means per
+different block, however many workers have it.
+
+Not here: Dynamo's RadixTree, which has a Python of its own (dynamo_client.py); clocks (lookups.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import gc
+import hashlib
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import psutil
+
+from loadtest.replay.trace import read_trace
 from mooncake_store.prefix_index.holder_numbers import BlockCounts, Segment
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
 
+PLACEMENT_SEED = 42
 Keys = Sequence[Any]  # int or bytes
+Stored = tuple[int, int | None, list[int]]  # (worker, the block before these, new blocks there)
 
 
-class Index(Protocol):
+@dataclass(frozen=True, slots=True)
+class IndexedTrace:
+    placement: str
+    workers: int
+    requests: Sequence[Sequence[int]]  # block ids of each prompt
+    stored: Sequence[Stored]
+
+    @property
+    def blocks(self) -> int:
+        """Pairs of a block and a worker that has it."""
+        return sum(len(ids) for _, _, ids in self.stored)
+
+    @property
+    def keys(self) -> int:
+        """Different blocks."""
+        return len({block for _, _, ids in self.stored for block in ids})
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps({"requests": self.requests, "stored": self.stored}))
+
+
+def requests_of(trace: Path, requests_max: int | None = None) -> list[list[int]]:
+    """The block ids of each request, in order of arrival."""
+    return [list(row.hash_ids) for row in read_trace(trace, requests_max)]
+
+
+def placed(requests: Sequence[Sequence[int]], placement: str, workers: int) -> IndexedTrace:
+    """ValueError for a placement that is none."""
+    stored: list[Stored] = []
+    has: list[set[int]] = [set() for _ in range(workers)]
+    homes = _homes(len(requests), placement, workers)
+    for ids, workers_of_it in zip(requests, homes, strict=True):
+        for worker in workers_of_it:
+            known = 0
+            while known < len(ids) and ids[known] in has[worker]:
+                known += 1
+            if new := list(ids[known:]):
+                has[worker].update(new)
+                stored.append((worker, ids[known - 1] if known else None, new))
+    return IndexedTrace(placement, workers, requests, stored)
+
+
+def _homes(requests: int, placement: str, workers: int) -> list[list[int]]:
+    if placement == "rr":
+        return [[number % workers] for number in range(requests)]
+    if not (placement.startswith("rep") and placement[3:].isdecimal() and int(placement[3:])):
+        raise ValueError(
+            f"placement {placement!r} is neither rr nor rep and a number, such as rep4"
+        )
+    copies = min(int(placement[3:]), workers)
+    rng = random.Random(PLACEMENT_SEED)
+    return [rng.sample(range(workers), copies) for _ in range(requests)]
+
+
+def block_key(block: int) -> bytes:
+    """16 bytes for a block id of a trace, spread like real block keys; a new object each time."""
+    return hashlib.blake2b(block.to_bytes(8, "little"), digest_size=16).digest()
+
+
+class ComparedIndex(Protocol):
     name: str
 
     def store(self, worker: int, keys: Keys) -> None: ...
@@ -80,7 +171,7 @@ class PyDict:
         return found
 
 
-class Ours:
+class OurIndex:
     """The production index; workers are named by their numbers."""
 
     name = "ours"
@@ -100,12 +191,12 @@ class Ours:
 
 class Adapter:
     """For that script. Its `scores` is a dict of all workers, as that script compares them; the
-    array that our scorer takes is `Ours.consumed`."""
+    array that our scorer takes is `OurIndex.consumed`."""
 
     name, version = "mooncake-triton", "-"
 
     def __init__(self) -> None:
-        self._ours = Ours()
+        self._ours = OurIndex()
 
     def prep(self, worker: int, parent: int | None, hashes: list[int]) -> tuple[int, list[int]]:
         return worker, hashes
@@ -118,3 +209,53 @@ class Adapter:
 
     def scores(self, found: list[Segment]) -> dict[int, int]:
         return self._ours.scores(found)
+
+
+def memory_per_block(load: IndexedTrace, way: str, folder: Path) -> dict[str, float]:
+    """rss_bytes and counted_bytes per block."""
+    path = folder / "load.npz"
+    np.savez(
+        path,
+        workers=np.array([worker for worker, _, _ in load.stored]),
+        lengths=np.array([len(ids) for _, _, ids in load.stored]),
+        ids=np.concatenate([ids for _, _, ids in load.stored]),
+    )
+    command = [sys.executable, "-m", "loadtest.bench.index.indexes", str(path), way]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found: dict[str, float] = json.loads(printed.splitlines()[-1])
+    return found
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+    return int(psutil.Process().memory_info().rss)
+
+
+def distinct(index: PrefixIndex) -> Iterator[object]:
+    """Every object that the index keeps for its keys, once."""
+    yield index._bitmaps
+    yield from index._bitmaps
+    yield from {id(bitmap): bitmap for bitmap in index._bitmaps.values()}.values()
+    yield from index._pages._pages
+
+
+def main() -> None:
+    index: ComparedIndex = PyDict() if sys.argv[2] == "pydict" else OurIndex()
+    with np.load(sys.argv[1]) as file:
+        workers, lengths, ids = (file[name] for name in ("workers", "lengths", "ids"))
+    keys, starts = len(np.unique(ids)), np.cumsum(lengths) - lengths
+    before_bytes = resident_bytes()
+    for worker, start, length in zip(workers, starts, lengths, strict=True):
+        new = [block_key(int(block)) for block in ids[start : start + length]]
+        index.store(int(worker), new)
+    found = {"rss_bytes": (resident_bytes() - before_bytes) / keys}
+    if isinstance(index, OurIndex):
+        counted = sum(sys.getsizeof(each) for each in distinct(index.index))
+        found["counted_bytes"] = counted / keys
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,25 +6,35 @@ time, and a lookup of two microseconds is short beside what it adds, so indexes 
 Keys of 16 bytes are new objects at each lookup, as they come from hashing a prompt: a key that was
 looked up before would carry its hash.
 
-Not here: the indexes (indexes.py), Dynamo's process (peer.py).
+Not here: the indexes (indexes.py), what runs in Dynamo's Python (dynamo_client.py).
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from loadtest.bench.index.indexes import Index, Keys, Ours, PyDict
-from loadtest.bench.index.placement import Load, block_key
+from loadtest.bench.index.indexes import (
+    ComparedIndex,
+    IndexedTrace,
+    Keys,
+    OurIndex,
+    PyDict,
+    block_key,
+)
+from loadtest.bench.processes import PeerProcess
 
 IDS, BYTES = "trace ids", "16 bytes"  # kinds of keys
 COMPARED = 300  # requests of which answers are compared
 
 
 @dataclass(slots=True)
-class Pass:
+class LookupRound:
     """One round of one index, in microseconds per request."""
 
     find_us: float  # mean of `find` alone
@@ -35,27 +45,27 @@ class Pass:
 
 
 @dataclass(slots=True)
-class Measured:
+class LookupTimes:
     """All rounds of one index."""
 
     index: str
     keys: str  # IDS or BYTES
     store_blocks_per_s: float
-    passes: list[Pass] = field(default_factory=list)
+    rounds: list[LookupRound] = field(default_factory=list)
 
     def median(self, name: str) -> float:
-        values: list[float] = [getattr(one, name) for one in self.passes]
+        values: list[float] = [getattr(one, name) for one in self.rounds]
         return statistics.median(values)
 
     @property
     def best_us(self) -> float:
-        return self.passes[-1].best_us
+        return self.rounds[-1].best_us
 
 
 class Contender:
     """One index with the trace in it."""
 
-    def __init__(self, index: Index, load: Load, keys: str) -> None:
+    def __init__(self, index: ComparedIndex, load: IndexedTrace, keys: str) -> None:
         self._index, self._load = index, load
         self._as_keys: Callable[[Sequence[int]], Keys] = list if keys == IDS else _fresh
         events = [(worker, self._as_keys(ids)) for worker, _, ids in load.stored]
@@ -63,7 +73,7 @@ class Contender:
         for worker, new in events:
             index.store(worker, new)
         seconds = time.perf_counter() - started_s
-        self.measured = Measured(index.name, keys, load.blocks / seconds)
+        self.measured = LookupTimes(index.name, keys, load.blocks / seconds)
         self._best_ns: list[int] = []
 
     def round(self) -> None:
@@ -82,8 +92,8 @@ class Contender:
             all_ns = find_ns
         self._best_ns = list(map(min, all_ns, self._best_ns or all_ns))
         ordered, requests = sorted(all_ns), len(all_ns)
-        self.measured.passes.append(
-            Pass(
+        self.measured.rounds.append(
+            LookupRound(
                 find_us=sum(find_ns) / requests / 1e3,
                 p50_us=ordered[requests // 2] / 1e3,
                 p99_us=ordered[requests * 99 // 100] / 1e3,
@@ -98,17 +108,43 @@ class Contender:
         return [self._index.scores(self._index.find(self._as_keys(ids))) for ids in some]
 
 
-def contenders(load: Load) -> list[Contender]:
+def contenders(load: IndexedTrace) -> list[Contender]:
     """RuntimeError when they do not give the same answers."""
     made = [
         Contender(index, load, keys)
         for keys in (IDS, BYTES)
-        for index in (PyDict(), Ours())
+        for index in (PyDict(), OurIndex())
     ]  # fmt: skip
     first = made[0].answers()
     if any(other.answers() != first for other in made[1:]):
         raise RuntimeError(f"the indexes disagree: {load.placement}, {load.workers} workers")
     return made
+
+
+class DynamoIndex:
+    """NVIDIA Dynamo's RadixTree with the trace in it, in a process of the Python that has its wheel
+    until the stack ends; RuntimeError, with its last words, when it does not run."""
+
+    def __init__(self, stack: ExitStack, python: Path, load: IndexedTrace) -> None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        load.save(folder / "load.json")
+        script = Path(__file__).with_name("dynamo_client.py")
+        self._process = PeerProcess(
+            stack, python, script, str(folder / "load.json"), str(COMPARED),
+            variables={"DYN_LOG": "error"},
+        )  # fmt: skip
+        first = self._process.answer()
+        self.version = str(first["version"])
+        self.hashing: dict[str, float] = first["hashing"]
+        self.rss_bytes = int(first["rss_bytes"])
+        self.measured = LookupTimes("dynamo", IDS, load.blocks / float(first["store_s"]))
+        self._answers: list[dict[int, int]] = [dict(pairs) for pairs in first["answers"]]
+
+    def round(self) -> None:
+        self.measured.rounds.append(LookupRound(**self._process.ask("round")))
+
+    def answers(self) -> list[dict[int, int]]:
+        return self._answers
 
 
 def _fresh(ids: Sequence[int]) -> list[bytes]:

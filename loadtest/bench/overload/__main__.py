@@ -1,12 +1,23 @@
 """More than fits, on the real server, with admission policies and without.
 
-    python -m loadtest.bench.overload                  too many prompts (prefill_bound.py)
+    python -m loadtest.bench.overload                  too many prompts (here)
     python -m loadtest.bench.overload --decode-bound   too many answers (decode_bound.py)
 
 A server of our own and fresh prompts of one length. The policy is changed in config.pbtxt while the
-server runs. Each of the two files says what it measures and what its targets are.
+server runs. Too many prompts are four times what fits through prefill, with admission `predictive`
+and without any:
 
-Not here: starting the server (bench/server.py), the shape of the answer (bench/result.py).
+    unloaded   one request after the other: the TTFT and TBT that the service levels are taken from
+    full       so many at once that the server is never idle: requests per second that it completes
+    none       an open loop at 4x that rate, nothing is rejected
+    predictive the same requests, with ttft_slo_s = 10x and tbt_slo_s = 5x the unloaded medians
+
+Two requests at a time are in flight while the policy changes: `policy_change_lost` counts those
+that were not answered. TBT of a request is the mean of its longest 10 % of intervals (metrics.py);
+a level is kept when the P90 over the admitted is below it. Prompts are fresh, so the workers'
+counter must rise by just the tokens of those that were admitted.
+
+Not here: sending (load.py).
 """
 
 from __future__ import annotations
@@ -14,21 +25,74 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from loadtest.bench.overload import decode_bound, prefill_bound
-from loadtest.bench.overload.load import Shape
-from loadtest.bench.repository import copy_repository, set_parameters
-from loadtest.bench.result import Result
-from loadtest.bench.server import measuring, serving
+from loadtest.bench.harness import benchmark, console, served
+from loadtest.bench.overload import decode_bound
+from loadtest.bench.overload.load import OverloadClient, OverloadPhase, OverloadShape, reload
+from loadtest.bench.result import Target
+from loadtest.bench.server import Parameters, own_repository
 from loadtest.client.server import Addresses
+from loadtest.results.metrics import COMPLETED, FAILED, REJECTED
+
+OVERLOAD = 4.0
+TTFT_SLO, TBT_SLO = 10.0, 5.0  # times unloaded
+WITHOUT = ("prefill_1", "decode_0")
+BEGINS_WITH: Parameters = {"admission": "none", "requests_max": 2048}
+
+
+async def measure(
+    addresses: Addresses, repository: Path, shape: OverloadShape, seed: int
+) -> tuple[list[OverloadPhase], dict[str, float]]:
+    """(unloaded, none, policy change, predictive) and the numbers between them."""
+    load = await OverloadClient.of(addresses, shape, seed)
+    with console.status("unloaded ..."):
+        await load.unloaded(3)  # warms up
+        unloaded = await load.unloaded(15)
+    with console.status("capacity ..."):
+        _, capacity_per_s = await load.full(shape.seconds)
+    rate_per_s = OVERLOAD * capacity_per_s
+    with console.status(f"{rate_per_s:.1f} requests/s, no admission ..."):
+        none = await load.overload("none", rate_per_s, seed)
+    levels = {
+        "ttft_slo_s": round(TTFT_SLO * unloaded.p50_s("ttft_s"), 4),
+        "tbt_slo_s": round(TBT_SLO * unloaded.p50_s("tbt_s"), 4),
+    }
+    with console.status("switching to predictive ..."):
+        change, reload_s = await load.during(
+            lambda: reload(addresses.grpc, repository, dict(levels), "predictive")
+        )
+    with console.status(f"{rate_per_s:.1f} requests/s, predictive ..."):
+        predictive = await load.overload("predictive", rate_per_s, seed)
+    numbers = {"capacity_per_s": capacity_per_s, "reload_s": reload_s, **levels}
+    return [unloaded, none, change, predictive], numbers
+
+
+def targets(phases: Sequence[OverloadPhase], numbers: dict[str, float]) -> list[Target]:
+    _, none, change, predictive = phases
+
+    def level(phase: OverloadPhase, name: str, op: str) -> Target:
+        p90_s, what = phase.p90_s(f"{name}_s"), f"{phase.name}_{name}_p90_over_slo"
+        if p90_s is None:
+            return Target(what, None, op, 1.0, "nobody was admitted")
+        return Target(what, round(p90_s / numbers[f"{name}_slo_s"], 3), op, 1.0)
+
+    rejected = len(predictive.of(REJECTED))
+    return [
+        Target("predictive_rejected", rejected, ">=", 1),
+        Target("predictive_wasted_prefill_tokens", predictive.wasted_tokens, "<=", 0),
+        Target("rejections_without_retry_after", predictive.rejected_without_retry, "<=", 0),
+        Target("predictive_failed", len(predictive.of(FAILED)), "<=", 0),
+        level(predictive, "ttft", "<="),
+        level(predictive, "tbt", "<="),
+        level(none, "ttft", ">="),
+        Target("policy_change_s", round(numbers["reload_s"], 2), "<=", 5.0),
+        Target("policy_change_lost", len(change.records) - len(change.of(COMPLETED)), "<=", 0),
+    ]
 
 
 def main(
@@ -60,47 +124,44 @@ def main(
     ] = None,
 ) -> None:
     """Offer more than fits, with and without admission; the last line is JSON."""
-    console = Console(stderr=True, highlight=False)
     seed = secrets.randbits(62) if seed is None else seed
     console.print(f"--seed {seed}")
-    started_s = time.perf_counter()
+    overload_s = seconds or 10.0
     if is_decode_bound:
         least = output_tokens or 128
-        shape = Shape(prompt_tokens or 512, least, seconds or 10.0, at_once or 12, 4 * least)
+        shape = OverloadShape(prompt_tokens or 512, least, overload_s, at_once or 12, 4 * least)
         settings = dict(setting.split("=", 1) for setting in changed or [])
         asked = [policy for policy in policies.split(",") if policy]
-        with _serving(decode_bound.WITHOUT, decode_bound.BEGINS_WITH, console) as (at, repository):
-            found = asyncio.run(decode_bound.measure(
-                at, repository, shape, seed, console, asked, rounds, settings
-            ))  # fmt: skip
-        rows, targets = found.rows(), found.targets()
-    else:
-        shape = Shape(prompt_tokens or 1_024, output_tokens or 24, seconds or 10.0, at_once or 8)
-        with _serving(prefill_bound.WITHOUT, prefill_bound.BEGINS_WITH, console) as (
-            at,
-            repository,
+        with (
+            benchmark("overload, decode-bound") as run,
+            repository_served(decode_bound.WITHOUT, decode_bound.BEGINS_WITH) as (server, models),
         ):
-            phases, numbers = asyncio.run(
-                prefill_bound.measure(at, repository, shape, seed, console)
+            found = asyncio.run(
+                decode_bound.measure(server, models, shape, seed, asked, rounds, settings)
             )
-        rows = [phase.row() for phase in phases]
-        rows.append({name: round(value, 4) for name, value in numbers.items()})
-        targets = prefill_bound.targets(phases, numbers)
-    name = "overload, decode-bound" if is_decode_bound else "overload"
-    Result(name, time.perf_counter() - started_s, rows, targets).print()
+            run.rows, run.targets = found.rows(), found.targets()
+    else:
+        shape = OverloadShape(prompt_tokens or 1_024, output_tokens or 24, overload_s, at_once or 8)
+        with (
+            benchmark("overload") as run,
+            repository_served(WITHOUT, BEGINS_WITH) as (server, models),
+        ):
+            phases, numbers = asyncio.run(measure(server, models, shape, seed))
+            run.rows = [phase.row() for phase in phases]
+            run.rows.append({name: round(value, 4) for name, value in numbers.items()})
+            run.targets = targets(phases, numbers)
 
 
 @contextlib.contextmanager
-def _serving(
-    without: tuple[str, ...], begins_with: Mapping[str, str | int | float], console: Console
+def repository_served(
+    without: tuple[str, ...], begins_with: Parameters
 ) -> Iterator[tuple[Addresses, Path]]:
     """A server on a copy of the repository, and that copy."""
-    with tempfile.TemporaryDirectory(prefix="mooncake-overload-") as folder:
-        repository = copy_repository(Path(folder) / "model_repository", without)
-        set_parameters(repository, "conductor", begins_with)
+    with own_repository(without, {"conductor": begins_with}) as repository:
         # How fast the workers are is measured anew, not read from another day's profile.
-        arguments = ["--model-repository", str(repository), "--state-dir", f"{folder}/state"]
-        with measuring(console), serving(None, arguments) as addresses:
+        state = repository.parent / "state"
+        arguments = ["--model-repository", str(repository), "--state-dir", str(state)]
+        with served(None, arguments) as addresses:
             yield addresses, repository
 
 

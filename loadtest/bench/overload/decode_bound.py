@@ -38,10 +38,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
-from loadtest.bench.overload.load import Load, Phase, Shape, reload
+from loadtest.bench.harness import console
+from loadtest.bench.overload.load import OverloadClient, OverloadPhase, OverloadShape, reload
 from loadtest.bench.result import Cell, Target
+from loadtest.bench.server import Parameters
 from loadtest.client.server import Addresses
 from loadtest.results.metrics import COMPLETED, REJECTED, RequestRecord
 
@@ -52,13 +52,13 @@ TTFT_SLO, TTFT_SLO_S_MIN = 50.0, 5.0  # times unloaded
 WASTED_SHARE_MIN = 0.1
 ROUNDS_MIN = 3
 WITHOUT = ("prefill_1",)
-BEGINS_WITH: dict[str, str | int | float] = {
+BEGINS_WITH: Parameters = {
     "admission": "none", "shedding": "limit", "requests_max": 2048, "ttft_slo_s": 60,
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PromisedLimits:
     """What a request is promised."""
 
     ttft_s: float
@@ -81,13 +81,13 @@ def mean_step_s(record: RequestRecord) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PolicyRun:
     """One policy in one round."""
 
     round: int
     policy: str
-    phase: Phase
-    limits: Limits
+    phase: OverloadPhase
+    limits: PromisedLimits
     load_average: float  # of the machine, at its end
 
     @property
@@ -122,10 +122,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class DecodeBoundRuns:
     numbers: dict[str, float]
-    runs: Sequence[Run]
-    changes: Sequence[Phase]
+    runs: Sequence[PolicyRun]
+    changes: Sequence[OverloadPhase]
 
     def rows(self) -> list[dict[str, Cell]]:
         rows = [run.row() for run in self.runs]
@@ -158,7 +158,7 @@ class Measured:
         ]  # fmt: skip
 
     def _over_baseline(
-        self, name: str, value: Callable[[Run], float], op: str, goal: float, policy: str
+        self, name: str, value: Callable[[PolicyRun], float], op: str, goal: float, policy: str
     ) -> Target:
         name = name.format(policy)
         baselines = {run.round: run for run in self.runs if run.policy == "baseline"}
@@ -179,15 +179,15 @@ class Measured:
         return Target(name, round(statistics.median(found), 3), op, goal, f"by round: {each}")
 
 
-def _wasted(run: Run) -> float:
+def _wasted(run: PolicyRun) -> float:
     return run.phase.wasted_tokens
 
 
-def _within(run: Run) -> float:
+def _within(run: PolicyRun) -> float:
     return run.within
 
 
-def _median(runs: Sequence[Run], value: Callable[[Run], float]) -> float:
+def _median(runs: Sequence[PolicyRun], value: Callable[[PolicyRun], float]) -> float:
     return statistics.median(value(run) for run in runs)
 
 
@@ -197,22 +197,20 @@ def order_of(round_number: int, policies: Sequence[str]) -> Sequence[str]:
 
 
 async def measure(
-    addresses: Addresses, repository: Path, shape: Shape, seed: int, console: Console,
+    addresses: Addresses, repository: Path, shape: OverloadShape, seed: int,
     policies: Sequence[str], rounds: int, changed: Mapping[str, str],
-) -> Measured:  # fmt: skip
+) -> DecodeBoundRuns:  # fmt: skip
     """`changed`: further parameters of the conductor, for whoever looks for the reason why."""
-    load = await Load.of(addresses, shape, seed)
+    load = await OverloadClient.of(addresses, shape, seed)
     with console.status("unloaded ..."):
         await load.unloaded(3)  # warms up
         unloaded = await load.unloaded(8)
     with console.status("full batches ..."):
         full, capacity_per_s = await load.full(shape.seconds)
     numbers = _numbers(unloaded, full, capacity_per_s, shape)
-    limits = Limits(numbers["ttft_slo_s"], numbers["tbt_slo_s"])
-    parameters: dict[str, str | int | float] = {
-        name: numbers[name] for name in ("ttft_slo_s", "tbt_slo_s", "decode_s_expected")
-    }
-    parameters |= changed
+    limits = PromisedLimits(numbers["ttft_slo_s"], numbers["tbt_slo_s"])
+    calibrated = ("ttft_slo_s", "tbt_slo_s", "decode_s_expected")
+    parameters: Parameters = {**{name: numbers[name] for name in calibrated}, **changed}
     runs, changes = [], []
     for number in range(rounds):
         for policy in order_of(number, policies):
@@ -222,12 +220,14 @@ async def measure(
                 )
                 phase = await load.overload(policy, numbers["rate_per_s"], seed + number)
             changes.append(change)
-            runs.append(Run(number + 1, policy, phase, limits, os.getloadavg()[0]))
+            runs.append(PolicyRun(number + 1, policy, phase, limits, os.getloadavg()[0]))
             console.print(runs[-1].row())
-    return Measured(numbers, runs, changes)
+    return DecodeBoundRuns(numbers, runs, changes)
 
 
-def _numbers(unloaded: Phase, full: Phase, capacity_per_s: float, shape: Shape) -> dict[str, float]:
+def _numbers(
+    unloaded: OverloadPhase, full: OverloadPhase, capacity_per_s: float, shape: OverloadShape
+) -> dict[str, float]:
     """All that the rest follows from."""
     unloaded_ttft_s = unloaded.p50_s("ttft_s")
     answered = full.of(COMPLETED)

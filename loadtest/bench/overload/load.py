@@ -4,7 +4,7 @@ What the prefill workers computed is read off their own counter
 `mooncake_prompt_tokens_total{path="computed"}`, from the end of one phase to the end of the next:
 nothing that they do is counted twice or left out.
 
-Not here: which phases there are (prefill_bound.py, decode_bound.py), the server (bench/server.py).
+Not here: which phases there are (__main__.py, decode_bound.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtest.bench.repository import set_parameters
 from loadtest.bench.result import Cell
+from loadtest.bench.server import Parameters, set_parameters
 from loadtest.client.metrics_page import counter_sum, fetch_page
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
 from loadtest.client.server import Addresses, describe_server
@@ -38,7 +38,7 @@ TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class OverloadShape:
     """What is sent."""
 
     prompt_tokens: int
@@ -49,7 +49,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class OverloadPhase:
     """One run, and what the prefill workers computed meanwhile."""
 
     name: str
@@ -93,10 +93,12 @@ class Phase:
         }
 
 
-class Load:
+class OverloadClient:
     """Sends fresh prompts to one server and reads its counter around them."""
 
-    def __init__(self, addresses: Addresses, source: TokenSource, shape: Shape, seed: int) -> None:
+    def __init__(
+        self, addresses: Addresses, source: TokenSource, shape: OverloadShape, seed: int
+    ) -> None:
         self._addresses = addresses
         self._source = source
         self._shape = shape
@@ -105,14 +107,14 @@ class Load:
         self._counted: float | None = None  # the counter at the end of the last phase
 
     @classmethod
-    async def of(cls, addresses: Addresses, shape: Shape, seed: int) -> Load:
+    async def of(cls, addresses: Addresses, shape: OverloadShape, seed: int) -> OverloadClient:
         """For the vocabulary of the server."""
         async with TritonClient(addresses.grpc, "conductor", channels=1) as client:
             server = await describe_server(client, {})
         source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
         return cls(addresses, source, shape, seed)
 
-    async def unloaded(self, requests: int) -> Phase:
+    async def unloaded(self, requests: int) -> OverloadPhase:
         """One after the other."""
         await self._begin()
         records: list[RequestRecord] = []
@@ -120,7 +122,7 @@ class Load:
             records += await self._send_one()
         return await self._end("unloaded", records)
 
-    async def full(self, seconds: float) -> tuple[Phase, float]:
+    async def full(self, seconds: float) -> tuple[OverloadPhase, float]:
         """`at_once` in flight; and completed requests per second."""
         await self._begin()
         started_s = time.perf_counter()
@@ -136,7 +138,7 @@ class Load:
         phase = await self._end("full", records)
         return phase, len(phase.of(COMPLETED)) / (max(ended_s) - started_s)
 
-    async def during(self, change: Callable[[], Awaitable[float]]) -> tuple[Phase, float]:
+    async def during(self, change: Callable[[], Awaitable[float]]) -> tuple[OverloadPhase, float]:
         """Two requests at a time with the shortest answers, before, during and after the change;
         and what that returned."""
         await self._begin()
@@ -157,7 +159,7 @@ class Load:
             await asyncio.gather(*senders)
         return await self._end("policy change", records), took_s
 
-    async def overload(self, name: str, rate_per_s: float, seed: int) -> Phase:
+    async def overload(self, name: str, rate_per_s: float, seed: int) -> OverloadPhase:
         """Poisson arrivals; they and the lengths of answers are the same for the same seed."""
         await self._begin()
         chance = np.random.default_rng(seed)
@@ -184,23 +186,18 @@ class Load:
         return planned
 
     async def _send(self, planned: Sequence[PlannedRequest]) -> list[RequestRecord]:
-        run = ReplayRun(planned)
-        options = SendOptions(self._addresses.grpc, "conductor", True, TIMEOUT_S, 4, False)
-        await send_all(run, options, WallClock(), lambda _: None)
-        if run.is_interrupted:  # it took the Ctrl-C for itself
-            raise KeyboardInterrupt
-        return sorted(run.records, key=lambda record: record.index)
+        return await send_planned(self._addresses.grpc, planned)
 
     async def _begin(self) -> None:
         if self._counted is None:
             self._counted = await self._settled(0.0)
 
-    async def _end(self, name: str, records: Sequence[RequestRecord]) -> Phase:
+    async def _end(self, name: str, records: Sequence[RequestRecord]) -> OverloadPhase:
         assert self._counted is not None, "a phase begins before it ends"
         answered = [record for record in records if record.outcome == COMPLETED]
         due = self._counted + sum(record.prompt_tokens for record in answered)
         before, self._counted = self._counted, await self._settled(due)
-        return Phase(name, records, self._counted - before)
+        return OverloadPhase(name, records, self._counted - before)
 
     async def _settled(self, due: float) -> float:
         """The counter; workers publish a moment later, so wait for what must come."""
@@ -217,9 +214,17 @@ class Load:
         return last
 
 
-async def reload(
-    url: str, repository: Path, values: dict[str, str | int | float], admission: str
-) -> float:
+async def send_planned(url: str, planned: Sequence[PlannedRequest]) -> list[RequestRecord]:
+    """Requests at their times, each with an answer of just the length that was planned."""
+    run = ReplayRun(planned)
+    options = SendOptions(url, "conductor", True, TIMEOUT_S, 4, False)
+    await send_all(run, options, WallClock(), lambda _: None)
+    if run.is_interrupted:  # it took the Ctrl-C for itself
+        raise KeyboardInterrupt
+    return sorted(run.records, key=lambda record: record.index)
+
+
+async def reload(url: str, repository: Path, values: Parameters, admission: str) -> float:
     """Edit the conductor's config.pbtxt; seconds until a decision shows the new admission."""
     started_s = time.perf_counter()
     set_parameters(repository, "conductor", {"admission": admission, **values})

@@ -12,45 +12,63 @@ O_DIRECT reads of the node's SSD file, and with --peer-python Mooncake's client:
 what its wheel has between processes of one host, and with its blocks in its own process, which it
 copies. Neither verifies; ours does, unless it says otherwise.
 
-Not here: the processes (site.py), the ways (ways.py), several clients (clients.py), the SSD
-(disk.py), the peer (peer.py).
+Not here: the ways and several clients at once (ways.py), the SSD (ssd_tier.py), what runs in
+Mooncake's Python (mooncake_client.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import statistics
+import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 
-from loadtest.bench.result import Cell, Result, Target
-from loadtest.bench.store import disk, peer
-from loadtest.bench.store.clients import together
-from loadtest.bench.store.pattern import BATCH, Pattern, pages
-from loadtest.bench.store.site import MB, Site, site
+from loadtest.bench import ssd_tier
+from loadtest.bench.harness import (
+    BatchRounds,
+    BlocksSeed,
+    benchmark,
+    console,
+    median_s,
+    moved,
+)
+from loadtest.bench.processes import BenchStore, PeerProcess
+from loadtest.bench.result import Cell, Target
 from loadtest.bench.store.ways import (
+    BATCH,
+    MB,
+    WARM_ROUNDS,
+    Pattern,
     RawNixl,
-    Way,
     copying,
     fill,
     getting,
+    pages,
     payload_of,
     putting,
+    together,
 )
 from mooncake_store.client.client import StoreClient
 from mooncake_store.memory.segment import Segment
 
+NEAR, FAR, SSD = "near", "far", "ssd"  # the clients' own node, another one, one with an SSD
 SIZES = (256 * 1024, MB)
 MEMORY_BYTES = 256 * MB  # of blocks, and of the client's buffer
 DRAM_MIB = 512
 ONE_THREAD = "get nixl unverified, 1 thread"
 EXIST_KEYS = 1_000
 EXIST_ROUNDS = 200
+SSD_NODE_MIB, SSD_MIB = 128, 1_024
+PEER_NODE_MIB = 2_048
+PEER_START_S_MAX = 30.0
 GOALS = {
     "get_local_over_memcpy": 0.70, "put_local_over_memcpy": 0.65,
     "get_local_unverified_over_memcpy": 0.85, "put_local_unverified_over_memcpy": 0.75,
@@ -63,21 +81,26 @@ OVER_NODES = (
 IN_MEMORY = (
     "not verified, ours out of the segment of another process, theirs within its own (memcpy)"
 )
-Rates = dict[tuple[str, int], float]  # (way, block_bytes) -> seconds per batch
 
 
-def in_turn(ways: dict[str, Way], rounds: int) -> dict[str, float]:
-    """Median seconds of each way; they take turns, because the machine may be busy now."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 3):
-        for name, way in ways.items():
-            seconds = way()
-            if turn >= 3:
-                found[name].append(seconds)
-    return {name: statistics.median(values) for name, values in found.items()}
+@contextlib.contextmanager
+def bench_store(ssd_folder: Path) -> Iterator[str]:
+    """The address of a directory with three nodes. SSD has little DRAM: what it is given spills."""
+    with contextlib.ExitStack() as stack:
+        store = BenchStore(stack)
+
+        def node(node_id: str, mib: int, *more: str) -> None:
+            unit, control = str(ssd_tier.UNIT_BYTES), f"ipc://{store.folder}/{node_id}"
+            store.node(node_id, mib * MB, "--unit-bytes", unit, "--control", control, *more)
+
+        node(NEAR, DRAM_MIB)
+        node(FAR, DRAM_MIB)
+        ssd = ("--ssd-path", str(ssd_folder), "--ssd-bytes", str(SSD_MIB * MB))
+        node(SSD, SSD_NODE_MIB, *ssd)
+        yield store.address
 
 
-def measure(here: Site, block_bytes: int, rounds: int, seed: int) -> dict[str, float]:
+def measure(address: str, block_bytes: int, rounds: int, seed: int) -> dict[str, float]:
     """Seconds per batch of every way, for one size."""
     chance = np.random.default_rng(seed)
     local = pages(MEMORY_BYTES, chance)
@@ -86,20 +109,20 @@ def measure(here: Site, block_bytes: int, rounds: int, seed: int) -> dict[str, f
 
         def client(node_id: str, is_verified: bool = True, threads: int = 2) -> StoreClient:
             made = stack.enter_context(
-                StoreClient(here.address, node_id, is_verified=is_verified, threads=threads)
+                StoreClient(address, node_id, is_verified=is_verified, threads=threads)
             )
             made.register(local)
             return made
 
-        near, near_fast = client(here.near), client(here.near, is_verified=False)
-        far, far_one = client(here.far), client(here.far, is_verified=False, threads=1)
+        near, near_fast = client(NEAR), client(NEAR, is_verified=False)
+        far, far_one = client(FAR), client(FAR, is_verified=False, threads=1)
         # A client that belongs to the other node reaches `near` by NIXL.
         infos = {info.node_id: info for info in near.directory.nodes()}
-        info = infos[here.near]
-        fill(near, pattern, here.near)
+        info = infos[NEAR]
+        fill(near, pattern, NEAR)
         segment = stack.enter_context(Segment.open(info.segment_path, info.segment_bytes))
         raw = RawNixl(info, pattern)
-        found = in_turn(
+        found = median_s(
             {
                 "memcpy from segment": copying(payload_of(segment, info), pattern, True),
                 "memcpy huge pages": copying(pages(local.nbytes, chance), pattern, True),
@@ -110,28 +133,30 @@ def measure(here: Site, block_bytes: int, rounds: int, seed: int) -> dict[str, f
                 ONE_THREAD: getting(far_one, pattern),
             },
             rounds,
+            WARM_ROUNDS,
         )
         near.remove(pattern.keys)
-        found |= in_turn(
+        found |= median_s(
             {
                 "memcpy to segment": copying(payload_of(segment, info), pattern, False),
-                "put": putting(near, pattern, here.near),
-                "put unverified": putting(near_fast, pattern, here.near),
-                "put nixl": putting(far, pattern, here.near),
+                "put": putting(near, pattern, NEAR),
+                "put unverified": putting(near_fast, pattern, NEAR),
+                "put nixl": putting(far, pattern, NEAR),
             },
             rounds,
+            WARM_ROUNDS,
         )
     return found
 
 
-def measure_exist(here: Site) -> float:
+def measure_exist(address: str) -> float:
     """Median seconds of asking for 1,000 keys that are there."""
-    with StoreClient(here.address, here.near) as client:
+    with StoreClient(address, NEAR) as client:
         keys = [i.to_bytes(16, "little") for i in range(EXIST_KEYS)]
         small = [np.zeros(64, np.uint8)] * BATCH
         for start in range(0, EXIST_KEYS, BATCH):
             part = keys[start : start + BATCH]
-            assert all(client.put(part, small[: len(part)], here.near))
+            assert all(client.put(part, small[: len(part)], NEAR))
         found = []
         for _ in range(EXIST_ROUNDS):
             started_s = time.perf_counter()
@@ -189,9 +214,9 @@ def in_memory_targets(
             continue
         seconds = theirs[f"{verb}_s"]
         verified = seconds / ours[verb]
-        told = f"{IN_MEMORY}; with every block of ours verified {verified:.2f}"
+        why = f"{IN_MEMORY}; with every block of ours verified {verified:.2f}"
         ratio = _rounded(seconds / ours[f"{verb} unverified"])
-        found.append(Target(target, ratio, ">=", 1.0, told))
+        found.append(Target(target, ratio, ">=", 1.0, why))
     return found
 
 
@@ -199,33 +224,78 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def rows(seconds: dict[int, dict[str, float]], clients: dict[str, float]) -> list[dict[str, Cell]]:
+def moved_rows(size: int, ways: dict[str, float]) -> list[dict[str, Cell]]:
+    return [{"way": name, **moved(size, BATCH, seconds)} for name, seconds in ways.items()]
+
+
+def rows(
+    seconds: dict[int, dict[str, float]], clients: dict[str, float], ssd: dict[str, float],
+    exist_s: float, mooncake: dict[str, Any], own: dict[str, Any],
+) -> list[dict[str, Cell]]:  # fmt: skip
     found: list[dict[str, Cell]] = []
     for size, ways in seconds.items():
-        for name, value in ways.items():
-            rate = BATCH * size / value / 1e9
-            found.append(
-                {"way": name, "block_bytes": size, "blocks": BATCH,
-                 "microseconds": round(value * 1e6, 1), "gb_per_s": round(rate, 3)}
-            )  # fmt: skip
-    for name, value in clients.items():
-        found.append(
-            {"way": f"{name} client(s)", "block_bytes": MB, "gb_per_s": round(value / 1e9, 3)}
-        )
+        found += moved_rows(size, ways)
+    for name, bytes_per_s in clients.items():
+        rate = round(bytes_per_s / 1e9, 3)
+        found.append({"way": f"{name} client(s)", "block_bytes": MB, "gb_per_s": rate})
+    found += moved_rows(MB, {f"ssd {name}": value for name, value in ssd.items()})
+    found.append({"way": f"exist {EXIST_KEYS}", "microseconds": round(exist_s * 1e6, 1)})
+    for where, theirs in (("TCP", mooncake), ("own process", own)):
+        for size in SIZES if theirs else ():
+            ways = {f"mooncake {verb}, {where}": theirs[str(size)][f"{verb}_s"]
+                    for verb in ("get", "put")}  # fmt: skip
+            found += moved_rows(size, ways)
+    if mooncake:
+        micros = round(mooncake["exist_1000"]["s"] * 1e6, 1)
+        found.append({"way": f"mooncake exist {EXIST_KEYS}", "microseconds": micros})
     return found
 
 
-def peer_rows(where: str, found: dict[str, Any]) -> list[dict[str, Cell]]:
-    """What Mooncake's client took."""
-    return [
-        {
-            "way": f"mooncake {verb}, {where}", "block_bytes": size, "blocks": BATCH,
-            "microseconds": round(found[str(size)][f"{verb}_s"] * 1e6, 1),
-            "gb_per_s": round(BATCH * size / found[str(size)][f"{verb}_s"] / 1e9, 3),
-        }
-        for size in (SIZES if found else ())
-        for verb in ("get", "put")
-    ]  # fmt: skip
+def measure_mooncake(python: Path, rounds: int, is_own: bool) -> dict[str, Any]:
+    """What Mooncake's client needs, from a node's memory over TCP or from the memory of its own
+    process by memcpy; RuntimeError when it does not run here, with the reason."""
+    binary, script = (
+        python.parent / "mooncake_master",
+        Path(__file__).with_name("mooncake_client.py"),
+    )
+    if not binary.exists():
+        raise RuntimeError(f"{binary} does not exist: {python} has no Mooncake wheel")
+    port = free_port()
+    master = f"127.0.0.1:{port}"
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-peer-"))
+        process = subprocess.Popen(
+            [str(binary), f"--rpc_port={port}", f"--metrics_port={free_port()}",
+             "--rpc_thread_num=4", "--enable_http_metadata_server=true",
+             f"--http_metadata_server_port={free_port()}", "--default_kv_lease_ttl=5000"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder,
+        )  # fmt: skip
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        wait_for(port)
+        own_mib = PEER_NODE_MIB if is_own else 0
+        if not is_own:
+            PeerProcess(stack, python, script, "node", master, str(PEER_NODE_MIB)).answer()
+        return PeerProcess(
+            stack, python, script, "client", master, str(own_mib), str(rounds), str(list(SIZES)),
+            variables={"MC_STORE_MEMCPY": "1"} if is_own else None,
+        ).answer()  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(port: int) -> None:
+    until_s = time.monotonic() + PEER_START_S_MAX
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return
+        if time.monotonic() > until_s:
+            raise RuntimeError(f"mooncake_master does not listen on port {port}")
+        time.sleep(0.1)
 
 
 def main(
@@ -235,50 +305,37 @@ def main(
     ssd_folder: Annotated[
         Path, typer.Option(help="On the disk to be measured; emptied afterwards.")
     ] = Path(".mooncake/bench-ssd"),
-    rounds: Annotated[int, typer.Option(min=5, help="Batches of each kind.")] = 40,
-    seed: Annotated[int, typer.Option(help="Which blocks.")] = 1,
+    rounds: BatchRounds = 40,
+    seed: BlocksSeed = 1,
 ) -> None:
     """Measure put, get and exist; the last line is JSON."""
-    console = Console(stderr=True, highlight=False)
-    started_s = time.perf_counter()
-    why: dict[str, str] = {"peer": "give --peer-python", "ssd": ""}
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(disk.folder(ssd_folder))
-        here = stack.enter_context(site(DRAM_MIB, folder, 1_024))
-        seconds = {}
-        for size in SIZES:
-            with console.status(f"blocks of {size // 1024} KiB ..."):
-                seconds[size] = measure(here, size, rounds, seed)
-        with console.status("several clients ..."):
-            clients = {
-                f"{way} {count}": together(here.address, here.near, way, count, MB)
-                for way in ("memcpy", "get")
-                for count in (1, 2)
-            }
-        with console.status("SSD ..."):
-            ssd = disk.measure(here, folder, MB, rounds)
-        with console.status("exist ..."):
-            exist_s = measure_exist(here)
-    mooncake: dict[str, Any] = {}
-    own: dict[str, Any] = {}
-    if peer_python is not None:
-        with console.status("Mooncake ..."):
-            try:
-                mooncake = peer.measure(peer_python, list(SIZES), rounds, is_own=False)
-                own = peer.measure(peer_python, list(SIZES), rounds, is_own=True)
-                why["peer"] = ""
-            except RuntimeError as error:
-                why["peer"] = str(error)
-    table = rows(seconds, clients)
-    table += disk.rows(ssd, MB)
-    table.append({"way": f"exist {EXIST_KEYS}", "microseconds": round(exist_s * 1e6, 1)})
-    for where, found in (("TCP", mooncake), ("own process", own)):
-        table += peer_rows(where, found)
-    if mooncake:
-        micros = round(mooncake["exist_1000"]["s"] * 1e6, 1)
-        table.append({"way": f"mooncake exist {EXIST_KEYS}", "microseconds": micros})
-    goals = targets(seconds, clients, ssd, exist_s, mooncake, own, why)
-    Result("store", time.perf_counter() - started_s, table, goals).print()
+    why = {"peer": "give --peer-python", "ssd": ""}
+    seconds, mooncake, own = {}, {}, {}
+    with benchmark("store") as run:
+        with ssd_tier.new_folder(ssd_folder) as folder, bench_store(folder) as address:
+            for size in SIZES:
+                with console.status(f"blocks of {size // 1024} KiB ..."):
+                    seconds[size] = measure(address, size, rounds, seed)
+            with console.status("several clients ..."):
+                clients = {
+                    f"{way} {count}": together(address, NEAR, way, count, MB)
+                    for way in ("memcpy", "get")
+                    for count in (1, 2)
+                }
+            with console.status("SSD ..."):
+                ssd = ssd_tier.measure_node(address, SSD, folder, MB, rounds)
+            with console.status("exist ..."):
+                exist_s = measure_exist(address)
+        if peer_python is not None:
+            with console.status("Mooncake ..."):
+                try:
+                    mooncake = measure_mooncake(peer_python, rounds, is_own=False)
+                    own = measure_mooncake(peer_python, rounds, is_own=True)
+                    why["peer"] = ""
+                except RuntimeError as error:
+                    why["peer"] = str(error)
+        run.rows = rows(seconds, clients, ssd, exist_s, mooncake, own)
+        run.targets = targets(seconds, clients, ssd, exist_s, mooncake, own, why)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,72 @@
 """Ways to move a batch of blocks, each a function that returns the seconds it took.
 
-Metadata calls are inside: a get asks the directory first, a put allocates before and commits after.
-`limits` copies or transfers the same pattern with nothing around it.
+`BATCH` blocks at random positions of one memory go to as many random positions of another: more
+than the CPU's cache holds, so each round meets memory it has not just seen. Metadata calls are
+inside: a get asks the directory first, a put allocates before and commits after. `copying` and
+`RawNixl` move the same pattern with nothing around it.
 
-Not here: starting processes (site.py), which blocks (pattern.py).
+Several clients at once are a process each (`python -m loadtest.bench.store.ways ADDRESS NODE WAY
+BLOCK_BYTES NUMBER`): it gets ready, says so, waits for a line on stdin, works for a while and
+prints the bytes per second that it moved.
+
+Not here: what is compared with what (__main__.py).
 """
 
 from __future__ import annotations
 
+import json
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from loadtest.bench.store.pattern import BATCH, Pattern
 from mooncake_store.client.client import StoreClient
 from mooncake_store.layout import geometry
 from mooncake_store.memory.segment import ByteArray, Segment
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_agent import make_agent
 
+MB = 2**20
+BATCH = 16
+WARM_ROUNDS = 3
+TOGETHER_BYTES = 128 * MB  # of blocks of each client that works beside others
+TOGETHER_S = 2.0
 Way = Callable[[], float]
+
+
+def pages(size_bytes: int, chance: np.random.Generator) -> ByteArray:
+    """Memory that is there: every page has been written."""
+    return chance.integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+@dataclass(slots=True)
+class Pattern:
+    """`blocks` blocks of one size, their keys, and a local buffer of equally many positions."""
+
+    block_bytes: int
+    blocks: int
+    local: ByteArray
+    chance: np.random.Generator
+    keys: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.keys = [secrets.token_bytes(16) for _ in range(self.blocks)]
+
+    def position(self, index: int) -> ByteArray:
+        start = index * self.block_bytes
+        return self.local[start : start + self.block_bytes]
+
+    def some(self) -> list[int]:
+        """BATCH different blocks."""
+        found: list[int] = self.chance.choice(self.blocks, BATCH, replace=False).tolist()
+        return found
+
+    def some_positions(self) -> list[ByteArray]:
+        return [self.position(index) for index in self.some()]
 
 
 def fill(client: StoreClient, pattern: Pattern, node_id: str) -> None:
@@ -29,23 +74,24 @@ def fill(client: StoreClient, pattern: Pattern, node_id: str) -> None:
     for start in range(0, pattern.blocks, BATCH):
         chosen = range(start, min(start + BATCH, pattern.blocks))
         stored = client.put(
-            [pattern.keys[i] for i in chosen], [pattern.place(i) for i in chosen], node_id
+            [pattern.keys[i] for i in chosen], [pattern.position(i) for i in chosen], node_id
         )
         if not all(stored):
             raise RuntimeError(f"{node_id} took {stored.count(True)} of {len(stored)} blocks")
 
 
 def getting(client: StoreClient, pattern: Pattern) -> Way:
-    def get() -> float:
-        keys = [pattern.keys[i] for i in pattern.some()]
-        targets = [pattern.place(i) for i in pattern.some()]
-        started_s = time.perf_counter()
-        arrived = client.get_into(keys, targets)
-        seconds = time.perf_counter() - started_s
-        assert all(arrived), f"{arrived.count(False)} of {BATCH} blocks missing"
-        return seconds
+    return lambda: get_s(
+        client, [pattern.keys[i] for i in pattern.some()], pattern.some_positions()
+    )
 
-    return get
+
+def get_s(client: StoreClient, keys: list[bytes], targets: list[ByteArray]) -> float:
+    started_s = time.perf_counter()
+    arrived = client.get_into(keys, targets)
+    seconds = time.perf_counter() - started_s
+    assert all(arrived), f"{arrived.count(False)} of {BATCH} blocks missing"
+    return seconds
 
 
 def putting(client: StoreClient, pattern: Pattern, node_id: str) -> Way:
@@ -53,7 +99,7 @@ def putting(client: StoreClient, pattern: Pattern, node_id: str) -> Way:
 
     def put() -> float:
         keys = [secrets.token_bytes(16) for _ in range(BATCH)]
-        sources = [pattern.place(i) for i in pattern.some()]
+        sources = pattern.some_positions()
         started_s = time.perf_counter()
         stored = client.put(keys, sources, node_id)
         seconds = time.perf_counter() - started_s
@@ -73,10 +119,12 @@ def copying(source: ByteArray, pattern: Pattern, is_read: bool) -> Way:
     """memcpy between the local buffer and `source`, which is as long."""
 
     def copy() -> float:
-        chosen, places = pattern.some(), [pattern.place(i) for i in pattern.some()]
+        chosen, positions = pattern.some(), pattern.some_positions()
         size = pattern.block_bytes
         far = [source[i * size : (i + 1) * size] for i in chosen]
-        pairs = list(zip(places, far, strict=True) if is_read else zip(far, places, strict=True))
+        pairs = list(
+            zip(positions, far, strict=True) if is_read else zip(far, positions, strict=True)
+        )
         started_s = time.perf_counter()
         for to, from_ in pairs:
             to[:] = from_
@@ -120,3 +168,65 @@ class RawNixl:
             state = self._agent.check_xfer_state(handle)
         handle.release()
         return time.perf_counter() - started_s
+
+
+def together(address: str, node_id: str, way: str, count: int, block_bytes: int) -> float:
+    """Bytes per second of `count` clients that all get (or copy) at once."""
+    command = [sys.executable, "-m", "loadtest.bench.store.ways"]
+    processes = [
+        subprocess.Popen(
+            [*command, address, node_id, way, str(block_bytes), str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError("a client did not get ready; its reason is above")
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        rates = []
+        for process in processes:
+            assert process.stdout is not None
+            rates.append(float(json.loads(process.stdout.readline())))
+        return sum(rates)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    """One of the clients that work at once."""
+    address, node_id, way, block_bytes, number = sys.argv[1:6]
+    chance = np.random.default_rng(int(number))
+    size = int(block_bytes)
+    pattern = Pattern(size, TOGETHER_BYTES // size, pages(TOGETHER_BYTES, chance), chance)
+    with StoreClient(address, node_id) as client:
+        if way == "get":
+            client.register(pattern.local)
+            fill(client, pattern, node_id)
+            move = getting(client, pattern)
+        else:
+            move = copying(pages(pattern.local.nbytes, chance), pattern, is_read=True)
+        for _ in range(WARM_ROUNDS):
+            move()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        until_s, rounds, seconds = time.monotonic() + TOGETHER_S, 0, 0.0
+        while time.monotonic() < until_s:
+            seconds += move()
+            rounds += 1
+        print(json.dumps(rounds * BATCH * size / seconds), flush=True)
+        if way == "get":
+            client.remove(pattern.keys)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.bench.index import decision, memory
-from loadtest.bench.index.indexes import Adapter, PyDict
+from loadtest.bench.index import decision
+from loadtest.bench.index.indexes import (
+    Adapter,
+    PyDict,
+    memory_per_block,
+    placed,
+    requests_of,
+)
 from loadtest.bench.index.lookups import Contender, contenders
-from loadtest.bench.index.placement import placed, requests_of
 from loadtest.replay.trace import TraceRow, read_trace
 
-TRACE = Path(__file__).parents[1] / "data" / "conversation_turns.jsonl"
+TRACE = Path(__file__).parents[2] / "data" / "conversation_turns.jsonl"
 
 
 def conversations(seed: int, count: int) -> list[list[int]]:
@@ -46,7 +51,7 @@ def test_all_indexes_find_the_same_and_each_round_is_counted(seed: int) -> None:
     for one in contenders(load):  # refuses when they disagree
         one.round()
         one.round()
-        first, second = one.measured.passes
+        first, second = one.measured.rounds
         assert 0 < second.best_us <= first.best_us <= first.mean_us
 
 
@@ -79,7 +84,7 @@ def test_memory_is_measured_per_block_and_the_reference_needs_more(
     tmp_path: Path, seed: int
 ) -> None:
     load = placed(conversations(seed, 1_500), "rr", 8)
-    ours, reference = (memory.measured(load, way, tmp_path) for way in ("ours", "pydict"))
+    ours, reference = (memory_per_block(load, way, tmp_path) for way in ("ours", "pydict"))
     assert 49 + 24 < ours["counted_bytes"] < ours["rss_bytes"] * 1.2
     assert ours["rss_bytes"] < reference["rss_bytes"]
 

@@ -8,14 +8,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from loadtest.bench import connector, connector_copies
+from loadtest.bench import connector
 
 
 def test_every_promised_number_is_there_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "REQUESTS", 4)
-    monkeypatch.setattr(connector_copies, "ROUNDS", 1)
-    measure = connector_copies.measure
-    monkeypatch.setattr(connector_copies, "measure", lambda: measure(2**25))
+    monkeypatch.setattr(connector, "COPY_ROUNDS", 1)
+    measure_copies = connector.measure_copies
+    monkeypatch.setattr(connector, "measure_copies", lambda: measure_copies(2**25))
     app = typer.Typer()
     app.command()(connector.main)
     done = CliRunner().invoke(app, ["--repeats", "3"], catch_exceptions=False)

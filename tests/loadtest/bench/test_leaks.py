@@ -8,16 +8,16 @@ import pytest
 
 from loadtest.bench.leaks import (
     REST,
-    Windows,
+    ComparedMinutes,
     growth_targets,
     in_use,
     load_rows,
     rest_rows,
     rss_target,
 )
-from loadtest.bench.process_watch import Look, ProcessWatch
+from loadtest.bench.processes import Look, ProcessWatch
 
-WINDOWS = Windows(second=(60.0, 120.0), last=(240.0, 300.0))
+WINDOWS = ComparedMinutes(second=(60.0, 120.0), last=(240.0, 300.0))
 KEY = ("decode_0", 7)
 
 
@@ -72,7 +72,7 @@ def test_a_process_restarted_between_two_looks_at_rest_is_no_pass() -> None:
     assert {target.is_met for target in growth_targets("mixed", [], *REST)} == {None}
 
 
-def test_what_is_in_use_is_told_and_totals_are_not() -> None:
+def test_what_is_in_use_is_shown_and_totals_are_not() -> None:
     page = (
         "# TYPE mooncake_pages_used gauge\n"
         'mooncake_pages_used{model="decode_0"} 3\n'
@@ -88,6 +88,6 @@ def test_what_is_in_use_is_told_and_totals_are_not() -> None:
 def test_the_watch_sees_this_process_with_its_threads_and_descriptors() -> None:
     watch = ProcessWatch(os.getpid())
     watch.look()
-    (mine,) = [seen for (_, pid), seen in watch.looks.items() if pid == os.getpid()]
-    assert mine[0].rss_bytes > 2**20
-    assert mine[0].threads >= 1 and mine[0].descriptors >= 1
+    (seen,) = [looks for (_, pid), looks in watch.looks.items() if pid == os.getpid()]
+    assert seen[0].rss_bytes > 2**20
+    assert seen[0].threads >= 1 and seen[0].descriptors >= 1

@@ -12,6 +12,7 @@ from conductor.estimates.estimates import (
     PrefillEstimate,
     PrefillSample,
 )
+from loadtest.bench.harness import together_tbt_s
 from loadtest.profile.measure import (
     STEPS,
     Prefill,
@@ -21,7 +22,6 @@ from loadtest.profile.measure import (
     serving_of,
     sharing_of,
     split,
-    step_together_s,
 )
 from loadtest.profile.profile import Profile, ProfileRefused, Serving, Sharing, read_profile
 
@@ -86,13 +86,13 @@ def test_a_profile_of_another_version_says_what_to_do(tmp_path: Path) -> None:
 def test_a_step_is_the_time_between_tokens_while_all_streams_run() -> None:
     early = [n * 0.01 for n in range(STEPS)]  # a step of 10 ms
     late = [0.1 + n * 0.01 for n in range(STEPS)]
-    assert step_together_s([early, late]) == pytest.approx(0.01)
+    assert together_tbt_s([early, late], STEPS // 3) == pytest.approx(0.01)
 
 
 def test_streams_that_hardly_ran_together_are_no_sample() -> None:
     early = [n * 0.01 for n in range(STEPS)]
     late = [early[-1] - 0.02 + n * 0.01 for n in range(STEPS)]
-    assert step_together_s([early, late]) is None
+    assert together_tbt_s([early, late], STEPS // 3) is None
 
 
 def test_a_sample_is_the_median_of_its_rounds_and_one_hiccup_does_not_bend_it() -> None:

@@ -8,17 +8,17 @@ import pytest
 
 from loadtest.bench.overload.decode_bound import (
     POLICIES,
-    Limits,
-    Measured,
-    Run,
+    DecodeBoundRuns,
+    PolicyRun,
+    PromisedLimits,
     mean_step_s,
     order_of,
 )
-from loadtest.bench.overload.load import Phase
+from loadtest.bench.overload.load import OverloadPhase
 from loadtest.bench.result import Target
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
 
-LIMITS = Limits(ttft_s=1.0, tbt_s=0.02)
+LIMITS = PromisedLimits(ttft_s=1.0, tbt_s=0.02)
 TOKENS = 100  # of each prompt
 
 
@@ -28,16 +28,16 @@ def record(outcome: str, *, ttft_s: float = 0.5, step_s: float = 0.01) -> Reques
     return RequestRecord(0, "r", 0.0, 0.0, 9.0, TOKENS, 11, outcome, kind, token_times_s=times_s)
 
 
-def run(round_number: int, policy: str, answered: int, wasted: int, late: int = 0) -> Run:
+def run(round_number: int, policy: str, answered: int, wasted: int, late: int = 0) -> PolicyRun:
     """So many answered in time, others late, others refused after their prefill."""
     records = [record(COMPLETED)] * answered + [record(COMPLETED, step_s=0.03)] * late
     records += [record(REJECTED)] * wasted
-    phase = Phase(policy, records, computed_tokens=TOKENS * len(records))
-    return Run(round_number, policy, phase, LIMITS, load_average=1.0)
+    phase = OverloadPhase(policy, records, computed_tokens=TOKENS * len(records))
+    return PolicyRun(round_number, policy, phase, LIMITS, load_average=1.0)
 
 
-def targets(runs: Sequence[Run], changes: Sequence[Phase] = ()) -> dict[str, Target]:
-    return {target.name: target for target in Measured({}, runs, changes).targets()}
+def targets(runs: Sequence[PolicyRun], changes: Sequence[OverloadPhase] = ()) -> dict[str, Target]:
+    return {target.name: target for target in DecodeBoundRuns({}, runs, changes).targets()}
 
 
 def test_a_request_is_within_when_its_mean_step_is_and_not_each_of_them() -> None:
@@ -84,7 +84,7 @@ def test_two_rounds_are_too_few() -> None:
 
 
 def test_who_is_rejected_under_a_light_load_is_counted_with_the_kinds() -> None:
-    changes = [Phase("policy change", [record(COMPLETED), record(REJECTED)], 0.0)] * 2
+    changes = [OverloadPhase("policy change", [record(COMPLETED), record(REJECTED)], 0.0)] * 2
     found = targets([], changes)["rejected_after_change"]
     assert found.value == 2 and found.why == "decode_overload 2" and not found.is_met
 
@@ -97,6 +97,6 @@ def test_every_other_round_is_backwards() -> None:
 
 def test_the_rows_end_with_medians_and_what_they_were_calibrated_with() -> None:
     runs = [run(n, "baseline", answered, 10) for n, answered in ((1, 5), (2, 9), (3, 6))]
-    *_, median, numbers = Measured({"tbt_slo_s": 0.02}, runs, []).rows()
+    *_, median, numbers = DecodeBoundRuns({"tbt_slo_s": 0.02}, runs, []).rows()
     assert median["policy"] == "baseline" and median["within"] == 6
     assert numbers == {"round": "number", "policy": "tbt_slo_s", "value": 0.02}

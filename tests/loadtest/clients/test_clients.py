@@ -22,7 +22,7 @@ from loadtest.clients.server_ttft import Sum, Totals, totals
 from loadtest.replay.prompts import TokenSource, plan
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 
-TRACE = Path(__file__).resolve().parents[1] / "data" / "conversation_turns.jsonl"
+TRACE = Path(__file__).resolve().parents[2] / "data" / "conversation_turns.jsonl"
 LOAD = Load(addresses_of("127.0.0.1:8001"), Path("tokenizer"), 40, 2, 512, 32)
 
 

@@ -1,10 +1,10 @@
 """NVIDIA Dynamo's RadixTree, measured as ours is. Runs in a Python that has its wheel.
 
-Standard library and dynamo only: nothing of this project is installed there. Stores a load
-(placement.py), prints what that took, then does one round for each line on its standard input:
+Standard library and dynamo only: nothing of this project is installed there. Stores a trace
+(indexes.py), prints what that took, then does one round for each line on its standard input:
 `find_matches` and `.scores` for every request.
 
-Not here: starting it (peer.py), ours (lookups.py).
+Not here: starting it, ours (lookups.py).
 """
 
 from __future__ import annotations
