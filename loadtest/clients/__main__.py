@@ -1,7 +1,9 @@
 """`python -m loadtest.clients`: public load generators, unchanged, against a server.
 
 Installs each into an environment of its own, runs it, prints its own table, and compares its TTFT
-with the server's. Not here: what each is told (aiperf.py, genai_perf.py, curl.py, replay.py).
+with the server's.
+
+Not here: what each is asked (aiperf.py, genai_perf.py, curl.py, tensorrt_llm.py, replay.py).
 """
 
 from __future__ import annotations
@@ -17,17 +19,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from loadtest.bench.harness import ServerUrl
 from loadtest.bench.result import Result
-from loadtest.bench.server import ServerFailed, serving
+from loadtest.bench.server import PROJECT, ServerFailed, serving
 from loadtest.client.server import Addresses
 from loadtest.clients import aiperf, curl, genai_perf, replay, tensorrt_llm
-from loadtest.clients.agreement import Agreement
-from loadtest.clients.environment import ENVIRONMENTS, PROJECT, ClientFailed, environment
-from loadtest.clients.load import Load, Report
+from loadtest.clients.agreement import (
+    Agreement,
+    ClientLoad,
+    ClientReport,
+    settled_totals,
+)
+from loadtest.clients.environment import ENVIRONMENTS, ClientFailed, environment
 from loadtest.clients.replay import ScaledTrace
-from loadtest.clients.scaled_trace import write_scaled
-from loadtest.clients.server_ttft import settled_totals
-from loadtest.replay.trace import TraceError, read_trace
+from loadtest.replay.trace import TraceError
 
 REQUIREMENTS = {
     aiperf.NAME: aiperf.REQUIREMENTS,
@@ -37,7 +42,7 @@ REQUIREMENTS = {
 }
 MODELS = ("conductor", "ensemble")
 WIDTH = 130  # of tables in a file or a pipe
-Run = Callable[[], Report]
+ClientRun = Callable[[], ClientReport]
 
 
 def installed(clients: Sequence[str], parent: Path, console: Console) -> dict[str, Path]:
@@ -53,44 +58,29 @@ def installed(clients: Sequence[str], parent: Path, console: Console) -> dict[st
     return found
 
 
-def aiperf_runs(binaries: Path, load: Load, out: Path, trace: ScaledTrace) -> list[Run]:
-    """The template endpoint on both models, then the trace, then the same trace by our client."""
-    synthetic = [
-        partial(aiperf.run, binaries, load, model, out / f"aiperf-{model}", None, ())
-        for model in MODELS
-    ]
-
-    def replayed() -> Report:
-        scaled = out / "trace.jsonl"
-        rows = read_trace(trace.path)
-        block_tokens = write_scaled(rows, trace.length_scale, trace.speed, scaled)
-        more = ("--isl-block-size", str(block_tokens))
-        return aiperf.run(binaries, load, MODELS[0], out / "aiperf-trace", scaled, more)
-
-    ours = partial(replay.run, load, MODELS[0], out / "mooncake-replay", trace)
-    return [*synthetic, replayed, ours]
-
-
-def genai_perf_runs(binaries: Path, load: Load, out: Path) -> list[Run]:
-    def run(model: str, backend: str) -> Report:
-        folder = out / f"genai-perf-{model}-{backend}"
-        return genai_perf.run(binaries, load, model, backend, folder, ())
-
-    return [partial(run, model, backend) for model in MODELS for backend in genai_perf.BACKENDS]
-
-
 def runs_of(
-    client: str, binaries: Path | None, load: Load, out: Path, trace: ScaledTrace
-) -> list[Run]:
-    if client == aiperf.NAME and binaries:
-        return aiperf_runs(binaries, load, out, trace)
-    if client == genai_perf.NAME and binaries:
-        return genai_perf_runs(binaries, load, out)
-    run = {tensorrt_llm.NAME: tensorrt_llm.run, curl.NAME: curl.run}[client]
-    return [partial(run, load, model) for model in MODELS]
+    client: str, binaries: Path, load: ClientLoad, out: Path, trace: ScaledTrace
+) -> list[ClientRun]:
+    """Each client on both models; aiperf also with the trace, and then our client with the same."""
+    if client == aiperf.NAME:
+        run = partial(aiperf.run, binaries, load)
+        return [
+            *(partial(run, model, out / f"aiperf-{model}") for model in MODELS),
+            partial(run, MODELS[0], out / "aiperf-trace", trace),
+            partial(replay.run, load, MODELS[0], out / "mooncake-replay", trace),
+        ]
+    if client == genai_perf.NAME:
+        run_backend = partial(genai_perf.run, binaries, load)
+        return [
+            partial(run_backend, model, backend, out / f"{client}-{model}-{backend}")
+            for model in MODELS
+            for backend in genai_perf.BACKENDS
+        ]
+    run_one = {tensorrt_llm.NAME: tensorrt_llm.run, curl.NAME: curl.run}[client]
+    return [partial(run_one, load, model) for model in MODELS]
 
 
-def compared(run: Run, addresses: Addresses, console: Console) -> Agreement:
+def compared(run: ClientRun, addresses: Addresses, console: Console) -> Agreement:
     before = settled_totals(addresses.metrics_url)
     with console.status("running ..."):
         report = run()
@@ -110,9 +100,7 @@ def main(
     clients: Annotated[
         list[str] | None, typer.Argument(help=f"Which of {', '.join(REQUIREMENTS)}; default: all.")
     ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="gRPC address of a running server; default: start one.")
-    ] = None,
+    url: ServerUrl = None,
     requests: Annotated[int, typer.Option(min=2, help="Requests of each synthetic run.")] = 60,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
     input_tokens: Annotated[int, typer.Option(min=8, help="Length of each prompt.")] = 1_024,
@@ -153,7 +141,7 @@ def main(
         folder = (out or Path(tempfile.mkdtemp(prefix="mooncake-clients-"))).resolve()
         binaries = installed(chosen, environments, console)
         with serving(url) as addresses:
-            load = Load(
+            load = ClientLoad(
                 addresses, tokenizer.resolve(), requests, concurrency, input_tokens, output_tokens
             )
             if curl.NAME in chosen:
@@ -161,7 +149,7 @@ def main(
             runs = [
                 run
                 for client in chosen
-                for run in runs_of(client, binaries.get(client), load, folder, scaled)
+                for run in runs_of(client, binaries.get(client, folder), load, folder, scaled)
             ]
             agreements += [compared(run, addresses, console) for run in runs]
     except (ClientFailed, ServerFailed, TraceError, OSError, ValueError) as error:

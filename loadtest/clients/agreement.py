@@ -1,33 +1,165 @@
-"""Does a client's TTFT agree with the server's own, of the very same requests?
+"""What a client is asked to send, what it reports, and whether its TTFT agrees with the server's.
 
-Pure: two figures in, a row and a target out. What lies between the two: the way through Triton's
-front end and its Python stub, and how soon the client reads. Not here: asking either of them
-(server_ttft.py, aiperf.py, genai_perf.py).
+The frontend's histogram gives the exact mean of the very same requests (`_sum` / `_count`; there is
+no exact median in a histogram): how its counters rose around the run. A request to the ensemble
+passes two models more, one before the frontend's clock starts and one after it stopped: Triton's
+own statistics have their times. What lies between the two figures: the way through Triton's front
+end and its Python stub, and how soon the client reads.
+
+Not here: how a client is asked (aiperf.py, genai_perf.py, curl.py, tensorrt_llm.py, replay.py).
 """
 
 from __future__ import annotations
 
+import secrets
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from tokenizers import Tokenizer
+
+from loadtest.bench.harness import settled
 from loadtest.bench.result import Cell, Target
-from loadtest.clients.load import Report
-from loadtest.clients.server_ttft import Totals
+from loadtest.client.metrics_page import counter_sum, fetch_page
+from loadtest.client.server import Addresses
+from loadtest.replay.prompts import TokenSource
 
 DISAGREEMENT_GOAL = 0.15
+SPECIAL_TOKEN_IDS = range(16)  # the demo's are 0, 1 and 2
+HISTOGRAM = "mooncake_ttft_seconds"
+FRONTEND = {"model": "conductor"}  # every request passes it, also through the ensemble
+SETTLED_S = 1.5  # the server renews its page at least every second
+SETTLE_S_MAX = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLoad:
+    """The same for every client: fresh prompts, some requests at a time, answers of one length."""
+
+    addresses: Addresses
+    tokenizer: Path  # a Hugging Face folder; the clients count tokens with it
+    requests: int
+    concurrency: int
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientReport:
+    """A client's own figures of one run."""
+
+    client: str
+    model: str
+    workload: str
+    requests: int
+    ttft_ms_mean: float
+    ttft_ms_p50: float
+    table: str  # as the client printed it
+
+    @classmethod
+    def of_export(
+        cls, client: str, model: str, workload: str, found: Mapping[str, Any], table: str
+    ) -> ClientReport:
+        """Of the JSON that aiperf and genai-perf write."""
+        ttft, requests = found["time_to_first_token"], int(found["request_count"]["avg"])
+        return cls(client, model, workload, requests, ttft["avg"], ttft["p50"], table)
+
+
+def one_after_another(
+    client: str, load: ClientLoad, model: str, ttft_s: Callable[[str], float], what: str
+) -> ClientReport:
+    """For clients that have no load generator of their own: `ttft_s` sends one prompt.
+
+    The prompts are random tokens written out, which no server has seen; read again as text they
+    are some 15 % more.
+    """
+    tokenizer = Tokenizer.from_file(str(load.tokenizer / "tokenizer.json"))
+    source = TokenSource(tokenizer.get_vocab_size(), SPECIAL_TOKEN_IDS, secrets.randbits(62))
+    times_ms = []
+    for index in range(load.requests):
+        prompt = tokenizer.decode(source.fresh(index, load.input_tokens).tolist())
+        times_ms.append(ttft_s(prompt) * 1_000.0)
+    mean_ms, p50_ms = statistics.mean(times_ms), statistics.median(times_ms)
+    table = f"{what}: mean {mean_ms:.2f} ms, median {p50_ms:.2f} ms"
+    return ClientReport(client, model, "synthetic", len(times_ms), mean_ms, p50_ms, table)
+
+
+@dataclass(frozen=True, slots=True)
+class EventSum:
+    """So many events, and the seconds that they took together."""
+
+    count: float = 0.0
+    total_s: float = 0.0
+
+    def __sub__(self, before: EventSum) -> EventSum:
+        return EventSum(self.count - before.count, self.total_s - before.total_s)
+
+    @property
+    def mean_ms(self) -> float:
+        assert self.count > 0
+        return self.total_s / self.count * 1_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTotals:
+    """What the server has counted so far."""
+
+    frontend: EventSum = EventSum()
+    preprocessing: EventSum = EventSum()  # of requests
+    postprocessing: EventSum = EventSum()  # of responses
+
+    def __sub__(self, before: ServerTotals) -> ServerTotals:
+        return ServerTotals(
+            self.frontend - before.frontend,
+            self.preprocessing - before.preprocessing,
+            self.postprocessing - before.postprocessing,
+        )
+
+    def ttft_ms_mean(self, model: str) -> float | None:
+        """None when a model that it would have passed counted nothing."""
+        passed = [self.frontend]
+        if model == "ensemble":
+            passed += [self.preprocessing, self.postprocessing]
+        if not all(each.count for each in passed):
+            return None
+        return sum(each.mean_ms for each in passed)
+
+
+def totals(page: str) -> ServerTotals:
+    """What the counters of a metrics page say so far."""
+
+    def of_model(model: str) -> EventSum:
+        labels = {"model": model}
+        count = counter_sum(page, "nv_inference_request_success", labels)
+        total_us = counter_sum(page, "nv_inference_request_duration_us", labels)
+        return EventSum(count or 0.0, (total_us or 0.0) / 1e6)
+
+    count = counter_sum(page, f"{HISTOGRAM}_count", FRONTEND)
+    ttft_s = counter_sum(page, f"{HISTOGRAM}_sum", FRONTEND)
+    frontend = EventSum(count or 0.0, ttft_s or 0.0)
+    return ServerTotals(frontend, of_model("preprocessing"), of_model("postprocessing"))
+
+
+def settled_totals(metrics_url: str) -> ServerTotals:
+    return settled(lambda: totals(fetch_page(metrics_url)), SETTLED_S, SETTLE_S_MAX)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    report: Report
-    server: Totals
+    """A client's figures beside what the server counted during its run."""
+
+    report: ClientReport
+    server: ServerTotals
 
     @property
     def doubt(self) -> str:
         """Why the two are not about the same requests; empty when they are."""
-        if self.server.front.count == self.report.requests:
+        if self.server.frontend.count == self.report.requests:
             return ""
         return (
-            f"the server counted {self.server.front.count:.0f} requests, the client reports "
+            f"the server counted {self.server.frontend.count:.0f} requests, the client reports "
             f"{self.report.requests}: someone else was sending, or some failed"
         )
 

@@ -1,24 +1,26 @@
 """NVIDIA aiperf against Triton's `generate_stream`: its template endpoint, and trace replay.
 
 aiperf speaks HTTP only and has no endpoint type for Triton; its `template` endpoint sends whatever
-JSON a template makes. Not here: installing (environment.py), scaling a trace (scaled_trace.py).
+JSON a template makes. Version 0.13 cannot use a tokenizer's folder with traces of ten requests or
+more: its decoding processes go offline and then take every name for one of the hub (its pull
+request 1339). A name that is in the Hugging Face cache works with no network, so the folder is laid
+out as the cache would hold it after a download.
+
+Not here: installing (environment.py), scaling a trace (replay.py).
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.clients import hub_cache
-from loadtest.clients.environment import ClientFailed
-from loadtest.clients.load import Load, Report
-from loadtest.clients.process import run_client
+from loadtest.clients.agreement import ClientLoad, ClientReport
+from loadtest.clients.environment import ClientFailed, run_client
+from loadtest.clients.replay import ScaledTrace
 
 NAME = "aiperf"
 REQUIREMENTS = ("aiperf==0.13.0",)
-RUN_S_MAX = 300.0
 # min_tokens makes answers as long as they were asked to be, whatever is generated.
 TEMPLATE = (
     '{"text_input": {{ text|tojson }}, "max_tokens": {{ max_tokens or 16 }}, '
@@ -27,9 +29,11 @@ TEMPLATE = (
 EXPORT = "profile_export_aiperf.json"
 CONSOLE = "profile_export_console.txt"
 TABLE_TITLE = "NVIDIA AIPerf | LLM Metrics"
+CACHED_TOKENIZER = "served/tokenizer"
+REVISION = "0" * 40  # the cache names a snapshot by its commit
 
 
-def arguments(load: Load, model: str, folder: Path, trace: Path | None) -> list[str]:
+def arguments(load: ClientLoad, model: str, folder: Path, trace: Path | None) -> list[str]:
     """Of `aiperf profile`; with `trace`, prompts and times are the trace's."""
     common = [
         "profile", "--model", model, "--url", f"http://{load.addresses.http}",
@@ -37,7 +41,7 @@ def arguments(load: Load, model: str, folder: Path, trace: Path | None) -> list[
         "--custom-endpoint", f"/v2/models/{model}/generate_stream", "--streaming",
         "--extra-inputs", f"payload_template:{folder / 'template.jinja'}",
         "--extra-inputs", "response_field:text_output",
-        "--tokenizer", hub_cache.NAME, "--artifact-dir", str(folder), "--ui", "none",
+        "--tokenizer", CACHED_TOKENIZER, "--artifact-dir", str(folder), "--ui", "none",
         "--no-gpu-telemetry", "--no-server-metrics",
         # It starts a process per core and kind otherwise, on cores that the server wants too, and
         # each begins with a slow request: its own imports and connection.
@@ -58,32 +62,40 @@ def arguments(load: Load, model: str, folder: Path, trace: Path | None) -> list[
 
 
 def run(
-    binaries: Path, load: Load, model: str, folder: Path, trace: Path | None, more: Sequence[str]
-) -> Report:
-    """One run, its files in `folder`; `more` are further arguments. Raises ClientFailed."""
+    binaries: Path, load: ClientLoad, model: str, folder: Path, trace: ScaledTrace | None = None
+) -> ClientReport:
+    """One run, its files in `folder`; raises ClientFailed."""
     folder.mkdir(parents=True)
     (folder / "template.jinja").write_text(TEMPLATE)
-    command = [str(binaries / "aiperf"), *arguments(load, model, folder, trace), *more]
-    variables = hub_cache.lay_out(load.tokenizer, folder / "huggingface") | {"COLUMNS": "100"}
-    run_client(command, folder, RUN_S_MAX, variables)
+    program = str(binaries / "aiperf")
+    if trace is None:
+        command = [program, *arguments(load, model, folder, None)]
+    else:
+        scaled = folder / "trace.jsonl"
+        block_tokens = trace.write(scaled)
+        command = [program, *arguments(load, model, folder, scaled)]
+        command += ["--isl-block-size", str(block_tokens)]
+    run_client(command, folder, lay_out_cache(load.tokenizer, folder / "huggingface"))
     return read_report(folder, model, "trace" if trace else "synthetic")
 
 
-def read_report(folder: Path, model: str, workload: str) -> Report:
+def lay_out_cache(tokenizer: Path, home: Path) -> dict[str, str]:
+    """Makes the cache in `home`; the variables under which CACHED_TOKENIZER is `tokenizer`."""
+    repository = home / "hub" / f"models--{CACHED_TOKENIZER.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(REVISION)
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / REVISION).symlink_to(tokenizer.resolve())
+    return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+
+
+def read_report(folder: Path, model: str, workload: str) -> ClientReport:
     """aiperf's own export; requests that failed are an error, not a smaller number."""
     found = json.loads((folder / EXPORT).read_text())
     if errors := found.get("error_summary"):
         raise ClientFailed(f"aiperf had errors: {json.dumps(errors)[:1_000]}")
-    ttft = found["time_to_first_token"]
-    return Report(
-        NAME,
-        model,
-        workload,
-        int(found["request_count"]["avg"]),
-        ttft["avg"],
-        ttft["p50"],
-        last_table((folder / CONSOLE).read_text()),
-    )
+    table = last_table((folder / CONSOLE).read_text())
+    return ClientReport.of_export(NAME, model, workload, found, table)
 
 
 def last_table(console: str) -> str:

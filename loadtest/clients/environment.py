@@ -1,26 +1,38 @@
-"""The Python environment of one client: made at its first use, with exact versions.
+"""Where a client is installed and how it is run to its end.
+
+It has a Python environment of its own, made at its first use, with exact versions.
 
 Never the project's own: aiperf and genai-perf want other versions of numpy and transformers than
 the server does. What is installed is written into the environment, so that another version makes
 it anew and an installation that was interrupted is not taken for a complete one.
 
-Not here: which versions (aiperf.py, genai_perf.py), running them (process.py).
+It runs in its own session, with its output in a file and a deadline, and leaves nothing behind:
+load generators start processes of their own, so the whole group is ended when time is up or Ctrl-C
+comes.
+
+Not here: which versions, what a client is asked and what it says (aiperf.py, genai_perf.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[2]
+from loadtest.bench.server import PROJECT
+
 ENVIRONMENTS = PROJECT / ".venv-clients"
 INSTALL_S_MAX = 900.0
+RUN_S_MAX, STOP_S_MAX = 300.0, 5.0
 LINES_SHOWN = 8
+COLUMNS = "100"  # of the tables that clients print
 
 
 class ClientFailed(Exception):
@@ -28,7 +40,7 @@ class ClientFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class ClientEnvironment:
     folder: Path
     install_s: float  # 0.0: it was there
 
@@ -37,13 +49,13 @@ class Environment:
         return self.folder / "bin"
 
 
-def environment(name: str, requirements: Sequence[str], parent: Path) -> Environment:
+def environment(name: str, requirements: Sequence[str], parent: Path) -> ClientEnvironment:
     """The environment `parent/name` with `requirements` in it; raises ClientFailed."""
     folder = parent.resolve() / name
     complete = folder / "installed.txt"
     wanted = "\n".join((sys.version.split()[0], *requirements))
     if complete.exists() and complete.read_text() == wanted:
-        return Environment(folder, 0.0)
+        return ClientEnvironment(folder, 0.0)
     started_s = time.perf_counter()
     shutil.rmtree(folder, ignore_errors=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -53,7 +65,7 @@ def environment(name: str, requirements: Sequence[str], parent: Path) -> Environ
     ):
         _run(command, requirements)
     complete.write_text(wanted)
-    return Environment(folder, time.perf_counter() - started_s)
+    return ClientEnvironment(folder, time.perf_counter() - started_s)
 
 
 def _run(command: Sequence[str], requirements: Sequence[str]) -> None:
@@ -69,3 +81,44 @@ def _run(command: Sequence[str], requirements: Sequence[str]) -> None:
             f"cannot install {' '.join(requirements)}; it needs a package index (PyPI, or "
             f"PIP_INDEX_URL) and 1.3 GB of disk. {command[0]} said:\n{said}"
         )
+
+
+def run_client(
+    command: Sequence[str],
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+    run_s_max: float = RUN_S_MAX,
+) -> str:
+    """What the client printed, also in `folder/output.txt`; raises ClientFailed."""
+    name, log = Path(command[0]).name, folder / "output.txt"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"COLUMNS": COLUMNS, **(variables or {})},
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(run_s_max)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            end_group(process)
+    said = log.read_text(errors="replace")
+    if status != 0:
+        why = f"ended with status {status}" if status is not None else f"ran over {run_s_max:.0f} s"
+        last = "\n".join(said.strip().splitlines()[-LINES_SHOWN:])
+        raise ClientFailed(f"{name} {why}; all it said is in {log}, the end of it:\n{last}")
+    return said
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End the client and all processes that it started; the client's own id names the group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S_MAX)

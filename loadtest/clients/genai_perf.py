@@ -14,17 +14,14 @@ import json
 import os
 import secrets
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.clients.environment import ClientFailed
-from loadtest.clients.load import Load, Report
-from loadtest.clients.process import run_client
+from loadtest.clients.agreement import ClientLoad, ClientReport
+from loadtest.clients.environment import ClientFailed, run_client
 
 NAME = "genai-perf"
 REQUIREMENTS = ("genai-perf==0.0.16", "tritonclient==2.51.0")
 BACKENDS = ("tensorrtllm", "vllm")
-RUN_S_MAX = 300.0
 PROBE_S_MAX = 30.0
 EXPORT = "*/profile_export_genai_perf.json"
 TABLE_TITLE = "NVIDIA GenAI-Perf | LLM Metrics"
@@ -69,7 +66,7 @@ def bundled_libraries() -> Path:
     return Path(str(distribution.locate_file("nvidia_pytriton.libs")))
 
 
-def arguments(load: Load, model: str, backend: str, folder: Path) -> list[str]:
+def arguments(load: ClientLoad, model: str, backend: str, folder: Path) -> list[str]:
     """Of `genai-perf profile`."""
     return [
         "profile", "--model", model, "--endpoint-type", "kserve", "--backend", backend,
@@ -83,35 +80,22 @@ def arguments(load: Load, model: str, backend: str, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def run(
-    binaries: Path, load: Load, model: str, backend: str, folder: Path, more: Sequence[str]
-) -> Report:
-    """One run, its files in `folder`; `more` are further arguments. Raises ClientFailed."""
+def run(binaries: Path, load: ClientLoad, model: str, backend: str, folder: Path) -> ClientReport:
+    """One run, its files in `folder`; raises ClientFailed."""
     folder.mkdir(parents=True)
-    variables = lend_libraries(binaries) | {
-        "PATH": os.pathsep.join((str(binaries), os.environ["PATH"])),
-        "COLUMNS": "100",
-    }
-    command = [str(binaries / NAME), *arguments(load, model, backend, folder), *more]
-    said = run_client(command, folder, RUN_S_MAX, variables)
+    variables = lend_libraries(binaries)
+    variables["PATH"] = os.pathsep.join((str(binaries), os.environ["PATH"]))
+    command = [str(binaries / NAME), *arguments(load, model, backend, folder)]
+    said = run_client(command, folder, variables)
     return read_report(folder, model, backend, said)
 
 
-def read_report(folder: Path, model: str, backend: str, said: str) -> Report:
+def read_report(folder: Path, model: str, backend: str, said: str) -> ClientReport:
     """genai-perf's own export, and its table as it printed it."""
     exports = list(folder.glob(EXPORT))
     if len(exports) != 1:
         raise ClientFailed(f"genai-perf wrote {len(exports)} reports into {folder}; expected one")
-    found = json.loads(exports[0].read_text())
-    ttft = found["time_to_first_token"]
     _, title, table = said.partition(TABLE_TITLE)
     table, _, _ = table.partition("\n[")
-    return Report(
-        NAME,
-        model,
-        backend,
-        int(found["request_count"]["avg"]),
-        ttft["avg"],
-        ttft["p50"],
-        f"{title}\n{table.strip()}",
-    )
+    found = json.loads(exports[0].read_text())
+    return ClientReport.of_export(NAME, model, backend, found, f"{title}\n{table.strip()}")

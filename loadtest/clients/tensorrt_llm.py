@@ -7,7 +7,6 @@ end-to-end test sends the same. Not here: our own client (triton_client.py).
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ import numpy.typing as npt
 import tritonclient.grpc as triton
 from tritonclient.utils import np_to_triton_dtype
 
+from loadtest.clients.agreement import ClientLoad, ClientReport, one_after_another
 from loadtest.clients.environment import ClientFailed
-from loadtest.clients.fresh_text import fresh_texts
-from loadtest.clients.load import Load, Report
 
 NAME = "tritonclient"
 OUTPUTS = ("text_output",)
@@ -28,13 +26,13 @@ Inputs = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class TimedResponse:
     time_s: float
     result: triton.InferResult
 
 
 def request(prompt: str, max_tokens: int, stream: bool) -> dict[str, npt.NDArray[Any]]:
-    """What that client sends when it is told nothing but a prompt and a length."""
+    """What that client sends when it is given nothing but a prompt and a length."""
     return {
         "text_input": np.array([[prompt]], object),
         "max_tokens": np.array([[max_tokens]], np.int32),
@@ -51,20 +49,20 @@ def send(
     inputs: Inputs,
     outputs: Sequence[str] = OUTPUTS,
     wants_empty_final: bool = False,
-) -> list[Arrival]:
+) -> list[TimedResponse]:
     """Every response of one stream, in order; raises ClientFailed."""
     tensors = []
     for name, array in inputs.items():
         tensors.append(triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
         tensors[-1].set_data_from_numpy(array)
-    arrivals: list[Arrival] = []
+    arrivals: list[TimedResponse] = []
     errors: list[Exception] = []
 
     def take(result: triton.InferResult, error: Exception | None) -> None:
         if error is not None:
             errors.append(error)
         elif result.get_response().outputs:  # the last one may only say that it is the last
-            arrivals.append(Arrival(time.perf_counter(), result))
+            arrivals.append(TimedResponse(time.perf_counter(), result))
 
     client.start_stream(take)
     client.async_stream_infer(
@@ -79,20 +77,18 @@ def send(
     return arrivals
 
 
-def text_of(arrivals: Sequence[Arrival]) -> str:
+def text_of(arrivals: Sequence[TimedResponse]) -> str:
     """As that client reads it: the tensor has one dimension."""
     return "".join(each.result.as_numpy("text_output")[0].decode("utf-8") for each in arrivals)
 
 
-def run(load: Load, model: str) -> Report:
+def run(load: ClientLoad, model: str) -> ClientReport:
     """Fresh prompts, streamed one after the other; raises ClientFailed."""
-    times_ms = []
     with triton.InferenceServerClient(load.addresses.grpc) as client:
-        for prompt in fresh_texts(load):
+
+        def ttft_s(prompt: str) -> float:
             inputs = request(prompt, load.output_tokens, stream=True)
             sent_s = time.perf_counter()
-            arrivals = send(client, model, inputs)
-            times_ms.append((arrivals[0].time_s - sent_s) * 1_000.0)
-    mean_ms, p50_ms = statistics.mean(times_ms), statistics.median(times_ms)
-    table = f"first message: mean {mean_ms:.2f} ms, median {p50_ms:.2f} ms"
-    return Report(NAME, model, "synthetic", len(times_ms), mean_ms, p50_ms, table)
+            return send(client, model, inputs)[0].time_s - sent_s
+
+        return one_after_another(NAME, load, model, ttft_s, "first message")

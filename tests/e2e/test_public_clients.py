@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
+from loadtest.bench.server import PROJECT
 from loadtest.clients import aiperf, curl, genai_perf, tensorrt_llm
-from loadtest.clients.environment import ENVIRONMENTS, PROJECT
-from loadtest.clients.load import Load
-from loadtest.clients.scaled_trace import write_scaled
-from loadtest.clients.tensorrt_llm import OUTPUTS, Arrival, text_of
-from loadtest.replay.trace import read_trace
+from loadtest.clients.agreement import ClientLoad
+from loadtest.clients.environment import ENVIRONMENTS
+from loadtest.clients.replay import ScaledTrace
+from loadtest.clients.tensorrt_llm import OUTPUTS, TimedResponse, text_of
 from tests.e2e.server import Server, wait_until
 
 MODELS = ["conductor", "ensemble"]
@@ -34,7 +34,9 @@ def request(stream: bool, **more: Any) -> dict[str, Any]:
     return tensorrt_llm.request(PROMPT, TOKENS, stream) | more
 
 
-def answers(server: Server, model: str, inputs: dict[str, Any], *outputs: str) -> list[Arrival]:
+def answers(
+    server: Server, model: str, inputs: dict[str, Any], *outputs: str
+) -> list[TimedResponse]:
     with triton.InferenceServerClient(server.addresses.grpc) as client:
         return tensorrt_llm.send(client, model, inputs, outputs or OUTPUTS)
 
@@ -111,7 +113,7 @@ def test_perf_analyzer_finds_the_statistics_and_the_configuration_it_needs(
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl on the PATH")
 @pytest.mark.parametrize("call", curl.CALLS, ids=lambda call: call.title)
-def test_curl_gets_what_it_asks_for(demo: Server, call: curl.Call) -> None:
+def test_curl_gets_what_it_asks_for(demo: Server, call: curl.CurlCall) -> None:
     answer = curl.send(call, demo.addresses.http)
     if call.body.get("max_tokens") == 0:
         assert answer.status == 400
@@ -132,17 +134,15 @@ def installed(name: str) -> Path:
     return binaries
 
 
-def small_load(server: Server) -> Load:
-    return Load(server.addresses, PROJECT / "backends" / "demo_checkpoint", 4, 2, 64, 8)
+def small_load(server: Server) -> ClientLoad:
+    return ClientLoad(server.addresses, PROJECT / "backends" / "demo_checkpoint", 4, 2, 64, 8)
 
 
 def test_aiperf_replays_a_trace_when_it_is_installed(demo: Server, tmp_path: Path) -> None:
     binaries = installed(aiperf.NAME)
-    rows = read_trace(PROJECT / "tests" / "data" / "conversation_turns.jsonl", 4)
-    block_tokens = write_scaled(rows, 0.1, 1_000.0, tmp_path / "trace.jsonl")
-    more = ("--isl-block-size", str(block_tokens))
-    trace = tmp_path / "trace.jsonl"
-    report = aiperf.run(binaries, small_load(demo), "conductor", tmp_path / "out", trace, more)
+    turns = PROJECT / "tests" / "data" / "conversation_turns.jsonl"
+    trace = ScaledTrace(turns, 0.1, 1_000.0, requests_max=4)
+    report = aiperf.run(binaries, small_load(demo), "conductor", tmp_path / "out", trace)
     assert report.requests == 4 and report.ttft_ms_mean > 0
     assert "Time to First Token" in report.table
 
@@ -150,6 +150,6 @@ def test_aiperf_replays_a_trace_when_it_is_installed(demo: Server, tmp_path: Pat
 def test_genai_perf_runs_when_it_is_installed(demo: Server, tmp_path: Path) -> None:
     binaries = installed(genai_perf.NAME)
     load, out = small_load(demo), tmp_path / "out"
-    report = genai_perf.run(binaries, load, "ensemble", "tensorrtllm", out, ())
+    report = genai_perf.run(binaries, load, "ensemble", "tensorrtllm", out)
     assert report.requests == 4 and report.ttft_ms_mean > 0
     assert "Time To First Token" in report.table

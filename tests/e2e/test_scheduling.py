@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as triton
-from loadtest.metrics import COMPLETED, FAILED, REJECTED
-from loadtest.workloads import TokenSource
 
 from loadtest.bench.overload.load import COUNTER as COMPUTED
 from loadtest.bench.overload.load import OverloadClient, OverloadShape
 from loadtest.bench.server import set_parameters
+from loadtest.replay.prompts import TokenSource
+from loadtest.results.metrics import COMPLETED, FAILED, REJECTED
 from tests.e2e.load import B, Load, ask, assert_all_answered, prompt
 from tests.e2e.server import Answer, Server, Stream, running, wait_until
 from tests.e2e.test_pools import holders

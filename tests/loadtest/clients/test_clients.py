@@ -11,19 +11,22 @@ import pytest
 from huggingface_hub import snapshot_download  # as aiperf looks a tokenizer up
 
 from loadtest.client.server import addresses_of
-from loadtest.clients import aiperf, genai_perf, hub_cache
-from loadtest.clients.agreement import Agreement
-from loadtest.clients.environment import ClientFailed, environment
-from loadtest.clients.load import Load, Report
-from loadtest.clients.process import run_client
-from loadtest.clients.replay import tables_of
-from loadtest.clients.scaled_trace import write_scaled
-from loadtest.clients.server_ttft import Sum, Totals, totals
+from loadtest.clients import aiperf, genai_perf
+from loadtest.clients.agreement import (
+    Agreement,
+    ClientLoad,
+    ClientReport,
+    EventSum,
+    ServerTotals,
+    totals,
+)
+from loadtest.clients.environment import ClientFailed, environment, run_client
+from loadtest.clients.replay import ScaledTrace, tables_of
 from loadtest.replay.prompts import TokenSource, plan
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 
 TRACE = Path(__file__).resolve().parents[2] / "data" / "conversation_turns.jsonl"
-LOAD = Load(addresses_of("127.0.0.1:8001"), Path("tokenizer"), 40, 2, 512, 32)
+LOAD = ClientLoad(addresses_of("127.0.0.1:8001"), Path("tokenizer"), 40, 2, 512, 32)
 
 
 PAGE = """# TYPE mooncake_ttft_seconds histogram
@@ -35,11 +38,11 @@ nv_inference_request_duration_us{model="preprocessing",version="1"} 50000
 nv_inference_request_success{model="postprocessing",version="1"} 100
 nv_inference_request_duration_us{model="postprocessing",version="1"} 100000
 """
-SERVED = Totals(front=Sum(40, 4.0))  # 100 ms each
+SERVED = ServerTotals(frontend=EventSum(40, 4.0))  # 100 ms each
 
 
-def report(mean_ms: float, requests: int = 40, model: str = "conductor") -> Report:
-    return Report("aiperf", model, "synthetic", requests, mean_ms, mean_ms, "")
+def report(mean_ms: float, requests: int = 40, model: str = "conductor") -> ClientReport:
+    return ClientReport("aiperf", model, "synthetic", requests, mean_ms, mean_ms, "")
 
 
 def test_a_client_agrees_within_15_percent_of_the_servers_mean() -> None:
@@ -56,13 +59,13 @@ def test_the_ensembles_other_models_count_only_for_its_own_requests() -> None:
 
 
 def test_runs_that_did_not_serve_the_same_requests_are_not_compared() -> None:
-    found = Agreement(report(100.0), Totals(front=Sum(41, 4.1)))
+    found = Agreement(report(100.0), ServerTotals(frontend=EventSum(41, 4.1)))
     assert found.ratio is None and found.row()["client_over_server"] is None
     assert found.target().is_met is None and "41 requests" in found.target().why
 
 
 def test_a_server_that_counted_nothing_is_not_agreed_with() -> None:
-    for served, model in ((Totals(), "conductor"), (SERVED, "ensemble")):
+    for served, model in ((ServerTotals(), "conductor"), (SERVED, "ensemble")):
         found = Agreement(report(100.0, model=model), served)
         assert found.row()["server_ttft_ms_mean"] is None and found.target().is_met is None
 
@@ -73,7 +76,7 @@ def test_a_scaled_trace_has_the_lengths_and_times_of_our_own_replay(
 ) -> None:
     rows = read_trace(TRACE)
     path = tmp_path / "scaled.jsonl"
-    block_tokens = write_scaled(rows, length_scale, 100.0, path)
+    block_tokens = ScaledTrace(TRACE, length_scale, 100.0).write(path)
     assert block_tokens == round(TRACE_BLOCK_TOKENS * length_scale)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     planned = plan(rows, TokenSource(2_048), length_scale, 100.0)
@@ -99,7 +102,7 @@ def test_an_environment_is_made_once_and_anew_when_something_else_is_wanted(tmp_
 def test_a_client_that_fails_shows_the_end_of_what_it_said(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('first'); raise SystemExit('it was the port')"]
     with pytest.raises(ClientFailed, match=r"(?s)ended with status 1; .*it was the port"):
-        run_client(command, tmp_path, 60.0, {})
+        run_client(command, tmp_path)
 
 
 def test_a_client_that_hangs_is_ended_with_the_processes_it_started(tmp_path: Path) -> None:
@@ -109,7 +112,7 @@ def test_a_client_that_hangs_is_ended_with_the_processes_it_started(tmp_path: Pa
         "print(child.pid, flush=True); child.wait()"
     )
     with pytest.raises(ClientFailed, match="ran over 2 s"):
-        run_client([sys.executable, "-c", program], tmp_path, 2.0, {})
+        run_client([sys.executable, "-c", program], tmp_path, run_s_max=2.0)
     child = int((tmp_path / "output.txt").read_text())
     with pytest.raises(ProcessLookupError):
         wait_for_end(child)
@@ -124,11 +127,11 @@ def wait_for_end(process_id: int) -> None:
             raise ProcessLookupError
 
 
-def test_aiperf_is_told_the_model_the_stream_and_the_template(tmp_path: Path) -> None:
-    told = aiperf.arguments(LOAD, "ensemble", tmp_path, None)
-    assert told[told.index("--custom-endpoint") + 1] == "/v2/models/ensemble/generate_stream"
-    assert f"payload_template:{tmp_path / 'template.jinja'}" in told
-    assert told[told.index("--url") + 1] == "http://127.0.0.1:8000" and "--isl" in told
+def test_aiperf_is_given_the_model_the_stream_and_the_template(tmp_path: Path) -> None:
+    asked = aiperf.arguments(LOAD, "ensemble", tmp_path, None)
+    assert asked[asked.index("--custom-endpoint") + 1] == "/v2/models/ensemble/generate_stream"
+    assert f"payload_template:{tmp_path / 'template.jinja'}" in asked
+    assert asked[asked.index("--url") + 1] == "http://127.0.0.1:8000" and "--isl" in asked
     replaying = aiperf.arguments(LOAD, "conductor", tmp_path, tmp_path / "trace.jsonl")
     assert "--fixed-schedule" in replaying and "--isl" not in replaying
 
@@ -137,9 +140,9 @@ def test_a_tokenizer_folder_is_found_by_its_name_in_the_cache(tmp_path: Path) ->
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
-    variables = hub_cache.lay_out(tokenizer, tmp_path / "home")
+    variables = aiperf.lay_out_cache(tokenizer, tmp_path / "home")
     cache = Path(variables["HF_HOME"]) / "hub"
-    found = Path(snapshot_download(hub_cache.NAME, cache_dir=cache, local_files_only=True))
+    found = Path(snapshot_download(aiperf.CACHED_TOKENIZER, cache_dir=cache, local_files_only=True))
     assert found.resolve() == tokenizer.resolve() and (found / "tokenizer.json").exists()
 
 
