@@ -13,7 +13,7 @@ docs/decisions/0016). A key never changes. So the worker may keep a heap, the co
 which of the requests that it routed there will go ahead of a new one, and both agree without
 talking about it.
 
-Not here: what the queue holds (prefill_queue.py; in a worker backends/engine/batching.py).
+Not here: what the queue holds (prefill_queue.py; in a worker backends/engine/batching/batching.py).
 """
 
 from __future__ import annotations

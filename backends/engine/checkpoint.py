@@ -28,8 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.engine.checkpoint_error import CheckpointError
-from backends.engine.model_config import read_json
+from backends.engine.model_config import CheckpointError, read_json
 
 SCALAR_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit

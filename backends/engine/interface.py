@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.engine.pages import PagePool
+from backends.engine.batching.pages import PagePool
 from mooncake_store.layout import KvLayout
 
 

@@ -3,6 +3,7 @@
 Reads Llama, Qwen2 and Qwen3; both the keys of transformers 4 (`rope_theta`, `rope_scaling`) and
 those of transformers 5 (`rope_parameters`). Loads no torch, so the launcher may ask for the KV
 layout. What the engine cannot compute exactly is refused by name, never ignored.
+A checkpoint that cannot be served is one `CheckpointError` with all its problems.
 
 Not here: the tensors (checkpoint.py), what RoPE does with its numbers (rope.py).
 """
@@ -10,12 +11,11 @@ Not here: the tensors (checkpoint.py), what RoPE does with its numbers (rope.py)
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.engine.checkpoint_error import CheckpointError
 from mooncake_store.layout import KvLayout
 
 FAMILIES = {
@@ -255,3 +255,18 @@ def _eos_token_ids(
         if not is_id or not 0 <= token_id < vocabulary_tokens:
             found.append(f"eos_token_id {token_id!r} is outside the vocabulary")
     return tuple(token_id for token_id in values if isinstance(token_id, int))
+
+
+SHOWN_MAX = 20  # a wrong number of layers makes hundreds of problems
+
+
+class CheckpointError(Exception):
+    """`problems` has all of them, the message the first ones."""
+
+    def __init__(self, folder: str | Path, problems: Sequence[str]) -> None:
+        assert problems, "an error without a problem"
+        self.problems = list(problems)
+        lines = self.problems[:SHOWN_MAX]
+        if len(self.problems) > SHOWN_MAX:
+            lines.append(f"and {len(self.problems) - SHOWN_MAX} more")
+        super().__init__(f"checkpoint {folder}:\n  - " + "\n  - ".join(lines))

@@ -19,7 +19,7 @@ it has none:
    ids stay. vLLM applies min_p before top_p; the kept set differs only when both are set.
 6. Inverse distribution function over the kept tokens in order of ids.
 
-Not here: the parameters and their limits (sampling_params.py), when a request ends (sequence.py).
+Not here: the parameters and their limits (sampling_params.py), when a request ends (generate.py).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Rules worth knowing:
 * the context is the prompt's end: a request that moves to another worker gives what the client
   has, and finds every stop word that the first worker would have found.
 
-Not here: when a request ends otherwise (engine/sequence.py), limits on stop words
+Not here: when a request ends otherwise (engine/generate.py), limits on stop words
 (engine/sampling_params.py).
 """
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.engine.batching import DecodeBatching
+from backends.engine.batching.batching import DecodeBatching
 from backends.engine.interface import Work
 from backends.engine.sampling import sample
 from backends.errors import (

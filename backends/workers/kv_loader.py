@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from backends.engine.pages import PagePool
+from backends.engine.batching.pages import PagePool
 from backends.errors import StoreLost
 from backends.workers.arrivals import Arrival
 from backends.workers.protocol import BlockRef, LayersReady

@@ -1,8 +1,8 @@
 """The prefill worker: prompts in, KV into the store, one token out.
 
 A prompt waits for pages, has its cached prefix loaded (prefix_loading.py), is computed in chunks
-together with others (engine/batching.py), and leaves: its KV goes to the store layer by layer
-meanwhile (kv_writer.py). Threads: the engine thread computes, loaders move prefixes in, the
+together with others (engine/batching/batching.py), and leaves: its KV goes to the store layer by
+layer meanwhile (kv_writer.py). Threads: the engine thread computes, loaders move prefixes in, the
 writer moves KV out; `_lock` guards jobs, batching and pages.
 
 Not here: Triton (prefill/model.py).
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.engine.batching import Chunk, PrefillBatching
+from backends.engine.batching.batching import Chunk, PrefillBatching
 from backends.engine.interface import Work
 from backends.engine.sampling import sample
 from backends.errors import (

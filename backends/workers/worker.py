@@ -20,9 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.engine.batching.pages import Occupation, PagePool
 from backends.engine.interface import Engine
-from backends.engine.occupation import Occupation
-from backends.engine.pages import PagePool
 from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
 from backends.metrics.observations import Observations
 from backends.workers import machine_profile

@@ -4,7 +4,7 @@
 
 TensorRT-LLM calls `get_num_new_matched_tokens` while it holds the lock of its own prefix tree, and
 `build_connector_meta` in every step, for which it first describes the step (how much of that we
-replace: backends/engine/trtllm/lean_output.py); each call gets a list of tokens that nobody has
+replace: backends/engine/trtllm/connector.py); each call gets a list of tokens that nobody has
 seen yet, as the real one does. Beside them stand what a call cannot avoid (reading the list once)
 and what it would cost to hash the keys instead.
 
@@ -35,7 +35,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from backends.engine.trtllm import lean_output
+from backends.engine.trtllm import connector
 from backends.engine.trtllm import messages as m
 from backends.engine.trtllm.block_pages import BlockPages, Move, Run
 from backends.engine.trtllm.channel import SCHEDULER, ConnectorHost, ConnectorLink
@@ -183,7 +183,7 @@ class ConnectorCalls:
     def described(self, tokens: int, is_lean: bool) -> float:
         """What TensorRT-LLM builds of 64 decoding requests for a connector, in each step."""
         requests = [DecodingRequest(number, self.prompt(tokens)) for number in range(REQUESTS)]
-        made = lean_output.lean_request(LIKE_UPSTREAM) if is_lean else WholeLists
+        made = connector.lean_request(LIKE_UPSTREAM) if is_lean else WholeLists
         described = [made() for _ in requests]
 
         def prepare(number: int) -> Callable[[], object]:

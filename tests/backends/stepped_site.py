@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backends.engine.batching.pages import PagePool
 from backends.engine.interface import Work
-from backends.engine.pages import PagePool
 from backends.engine.sampling_params import SamplingParams
 from backends.errors import ServingError
 from backends.metrics.observations import Observations

@@ -17,8 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("there is no CUDA GPU on this machine", allow_module_level=True)
 
 from backends.engine.trtllm.block_pages import BlockPages, Move  # noqa: E402
-from backends.engine.trtllm.copier import make_copier, map_pool  # noqa: E402
-from backends.engine.trtllm.cuda_copier import CudaCopier  # noqa: E402
+from backends.engine.trtllm.copier import CudaCopier, make_copier, map_pool  # noqa: E402
 from loadtest.bench.connector import measure_copies  # noqa: E402
 
 PAGES, PER_BLOCK, LAYERS, FLAT = 64, 4, 4, 2048

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from backends.engine.batching.pages import PagePool
 from backends.engine.checkpoint import Checkpoint
-from backends.engine.checkpoint_error import CheckpointError
 from backends.engine.interface import Work
-from backends.engine.model_config import ModelConfig, read_model_config
-from backends.engine.pages import PagePool
+from backends.engine.model_config import CheckpointError, ModelConfig, read_model_config
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
 from backends.engine.torch.rope import rope_table
 from backends.engine.torch.step_plan import plan_step

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from backends.engine.checkpoint import Checkpoint
-from backends.engine.checkpoint_error import CheckpointError
-from backends.engine.model_config import ModelConfig
+from backends.engine.model_config import CheckpointError, ModelConfig
 from backends.engine.torch.linear import GatedLinear, Linear
 
 SCALAR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -16,18 +16,29 @@ leave the other ranks waiting for ever. So the scheduler never raises: it answer
 `Broken` to its worker, and sends the reason to all ranks in the next orders, where each raises.
 
 A worker says goodbye through the channel, because TensorRT-LLM tells a connector nothing.
+
+Lean output: what TensorRT-LLM builds for connectors in every step, without its copies of every
+prompt. Its KvCacheConnectorSchedulerOutputRequest reads all tokens and all pages of every request
+in every step, on every rank, to say which are new: for 64 requests of 32k tokens that is two
+million Python integers a step. It keeps a copy of them per request, and under tensor parallelism no
+request is ever forgotten. This connector needs neither tokens nor, before a page is full, pages,
+and only rank 0 reads any of it. So `install` puts these classes in the place of TensorRT-LLM's
+before it makes its connector manager, where they look as they are known to; where they do not,
+everything stays as it is, correct and slower.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from backends.engine.trtllm import lean_output
 from backends.engine.trtllm import messages as m
 from backends.engine.trtllm.block_pages import BlockPages, Orders, size_problems
 from backends.engine.trtllm.channel import SCHEDULER, ConnectorLink, rank_name
@@ -35,24 +46,45 @@ from backends.engine.trtllm.copier import make_copier, map_pool
 from backends.engine.trtllm.rank_copies import RankCopies
 from backends.engine.trtllm.scheduler import StageScheduler
 
-_api: Any
-if TYPE_CHECKING:
-    from backends.engine.trtllm.connector_base import SchedulerBase, WorkerBase
-else:
-    try:
-        from tensorrt_llm._torch.pyexecutor.connectors import kv_cache_connector as _api
-    except ImportError:
-        try:
-            from tensorrt_llm._torch.pyexecutor import kv_cache_connector as _api
-        except ImportError:
-            _api = None
-    if _api is None:
-        from backends.engine.trtllm.connector_base import SchedulerBase, WorkerBase
-    else:
-        SchedulerBase = _api.KvCacheConnectorScheduler
-        WorkerBase = _api.KvCacheConnectorWorker
-
 log = logging.getLogger(__name__)
+
+_api: Any
+try:
+    from tensorrt_llm._torch.pyexecutor.connectors import kv_cache_connector as _api
+except ImportError:
+    try:
+        from tensorrt_llm._torch.pyexecutor import kv_cache_connector as _api
+    except ImportError:
+        _api = None
+
+
+class SchedulerBase:
+    """In the place of TensorRT-LLM's base class where that is not installed."""
+
+    def __init__(self, llm_args: Any) -> None:
+        self._llm_args = llm_args
+
+
+class WorkerBase:
+    """In the place of TensorRT-LLM's base class where that is not installed."""
+
+    def __init__(self, llm_args: Any) -> None:
+        self._llm_args = llm_args
+        self._metadata: Any = None
+
+    def bind_connector_meta(self, metadata: object) -> None:
+        self._metadata = metadata
+
+    def get_connector_meta(self) -> Any:
+        return self._metadata
+
+    def register_forward_pass_callable(self) -> None:
+        return None
+
+
+if not TYPE_CHECKING and _api is not None:
+    SchedulerBase = _api.KvCacheConnectorScheduler
+    WorkerBase = _api.KvCacheConnectorWorker
 
 
 class MooncakeConnectorScheduler(SchedulerBase):
@@ -90,7 +122,7 @@ class MooncakeConnectorScheduler(SchedulerBase):
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         with self._never_raising():
-            lean_output.forget(request.request_id)
+            forget(request.request_id)
             return self._scheduler.finished(request)
         return True  # its pages stay until every rank has done what it was told of them
 
@@ -123,7 +155,7 @@ class MooncakeConnectorWorker(WorkerBase):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         if _api is not None:  # before TensorRT-LLM makes the manager of this rank
-            lean_output.install(_api)
+            install(_api)
         self._site = m.Site.from_environment(dict(os.environ))
         self._tokens_per_block: int = llm_args.kv_cache_config.tokens_per_block
         self._tp_size: int = llm_args.tensor_parallel_size
@@ -230,3 +262,88 @@ def _salt_id() -> Callable[[str], int] | None:
         if found is not None:
             return cast("Callable[[str], int]", found)
     return None
+
+
+REQUEST, MANAGER = (
+    "KvCacheConnectorSchedulerOutputRequest", "KvCacheConnectorSchedulerOutputManager",
+)  # fmt: skip
+NEEDED = (REQUEST, MANAGER, "RequestData", "SchedulerOutput", "LlmRequestState", "mpi_rank")
+KNOWN = {
+    REQUEST: ("update_and_build_data", ["self", "req", "kv_cache_manager"]),
+    MANAGER: (
+        "build_scheduler_output",
+        ["self", "scheduled_batch", "new_async_requests", "kv_cache_manager"],
+    ),
+}
+_managers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forget(llm_id: int) -> None:
+    """This request has ended; TensorRT-LLM itself would remember it."""
+    for manager in _managers:
+        manager.requests.pop(llm_id, None)
+
+
+def install(api: ModuleType) -> bool:
+    """Into the module that has TensorRT-LLM's connector API. False: it is one we do not know."""
+    if getattr(getattr(api, REQUEST, None), "is_lean", False):
+        return True  # several ranks in one process
+    if not all(hasattr(api, name) for name in NEEDED):
+        return False
+    for name, (method, arguments) in KNOWN.items():
+        there = getattr(getattr(api, name), method, None)
+        if there is None or list(inspect.signature(there).parameters) != arguments:
+            log.warning("%s.%s is not as known: steps will cost more", name, method)
+            return False
+    lean = lean_request(api)
+    setattr(api, REQUEST, lean)  # its manager makes them by this name
+    setattr(api, MANAGER, lean_manager(api))
+    return True
+
+
+def lean_request(api: Any) -> type:
+    prompt_states = (
+        api.LlmRequestState.CONTEXT_INIT,
+        api.LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS,
+    )
+
+    class LeanRequest(getattr(api, REQUEST)):  # type: ignore[misc]
+        is_lean = True
+        pages_known = 0
+
+        def update_and_build_data(self, req: Any, kv_cache_manager: Any) -> Any:
+            if type(kv_cache_manager).__name__.endswith("V2"):  # pages are in groups there
+                return super().update_and_build_data(req, kv_cache_manager)
+            tokens = req.get_num_tokens(0)
+            if req.state in prompt_states:
+                position = req.context_current_position
+                scheduled = min(req.context_remaining_length, req.context_chunk_size)
+            else:
+                position, scheduled = tokens - 1, 1
+            new_pages: list[int] = []
+            # A page is needed by name when it is full: long after there was no room in the last.
+            if tokens > self.pages_known * kv_cache_manager.tokens_per_block:
+                new_pages = list(kv_cache_manager.get_cache_indices(req)[self.pages_known :])
+                self.pages_known += len(new_pages)
+            return api.RequestData(req.request_id, [], new_pages, position, scheduled)
+
+    return LeanRequest
+
+
+def lean_manager(api: Any) -> type:
+    class LeanManager(getattr(api, MANAGER)):  # type: ignore[misc]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            _managers.add(self)
+
+        def build_scheduler_output(
+            self, scheduled_batch: Any, new_async_requests: Any, kv_cache_manager: Any
+        ) -> Any:
+            if api.mpi_rank() != 0:  # nobody asks a scheduler here
+                self.external_loads = {}
+                return api.SchedulerOutput()
+            return super().build_scheduler_output(
+                scheduled_batch, new_async_requests, kv_cache_manager
+            )
+
+    return LeanManager

@@ -17,29 +17,30 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from backends.engine.batching.pages import PagePool
 from backends.engine.checkpoint import Checkpoint
-from backends.engine.checkpoint_error import CheckpointError
-from backends.engine.pages import PagePool
+from backends.engine.model_config import CheckpointError
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.trtllm import measuring, native_handoff, package
+from backends.engine.trtllm import llm_thread, measuring, package
 from backends.engine.trtllm.channel import ChannelError, ConnectorHost, Listener
-from backends.engine.trtllm.environment import (
+from backends.engine.trtllm.kv_shape import (
+    KvIdentity,
+    KvShape,
+    options_that_reach_kv,
+    pages_description,
+    read_kv_dtype,
+    read_kv_shape,
+)
+from backends.engine.trtllm.llm_arguments import is_connected, llm_arguments
+from backends.engine.trtllm.llm_thread import LlmThread, Order, Running, Sink
+from backends.engine.trtllm.messages import Site
+from backends.engine.trtllm.package import (
     choose_gpus,
     gpu_names,
     remove_mpi_leftovers,
     turn_to_start,
 )
-from backends.engine.trtllm.kv_identity import (
-    KvIdentity,
-    options_that_reach_kv,
-    pages_description,
-)
-from backends.engine.trtllm.kv_shape import KvShape, read_kv_dtype, read_kv_shape
-from backends.engine.trtllm.llm_arguments import is_connected, llm_arguments
-from backends.engine.trtllm.llm_sampling import llm_sampling
-from backends.engine.trtllm.llm_thread import LlmThread, Order, Running, Sink
-from backends.engine.trtllm.messages import Site
-from backends.engine.trtllm.sampler_support import Sampler
+from backends.engine.trtllm.sampling import Sampler, llm_sampling
 from backends.engine.trtllm.settings import TrtllmConfig, option_problems, read_options
 from backends.engine.trtllm.staging_pool import PoolProblem, StagingPool
 from backends.engine.trtllm.stats import IterationStats
@@ -205,8 +206,8 @@ class TrtllmEngine:
     def native_params(self, request_id: str, state: bytes) -> Any:
         cls = self._package.disaggregated_params
         if self.role == "prefill":
-            return native_handoff.for_prefill(cls, request_id)
-        return native_handoff.for_decode(cls, state)
+            return llm_thread.for_prefill(cls, request_id)
+        return llm_thread.for_decode(cls, state)
 
     def import_pages(self, pages: Sequence[int]) -> None:
         """Nothing: the connector copies them once they are staged."""

@@ -4,6 +4,11 @@ A result belongs to the loop in which it was asked for, so everything that touch
 in this thread; other threads hand over orders and hear of tokens through a `Sink`, which is called
 in this thread and must return soon.
 
+TensorRT-LLM's own hand-over (`handoff: native`) is what a context-only request leaves for a
+generation-only one. KV goes from GPU to GPU by its cache transceiver; what goes through us is the
+description of where it lies (`DisaggregatedParams`), as bytes in the replies and requests of
+workers. Fields that a release does not know are left out, what is not plain data stays behind.
+
 Not here: what the LLM is made of (engine.py), which request runs when (the workers).
 """
 
@@ -11,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import threading
@@ -18,8 +24,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from backends.engine.trtllm import native_handoff
-from backends.engine.trtllm.package import accepted
+import msgspec
+
+from backends.engine.trtllm.package import accepted, only_accepted
 from backends.engine.trtllm.stats import NONE, IterationStats
 from backends.errors import RequestInvalid, WorkerUnavailable
 
@@ -35,7 +42,7 @@ class Outcome:
 
     finish_reason: str = ""
     error: Exception | None = None
-    native: bytes = b""  # of a context-only request: what the decode engine needs (native_handoff)
+    native: bytes = b""  # of a context-only request: what the decode engine needs (for_decode)
 
 
 class Sink(Protocol):
@@ -205,7 +212,7 @@ class LlmThread:
                     running.got_tokens()
                     sink.tokens(list(output.token_ids_diff))
             output = result.outputs[0]
-        return Outcome(output.finish_reason or "", native=native_handoff.packed(result))
+        return Outcome(output.finish_reason or "", native=packed(result))
 
     async def _watch_stats(self) -> None:
         ask = getattr(self._llm, "get_stats_async", None)
@@ -245,3 +252,40 @@ class LlmThread:
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+FIELDS = (
+    "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens", "disagg_request_id",
+    "ctx_dp_rank", "ctx_info_endpoint",
+)  # fmt: skip
+CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
+
+
+def for_prefill(cls: Any, request_id: str) -> Any:
+    """`cls` is tensorrt_llm.DisaggregatedParams. The Python transceiver needs a number of its own
+    for each request; the others do not look at it."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 2  # it must fit into a signed 64-bit integer
+    welcome = only_accepted(cls, {"disagg_request_id": number})
+    return cls(request_type=CONTEXT_ONLY, **welcome)
+
+
+def packed(result: Any) -> bytes:
+    """Of a context-only result; b"" of any other."""
+    params = getattr(result.outputs[0], "disaggregated_params", None) or getattr(
+        result, "disaggregated_params", None
+    )
+    if params is None:
+        return b""
+    values = {name: getattr(params, name, None) for name in FIELDS}
+    plain = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if isinstance(value, (int, str, bytes, list, tuple))
+    }
+    return msgspec.msgpack.encode(plain)
+
+
+def for_decode(cls: Any, state: bytes) -> Any:
+    values: dict[str, Any] = msgspec.msgpack.decode(state)
+    return cls(request_type=GENERATION_ONLY, **only_accepted(cls, values))

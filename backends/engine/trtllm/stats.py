@@ -1,12 +1,21 @@
-"""TensorRT-LLM's statistics of its newest iteration, as the worker reports and publishes them.
+"""What TensorRT-LLM says of itself: statistics of its newest iteration, and whether it is alive.
 
 `LLM.get_stats_async` yields dicts whose keys differ a little between releases; what is missing
-is 0. Pure. Not here: asking for them (llm_thread.py), the series (../../worker_metrics.py).
+is 0. Pure.
+
+Its processes may die, or its executor fail, without telling anybody: that is `EngineHealth`. A
+failure that is the request's own fault does not count; several others in a row, with nothing
+that went well between them, mean that the engine is gone. Then the worker leaves the cluster and
+its process ends: the launcher starts it again, with a fresh engine. Pure.
+
+Not here: asking for them (llm_thread.py), the series (../../worker_metrics.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,3 +77,36 @@ def _number(raw: Mapping[str, Any], path: tuple[str, ...]) -> float:
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+log = logging.getLogger(__name__)
+FAILURES_MAX = 3  # one may be an accident
+
+
+class EngineHealth:
+    def __init__(self, on_lost: Callable[[str], None]) -> None:
+        """`on_lost` is called once, with the reason, in whatever thread noticed it."""
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._failures = 0
+        self.is_lost = False
+
+    def went_well(self) -> None:
+        self._failures = 0
+
+    def failed(self, reason: str) -> None:
+        """Of one generation, through no fault of its own."""
+        with self._lock:
+            self._failures += 1
+            is_gone = self._failures >= FAILURES_MAX
+        if is_gone:
+            self.lose(reason)
+
+    def lose(self, reason: str) -> None:
+        """Nothing will work any more."""
+        with self._lock:
+            if self.is_lost:
+                return
+            self.is_lost = True
+        log.critical("the engine is lost: %s", reason)
+        self._on_lost(reason)

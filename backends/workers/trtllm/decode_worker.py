@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 
 from backends.engine.trtllm.engine import TrtllmEngine
-from backends.engine.trtllm.health import EngineHealth
 from backends.engine.trtllm.llm_thread import Order, Outcome, Running
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import TrtllmConfig
-from backends.engine.trtllm.stats import IterationStats
+from backends.engine.trtllm.stats import EngineHealth, IterationStats
 from backends.errors import ServingError, WorkerGone, WorkerUnavailable
 from backends.workers.config import DecodeConfig, checkpoint_folder
 from backends.workers.decode_job import DecodeClient, DecodeJob

@@ -24,13 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from backends.engine.batching import Chunk
+from backends.engine.batching.batching import Chunk
 from backends.engine.trtllm.engine import TrtllmEngine
-from backends.engine.trtllm.health import EngineHealth
 from backends.engine.trtllm.llm_thread import Order, Outcome
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import TrtllmConfig
-from backends.engine.trtllm.stats import IterationStats
+from backends.engine.trtllm.stats import EngineHealth, IterationStats
 from backends.errors import WorkerGone, WorkerUnavailable
 from backends.workers.config import PrefillConfig, checkpoint_folder
 from backends.workers.prefill_job import PrefillClient, PrefillJob

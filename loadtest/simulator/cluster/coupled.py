@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backends.engine.batching import Chunk, Progress, next_chunks
+from backends.engine.batching.batching import Chunk, Progress, next_chunks
 from conductor.messages import Request
 from loadtest.simulator.cluster.clock import VirtualClock
 from loadtest.simulator.cluster.gpu import GpuModel

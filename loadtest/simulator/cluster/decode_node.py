@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backends.engine.batching import DecodeBatching
-from backends.engine.pages import PagePool
+from backends.engine.batching.batching import DecodeBatching
+from backends.engine.batching.pages import PagePool
 from backends.workers.steps import StepTimes
 from conductor.admission.arrival_check import There, refusal
 from conductor.estimates.estimates import DecodeEstimate

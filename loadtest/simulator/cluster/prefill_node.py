@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from backends.engine.batching import Chunk, PrefillBatching
-from backends.engine.pages import PagePool
+from backends.engine.batching.batching import Chunk, PrefillBatching
+from backends.engine.batching.pages import PagePool
 from backends.workers.prefix_loading import SingleFlight
 from backends.workers.steps import StepTimes
 from conductor.estimates.estimates import PrefillEstimate

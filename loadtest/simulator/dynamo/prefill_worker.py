@@ -8,9 +8,9 @@ A finished prompt keeps its blocks until the decode worker has taken it over.
 
 First come, first served, this is Dynamo's engine: the prompt that is partly computed came first.
 With other keys a short prompt overtakes a long one between two chunks, as in our own workers
-(backends/engine/batching.py); so there may be several partly computed prompts, and the blocks that
-they have yet to take count as taken. With `overhead_tokens` a pass may end before its tokens are
-spent, so that short prompts need not wait for others to be computed
+(backends/engine/batching/batching.py); so there may be several partly computed prompts, and the
+blocks that they have yet to take count as taken. With `overhead_tokens` a pass may end before its
+tokens are spent, so that short prompts need not wait for others to be computed
 (conductor/load/step_sharing.py).
 
 Not here: time (fleet.py), the order of the queue (the key that comes with a job).

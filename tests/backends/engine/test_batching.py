@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
-from backends.engine.batching import Chunk, DecodeBatching, PrefillBatching, Progress, next_chunks
-from backends.engine.pages import PagePool
+from backends.engine.batching.batching import (
+    Chunk,
+    DecodeBatching,
+    PrefillBatching,
+    Progress,
+    next_chunks,
+)
+from backends.engine.batching.pages import PagePool
 from conductor.queue_order import QueueOrder
 
 BLOCK_TOKENS = 16

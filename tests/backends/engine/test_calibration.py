@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.engine.batching.pages import PagePool
 from backends.engine.calibration import REPEATS, measure_decode, measure_prefill
 from backends.engine.interface import Work
-from backends.engine.pages import PagePool
 from mooncake_store.layout import KvLayout
 
 

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backends.engine.checkpoint import Checkpoint
-from backends.engine.checkpoint_error import CheckpointError
-from backends.engine.model_config import read_kv_layout, read_model_config
+from backends.engine.model_config import CheckpointError, read_kv_layout, read_model_config
 from backends.engine.torch.torch_engine import TorchEngine
 from mooncake_store.layout import KvLayout
 from tests.backends.engine.checkpoints import edit_config, make_checkpoint

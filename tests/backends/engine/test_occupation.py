@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from backends.engine.occupation import Occupation
-from backends.engine.pages import PagePool
+from backends.engine.batching.pages import Occupation, PagePool
 
 
 def test_pages_cost_for_as_long_as_they_are_taken() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from backends.engine.pages import PagePool
+from backends.engine.batching.pages import PagePool
 
 
 def test_the_lowest_pages_are_handed_out_first() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.engine.trtllm.environment import choose_gpus, remove_mpi_leftovers, turn_to_start
+from backends.engine.trtllm.package import choose_gpus, remove_mpi_leftovers, turn_to_start
 
 
 def test_leftovers_of_mpi_go_and_what_tunes_it_stays() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backends.engine.trtllm.kv_identity import (
+from backends.engine.trtllm.kv_shape import (
     HARMLESS_KEYS,
     HARMLESS_OPTIONS,
     KvIdentity,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backends.engine.checkpoint_error import CheckpointError
+from backends.engine.model_config import CheckpointError
 from backends.engine.trtllm.kv_shape import read_kv_dtype, read_kv_shape
 from mooncake_store.layout import KvLayout
 from tests.backends.small_tokenizers import DEMO

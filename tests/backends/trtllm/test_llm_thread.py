@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.trtllm import native_handoff, package
+from backends.engine.trtllm import llm_thread, package
 from backends.engine.trtllm.llm_arguments import llm_arguments
-from backends.engine.trtllm.llm_sampling import GOLDEN, llm_sampling
 from backends.engine.trtllm.llm_thread import LlmThread, Order, Outcome
 from backends.engine.trtllm.package import PackageProblem
-from backends.engine.trtllm.sampler_support import Sampler
+from backends.engine.trtllm.sampling import GOLDEN, Sampler, llm_sampling
 from backends.engine.trtllm.settings import OBJECTS, TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import RequestInvalid, WorkerUnavailable
@@ -142,12 +141,12 @@ def test_kv_that_the_engines_hand_over_themselves_gives_the_same_tokens(engines:
     alone.end()
     cls = engines.package.disaggregated_params
     context = engines.ask(1, is_streaming=False,
-                          disaggregated_params=native_handoff.for_prefill(cls, "r1"))  # fmt: skip
+                          disaggregated_params=llm_thread.for_prefill(cls, "r1"))  # fmt: skip
     state = context.end().native
     assert context.token_ids == alone.token_ids[:1] and state
     second = Engines()
     try:
-        rest = second.ask(10, disaggregated_params=native_handoff.for_decode(cls, state))
+        rest = second.ask(10, disaggregated_params=llm_thread.for_decode(cls, state))
         assert rest.end().finish_reason == "length"
         assert rest.token_ids == alone.token_ids[1:]
     finally:

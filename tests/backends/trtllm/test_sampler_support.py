@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.trtllm.llm_sampling import llm_sampling
-from backends.engine.trtllm.sampler_support import NEUTRAL, Sampler, release
+from backends.engine.trtllm.sampling import NEUTRAL, Sampler, llm_sampling, release
 from backends.errors import RequestInvalid
 
 DRAWN: dict[str, Any] = {

@@ -108,4 +108,4 @@ def test_without_tensorrt_llm_the_connector_can_be_imported_and_loads_no_torch()
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
         cwd=DATA.parents[1],
     )  # fmt: skip
-    assert done.stdout.split() == ["backends.engine.trtllm.connector_base", "False"]
+    assert done.stdout.split() == ["backends.engine.trtllm.connector", "False"]

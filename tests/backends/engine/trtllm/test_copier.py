@@ -20,10 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from backends.engine.trtllm import cuda_copier
 from backends.engine.trtllm.block_pages import BlockPages, Move, size_problems
-from backends.engine.trtllm.copier import Copier, HostCopier, make_copier, map_pool
-from backends.engine.trtllm.cuda_copier import CudaCopier
+from backends.engine.trtllm.copier import Copier, CudaCopier, HostCopier, make_copier, map_pool
 from tests.backends.engine.trtllm.conftest import FAKES, forget_modules
 from tests.backends.engine.trtllm.listening import WAIT_S
 
@@ -109,7 +107,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         if request.param == "host":
             return make_copier(kv, pool)
         with monkeypatch.context() as patch:
-            patch.setattr(cuda_copier, "CudaDriver", lambda: cuda)
+            patch.setattr(f"{CudaCopier.__module__}.CudaDriver", lambda: cuda)
             patch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, version=VERSION))
             return CudaCopier(kv, pool)
 
@@ -232,7 +230,7 @@ def test_a_page_lock_that_fails_is_told_and_copies_go_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = HostCuda()
-    monkeypatch.setattr(cuda_copier, "CudaDriver", lambda: cuda)
+    monkeypatch.setattr(f"{CudaCopier.__module__}.CudaDriver", lambda: cuda)
     cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=cuda.fail_to_lock)  # type: ignore[method-assign]
     kv, _, pool = memory(1, 1)
     with monkeypatch.context() as patch:

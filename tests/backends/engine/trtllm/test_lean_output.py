@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from backends.engine.trtllm import lean_output
+from backends.engine.trtllm import connector
 from tests.backends.engine.trtllm.test_connector import Make, expected, prompt_of
 from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
 
@@ -80,14 +80,14 @@ def test_ranks_that_ask_no_scheduler_describe_nothing(
 
 
 def test_an_api_that_looks_otherwise_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    assert lean_output.install(ModuleType("empty")) is False
+    assert connector.install(ModuleType("empty")) is False
 
     class Other:
         def update_and_build_data(self, request: Any) -> None: ...
         def build_scheduler_output(self, batch: Any) -> None: ...
 
     api: Any = ModuleType("other")
-    for name in lean_output.NEEDED:
+    for name in connector.NEEDED:
         setattr(api, name, Other)
-    assert lean_output.install(api) is False
-    assert getattr(api, lean_output.REQUEST) is Other and "is not as known" in caplog.text
+    assert connector.install(api) is False
+    assert getattr(api, connector.REQUEST) is Other and "is not as known" in caplog.text

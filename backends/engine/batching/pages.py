@@ -4,6 +4,10 @@ A page is free or taken, never both; nothing is shared, because the store, not t
 prefix cache. Free pages are handed out lowest number first, so that a lightly loaded pool stays
 in few, warm memory pages and a test sees the same numbers every time.
 
+`Occupation` is the VRAM occupation cost, KV memory times the time that it stays taken: the Mooncake
+paper's measure for what a prompt costs a prefill node beside computing, and why its hand-over goes
+layer by layer. Counted at each change, so it is exact, whenever it is read. Time is an argument.
+
 Not here: the memory itself (kv_memory.py), how many pages a request needs (batching.py). A page
 that a late transfer may still write is the worker's to keep: it releases it when that is over.
 """
@@ -56,3 +60,19 @@ class PagePool:
         assert len(self._is_taken) == self.pages_max, "the pool changed its size"
         for page, is_taken in enumerate(self._is_taken):
             assert bool(is_taken) != (page in free), f"page {page} is free and taken, or neither"
+
+
+class Occupation:
+    """Changed by one thread at a time, read by any: the state is replaced as a whole."""
+
+    def __init__(self, now_s: float) -> None:
+        self._state = (0, now_s, 0.0)  # pages taken, since when, page seconds before that
+
+    def changed(self, used_pages: int, now_s: float) -> None:
+        """From now on so many pages are taken."""
+        self._state = (used_pages, now_s, self.page_seconds(now_s))
+
+    def page_seconds(self, now_s: float) -> float:
+        """Since it was made."""
+        pages, since_s, before = self._state
+        return before + pages * max(0.0, now_s - since_s)

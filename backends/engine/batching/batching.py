@@ -22,7 +22,7 @@ share a step, as long as that pays (conductor/load/step_sharing.py). A chunk tha
 prompt's last ends at the end of a block, so that the block can be handed over at once. Decode: one
 token of every started request.
 
-Not here: tokens (sequence.py), page memory (kv_memory.py), when to reject (conductor).
+Not here: tokens (generate.py), page memory (kv_memory.py), when to reject (conductor).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from backends.engine.pages import PagePool
+from backends.engine.batching.pages import PagePool
 from conductor.load.step_sharing import ALWAYS, shares_step
 from mooncake_store.layout import blocks_touched
 

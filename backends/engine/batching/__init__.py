@@ -1,0 +1,1 @@
+"""What does one engine step compute, and in which pages? Pure."""
