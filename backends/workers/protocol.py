@@ -7,7 +7,7 @@ hand-over progress from prefill to decode, the tokens of all streams that a fron
 worker, one letter per step (token_streams.py), and which of its requests a worker has in hand.
 `CallLimits` says which calls a worker takes.
 
-Not here: the store's protocol (mooncake_store/wire/protocol.py).
+Not here: the store's protocol (mooncake_store/wire/directory_protocol.py).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class ClusterSettings:
     nic_latency_s: float = 0.001
     host_to_gpu_bytes_per_s: float = 128e9  # B_h2d of the paper
     report_s: float = 1.0  # between a worker's reports
-    tick_s: float = 0.5  # between ticks of the conductor, as in cluster_view.py
+    tick_s: float = 0.5  # between ticks of the conductor, as the frontend does
     # How much slower a step is while the other role computes on the same cores (Cores).
     shared_prefill: float = 1.0
     shared_decode: float = 1.0
