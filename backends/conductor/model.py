@@ -17,7 +17,7 @@ from backends.metrics.store_watch import StoreWatch
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
 from backends.workers.config import FrontConfig, checkpoint_folder, read_configs
-from backends.workers.inbox import Outbox
+from backends.workers.inbox import open_outbox
 from conductor.config import ConductorConfig
 
 PAIR_WAIT_S = 60.0  # it loads without workers after that, and rejects until they come
@@ -32,7 +32,7 @@ class TritonPythonModel:
             config, deciding = read_configs((FrontConfig, ConductorConfig), model, raw, count)
             folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
             tokenizer = Tokenizer.load(folder)
-            self.outbox = Outbox()
+            self.outbox = open_outbox()
             self.cluster = ClusterView(
                 deciding,
                 os.environ["MOONCAKE_DIRECTORY"],

@@ -37,7 +37,7 @@ from backends.frontend.token_streams import TokenStreams
 from backends.metrics.observations import Observations
 from backends.text.tokenizer import Tokenizer
 from backends.workers.config import FrontConfig
-from backends.workers.inbox import Outbox
+from backends.workers.inbox import WorkerOutbox
 from backends.workers.protocol import Stop
 from conductor.messages import WorkerRef
 
@@ -56,7 +56,7 @@ class FrontDoor:
         cluster: ClusterView,
         call: GrpcCalls,
         streams: TokenStreams,
-        outbox: Outbox,
+        outbox: WorkerOutbox,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer

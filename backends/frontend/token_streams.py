@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from backends.errors import MessagesLost
 from backends.text.text_stream import Emission, merge
-from backends.workers.inbox import Inbox
+from backends.workers.inbox import open_inbox
 from backends.workers.protocol import FirstToken, Heartbeat, Letter, Tokens, TokenUpdate
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class TokenStreams:
         self._streams: dict[str, TokenStream] = {}
         self._expected: dict[str, Callable[[FirstToken], None]] = {}
         self._heard: dict[str, Heard] = {}  # of those that wait for a worker: its latest word
-        self._inbox = Inbox(address, self._on_letters)
+        self._inbox = open_inbox(address, self._on_letters)
 
     @property
     def address(self) -> str:

@@ -27,14 +27,3 @@ def is_right(given: object, secret: str) -> bool:
     """In the same time whatever is given."""
     text = given if isinstance(given, str) else ""
     return hmac.compare_digest(text.encode(), secret.encode())
-
-
-def sealed(data: bytes, secret: str) -> bytes:
-    """For a message whose receiver has nothing but its bytes."""
-    return secret.encode() + data
-
-
-def opened(data: bytes, secret: str) -> bytes | None:
-    """What was sealed with this secret; None for anything else."""
-    mark = secret.encode()
-    return data[len(mark) :] if hmac.compare_digest(data[: len(mark)], mark) else None

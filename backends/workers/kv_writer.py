@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from backends.errors import Overloaded, ServingError, WorkerUnavailable
-from backends.workers.inbox import Outbox
+from backends.workers.inbox import WorkerOutbox
 from backends.workers.protocol import BlockRef, LayersReady
 from mooncake_store.block_keys import tail_key
 from mooncake_store.client.store import Store, checksum
@@ -58,7 +58,7 @@ class KvWriter:
     """Puts blocks of one engine into one node, in a thread of its own, in order."""
 
     def __init__(
-        self, store: Store, layout: KvLayout, pool: np.ndarray, outbox: Outbox, lease_s: float
+        self, store: Store, layout: KvLayout, pool: np.ndarray, outbox: WorkerOutbox, lease_s: float
     ) -> None:
         self._store = store
         self._layout = layout

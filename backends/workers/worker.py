@@ -26,7 +26,7 @@ from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
 from backends.metrics.observations import Observations
 from backends.workers import machine_profile
 from backends.workers.config import WorkerConfig, checkpoint_folder
-from backends.workers.inbox import Inbox, Outbox
+from backends.workers.inbox import open_inbox, open_outbox
 from backends.workers.protocol import HEARTBEAT_S, CallLimits, Heartbeat, Letter
 from backends.workers.steps import StepTimes, StepWatch
 from mooncake_store import layout as kv_layout
@@ -103,10 +103,10 @@ class Worker:
             self.directory, config.store_node, self.fingerprint, layout, config.transport
         )
         self.store.register_buffer(self.engine.kv_pool)
-        self.outbox = Outbox()
+        self.outbox = open_outbox()
         sockets = os.environ["MOONCAKE_SOCKETS"]
         self._on_letter = on_letter
-        self.inbox = Inbox(f"ipc://{sockets}/{worker_id}-{self.incarnation}", self._on_letters)
+        self.inbox = open_inbox(f"ipc://{sockets}/{worker_id}-{self.incarnation}", self._on_letters)
         profile = machine_profile.load_or_measure(
             self.engine, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )

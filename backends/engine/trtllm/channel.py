@@ -5,9 +5,9 @@
                    │ └── Staged, Claimed, Unstaged, Ready, Saved, Drained, Broken ──┘
                    └──▶ futures, and a Listener for what comes by itself
 
-ZeroMQ over ipc: each end binds an inbox of its own and pushes into the others', so no socket is
-shared between threads that wait and threads that send. Everything that a worker waits for has a
-deadline. Nothing here is called while TensorRT-LLM allocates blocks (scheduler.py).
+ZeroMQ over ipc: each end has an inbox of its own and writes to the others'. Everything that a
+worker waits for has a deadline. Nothing here is called while TensorRT-LLM allocates blocks
+(scheduler.py).
 
 Unstaging takes two steps, because ranks copy on their own time: the scheduler says how many
 copies it has ordered for the request, then every rank says when it has done that many.
@@ -24,16 +24,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import zmq
 
 from backends.engine.trtllm import messages as m
+from mooncake_store.wire.mailbox import Inbox, Outbox
 
 log = logging.getLogger(__name__)
-LETTERS_MAX = 100_000  # queued per peer; a peer that lets more wait is taken for dead
-POLL_MS = 50  # how late a deadline may be noticed
+MESSAGES_MAX = 100_000  # queued per peer; a peer that lets more wait is taken for dead
+TURN_S = 0.05  # how late a deadline may be noticed
 SCHEDULER = "scheduler"
 STAGING, UNSTAGING = "staging", "unstaging"
 CLOSED = "the channel was closed"
@@ -54,67 +55,40 @@ def _inbox(address: str, name: str) -> str:
     return f"{address}-{name}"
 
 
-class Mailbox(Generic[T]):
-    """Receives in a thread of its own; `on_turn` runs at least every POLL_MS."""
+def _listen(
+    address: str, kinds: object, on_message: Callable[[T], None],
+    on_turn: Callable[[], None] = lambda: None,
+) -> Inbox[T]:  # fmt: skip
+    """Calls `on_message` for each, and `on_turn` at least every TURN_S, in a thread of its own.
 
-    def __init__(
-        self, address: str, kinds: object, on_message: Callable[[T], None],
-        on_turn: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self._decode = msgspec.msgpack.Decoder(kinds).decode
-        self._on_message = on_message
-        self._on_turn = on_turn
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.set_hwm(LETTERS_MAX)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            raise ChannelError(f"cannot listen at {address}: {error}") from error
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv-channel", daemon=True)
-        self._thread.start()
+    Without a secret: TensorRT-LLM hands its processes no variable but its own, and the address lies
+    in the folder of this launch.
+    """
 
-    def close(self) -> None:
-        self._is_closing.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5.0)
-
-    def _run(self) -> None:
-        while not self._is_closing.is_set():
+    def on_messages(messages: list[T]) -> None:
+        for message in messages:
             try:
-                if self._socket.poll(POLL_MS):
-                    self._on_message(self._decode(self._socket.recv()))
-                self._on_turn()
-            except Exception:  # edge: one bad message must not end the conversation
+                on_message(message)
+            except Exception:  # edge: one bad message must not take its neighbours along
                 log.exception("a message of the KV channel failed")
-        self._socket.close(linger=0)
+        on_turn()
+
+    decode = msgspec.msgpack.Decoder(kinds).decode
+    try:
+        return Inbox(address, decode, on_messages, messages_max=MESSAGES_MAX, turn_s=TURN_S)
+    except zmq.ZMQError as error:
+        raise ChannelError(f"cannot listen at {address}: {error}") from error
 
 
-class Post:
-    """Sends to one inbox; thread-safe, never blocks."""
+class _Post(Outbox[msgspec.Struct]):
+    """To the inboxes of the other side; ChannelError for one that does not take its messages."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._lock = threading.Lock()
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.set_hwm(LETTERS_MAX)
-        self._socket.connect(address)
+    def __init__(self) -> None:
+        super().__init__(msgspec.msgpack.Encoder().encode, messages_max=MESSAGES_MAX)
 
-    def send(self, message: m.ToWorker | m.ToConnector) -> None:
-        data = self._encode(message)
-        with self._lock:
-            if self._socket.closed:
-                return  # a copy that ended after the goodbye: nobody waits for it
-            try:
-                self._socket.send(data, flags=zmq.NOBLOCK)
-            except zmq.Again:
-                raise ChannelError(f"{self._address} does not take its messages") from None
-
-    def close(self) -> None:
-        with self._lock:
-            self._socket.close(linger=200)
+    def post(self, address: str, message: m.ToWorker | m.ToConnector) -> None:
+        if not self.send(address, message):
+            raise ChannelError(f"{address} does not take its messages")
 
 
 class ConnectorLink:
@@ -123,13 +97,14 @@ class ConnectorLink:
     def __init__(
         self, address: str, name: str, on_message: Callable[[m.ToConnector], None]
     ) -> None:
-        self._mailbox = Mailbox(_inbox(address, name), m.ToConnector, on_message)
-        self._post = Post(address)
+        self._address = address
+        self._mailbox = _listen(_inbox(address, name), m.ToConnector, on_message)
+        self._post = _Post()
 
     def send(self, message: m.ToWorker) -> None:
         """Never raises: a worker that does not listen any more must not stop TensorRT-LLM."""
         try:
-            self._post.send(message)
+            self._post.post(self._address, message)
         except ChannelError as error:
             log.error("a message is lost: %s", error)
 
@@ -161,11 +136,10 @@ class ConnectorHost:
         self._waiting: dict[tuple[str, str], tuple[Future[None], float]] = {}  # with its deadline
         self._undrained: dict[str, set[int]] = {}  # ranks that still copy, of an unstaged request
         self._saved: TokensOf = defaultdict(dict)
-        self._scheduler = Post(_inbox(address, SCHEDULER))
-        self._ranks: dict[int, Post] = {}
-        self._mailbox: Mailbox[m.ToWorker] = Mailbox(
-            address, m.ToWorker, self._on_message, self._expire
-        )
+        self._scheduler = _inbox(address, SCHEDULER)
+        self._ranks: dict[int, str] = {}  # their inboxes
+        self._post = _Post()
+        self._mailbox = _listen(address, m.ToWorker, self._on_message, self._expire)
 
     def wait_ready(self, timeout_s: float) -> list[m.Ready]:
         """What every rank says of itself, once all are there."""
@@ -196,10 +170,9 @@ class ConnectorHost:
             waiting, self._waiting = self._waiting, {}
         for future, _ in waiting.values():
             _fail(future, CLOSED)
-        for post in (self._scheduler, *self._ranks.values()):
-            with contextlib.suppress(ChannelError):
-                post.send(m.Goodbye())
-            post.close()
+        for inbox in (self._scheduler, *self._ranks.values()):
+            self._post.send(inbox, m.Goodbye())
+        self._post.close()
 
     def _is_complete(self) -> bool:
         return bool(self._ready) and len(self._ready) == next(iter(self._ready.values())).tp_size
@@ -219,7 +192,7 @@ class ConnectorHost:
                 return self._waiting[kind, request_id][0]
             future: Future[None] = Future()
             self._waiting[kind, request_id] = (future, time.monotonic() + timeout_s)
-        self._scheduler.send(message)
+        self._post.post(self._scheduler, message)
         return future
 
     def _on_message(self, message: m.ToWorker) -> None:
@@ -227,9 +200,7 @@ class ConnectorHost:
             case m.Ready():
                 with self._changed:
                     self._ready[message.rank] = message
-                    if message.rank not in self._ranks:
-                        inbox = _inbox(self._address, rank_name(message.rank))
-                        self._ranks[message.rank] = Post(inbox)
+                    self._ranks[message.rank] = _inbox(self._address, rank_name(message.rank))
                     self._changed.notify_all()
             case m.Staged():
                 self._resolve(STAGING, message.request_id)
@@ -266,8 +237,8 @@ class ConnectorHost:
         with self._changed:
             ranks = dict(self._ranks)
             self._undrained[message.request_id] = set(ranks)
-        for post in ranks.values():
-            post.send(m.Drain(message.request_id, message.moves))
+        for inbox in ranks.values():
+            self._post.post(inbox, m.Drain(message.request_id, message.moves))
 
     def _drained(self, message: m.Drained) -> None:
         with self._changed:

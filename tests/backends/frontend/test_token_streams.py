@@ -14,7 +14,7 @@ import pytest
 from backends.errors import WorkerUnavailable
 from backends.frontend.token_streams import TokenStream, TokenStreams
 from backends.text.text_stream import Emission
-from backends.workers.inbox import Outbox
+from backends.workers.inbox import WorkerOutbox, open_outbox
 from backends.workers.protocol import FirstToken, Heartbeat, Letter, Stop, Tokens, TokenUpdate
 
 LIFE = "life-1"
@@ -33,8 +33,8 @@ def streams(tmp_path: Path) -> Iterator[TokenStreams]:
 
 
 @pytest.fixture
-def outbox() -> Iterator[Outbox]:
-    made = Outbox()
+def outbox() -> Iterator[WorkerOutbox]:
+    made = open_outbox()
     yield made
     made.close()
 
@@ -59,7 +59,7 @@ class Receiver:
 
 @pytest.mark.parametrize("is_paced", [True, False])
 def test_every_stream_gets_its_tokens_once_and_in_order(
-    streams: TokenStreams, outbox: Outbox, seed: int, is_paced: bool
+    streams: TokenStreams, outbox: WorkerOutbox, seed: int, is_paced: bool
 ) -> None:
     chance = random.Random(seed)
     names = [f"r{number}" for number in range(8)]
@@ -110,7 +110,7 @@ def test_a_stream_whose_client_chose_an_interval_is_not_paced() -> None:
 
 
 def test_what_waits_is_delivered_when_it_is_due_even_if_no_letter_comes(
-    streams: TokenStreams, outbox: Outbox
+    streams: TokenStreams, outbox: WorkerOutbox
 ) -> None:
     arrived = threading.Event()
     seen: list[int] = []
@@ -160,7 +160,7 @@ def test_letters_that_never_come_are_not_waited_for_for_ever(
 
 
 def test_a_failed_delivery_reaches_the_one_who_waits_and_no_other_stream(
-    streams: TokenStreams, outbox: Outbox
+    streams: TokenStreams, outbox: WorkerOutbox
 ) -> None:
     good = Receiver()
 
@@ -181,7 +181,7 @@ def test_a_failed_delivery_reaches_the_one_who_waits_and_no_other_stream(
 
 
 def test_tokens_for_nobody_and_other_letters_are_dropped(
-    streams: TokenStreams, outbox: Outbox
+    streams: TokenStreams, outbox: WorkerOutbox
 ) -> None:
     receiver = Receiver()
     with streams.reading("a", receiver, is_paced=False) as stream:
@@ -193,7 +193,7 @@ def test_tokens_for_nobody_and_other_letters_are_dropped(
 
 
 def test_a_first_token_reaches_whoever_expects_it_and_nobody_else(
-    streams: TokenStreams, outbox: Outbox
+    streams: TokenStreams, outbox: WorkerOutbox
 ) -> None:
     came: list[FirstToken] = []
     receiver = Receiver()

@@ -11,7 +11,7 @@ import zmq
 
 from backends.frontend.grpc_calls import GrpcCalls
 from backends.launcher import launch_secret
-from backends.workers.inbox import Inbox, Outbox
+from backends.workers.inbox import open_inbox, open_outbox
 from backends.workers.protocol import Letter, Stop, encode
 
 SECRET = "0123456789abcdef"
@@ -23,14 +23,6 @@ def test_a_secret_is_right_or_not() -> None:
     assert launch_secret.is_right(made, made)
     for wrong in ("", made[:-1], made + "0", None, 7, made.encode()):
         assert not launch_secret.is_right(wrong, made)
-
-
-def test_what_was_sealed_is_opened_by_the_same_secret_only() -> None:
-    sealed = launch_secret.sealed(b"data", SECRET)
-    assert launch_secret.opened(sealed, SECRET) == b"data"
-    assert launch_secret.opened(sealed, SECRET[::-1]) is None
-    assert launch_secret.opened(b"data", SECRET) is None
-    assert launch_secret.opened(b"", SECRET) is None
 
 
 @pytest.fixture
@@ -45,7 +37,7 @@ def came(
         for letter in some:
             letters.put(letter)
 
-    inbox = Inbox(f"ipc://{tmp_path}/inbox", take)
+    inbox = open_inbox(f"ipc://{tmp_path}/inbox", take)
     yield inbox.address, letters
     inbox.close()
 
@@ -54,9 +46,9 @@ def test_only_messages_with_the_secret_reach_a_process(
     came: tuple[str, queue.SimpleQueue[Letter]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, letters = came
-    ours = Outbox()
+    ours = open_outbox()
     monkeypatch.setenv(launch_secret.VARIABLE, "another")
-    theirs = Outbox()
+    theirs = open_outbox()
     stranger = zmq.Context.instance().socket(zmq.PUSH)
     stranger.connect(address)
     for number in range(3):
@@ -75,5 +67,5 @@ def test_only_messages_with_the_secret_reach_a_process(
 def test_the_secret_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(launch_secret.VARIABLE, SECRET)
     calls = GrpcCalls()
-    assert SECRET not in repr(calls) + repr(Outbox())
+    assert SECRET not in repr(calls) + repr(open_outbox())
     calls.close()

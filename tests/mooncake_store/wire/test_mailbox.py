@@ -1,0 +1,139 @@
+"""One-way messages: in order, from those who know the secret, and the sender hears what is lost."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from mooncake_store.wire import mailbox
+from mooncake_store.wire.mailbox import Inbox, Outbox, opened, sealed
+
+SECRET = "0123456789abcdef"
+WAIT_S = 30.0
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(int).decode
+Came = queue.SimpleQueue[list[int]]
+OpenInbox = Callable[..., tuple[Inbox[int], Came]]
+
+
+@pytest.fixture
+def open_inbox(tmp_path: Path) -> Iterator[OpenInbox]:
+    inboxes: list[Inbox[int]] = []
+
+    def make(**options: object) -> tuple[Inbox[int], Came]:
+        came: Came = queue.SimpleQueue()
+        address = f"ipc://{tmp_path}/inbox-{len(inboxes)}"
+        inboxes.append(Inbox(address, decode, came.put, **options))  # type: ignore[arg-type]
+        return inboxes[-1], came
+
+    yield make
+    for inbox in inboxes:
+        inbox.close()
+
+
+def taken(came: Came, count: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < count:
+        found += came.get(timeout=WAIT_S)
+    return found
+
+
+def test_what_was_sealed_is_opened_by_the_same_secret_only() -> None:
+    assert opened(sealed(b"data", SECRET), SECRET) == b"data"
+    assert opened(sealed(b"data", SECRET), SECRET[::-1]) is None
+    assert opened(b"data", SECRET) is None
+    assert opened(b"", SECRET) is None
+
+
+def test_messages_arrive_in_the_order_in_which_they_were_sent(open_inbox: OpenInbox) -> None:
+    inbox, came = open_inbox()
+    outbox: Outbox[int] = Outbox(encode)
+    for number in range(1_000):
+        assert outbox.send(inbox.address, number)
+    assert taken(came, 1_000) == list(range(1_000))
+    outbox.close()
+    assert outbox.send(inbox.address, 1_000), "nobody waits for it, so it is no failure"
+
+
+def test_what_cannot_be_read_or_has_no_secret_is_dropped_and_the_rest_arrives(
+    open_inbox: OpenInbox,
+) -> None:
+    inbox, came = open_inbox(secret=SECRET)
+    stranger: Outbox[int] = Outbox(encode)
+    ours: Outbox[int] = Outbox(encode, SECRET)
+    garbled: Outbox[object] = Outbox(lambda _: b"\xc1", SECRET)
+    stranger.send(inbox.address, 1)
+    garbled.send(inbox.address, 2)
+    ours.send(inbox.address, 3)
+    assert taken(came, 1) == [3]
+    for outbox in (stranger, ours, garbled):
+        outbox.close()
+
+
+def test_a_peer_that_lets_too_many_wait_is_told_to_the_sender(tmp_path: Path) -> None:
+    outbox: Outbox[int] = Outbox(encode, messages_max=5)
+    address = f"ipc://{tmp_path}/nobody"
+    assert [outbox.send(address, number) for number in range(7)] == [True] * 5 + [False] * 2
+    outbox.close()
+
+
+def test_an_error_in_who_reads_does_not_close_the_inbox(tmp_path: Path) -> None:
+    came: Came = queue.SimpleQueue()
+
+    def read(messages: list[int]) -> None:
+        came.put(messages)
+        raise ZeroDivisionError
+
+    inbox = Inbox(f"ipc://{tmp_path}/inbox", decode, read)
+    outbox: Outbox[int] = Outbox(encode)
+    for number in range(2):
+        outbox.send(inbox.address, number)
+        assert taken(came, 1) == [number]
+    outbox.close()
+    inbox.close()
+
+
+def test_who_reads_is_called_again_when_it_wants_to_be(tmp_path: Path) -> None:
+    came: Came = queue.SimpleQueue()
+
+    def read(messages: list[int]) -> float | None:
+        came.put(messages)
+        return 0.001 if messages else None
+
+    inbox = Inbox(f"ipc://{tmp_path}/inbox", decode, read)
+    outbox: Outbox[int] = Outbox(encode)
+    outbox.send(inbox.address, 7)
+    assert came.get(timeout=WAIT_S) == [7]
+    assert came.get(timeout=WAIT_S) == [], "though no message came"
+    outbox.close()
+    inbox.close()
+
+
+def test_an_inbox_with_turns_calls_before_any_message_comes(open_inbox: OpenInbox) -> None:
+    _, came = open_inbox(turn_s=0.001)
+    assert [came.get(timeout=WAIT_S) for _ in range(3)] == [[], [], []]
+
+
+def test_an_address_where_nothing_can_listen_is_an_error_at_once() -> None:
+    with pytest.raises(zmq.ZMQError):
+        Inbox("ipc:///does/not/exist", decode, lambda _: None)
+
+
+def test_an_outbox_forgets_its_oldest_peer_when_it_writes_to_too_many(
+    open_inbox: OpenInbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "OUTBOX_SOCKETS_MAX", 2)
+    made = [open_inbox() for _ in range(3)]
+    outbox: Outbox[int] = Outbox(encode)
+    for number in range(2):
+        for inbox, came in made:
+            outbox.send(inbox.address, number)
+            assert taken(came, 1) == [number]
+    assert len(outbox._sockets) == 2
+    outbox.close()
