@@ -1,14 +1,14 @@
 """The one object that decides: events, reports and requests in; routes and rejections out.
 
 It holds all decision state behind a small interface, reads no clock and calls nobody, so the same
-class runs in the front's process, behind a wire for many fronts, and in the simulator. The shell
+class runs in the frontend's process and in the simulator. The shell
 owns the lock or the loop, calls one method, carries out what comes back. Time only moves forward:
 threads may read their clock before they get the lock, so an older `now_s` counts as the latest.
 
     on_snapshot, on_events                     what the directory says
-    on_request                                 a Route or a Reject; charges at once
-    on_prefill_finished                        the charge moves from one worker to the other
-    on_finished                                done, failed or cancelled: nothing is left charged
+    on_request                                 a Route or a Reject; a route is reserved at once
+    on_prefill_finished                        the reservation moves from one worker to the other
+    on_finished                                done, failed or cancelled: nothing is left reserved
     on_worker_failed                           a call failed: avoided until it reports again
     on_worker_refused                          a decode worker was too full: the same, for new ones
     on_tick                                    housekeeping, and suggestions for hot prefixes
@@ -18,26 +18,30 @@ Not here: the formulas (routing.py, estimates.py), the limits (admission.py).
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from conductor.admission.admission import (
     LOAD_POLICIES,
-    Refusal,
+    Gate,
+    RejectionCase,
     decode_loads,
     load_reserved,
+    pressure_on,
     reject_for,
     reject_nobody,
     reject_too_large,
 )
-from conductor.admission.gate import Gate, pressure_on
 from conductor.config import ConductorConfig
-from conductor.estimates.accuracy import Accuracy
-from conductor.load.cluster import Cluster, Flight
+from conductor.estimates.measured import RelativeErrors
+from conductor.load.cluster import Cluster, InFlightRequest
 from conductor.messages import (
     Candidate,
     ConductorStats,
+    Explanation,
     Reject,
     Replicate,
     Request,
@@ -45,8 +49,7 @@ from conductor.messages import (
     WorkerStatus,
 )
 from conductor.replication.hotspots import Hotspots
-from conductor.routing.pair import Pair
-from conductor.routing.routing import Options
+from conductor.routing.routing import Options, Pair
 from conductor.routing.tiers import Tiers
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
 from mooncake_store.records.events import (
@@ -85,7 +88,7 @@ class Conductor:
         self._tiers = Tiers(PrefixIndex(config.index_blocks_max) if index is None else index)
         self._cluster = Cluster(config)
         self._hotspots = Hotspots(config)
-        self._accuracy = Accuracy()
+        self._prefill_errors, self._ttft_errors = RelativeErrors(), RelativeErrors()
         self._gate = Gate(config)
         is_reserved = LOAD_POLICIES[config.admission] is load_reserved
         self._loads = None if is_reserved else decode_loads
@@ -97,7 +100,7 @@ class Conductor:
     # What the directory says
 
     def on_snapshot(self, snapshot: Snapshot, now_s: float) -> None:
-        """Start over from the directory's word; charges of workers that stayed are kept."""
+        """Start over from the directory's word; reservations of workers that stayed are kept."""
         now_s = self._advance(now_s)
         nodes = {info.node_id: info.incarnation for info in snapshot.nodes}
         for node_id, known in list(self._cluster.nodes.items()):
@@ -155,7 +158,7 @@ class Conductor:
     # Requests
 
     def on_request(self, request: Request, now_s: float) -> Route | Reject:
-        """Where this request goes, or why not. A retry of the same id replaces the first try."""
+        """Where this request goes, or why not. A retry replaces the attempt before it."""
         assert request.prompt_tokens > 0 and request.output_tokens_max >= 0, request
         now_s = self._advance(now_s)
         self._cluster.drop(request.request_id, now_s)
@@ -169,7 +172,7 @@ class Conductor:
         if kind:
             shed = self._gate.shed(pair, request, pressure) if kind == "fair_share" else None
             rejection = reject_for(
-                kind, Refusal(pair, options, request, shed, now_s, self._cluster)
+                kind, RejectionCase(pair, options, request, shed, now_s, self._cluster)
             )
             if not self.config.advisory:
                 self._gate.note(pair, request, pressure, now_s, kind)
@@ -179,24 +182,34 @@ class Conductor:
         self._gate.note(pair, request, pressure, now_s, "")
         return self._send(request, pair, options, advice, now_s)
 
-    def explain(self, request: Request, now_s: float) -> list[Candidate]:
-        """Every pair with its terms, best first, and what would become of it. Changes nothing."""
+    def explain(self, request: Request, now_s: float, count_max: int | None = None) -> Explanation:
+        """The best pairs with their terms, and what would become of each. Changes nothing.
+
+        A fleet has thousands of pairs: only the `count_max` that are shown are made.
+        """
         now_s = max(now_s, self._now_s)
         options = self._options(request, now_s)
         if isinstance(options, Reject):
-            return []
+            return Explanation((), 0)
         chosen = options.best()
-        best, decodes, found = (chosen.prefill.worker, chosen.decode.worker), options.decodes, []
-        for prefill in options.prefills:
-            for decode in decodes:
-                pair = options.pair(prefill, decode)
-                is_chosen = (prefill.worker, decode.worker) == best
-                pressure = pressure_on(options, decode, self.config)
-                verdict = self._gate.objection(pair, request, pressure, options.ttft_limit_s)
-                verdict = verdict or ("chosen" if is_chosen else "slower")
-                found.append((not is_chosen, pair, verdict))
-        found.sort(key=lambda row: (row[0], row[1].predicted.ttft_s, row[1].predicted.tbt_s))
-        return [_candidate(pair, verdict) for _, pair, verdict in found]
+        best = (chosen.prefill.worker, chosen.decode.worker)
+        ranked = [
+            (
+                (prefill.worker, decode.worker) != best,
+                prefill.start_s + options.handover_s(prefill, decode),
+                decode.tbt_s,
+                (prefill, decode),
+            )
+            for prefill, decode in itertools.product(options.prefills, options.decodes)
+        ]
+        shown = len(ranked) if count_max is None else min(count_max, len(ranked))
+        candidates = []
+        for is_other, _, _, (prefill, decode) in heapq.nsmallest(shown, ranked, lambda r: r[:3]):
+            pair = options.pair(prefill, decode)
+            pressure = pressure_on(options, decode, self.config)
+            verdict = self._gate.objection(pair, request, pressure, options.ttft_limit_s)
+            candidates.append(_candidate(pair, verdict or ("slower" if is_other else "chosen")))
+        return Explanation(tuple(candidates), len(ranked) - shown)
 
     def _options(self, request: Request, now_s: float) -> Options | Reject:
         """The terms of every worker that may take the request, or why there is none."""
@@ -229,18 +242,24 @@ class Conductor:
     def _send(
         self, request: Request, pair: Pair, options: Options, advice: Reject | None, now_s: float
     ) -> Route:
-        """Charge the pair and count."""
+        """Reserve the pair and count."""
         prefill, decode = pair.prefill, pair.decode
         route = Route(
-            request.request_id, prefill.worker.ref, decode.worker.ref, prefill.cached_tokens,
-            prefill.local_blocks, prefill.fetch_blocks, prefill.fetch_node, pair.predicted, advice,
-            options.order.key_s(now_s, prefill.prefill_s), prefill.restore_blocks,
-            options.second_fetch_node(prefill),
-        )  # fmt: skip
-        self._cluster.depart(
-            route, (prefill.worker, decode.worker), request.prompt_tokens,
-            request.output_tokens_max, prefill.fetch_s, now_s, request.tenant,
-        )  # fmt: skip
+            request_id=request.request_id,
+            prefill=prefill.worker.ref,
+            decode=decode.worker.ref,
+            cached_tokens=prefill.cached_tokens,
+            local_blocks=prefill.local_blocks,
+            fetch_blocks=prefill.fetch_blocks,
+            fetch_node=prefill.fetch_node,
+            predicted=pair.predicted,
+            advice=advice,
+            order_key_s=options.order.key_s(now_s, prefill.prefill_s),
+            restore_blocks=prefill.restore_blocks,
+            second_fetch_node=options.second_fetch_node(prefill),
+        )
+        workers = (prefill.worker, decode.worker)
+        self._cluster.reserve(route, workers, request, prefill.fetch_s, now_s)
         reused_blocks = prefill.local_blocks + prefill.fetch_blocks
         self._hotspots.note(request.block_keys, reused_blocks, now_s)
         totals = self._totals
@@ -257,42 +276,42 @@ class Conductor:
     ) -> None:
         """The first token is there. `seconds`: what computing took, when the worker said so."""
         now_s = self._advance(now_s)
-        flight = self._cluster.flights.get(request_id)
-        if flight is None or flight.prefill_done:
+        routed = self._cluster.in_flight.get(request_id)
+        if routed is None or routed.prefill_done:
             return
-        self._learn(flight, cached_tokens, seconds, now_s)
-        # No answer takes longer than max_tokens steps; a typical one takes the usual time.
-        longest_s = flight.output_tokens_max * flight.route.predicted.tbt_s
+        self._learn(routed, cached_tokens, seconds, now_s)
+        # No answer takes longer than max_tokens steps, and a typical one takes the usual time.
+        longest_s = routed.request.output_tokens_max * routed.route.predicted.tbt_s
         self._cluster.prefill_finished(
-            flight, now_s + min(self._cluster.decode_s, longest_s), now_s
+            routed, now_s + min(self._cluster.decode_s, longest_s), now_s
         )
 
     def _learn(
-        self, flight: Flight, cached_tokens: int, seconds: float | None, now_s: float
+        self, routed: InFlightRequest, cached_tokens: int, seconds: float | None, now_s: float
     ) -> None:
         """Compare what was predicted with what came."""
-        predicted = flight.route.predicted
-        predicted_s, took_s = predicted.ttft_s - predicted.handover_s, now_s - flight.routed_at_s
-        self._accuracy.ttft.add(predicted_s, took_s)
-        self._gate.learn_ttft(flight.prompt_tokens, predicted_s, took_s, now_s)
+        predicted = routed.route.predicted
+        predicted_s, took_s = predicted.ttft_s - predicted.handover_s, now_s - routed.routed_at_s
+        self._ttft_errors.add(predicted_s, took_s)
+        self._gate.learn_ttft(routed.request.prompt_tokens, predicted_s, took_s, now_s)
         if seconds is None or seconds <= 0:
             return
-        self._accuracy.prefill.add(predicted.prefill_s, seconds)
+        self._prefill_errors.add(predicted.prefill_s, seconds)
         # The ratio is about computing, so a cache that was colder than predicted must not count.
-        new_tokens = max(1, flight.prompt_tokens - cached_tokens)
-        estimated_s = flight.prefill.prefill_estimate.seconds(new_tokens, cached_tokens)
-        began_s = flight.routed_at_s + predicted.transfer_s
-        self._cluster.prefilled(flight, began_s, seconds, estimated_s, now_s)
+        new_tokens = max(1, routed.request.prompt_tokens - cached_tokens)
+        estimated_s = routed.prefill.prefill_estimate.seconds(new_tokens, cached_tokens)
+        began_s = routed.routed_at_s + predicted.transfer_s
+        self._cluster.prefilled(routed, began_s, seconds, estimated_s, now_s)
 
     def on_finished(self, request_id: str, now_s: float, output_tokens: int | None = None) -> None:
-        """Done, failed or cancelled: drop all that is charged for it. Again is harmless.
+        """Done, failed or cancelled: drop all that is reserved for it. Again is harmless.
 
         `output_tokens`: how long the answer was, when the caller knows; for predictive_lengths.
         """
         now_s = self._advance(now_s)
-        flight = self._cluster.drop(request_id, now_s)
-        if flight is not None:
-            self._cluster.learn_decode(flight, output_tokens, now_s)
+        routed = self._cluster.drop(request_id, now_s)
+        if routed is not None:
+            self._cluster.learn_decode(routed, output_tokens, now_s)
 
     def on_worker_failed(self, worker_id: str, incarnation: str, now_s: float) -> None:
         """A call to it failed. The mark lasts until its next report or failed_mark_s."""
@@ -313,7 +332,7 @@ class Conductor:
         now_s = self._advance(now_s)
         self._gate.tick(now_s)
         self._cluster.prepare(now_s)
-        for request_id in self._cluster.overdue_flights(now_s):
+        for request_id in self._cluster.overdue(now_s):
             self._cluster.drop(request_id, now_s)
         if not self.config.replicate:
             return []
@@ -324,22 +343,15 @@ class Conductor:
 
     def stats(self) -> ConductorStats:
         """Totals so far."""
-        totals = self._totals
         return ConductorStats(
-            requests=totals.requests,
-            routed=totals.routed,
+            **asdict(self._totals),
             rejected=dict(self._rejected),
             advised=dict(self._advised),
-            fetches=totals.fetches,
-            fetched_blocks=totals.fetched_blocks,
-            prompt_tokens=totals.prompt_tokens,
-            cached_tokens=totals.cached_tokens,
-            replicated_blocks=totals.replicated_blocks,
-            in_flight=len(self._cluster.flights),
-            prefill_error=self._accuracy.prefill.mean,
-            ttft_error=self._accuracy.ttft.mean,
-            prefill_errors=self._accuracy.prefill.percentiles(),
-            ttft_errors=self._accuracy.ttft.percentiles(),
+            in_flight=len(self._cluster.in_flight),
+            prefill_error=self._prefill_errors.mean,
+            ttft_error=self._ttft_errors.mean,
+            prefill_errors=self._prefill_errors.percentiles(),
+            ttft_errors=self._ttft_errors.percentiles(),
         )
 
     def status(self, now_s: float) -> list[WorkerStatus]:
@@ -351,10 +363,13 @@ class Conductor:
             why_not = self._cluster.why_not(worker, now_s)
             load = worker.batch.load_now()
             found.append(WorkerStatus(
-                worker.ref, worker.info.role, not why_not, why_not,
-                worker.queue.work_s(now_s) if is_prefill else 0.0,
-                worker.queue.requests if is_prefill else load.sequences,
-                worker.speed_ratio(now_s, self.config),
+                worker=worker.ref,
+                role=worker.info.role,
+                takes_requests=not why_not,
+                why_not=why_not,
+                queue_s=worker.queue.work_s(now_s) if is_prefill else 0.0,
+                requests=worker.queue.requests if is_prefill else load.sequences,
+                speed_ratio=worker.speed_ratio(now_s, self.config),
             ))  # fmt: skip
         return found
 
@@ -368,7 +383,7 @@ class Conductor:
         assert routed_or_not == self._totals.requests, "a request was neither routed nor not"
 
     def _advance(self, now_s: float) -> float:
-        """The latest time anyone told us; time does not go back."""
+        """The latest time that any call named; time does not go back."""
         self._now_s = max(now_s, self._now_s)
         return self._now_s
 
@@ -376,6 +391,12 @@ class Conductor:
 def _candidate(pair: Pair, verdict: str) -> Candidate:
     prefill = pair.prefill
     return Candidate(
-        prefill.worker.ref, pair.decode.worker.ref, prefill.cached_tokens, prefill.local_blocks,
-        prefill.fetch_blocks, prefill.fetch_node, pair.predicted, verdict,
-    )  # fmt: skip
+        prefill=prefill.worker.ref,
+        decode=pair.decode.worker.ref,
+        cached_tokens=prefill.cached_tokens,
+        local_blocks=prefill.local_blocks,
+        fetch_blocks=prefill.fetch_blocks,
+        fetch_node=prefill.fetch_node,
+        predicted=pair.predicted,
+        verdict=verdict,
+    )

@@ -3,7 +3,7 @@
 The fields are flat and plain, so a shell reads them from `parameters` of config.pbtxt, and a
 simulator sweeps them. `problems` lists every mistake at once, each with its remedy.
 
-Not here: knobs of the front (ports, tokenizer) and of workers (chunk size, pages).
+Not here: knobs of the frontend (requests in flight, tokenizer) and of workers (chunk size, pages).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import math
 from dataclasses import dataclass, fields
 
 from conductor.queue_order import FIFO, QueueOrder
-from conductor.routing.policies import POLICIES
 
+POLICIES = ("adaptive", "kvcache_centric", "cache_aware", "load_balance", "random")
+POLICIES = ("adaptive", "kvcache_centric", "cache_aware", "load_balance", "random")
 ADMISSIONS = ("reserved", "predictive_lengths", "predictive", "early", "baseline", "none")
 PREDICTIVE = ("predictive", "predictive_lengths")  # of them, those that look ahead
 SHEDDINGS = ("fair_share", "limit")
@@ -28,7 +29,7 @@ class ConductorConfig:
     # Service levels. A request whose prediction exceeds one of them is rejected at once.
     ttft_slo_s: float = 30.0  # time to first token
     tbt_slo_s: float = 1.0  # time between tokens
-    advisory: bool = False  # True: decide, count and tell, but never reject for a service level
+    advisory: bool = False  # True: decide, count and report, but never reject for a service level
     # Which decode load is judged. reserved: all that is decoding or on its way. predictive: the
     # load when this prefill will end. early: the load now. baseline: no decode load is judged.
     # predictive_lengths: the same from output lengths learned online. none: no service level at
@@ -39,18 +40,20 @@ class ConductorConfig:
     # do. fair_share: the costliest first, with a floor for each class of prompt length and a share
     # for each tenant. limit: nobody before a limit is reached, as in the paper. See fair_share.py.
     shedding: str = "fair_share"
-    backlog_share: float = 0.4  # of ttft_slo_s: the queue that overload is held at; the rest of
-    # it is for bursts, for being overtaken and for errors of prediction
+    # Of ttft_slo_s: the queue that overload is held at; the rest of it is for bursts, for being
+    # overtaken and for errors of prediction.
+    backlog_share: float = 0.4
     length_share_min: float = 0.5  # a length class is admitted at least so often, relative to all
     priority_weight: float = 8.0  # one level of priority is worth so many times the work
     tenant_shares: str = ""  # weights such as "a:2,b:1"; a tenant that is not named weighs 1
     demand_half_life_s: float = 60.0  # how fast what was offered and admitted is forgotten
-    ttft_margin_quantile: float = 0.9  # of actual / predicted TTFT, which the limit is divided by;
-    # 0: the limit is taken as it is (margin.py)
+    # Of actual / predicted TTFT, which the limit is divided by; 0: as it is (measured.py).
+    ttft_margin_quantile: float = 0.9
     decode_room_sigma: float = 1.0  # predicted batches get so many standard deviations
-    overtaker_share: float = 0.7  # for how many of those who will come, and join before this
-    # one, room is kept. 0: a slow prefill books room ahead of all who come meanwhile; 1: long
-    # prompts hardly come in under overload (conductor/load/expected_arrivals.py)
+    # For how many of the requests that will arrive meanwhile, and join before this one, room is
+    # kept. 0: a slow prefill books room ahead of all that come meanwhile; 1: long prompts hardly
+    # come in under overload (conductor/load/decode_forecast.py).
+    expected_arrivals_share: float = 0.7
     overload_mark_s: float = 2.0  # a decode worker that refused on arrival is full for so long
     retry_after_s_min: float = 0.5  # a client that comes back sooner only adds load
     retry_after_s_max: float = 60.0  # predictions further out are guesses
@@ -64,9 +67,8 @@ class ConductorConfig:
     fetch_must_pay: bool = True
     tie_ratio: float = 0.02  # predictions this close are equal: estimates are no better than that
     tie_s: float = 0.001  # ... or this close in absolute terms
-    slow_start_s: float = (
-        30.0  # a worker that joins others gets its share little by little; 0: at once
-    )
+    # A worker that joins others gets its share little by little; 0: at once.
+    slow_start_s: float = 30.0
     finalists_max: int = 4  # nodes of prefill workers for which a decode partner is looked up
     output_tokens_expected: int = 128  # so many steps of decoding count, where max_tokens is more
     decode_s_expected: float = 10.0  # first guess of a request's decode time; then measured
@@ -74,9 +76,10 @@ class ConductorConfig:
 
     # Order inside a prefill worker's queue; see queue_order.py. Workers and conductor must agree.
     queue_order: str = "shortest_first"
-    queue_stretch: float = 2.0  # seconds of place in the queue per second of predicted work
-    queue_wait_s_max: float = 30.0  # nobody is overtaken by what came so much later; while
-    # overload is shed, the queue that it is held at (backlog_share) is the bound
+    queue_stretch: float = 2.0  # seconds of waiting in the queue per second of predicted work
+    # Nobody is overtaken by what came so much later; while overload is shed, the queue that it is
+    # held at (backlog_share) is the bound.
+    queue_wait_s_max: float = 30.0
     # A prompt that has begun is overtaken too, between two chunks, as the engine of this project
     # does it; False for engines that finish what they have begun.
     queue_preempts: bool = True
@@ -143,7 +146,7 @@ class ConductorConfig:
             if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in MAY_BE_0):
                 found.append(f"{field.name} is {value}; set a positive, finite number")
         if self.policy not in POLICIES:
-            found.append(_unknown("policy", self.policy, tuple(POLICIES)))
+            found.append(_unknown("policy", self.policy, POLICIES))
         if self.admission not in ADMISSIONS:
             found.append(_unknown("admission", self.admission, ADMISSIONS))
         if self.shedding not in SHEDDINGS:
@@ -182,14 +185,14 @@ class ConductorConfig:
 
 MAY_BE_0 = {
     "tie_ratio", "tie_s", "retry_after_s_min", "report_lag_s", "failed_mark_s", "overload_mark_s",
-    "length_share_min", "decode_room_sigma", "overtaker_share", "slow_start_s",
+    "length_share_min", "decode_room_sigma", "expected_arrivals_share", "slow_start_s",
     "ttft_margin_quantile", "transfer_latency_s",
 }  # fmt: skip
 SHARES = {
     "low_priority_load_max": "a share of the service level",
     "backlog_share": "a share of the service level",
     "length_share_min": "a share of what all classes get",
-    "overtaker_share": "a share of those who come",
+    "expected_arrivals_share": "a share of those who come",
     "ttft_margin_quantile": "a quantile",
 }
 

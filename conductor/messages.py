@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, already tokenised and cut into keyed blocks by the front."""
+    """One prompt, already tokenised and cut into keyed blocks by the frontend."""
 
     request_id: str
     prompt_tokens: int
@@ -29,7 +29,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkerRef:
-    """Enough to call a worker: its name, which life of it, its node, inbox and Triton."""
+    """Enough to call a worker: its name and incarnation, its node, inbox and Triton."""
 
     worker_id: str
     incarnation: str
@@ -43,7 +43,9 @@ class Prediction:
     """The terms of one pair. ttft_s is the sum of the four above it."""
 
     queue_s: float  # prefill work that goes before this request
-    transfer_s: float  # fetching and restoring cached blocks; adaptive: what the queue hides not
+    transfer_s: (
+        float  # fetching and restoring cached blocks; adaptive: only what the queue does not hide
+    )
     prefill_s: float  # computing what is not cached
     handover_s: float  # the decode worker reading the prompt's KV
     ttft_s: float
@@ -72,7 +74,7 @@ class Reject:
 class Route:
     """Where a request goes and what was predicted for it.
 
-    `order_key_s` is its place in the prefill worker's queue (queue_order.py), on the clock of
+    `order_key_s` orders it in the prefill worker's queue (queue_order.py), on the clock of
     `now_s`. A worker with another clock makes its own key by the same formula, from when the
     request arrived there and from predicted.prefill_s.
     """
@@ -121,6 +123,14 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Explanation:
+    """The best pairs, best first, and how many more there were."""
+
+    candidates: tuple[Candidate, ...]
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """What the conductor believes of one worker, for `mooncake status` and the metrics page."""
 
@@ -129,7 +139,7 @@ class WorkerStatus:
     takes_requests: bool
     why_not: str  # "" when it takes requests
     queue_s: float  # prefill: predicted work; decode: 0
-    requests: float  # prefill: charged here; decode: in the batch, reported or charged
+    requests: float  # prefill: reserved there; decode: in the batch, reported or reserved
     speed_ratio: float  # measured seconds / estimated seconds, 1.0 = as calibrated
 
 

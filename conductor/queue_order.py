@@ -1,6 +1,7 @@
-"""Whose prompt is computed next inside a prefill worker: short work first, with ageing.
+"""Whose prompt is computed next inside a prefill worker, and which prompts share one step.
 
-Each request gets a key when it arrives, and the least key goes first:
+**Order**: short work first, with ageing. Each request gets a key when it arrives, and the least key
+goes first:
 
     order_key_s = arrived_s + min(stretch * work_s, wait_s_max)
 
@@ -8,10 +9,28 @@ Each request gets a key when it arrives, and the least key goes first:
 long one that came a little earlier, and nobody is overtaken by a request that came more than
 `wait_s_max` later: that is the ageing. `stretch = 0` is first come, first served.
 
-Which stretch and bound hold depends on whether overload is being shed (gate.py, and
+Which stretch and bound hold depends on whether overload is being shed (admission.py, and
 docs/decisions/0016). A key never changes. So the worker may keep a heap, the conductor can tell
 which of the requests that it routed there will go ahead of a new one, and both agree without
 talking about it.
+
+**Sharing**: a full step keeps everybody in it waiting until its end. A step takes `overhead +
+per_token * tokens` (estimates.py: base_s and per_token_s), and all prompts in it have their first
+token when it ends. Taking one more prompt of `tokens` tokens into a step that already ends
+`sharing` prompts
+
+    costs    sharing * per_token * tokens     these wait for the tokens of the added prompt
+    spares   behind * overhead                the added prompt and those that wait behind it would
+                                              start one overhead later if it had its own step
+
+so it is taken while the cost is not above what it spares; divided by per_token, both are in tokens:
+
+    sharing * tokens <= behind * overhead_tokens,    overhead_tokens = base_s / per_token_s
+
+Short prompts behind a deep queue share steps, which keeps throughput under load; a long prompt does
+not fill the rest of a short one's step. A chunk that does not end its prompt spares only its share
+of a step, which is the same as if it had a whole step's tokens: give that number. Ignored: requests
+that have not come yet, and that a step's time grows a little faster than linear.
 
 Not here: what the queue holds (prefill_queue.py; in a worker backends/engine/batching/batching.py).
 """
@@ -29,8 +48,21 @@ class QueueOrder:
     wait_s_max: float
 
     def key_s(self, arrived_s: float, work_s: float) -> float:
-        """Place in the queue, in seconds on the clock of `arrived_s`; the least goes first."""
+        """Position in the queue, in seconds on the clock of `arrived_s`; the least goes first."""
         return arrived_s + min(self.stretch * work_s, self.wait_s_max)
 
 
 FIFO = QueueOrder(stretch=0.0, wait_s_max=0.0)
+
+
+ALWAYS = float("inf")  # as overhead_tokens: every step is filled as far as it goes
+
+
+def shares_step(sharing: int, behind: int, tokens: int, overhead_tokens: float) -> bool:
+    """Whether the next prompt is computed in this step too; the first one always is.
+
+    `sharing`: prompts in the step so far. `behind`: prompts that are not in it, the one in question
+    included. `tokens`: what the step would compute more.
+    """
+    assert sharing >= 0 and behind >= 1 and tokens > 0, (sharing, behind, tokens)
+    return sharing * tokens <= behind * overhead_tokens

@@ -13,6 +13,7 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
 from backends import tensors
 from backends.workers.config import (
+    OLD_NAMES,
     DecodeConfig,
     FrontConfig,
     PrefillConfig,
@@ -105,3 +106,17 @@ def test_every_parameter_is_known_valid_and_explained(model: str) -> None:
     for above, line in itertools.pairwise(lines):
         if line.startswith("parameters"):
             assert above.startswith("# "), f"{model}: say what this does: {line}"
+
+
+def test_a_renamed_parameter_keeps_its_old_name_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (config,) = read_configs((ConductorConfig,), "conductor", {"overtaker_share": "0.25"})
+    assert config.expected_arrivals_share == 0.25
+    assert "overtaker_share is now called expected_arrivals_share" in caplog.text
+    both = {"overtaker_share": "0.25", "expected_arrivals_share": "0.5"}
+    (config,) = read_configs((ConductorConfig,), "conductor", both)
+    assert config.expected_arrivals_share == 0.5, "of two, the new name counts"
+    known = {field.name for classes in CONFIGS.values() for cls in classes
+             for field in dataclasses.fields(cls)}  # fmt: skip
+    assert set(OLD_NAMES.values()) <= known and not OLD_NAMES.keys() & known

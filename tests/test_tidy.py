@@ -48,7 +48,6 @@ TIES = {
     ("backends/engine/trtllm/engine.py", "backends.workers.config"),
     ("backends/engine/trtllm/llm_arguments.py", "backends.workers.config"),
     ("backends/engine/trtllm/settings.py", "backends.workers.config"),
-    ("conductor/config.py", "conductor.routing.policies"),
     ("mooncake_store/memory/registrations.py", "mooncake_store.transports.known_nodes"),
     ("mooncake_store/memory/scratch.py", "mooncake_store.transports.known_nodes"),
 }

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.errors import RequestInvalid
-from backends.frontend.decision import Decided
+from backends.frontend.decision import CANDIDATES_MAX, Decided
 from backends.frontend.hot_copies import HotCopies
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
-from conductor.messages import Reject, Request
+from conductor.messages import Explanation, Reject, Request
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.event_feed import EventFeed
 from mooncake_store.errors import StoreError
@@ -124,11 +124,13 @@ class ClusterView:
         """With the pairs that were considered, for who wants to see them: they cost time."""
         with self._lock:
             now_s = time.monotonic()
-            candidates = self._conductor.explain(request, now_s) if wants_candidates else ()
+            explained = Explanation((), 0)
+            if wants_candidates:
+                explained = self._conductor.explain(request, now_s, CANDIDATES_MAX)
             decision = self._conductor.on_request(request, now_s)
         if isinstance(decision, Reject):
             return decision
-        return Decided(decision, now_s, candidates)
+        return Decided(decision, now_s, explained.candidates, explained.left_out)
 
     def prefill_finished(self, request_id: str, cached_tokens: int, seconds: float) -> None:
         with self._lock:

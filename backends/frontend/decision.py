@@ -38,7 +38,8 @@ class Decided:
 
     route: Route
     decided_at_s: float  # on the clock of route.order_key_s
-    candidates: Sequence[Candidate] = ()  # empty unless somebody asked
+    candidates: Sequence[Candidate] = ()  # the first CANDIDATES_MAX; empty unless somebody asked
+    candidates_left_out: int = 0
 
     def facts(self, config: ConductorConfig) -> dict[str, object]:
         route = self.route
@@ -58,9 +59,8 @@ class Decided:
             "place_s": route.order_key_s - self.decided_at_s,
         }
         if self.candidates:
-            shown = self.candidates[:CANDIDATES_MAX]
-            found["candidates"] = [candidate_facts(candidate) for candidate in shown]
-            found["candidates_left_out"] = len(self.candidates) - len(shown)
+            found["candidates"] = [candidate_facts(candidate) for candidate in self.candidates]
+            found["candidates_left_out"] = self.candidates_left_out
         if (advice := route.advice) is not None:
             found["advice"] = {
                 "kind": advice.kind,

@@ -7,6 +7,7 @@ mistake with its remedy. Not here: tensors (tensors.py), the conductor's schedul
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,7 +19,12 @@ ENGINES = ("torch", "tensorrt_llm")
 DTYPES = ("float32", "bfloat16")
 TRTLLM_DTYPES = ("float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
+# What parameters were called before; accepted for one release, with a warning in the log.
+OLD_NAMES = {"overtaker_share": "expected_arrivals_share"}
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+log = logging.getLogger(__name__)
 
 
 class Config(Protocol):
@@ -138,6 +144,7 @@ def read_configs(
     `together`: what is wrong with all of them side by side.
     """
     known = {f.name: f for cls in classes for f in fields(cls)}  # type: ignore[arg-type]
+    raw = _by_new_names(model, raw)
     found = [
         f"unknown parameter {name!r}; known: {', '.join(sorted(known))}"
         for name in sorted(raw.keys() - known.keys())
@@ -165,6 +172,17 @@ def read_configs(
         lines = "\n".join(f"  - {line}" for line in found)
         raise ConfigError(f"{model}/config.pbtxt has {len(found)} mistake(s):\n{lines}")
     return configs
+
+
+def _by_new_names(model: str, raw: Mapping[str, str]) -> dict[str, str]:
+    """Where both names of one parameter are set, the new one counts."""
+    named = dict(raw)
+    for old, new in OLD_NAMES.items():
+        if old in named:
+            log.warning("%s/config.pbtxt: %s is now called %s; rename it", model, old, new)
+            value = named.pop(old)
+            named.setdefault(new, value)
+    return named
 
 
 def _convert(kind: str, text: str) -> object:

@@ -47,7 +47,7 @@ from backends.workers.protocol import (
     TokenUpdate,
 )
 from backends.workers.worker import IDLE_WAIT_S, Worker, fail_stuck, unfinished
-from conductor.admission.arrival_check import There, refusal
+from conductor.admission.arrival_check import BatchOnArrival, refusal
 from conductor.estimates.estimates import DecodeEstimate
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import blocks_touched
@@ -136,7 +136,7 @@ class DecodeWorker:
     def _look_again(self, request: DecodeRequest, tokens: int) -> None:
         """Refuse a request that would slow everybody down too much; with the lock held."""
         jobs = self._jobs.values()
-        there = There(
+        there = BatchOnArrival(
             sum(len(job.token_ids) for job in jobs),
             [job.request.sampling.max_tokens - len(job.output_ids) for job in jobs],
             self.worker.steps.speed,

@@ -43,7 +43,6 @@ from backends.workers.protocol import (
 )
 from backends.workers.worker import IDLE_WAIT_S, Worker, fail_stuck, unfinished
 from conductor.estimates.estimates import PrefillEstimate
-from conductor.load.step_sharing import overhead_tokens
 from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import blocks_touched
@@ -77,7 +76,7 @@ class PrefillWorker:
         self._batching = PrefillBatching(
             self._engine.pages, self._block_tokens, config.chunk_tokens,
             slots_max=config.kv_pages, waiting_max=config.queue_requests_max,
-            overhead_tokens=overhead_tokens(self._estimate),
+            overhead_tokens=self._estimate.overhead_tokens,
         )  # fmt: skip
         self._loader = KvLoader(store, layout, pool, config.transfer_s_max)
         self._pages = PageGuard(self._engine.pages, self._loader.pending_pages)

@@ -1,15 +1,15 @@
-"""Whether the best pair is good enough, and if not, what to tell the client.
+"""Whether the best pair is good enough, and if not, what to answer the client.
 
 A request that will miss its service level wastes the prefill that is spent on it, so it is better
 rejected before (Mooncake, "Overload"). What "will miss" means on the decode side is a policy, a
-function from a decode worker's charges to the load that the request would meet:
+function from what a decode worker has to the load that the request would meet:
 
     reserved   all that is decoding or on its way there; nobody is assumed to leave
     predictive_lengths  ours: the same moment, where each request leaves with the probability that
                 its class of prompts gives an answer of its age (lengths.py, decode_forecast.py)
     predictive  the paper's system-level form: the load when this prefill will have ended, which
                adds the requests that will have joined and takes away those that will have left
-                (both predictions also keep room for those yet to come: load/expected_arrivals.py)
+                (both predictions also keep room for expected arrivals: decode_forecast.py)
     early      the load now; it acts one prefill too late, so the two pools swing
     baseline   no decode check: overload there shows only after prefill was paid for
     none       no service level is checked; only bounded queues and batches reject
@@ -19,6 +19,19 @@ numbers are). The gain of `predictive` is room that will be free; its price is t
 long prefill books that room ahead of those with a short one, and that two bookings of one room are
 noticed late.
 A new policy is a new entry in LOAD_POLICIES; it must be a pure function of the same arguments.
+
+`Gate` is the part that learns: how far predictions are off, and who asked for what lately.
+
+    an idle cluster     always admits what its workers can hold. A service level is a promise about
+                        load; a prompt that takes longer than its limit with nobody in front
+                        harms nobody, and "come back later" would not help it
+    fits its limits     predicted TTFT x measured error <= limit, TBT <= limit, room
+    fair share          under overload, those that would fit are fewer than those that may come in
+                        (fair_share.py)
+    goes on             a request that lost its workers was admitted before: it always is
+
+Its `objection` changes nothing, so `explain` shows what `on_request` would do; `note` counts what
+was decided.
 
 `retry_after_s` is when the same prediction would fit: queues drain one second per second, batches
 when their requests are expected to leave. It is bounded on both sides, because a prediction about
@@ -35,15 +48,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from conductor.admission.fair_share import Shed
+from conductor.admission.fair_share import FairShare, Pressure, Shed
 from conductor.config import ConductorConfig
-from conductor.estimates.length_class import class_name
+from conductor.estimates.lengths import class_name
+from conductor.estimates.measured import Margin
 from conductor.load.cluster import Cluster
-from conductor.load.decode_batch import DecodeBatch, Load
-from conductor.load.worker import Worker
+from conductor.load.decode_batch import DecodeBatch, DecodeLoad
+from conductor.load.worker import WorkerState
 from conductor.messages import Reject, Request
-from conductor.routing.pair import DecodeOption, Pair
-from conductor.routing.routing import Options
+from conductor.queue_order import QueueOrder
+from conductor.routing.routing import DecodeOption, Options, Pair
 from mooncake_store.layout import blocks_touched
 
 SHOWN_MAX = 3  # workers that a reason goes into
@@ -51,18 +65,20 @@ RETRY_NOBODY_S = 3.0  # workers report every second and a reload takes two
 
 
 # (batch, when the prefill will end, now, expected decode time) -> load without the request
-LoadPolicy = Callable[[DecodeBatch, float, float, float], Load]
+LoadPolicy = Callable[[DecodeBatch, float, float, float], DecodeLoad]
 
 
-def load_reserved(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> Load:
+def load_reserved(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> DecodeLoad:
     return batch.load_reserved()
 
 
-def load_when_prefill_ends(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> Load:
+def load_when_prefill_ends(
+    batch: DecodeBatch, at_s: float, now_s: float, decode_s: float
+) -> DecodeLoad:
     return batch.load_at(at_s, now_s, decode_s)
 
 
-def load_now(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> Load:
+def load_now(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> DecodeLoad:
     return batch.load_now()
 
 
@@ -71,29 +87,31 @@ LOAD_POLICIES: Mapping[str, LoadPolicy] = {
     "predictive_lengths": load_when_prefill_ends,  # of all workers at once: see decode_loads()
     "predictive": load_when_prefill_ends,
     "early": load_now,
-    "baseline": load_reserved,  # told, not judged: see objection()
+    "baseline": load_reserved,  # shown, not judged: see objection()
     "none": load_reserved,
 }
 
 
 def decode_loads(
-    cluster: Cluster, workers: Sequence[Worker], at_s: float, now_s: float
-) -> list[Load]:
+    cluster: Cluster, workers: Sequence[WorkerState], at_s: float, now_s: float
+) -> list[DecodeLoad]:
     """What each of these decode workers has, without the request, as the admission policy sees it
     for one whose prefill ends at `at_s`."""
     if cluster.forecasts is not None:
         known = [w.batch.forecast.row for w in workers if w.batch.forecast is not None]
         rows = np.array(known, dtype=np.intp)
-        loads = [Load(*row) for row in cluster.forecasts.at(rows, at_s).tolist()]
+        loads = [DecodeLoad(*row) for row in cluster.forecasts.at(rows, at_s).tolist()]
     else:
         policy, decode_s = LOAD_POLICIES[cluster.config.admission], cluster.decode_s
         loads = [policy(worker.batch, at_s, now_s, decode_s) for worker in workers]
-    if cluster.overtakers is None:
+    if cluster.expected_arrivals is None:
         return loads
-    more, context, room = cluster.overtakers.expected(at_s, now_s, len(cluster.decodes.workers))
-    # Whoever finds nobody there harms nobody, whatever may come later.
+    more, context, room = cluster.expected_arrivals.expected(
+        at_s, now_s, len(cluster.decodes.workers)
+    )
+    # A request that joins an empty batch slows nobody down, whatever may come later.
     return [
-        Load(load.sequences + more, load.context_tokens + context, load.pages + room)
+        DecodeLoad(load.sequences + more, load.context_tokens + context, load.pages + room)
         if load.sequences > 0 else load
         for load in loads
     ]  # fmt: skip
@@ -106,13 +124,13 @@ def reject_nobody(cluster: Cluster, role: str, request: Request, now_s: float) -
         if worker.info.role == role:
             why = cluster.why_not(worker, now_s) or "excluded by this request"
             reasons[why] = reasons.get(why, 0) + 1
-    told = ", ".join(f"{count} x {why}" for why, count in sorted(reasons.items()))
-    reason = f"no {role} worker takes requests ({told or 'none is registered'})"
+    counts = ", ".join(f"{count} x {why}" for why, count in sorted(reasons.items()))
+    reason = f"no {role} worker takes requests ({counts or 'none is registered'})"
     retry_s = _bounded(RETRY_NOBODY_S, cluster.config)
     return Reject(request.request_id, f"no_{role}_worker", reason, None, retry_s)
 
 
-def reject_too_large(role: str, workers: Sequence[Worker], request: Request) -> Reject:
+def reject_too_large(role: str, workers: Sequence[WorkerState], request: Request) -> Reject:
     """No worker that is there could ever hold it; asking again will not help."""
     output = f" + {request.output_tokens_max} to generate" if role == "decode" else ""
     largest = max(
@@ -143,7 +161,7 @@ def objection(pair: Pair, request: Request, config: ConductorConfig, ttft_limit_
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RejectionCase:
     """All that a rejection is worded from."""
 
     pair: Pair
@@ -159,68 +177,68 @@ class Refusal:
         return f" for priority {priority}" if priority < 0 else ""
 
 
-def reject_for(kind: str, refusal: Refusal) -> Reject:
+def reject_for(kind: str, case: RejectionCase) -> Reject:
     """Words, numbers, the limit, and when to come back."""
-    reason, wait_s = WORDS[kind](refusal)
-    retry_s = _bounded(wait_s, refusal.cluster.config)
-    return Reject(refusal.request.request_id, kind, reason, refusal.pair.predicted, retry_s)
+    reason, wait_s = WORDS[kind](case)
+    retry_s = _bounded(wait_s, case.cluster.config)
+    return Reject(case.request.request_id, kind, reason, case.pair.predicted, retry_s)
 
 
-def _prefill_full(refusal: Refusal) -> tuple[str, float]:
-    prefills = refusal.options.prefills
+def _prefill_full(case: RejectionCase) -> tuple[str, float]:
+    prefills = case.options.prefills
     queues = ", ".join(f"{p.worker.queue.requests} of {p.worker.info.slots_max}"
                        for p in prefills[:SHOWN_MAX])  # fmt: skip
-    # A place is free when the shortest queue has finished one of its requests.
+    # There is room when the shortest queue has finished one of its requests.
     wait_s = min(p.queue_s / max(1, p.worker.queue.requests) for p in prefills)
     return f"the queues of all {len(prefills)} prefill workers are full ({queues})", wait_s
 
 
-def _ttft_slo(refusal: Refusal) -> tuple[str, float]:
-    config, predicted = refusal.cluster.config, refusal.pair.predicted
-    limit_s, wait_s = refusal.options.ttft_limit_s, predicted.ttft_s - refusal.options.ttft_limit_s
+def _ttft_slo(case: RejectionCase) -> tuple[str, float]:
+    config, predicted = case.cluster.config, case.pair.predicted
+    limit_s, wait_s = case.options.ttft_limit_s, predicted.ttft_s - case.options.ttft_limit_s
     asked_s = config.ttft_slo_s * (
-        config.low_priority_load_max if refusal.request.priority < 0 else 1.0
+        config.low_priority_load_max if case.request.priority < 0 else 1.0
     )
     low_by = f"{asked_s / limit_s - 1:.0%} by which predictions of such prompts were too low"
     of_errors = f" ({asked_s:g} s less the {low_by})"
     reason = (
         f"predicted TTFT {predicted.ttft_s:.2f} s exceeds the {limit_s:.3g} s limit"
-        f"{refusal.of_priority}{of_errors if limit_s < asked_s else ''} "
-        f"on the best of {len(refusal.options.prefills)} prefill workers"
+        f"{case.of_priority}{of_errors if limit_s < asked_s else ''} "
+        f"on the best of {len(case.options.prefills)} prefill workers"
     )
     if wait_s > predicted.queue_s:
         reason += f", {predicted.ttft_s - predicted.queue_s:.2f} s of it without any queue"
-        wait_s = max(option.queue_s for option in refusal.options.prefills)
+        wait_s = max(option.queue_s for option in case.options.prefills)
     return reason, wait_s
 
 
-def _tbt_slo(refusal: Refusal) -> tuple[str, float]:
-    predicted = refusal.pair.predicted
-    limit_s = refusal.cluster.config.tbt_limit_s(refusal.request.priority)
+def _tbt_slo(case: RejectionCase) -> tuple[str, float]:
+    predicted = case.pair.predicted
+    limit_s = case.cluster.config.tbt_limit_s(case.request.priority)
     reason = (
         f"predicted TBT {predicted.tbt_s:.3f} s exceeds the {limit_s:g} s limit"
-        f"{refusal.of_priority} on the best of {len(refusal.options.decodes)} decode workers "
+        f"{case.of_priority} on the best of {len(case.options.decodes)} decode workers "
         f"({predicted.decode_sequences:.0f} requests)"
     )
-    return reason, _least_decode_wait_s(refusal, limit_s)
+    return reason, _least_decode_wait_s(case, limit_s)
 
 
-def _decode_full(refusal: Refusal) -> tuple[str, float]:
-    decodes = refusal.options.decodes
+def _decode_full(case: RejectionCase) -> tuple[str, float]:
+    decodes = case.options.decodes
     taken = ", ".join(
         f"{d.load.sequences:.0f} of {d.worker.info.slots_max} slots and "
         f"{d.load.pages:.0f} of {d.worker.info.pages_max} pages taken"
         for d in decodes[:SHOWN_MAX]
     )
     reason = f"no room on any of {len(decodes)} decode workers ({taken})"
-    marked = len(refusal.cluster.overloaded(refusal.now_s))
+    marked = len(case.cluster.overloaded(case.now_s))
     if marked:
         reason += f"; {marked} refused a request on its arrival and not reported since"
-    return reason, _least_decode_wait_s(refusal, refusal.cluster.config.tbt_slo_s)
+    return reason, _least_decode_wait_s(case, case.cluster.config.tbt_slo_s)
 
 
-def _fair_share(refusal: Refusal) -> tuple[str, float]:
-    shed = refusal.shed
+def _fair_share(case: RejectionCase) -> tuple[str, float]:
+    shed = case.shed
     assert shed is not None, "whoever found the kind found the reason"
     above = f"above the {shed.limit_s:.3f} s that are admitted"
     if shed.work_s <= shed.limit_s:  # in the bucket of the cut
@@ -230,16 +248,16 @@ def _fair_share(refusal: Refusal) -> tuple[str, float]:
         f"{shed.target_s:g} s; a prompt of {class_name(shed.length)} that costs "
         f"{shed.work_s:.3f} s is {above}"
     )
-    if refusal.request.tenant or refusal.cluster.config.tenant_shares:
+    if case.request.tenant or case.cluster.config.tenant_shares:
         reason += (
-            f"; tenant {refusal.request.tenant!r} asks for {shed.wanted:.2f} and has a share of "
+            f"; tenant {case.request.tenant!r} asks for {shed.wanted:.2f} and has a share of "
             f"{shed.granted:.2f} prefill seconds per second"
         )
     # The queue drains one second per second; who asks for twice its share comes half as often.
     return reason, shed.excess_s * max(1.0, shed.wanted / max(shed.granted, 1e-9))
 
 
-WORDS: Mapping[str, Callable[[Refusal], tuple[str, float]]] = {
+WORDS: Mapping[str, Callable[[RejectionCase], tuple[str, float]]] = {
     "prefill_full": _prefill_full,
     "ttft_slo": _ttft_slo,
     "tbt_slo": _tbt_slo,
@@ -249,10 +267,10 @@ WORDS: Mapping[str, Callable[[Refusal], tuple[str, float]]] = {
 DECODE_KINDS = ("tbt_slo", "decode_full")
 
 
-def _least_decode_wait_s(refusal: Refusal, limit_s: float) -> float:
-    now_s, cluster = refusal.now_s, refusal.cluster
+def _least_decode_wait_s(case: RejectionCase, limit_s: float) -> float:
+    now_s, cluster = case.now_s, case.cluster
     return min(
-        _decode_wait_s(d, refusal.request, limit_s, now_s, cluster) for d in refusal.options.decodes
+        _decode_wait_s(d, case.request, limit_s, now_s, cluster) for d in case.options.decodes
     )
 
 
@@ -283,3 +301,95 @@ def _decode_wait_s(
 
 def _bounded(wait_s: float, config: ConductorConfig) -> float:
     return min(max(wait_s, config.retry_after_s_min), config.retry_after_s_max)
+
+
+def pressure_on(options: Options, decode: DecodeOption, config: ConductorConfig) -> Pressure:
+    """What the pools are loaded with before this request: all prefill queues, the best batch."""
+    info, load = decode.worker.info, decode.load
+    decode_load = max(
+        decode.tbt_s / config.tbt_slo_s,
+        load.sequences / info.slots_max,
+        load.pages / info.pages_max,
+    )
+    return Pressure(
+        options.backlog_s, options.prefill_count, decode_load, is_decoding=load.sequences > 0
+    )
+
+
+class Gate:
+    """Says what is wrong with a pair, given what was learned; learns from what became of others."""
+
+    def __init__(self, config: ConductorConfig) -> None:
+        self._config = config
+        quantile, half_life_s = config.ttft_margin_quantile, config.demand_half_life_s
+        self._margin = Margin(quantile, config.ttft_slo_s, half_life_s)
+        self._order, self._overload_order = config.order, config.overload_order
+        sheds = config.shedding == "fair_share" and config.admission != "none"
+        self._share = FairShare(config) if sheds else None
+
+    def order(self, request: Request) -> QueueOrder:
+        """By what it queues for prefill. While some of its tenant's requests are turned away,
+        cost and class decide who; an order by cost on top would keep the long ones out."""
+        sheds = self._share is not None and self._share.is_shedding(request.tenant)
+        return self._overload_order if sheds else self._order
+
+    def ttft_limit_s(self, request: Request) -> float:
+        """What predicted TTFT may be. A request that matters more than others takes the risk that
+        the prediction is too low; one that matters less leaves more room."""
+        if request.priority > 0:
+            return self._config.ttft_slo_s
+        share = self._config.low_priority_load_max if request.priority < 0 else 1.0
+        return self._config.ttft_slo_s * share / self._margin.ratio(request.prompt_tokens)
+
+    def objection(
+        self, pair: Pair, request: Request, pressure: Pressure, ttft_limit_s: float
+    ) -> str:
+        """The kind of rejection that this pair would meet; empty when it is admitted. One that was
+        admitted before may wait, but what it has cost is not thrown away."""
+        if request.is_resumed:
+            return ""
+        kind = objection(pair, request, self._config, ttft_limit_s)
+        if kind == "ttft_slo" and pressure.backlog_s <= 0.0:
+            kind = ""
+        if kind == "tbt_slo" and not pressure.is_decoding:
+            kind = ""
+        if not kind and self.shed(pair, request, pressure) is not None:
+            return "fair_share"
+        return kind
+
+    def shed(self, pair: Pair, request: Request, pressure: Pressure) -> Shed | None:
+        """Why fairness turns it away; None when it does not."""
+        if self._share is None:
+            return None
+        return self._share.objection(request, pair.predicted.prefill_s, pressure)
+
+    def note(
+        self, pair: Pair, request: Request, pressure: Pressure, now_s: float, kind: str
+    ) -> None:
+        """Count a request that was decided on; `kind` is empty for one that was admitted."""
+        if self._share is None:
+            return
+        if kind in DECODE_KINDS:
+            self._share.decode_is_short()
+        self._share.note(request, pair.predicted.prefill_s, pressure, now_s, not kind)
+
+    def decode_was_short(self) -> None:
+        """A decode worker refused a request that had been admitted."""
+        if self._share is not None:
+            self._share.decode_is_short()
+
+    def learn_ttft(
+        self, prompt_tokens: int, predicted_s: float, actual_s: float, now_s: float
+    ) -> None:
+        """Both from routing to the end of prefill."""
+        self._margin.learn(prompt_tokens, predicted_s, actual_s, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """About once a second."""
+        self._margin.fade(now_s)
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        self._margin.check()
+        if self._share is not None:
+            self._share.check()

@@ -1,4 +1,4 @@
-"""The second look, at the decode worker, when a request comes there with its prefill done.
+"""The admission re-check at the decode worker, when a request comes there with its prefill done.
 
 The conductor admitted it on a prediction, a prefill ago. Meanwhile others may have come, answers
 may have been longer than expected, the worker may have become slower. Now the load is known, and a
@@ -9,7 +9,7 @@ it would miss the limit, and its prefill is wasted (the second check of the Moon
     step = speed * estimate(sequences + 1, context + its tokens)        refused above tbt_slo_s
 
 `speed` is measured / estimated of the worker's steps, at least 1 / RATIO_MAX and at most RATIO_MAX
-(speed.py), over as many of them as a short answer has (backends/workers/steps.py). The
+(measured.py), over as many of them as a short answer has (backends/workers/steps.py). The
 conductor looks at such a mean too; whoever is refused for a few slow steps had its prefill for
 nothing. Whoever is asked and not yet running counts in full. An empty worker takes whatever comes:
 nobody else is harmed.
@@ -17,7 +17,7 @@ nobody else is harmed.
 `retry_after_s` is when so many will have left that the step would fit, if each of them used all the
 tokens it asked for: an upper bound, kept between the same limits as the conductor's.
 
-Not here: room (a worker that has no place for a request refuses by itself), the check before the
+Not here: room (a worker without room for a request refuses by itself), the check before the
 prefill (admission.py).
 """
 
@@ -28,13 +28,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conductor.estimates.estimates import DecodeEstimate
-from conductor.estimates.speed import RATIO_MAX
+from conductor.estimates.measured import RATIO_MAX
 
 RETRY_S_MIN, RETRY_S_MAX = 0.5, 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class There:
+class BatchOnArrival:
     """What a decode worker has when a request comes. `answers_left_tokens`: how many tokens each
     request there may still get."""
 
@@ -48,15 +48,15 @@ class There:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class DecodeRefusal:
     kind: str
     reason: str
     retry_after_s: float
 
 
 def refusal(
-    there: There, tokens: int, estimate: DecodeEstimate, tbt_slo_s: float
-) -> Refusal | None:
+    there: BatchOnArrival, tokens: int, estimate: DecodeEstimate, tbt_slo_s: float
+) -> DecodeRefusal | None:
     """None: it is taken. `tokens`: of the request, its KV; `tbt_slo_s` 0: no limit."""
     assert tokens > 0 and tbt_slo_s >= 0, (tokens, tbt_slo_s)
     if tbt_slo_s == 0 or not there.sequences:
@@ -71,11 +71,11 @@ def refusal(
     )
     steps = _steps_until_it_fits(there, tokens, estimate, tbt_slo_s / speed)
     wait_s = steps * speed * estimate.step_s(there.sequences, there.context_tokens)
-    return Refusal("decode_overload", reason, min(RETRY_S_MAX, max(RETRY_S_MIN, wait_s)))
+    return DecodeRefusal("decode_overload", reason, min(RETRY_S_MAX, max(RETRY_S_MIN, wait_s)))
 
 
 def _steps_until_it_fits(
-    there: There, tokens: int, estimate: DecodeEstimate, limit_s: float
+    there: BatchOnArrival, tokens: int, estimate: DecodeEstimate, limit_s: float
 ) -> float:
     """At most so many until enough have left; inf when an empty worker would be too slow too."""
     context_each = there.context_tokens / there.sequences  # the mean request stands for each

@@ -15,11 +15,11 @@ room now, and an idle worker earns nothing. (A burst on an idle cluster is never
 
 **Divide it among tenants, then among requests.** What was offered lately, in seconds of work per
 second, is known per tenant, with a half-life of `demand_half_life_s` and, to see a flood soon, with
-a sixth of it; the larger counts. The capacity is divided
-max-min fairly by `tenant_shares`: who wants less than its share gets all it wants, and the others
-divide the rest by weight. A tenant that gets all it wants has nobody turned away. For the others
-`Demand.split` finds a limit of cost for each class of prompt length: cheapest first, because that
-serves the most requests, but no class below `length_share_min` of what all classes get. A class
+a sixth of it; the larger counts. The capacity is divided max-min fairly by `tenant_shares`: who
+wants less than its share gets all it wants, and the others divide the rest by weight. A tenant that
+gets all it wants has nobody turned away. For the others `Demand.split` (below) finds a limit of
+cost for each class of prompt length: cheapest first, because that serves the most requests, but no
+class below `length_share_min` of what all classes get. A class
 that counts below that floor all the same (few requests, a shift in the workload) is *owed*: its
 next request is admitted whatever it costs.
 
@@ -33,6 +33,21 @@ TBT lowers the part of what is wanted that may come, and each plan without one r
 prefill seconds, so a long answer counts no more than a short one.
 
 A tenant that was never heard of is admitted until the next plan, at most PLAN_S later.
+
+**Demand.** What one tenant offered lately is counted by class of prompt length and by cost, in a
+histogram with four buckets an octave, which `split` cuts:
+
+    admit a request of class c  if its cost is below cut[c]
+    cut[c] = the same for every class, raised where that would admit less than a floor:
+             admitted share of c >= floor x admitted share of all
+
+and it is the largest one whose work fits into the seconds that are granted. Inside a class the
+cheapest go first too, so a floor is met at the least cost. A cut is a position in the histogram:
+whole buckets, and a part of the next one. Costs are often equal (a benchmark sends one prompt
+length), so inside that bucket turns are taken: each request that comes adds the part to a *credit*,
+and one is admitted when the credit has reached one. All sums fade together (forward_decay.py): they
+are in units of the weight of today, which the owner of a `Demand` gives it.
+
 Ignored: output lengths, and that admitting one prompt makes another cheaper (its prefix cached).
 Plans are made at most every PLAN_S, so a decision costs two sums and a comparison.
 
@@ -45,11 +60,123 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from conductor.admission.demand import NO_CUTS, Demand, cost_at
+import numpy as np
+import numpy.typing as npt
+
 from conductor.config import ConductorConfig, parse_shares
 from conductor.estimates.forward_decay import ForwardDecay
-from conductor.estimates.length_class import length_class
+from conductor.estimates.lengths import CLASSES, length_class
 from conductor.messages import Request
+
+Vector = npt.NDArray[np.float64]
+
+COST_MIN_S = 2.0**-16  # costs are told apart from here ...
+BUCKETS_PER_OCTAVE = 4
+BUCKETS = 28 * BUCKETS_PER_OCTAVE  # ... to 2^12 s, over an hour
+FIXED_POINT_ROUNDS = 6  # each brings the admitted share nearer by a factor of at least two
+
+
+def bucket(cost_s: float) -> int:
+    if cost_s <= COST_MIN_S:
+        return 0
+    return min(BUCKETS - 1, int(BUCKETS_PER_OCTAVE * math.log2(cost_s / COST_MIN_S)))
+
+
+def cost_at(cut: float) -> float:
+    """The cost at a cut, which is counted in buckets; no request costs 0, so 0 admits none."""
+    return COST_MIN_S * 2.0 ** (cut / BUCKETS_PER_OCTAVE) if cut > 0 else 0.0
+
+
+class Demand:
+    """Faded sums of one tenant: requests and prefill seconds, offered and admitted."""
+
+    def __init__(self) -> None:
+        self.offered: Vector = np.zeros((CLASSES, BUCKETS))
+        self.offered_s: Vector = np.zeros((CLASSES, BUCKETS))
+        self.recent_s = 0.0  # offered work again, fading faster: what has changed lately
+        self.offered_of = [0.0] * CLASSES  # requests, all costs together
+        self.admitted_of = [0.0] * CLASSES
+        self.cuts = NO_CUTS  # of the latest plan
+        self._credit = [0.0] * CLASSES  # of the bucket that a cut goes through; 0 .. 1
+
+    def is_within(self, length: int, cost_s: float) -> bool:
+        """Whether the cuts admit one more request of this cost."""
+        cut, position = self.cuts[length], bucket(cost_s)
+        if math.isinf(cut) or position != int(cut):
+            return position < cut
+        return self._credit[length] + cut - int(cut) >= 1.0
+
+    def note(
+        self, length: int, cost_s: float, work_s: float, weight: float, is_admitted: bool
+    ) -> None:
+        """Count a request that was decided on."""
+        cut, position = self.cuts[length], (length, bucket(cost_s))
+        if math.isfinite(cut) and position[1] == int(cut):
+            credit = self._credit[length] + cut - int(cut) - is_admitted
+            self._credit[length] = min(1.0, max(0.0, credit))
+        if is_admitted:
+            self.admitted_of[length] += weight
+        self.offered[position] += weight
+        self.offered_s[position] += weight * work_s
+        self.offered_of[length] += weight
+
+    def is_owed(self, length: int, floor: float, weight: float) -> bool:
+        """Whether the class is at or below its floor even when this one is admitted."""
+        share = sum(self.admitted_of) / (sum(self.offered_of) + weight)
+        offered = self.offered_of[length] + weight
+        return self.admitted_of[length] + weight <= floor * share * offered
+
+    def rescale(self, divisor: float) -> None:
+        self.offered /= divisor
+        self.offered_s /= divisor
+        self.offered_of = [value / divisor for value in self.offered_of]
+        self.admitted_of = [value / divisor for value in self.admitted_of]
+
+    def split(self, granted_s: float, floor: float) -> None:
+        """Make the cuts that admit `granted_s` (in units of the sums) of what was offered."""
+        below = _cumulated(self.offered)  # [class, cut]: requests below each cut
+        below_s = _cumulated(self.offered_s)
+        of_class = below[:, -1]
+        share = below.sum(axis=0) / of_class.sum()
+        for _ in range(FIXED_POINT_ROUNDS):  # what a floor adds raises the share it refers to
+            admitted = np.maximum(below, floor * share * of_class[:, None])
+            share = admitted.sum(axis=0) / of_class.sum()
+        admitted = np.minimum(admitted, of_class[:, None])
+        work_s = np.array([
+            np.interp(admitted[c], below[c], below_s[c]) for c in range(CLASSES)
+        ]).sum(axis=0)  # fmt: skip
+        cut = max(0, int(np.searchsorted(work_s, granted_s, side="right")) - 1)
+        if cut >= BUCKETS:
+            self.cuts = NO_CUTS
+            return
+        step_s = float(work_s[cut + 1] - work_s[cut])
+        part = min(1.0, max(0.0, (granted_s - float(work_s[cut])) / step_s)) if step_s > 0 else 0.0
+        wanted = admitted[:, cut] + part * (admitted[:, cut + 1] - admitted[:, cut])
+        plain = below[:, cut] + part * (below[:, cut + 1] - below[:, cut])
+        self.cuts = [
+            # Raised: as far as the floor asks for.
+            max(cut + part, float(np.interp(wanted[c], below[c], CUTS)))
+            if wanted[c] > plain[c]
+            else cut + part
+            for c in range(CLASSES)
+        ]
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        assert np.allclose(self.offered.sum(axis=1), self.offered_of)
+        assert self.offered.min() >= 0 and self.offered_s.min() >= 0
+        assert all(0 <= credit <= 1 for credit in self._credit), self._credit
+        for admitted, offered in zip(self.admitted_of, self.offered_of, strict=True):
+            assert -1e-9 <= admitted <= offered * (1 + 1e-9) + 1e-9, (admitted, offered)
+
+
+NO_CUTS = [math.inf] * CLASSES  # nobody is turned away
+CUTS = np.arange(BUCKETS + 1, dtype=np.float64)
+
+
+def _cumulated(rows: Vector) -> Vector:
+    return np.concatenate([np.zeros((CLASSES, 1)), rows.cumsum(axis=1)], axis=1)
+
 
 PLAN_S = 0.5
 RECENT_FASTER = 6.0  # demand counts as the larger of two rates: one follows a flood so much faster

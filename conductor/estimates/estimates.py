@@ -1,4 +1,4 @@
-"""How long things take: prefill, one decode step, a transfer; and fitting the first two.
+"""How long things take: prefill and one decode step; and fitting both.
 
 Every figure that the conductor compares is in seconds and comes from here. Both models are linear
 in their coefficients, because that is what makes them explainable (each coefficient has a unit),
@@ -19,7 +19,7 @@ of at most 1 instead of dominating. Coefficients must not be negative: a negativ
 a negative time somewhere. With three unknowns the exact non-negative solution is the best of the
 seven ordinary least squares over subsets of columns, so no iterative solver is needed.
 
-Not here: who is charged with these seconds (prefill_queue.py, decode_batch.py).
+Not here: for whom these seconds are reserved (prefill_queue.py, decode_batch.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from conductor.queue_order import ALWAYS
 
 Matrix = npt.NDArray[np.float64]
 
@@ -49,6 +51,11 @@ class PrefillEstimate:
     @property
     def coefficients(self) -> tuple[float, float, float]:
         return (self.base_s, self.per_token_s, self.per_token_pair_s)
+
+    @property
+    def overhead_tokens(self) -> float:
+        """How many tokens take as long as one step's overhead (queue_order.py)."""
+        return self.base_s / self.per_token_s if self.per_token_s > 0 else ALWAYS
 
     def seconds(self, new_tokens: float, prefix_tokens: float) -> float:
         """Time to compute `new_tokens` behind a cached prefix; nothing to do takes no time."""
@@ -86,12 +93,6 @@ class DecodeEstimate:
 # and fuller batches take longer, so routing still spreads load and still values a cached prefix.
 UNCALIBRATED_PREFILL = PrefillEstimate(base_s=0.01, per_token_s=1e-3, per_token_pair_s=0.0)
 UNCALIBRATED_DECODE = DecodeEstimate(base_s=0.01, per_sequence_s=1e-3, per_context_token_s=1e-6)
-
-
-def transfer_s(size_bytes: float, bytes_per_s: float, latency_s: float) -> float:
-    """Time to move `size_bytes` over an idle path; moving nothing takes no time."""
-    assert bytes_per_s > 0, f"a path of {bytes_per_s} bytes/s moves nothing"
-    return latency_s + size_bytes / bytes_per_s if size_bytes > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ than one at the origin. A sum in units of its own time is `sum / weight(now)`. S
 number, and adding to it is one multiplication. (Cormode et al., "Forward Decay", ICDE 2009.)
 
 Weights grow, so once in a while all sums are divided and the origin moves: the owner asks
-`rescaled` before it adds, and divides by what it is told.
+`rescaled` before it adds, and divides by the answer.
 
 Not here: the sums.
 """

@@ -1,13 +1,19 @@
-"""How long answers are: a distribution per class, learned from those that ended.
+"""How long prompts and answers are: classes of prompt length, and a distribution of answers each.
 
-A class is a length of prompt (length_class.py) and a tenant: who asks decides more about an answer
-than what it says. For each there is a *survival curve*
+**Classes of prompt length** say who is compared with whom. A prompt of 100k tokens costs fifty
+times one of 2k, so figures over all requests say little about the long ones: they are few. Shares,
+margins and output lengths are therefore kept for each class. The bounds are a factor of four apart,
+which keeps work within a class within about that factor.
+
+**Answers**: a distribution per class, learned from those that ended. Here a class is a length of
+prompt and a tenant: who asks decides more about an answer than what it says. For each there is a
+*survival curve*
 
     S(n) = share of answers that go on after n tokens
 
 so one that has had n tokens goes on for m more with probability S(n + m) / S(n). That is what a
 decode worker's future load is made of (decode_forecast.py). Of an answer whose age is unknown, the
-*residual* curve tells as much.
+*residual* curve says as much.
 
 Curves are estimated as products of what survived each bucket of lengths (Kaplan-Meier):
 
@@ -21,18 +27,36 @@ that was seen is expected to stay as long again.
 
 Buckets: two an octave, uniform inside. Curves are computed when asked for, at most every CURVE_S.
 
-Not here: what is decoding now (decode_batch.py).
+Not here: what is done with a class of prompts (fair_share.py, measured.py), what is decoding now
+(decode_batch.py).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from conductor.estimates.forward_decay import ForwardDecay
-from conductor.estimates.length_class import length_class
+
+BOUNDS_TOKENS = (4_096, 16_384, 65_536)  # a prompt of exactly a bound is in the longer class
+CLASSES = len(BOUNDS_TOKENS) + 1
+
+
+def length_class(prompt_tokens: int) -> int:
+    """0 for the shortest prompts, CLASSES - 1 for the longest."""
+    return bisect_right(BOUNDS_TOKENS, prompt_tokens)
+
+
+def class_name(number: int) -> str:
+    """Such as `4k-16k tokens`, for reasons that people read."""
+    low, high = (0, *BOUNDS_TOKENS)[number], (*BOUNDS_TOKENS, 0)[number]
+    if not low:
+        return f"under {high // 1024}k tokens"
+    return f"{low // 1024}k-{high // 1024}k tokens" if high else f"over {low // 1024}k tokens"
+
 
 Vector = npt.NDArray[np.float64]
 
@@ -54,7 +78,7 @@ class _Counts:
 
 
 class OutputLengths:
-    """Learns from ended answers; tells survival curves."""
+    """Learns from ended answers; gives survival curves."""
 
     def __init__(self, expected_tokens: float) -> None:
         self._decay = ForwardDecay(HALF_LIFE_S)
@@ -109,13 +133,6 @@ class OutputLengths:
         found = survival(self._all.ended / weight + PRIOR * self._prior, self._all.cut / weight)
         self._curves[None] = (now_s, found)
         return found
-
-    def expected_tokens(self, key: ClassKey, now_s: float, tokens_max: float) -> float:
-        """The mean length of an answer that is cut at `tokens_max`: the area under its curve."""
-        curve, shorter = self.curve(key, now_s), EDGES[np.less(EDGES, tokens_max)]
-        places = np.append(shorter, tokens_max)
-        heights = np.interp(places, EDGES, curve)
-        return float(((heights[1:] + heights[:-1]) / 2 * np.diff(places)).sum())
 
     def check(self) -> None:
         """Prove the invariants."""

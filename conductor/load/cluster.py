@@ -1,7 +1,7 @@
-"""Who is there, what they are charged with, and which of them may be given work.
+"""Who is there, what is reserved there, and which of them may be given work.
 
 The cluster is the conductor's memory: nodes and workers as the directory announces them, and one
-*flight* for each request that was routed and has not finished. A flight holds at most one charge
+*in-flight request* for each that was routed and has not finished. It holds at most one reservation
 in a prefill queue, one in a decode batch and one send at the node that its prefix is fetched from;
 `drop` takes all three away, once, however often and for whatever reason it is called.
 
@@ -23,14 +23,17 @@ import numpy as np
 
 from conductor.config import PREDICTIVE, ConductorConfig
 from conductor.estimates.lengths import OutputLengths
-from conductor.load.decode_forecast import Answer, DecodeForecast, ForecastTable
+from conductor.load.decode_forecast import (
+    DecodeForecast,
+    ExpectedAnswer,
+    ExpectedArrivals,
+    ForecastTable,
+)
 from conductor.load.decode_pool import DecodePool
-from conductor.load.expected_arrivals import Overtakers
 from conductor.load.pool import RATIO_FRESH_S, Pool
 from conductor.load.prefill_pool import PrefillPool
-from conductor.load.warm_up import newness
-from conductor.load.worker import Worker, WorkerKey
-from conductor.messages import Route
+from conductor.load.worker import WorkerKey, WorkerState, warm_up
+from conductor.messages import Request, Route
 from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
@@ -39,16 +42,15 @@ RESIDENCE_WEIGHT = 0.05  # of one finished request in the expected decode time
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightRequest:
     """One routed request, until it finishes."""
 
     route: Route
-    prefill: Worker  # a worker that went away keeps its charges to itself
-    decode: Worker
-    prompt_tokens: int
-    output_tokens_max: int
+    prefill: WorkerState  # kept here after it went away, with its reservations
+    decode: WorkerState
+    request: Request
     routed_at_s: float
-    answer: Answer
+    answer: ExpectedAnswer
     joined_at_s: float | None = None  # when its prefill ended
 
     @property
@@ -57,25 +59,27 @@ class Flight:
 
 
 class Cluster:
-    """Nodes, workers and flights. Every change of a charge goes through here."""
+    """Nodes, workers and in-flight requests. Every change of a reservation goes through here."""
 
     def __init__(self, config: ConductorConfig) -> None:
         self.config = config
         self.nodes: dict[str, NodeInfo] = {}
-        self.workers: dict[WorkerKey, Worker] = {}
+        self.workers: dict[WorkerKey, WorkerState] = {}
         self._newest: dict[str, WorkerKey] = {}  # by worker_id
-        self.flights: dict[str, Flight] = {}
+        self.in_flight: dict[str, InFlightRequest] = {}
         self._sends: dict[str, dict[str, float]] = {}  # node -> request -> when its send ends
         self._routed = 0
-        self._newcomers: dict[WorkerKey, float] = {}  # since when
+        self._warming_up_since_s: dict[WorkerKey, float] = {}
         self._refused_at_s: dict[WorkerKey, float] = {}
         self.decode_s = config.decode_s_expected  # a request's time in decoding, as observed
         self.lengths = OutputLengths(config.output_tokens_expected)
         learns = config.admission == "predictive_lengths"
         self.forecasts = ForecastTable(config.decode_room_sigma) if learns else None
-        self.overtakers: Overtakers | None = None  # of the two predictions only
+        self.expected_arrivals: ExpectedArrivals | None = None  # of the two predictions only
         if config.admission in PREDICTIVE:
-            self.overtakers = Overtakers(config.overtaker_share, config.demand_half_life_s)
+            self.expected_arrivals = ExpectedArrivals(
+                config.expected_arrivals_share, config.demand_half_life_s
+            )
         self.prefills, self.decodes = PrefillPool(config), DecodePool(config)
         self._pools: dict[str, Pool] = {"prefill": self.prefills, "decode": self.decodes}
         self.is_beside_decode = np.zeros(0, bool)  # prefill workers with a decode one on their node
@@ -89,7 +93,7 @@ class Cluster:
         self._is_stale = True
 
     def node_down(self, node_id: str, incarnation: str) -> bool:
-        """False when a newer life of the node has already registered."""
+        """False when a newer incarnation of the node has already registered."""
         known = self.nodes.get(node_id)
         if known is None or known.incarnation != incarnation:
             return False
@@ -105,8 +109,8 @@ class Cluster:
                 other.info.role == info.role and now_s - other.joined_s >= self.config.slow_start_s
                 for other in self.workers.values()
             ):
-                self._newcomers[key] = now_s
-            worker = self.workers[key] = Worker(info, now_s, self.config.queue_preempts)
+                self._warming_up_since_s[key] = now_s
+            worker = self.workers[key] = WorkerState(info, now_s, self.config.queue_preempts)
             if self.forecasts is not None and info.role == "decode":
                 step_s = worker.decode_estimate.step_s(1, 0)
                 worker.batch.forecast = DecodeForecast(self.forecasts, self.lengths, step_s)
@@ -114,7 +118,8 @@ class Cluster:
         self._is_stale = True
 
     def worker_down(self, key: WorkerKey) -> None:
-        """Its charges go with it; its flights stay until their front finishes or retries them."""
+        """Its reservations go with it; its in-flight requests stay until the frontend finishes or
+        retries them."""
         worker = self.workers.pop(key, None)
         if worker is not None:
             worker.row, self._is_stale = -1, True
@@ -144,7 +149,7 @@ class Cluster:
             self._pools[worker.info.role].heard(worker)
 
     def worker_refused(self, key: WorkerKey, now_s: float) -> None:
-        """It was too full for a request that came there; arrival_check.py."""
+        """It was too full for a request that came there; see arrival_check.py."""
         if key in self.workers:
             self._refused_at_s[key] = now_s
 
@@ -153,9 +158,9 @@ class Cluster:
         """Whether `overloaded` may name anybody."""
         return bool(self._refused_at_s)
 
-    def overloaded(self, now_s: float) -> list[Worker]:
+    def overloaded(self, now_s: float) -> list[WorkerState]:
         """Decode workers that refused a request on arrival: full, whatever was predicted. The mark
-        lasts until the next report or overload_mark_s, and no longer than there is anybody."""
+        lasts until the next report or overload_mark_s, and ends when the batch is empty."""
         if not self._refused_at_s:
             return []
         expired_s = now_s - self.config.overload_mark_s
@@ -167,21 +172,23 @@ class Cluster:
         marked = [self.workers[key] for key in self._refused_at_s]
         return [worker for worker in marked if worker.batch.load_reserved().sequences > 0]
 
-    def newcomers(self, role: str, now_s: float) -> list[tuple[Worker, float]]:
-        """Workers of this role that joined others at work lately, and how new they are."""
-        if not self._newcomers:
+    def warming_up(self, role: str, now_s: float) -> list[tuple[WorkerState, float]]:
+        """Workers of this role in their warm-up, and how much of it is left (1 to 0)."""
+        if not self._warming_up_since_s:
             return []
         slow_s = self.config.slow_start_s
-        found = {key: newness(at_s, now_s, slow_s) for key, at_s in self._newcomers.items()}
-        self._newcomers = {
+        found = {
+            key: warm_up(at_s, now_s, slow_s) for key, at_s in self._warming_up_since_s.items()
+        }
+        self._warming_up_since_s = {
             key: at_s
-            for key, at_s in self._newcomers.items()
+            for key, at_s in self._warming_up_since_s.items()
             if found[key] > 0 and key in self.workers
         }
-        workers = [(self.workers[key], found[key]) for key in self._newcomers]
+        workers = [(self.workers[key], found[key]) for key in self._warming_up_since_s]
         return [row for row in workers if row[0].info.role == role and row[0].row >= 0]
 
-    def why_not(self, worker: Worker, now_s: float) -> str:
+    def why_not(self, worker: WorkerState, now_s: float) -> str:
         """Why this worker gets no new request; empty when it does."""
         if worker.info.node_id not in self.nodes:
             return f"its storage node {worker.info.node_id} is down"
@@ -215,106 +222,117 @@ class Cluster:
         for pool in self._pools.values():
             pool.prepare(self.nodes, PATHS_PER_TICK)
 
-    def _is_in(self, worker: Worker) -> bool:
+    def _is_in(self, worker: WorkerState) -> bool:
         info = worker.info
         return info.node_id in self.nodes and self._newest[info.worker_id] == worker.key
 
-    def takers(self, role: str, now_s: float) -> list[Worker]:
+    def takers(self, role: str, now_s: float) -> list[WorkerState]:
         """The workers of a role that may be given a request now."""
         self.look(now_s)
         pool = self._pools[role]
         return [pool.workers[row] for row in pool.takers(now_s).nonzero()[0].tolist()]
 
-    # Flights
+    # In-flight requests
 
-    def depart(
+    def reserve(
         self,
         route: Route,
-        pair: tuple[Worker, Worker],
-        prompt_tokens: int,
-        output_tokens_max: int,
+        pair: tuple[WorkerState, WorkerState],
+        request: Request,
         send_s: float,
         now_s: float,
-        tenant: str = "",
     ) -> None:
-        """Charge both workers, and the sender of a fetch, with what was predicted."""
+        """Reserve what was predicted at both workers, and at the sender of a fetch."""
         prefill, decode = pair
-        predicted = route.predicted
+        predicted, prompt_tokens = route.predicted, request.prompt_tokens
         self._routed += 1
         prefill.routed_at = decode.routed_at = self._routed
         new_tokens = prompt_tokens - route.cached_tokens
-        prefill.queue.charge(
+        prefill.queue.reserve(
             route.request_id, new_tokens, route.cached_tokens, now_s, route.order_key_s
         )
-        pages = blocks_touched(prompt_tokens + output_tokens_max, decode.info.block_tokens)
+        pages = blocks_touched(prompt_tokens + request.output_tokens_max, decode.info.block_tokens)
         prefill_end_s = now_s + predicted.queue_s + predicted.transfer_s + predicted.prefill_s
-        answer = Answer(self.lengths.class_of(prompt_tokens, tenant), output_tokens_max)
-        decode.batch.charge(route.request_id, prompt_tokens, pages, prefill_end_s, answer, now_s)
-        if self.overtakers is not None:
-            self.overtakers.admitted(prefill_end_s - now_s, prompt_tokens, pages, now_s)
+        key = self.lengths.class_of(prompt_tokens, request.tenant)
+        answer = ExpectedAnswer(key, request.output_tokens_max)
+        decode.batch.reserve(route.request_id, prompt_tokens, pages, prefill_end_s, answer, now_s)
+        if self.expected_arrivals is not None:
+            self.expected_arrivals.admitted(prefill_end_s - now_s, prompt_tokens, pages, now_s)
         self.prefills.refresh(prefill)
-        self.decodes.charged(decode, prompt_tokens, pages)
+        self.decodes.reserved_more(decode, prompt_tokens, pages)
         if route.fetch_node is not None:
             sends = self._sends.setdefault(route.fetch_node, {})
             sends[route.request_id] = now_s + send_s
-        self.flights[route.request_id] = Flight(
-            route, prefill, decode, prompt_tokens, output_tokens_max, now_s, answer
+        self.in_flight[route.request_id] = InFlightRequest(
+            route=route,
+            prefill=prefill,
+            decode=decode,
+            request=request,
+            routed_at_s=now_s,
+            answer=answer,
         )
 
-    def prefill_finished(self, flight: Flight, leave_s: float, now_s: float) -> None:
-        """The charge moves from the prefill queue to the decode batch."""
-        assert not flight.prefill_done, f"{flight.route.request_id} was prefilled twice"
-        flight.joined_at_s = now_s
-        self._drop_send(flight.route)
-        flight.prefill.queue.drop(flight.route.request_id, now_s)
-        flight.decode.batch.join(flight.route.request_id, now_s, leave_s)
-        self._refresh(flight)
+    def prefill_finished(self, routed: InFlightRequest, leave_s: float, now_s: float) -> None:
+        """The reservation moves from the prefill queue to the decode batch."""
+        assert not routed.prefill_done, f"{routed.route.request_id} was prefilled twice"
+        routed.joined_at_s = now_s
+        self._drop_send(routed.route)
+        routed.prefill.queue.drop(routed.route.request_id, now_s)
+        routed.decode.batch.join(routed.route.request_id, now_s, leave_s)
+        self._refresh(routed)
 
-    def drop(self, request_id: str, now_s: float) -> Flight | None:
-        """The request is over: no charge of it is left anywhere. None when it was unknown."""
-        flight = self.flights.pop(request_id, None)
-        if flight is not None:
-            self._drop_send(flight.route)
-            flight.prefill.queue.drop(request_id, now_s)
-            flight.decode.batch.drop(request_id)
-            self._refresh(flight)
-        return flight
+    def drop(self, request_id: str, now_s: float) -> InFlightRequest | None:
+        """The request is over: no reservation of it is left anywhere. None when it was unknown."""
+        routed = self.in_flight.pop(request_id, None)
+        if routed is not None:
+            self._drop_send(routed.route)
+            routed.prefill.queue.drop(request_id, now_s)
+            routed.decode.batch.drop(request_id)
+            self._refresh(routed)
+        return routed
 
-    def _refresh(self, flight: Flight) -> None:
-        self.prefills.refresh(flight.prefill)
-        self.decodes.refresh(flight.decode)
+    def _refresh(self, routed: InFlightRequest) -> None:
+        self.prefills.refresh(routed.prefill)
+        self.decodes.refresh(routed.decode)
 
     def prefilled(
-        self, flight: Flight, began_s: float, seconds: float, estimated_s: float, now_s: float
+        self,
+        routed: InFlightRequest,
+        began_s: float,
+        seconds: float,
+        estimated_s: float,
+        now_s: float,
     ) -> None:
         """Learn how fast the worker was."""
-        flight.prefill.prefilled(began_s, seconds, estimated_s, now_s)
-        self.prefills.measured(flight.prefill, now_s)
+        routed.prefill.prefilled(began_s, seconds, estimated_s, now_s)
+        self.prefills.measured(routed.prefill, now_s)
 
-    def learn_decode(self, flight: Flight, output_tokens: int | None, now_s: float) -> None:
+    def learn_decode(
+        self, routed: InFlightRequest, output_tokens: int | None, now_s: float
+    ) -> None:
         """A cancelled answer leaves the batch too, so it belongs into the expectation. Without
         `output_tokens`, as many as steps of the predicted length fit into its time there."""
-        if flight.joined_at_s is None:
+        if routed.joined_at_s is None:
             return
-        decoded_s = max(now_s - flight.joined_at_s, 1e-3)
+        decoded_s = max(now_s - routed.joined_at_s, 1e-3)
         self.decode_s += RESIDENCE_WEIGHT * (decoded_s - self.decode_s)
         if self.forecasts is not None:
-            tokens_max = max(1, flight.output_tokens_max)
-            tokens = decoded_s / max(flight.route.predicted.tbt_s, 1e-6)
+            tokens_max = max(1, routed.request.output_tokens_max)
+            tokens = decoded_s / max(routed.route.predicted.tbt_s, 1e-6)
             tokens = min(tokens_max, tokens if output_tokens is None else output_tokens)
-            self.lengths.learn(flight.answer.key, tokens, tokens >= tokens_max, now_s)
+            self.lengths.learn(routed.answer.key, tokens, tokens >= tokens_max, now_s)
 
-    def overdue_flights(self, now_s: float) -> list[str]:
+    def overdue(self, now_s: float) -> list[str]:
         """Requests that nobody finished for request_s_max; oldest first."""
         found = []
-        for request_id, flight in self.flights.items():  # in order of routing
-            if now_s - flight.routed_at_s < self.config.request_s_max:
+        for request_id, routed in self.in_flight.items():  # in order of routing
+            if now_s - routed.routed_at_s < self.config.request_s_max:
                 break
             found.append(request_id)
         return found
 
     def send_wait_s(self, node_id: str, now_s: float) -> float:
-        """How long the sends already charged to this node will take."""
+        """How long the sends already reserved at this node will take."""
         sends = self._sends.get(node_id)
         return max(0.0, max(sends.values()) - now_s) if sends else 0.0
 
@@ -327,8 +345,8 @@ class Cluster:
                     del self._sends[route.fetch_node]
 
     def check(self, now_s: float) -> None:
-        """Prove the invariants: every charge belongs to a flight, every flight is charged, and
-        the columns say what the workers say."""
+        """Prove the invariants: every reservation belongs to an in-flight request, each of these is
+        reserved, and the columns say what the workers say."""
         self.lengths.check()
         self.look(now_s)
         for pool in self._pools.values():
@@ -341,15 +359,15 @@ class Cluster:
             queued += len(worker.queue)
             batched += len(worker.batch)
             assert self._newest[key[0]] in self.workers, f"the newest {key[0]} is not there"
-        for request_id, flight in self.flights.items():
-            assert (request_id in flight.prefill.queue) == (not flight.prefill_done), request_id
-            assert request_id in flight.decode.batch, request_id
-            if self.workers.get(flight.prefill.key) is flight.prefill:
-                queued -= not flight.prefill_done
-            if self.workers.get(flight.decode.key) is flight.decode:
+        for request_id, routed in self.in_flight.items():
+            assert (request_id in routed.prefill.queue) == (not routed.prefill_done), request_id
+            assert request_id in routed.decode.batch, request_id
+            if self.workers.get(routed.prefill.key) is routed.prefill:
+                queued -= not routed.prefill_done
+            if self.workers.get(routed.decode.key) is routed.decode:
                 batched -= 1
-        assert queued == 0 and batched == 0, f"{queued} + {batched} charges without a flight"
+        assert queued == 0 and batched == 0, f"{queued} + {batched} reservations without a request"
         for node_id, sends in self._sends.items():
             for request_id in sends:
-                sender = self.flights[request_id]
+                sender = self.in_flight[request_id]
                 assert sender.route.fetch_node == node_id and not sender.prefill_done, request_id

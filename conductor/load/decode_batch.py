@@ -1,16 +1,16 @@
 """The predicted batch of one decode worker, now and at a later moment.
 
-A request is charged here from the moment it is routed. It is *coming* while its prefill runs, then
-*joined*; a joined request is *fresh* until a report that must know it arrives, then *covered*. The
-report replaces what it covers:
+A request is reserved here from the moment it is routed. It is *coming* while its prefill runs, then
+*joined*; a joined request is *fresh* until a report that must know it arrives, then *confirmed*.
+The report replaces what it confirms:
 
-    joined now = foreign + min(covered, reported) + fresh
+    joined now = unattributed + min(confirmed, reported) + fresh
 
-`foreign` is what the report counted beyond our own charges: requests from before a restart of the
-conductor, or from another front. A fresh request may or may not be in a report; ours are assumed
-to be, so that none counts twice. The `min` makes a finished request leave at once and a lost finish
-harmless: an idle worker's next report brings its count to zero whatever is still charged, so no
-worker stays "full" by mistake.
+`unattributed` is what the report counted beyond our own reservations: requests from before a
+restart of the conductor, or from another frontend. A fresh request may or may not be in a report;
+ours are assumed to be, so that none counts twice. The `min` makes a finished request leave at once
+and a lost finish harmless: an idle worker's next report brings its count to zero whatever is still
+reserved, so no worker stays "full" by mistake.
 
 Load at a later moment (Mooncake, "Early Rejection Based on Prediction", the system-level form):
 add the coming requests whose prefill ends before then, take away those that will have decoded for
@@ -30,11 +30,11 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from conductor.load.decode_forecast import Answer, DecodeForecast
+from conductor.load.decode_forecast import DecodeForecast, ExpectedAnswer
 from mooncake_store.records.membership import WorkerReport
 
 
-class Load(NamedTuple):
+class DecodeLoad(NamedTuple):
     """A batch: how many sequences, their KV tokens and the pages they hold or reserved."""
 
     sequences: float = 0.0
@@ -44,25 +44,25 @@ class Load(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """A sum over charges, in whole numbers."""
+    """A sum over reservations, in whole numbers."""
 
     sequences: int = 0
     context_tokens: int = 0
     pages: int = 0
 
-    def add(self, charge: DecodeCharge, sign: int) -> None:
+    def add(self, reservation: DecodeReservation, sign: int) -> None:
         self.sequences += sign
-        self.context_tokens += sign * charge.context_tokens
-        self.pages += sign * charge.pages
+        self.context_tokens += sign * reservation.context_tokens
+        self.pages += sign * reservation.pages
         assert min(self.sequences, self.context_tokens, self.pages) >= 0, f"below zero: {self}"
 
 
 @dataclass(slots=True)
-class DecodeCharge:
+class DecodeReservation:
     context_tokens: int
     pages: int
     prefill_end_s: float  # predicted, while coming
-    stage: str = "coming"  # "coming" | "fresh" | "covered"
+    stage: str = "coming"  # "coming" | "fresh" | "confirmed"
     joined_at_s: float = 0.0
     leave_s: float = 0.0  # predicted, once joined
 
@@ -71,97 +71,97 @@ class DecodeBatch:
     """Charges of one decode worker, and what its last report said."""
 
     def __init__(self) -> None:
-        self._charges: dict[str, DecodeCharge] = {}
-        self._fresh: dict[str, DecodeCharge] = {}  # few: those since the last report
-        self._tallies = {"coming": Tally(), "fresh": Tally(), "covered": Tally()}
-        self._reported = Tally()  # at most this much of the covered charges is really there
-        self._foreign = Tally()
+        self._reservations: dict[str, DecodeReservation] = {}
+        self._fresh: dict[str, DecodeReservation] = {}  # few: those since the last report
+        self._tallies = {"coming": Tally(), "fresh": Tally(), "confirmed": Tally()}
+        self._reported = Tally()  # no more of the confirmed ones is really there
+        self._unattributed = Tally()
         self._reported_at_s, self._tokens_per_s = 0.0, 0.0  # of each request that is in the batch
         self._coming: list[tuple[float, str]] = []  # (prefill_end_s, request), sorted
         self._leaving: list[tuple[float, str]] = []  # (leave_s, request), sorted
         self.forecast: DecodeForecast | None = None  # of predictive_lengths only
 
     def __len__(self) -> int:
-        return len(self._charges)
+        return len(self._reservations)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._charges
+        return request_id in self._reservations
 
-    def charge(
+    def reserve(
         self, request_id: str, context_tokens: int, pages: int, prefill_end_s: float,
-        answer: Answer | None = None, now_s: float = 0.0,
+        answer: ExpectedAnswer | None = None, now_s: float = 0.0,
     ) -> None:  # fmt: skip
         """Routed: it will join when its prefill ends. A forecast needs to know the answer."""
-        assert request_id not in self._charges, f"{request_id} is charged already"
-        charge = DecodeCharge(context_tokens, pages, prefill_end_s)
-        self._charges[request_id] = charge
-        self._tallies["coming"].add(charge, 1)
+        assert request_id not in self._reservations, f"{request_id} is reserved already"
+        reservation = DecodeReservation(context_tokens, pages, prefill_end_s)
+        self._reservations[request_id] = reservation
+        self._tallies["coming"].add(reservation, 1)
         insort(self._coming, (prefill_end_s, request_id))
         if self.forecast is not None and answer is not None:
-            self.forecast.charge(request_id, answer, context_tokens, pages, prefill_end_s, now_s)
+            self.forecast.reserve(request_id, answer, context_tokens, pages, prefill_end_s, now_s)
             self._settle()
 
     def join(self, request_id: str, now_s: float, leave_s: float) -> None:
         """Its prefill ended; from here on the worker's reports may know it."""
-        charge = self._charges.get(request_id)
-        if charge is None or charge.stage != "coming":
+        reservation = self._reservations.get(request_id)
+        if reservation is None or reservation.stage != "coming":
             return
-        self._forget(request_id, charge)
-        charge.stage, charge.joined_at_s, charge.leave_s = "fresh", now_s, leave_s
-        self._fresh[request_id] = charge
-        self._tallies["fresh"].add(charge, 1)
+        self._forget(request_id, reservation)
+        reservation.stage, reservation.joined_at_s, reservation.leave_s = "fresh", now_s, leave_s
+        self._fresh[request_id] = reservation
+        self._tallies["fresh"].add(reservation, 1)
         insort(self._leaving, (leave_s, request_id))
         if self.forecast is not None:
             self.forecast.join(request_id, now_s)
             self._settle()
 
     def drop(self, request_id: str) -> bool:
-        """Finished or cancelled; False when it was not charged here."""
-        charge = self._charges.pop(request_id, None)
-        if charge is None:
+        """Finished or cancelled; False when it was not reserved here."""
+        reservation = self._reservations.pop(request_id, None)
+        if reservation is None:
             return False
-        self._forget(request_id, charge)
+        self._forget(request_id, reservation)
         if self.forecast is not None:
             self.forecast.drop(request_id)
             self._settle()
         return True
 
     def _settle(self) -> None:
-        """Tell the forecast what the report left of the charges, and what else it counted."""
+        """Tell the forecast what the report left of the reservations, and what else it counted."""
         assert self.forecast is not None
-        covered, fresh = self._tallies["covered"].sequences, self._tallies["fresh"].sequences
-        there = min(covered, self._reported.sequences) + fresh
-        foreign = self._foreign
+        confirmed, fresh = self._tallies["confirmed"].sequences, self._tallies["fresh"].sequences
+        there = min(confirmed, self._reported.sequences) + fresh
+        unattributed = self._unattributed
         self.forecast.settle(
-            there / max(1, covered + fresh),
-            (foreign.sequences, foreign.context_tokens, foreign.pages),
+            there / max(1, confirmed + fresh),
+            (unattributed.sequences, unattributed.context_tokens, unattributed.pages),
         )
 
-    def _forget(self, request_id: str, charge: DecodeCharge) -> None:
-        self._tallies[charge.stage].add(charge, -1)
+    def _forget(self, request_id: str, reservation: DecodeReservation) -> None:
+        self._tallies[reservation.stage].add(reservation, -1)
         self._fresh.pop(request_id, None)
-        is_coming = charge.stage == "coming"
+        is_coming = reservation.stage == "coming"
         entries = self._coming if is_coming else self._leaving
-        entry = (charge.prefill_end_s if is_coming else charge.leave_s, request_id)
+        entry = (reservation.prefill_end_s if is_coming else reservation.leave_s, request_id)
         del entries[bisect_left(entries, entry)]
 
     def on_report(self, report: WorkerReport, now_s: float, report_lag_s: float) -> None:
         """Replace what the report must know; keep what it cannot know yet."""
         known = [r for r, c in self._fresh.items() if c.joined_at_s <= now_s - report_lag_s]
         for request_id in known:
-            charge = self._fresh.pop(request_id)
-            self._tallies["fresh"].add(charge, -1)
-            charge.stage = "covered"
-            self._tallies["covered"].add(charge, 1)
+            reservation = self._fresh.pop(request_id)
+            self._tallies["fresh"].add(reservation, -1)
+            reservation.stage = "confirmed"
+            self._tallies["confirmed"].add(reservation, 1)
         self._reported = Tally(
             report.running + report.queue_requests, report.context_tokens, report.pages_used
         )
-        covered, fresh = self._tallies["covered"], self._tallies["fresh"]
+        confirmed, fresh = self._tallies["confirmed"], self._tallies["fresh"]
         # A worker reserves pages for a request while its prefill still runs.
-        pages = covered.pages + fresh.pages + self._tallies["coming"].pages
-        self._foreign = Tally(
-            max(0, self._reported.sequences - covered.sequences - fresh.sequences),
-            max(0, self._reported.context_tokens - covered.context_tokens - fresh.context_tokens),
+        pages = confirmed.pages + fresh.pages + self._tallies["coming"].pages
+        self._unattributed = Tally(
+            max(0, self._reported.sequences - confirmed.sequences - fresh.sequences),
+            max(0, self._reported.context_tokens - confirmed.context_tokens - fresh.context_tokens),
             max(0, self._reported.pages - pages),
         )
         self._reported_at_s = now_s
@@ -171,35 +171,35 @@ class DecodeBatch:
             self.forecast.renew(now_s, report.step_s if report.running else 0.0)
             self._settle()
 
-    def load_now(self) -> Load:
+    def load_now(self) -> DecodeLoad:
         """What is decoding now; requests still in prefill are not."""
-        foreign, covered = self._foreign, self._tallies["covered"]
+        unattributed, confirmed = self._unattributed, self._tallies["confirmed"]
         reported, fresh = self._reported, self._tallies["fresh"]
-        return Load(
-            foreign.sequences + min(covered.sequences, reported.sequences) + fresh.sequences,
-            foreign.context_tokens
-            + min(covered.context_tokens, reported.context_tokens)
+        return DecodeLoad(
+            unattributed.sequences + min(confirmed.sequences, reported.sequences) + fresh.sequences,
+            unattributed.context_tokens
+            + min(confirmed.context_tokens, reported.context_tokens)
             + fresh.context_tokens,
-            foreign.pages + min(covered.pages, reported.pages) + fresh.pages,
+            unattributed.pages + min(confirmed.pages, reported.pages) + fresh.pages,
         )
 
-    def load_reserved(self) -> Load:
+    def load_reserved(self) -> DecodeLoad:
         """Everything in the batch or on its way to it, as if nobody left."""
         now, coming = self.load_now(), self._tallies["coming"]
-        return Load(
+        return DecodeLoad(
             now.sequences + coming.sequences,
             now.context_tokens + coming.context_tokens,
             now.pages + coming.pages,
         )
 
-    def load_at(self, at_s: float, now_s: float, decode_s: float) -> Load:
+    def load_at(self, at_s: float, now_s: float, decode_s: float) -> DecodeLoad:
         """What will be decoding at `at_s`, if decoding takes `decode_s` where nothing is known."""
         now, coming = self.load_now(), self._tallies["coming"]
         if not now.sequences and not coming.sequences:
             return now
         leaving: float = _until(self._leaving, at_s) - _until(self._leaving, now_s)
-        # Foreign requests are known by number only: their ends are spread evenly.
-        leaving += self._foreign.sequences * min(1.0, max(0.0, at_s - now_s) / decode_s)
+        # Unattributed requests are known by number only: their ends are spread evenly.
+        leaving += self._unattributed.sequences * min(1.0, max(0.0, at_s - now_s) / decode_s)
         staying = max(0.0, 1.0 - leaving / now.sequences) if now.sequences else 0.0
         arriving = _until(self._coming, at_s)  # less those that come and go before then
         arriving -= max(0, _until(self._coming, at_s - decode_s) - _until(self._coming, now_s))
@@ -208,7 +208,7 @@ class DecodeBatch:
         had_tokens = self._tokens_per_s * max(0.0, at_s - self._reported_at_s)
         grown = had_tokens * (now.sequences - self._tallies["fresh"].sequences)
         # The right *number* of average requests: knowing which ones would cost a walk.
-        return Load(
+        return DecodeLoad(
             now.sequences * staying + coming.sequences * share,
             (now.context_tokens + grown) * staying + coming.context_tokens * share,
             now.pages * staying + coming.pages * share,
@@ -216,10 +216,10 @@ class DecodeBatch:
 
     def leave_times(self, now_s: float, decode_s: float) -> list[float]:
         """When each request, here or coming, is expected to leave; soonest first."""
-        foreign = self._foreign.sequences
+        unattributed = self._unattributed.sequences
         times = [max(now_s, leave_s) for leave_s, _ in self._leaving]
         times += [max(now_s, end_s) + decode_s for end_s, _ in self._coming]
-        times += [now_s + decode_s * (n + 1) / foreign for n in range(foreign)]
+        times += [now_s + decode_s * (n + 1) / unattributed for n in range(unattributed)]
         return sorted(times)
 
     def check(self) -> None:
@@ -227,17 +227,19 @@ class DecodeBatch:
         if self.forecast is not None:
             self.forecast.check()
         for stage, tally in self._tallies.items():
-            charges = [c for c in self._charges.values() if c.stage == stage]
+            reservations = [c for c in self._reservations.values() if c.stage == stage]
             expected = Tally(
-                len(charges),
-                sum(c.context_tokens for c in charges),
-                sum(c.pages for c in charges),
+                len(reservations),
+                sum(c.context_tokens for c in reservations),
+                sum(c.pages for c in reservations),
             )
-            assert tally == expected, f"{stage}: counted {tally}, charged {expected}"
-        coming = [(c.prefill_end_s, r) for r, c in self._charges.items() if c.stage == "coming"]
-        leaving = [(c.leave_s, r) for r, c in self._charges.items() if c.stage != "coming"]
+            assert tally == expected, f"{stage}: counted {tally}, reserved {expected}"
+        coming = [
+            (c.prefill_end_s, r) for r, c in self._reservations.items() if c.stage == "coming"
+        ]
+        leaving = [(c.leave_s, r) for r, c in self._reservations.items() if c.stage != "coming"]
         assert self._coming == sorted(coming) and self._leaving == sorted(leaving)
-        fresh = {r for r, c in self._charges.items() if c.stage == "fresh"}
+        fresh = {r for r, c in self._reservations.items() if c.stage == "fresh"}
         assert set(self._fresh) == fresh, f"fresh: {set(self._fresh)} is not {fresh}"
 
 

@@ -1,6 +1,7 @@
-"""What will be decoding on a worker later, from how long answers are: a curve over the next minute.
+"""What will be decoding on a worker later: those that are there, and those expected to arrive.
 
-For each request that is charged there, and each moment of a grid,
+**Those that are there**, from how long answers are: a curve over the next minute. For each request
+that is reserved there, and each moment of a grid,
 
     alive(t) = S(n + (t - now) / step) / S(n)   n: tokens it has had, step: seconds; S: lengths.py
     alive(t) = 0 before its prefill ends, S((t - end) / step) after it, while it is coming
@@ -19,17 +20,33 @@ by a longer prefill is not given away a second time.
 
 What this promises. With sigma = 1 the room, and the step time, that were predicted are there about
 five times out of six. Without it they would be missed every other time, and the prefill of whoever
-comes then was for nothing: the worker looks again (arrival_check.py). Pages are reserved when a
+comes then was for nothing: the worker checks again (arrival_check.py). Pages are reserved when a
 request arrives and it waits while there are none, so there a wrong guess costs waiting. `reserved`
 admission counts nobody as gone and is for those who want their room every time.
 
 Cost. A curve is a row of one table, changed by adding and taking away the rows of requests, and
 made anew at a report (so once a second, off the path of a decision: then the ages are current and
 rounding starts over). A decision interpolates one table for all workers at once, whatever number
-of requests they have.
+of requests they have. Ignored: that the step becomes shorter as requests leave and longer as they
+come (the current step is used throughout), and that a request may be slowed by pages it waits for.
 
-Ignored: that the step becomes shorter as requests leave and longer as they come (the current step
-is used throughout), and that a request may be slowed by pages it waits for.
+**Expected arrivals** have not come yet, but will join the decode workers before this request does.
+A long prompt asks for room that will be free when its prefill has ended. Until then others come,
+with shorter prompts, and join before it. If the room were promised to the long prompt as if nobody
+came, prompts would be preferred for being slow, and each promise would be tighter than it looks.
+At the recent rate, those who come after now and join before t are, per decode worker,
+
+    expected(t) = expected_arrivals_share x rate x (t - now - d (1 - exp(-(t - now) / d)))
+
+where d is the mean time from routing to the end of prefill, and delays are taken as exponential: in
+the first moments nobody who comes can be through with prefill yet, much later all but the last d
+seconds' are. Each counts as the mean of recent requests: one sequence, its context, its pages.
+
+`expected_arrivals_share` says how much of that is kept free for them. At 1 the future is equally
+full for everybody, and under overload only requests with next to no prefill come in; at 0 whoever
+asks first has it. Rate and means fade with `demand_half_life_s` (forward_decay.py); before that
+time has passed the rate counts as too low rather than being read from a few requests. Ignored: that
+these arrivals leave again, and that routing sends more of them where there is room.
 
 Not here: which requests there are and what reports say of them (decode_batch.py).
 """
@@ -42,6 +59,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from conductor.estimates.forward_decay import ForwardDecay
 from conductor.estimates.lengths import EDGES, ClassKey, OutputLengths, Vector, residual
 
 GRID_S: Vector = np.array(
@@ -52,7 +70,7 @@ SHOWN = 3  # sequences, context tokens, pages
 SUMS = 2 * SHOWN  # and the variance of each
 
 
-class Answer(NamedTuple):
+class ExpectedAnswer(NamedTuple):
     """What is known of an answer before it begins."""
 
     key: ClassKey
@@ -93,7 +111,7 @@ class ForecastTable:
         return np.asarray(low + part * (high - low))
 
 
-class _Rows:
+class _RequestColumns:
     """Columns of the requests of one worker; a free row counts nothing."""
 
     NAMES = ("began_s", "context_tokens", "pages", "tokens_max")
@@ -132,50 +150,50 @@ class DecodeForecast:
     def __init__(self, table: ForecastTable, lengths: OutputLengths, step_s: float) -> None:
         self._table, self._lengths, self._step_s = table, lengths, max(step_s, 1e-6)
         self.row = table.take_row()
-        self._rows = _Rows()
+        self._requests = _RequestColumns()
         self._base_s = -math.inf
         # By stage: coming, joined.
         self._sums: Vector = np.zeros((2, len(GRID_S), SUMS))
         self._most: Vector = np.zeros(SHOWN)  # of all requests together, if nobody leaves
-        self._share = 1.0  # of the joined ones, that the report left standing
-        self._foreign = (0, 0, 0)
-        self._foreign_alive: Vector = np.ones(len(GRID_S))
+        self._share = 1.0  # of the joined ones, what the report confirmed
+        self._unattributed = (0, 0, 0)
+        self._unattributed_alive: Vector = np.ones(len(GRID_S))
 
-    def charge(
-        self, request_id: str, answer: Answer, context_tokens: int, pages: int, end_s: float,
-        now_s: float,
+    def reserve(
+        self, request_id: str, answer: ExpectedAnswer, context_tokens: int, pages: int,
+        end_s: float, now_s: float,
     ) -> None:  # fmt: skip
         """Routed: it will join when its prefill ends at `end_s`."""
         if self._base_s == -math.inf:
             self._base_s = now_s
-        row = self._rows.add(
+        row = self._requests.add(
             request_id, answer.key, end_s, context_tokens, pages, answer.tokens_max
         )
         self._most += (1.0, context_tokens + answer.tokens_max, pages)
         self._count(row, now_s)
 
     def join(self, request_id: str, now_s: float) -> None:
-        row = self._rows.numbers.get(request_id)
-        if row is not None and not self._rows.is_joined[row]:
-            self._sums[0] -= self._rows.sums[row]
-            self._rows.is_joined[row], self._rows.columns[row, 0] = True, now_s
+        row = self._requests.numbers.get(request_id)
+        if row is not None and not self._requests.is_joined[row]:
+            self._sums[0] -= self._requests.sums[row]
+            self._requests.is_joined[row], self._requests.columns[row, 0] = True, now_s
             self._count(row, now_s)
 
     def drop(self, request_id: str) -> None:
-        row = self._rows.remove(request_id)
+        row = self._requests.remove(request_id)
         if row is not None:
-            self._sums[int(self._rows.is_joined[row])] -= self._rows.sums[row]
-            _, context_tokens, pages, tokens_max = self._rows.columns[row]
+            self._sums[int(self._requests.is_joined[row])] -= self._requests.sums[row]
+            _, context_tokens, pages, tokens_max = self._requests.columns[row]
             self._most -= (1.0, context_tokens + tokens_max, pages)
 
-    def settle(self, share: float, foreign: tuple[int, int, int]) -> None:
+    def settle(self, share: float, unattributed: tuple[int, int, int]) -> None:
         """After a change: what the report left of the joined requests, and what is not ours."""
-        self._share, self._foreign = share, foreign
+        self._share, self._unattributed = share, unattributed
         total = np.maximum(self._sums[0] + self._share * self._sums[1], 0.0)
         doubt = self._table.sigma * np.sqrt(total[:, SHOWN:])
         total = np.minimum(total[:, :SHOWN] + doubt, np.maximum(self._most, 0.0))
-        if any(foreign):
-            total += self._foreign_alive[:, None] * np.array(foreign)
+        if any(unattributed):
+            total += self._unattributed_alive[:, None] * np.array(unattributed)
         peak = np.maximum.accumulate(total[::-1])[::-1]
         self._table.put(self.row, self._base_s, peak)
 
@@ -184,30 +202,33 @@ class DecodeForecast:
         self._base_s = now_s
         if step_s > 0:
             self._step_s = step_s
-        rows = np.array(sorted(self._rows.numbers.values()), dtype=np.intp)
+        rows = np.array(sorted(self._requests.numbers.values()), dtype=np.intp)
         self._sums = np.zeros_like(self._sums)
         if len(rows):
-            self._rows.sums[rows] = self._curves(rows, now_s)
+            self._requests.sums[rows] = self._curves(rows, now_s)
             for stage in (0, 1):
-                chosen = rows[self._rows.is_joined[rows] == bool(stage)]
-                self._sums[stage] = self._rows.sums[chosen].sum(axis=0)
+                chosen = rows[self._requests.is_joined[rows] == bool(stage)]
+                self._sums[stage] = self._requests.sums[chosen].sum(axis=0)
         curve = residual(self._lengths.pooled(now_s))
-        self._foreign_alive = np.interp(GRID_S / self._step_s, EDGES, curve)
+        self._unattributed_alive = np.interp(GRID_S / self._step_s, EDGES, curve)
 
     def close(self) -> None:
         self._table.give_back(self.row)
 
     def _count(self, row: int, now_s: float) -> None:
         """One that has had no token yet; the same as _curves, for it alone."""
-        (began_s, context, pages, tokens_max), key = self._rows.columns[row], self._rows.keys[row]
+        (began_s, context, pages, tokens_max), key = (
+            self._requests.columns[row],
+            self._requests.keys[row],
+        )
         assert key is not None, f"row {row} is free"
-        is_joined = bool(self._rows.is_joined[row])
+        is_joined = bool(self._requests.is_joined[row])
         tokens = (GRID_S + (self._base_s - max(began_s, now_s))) / self._step_s
         alive = np.interp(tokens, EDGES, self._lengths.curve(key, now_s))
         alive[tokens >= max(tokens_max, 1.0)] = 0.0
         if not is_joined:
             alive[tokens < 0.0] = 0.0
-        sums = self._rows.sums[row]
+        sums = self._requests.sums[row]
         sums[:, 0] = alive
         sums[:, 1] = alive * (context + np.maximum(tokens, 0.0))
         sums[:, 2] = alive * pages
@@ -216,12 +237,12 @@ class DecodeForecast:
 
     def _curves(self, rows: npt.NDArray[np.intp], now_s: float) -> Vector:
         """[request, moment, sum], for all these at once."""
-        keys = [self._rows.keys[row] for row in rows]
+        keys = [self._requests.keys[row] for row in rows]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         curves = np.array([self._lengths.curve(key, now_s) for key in numbers if key is not None])
         kind = np.array([numbers[key] for key in keys])[:, None]
-        began_s, context, pages, tokens_max = self._rows.columns[rows].T[:, :, None]
-        is_joined = self._rows.is_joined[rows][:, None]
+        began_s, context, pages, tokens_max = self._requests.columns[rows].T[:, :, None]
+        is_joined = self._requests.is_joined[rows][:, None]
         began_s = np.where(is_joined, began_s, np.maximum(began_s, now_s))  # late, not decoding
         tokens = (self._base_s + GRID_S - began_s) / self._step_s
         # One that should be done and is not is at its last token.
@@ -237,12 +258,16 @@ class DecodeForecast:
         """Prove the invariants: the sums are those of the rows."""
         for stage in (0, 1):
             rows = [
-                r for r in self._rows.numbers.values() if self._rows.is_joined[r] == bool(stage)
+                r
+                for r in self._requests.numbers.values()
+                if self._requests.is_joined[r] == bool(stage)
             ]
-            found = self._rows.sums[rows].sum(axis=0) if rows else np.zeros_like(self._sums[stage])
+            found = (
+                self._requests.sums[rows].sum(axis=0) if rows else np.zeros_like(self._sums[stage])
+            )
             assert np.allclose(found, self._sums[stage], rtol=1e-6, atol=1e-3), stage
             if rows:
-                alive = self._rows.sums[rows][:, :, 0]
+                alive = self._requests.sums[rows][:, :, 0]
                 assert alive.min() >= 0 and alive.max() <= 1 + 1e-9
 
 
@@ -259,3 +284,36 @@ def _height(curves: Vector, kind: npt.NDArray[np.intp], tokens: Vector) -> Vecto
     part = np.minimum((tokens - left_edge) / (EDGES[right] - left_edge), 1.0)
     low, high = curves[kind, right - 1], curves[kind, right]
     return np.asarray(low + part * (high - low))
+
+
+DELAY_S_MIN = 1e-6
+
+
+class ExpectedArrivals:
+    """Counts what is admitted; says what is expected to join until a moment."""
+
+    def __init__(self, share: float, half_life_s: float) -> None:
+        self._share = share
+        self._window_s = half_life_s / math.log(2.0)  # that a faded sum stands for
+        self._decay = ForwardDecay(half_life_s)
+        # Faded sums over those admitted.
+        self._requests = self._delay_s = self._context_tokens = self._pages = 0.0
+
+    def admitted(self, delay_s: float, context_tokens: int, pages: int, now_s: float) -> None:
+        """`delay_s`: until its prefill is predicted to end."""
+        shrink = self._decay.rescaled(now_s)
+        weight = self._decay.weight(now_s)
+        self._requests = self._requests / shrink + weight
+        self._delay_s = self._delay_s / shrink + weight * delay_s
+        self._context_tokens = self._context_tokens / shrink + weight * context_tokens
+        self._pages = self._pages / shrink + weight * pages
+
+    def expected(self, at_s: float, now_s: float, workers: int) -> tuple[float, float, float]:
+        """(sequences, context tokens, pages) that join each of so many workers until `at_s`."""
+        ahead_s = at_s - now_s
+        if not self._requests or ahead_s <= 0:
+            return 0.0, 0.0, 0.0
+        delay_s = max(self._delay_s / self._requests, DELAY_S_MIN)
+        effective_s = max(0.0, ahead_s + delay_s * math.expm1(-ahead_s / delay_s))
+        per_sum = self._share * effective_s / (self._decay.weight(now_s) * self._window_s * workers)
+        return per_sum * self._requests, per_sum * self._context_tokens, per_sum * self._pages

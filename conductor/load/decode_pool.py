@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from conductor.load.decode_batch import Load
+from conductor.load.decode_batch import DecodeLoad
 from conductor.load.pool import REQUESTS_RANK, Column, Mask, Path, Pool
-from conductor.load.worker import Worker
+from conductor.load.worker import WorkerState
 
 COST_ROUNDING = 1e-12  # costs this close are equal
 
@@ -33,22 +33,24 @@ class DecodePool(Pool):
         self.rank = self._zeros()  # equal workers: fewer requests first, then the longest idle
         self._by_prompt, self._by_blocks = np.ones(2), np.ones(2)  # filled in when asked
         self.least_step_s = 0.0  # the shortest of those that `costs_s` found last
-        self.loads = [Load(0, 0, 0)] * count  # reserved
+        self.loads = [DecodeLoad(0, 0, 0)] * count  # reserved
 
-    def refresh(self, worker: Worker) -> None:
+    def refresh(self, worker: WorkerState) -> None:
         if worker.row >= 0:
             self._set(worker, worker.batch.load_reserved())
 
-    def charged(self, worker: Worker, context_tokens: int, pages: int) -> None:
+    def reserved_more(self, worker: WorkerState, context_tokens: int, pages: int) -> None:
         """One request more was routed there: as `refresh`, without asking the batch."""
         if worker.row >= 0:
             load = self.loads[worker.row]
             self._set(
                 worker,
-                Load(load.sequences + 1, load.context_tokens + context_tokens, load.pages + pages),
+                DecodeLoad(
+                    load.sequences + 1, load.context_tokens + context_tokens, load.pages + pages
+                ),
             )
 
-    def _set(self, worker: Worker, load: Load) -> None:
+    def _set(self, worker: WorkerState, load: DecodeLoad) -> None:
         row, info = worker.row, worker.info
         sequences, context_tokens, pages = load
         self.loads[row] = load
@@ -92,7 +94,7 @@ class DecodePool(Pool):
         block_tokens = self.block_tokens or self.workers[row].info.block_tokens
         return self._pages_free.item(row) >= -(-tokens // block_tokens)
 
-    def check(self, now_s: float, why_not: Callable[[Worker, float], str]) -> None:
+    def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
         """Prove that every row is what its worker says."""
         super().check(now_s, why_not)
         has_room, step_s = self.has_room(700), self._per_token_s * 500 + self._step_s

@@ -3,8 +3,8 @@
 A decision compares every worker. A Python object for each of them costs microseconds a worker; an
 operation on an array costs about one for all of them. So what decisions read is kept as arrays
 beside the objects (worker.py): `refresh` copies one worker's figures after each change, and that is
-the only door. What changes by itself with time is stored as the moment at which it ends, so that a
-row stays true until its worker changes. `check` compares every row with its object.
+the only way in. What changes by itself with time is stored as the moment at which it ends, so that
+a row stays true until its worker changes. `check` compares every row with its object.
 
 Two things are looked at only now and then, because asking each time would cost as much as deciding:
 
@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.config import ConductorConfig
-from conductor.estimates.speed import ratios
-from conductor.load.worker import Worker, WorkerKey
+from conductor.estimates.measured import ratios
+from conductor.load.worker import WorkerKey, WorkerState
 
 Column = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -52,10 +52,11 @@ class Pool:
     def __init__(self, config: ConductorConfig) -> None:
         self.config = config
         self.order = config.order
-        self.workers: list[Worker] = []
+        self.workers: list[WorkerState] = []
 
-    def build(self, workers: Sequence[Worker], is_in: Callable[[Worker], bool]) -> None:
-        """Anew, after somebody came or went. `is_in`: its node is up and it is the newest life."""
+    def build(self, workers: Sequence[WorkerState], is_in: Callable[[WorkerState], bool]) -> None:
+        """Anew, after somebody came or went. `is_in`: its node is up, and no newer incarnation is
+        there."""
         infos = [worker.info for worker in workers]
         for row, worker in enumerate(workers):
             worker.row = row
@@ -108,8 +109,8 @@ class Pool:
         # Never routed to: before all others, in the order of names.
         by_name = sorted(range(len(infos)), key=lambda row: infos[row].worker_id)
         self._unrouted = [0.0] * len(infos)
-        for place, row in enumerate(by_name):
-            self._unrouted[row] = float(place - len(infos))
+        for order, row in enumerate(by_name):
+            self._unrouted[row] = float(order - len(infos))
         self._is_in = np.array([is_in(worker) for worker in workers], bool)
         self._reported_s, self._failed_s = self._zeros(), self._zeros()
         self._is_draining = np.zeros(len(workers), bool)
@@ -127,10 +128,10 @@ class Pool:
     def _zeros(self) -> Column:
         return np.zeros(len(self.workers))
 
-    # The door
+    # What changes a row
 
-    def refresh(self, worker: Worker) -> None:
-        """Its charges changed, or when it got the last one."""
+    def refresh(self, worker: WorkerState) -> None:
+        """Its reservations changed, or when it got the last one."""
         raise NotImplementedError
 
     def _allocate(self, count: int) -> None:
@@ -141,20 +142,20 @@ class Pool:
         """`ratio` changed in these rows: make the products with it anew."""
         raise NotImplementedError
 
-    def heard(self, worker: Worker) -> None:
+    def heard(self, worker: WorkerState) -> None:
         """It reported, or a call to it failed."""
         if worker.row >= 0:
             self._hear(worker)
             self.refresh(worker)
 
-    def measured(self, worker: Worker, now_s: float) -> None:
+    def measured(self, worker: WorkerState, now_s: float) -> None:
         """Its speed ratio changed."""
         if worker.row >= 0:
             self._learn(worker)
             self.ratio[worker.row] = worker.speed_ratio(now_s, self.config)
             self._scale(worker.row)
 
-    def _hear(self, worker: Worker) -> None:
+    def _hear(self, worker: WorkerState) -> None:
         row, failed_s = worker.row, worker.failed_at_s
         self._reported_s[row] = worker.reported_at_s
         failed_s = -math.inf if failed_s is None else failed_s
@@ -166,7 +167,7 @@ class Pool:
             self._failed_s[row], self._is_draining[row] = failed_s, worker.is_draining
             self._takers_until_s = -math.inf
 
-    def _learn(self, worker: Worker) -> None:
+    def _learn(self, worker: WorkerState) -> None:
         row = worker.row
         self._measured[row], self._estimated[row], self._measured_s[row] = worker.speed.sums
 
@@ -259,11 +260,11 @@ class Pool:
         for node_id in islice(missing, count_max):
             self._paths[node_id] = self._new_path(node_id)
 
-    def routed(self, worker: Worker) -> float:
+    def routed(self, worker: WorkerState) -> float:
         """Orders workers by how long ago they got their last request."""
         return float(worker.routed_at) or self._unrouted[worker.row]
 
-    def check(self, now_s: float, why_not: Callable[[Worker, float], str]) -> None:
+    def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
         """Prove that every row is what its worker says."""
         takers = self.takers(now_s)
         self.look(now_s)

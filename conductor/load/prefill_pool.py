@@ -23,25 +23,25 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.load.pool import REQUESTS_RANK, Column, Counts, Mask, Pool
-from conductor.load.worker import Worker
+from conductor.load.worker import WorkerState
 from conductor.queue_order import QueueOrder
 
 Matrix = npt.NDArray[np.float64]
 
-PLACES_MIN = 8  # of the matrices; they grow to the longest queue there ever was
-FEW_PLACES = 4  # one row after the other is quicker than the matrix
+POSITIONS_MIN = 8  # of the matrices; they grow to the longest queue there ever was
+FEW_POSITIONS = 4  # one row after the other is quicker than the matrix
 
 
 class Queues(NamedTuple):
     """What is queued at each worker at one moment."""
 
     now_s: float
-    busy_s: Column  # foreign work and the rest of the head, as calibrated
+    busy_s: Column  # unattributed work and the rest of the head, as calibrated
     queue_s: Column  # all predicted work
-    order: QueueOrder  # what gives the request in question its place
+    order: QueueOrder  # by which the request in question queues
 
 
-class Place(NamedTuple):
+class QueuePosition(NamedTuple):
     """Where a request would stand at each worker."""
 
     wait_s: Column  # of the work there, what goes before the request
@@ -54,37 +54,37 @@ class PrefillPool(Pool):
         estimates = [worker.prefill_estimate.coefficients for worker in self.workers]
         self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
         self._base_s, self._per_token_s, self._half_pair_s = (self._zeros() for _ in range(3))
-        self._foreign_until_s, self._busy_until_s = self._zeros(), self._zeros()
+        self._unattributed_until_s, self._busy_until_s = self._zeros(), self._zeros()
         self._head_key_s, self._half_step_s = self._zeros(), self._zeros()
         self._waiting_s, self._length = self._zeros(), np.zeros(count, np.int64)
         self._set_matrices(
-            np.full((PLACES_MIN, count), math.inf), np.zeros((PLACES_MIN + 1, count))
+            np.full((POSITIONS_MIN, count), math.inf), np.zeros((POSITIONS_MIN + 1, count))
         )
-        # Numbers as columns: arithmetic with those is quicker.
+        # Single numbers are kept as columns too, because arithmetic with those is quicker.
         self._counts, self._now_s = np.full(count, count, np.int64), self._zeros()
         self._stretch = np.full(count, self.order.stretch)
         self._wait_s_max = np.full(count, self.order.wait_s_max)
-        # At least the greatest there is: these two never fall.
-        self._key_s_max = self._foreign_until_s_max = -math.inf
+        # Upper bounds of what the rows hold: they never fall.
+        self._key_s_max = self._unattributed_until_s_max = -math.inf
         self.rank = self._zeros()  # equal workers: fewer requests first, then the longest idle
         self.has_room = np.zeros(count, bool)  # queues are bounded
         self.full = count  # how many have none
         self._slots_max = [worker.info.slots_max for worker in self.workers]
 
-    def refresh(self, worker: Worker) -> None:
+    def refresh(self, worker: WorkerState) -> None:
         row = worker.row
         if row < 0:
             return
         queue = worker.queue
         requests = queue.requests
-        foreign_until_s, busy_until_s, head_key_s, last_key_s = queue.moments()
-        self._foreign_until_s[row] = foreign_until_s
+        unattributed_until_s, busy_until_s, head_key_s, last_key_s = queue.moments()
+        self._unattributed_until_s[row] = unattributed_until_s
         self._busy_until_s[row] = busy_until_s
         self._head_key_s[row] = head_key_s
         if last_key_s > self._key_s_max:
             self._key_s_max = last_key_s
-        if foreign_until_s > self._foreign_until_s_max:
-            self._foreign_until_s_max = foreign_until_s
+        if unattributed_until_s > self._unattributed_until_s_max:
+            self._unattributed_until_s_max = unattributed_until_s
         routed = float(worker.routed_at) or self._unrouted[row]
         self.rank[row] = requests * REQUESTS_RANK + routed
         has_room = requests < self._slots_max[row]
@@ -93,28 +93,28 @@ class PrefillPool(Pool):
             self.has_room[row] = has_room
         before = self._length.item(row)
         if before or requests > 1:
-            self._place(row, queue.places(), before)
+            self._set_positions(row, queue.positions(), before)
 
-    def _hear(self, worker: Worker) -> None:
+    def _hear(self, worker: WorkerState) -> None:
         super()._hear(worker)
         self._half_step_s[worker.row] = worker.queue.step_s / 2
 
-    def _place(self, row: int, places: list[tuple[float, float]], before: int) -> None:
-        """The charges behind the head; there were so many before."""
-        length = len(places)
+    def _set_positions(self, row: int, waiting: list[tuple[float, float]], before: int) -> None:
+        """The reservations behind the head; there were so many before."""
+        length = len(waiting)
         if length > len(self._keys_s):
             self._grow(length)
         work_s = 0.0
-        for place, (key_s, more_s) in enumerate(places):
+        for position, (key_s, more_s) in enumerate(waiting):
             work_s += more_s
-            self._key_rows_s[place][row] = key_s
-            self._work_rows_s[place][row] = work_s
-        for place in range(length, before):
-            self._key_rows_s[place][row] = math.inf
+            self._key_rows_s[position][row] = key_s
+            self._work_rows_s[position][row] = work_s
+        for position in range(length, before):
+            self._key_rows_s[position][row] = math.inf
         self._length[row], self._waiting_s[row] = length, work_s
 
     def _grow(self, length: int) -> None:
-        """To at least twice as many places."""
+        """To at least twice as many positions."""
         more = (length, len(self.workers))
         self._set_matrices(
             np.vstack((self._keys_s, np.full(more, math.inf))),
@@ -149,12 +149,14 @@ class PrefillPool(Pool):
         queue_s *= self.ratio
         return Queues(now_s, busy_s, queue_s, order)
 
-    def place(self, queues: Queues, prefill_s: Column, counts_behind: bool = True) -> Place:
+    def position(
+        self, queues: Queues, prefill_s: Column, counts_behind: bool = True
+    ) -> QueuePosition:
         """Where a request with so much work at each worker would stand in its queue."""
         order = queues.order
         least_s = order.stretch * prefill_s.item(prefill_s.argmin())
         if queues.now_s + min(least_s, order.wait_s_max) >= self._key_s_max:
-            return Place(queues.queue_s, self.none)  # last everywhere
+            return QueuePosition(queues.queue_s, self.none)  # last everywhere
         if order is self.order:
             keys_s = prefill_s * self._stretch
             np.minimum(keys_s, self._wait_s_max, keys_s)
@@ -168,9 +170,9 @@ class PrefillPool(Pool):
         is_first = keys_s < self._head_key_s  # never where the head is not overtaken
         if np.count_nonzero(is_first):
             step_s = self._half_step_s
-            if queues.now_s < self._foreign_until_s_max:
-                foreign_s = np.maximum(self._foreign_until_s - self._now_s, self.zeros)
-                step_s = np.minimum(queues.busy_s - foreign_s, step_s) + foreign_s
+            if queues.now_s < self._unattributed_until_s_max:
+                unattributed_s = np.maximum(self._unattributed_until_s - self._now_s, self.zeros)
+                step_s = np.minimum(queues.busy_s - unattributed_s, step_s) + unattributed_s
             else:
                 step_s = np.minimum(queues.busy_s, step_s)
             if wait_s is queues.busy_s:
@@ -178,10 +180,10 @@ class PrefillPool(Pool):
             np.putmask(wait_s, is_first, step_s)
             if counts_behind:
                 behind = is_first if behind is self.none else behind + is_first
-        return Place(wait_s * self.ratio, behind)
+        return QueuePosition(wait_s * self.ratio, behind)
 
     def behind(self, queues: Queues, row: int, prefill_s: float) -> int:
-        """What `place` counts, for one worker."""
+        """What `position` counts, for one worker."""
         key_s = queues.order.key_s(queues.now_s, prefill_s)
         count = int(key_s < self._head_key_s.item(row))
         for keys_s in self._key_rows_s[: self._length.item(row)]:
@@ -189,14 +191,14 @@ class PrefillPool(Pool):
         return count
 
     def _ahead(self, keys_s: Column, longest: int, counts_behind: bool) -> tuple[Column, Counts]:
-        """The work behind each head with keys up to these, and how many charges are above."""
-        if longest <= FEW_PLACES:
+        """The work behind each head with keys up to these, and how many reservations are above."""
+        if longest <= FEW_POSITIONS:
             work_s, behind = self.zeros.copy(), self.none
             if counts_behind:
                 behind = self._length.copy()
-            for place in range(longest):
-                is_ahead = self._key_rows_s[place] <= keys_s
-                np.putmask(work_s, is_ahead, self._work_rows_s[place])
+            for position in range(longest):
+                is_ahead = self._key_rows_s[position] <= keys_s
+                np.putmask(work_s, is_ahead, self._work_rows_s[position])
                 if counts_behind:
                     behind -= is_ahead
             return work_s, behind
@@ -206,14 +208,14 @@ class PrefillPool(Pool):
         ahead += self.rows
         return self._work_s.take(ahead), behind
 
-    def check(self, now_s: float, why_not: Callable[[Worker, float], str]) -> None:
+    def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
         """Prove that every row is what its worker says."""
         super().check(now_s, why_not)
         close = math.isclose
         assert self.full == len(self.workers) - np.count_nonzero(self.has_room)
         prefill_s = self.prefill_s(1_000, 300)
         queues = self.queues(now_s, self.order)
-        wait_s, behind = self.place(queues, prefill_s)
+        wait_s, behind = self.position(queues, prefill_s)
         for row, worker in enumerate(self.workers):
             queue, ratio = worker.queue, float(self.ratio[row])
             key_s = self.order.key_s(now_s, float(prefill_s[row]))

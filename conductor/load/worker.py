@@ -1,4 +1,17 @@
-"""One worker as the conductor sees it: what it said, what it is charged with, how fast it is.
+"""One worker as the conductor sees it: what it said, what is reserved there, how fast it is.
+
+**Warm-up.** A worker that joins others at work is given its share little by little. It is idle, so
+by prediction alone everything goes there until its queue is as long as the others'. But nothing is
+known of it yet: its coefficients were measured alone, its caches are cold, its links untried; and
+if it is slow, a whole queue waits to find out. So for `slow_start_s` after it joined its work is
+taken to last longer than predicted, by a factor that falls to 1:
+
+    warm_up = 1 - age / slow_start_s                       1 when it joins, 0 from slow_start_s on
+    cost    = cost + warm_up x SLOWER x (wait + prefill)   for the choice of a worker only
+
+What is shown as predicted, and what admission judges, stays the prediction. Copies of hot prefixes
+to its node have `1 - warm_up` of the budget of others (hotspots.py). A cluster that starts as a
+whole has nobody in warm-up: there is nobody to wait for.
 
 Not here: who is there (cluster.py), the same figures of all workers as columns (pool.py).
 """
@@ -9,18 +22,34 @@ from collections import deque
 
 from conductor.config import ConductorConfig
 from conductor.estimates.estimates import DecodeEstimate, PrefillEstimate
-from conductor.estimates.speed import SpeedRatio
+from conductor.estimates.measured import SpeedRatio
 from conductor.load.decode_batch import DecodeBatch
 from conductor.load.prefill_queue import PrefillQueue
 from conductor.messages import WorkerRef
 from mooncake_store.records.membership import WorkerInfo, WorkerReport
 
+SLOWER = 3.0  # four times as long at first: as much as SpeedRatio ever corrects
+BUDGET_LEAST = 0.125  # of copies, or a newcomer would never get the first
+
+
+def warm_up(joined_s: float, now_s: float, slow_start_s: float) -> float:
+    """1 when it joins, 0 from slow_start_s on."""
+    if slow_start_s <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - (now_s - joined_s) / slow_start_s))
+
+
+def budget(whole: int, warm_up: float) -> int:
+    """Of blocks to a node that is so new; at least one."""
+    return max(1, int(whole * max(BUDGET_LEAST, 1.0 - warm_up)))
+
+
 WorkerKey = tuple[str, str]  # (worker_id, incarnation)
 PREFILLS_KEPT = 256  # ended ones, to tell what of a longer one's time was theirs
 
 
-class Worker:
-    """One life of one worker: what it said, what it is charged with."""
+class WorkerState:
+    """One incarnation of a worker: what it said, and what is reserved there."""
 
     def __init__(self, info: WorkerInfo, now_s: float, preempts: bool) -> None:
         self.info = info

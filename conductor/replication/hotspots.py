@@ -17,7 +17,7 @@ the rest of a whole prefix that the target lacks, in order, from a node that has
 
 Limits: blocks suggested per tick, in flight in total, in flight to one target, copies per block. A
 node that joins others lacks everything, so it would be everybody's first choice: its limit grows
-from an eighth to the whole (conductor/load/warm_up.py).
+from an eighth to the whole (conductor/load/worker.py).
 
 Not here: copying (the shell and mooncake_store), which node has what (prefix_index).
 """
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from conductor.config import ConductorConfig
 from conductor.estimates.forward_decay import ForwardDecay
-from conductor.load.warm_up import budget, newness
+from conductor.load.worker import budget, warm_up
 from conductor.messages import Replicate
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
 
@@ -72,12 +72,6 @@ class Hotspots:
             if len(self._notes) >= NOTES_MAX:
                 self._count()
 
-    def hits_per_s(self, key: bytes, now_s: float) -> float:
-        """Recent rate; exact for a steady rate that has lasted several half-lives."""
-        self._count()
-        per_s, heat = self._per_s(now_s), self._heats.get(key)  # in this order: it may rescale
-        return heat.hits * per_s if heat is not None else 0.0
-
     def arrived(self, key: bytes, node_id: str) -> None:
         """The block is on the node now, whoever copied it."""
         if self._arriving:
@@ -113,7 +107,7 @@ class Hotspots:
         since_s = now_s if self._joined_s else -math.inf  # they all came together
         self._joined_s = {node: self._joined_s.get(node, since_s) for node in nodes}
         return {
-            node: budget(whole, newness(at_s, now_s, config.slow_start_s))
+            node: budget(whole, warm_up(at_s, now_s, config.slow_start_s))
             for node, at_s in self._joined_s.items()
         }
 

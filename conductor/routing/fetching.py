@@ -39,7 +39,7 @@ import numpy as np
 
 from conductor.load.cluster import Cluster
 from conductor.load.pool import Column, Mask
-from conductor.load.prefill_pool import Place, PrefillPool, Queues
+from conductor.load.prefill_pool import PrefillPool, QueuePosition, Queues
 from conductor.routing.policies import Policy, Seconds
 from conductor.routing.tiers import Holdings
 
@@ -47,13 +47,13 @@ SOURCES_MAX = 4  # holders that are compared for one prompt
 NAMES_MAX = 64  # of equal holders that are asked when they can send
 
 
-class Source(NamedTuple):
+class FetchSource(NamedTuple):
     """A node that could send its run."""
 
     node_id: str
     blocks: int
     dram_blocks: int  # the first ones; the others are on its SSD
-    wait_s: float  # the sends already charged to it
+    wait_s: float  # for the sends already reserved there
 
 
 @dataclass(slots=True)
@@ -63,10 +63,10 @@ class Plans:
     held: Holdings  # what the worker's own node has
     transfer_s: Seconds  # restoring and fetching
     prefill_s: Seconds  # computing the rest
-    fetches: list[tuple[Source, Mask]]  # who fetches from where; a later one takes precedence
-    place: Place | None = None  # in the queues with so much work, if that was asked already
+    fetches: list[tuple[FetchSource, Mask]]  # who fetches from where; a later one takes precedence
+    position: QueuePosition | None = None  # in the queues with that work, if known already
 
-    def fetched(self, row: int) -> Source | None:
+    def fetched(self, row: int) -> FetchSource | None:
         for source, is_fetched in reversed(self.fetches):
             if is_fetched.item(row):
                 return source
@@ -116,18 +116,7 @@ def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int, now_
         own_tokens = _own_tokens(cluster.prefills, plans.held, prompt_tokens)
         is_wanted &= own_tokens < _tokens(cluster.prefills, longest, prompt_tokens)
         least_s = np.where(is_wanted, math.inf, least_s)
-    restore_s = plans.transfer_s
-    for source in sources:
-        prefill_s, transfer_s = _with(
-            source, cluster.prefills, plans.held, restore_s, prompt_tokens
-        )
-        total_s = transfer_s + prefill_s
-        is_better = total_s < least_s
-        is_better &= is_wanted
-        if np.count_nonzero(is_better):
-            if source is not sources[-1]:
-                least_s = np.where(is_better, total_s, least_s)
-            _take(plans, source, is_better, transfer_s, prefill_s)
+    _take_the_quickest(plans, cluster.prefills, sources, prompt_tokens, least_s, is_wanted)
 
 
 def _fetch_by_times(plans: Plans, cluster: Cluster, prompt_tokens: int, queues: Queues) -> None:
@@ -136,40 +125,43 @@ def _fetch_by_times(plans: Plans, cluster: Cluster, prompt_tokens: int, queues: 
     sources = [] if held.is_same else _sources(cluster, held, False, queues.now_s)
     if not sources:
         return
-    plans.place = pool.place(queues, plans.prefill_s)
-    hidden_s = plans.place.wait_s
+    plans.position = pool.position(queues, plans.prefill_s)
+    hidden_s = plans.position.wait_s
     least_s = hidden_s
     if held.has_ssd:
         least_s = np.maximum(hidden_s, plans.transfer_s)
     least_s = least_s + plans.prefill_s
-    restore_s = plans.transfer_s
+    _take_the_quickest(plans, pool, sources, prompt_tokens, least_s, hidden_s=hidden_s)
+
+
+def _take_the_quickest(
+    plans: Plans, pool: PrefillPool, sources: list[FetchSource], prompt_tokens: int,
+    least_s: Seconds, is_wanted: Mask | None = None, hidden_s: Seconds | None = None,
+) -> None:  # fmt: skip
+    """Each worker fetches from the source with which its prefill ends soonest, if that is before
+    `least_s`. `is_wanted`: who may fetch at all; otherwise whoever has less than the source.
+    `hidden_s`: so much of the transfer costs nothing."""
+    held, restore_s = plans.held, plans.transfer_s
     for source in sources:
-        is_longer = held.blocks < source.blocks
-        if not np.count_nonzero(is_longer):
+        may_fetch = held.blocks < source.blocks if is_wanted is None else is_wanted
+        if not np.count_nonzero(may_fetch):
             continue
         prefill_s, transfer_s = _with(source, pool, held, restore_s, prompt_tokens)
-        total_s = np.maximum(hidden_s, transfer_s)
-        total_s += prefill_s
+        total_s = transfer_s if hidden_s is None else np.maximum(hidden_s, transfer_s)
+        total_s = total_s + prefill_s
         is_better = total_s < least_s
-        is_better &= is_longer
+        is_better &= may_fetch
         if np.count_nonzero(is_better):
             if source is not sources[-1]:
                 least_s = np.where(is_better, total_s, least_s)
-            _take(plans, source, is_better, transfer_s, prefill_s)
-
-
-def _take(
-    plans: Plans, source: Source, rows: Mask, transfer_s: Seconds, prefill_s: Seconds
-) -> None:
-    """These rows fetch from this source."""
-    plans.transfer_s = np.where(rows, transfer_s, plans.transfer_s)
-    plans.prefill_s = np.where(rows, prefill_s, plans.prefill_s)
-    plans.fetches.append((source, rows))
-    plans.place = None
+            plans.transfer_s = np.where(is_better, transfer_s, plans.transfer_s)
+            plans.prefill_s = np.where(is_better, prefill_s, plans.prefill_s)
+            plans.fetches.append((source, is_better))
+            plans.position = None
 
 
 def _with(
-    source: Source, pool: PrefillPool, held: Holdings, restore_s: Seconds, prompt_tokens: int
+    source: FetchSource, pool: PrefillPool, held: Holdings, restore_s: Seconds, prompt_tokens: int
 ) -> tuple[Seconds, Seconds]:
     """(computing, restoring and fetching) at each worker with this source. Of use only where its
     run is longer than the own one."""
@@ -204,14 +196,16 @@ def _tokens(pool: PrefillPool, blocks: int, prompt_tokens: int) -> int | Column:
     return np.minimum(blocks * pool.block_tokens_of, prompt_tokens - 1)
 
 
-def _sources(cluster: Cluster, held: Holdings, is_longest_only: bool, now_s: float) -> list[Source]:
+def _sources(
+    cluster: Cluster, held: Holdings, is_longest_only: bool, now_s: float
+) -> list[FetchSource]:
     """The holders worth comparing, longest run first."""
     are_alike = not (cluster.prefills.paths_differ or held.has_ssd)
     if are_alike:  # mostly the first of the longest run is idle, and then nobody is better
         node_id = held.longest_holder()
         if node_id in cluster.nodes and not cluster.send_wait_s(node_id, now_s):
-            return [Source(node_id, held.longest, held.longest, 0.0)]
-    found: list[Source] = []
+            return [FetchSource(node_id, held.longest, held.longest, 0.0)]
+    found: list[FetchSource] = []
     soonest_s = math.inf
     for blocks, dram_blocks, nodes in held.groups():
         if found and is_longest_only and blocks < found[0].blocks:
@@ -219,7 +213,7 @@ def _sources(cluster: Cluster, held: Holdings, is_longest_only: bool, now_s: flo
         offers = _offers(cluster, nodes, are_alike, now_s)
         for wait_s, node_id in offers[: 1 if are_alike else SOURCES_MAX]:
             if wait_s < soonest_s or not are_alike:
-                found.append(Source(node_id, blocks, dram_blocks, wait_s))
+                found.append(FetchSource(node_id, blocks, dram_blocks, wait_s))
                 soonest_s = min(soonest_s, wait_s)
         if len(found) >= SOURCES_MAX or (are_alike and soonest_s == 0):
             break
@@ -227,7 +221,7 @@ def _sources(cluster: Cluster, held: Holdings, is_longest_only: bool, now_s: flo
 
 
 def second_source(
-    cluster: Cluster, held: Holdings, first: Source, own_blocks: int, now_s: float
+    cluster: Cluster, held: Holdings, first: FetchSource, own_blocks: int, now_s: float
 ) -> str | None:
     """Whom to ask when `first` fails: the holder that lacks least of its run, and of equal ones the
     one that can send soonest. None when nobody else has more than the worker's own node."""

@@ -47,26 +47,74 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from conductor.config import ConductorConfig
 from conductor.load.cluster import Cluster
-from conductor.load.decode_batch import Load
+from conductor.load.decode_batch import DecodeLoad
 from conductor.load.decode_pool import COST_ROUNDING
 from conductor.load.pool import REQUESTS_RANK, Column, Mask, Path
-from conductor.load.warm_up import SLOWER
-from conductor.load.worker import Worker
+from conductor.load.worker import SLOWER, WorkerState
 from conductor.messages import Prediction, Request
 from conductor.queue_order import QueueOrder
-from conductor.routing.fetching import cached_tokens, make_plans, second_source
-from conductor.routing.pair import DecodeOption, Pair, PrefillOption
+from conductor.routing.fetching import FetchSource, cached_tokens, make_plans, second_source
 from conductor.routing.policies import POLICIES, Terms, at_random
 from conductor.routing.tiers import Holdings, Tiers
 from mooncake_store.layout import blocks_touched
 
+
+@dataclass(slots=True)
+class PrefillOption:
+    """One prefill worker and what the request would meet there."""
+
+    worker: WorkerState
+    local_blocks: int  # its node has them, on its SSD too
+    restore_blocks: int  # of these, on the SSD
+    cached_tokens: int
+    source: FetchSource | None  # of what is fetched
+    queue_s: float  # all work there
+    wait_s: float  # of it, what goes before this request
+    fetch_s: float  # restoring and fetching
+    transfer_s: float  # of that, what the wait does not hide
+    prefill_s: float
+    delay_s: float  # what it does to others there
+    has_room: bool  # its queue is bounded
+
+    @property
+    def start_s(self) -> float:
+        """The first token, before the hand-over."""
+        return self.wait_s + self.transfer_s + self.prefill_s
+
+    @property
+    def fetch_blocks(self) -> int:
+        return self.source.blocks - self.local_blocks if self.source else 0
+
+    @property
+    def fetch_node(self) -> str | None:
+        return self.source.node_id if self.source else None
+
+
+@dataclass(slots=True)
+class DecodeOption:
+    """One decode worker and its step when this request would join it."""
+
+    worker: WorkerState
+    load: DecodeLoad  # as the admission policy sees it, without this request
+    tbt_s: float  # with it
+    has_room: bool
+
+
+@dataclass(slots=True)
+class Pair:
+    prefill: PrefillOption
+    decode: DecodeOption
+    predicted: Prediction
+
+
 # (cluster, decode workers, when the prefill will end, now) -> their loads without the request
-Loads = Callable[[Cluster, Sequence[Worker], float, float], list[Load]]
+Loads = Callable[[Cluster, Sequence[WorkerState], float, float], list[DecodeLoad]]
 
 
 class Options:
@@ -88,7 +136,7 @@ class Options:
         self.ttft_limit_s = ttft_limit_s  # predicted to take longer, it is not admitted
         self.order = order  # what gives this request its place in a queue
         self._meet_prefills(tiers)
-        # Of the decode workers; None while nothing but their reserved loads can tell.
+        # Which decode workers have room; None as long as their reserved loads decide that alone.
         decodes, is_plain = cluster.decodes, loads is None and not cluster.has_refused
         is_plain = is_plain and decodes.count(self._is_decode) == len(decodes.workers)
         self._has_room = None if is_plain else self._rooms()
@@ -101,7 +149,7 @@ class Options:
         self._plans = plans
         prefill_s, transfer_s = plans.prefill_s, plans.transfer_s
         counts_behind, self._queues = policy.spares_others, queues
-        wait_s, behind = plans.place or pool.place(queues, prefill_s, counts_behind)
+        wait_s, behind = plans.position or pool.position(queues, prefill_s, counts_behind)
         if transfer_s is pool.zeros:
             start_s = wait_s + prefill_s
         else:
@@ -125,18 +173,18 @@ class Options:
         return has_room
 
     def _ask_loads(self, tokens: int, has_room: Mask) -> None:
-        """Put in who has room for other loads than the reserved ones."""
+        """Add to `has_room` who has room by the loads that admission looks at."""
         pool = self._cluster.decodes
         # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
         starts_s = np.where(self._is_prefill, self._terms.start_s, math.inf)
         self._at_s = self._now_s + starts_s.item(starts_s.argmin())
-        # Mostly less than is reserved, so who has room for that need not be asked: where it can be
-        # more, the one that is chosen is.
+        # What admission takes a load to be is mostly less than what is reserved, so a worker with
+        # room for the latter is not asked. Where it can be more, the chosen worker is asked later.
         rows = (self._is_decode & ~has_room).nonzero()[0].tolist()
         for row, load in zip(rows, self._loads_of(rows), strict=True):
             has_room[row] = _fits(pool.workers[row], load, tokens)
 
-    def _loads_of(self, rows: Sequence[int]) -> list[Load]:
+    def _loads_of(self, rows: Sequence[int]) -> list[DecodeLoad]:
         workers = [self._cluster.decodes.workers[row] for row in rows]
         assert self._loads is not None, "the pool knows the reserved ones"
         return self._loads(self._cluster, workers, self._at_s, self._now_s)
@@ -160,8 +208,8 @@ class Options:
         return self._config.admission == "predictive_lengths"
 
     def _leave_those_with_room(self, chosen: DecodeOption) -> bool:
-        """Who has room for what is reserved was not asked for its forecast, and `chosen` may have
-        none by that. Then only those remain that have it, if there are any: True.
+        """A worker with room for what is reserved was not asked for its forecast, and `chosen` may
+        have no room by that. Then only the workers with room remain, if there are any: True.
 
         Its time between tokens is not asked for here: of many forecasts the best is mostly the one
         that is most wrong, and prompts were computed for nothing (docs/measurements.md)."""
@@ -186,8 +234,8 @@ class Options:
             return first, decode
         tie_s = within(least_s, self._config) - least_s + COST_ROUNDING * rest_s
         total_s = cost_s.item(first) + rest_s
-        # Nobody is done sooner than the quickest batch after the quickest hand-over; most often
-        # that says already that no other prefill worker is better.
+        # No pair is done sooner than the quickest batch after the quickest hand-over. Most often
+        # this bound says already that no other prefill worker is better.
         steps_s = self._spread * pool.least_step_s
         near_s, far_s = pool.paths_s_least(prompt_tokens)
         nearest_s = near_s if near_s < far_s else far_s
@@ -227,19 +275,19 @@ class Options:
             if not choices:
                 is_choice, choices = self._is_prefill, pool.count(self._is_prefill)
         cost_s = policy.cost(self._terms)
-        newcomers = self._cluster.newcomers("prefill", self._now_s)
-        if newcomers and not policy.is_blind:
+        warming_up = self._cluster.warming_up("prefill", self._now_s)
+        if warming_up and not policy.is_blind:
             cost_s = cost_s.copy()
-            for worker, new in newcomers:
+            for worker, share in warming_up:
                 row = worker.row
                 work_s = self._terms.wait_s.item(row) + self._terms.prefill_s.item(row)
-                cost_s[row] += new * SLOWER * work_s
+                cost_s[row] += share * SLOWER * work_s
         if config.policy == "random":
             row_of = {pool.workers[row].key: row for row in is_choice.nonzero()[0].tolist()}
             return row_of[at_random(self._request.request_id, list(row_of))], 0.0, cost_s
         start_s = self._terms.start_s
-        # ... but not at the price of the request's own service level
-        if (policy.spares_others or newcomers) and (
+        # What is best for all must not cost this request its own service level.
+        if (policy.spares_others or warming_up) and (
             start_s.item(start_s.argmax()) > self.ttft_limit_s
         ):
             is_in_time = is_choice & (start_s <= self.ttft_limit_s)
@@ -264,7 +312,7 @@ class Options:
         pool, request = self._cluster.decodes, self._request
         path, prompt_tokens = pool.path(node_id), request.prompt_tokens
         costs_s = pool.costs_s(path, prompt_tokens, self._spread)
-        if self._has_room is None:  # mostly who is chosen from all has it
+        if self._has_room is None:  # The best of all workers mostly has room: try it alone first.
             least, row = self._least(costs_s, path)
             tokens = prompt_tokens + request.output_tokens_max
             if pool.has_room_at(row, tokens) and (row == least or pool.has_room_at(least, tokens)):
@@ -305,11 +353,19 @@ class Options:
         prefill_s = terms.prefill_s.item(row)
         delay_s = prefill_s * pool.behind(self._queues, row, prefill_s)
         return PrefillOption(
-            worker, blocks, restore, cached_tokens(used, worker.info.block_tokens, prompt_tokens),
-            source, terms.queue_s.item(row), terms.wait_s.item(row), plans.transfer_s.item(row),
-            terms.transfer_s.item(row), prefill_s, delay_s,
-            pool.has_room.item(row),
-        )  # fmt: skip
+            worker=worker,
+            local_blocks=blocks,
+            restore_blocks=restore,
+            cached_tokens=cached_tokens(used, worker.info.block_tokens, prompt_tokens),
+            source=source,
+            queue_s=terms.queue_s.item(row),
+            wait_s=terms.wait_s.item(row),
+            fetch_s=plans.transfer_s.item(row),
+            transfer_s=terms.transfer_s.item(row),
+            prefill_s=prefill_s,
+            delay_s=delay_s,
+            has_room=pool.has_room.item(row),
+        )
 
     def second_fetch_node(self, chosen: PrefillOption) -> str | None:
         """Who else could send what this worker fetches."""
@@ -333,13 +389,22 @@ class Options:
         return DecodeOption(worker, load, pool.ratio.item(row) * step_s, has_room)
 
     def pair(self, prefill: PrefillOption, decode: DecodeOption) -> Pair:
-        path = self._cluster.decodes.path(prefill.worker.info.node_id)
-        handover_s = self._handover_s(decode.worker.row, path)
+        handover_s = self.handover_s(prefill, decode)
         predicted = Prediction(
-            prefill.wait_s, prefill.transfer_s, prefill.prefill_s, handover_s,
-            prefill.start_s + handover_s, decode.tbt_s, decode.load.sequences + 1, prefill.delay_s,
-        )  # fmt: skip
+            queue_s=prefill.wait_s,
+            transfer_s=prefill.transfer_s,
+            prefill_s=prefill.prefill_s,
+            handover_s=handover_s,
+            ttft_s=prefill.start_s + handover_s,
+            tbt_s=decode.tbt_s,
+            decode_sequences=decode.load.sequences + 1,
+            delay_s=prefill.delay_s,
+        )
         return Pair(prefill, decode, predicted)
+
+    def handover_s(self, prefill: PrefillOption, decode: DecodeOption) -> float:
+        path = self._cluster.decodes.path(prefill.worker.info.node_id)
+        return self._handover_s(decode.worker.row, path)
 
     @property
     def prefills(self) -> list[PrefillOption]:
@@ -359,10 +424,11 @@ class Options:
         return self._cluster.prefills.mean(self._terms.queue_s, self._is_prefill)
 
 
-def _fits(worker: Worker, load: Load, tokens: int) -> bool:
+def _fits(worker: WorkerState, load: DecodeLoad, tokens: int) -> bool:
     """Whether a request of so many tokens, its longest answer included, finds room beside it."""
     pages = blocks_touched(tokens, worker.info.block_tokens)
-    # Rounded: 3.999 of 4 slots are 4. The worker itself makes sure, and queues if need be.
+    # Forecasts are fractions, so 3.999 of 4 slots count as 4. The worker itself makes sure, and
+    # queues a request that finds no slot.
     has_slot = round(load.sequences) < worker.info.slots_max
     return has_slot and load.pages + pages <= worker.info.pages_max
 

@@ -154,7 +154,7 @@ class Play:
     def explain(self, *words: str, **values: str) -> list[str]:
         return [
             f"{c.prefill.worker_id}+{c.decode.worker_id} {terms(c.predicted)} {c.verdict}"
-            for c in self.conductor.explain(self.asked(*words, **values), self.now_s)
+            for c in self.conductor.explain(self.asked(*words, **values), self.now_s).candidates
         ]
 
     def prefilled(self, *request_ids: str, cached: str = "0", seconds: str = "") -> None:

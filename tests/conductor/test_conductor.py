@@ -61,7 +61,7 @@ class Life:
             self.rng.choice((-1, 0, 1)), excluded,
         )  # fmt: skip
         before = self.conductor.stats()
-        candidates = self.conductor.explain(request, self.now_s)
+        candidates = self.conductor.explain(request, self.now_s).candidates
         assert self.conductor.stats() == before, "explaining decides nothing"
         outcome = self.conductor.on_request(request, self.now_s)
         self.outcomes.append(outcome)
@@ -70,7 +70,7 @@ class Life:
             assert outcome.cached_tokens < request.prompt_tokens
             assert (outcome.fetch_blocks > 0) == (outcome.fetch_node is not None)
             chosen = [c for c in candidates if c.verdict == "chosen"]
-            if not excluded:  # a retry frees its own first charge, which explain() may not
+            if not excluded:  # a retry frees what it had reserved, which explain() may not
                 assert [(c.prefill, c.decode) for c in chosen] == [
                     (outcome.prefill, outcome.decode)
                 ]

@@ -6,8 +6,15 @@ from dataclasses import fields, replace
 
 import pytest
 
-from conductor import ConductorConfig
+from conductor import ConductorConfig, config
+from conductor.admission.admission import LOAD_POLICIES
 from conductor.config import parse_shares
+from conductor.routing.policies import POLICIES
+
+
+def test_the_names_that_the_config_knows_are_those_of_the_tables() -> None:
+    assert tuple(POLICIES) == config.POLICIES
+    assert set(LOAD_POLICIES) == set(config.ADMISSIONS)
 
 
 def test_the_defaults_have_no_problem() -> None:

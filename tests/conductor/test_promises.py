@@ -218,9 +218,20 @@ def test_fetch_or_compute_is_what_trying_every_source_gives(seed: int, policy: s
         request = replace(
             prompt("r", prompt_tokens=len(chain) * BLOCK_TOKENS + 1), block_keys=chain
         )
-        for told in made.explain(request, 0.0):
+        for told in made.explain(request, 0.0).candidates:
             transfer_s, prefill_s = best_start_s(made, blocks, chain, told, policy == "adaptive")
             found_s = told.predicted.transfer_s + told.predicted.prefill_s
             assert found_s == pytest.approx(transfer_s + prefill_s, rel=1e-9)
             fetched += told.fetch_node is not None
     assert fetched, "too dull to prove anything"
+
+
+def test_the_best_pairs_are_explained_as_they_are_among_all_of_them(seed: int) -> None:
+    rng = random.Random(seed)
+    made = conductor(fleet(rng, 3), policy="adaptive")
+    request = prompt("r", prompt_tokens=5 * BLOCK_TOKENS + 1)
+    whole = made.explain(request, 0.0)
+    few = made.explain(request, 0.0, count_max=4)
+    assert whole.left_out == 0 and few.left_out == len(whole.candidates) - 4 > 0
+    assert few.candidates == whole.candidates[:4]
+    assert [c.verdict for c in few.candidates].count("chosen") == 1

@@ -18,7 +18,7 @@ gives no key and is first come, first served.
 
 Prefill: one step takes at most `chunk_tokens` new tokens, so that it has a bounded length. The
 head takes what it needs, the rest of the budget goes to those behind it: several short prompts
-share a step, as long as that pays (conductor/load/step_sharing.py). A chunk that is not its
+share a step, as long as that pays (conductor/queue_order.py). A chunk that is not its
 prompt's last ends at the end of a block, so that the block can be handed over at once. Decode: one
 token of every started request.
 
@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from backends.engine.batching.pages import PagePool
-from conductor.load.step_sharing import ALWAYS, shares_step
+from conductor.queue_order import ALWAYS, shares_step
 from mooncake_store.layout import blocks_touched
 
 Place = tuple[float, int, str]  # (key, how many came before, request): the least is next
@@ -69,7 +69,7 @@ def next_chunks(
     """One prefill step for these prompts, in this order of precedence.
 
     `overhead_tokens`, `waiting`: how much a step costs by itself, and how many more wait for one;
-    they decide how many prompts share it (conductor/load/step_sharing.py). By default it is filled.
+    they decide how many prompts share it (conductor/queue_order.py). By default it is filled.
     """
     assert chunk_tokens >= block_tokens, f"{chunk_tokens} tokens a step, {block_tokens} a block"
     chunks: list[Chunk] = []

@@ -20,7 +20,7 @@ import numpy as np
 from backends.engine.batching.batching import DecodeBatching
 from backends.engine.batching.pages import PagePool
 from backends.workers.steps import StepTimes
-from conductor.admission.arrival_check import There, refusal
+from conductor.admission.arrival_check import BatchOnArrival, refusal
 from conductor.estimates.estimates import DecodeEstimate
 from loadtest.simulator.cluster.job import SimulatedJob
 from loadtest.simulator.cluster.site import SimulatedSite
@@ -113,7 +113,7 @@ class DecodeNode:
             arrival.job.request.output_tokens_max - (self._end_of(done) - arrival.first_step)
             for arrival in self._running.values()
         ]
-        there = There(
+        there = BatchOnArrival(
             running_context + sum(other.prompt_tokens for other in waiting),
             [*left, *(other.request.output_tokens_max for other in waiting)],
             self._step_times(self._end_of(done)).speed,

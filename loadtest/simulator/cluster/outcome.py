@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from conductor.estimates.length_class import CLASSES, class_name, length_class
+from conductor.estimates.lengths import CLASSES, class_name, length_class
 from loadtest.simulator.cluster.job import SimulatedJob
 
 TTFT_SLO_S, ITL_SLO_S = 30.0, 0.1

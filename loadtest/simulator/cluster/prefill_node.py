@@ -17,7 +17,6 @@ from backends.engine.batching.pages import PagePool
 from backends.workers.prefix_loading import SingleFlight
 from backends.workers.steps import StepTimes
 from conductor.estimates.estimates import PrefillEstimate
-from conductor.load.step_sharing import overhead_tokens
 from loadtest.simulator.cluster.job import SimulatedJob
 from loadtest.simulator.cluster.site import SimulatedSite
 from loadtest.simulator.cluster.steps import Jitter
@@ -49,7 +48,7 @@ class PrefillNode:
         self._batching = PrefillBatching(
             self._pool, settings.block_tokens, settings.chunk_tokens,
             slots_max=site.pages_max, waiting_max=settings.waiting_max,
-            overhead_tokens=overhead_tokens(estimate),
+            overhead_tokens=estimate.overhead_tokens,
         )  # fmt: skip
         self._single_flight = SingleFlight()
         self._jobs: dict[str, SimulatedJob] = {}

@@ -33,7 +33,7 @@ from conductor.estimates.estimates import (
     fit_decode,
     fit_prefill,
 )
-from conductor.load.step_sharing import ALWAYS
+from conductor.queue_order import ALWAYS
 from loadtest.simulator.cluster.fleet import SimulatedCluster
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.dynamo.blocks import BlockPool, Key, Watcher

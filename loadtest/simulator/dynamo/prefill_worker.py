@@ -11,7 +11,7 @@ With other keys a short prompt overtakes a long one between two chunks, as in ou
 (backends/engine/batching/batching.py); so there may be several partly computed prompts, and the
 blocks that they have yet to take count as taken. With `overhead_tokens` a pass may end before its
 tokens are spent, so that short prompts need not wait for others to be computed
-(conductor/load/step_sharing.py).
+(conductor/queue_order.py).
 
 Not here: time (fleet.py), the order of the queue (the key that comes with a job).
 """
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from conductor.load.step_sharing import ALWAYS, shares_step
+from conductor.queue_order import ALWAYS, shares_step
 from loadtest.simulator.cluster.job import SimulatedJob
 from loadtest.simulator.dynamo.blocks import PARTIAL, BlockPool, Watcher
 from loadtest.simulator.dynamo.timing import (

@@ -10,7 +10,7 @@ Any other case can be asked for: speeds, sizes of cache, numbers of workers, ano
 every scheduler is run on it, and with a Python that has Dynamo's wheel so is Dynamo itself.
 
 `passes` tells what fills a prefill pass. `filled`: all the tokens there are, as Dynamo's engine has
-it. `shared`: prompts share a pass only where that pays (conductor/load/step_sharing.py). Dynamo
+it. `shared`: prompts share a pass only where that pays (conductor/queue_order.py). Dynamo
 reaches the same by holding prompts in its router until a worker is free (queue threshold 0).
 
 Not here: the engine (../dynamo), its peer (../dynamo/peer.py), the picture (pictures.py).
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from conductor import ConductorConfig
-from conductor.load.step_sharing import ALWAYS, overhead_tokens
+from conductor.queue_order import ALWAYS
 from loadtest.bench.result import Cell, Result
 from loadtest.replay.trace import TraceRow
 from loadtest.simulator.cluster.job import Offered, offered_of, spread_ticks
@@ -148,7 +148,7 @@ def run(
 ) -> DynamoRun:  # fmt: skip
     """Replay one case to its end."""
     started_s = time.monotonic()
-    shares = overhead_tokens(profile_prefill().estimate) if case.passes == "shared" else ALWAYS
+    shares = profile_prefill().estimate.overhead_tokens if case.passes == "shared" else ALWAYS
     sizes = case.blocks, case.prefills, case.decodes, shares
     if case.policy == "round_robin":
         fleet: DynamoFleet = RoundRobinFleet(*sizes)

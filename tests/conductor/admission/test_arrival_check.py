@@ -1,17 +1,19 @@
-"""The decode worker's second look: by numbers that can be checked by hand."""
+"""The decode worker's admission re-check: by numbers that can be checked by hand."""
 
 from __future__ import annotations
 
 import random
 
-from conductor.admission.arrival_check import RETRY_S_MAX, RETRY_S_MIN, There, refusal
+from conductor.admission.arrival_check import RETRY_S_MAX, RETRY_S_MIN, BatchOnArrival, refusal
 from conductor.estimates.estimates import DecodeEstimate
 
 ESTIMATE = DecodeEstimate(base_s=0.010, per_sequence_s=0.001, per_context_token_s=1e-6)
 
 
-def there(sequences: int, tokens_each: int = 1000, left: int = 100, speed: float = 1.0) -> There:
-    return There(sequences * tokens_each, [left] * sequences, speed)
+def there(
+    sequences: int, tokens_each: int = 1000, left: int = 100, speed: float = 1.0
+) -> BatchOnArrival:
+    return BatchOnArrival(sequences * tokens_each, [left] * sequences, speed)
 
 
 def test_it_is_taken_as_long_as_the_step_with_it_keeps_the_limit() -> None:
@@ -37,7 +39,7 @@ def test_a_worker_that_has_become_slow_refuses_earlier() -> None:
 
 def test_come_back_when_as_many_have_left_as_must() -> None:
     left = [100, 200, 300, *[400] * 9]
-    crowd = There(12_000, left)
+    crowd = BatchOnArrival(12_000, left)
     refused = refusal(crowd, 1000, ESTIMATE, 0.030)
     assert refused is not None  # three must leave: 300 steps of 34 ms
     assert abs(refused.retry_after_s - 300 * 0.034) < 1e-6

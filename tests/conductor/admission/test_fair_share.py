@@ -9,9 +9,19 @@ from collections import Counter, defaultdict
 import pytest
 
 from conductor import ConductorConfig, Request
-from conductor.admission.demand import BUCKETS, COST_MIN_S, NO_CUTS, Demand, bucket, cost_at
-from conductor.admission.fair_share import TENANTS_MAX, FairShare, Pressure, max_min
-from conductor.estimates.length_class import CLASSES, class_name, length_class
+from conductor.admission.fair_share import (
+    BUCKETS,
+    COST_MIN_S,
+    NO_CUTS,
+    TENANTS_MAX,
+    Demand,
+    FairShare,
+    Pressure,
+    bucket,
+    cost_at,
+    max_min,
+)
+from conductor.estimates.lengths import CLASSES, class_name, length_class
 
 IDLE = Pressure(0.0, 2, 0.0)
 BUSY = Pressure(4.0, 2, 0.0)  # at the target of a 10 s limit: as much may come as is done

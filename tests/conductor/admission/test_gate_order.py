@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from conductor.admission.gate import Gate
+from conductor.admission.admission import Gate
 from conductor.config import ConductorConfig
 from conductor.messages import Prediction, Request
 from conductor.queue_order import FIFO
-from conductor.routing.pair import Pair
+from conductor.routing.routing import Pair
 from tests.conductor.admission.test_fair_share import BUSY, asked
 
 SLO_S = 10.0

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from conductor import (
+from conductor.estimates.estimates import (
+    UNCALIBRATED_DECODE,
+    UNCALIBRATED_PREFILL,
     DecodeEstimate,
     DecodeSample,
     PrefillEstimate,
@@ -14,7 +16,6 @@ from conductor import (
     fit_decode,
     fit_prefill,
 )
-from conductor.estimates.estimates import UNCALIBRATED_DECODE, UNCALIBRATED_PREFILL, transfer_s
 
 LENGTHS = [(n, p) for n in (1, 64, 500, 2_000, 8_000) for p in (0, 640, 8_000, 64_000)]
 
@@ -88,7 +89,5 @@ def test_chunks_of_a_prompt_take_as_long_as_the_whole_but_for_the_base() -> None
     assert chunks == pytest.approx(estimate.seconds(1_000, 0) + estimate.base_s)
 
 
-def test_nothing_to_compute_or_to_move_takes_no_time() -> None:
+def test_nothing_to_compute_takes_no_time() -> None:
     assert PrefillEstimate(0.01, 1e-3, 1e-6).seconds(0, 500) == 0.0
-    assert transfer_s(0, 1e9, 0.001) == 0.0
-    assert transfer_s(1e9, 1e9, 0.5) == pytest.approx(1.5)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from conductor.estimates.margin import Margin
+from conductor.estimates.measured import Margin
 
 SHORT, LONG = 1_000, 100_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conductor.estimates.speed import RATIO_MAX, SpeedRatio
+from conductor.estimates.measured import RATIO_MAX, SpeedRatio
 
 
 def test_nothing_measured_means_as_calibrated() -> None:

@@ -13,14 +13,14 @@ from tests.conductor.fleet import report
 def joined(*request_ids: str, now_s: float = 0.0, leave_s: float = 100.0) -> DecodeBatch:
     made = DecodeBatch()
     for request_id in request_ids:
-        made.charge(request_id, 100, 2, now_s)
+        made.reserve(request_id, 100, 2, now_s)
         made.join(request_id, now_s, leave_s)
     return made
 
 
 def test_a_request_in_prefill_is_reserved_but_not_in_the_batch() -> None:
     made = DecodeBatch()
-    made.charge("a", 100, 2, 5.0)
+    made.reserve("a", 100, 2, 5.0)
     assert made.load_now().sequences == 0 and made.load_reserved().sequences == 1
     made.join("a", 5.0, 9.0)
     assert made.load_now() == (1, 100, 2) and made.load_reserved().sequences == 1
@@ -44,7 +44,7 @@ def test_a_request_that_joined_just_before_a_report_counts_once_whether_it_is_in
 
 def test_pages_that_are_reserved_while_the_prefill_runs_count_once() -> None:
     made = DecodeBatch()
-    made.charge("a", 100, 7, 5.0)
+    made.reserve("a", 100, 7, 5.0)
     made.on_report(report("d0", pages_used=7), 1.0, 0.2)
     assert made.load_now() == (0, 0, 0) and made.load_reserved() == (1, 100, 7)
 
@@ -74,8 +74,8 @@ def test_a_request_that_waits_in_the_workers_queue_takes_room_too() -> None:
 
 def test_the_load_at_prefill_end_adds_who_comes_and_takes_away_who_leaves() -> None:
     made = joined("a", "b", leave_s=4.0)
-    made.charge("c", 300, 5, 3.0)
-    made.charge("d", 300, 5, 8.0)
+    made.reserve("c", 300, 5, 3.0)
+    made.reserve("d", 300, 5, 8.0)
     assert made.load_at(3.5, 0.0, 10.0) == (3, 500, 9)
     assert made.load_at(4.0, 0.0, 10.0).sequences == 1
     assert made.load_at(9.0, 0.0, 10.0).sequences == 2
@@ -91,7 +91,7 @@ def test_those_of_a_report_have_had_a_token_a_step_since_then() -> None:
     made = joined("a", "b", now_s=0.0)
     said = report("d0", running=2, context_tokens=230, pages_used=4, step_s=0.010)
     made.on_report(said, 1.0, 0.2)
-    made.charge("c", 100, 2, 1.5)
+    made.reserve("c", 100, 2, 1.5)
     made.join("c", 1.5, 100.0)  # not in the report, so not counted among those who had tokens
     assert made.load_at(2.0, 1.5, 50.0).context_tokens == pytest.approx(230 + 100 + 2 * 100)
     assert made.load_now().context_tokens == 330, "what was reported, for whoever asks about now"
@@ -113,7 +113,7 @@ def test_a_long_random_life_keeps_its_counts_and_ends_at_zero(seed: int) -> None
         step = rng.randrange(5)
         if step == 0:
             number += 1
-            made.charge(f"r{number}", rng.randint(1, 9_000), rng.randint(1, 90), now_s + 1)
+            made.reserve(f"r{number}", rng.randint(1, 9_000), rng.randint(1, 90), now_s + 1)
             alive.append(f"r{number}")
         elif step == 1 and alive:
             made.join(rng.choice(alive), now_s, now_s + rng.uniform(0, 5))

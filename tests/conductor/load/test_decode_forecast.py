@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from conductor.estimates.lengths import OutputLengths
-from conductor.load.decode_batch import DecodeBatch, Load
-from conductor.load.decode_forecast import Answer, DecodeForecast, ForecastTable
+from conductor.load.decode_batch import DecodeBatch, DecodeLoad
+from conductor.load.decode_forecast import DecodeForecast, ExpectedAnswer, ForecastTable
 from tests.conductor.fleet import report
 
 KEY = (0, "")
@@ -32,12 +32,12 @@ class Bench:
         batch.forecast = DecodeForecast(self.table, self.lengths, STEP_S)
         return batch
 
-    def charge(self, name: str, end_s: float, now_s: float = 0.0, tokens_max: int = 4_000,
+    def reserve(self, name: str, end_s: float, now_s: float = 0.0, tokens_max: int = 4_000,
                pages: int = 5) -> None:  # fmt: skip
-        self.batch.charge(name, 1_000, pages, end_s, Answer(KEY, tokens_max), now_s)
+        self.batch.reserve(name, 1_000, pages, end_s, ExpectedAnswer(KEY, tokens_max), now_s)
 
     def join(self, name: str, now_s: float, **changes: int) -> None:
-        self.charge(name, now_s, now_s, **changes)
+        self.reserve(name, now_s, now_s, **changes)
         self.batch.join(name, now_s, now_s + 10.0)
 
     def report(self, now_s: float, running: int, context_tokens: int = 0, pages: int = 0) -> None:
@@ -45,10 +45,10 @@ class Bench:
                       step_s=STEP_S)  # fmt: skip
         self.batch.on_report(said, now_s, 0.2)
 
-    def at(self, at_s: float) -> Load:
+    def at(self, at_s: float) -> DecodeLoad:
         assert self.batch.forecast is not None
         self.batch.check()
-        return Load(*self.table.at(np.array([self.batch.forecast.row]), at_s)[0])
+        return DecodeLoad(*self.table.at(np.array([self.batch.forecast.row]), at_s)[0])
 
 
 def test_whoever_is_there_stays_until_answers_of_its_class_end() -> None:
@@ -78,7 +78,7 @@ def test_nobody_stays_beyond_max_tokens() -> None:
 def test_one_that_comes_counts_from_its_prefill_on_and_before_as_the_peak_to_come() -> None:
     bench = Bench()
     bench.report(0.0, 0)
-    bench.charge("a", end_s=4.0)
+    bench.reserve("a", end_s=4.0)
     assert bench.at(5.0).sequences > 0.9
     assert bench.at(0.0).sequences > 0.9, "who joins before it decodes beside it"
     assert bench.at(40.0).sequences < 0.1, "it has come and gone"
@@ -87,7 +87,7 @@ def test_one_that_comes_counts_from_its_prefill_on_and_before_as_the_peak_to_com
 def test_room_that_a_longer_prefill_books_is_not_given_away_twice() -> None:
     bench = Bench()
     bench.join("a", 0.0)
-    bench.charge("b", end_s=8.0)
+    bench.reserve("b", end_s=8.0)
     bench.report(0.5, 1, 1_005, 5)
     assert bench.at(2.0).sequences > 1.5, "a may still be there when b joins"
     assert bench.at(30.0).sequences < 0.2
@@ -95,7 +95,7 @@ def test_room_that_a_longer_prefill_books_is_not_given_away_twice() -> None:
 
 def test_a_late_prefill_is_still_coming() -> None:
     bench = Bench()
-    bench.charge("a", end_s=1.0)
+    bench.reserve("a", end_s=1.0)
     bench.report(20.0, 0)
     assert bench.at(22.0).sequences > 0.9
 
@@ -158,7 +158,7 @@ def test_a_long_random_life_keeps_its_sums_and_ends_at_nothing(seed: int) -> Non
         now_s += rng.choice((0.0, 0.01, 0.3))
         step = rng.randrange(5)
         if step == 0:
-            bench.charge(f"r{number}", now_s + rng.uniform(0, 5), now_s, rng.randint(0, 900),
+            bench.reserve(f"r{number}", now_s + rng.uniform(0, 5), now_s, rng.randint(0, 900),
                          rng.randint(1, 99))  # fmt: skip
             alive.append(f"r{number}")
         elif step == 1 and alive:
@@ -180,7 +180,7 @@ def test_many_workers_are_asked_at_once_and_rows_are_used_again() -> None:
     workers = [bench.worker() for _ in range(20)]
     for number, batch in enumerate(workers):
         for name in range(number):
-            batch.charge(f"r{name}", 10, 1, 0.0, Answer(KEY, 100), 0.0)
+            batch.reserve(f"r{name}", 10, 1, 0.0, ExpectedAnswer(KEY, 100), 0.0)
     rows = np.array([batch.forecast.row for batch in workers if batch.forecast])
     assert bench.table.at(rows, 0.0)[:, 0].round().tolist() == list(range(20))
     last = workers[-1].forecast
@@ -196,7 +196,7 @@ def test_one_request_alone_is_computed_as_many_are(seed: int) -> None:
     bench.report(7.0, 0)
     for number in range(30):
         end_s = 7.0 + rng.choice((0.0, 0.4, 5.0))
-        bench.charge(f"r{number}", end_s, 7.0, rng.randint(0, 300), rng.randint(1, 50))
+        bench.reserve(f"r{number}", end_s, 7.0, rng.randint(0, 300), rng.randint(1, 50))
         if end_s == 7.0:
             bench.batch.join(f"r{number}", 7.0, 17.0)
     times = [7.0 + 0.3 * n for n in range(100)]

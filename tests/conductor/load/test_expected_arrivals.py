@@ -5,20 +5,20 @@ import random
 
 import pytest
 
-from conductor.load.expected_arrivals import Overtakers
+from conductor.load.decode_forecast import ExpectedArrivals
 
 HALF_LIFE_S = 60.0
 
 
-def steady(share: float, per_s: float, delay_s: float, until_s: float) -> Overtakers:
-    found = Overtakers(share, HALF_LIFE_S)
+def steady(share: float, per_s: float, delay_s: float, until_s: float) -> ExpectedArrivals:
+    found = ExpectedArrivals(share, HALF_LIFE_S)
     for number in range(int(until_s * per_s)):
         found.admitted(delay_s, 1_000, 4, number / per_s)
     return found
 
 
 def test_nobody_is_expected_before_anybody_came_nor_for_now() -> None:
-    assert Overtakers(1.0, HALF_LIFE_S).expected(10.0, 0.0, 1) == (0.0, 0.0, 0.0)
+    assert ExpectedArrivals(1.0, HALF_LIFE_S).expected(10.0, 0.0, 1) == (0.0, 0.0, 0.0)
     assert steady(1.0, 2.0, 1.0, 600.0).expected(600.0, 600.0, 1) == (0.0, 0.0, 0.0)
 
 
@@ -36,7 +36,7 @@ def test_in_the_first_moments_hardly_anybody_can_be_through() -> None:
 
 
 def test_a_few_requests_right_after_the_start_are_no_flood() -> None:
-    found = Overtakers(1.0, HALF_LIFE_S)
+    found = ExpectedArrivals(1.0, HALF_LIFE_S)
     for number in range(4):
         found.admitted(0.1, 100, 1, number * 0.01)
     assert found.expected(10.04, 0.04, 1)[0] < 1.0
@@ -50,7 +50,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
 
 def test_a_longer_wait_never_meets_fewer(seed: int) -> None:
     rng, now_s = random.Random(seed), 0.0
-    found = Overtakers(rng.random(), HALF_LIFE_S)
+    found = ExpectedArrivals(rng.random(), HALF_LIFE_S)
     for _ in range(300):
         now_s += rng.expovariate(3.0)
         found.admitted(rng.expovariate(0.5), rng.randrange(1, 9_000), rng.randrange(1, 40), now_s)

@@ -1,4 +1,4 @@
-"""The queue's seconds: charged at once, replaced by what a report knows, never below zero."""
+"""The queue's seconds: reserved at once, replaced by what a report knows, never below zero."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def queue() -> PrefillQueue:
 
 def test_a_charge_counts_at_once_and_only_its_uncached_tokens() -> None:
     made = queue()
-    made.charge("a", 300, 700, 0.0)
-    made.charge("b", 200, 0, 0.0)
+    made.reserve("a", 300, 700, 0.0)
+    made.reserve("b", 200, 0, 0.0)
     assert made.work_s(0.0) == pytest.approx(0.5)
 
 
 def test_a_request_that_overruns_does_not_eat_the_time_of_those_behind_it() -> None:
     made = queue()
-    made.charge("a", 300, 0, 0.0)
-    made.charge("b", 200, 0, 0.0)
+    made.reserve("a", 300, 0, 0.0)
+    made.reserve("b", 200, 0, 0.0)
     assert made.work_s(0.1) == pytest.approx(0.4)
     assert made.work_s(9.0) == pytest.approx(0.2)
 
 
 def test_a_report_shrinks_the_first_charges_first() -> None:
     made = queue()
-    made.charge("a", 300, 0, 0.0)
-    made.charge("b", 200, 0, 0.0)
+    made.reserve("a", 300, 0, 0.0)
+    made.reserve("b", 200, 0, 0.0)
     made.on_report(250, 2, 1.0, 0.2)
     assert made.work_s(1.0) == pytest.approx(0.25)
     made.drop("a", 1.0)
@@ -43,9 +43,9 @@ def test_a_report_shrinks_the_first_charges_first() -> None:
 
 def test_a_report_does_not_replace_what_it_cannot_know_yet() -> None:
     made = queue()
-    made.charge("a", 300, 0, 0.9)
+    made.reserve("a", 300, 0, 0.9)
     made.on_report(0, 0, 1.0, 0.2)
-    assert made.work_s(1.0) == pytest.approx(0.2), "charged 0.1 s ago, running since"
+    assert made.work_s(1.0) == pytest.approx(0.2), "reserved 0.1 s ago, running since"
     made.on_report(0, 0, 1.2, 0.2)
     assert made.work_s(1.2) == 0.0
 
@@ -53,16 +53,18 @@ def test_a_report_does_not_replace_what_it_cannot_know_yet() -> None:
 def test_work_of_other_fronts_comes_first_and_fades() -> None:
     made = queue()
     made.on_report(1_000, 2, 1.0, 0.2)
-    made.charge("a", 300, 0, 1.0)
+    made.reserve("a", 300, 0, 1.0)
     assert made.work_s(1.0) == pytest.approx(1.3) and made.requests == 3
     assert made.work_s(1.5) == pytest.approx(0.8)
-    assert made.work_s(2.1) == pytest.approx(0.2), "ours began when the foreign work was done"
+    assert made.work_s(2.1) == pytest.approx(0.2), "ours began when the unattributed work was done"
 
 
-def test_a_prompt_that_the_worker_has_not_looked_up_yet_is_not_taken_for_foreign_work() -> None:
+def test_a_prompt_that_the_worker_has_not_looked_up_yet_is_not_taken_for_unattributed_work() -> (
+    None
+):
     made = queue()
-    made.charge("running", 300, 0, 0.0)
-    made.charge("cached", 1, 999, 0.0)
+    made.reserve("running", 300, 0, 0.0)
+    made.reserve("cached", 1, 999, 0.0)
     made.on_report(300 + 1_000, 2, 0.2, 0.2)
     assert made.requests == 2
     assert made.work_s(0.2) == pytest.approx(0.101), "time has passed, nothing else is known"
@@ -70,9 +72,9 @@ def test_a_prompt_that_the_worker_has_not_looked_up_yet_is_not_taken_for_foreign
 
 def test_fewer_requests_than_charges_means_that_the_first_are_done() -> None:
     made = queue()
-    made.charge("a", 300, 0, 0.0)
-    made.charge("b", 200, 0, 0.0)
-    made.charge("c", 100, 900, 0.0)
+    made.reserve("a", 300, 0, 0.0)
+    made.reserve("b", 200, 0, 0.0)
+    made.reserve("c", 100, 900, 0.0)
     made.on_report(1_000, 1, 0.2, 0.2)
     assert made.work_s(0.2) == pytest.approx(0.1), "only c is left"
 
@@ -90,7 +92,7 @@ def test_a_long_random_life_never_goes_below_zero_and_ends_at_zero(
         if step <= 1:
             number += 1
             key_s = now_s + rng.uniform(0.0, 5.0)
-            made.charge(f"r{number}", rng.randint(1, 5_000), rng.randint(0, 5_000), now_s, key_s)
+            made.reserve(f"r{number}", rng.randint(1, 5_000), rng.randint(0, 5_000), now_s, key_s)
             alive.append(f"r{number}")
         elif step == 2:
             made.on_report(rng.randint(0, 9_000), rng.randint(0, 9), now_s, 0.2)
@@ -108,9 +110,9 @@ def test_a_long_random_life_never_goes_below_zero_and_ends_at_zero(
 def keyed(preempts: bool) -> PrefillQueue:
     """`a` has begun; `b` has a late key and `c` an early one."""
     made = PrefillQueue(ONE_MS_A_TOKEN, 0.0, preempts)
-    made.charge("a", 300, 0, 0.0, key_s=5.0)
-    made.charge("b", 200, 0, 0.0, key_s=9.0)
-    made.charge("c", 100, 0, 0.1, key_s=1.0)
+    made.reserve("a", 300, 0, 0.0, key_s=5.0)
+    made.reserve("b", 200, 0, 0.0, key_s=9.0)
+    made.reserve("c", 100, 0, 0.1, key_s=1.0)
     return made
 
 
@@ -149,7 +151,7 @@ def test_ahead_and_behind_agree_with_a_walk_over_the_line(seed: int, preempts: b
     made = PrefillQueue(ONE_MS_A_TOKEN, 0.0, preempts)
     keys = {f"r{n}": rng.uniform(0, 9) for n in range(30)}
     for name, key_s in keys.items():
-        made.charge(name, 100, 0, 0.0, key_s)
+        made.reserve(name, 100, 0, 0.0, key_s)
     head = min(keys, key=keys.__getitem__) if preempts else "r0"
     for probe_s in (*keys.values(), -1.0, 99.0):
         ahead = sum(key_s <= probe_s for name, key_s in keys.items() if name != head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from conductor.estimates.estimates import PrefillEstimate
-from conductor.load.step_sharing import ALWAYS, overhead_tokens, shares_step
+from conductor.queue_order import ALWAYS, shares_step
 
 STEP = PrefillEstimate(base_s=0.016, per_token_s=2e-5, per_token_pair_s=0.0)  # 800 tokens
 
@@ -35,7 +35,7 @@ def test_the_first_prompt_is_always_in_the_step() -> None:
 
 
 def test_a_long_prompt_waits_for_the_next_step_and_a_short_one_need_not() -> None:
-    overhead = overhead_tokens(STEP)
+    overhead = STEP.overhead_tokens
     assert overhead == 800
     assert not shares_step(1, 1, 801, overhead)
     assert shares_step(1, 1, 800, overhead)
@@ -48,7 +48,7 @@ def test_a_deep_queue_shares_what_a_short_one_does_not() -> None:
 
 def test_always_fills_the_step() -> None:
     assert shares_step(200, 1, 100_000, ALWAYS)
-    assert overhead_tokens(PrefillEstimate(0.01, 0.0, 1e-9)) == ALWAYS
+    assert PrefillEstimate(0.01, 0.0, 1e-9).overhead_tokens == ALWAYS
 
 
 def test_sharing_by_this_rule_beats_sharing_always_and_never(seed: int) -> None:
@@ -56,7 +56,7 @@ def test_sharing_by_this_rule_beats_sharing_always_and_never(seed: int) -> None:
     totals = {"rule": 0.0, "always": 0.0, "never": 0.0}
     for _ in range(200):
         prompts = sorted(int(rng.lognormvariate(7, 1.2)) + 1 for _ in range(rng.randrange(2, 12)))
-        totals["rule"] += sum(ends_s(planned(prompts, overhead_tokens(STEP))))
+        totals["rule"] += sum(ends_s(planned(prompts, STEP.overhead_tokens)))
         totals["always"] += sum(ends_s([prompts]))
         totals["never"] += sum(ends_s([[tokens] for tokens in prompts]))
     assert totals["rule"] < 0.97 * totals["never"] < totals["always"]

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from conductor import Conductor, ConductorConfig, Route
-from conductor.load.warm_up import budget, newness
+from conductor.load.worker import budget, warm_up
 from mooncake_store.records.events import WorkerReported, WorkerUp
 from tests.conductor.fleet import fleet, prompt, report, worker
 
@@ -37,9 +37,9 @@ def burst(
 
 def test_newness_falls_from_one_to_nothing_and_copies_grow_from_an_eighth() -> None:
     ages = (-1.0, 0.0, 15.0, 29.0, 30.0, 1e9)
-    found = [newness(0.0, age_s, 30.0) for age_s in ages]
+    found = [warm_up(0.0, age_s, 30.0) for age_s in ages]
     assert found == [1.0, 1.0, 0.5, pytest.approx(1 / 30), 0.0, 0.0]
-    assert newness(0.0, 0.0, 0.0) == 0.0, "0 s turns it off"
+    assert warm_up(0.0, 0.0, 0.0) == 0.0, "0 s turns it off"
     assert [budget(128, new) for new in found[1:3]] == [16, 64] and budget(128, 0.0) == 128
     assert budget(1, 1.0) == 1
 
@@ -51,7 +51,7 @@ def test_a_newcomer_gets_little_at_first_and_its_share_in_the_end(policy: str) -
     assert shares[-1] == burst(0.0, policy, slow_start_s=0.0)["p9"] >= 6
 
 
-def test_a_cluster_that_starts_as_a_whole_has_no_newcomers() -> None:
+def test_a_cluster_that_starts_as_a_whole_has_no_warming_up_since_s() -> None:
     made = Conductor(ConductorConfig())
     made.on_events(fleet(prefills=3, nodes=3), 0.0)
     went = {

@@ -6,29 +6,29 @@ import random
 
 import pytest
 
-from conductor.estimates.speed import PRIOR
-from conductor.load.worker import Worker
+from conductor.estimates.measured import PRIOR
+from conductor.load.worker import WorkerState
 from tests.conductor.fleet import worker
 
 
-def ratio(bench: Worker) -> float:
+def ratio(bench: WorkerState) -> float:
     """Measured / estimated of all that was learned, without the prior's pull."""
     measured_s, estimated_s, _ = bench.speed.sums
     return measured_s / estimated_s
 
 
 @pytest.fixture
-def bench() -> Worker:
-    return Worker(worker("p0", "prefill", "s0"), 0.0, preempts=True)
+def bench() -> WorkerState:
+    return WorkerState(worker("p0", "prefill", "s0"), 0.0, preempts=True)
 
 
-def test_prompts_that_shared_a_step_count_it_once(bench: Worker) -> None:
+def test_prompts_that_shared_a_step_count_it_once(bench: WorkerState) -> None:
     for _ in range(4):
         bench.prefilled(began_s=0.0, seconds=1.0, estimated_s=0.25, now_s=1.0)
     assert ratio(bench) == pytest.approx(1.0)
 
 
-def test_a_prompt_that_was_overtaken_on_the_way_still_took_its_own_time(bench: Worker) -> None:
+def test_a_prompt_that_was_overtaken_on_the_way_still_took_its_own_time(bench: WorkerState) -> None:
     # Ten seconds of computing in two parts; in between, and last of all, short ones of 0.1 s.
     bench.prefilled(began_s=4.0, seconds=0.1, estimated_s=0.1, now_s=4.1)
     bench.prefilled(began_s=9.9, seconds=0.1, estimated_s=0.1, now_s=10.0)
@@ -36,13 +36,13 @@ def test_a_prompt_that_was_overtaken_on_the_way_still_took_its_own_time(bench: W
     assert ratio(bench) == pytest.approx(1.0)
 
 
-def test_what_ended_before_a_prompt_began_takes_nothing_from_it(bench: Worker) -> None:
+def test_what_ended_before_a_prompt_began_takes_nothing_from_it(bench: WorkerState) -> None:
     bench.prefilled(began_s=0.0, seconds=2.0, estimated_s=2.0, now_s=2.0)
     bench.prefilled(began_s=1.0, seconds=2.0, estimated_s=1.0, now_s=3.0)  # shared [1, 2]
     assert ratio(bench) == pytest.approx(1.0)
 
 
-def test_any_order_of_overtaking_gives_the_true_speed(bench: Worker, seed: int) -> None:
+def test_any_order_of_overtaking_gives_the_true_speed(bench: WorkerState, seed: int) -> None:
     """Chunks of random prompts, one per step, shortest remaining first; each step slower by 1.5."""
     rng, now_s = random.Random(seed), 0.0
     left: dict[int, float] = {}

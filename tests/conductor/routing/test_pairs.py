@@ -79,7 +79,7 @@ def objective_s(case: Case, pair: Candidate) -> float:
 
 def judged(case: Case) -> tuple[list[Candidate], Candidate] | None:
     """All pairs with room, and the chosen one; None where nobody has room."""
-    pairs = case.made.explain(case.request, 0.0)
+    pairs = case.made.explain(case.request, 0.0).candidates
     chosen = pairs[0]
     route = case.made.on_request(case.request, 0.0)
     with_room = [p for p in pairs if p.verdict in ("chosen", "slower")]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from conductor import Request
-from conductor.load.step_sharing import ALWAYS
+from conductor.queue_order import ALWAYS
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.dynamo.decode_worker import DynamoDecodeWorker, OutOfBlocks
 from loadtest.simulator.dynamo.fleet import RoundRobinFleet

@@ -166,7 +166,7 @@ def test_the_conductor_sees_the_caches_as_they_are(offered: list[Offered]) -> No
     fleet.flush()
     seen = set()
     for found in jobs:
-        for candidate in fleet.conductor.explain(found.request, fleet.clock.now_s):
+        for candidate in fleet.conductor.explain(found.request, fleet.clock.now_s).candidates:
             worker = fleet.prefills[candidate.prefill.worker_id]
             assert candidate.local_blocks == len(worker.pool.hits(found.keys))
             seen.add(candidate.local_blocks > 1)
