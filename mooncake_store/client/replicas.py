@@ -4,7 +4,7 @@ The node that shall get a copy pulls it itself, one-sided, from a node that has 
 `fetch`): no byte goes through whoever asks. Dropping comes after copying, and never takes the last
 copy away.
 
-Not here: pulling (fetcher.py), which node should get one (placement.py).
+Not here: pulling (fetcher.py), which node should get one (directory/core/nodes.py).
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ import msgspec
 import zmq
 
 from mooncake_store.block_keys import check_keys
-from mooncake_store.directory.core.spills import Spill
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 from mooncake_store.layout import Geometry
-from mooncake_store.records.blocks import Allocation, Copy, Slot
+from mooncake_store.records.blocks import Allocation, Copy, Slot, Spill
 from mooncake_store.records.events import Snapshot
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.records.status import DirectoryStats
@@ -151,7 +150,7 @@ class DirectoryClient:
         """ "soft" (for ttl_s), "hard" or "none"; False where a hard pin found no room."""
         return self._ask(protocol.PinKeys(list(keys), kind, ttl_s), _BOOLS)
 
-    # ---- upkeep
+    # ---- admin
 
     def adopt(
         self,

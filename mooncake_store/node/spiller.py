@@ -5,7 +5,7 @@ them may be evicted and its slot filled with another block while the disk still 
 writer of that other block changes the header before it touches a byte, so: look at the header and
 the checksum, write, look at the header again, and only then note and commit the copy.
 
-Not here: the disk (ssd/), the choice of blocks (spills.py).
+Not here: the disk (ssd/), the choice of blocks (directory/core/copies.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.core.spills import Spill
 from mooncake_store.errors import NodeUnknown, StoreError, StoreUnavailable
 from mooncake_store.memory.slot_memory import SlotMemory
-from mooncake_store.records.blocks import Slot
+from mooncake_store.records.blocks import Slot, Spill
 from mooncake_store.records.membership import SSD_SUFFIX
 from mooncake_store.ssd.records import Entry
 from mooncake_store.ssd.ssd_tier import WRITE_S_MAX, Job, SsdTier

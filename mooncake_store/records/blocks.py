@@ -45,3 +45,15 @@ class Allocation:
     def full(self) -> bool:
         """Room ran out at key `covered`: this key and all after it got nothing."""
         return self.covered < len(self.slots)
+
+
+class Spill(NamedTuple):
+    """Copy this block: from `slot` of the segment to `ssd_slot` of the SSD."""
+
+    key: bytes
+    slot: int
+    generation: int
+    checksum: int
+    size_bytes: int
+    ssd_slot: int
+    ssd_generation: int

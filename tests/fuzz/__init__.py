@@ -8,7 +8,7 @@ and shows that planted defects are caught. In reading order:
     world.py      directory, nodes, jobs and clock of one walk
     jobs.py       writers and readers that take several steps, so that anything may come between
     requests.py   steps of clients: allocate, look up, read, copy, restore, release
-    upkeep.py     steps of nodes: spill, crash, restart, say what they hold; a new directory
+    admin.py     steps of nodes: spill, crash, restart, say what they hold; a new directory
     orders.py     steps of operators: pins, quotas, draining, removing; and time
     walk.py       which step is next, and what is compared after each
 """

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from mooncake_store.directory.core import inventory, spills
-from mooncake_store.directory.core.block_index import BlockIndex
-from mooncake_store.directory.core.copies import CopyTable
-from mooncake_store.directory.core.holder import Claim, Holder
+from mooncake_store.directory.core import inventory
+from mooncake_store.directory.core.copies import BlockIndex, CopyTable
+from mooncake_store.directory.core.directory import Directory
+from mooncake_store.directory.core.holder import Holder
+from mooncake_store.directory.core.inventory import InventoryBlock
 from mooncake_store.directory.core.slots import SlotPool
-from mooncake_store.directory.core.upkeep import Upkeep
 from mooncake_store.records.events import BlockRemoved, Event, EventLog
 
 
@@ -29,7 +29,7 @@ def a_leased_block_is_evicted(patch: pytest.MonkeyPatch) -> None:
         if make_room(table, holder, units):
             return True
         for copy in table.of(holder):
-            if copy.leases and copy.shelf.units == units:
+            if copy.leases and copy.size_class.units == units:
                 table.remove(copy, is_certain=True)
                 return True
         return False
@@ -78,16 +78,16 @@ def a_dead_writers_slot_does_not_rest(patch: pytest.MonkeyPatch) -> None:
 def an_inventory_believes_the_older_header(patch: pytest.MonkeyPatch) -> None:
     consistent = inventory.consistent
 
-    def planted(claims: list[Claim], pool: SlotPool) -> list[Claim]:
-        upside_down = [claim._replace(generation=-claim.generation) for claim in claims]
-        return [claim._replace(generation=-claim.generation)
-                for claim in consistent(upside_down, pool)]  # fmt: skip
+    def planted(blocks: list[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
+        upside_down = [block._replace(generation=-block.generation) for block in blocks]
+        return [block._replace(generation=-block.generation)
+                for block in consistent(upside_down, pool)]  # fmt: skip
 
     patch.setattr(inventory, "consistent", planted)
 
 
 def a_writer_of_before_the_restart_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    adopt = Upkeep.adopt
+    adopt = Directory.adopt
 
     def planted(
         self: Any, node_id: str, incarnation: str, blocks: Any, is_last: bool, now_s: float
@@ -95,16 +95,17 @@ def a_writer_of_before_the_restart_is_forgotten(patch: pytest.MonkeyPatch) -> No
         ready = [block for block in blocks if block[5] == 2]
         return adopt(self, node_id, incarnation, ready, is_last, now_s)
 
-    patch.setattr(Upkeep, "adopt", planted)
+    patch.setattr(Directory, "adopt", planted)
 
 
 def a_block_is_spilled_twice(patch: pytest.MonkeyPatch) -> None:
     def planted(table: CopyTable, dram: Holder, ssd: Holder, blocks_max: int) -> Any:
-        keys = [key for shelf in dram.shelves.values() for key in shelf.idle.coldest_keys(9)]
+        classes = dram.size_classes.values()
+        keys = [key for each in classes for key in each.idle.coldest_keys(9)]
         free = [key for key in keys if key not in ssd.writing]
         return [table.blocks.on(key, dram) for key in free[:blocks_max]]
 
-    patch.setattr(spills, "candidates", planted)
+    patch.setattr(CopyTable, "_spillable", planted)
 
 
 def a_renewal_is_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ a restore from SSD) and then verified before they are committed. A spill does as
 
 Each knows whether it may still be wrong: a promise that ended excuses it, nothing else does.
 
-Not here: how they begin (requests.py, upkeep.py).
+Not here: how they begin (requests.py, admin.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 from typing import Protocol
 
-from mooncake_store.directory.core.spills import Spill
 from mooncake_store.errors import RequestInvalid
+from mooncake_store.records.blocks import Spill
 from mooncake_store.ssd.records import Entry
 from tests.fuzz.memory import STATE_READY, STATE_WRITING, Cell, content
 from tests.fuzz.promises import Owner, Use

@@ -1,13 +1,13 @@
 """Steps of operators (pins, quotas, draining, removing), of workers, and of time.
 
-Not here: clients (requests.py), nodes (upkeep.py).
+Not here: clients (requests.py), nodes (admin.py).
 """
 
 from __future__ import annotations
 
 from mooncake_store.errors import FingerprintMismatch, NodeUnknown
+from tests.fuzz.admin import report
 from tests.fuzz.requests import LEASE_S
-from tests.fuzz.upkeep import report
 from tests.fuzz.world import KEYS, TENANTS, World
 from tests.mooncake_store.makers import report as worker_report
 from tests.mooncake_store.makers import worker_info

@@ -1,16 +1,16 @@
 """One walk: which step is next, what must be true after each, and what must be left at the end.
 
-Not here: the steps (requests.py, upkeep.py, orders.py), the oracle (promises.py).
+Not here: the steps (requests.py, admin.py, orders.py), the oracle (promises.py).
 """
 
 from __future__ import annotations
 
 from mooncake_store.records.blocks import Slot
 from mooncake_store.records.membership import SSD_SUFFIX
-from tests.fuzz import orders, requests, upkeep
+from tests.fuzz import admin, orders, requests
 from tests.fuzz.world import KEYS, Allowed, World
 
-STEPS = {**requests.STEPS, **upkeep.STEPS, **orders.STEPS}
+STEPS = {**requests.STEPS, **admin.STEPS, **orders.STEPS}
 _CHOICES, _WEIGHTS = list(STEPS), list(STEPS.values())
 
 
@@ -20,7 +20,7 @@ class Walk:
         self.steps = 0
         self.world = World(seed)
         for _ in self.world.nodes:
-            upkeep.come_up(self.world)
+            admin.come_up(self.world)
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -73,10 +73,10 @@ class Walk:
             directory.release(owner, world.now_s)
             world.promises.release(owner, world.now_s)
         while not all(node.is_up for node in world.nodes.values()):
-            upkeep.come_up(world)
+            admin.come_up(world)
         while not all(world.is_open(holder.node_id) for holder in world.holders):
             for node in world.nodes.values():
-                upkeep.report(world, node)
+                admin.report(world, node)
         orders.pass_time(world, world.config.quarantine_s, reported=1.0)
         self.compare()
         stats = directory.stats(world.now_s)

@@ -1,6 +1,6 @@
 """One walk's world: the directory, the nodes, the clock, what goes on, and what was announced.
 
-Not here: the steps themselves (requests.py, upkeep.py, orders.py), jobs (jobs.py).
+Not here: the steps themselves (requests.py, admin.py, orders.py), jobs (jobs.py).
 """
 
 from __future__ import annotations

@@ -7,30 +7,141 @@ directory.py.
 Room for a block of one size is made by dropping the coldest idle block of that size. When there is
 none, other sizes give up slabs whose blocks are all idle.
 
-Not here: verbs and their refusals (directory.py), the order of eviction (eviction/order.py).
+Spilling runs ahead of need: once a segment is fuller than spill_fraction, its coldest idle blocks
+that have no copy on the node's SSD are written there. Eviction stays what it was, instant; what it
+drops is then on SSD already. When blocks come faster than the SSD writes, some are dropped unspilt:
+a cache may lose them, a request must not wait.
+
+Not here: verbs and their refusals (directory.py), the order of eviction (eviction/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mooncake_store.directory.core.block_index import BlockIndex, copies_of
 from mooncake_store.directory.core.config import DirectoryConfig
-from mooncake_store.directory.core.holder import CopyState, HeldCopy, Holder, Kind, Pin
-from mooncake_store.directory.core.leases import LeaseTable
-from mooncake_store.directory.core.pins import PinTable
+from mooncake_store.directory.core.holder import CopyKind, CopyState, HeldCopy, Holder, Pin
+from mooncake_store.directory.core.inventory import InventoryBlock
+from mooncake_store.directory.core.leases import LeaseTable, PinTable
 from mooncake_store.directory.core.tenants import TenantTable
-from mooncake_store.records.blocks import GENERATION_MAX
+from mooncake_store.records.blocks import GENERATION_MAX, Copy, Spill
 from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, NodeDown
 
 # Generations start at epoch * 2**20 and count up over all nodes. The server's epoch is its start in
 # milliseconds, so the generations of a restarted directory are new (below 10**9 per second), unless
-# the clock was set back: then what nodes claim to hold moves the count on (outgrow). A clock that
+# the clock was set back: then what nodes say they hold moves the count on (outgrow). A clock that
 # runs in another century must not use the numbers up.
 GENERATIONS_PER_EPOCH = 2**20
 FIRST_GENERATION_MAX = GENERATION_MAX - 2**60
 LOOK_AGAIN_S = 1e-4  # per idle block; looking at one takes about 1e-6
+SPILLS_LOOKED_AT_MAX = 512  # of the coldest blocks of a size, per question
+_made = tuple.__new__
+Held = HeldCopy | tuple[HeldCopy, ...]
+
+
+def copies_of(held: Held | None) -> tuple[HeldCopy, ...]:
+    if held is None:
+        return ()
+    return held if isinstance(held, tuple) else (held,)
+
+
+def records_of(held: Held | None) -> tuple[Copy, ...]:
+    """The answer to a lookup of one key."""
+    if isinstance(held, HeldCopy):
+        size_class, row = held.size_class, held.row
+        columns = size_class.columns
+        use = size_class.node_id, columns.slot[row], columns.generation[row], columns.checksum[row]
+        return (_made(Copy, (*use, held.size_bytes)),)  # half the time of Copy(...)
+    return tuple(copy.record for copy in held or ())
+
+
+def hash_all(keys: Iterable[bytes]) -> None:
+    """Before many of them are looked up: Python keeps the hash of a `bytes`. What is left of each
+    lookup is waiting for memory, and the CPU then waits for several keys at once."""
+    deque(map(hash, keys), maxlen=0)
+
+
+class BlockIndex:
+    """key -> its ready copies, over all holders.
+
+    Nearly every key has one copy, so the value is that copy itself; a key with several has a tuple
+    of them, DRAM before SSD. At ten million keys this dictionary is the largest thing in the
+    process. Copies that are being written are not here: their holder has them.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, Held] = {}  # read by everybody, written only here
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def add(self, copy: HeldCopy) -> None:
+        held = self.held.setdefault(copy.key, copy)
+        if held is copy:
+            return
+        both = sorted((*copies_of(held), copy), key=lambda each: each.holder.info.tier != "dram")
+        self.held[copy.key] = tuple(both)
+
+    def remove(self, copy: HeldCopy) -> None:
+        if self.held[copy.key] is copy:
+            del self.held[copy.key]
+            return
+        left = tuple(each for each in copies_of(self.held[copy.key]) if each is not copy)
+        if not left:
+            del self.held[copy.key]
+        else:
+            self.held[copy.key] = left if len(left) > 1 else left[0]
+
+    def on(self, key: bytes, holder: Holder) -> HeldCopy | None:
+        """The ready copy of `key` in this holder."""
+        held = self.held.get(key)
+        if held is None:
+            return None
+        if isinstance(held, HeldCopy):
+            return held if held.size_class.holder is holder else None
+        return next((copy for copy in held if copy.size_class.holder is holder), None)
+
+    def prefix(self, keys: Sequence[bytes]) -> list[Held]:
+        """What is known of `keys` up to the first that is nowhere."""
+        hash_all(keys)
+        get = self.held.get
+        found: list[Held] = []
+        for key in keys:
+            held = get(key)
+            if held is None:
+                break
+            found.append(held)
+        return found
+
+    def each(self, keys: Sequence[bytes]) -> list[Held | None]:
+        hash_all(keys)
+        return list(map(self.held.get, keys))
+
+    def announced(self) -> Iterator[tuple[bytes, tuple[str, ...]]]:
+        """key -> holders, without ephemeral copies: what a replica may know."""
+        for key, held in self.held.items():
+            nodes = tuple(copy.node_id for copy in copies_of(held) if not copy.is_ephemeral)
+            if nodes:
+                yield key, nodes
+
+    def copies(self) -> Iterator[HeldCopy]:
+        for held in self.held.values():
+            yield from copies_of(held)
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        for key, held in self.held.items():
+            copies = copies_of(held)
+            assert copies, f"{key.hex()} is indexed and nowhere"
+            assert isinstance(held, tuple) == (len(copies) > 1)
+            assert all(copy.key == key for copy in copies)
+            assert all(copy.state is CopyState.READY for copy in copies)
+            nodes = [copy.node_id for copy in copies]
+            assert len(nodes) == len(set(nodes)), f"two copies of {key.hex()} on one holder"
+            tiers = [copy.holder.info.tier != "dram" for copy in copies]
+            assert tiers == sorted(tiers), f"{key.hex()}: an SSD copy before a DRAM copy"
 
 
 @dataclass(slots=True)
@@ -95,29 +206,29 @@ class CopyTable:
 
     def publish(self, copy: HeldCopy, checksum: int) -> None:
         """The slot is written: others may read it."""
-        shelf = copy.shelf
-        shelf.holder.publish(copy, checksum)
+        size_class = copy.size_class
+        size_class.holder.publish(copy, checksum)
         self.blocks.add(copy)
-        if copy.kind is Kind.EPHEMERAL:
+        if copy.kind is CopyKind.EPHEMERAL:
             self.ephemeral += 1
         else:
-            self.events.append(BlockAdded(copy.key, shelf.node_id))
+            self.events.append(BlockAdded(copy.key, size_class.node_id))
         if len(self.pins):
             copy.holder.mark_pin(copy, self._possible(copy, self.pins.get(copy.key)))
 
-    def adopt(
-        self, holder: Holder, key: bytes, slot: int, generation: int, checksum: int, size_bytes: int
-    ) -> bool:
+    def adopt(self, holder: Holder, block: InventoryBlock) -> bool:
         """A block that the holder had before this directory began; False when it cannot be kept."""
-        units = holder.pool.units_for(size_bytes)
-        if self.blocks.on(key, holder) is not None or key in holder.writing:
+        units = holder.pool.units_for(block.size_bytes)
+        if self.blocks.on(block.key, holder) is not None or block.key in holder.writing:
             return False
-        if not holder.pool.adopt(slot, units):
+        if not holder.pool.adopt(block.slot, units):
             return False
-        copy = holder.hold(key, "", slot, generation, size_bytes, units, is_ephemeral=False)
-        copy.kind = Kind.ADOPTED
+        copy = holder.hold(
+            block.key, "", block.slot, block.generation, block.size_bytes, units, is_ephemeral=False
+        )
+        copy.kind = CopyKind.ADOPTED
         holder.adopted += 1
-        self.publish(copy, checksum)
+        self.publish(copy, block.checksum)
         copy.become_idle()
         return True
 
@@ -133,7 +244,7 @@ class CopyTable:
     # ---- room
 
     def _make_room(self, holder: Holder, units: int) -> bool:
-        coldest = holder.shelf(units).coldest()
+        coldest = holder.size_class(units).coldest()
         if coldest is not None:
             self.evict(self._on(coldest, holder))
             return True
@@ -151,9 +262,10 @@ class CopyTable:
             return False
         pool = holder.pool
         in_slab: dict[int, list[HeldCopy]] = {}  # start of a slab -> its idle copies
-        shelves = sorted(holder.shelves.values(), key=lambda each: -len(each.idle) * each.units)
-        for keys in (*(shelf.idle.keys() for shelf in shelves),
-                     *(shelf.soft.keys() for shelf in shelves)):  # fmt: skip
+        every = holder.size_classes.values()
+        classes = sorted(every, key=lambda each: -len(each.idle) * each.units)
+        for keys in (*(each.idle.keys() for each in classes),
+                     *(each.soft.keys() for each in classes)):  # fmt: skip
             for key in keys:
                 copy = self._on(key, holder)
                 in_slab.setdefault(pool.slab_of(copy.slot).start, []).append(copy)
@@ -179,6 +291,62 @@ class CopyTable:
         self.totals.evictions += 1
         self.remove(copy, is_certain=True, is_evicted=True)
 
+    # ---- spilling
+
+    def spill(
+        self, dram: Holder, ssd: Holder, owner: str, blocks_max: int, until_s: float
+    ) -> list[Spill]:
+        """Slots on the SSD for cold blocks of the DRAM, leased to `owner`.
+
+        Stops when the SSD has no room. The block in DRAM is not leased meanwhile: a lease would
+        make a cold block the most recent one. If it is evicted and overwritten while the node
+        writes it out, its header has another generation afterwards, and the node gives the copy up.
+        """
+        chosen = self._spillable(dram, ssd, blocks_max)
+        if not chosen:
+            return []
+        self.leases.refuse_too_many(owner, len(chosen))
+        spills: list[Spill] = []
+        for depth, copy in enumerate(reversed(chosen)):  # coldest deepest: it is idle first again
+            if not self._tenant_has_room(copy):  # those before it have filled the quota
+                continue
+            target = self.reserve(
+                ssd, copy.key, owner, copy.size_bytes, tenant=self.payer(copy.key)
+            )
+            if target is None:
+                break
+            self.leases.write(owner, depth, target, until_s)
+            spills.append(
+                Spill(
+                    key=copy.key, slot=copy.slot, generation=copy.generation,
+                    checksum=copy.record.checksum, size_bytes=copy.size_bytes,
+                    ssd_slot=target.slot, ssd_generation=target.generation,
+                )
+            )  # fmt: skip
+        return spills
+
+    def _spillable(self, dram: Holder, ssd: Holder, blocks_max: int) -> list[HeldCopy]:
+        """The coldest idle blocks of `dram` that `ssd` neither has nor gets."""
+        if dram.pool.used_units < self.config.spill_fraction * dram.pool.units:
+            return []
+        found: list[HeldCopy] = []
+        # More than fit there would push each other out, to be written again and again.
+        left_units = ssd.pool.units // 2
+        for size_class in dram.size_classes.values():
+            for key in size_class.idle.coldest_keys(SPILLS_LOOKED_AT_MAX):
+                left_units -= size_class.units
+                if len(found) >= blocks_max or left_units < 0:
+                    return found
+                if self.blocks.on(key, ssd) is None and key not in ssd.writing:
+                    copy = self._on(key, dram)
+                    if self._tenant_has_room(copy):
+                        found.append(copy)
+        return found
+
+    def _tenant_has_room(self, copy: HeldCopy) -> bool:
+        """Has the tenant that the block counts for room for a copy of it?"""
+        return self.tenants.has_room(self.payer(copy.key), copy.size_bytes)
+
     # ---- going
 
     def remove(self, copy: HeldCopy, is_certain: bool, is_evicted: bool = False) -> None:
@@ -191,7 +359,8 @@ class CopyTable:
 
     def unleased(self, copies: Iterable[HeldCopy]) -> None:
         """These copies lost a lease, deepest first. What becomes of those that lost the last?"""
-        writing, ephemeral, counts_tenants = CopyState.WRITING, Kind.EPHEMERAL, len(self.tenants)
+        writing, ephemeral = CopyState.WRITING, CopyKind.EPHEMERAL
+        counts_tenants = len(self.tenants)
         for copy in copies:
             if copy.leases > 0:
                 continue
@@ -220,16 +389,16 @@ class CopyTable:
         for key in holder.idle_keys():
             yield self._on(key, holder)
         for copy in self.leases.copies():
-            if copy.state is CopyState.READY and copy.shelf.holder is holder:
+            if copy.state is CopyState.READY and copy.size_class.holder is holder:
                 yield copy
         yield from (copy for copy in holder.pinned.values() if copy.leases == 0)
 
     def _forget(self, copy: HeldCopy) -> None:
         self.blocks.remove(copy)
-        if copy.kind is Kind.EPHEMERAL:
+        if copy.kind is CopyKind.EPHEMERAL:
             self.ephemeral -= 1
         else:
-            self.events.append(BlockRemoved(copy.key, copy.shelf.node_id))
+            self.events.append(BlockRemoved(copy.key, copy.size_class.node_id))
 
     # ---- pins
 
@@ -238,7 +407,7 @@ class CopyTable:
         holder = copy.holder
         allowed = holder.pool.units * self.config.hard_pin_fraction_max
         is_hard = pin is Pin.HARD and copy.pin is not Pin.HARD
-        is_too_much = is_hard and holder.pinned_units + copy.shelf.units > allowed
+        is_too_much = is_hard and holder.pinned_units + copy.size_class.units > allowed
         return Pin.SOFT if is_too_much else pin
 
     def set_pin(self, key: bytes, pin: Pin) -> bool:

@@ -20,32 +20,37 @@ Purity: no clock, no I/O, no randomness. Every verb takes `now_s`; leases that a
 looks at anything; silent nodes and workers go at `tick`. So a simulator drives this very class, and
 the same calls give the same answers. Memory is bounded by the units and by DirectoryConfig.
 
-Not here: how a copy comes and goes (copies.py), the verbs of operators and storage nodes
-(upkeep.py), which copy to drop (eviction/order.py), who is alive (nodes.py, workers.py), sockets.
+The verbs are in sections: storage nodes, blocks, leases, workers, what others are shown, admin
+(storage nodes and operators ask these; requests never come here), time.
+
+Not here: how a copy comes and goes (copies.py), the rules behind each verb (leases.py, tenants.py,
+inventory.py), which copy to drop (eviction/), who is alive (nodes.py, workers.py), sockets.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import islice
 
 from mooncake_store.block_keys import KEY_BYTES
-from mooncake_store.directory.core.block_index import Held, copies_of, places_of
+from mooncake_store.directory.core import inventory
 from mooncake_store.directory.core.config import DirectoryConfig
-from mooncake_store.directory.core.copies import CopyTable
-from mooncake_store.directory.core.holder import CopyState, HeldCopy, Kind
+from mooncake_store.directory.core.copies import CopyTable, Held, copies_of, records_of
+from mooncake_store.directory.core.holder import CopyKind, CopyState, HeldCopy, Pin
 from mooncake_store.directory.core.nodes import NodeTable
-from mooncake_store.directory.core.upkeep import Upkeep
 from mooncake_store.directory.core.workers import WorkerTable
-from mooncake_store.errors import QuotaExceeded, RequestInvalid
-from mooncake_store.layout import Geometry
-from mooncake_store.records.blocks import Allocation, Copy, Slot
+from mooncake_store.errors import NodeUnknown, QuotaExceeded, RequestInvalid
+from mooncake_store.layout import STATE_READY, Geometry
+from mooncake_store.records.blocks import Allocation, Copy, Slot, Spill
 from mooncake_store.records.events import Event, NodeUp, Snapshot
-from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
+from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.records.status import DirectoryStats
 
+INVENTORY_BLOCKS_MAX = 100_000_000
 
-class Directory(Upkeep):
+
+class Directory:
     """key -> copies, over all storage nodes."""
 
     def __init__(self, epoch: int, config: DirectoryConfig | None = None) -> None:
@@ -203,7 +208,7 @@ class Directory(Upkeep):
         for key, slot, generation, _ in blocks:
             ready = table.blocks.on(key, holder) if holder else None
             is_there = ready is not None and (ready.slot, ready.generation) == (slot, generation)
-            if ready is not None and is_there and ready.kind is not Kind.ADOPTED:
+            if ready is not None and is_there and ready.kind is not CopyKind.ADOPTED:
                 mistakes.append("was committed already; a commit is final, write a new slot")
             elif holder is not None and holder.is_open and generation >= table.next_generation:
                 mistakes.append("was never allocated; allocate first, then write and commit")
@@ -241,26 +246,27 @@ class Directory(Upkeep):
         table.advance(now_s)
         found: Sequence[Held | None]
         found = table.blocks.prefix(keys) if prefix_only else table.blocks.each(keys)
-        places = list(map(places_of, found))
+        answer = list(map(records_of, found))
         hits = [held for held in found if held is not None]
         totals = table.totals
         totals.lookups += 1
         totals.lookup_blocks += len(keys)
         totals.hit_blocks += len(hits)
-        totals.hit_ssd_blocks += sum(copies_of(held)[0].shelf.holder.info.is_ssd for held in hits)
+        firsts = (copies_of(held)[0] for held in hits)
+        totals.hit_ssd_blocks += sum(copy.size_class.holder.info.is_ssd for copy in firsts)
         if lease_s > 0 and not owner:
             raise RequestInvalid("a lease needs an owner: name the request that will release it")
         if lease_s > 0 and hits:
             pairs = [(depth, copy) for depth, held in enumerate(hits) for copy in copies_of(held)]
             table.leases.refuse_too_many(owner, len(pairs))
             table.leases.hold(owner, pairs, table.leases.deadline_s(now_s, lease_s))
-            return places
+            return answer
         for held in reversed(hits):  # the end of the chain first: it is the colder one
             for copy in copies_of(held):
                 if copy.leases == 0:
                     copy.touch()
                     table.tenants.used(copy)
-        return places
+        return answer
 
     def exist(self, keys: bytes, now_s: float) -> bytes:
         """Is each of these keys (16 bytes each, joined) anywhere? One byte per key: 0 or 1.
@@ -341,7 +347,7 @@ class Directory(Upkeep):
         self._copies.advance(now_s)
         return self._workers.infos
 
-    # ---- the outside view
+    # ---- what others are shown
 
     @property
     def sequence(self) -> int:
@@ -379,6 +385,126 @@ class Directory(Upkeep):
             evictions=totals.evictions, spills=totals.spills, bad_copies=totals.bad_copies,
             nodes=nodes,
         )  # fmt: skip
+
+    # ---- admin
+
+    def adopt(
+        self,
+        node_id: str,
+        incarnation: str,
+        blocks: Sequence[tuple[bytes, int, int, int, int, int]],
+        is_last: bool,
+        now_s: float,
+    ) -> int:
+        """(key, slot, generation, checksum, size_bytes, state) of what this incarnation holds.
+
+        In as many calls as it takes; with the last one the holder opens. How many blocks were
+        adopted: 0 until then. NodeUnknown when another incarnation of the node is registered.
+        """
+        table = self._copies
+        table.advance(now_s)
+        holder = self._nodes.registered(node_id)
+        if holder.info.incarnation != incarnation:
+            raise NodeUnknown(
+                f"another incarnation of storage node {node_id} is registered: register"
+            )
+        if holder.is_open:
+            raise RequestInvalid(
+                f"storage node {node_id} is open: an inventory comes before the first allocation"
+            )
+        holder.inventory += [inventory.InventoryBlock(*block) for block in blocks]
+        if len(holder.inventory) > min(holder.pool.units, INVENTORY_BLOCKS_MAX):
+            holder.inventory.clear()
+            raise RequestInvalid(
+                f"storage node {node_id} says it has more blocks than its {holder.pool.units} "
+                "units can hold; begin the inventory again"
+            )
+        if not is_last:
+            return 0
+        said, holder.inventory = inventory.sound(holder.inventory, holder.pool), []
+        table.outgrow(max((block.generation for block in said), default=0))
+        adopted = 0
+        for block in inventory.consistent(said, holder.pool):
+            if block.state == STATE_READY:
+                adopted += table.adopt(holder, block)
+            elif holder.pool.adopt(block.slot, holder.pool.units_for(block.size_bytes)):
+                holder.pool.quarantine(block.slot, now_s + table.config.quarantine_s)
+        holder.is_open = True
+        return adopted
+
+    def take_spills(
+        self, node_id: str, owner: str, blocks_max: int, lease_s: float, now_s: float
+    ) -> list[Spill]:
+        """Blocks of the DRAM of `node_id` to be copied to its SSD, and where to."""
+        table = self._copies
+        table.advance(now_s)
+        dram = self._nodes.registered(node_id)
+        ssd = self._nodes.registered(node_id + SSD_SUFFIX)
+        if not ssd.is_open or ssd.is_draining:
+            return []
+        until_s = table.leases.deadline_s(now_s, lease_s)
+        return table.spill(dram, ssd, owner, blocks_max, until_s)
+
+    def drain(self, node_id: str, is_on: bool, now_s: float) -> None:
+        """A draining node gets no new blocks; what it has stays readable."""
+        self._copies.advance(now_s)
+        self._nodes.registered(node_id).is_draining = is_on
+
+    def blocks_on(
+        self, node_id: str, blocks_max: int, only_here: bool, now_s: float
+    ) -> list[tuple[bytes, Copy]]:
+        """Ready blocks of a node; `only_here`: those that no other node of its tier has."""
+        table = self._copies
+        table.advance(now_s)
+        holder = self._nodes.registered(node_id)
+
+        def is_elsewhere(key: bytes) -> bool:
+            others = (other for other in self._nodes if other is not holder)
+            return any(
+                other.info.tier == holder.info.tier and table.blocks.on(key, other) is not None
+                for other in others
+            )
+
+        found = (
+            (copy.key, copy.record)
+            for copy in table.of(holder)
+            if not copy.is_ephemeral and not (only_here and is_elsewhere(copy.key))
+        )
+        return list(islice(found, blocks_max))
+
+    def place(self, keys: Sequence[bytes], excluded: Sequence[str], now_s: float) -> list[str]:
+        """The node that each key (the first of a chain) should be put on; "" when none takes any.
+
+        By free memory, and a new node fills slowly: see nodes.py.
+        """
+        self._copies.advance(now_s)
+        without = set(excluded)
+        return [self._nodes.placed(key, now_s, without) for key in keys]
+
+    def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float, now_s: float) -> list[bool]:
+        """Pin these keys: "soft" for ttl_s, "hard" until "none" is asked for.
+
+        False: a hard pin found no room under hard_pin_fraction_max on some holder; the key's
+        other copies, present and future, are pinned.
+        """
+        table = self._copies
+        table.advance(now_s)
+        if kind not in {pin.value for pin in Pin}:
+            raise RequestInvalid(f"a pin is none, soft or hard, not {kind!r}")
+        pin = Pin(kind)
+        if pin is Pin.SOFT and ttl_s <= 0:
+            raise RequestInvalid("a soft pin needs ttl_s > 0: it ends by itself")
+        table.pins.refuse_too_many(len(keys) if pin is not Pin.NONE else 0)
+        done = []
+        for key in keys:
+            table.pins.set(key, pin, now_s + ttl_s)
+            done.append(table.set_pin(key, pin))
+        return done
+
+    def set_quota(self, tenant: str, quota_bytes: int, now_s: float) -> None:
+        """The most that `tenant` may store, over all holders; 0 takes the quota away."""
+        self._copies.advance(now_s)
+        self._copies.tenants.set_quota(tenant, quota_bytes)
 
     # ---- time
 

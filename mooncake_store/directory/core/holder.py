@@ -5,28 +5,26 @@ fills the slot), then *ready* (others may read it), then *gone*. A holder has at
 key. Gone copies stay in the lease table until their owners release them, which is why a copy
 carries its state.
 
-The copies of one size form a *shelf* with its own order of eviction: to make room for a block of
-that size, one block of the same size goes. Soft-pinned copies wait in a second order that is
+The copies of one size form a *size class* with its own order of eviction: to make room for a block
+of that size, one block of the same size goes. Soft-pinned copies wait in a second order that is
 touched when the first is empty; hard-pinned copies are in none.
 
-Ten million copies must fit into 4 GiB, so its numbers are in columns (rows.py), the index
-(block_index.py) is the only dictionary that has every key, and who writes a copy is remembered for
-writing ones only.
+Ten million copies must fit into 4 GiB, so their numbers are in columns, the index (copies.py) is
+the only dictionary that has every key, and who writes a copy is remembered for writing ones only.
 
 Not here: the key -> copies index over all holders, leases, events (copies.py, leases.py).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 from mooncake_store.directory.core.eviction.lru import Lru
-from mooncake_store.directory.core.eviction.order import EvictionOrder
-from mooncake_store.directory.core.eviction.policies import make_eviction
-from mooncake_store.directory.core.rows import Rows
+from mooncake_store.directory.core.eviction.policies import EvictionOrder, make_eviction
+from mooncake_store.directory.core.inventory import InventoryBlock
 from mooncake_store.directory.core.slots import SlotPool
 from mooncake_store.layout import Geometry
 from mooncake_store.records.blocks import Copy, Slot
@@ -40,23 +38,12 @@ class CopyState(Enum):
     GONE = "gone"
 
 
-class Claim(NamedTuple):
-    """A block that a holder says it has, from before this directory began."""
-
-    key: bytes
-    slot: int
-    generation: int
-    checksum: int
-    size_bytes: int
-    state: int  # layout.STATE_*
-
-
-class Kind(Enum):
+class CopyKind(Enum):
     """Where a copy comes from, and what becomes of it."""
 
     COMMITTED = "committed"  # written and committed, or being written
     EPHEMERAL = "ephemeral"  # likewise, and freed with its last lease
-    ADOPTED = "adopted"  # from before this directory, or this life of the node's registration
+    ADOPTED = "adopted"  # from before this directory, or before this registration of the node
 
 
 class Pin(Enum):
@@ -67,14 +54,52 @@ class Pin(Enum):
     HARD = "hard"  # never goes
 
 
+class ColumnStore:
+    """Three numbers of each copy of one holder, in columns: slot, generation, checksum.
+
+    As attributes they would be three Python integers of 32 to 48 bytes per copy; in a column they
+    are 20 bytes together. At ten million copies that is most of a gigabyte. A row that is given
+    back is used again, so the columns are as long as the most copies there ever were at once.
+    """
+
+    def __init__(self) -> None:
+        self.slot = array("L")
+        self.generation = array("Q")
+        self.checksum = array("Q")
+        self._free = array("L")
+
+    def __len__(self) -> int:
+        return len(self.slot) - len(self._free)
+
+    def take(self, slot: int, generation: int) -> int:
+        """A row for a new copy; its checksum is 0."""
+        if self._free:
+            row = self._free.pop()
+            self.slot[row], self.generation[row], self.checksum[row] = slot, generation, 0
+            return row
+        self.slot.append(slot)
+        self.generation.append(generation)
+        self.checksum.append(0)
+        return len(self.slot) - 1
+
+    def give(self, row: int) -> None:
+        self._free.append(row)
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        assert len(self.slot) == len(self.generation) == len(self.checksum)
+        assert len(set(self._free)) == len(self._free), "a row is free twice"
+        assert all(row < len(self.slot) for row in self._free)
+
+
 @dataclass(slots=True, eq=False)
-class Shelf:
+class SizeClass:
     """All copies of one size in one holder."""
 
     holder: Holder
     units: int
-    node_id: str  # of the holder, as is `rows`; here too because every lookup asks for them
-    rows: Rows
+    node_id: str  # of the holder, as is `columns`; here too because every lookup asks for them
+    columns: ColumnStore
     idle: EvictionOrder  # ready and not leased
     soft: EvictionOrder = field(default_factory=Lru)  # ... and soft-pinned
 
@@ -96,65 +121,65 @@ class HeldCopy:
     """One block in one slot. Compared by identity: the same key may come back in the same slot."""
 
     key: bytes
-    shelf: Shelf
-    row: int  # of slot, generation and checksum, in the shelf's rows
+    size_class: SizeClass
+    row: int  # of slot, generation and checksum, in the size class's columns
     size_bytes: int
     state: CopyState = CopyState.WRITING
-    kind: Kind = Kind.COMMITTED
+    kind: CopyKind = CopyKind.COMMITTED
     pin: Pin = Pin.NONE
     leases: int = 0  # owners in the lease table that hold it
 
     @property
     def is_ephemeral(self) -> bool:
-        return self.kind is Kind.EPHEMERAL
+        return self.kind is CopyKind.EPHEMERAL
 
     @property
     def holder(self) -> Holder:
-        return self.shelf.holder
+        return self.size_class.holder
 
     @property
     def slot(self) -> int:
-        return self.shelf.rows.slot[self.row]
+        return self.size_class.columns.slot[self.row]
 
     @property
     def generation(self) -> int:
-        return self.shelf.rows.generation[self.row]
+        return self.size_class.columns.generation[self.row]
 
     @property
     def node_id(self) -> str:
-        return self.shelf.node_id
+        return self.size_class.node_id
 
     @property
-    def place(self) -> Copy:
-        rows, row = self.shelf.rows, self.row
-        use = self.shelf.node_id, rows.slot[row], rows.generation[row]
-        return Copy(*use, rows.checksum[row], self.size_bytes)
+    def record(self) -> Copy:
+        columns, row = self.size_class.columns, self.row
+        use = self.size_class.node_id, columns.slot[row], columns.generation[row]
+        return Copy(*use, columns.checksum[row], self.size_bytes)
 
     @property
     def use(self) -> Slot:
-        rows, row = self.shelf.rows, self.row
-        return Slot(self.shelf.node_id, rows.slot[row], rows.generation[row])
+        columns, row = self.size_class.columns, self.row
+        return Slot(self.size_class.node_id, columns.slot[row], columns.generation[row])
 
     def leave_idle(self) -> None:
         """It is leased, or gone: no candidate for eviction any more."""
         if self.pin is Pin.NONE:
-            self.shelf.idle.discard(self.key)
+            self.size_class.idle.discard(self.key)
         elif self.pin is Pin.SOFT:
-            self.shelf.soft.discard(self.key)
+            self.size_class.soft.discard(self.key)
 
     def become_idle(self) -> None:
         """Nobody leases it any more: it may go when room is needed, unless it is hard-pinned."""
         if self.pin is Pin.NONE:
-            self.shelf.idle.add(self.key)
+            self.size_class.idle.add(self.key)
         elif self.pin is Pin.SOFT:
-            self.shelf.soft.add(self.key)
+            self.size_class.soft.add(self.key)
 
     def touch(self) -> None:
         """It was used without a lease. Only of an idle copy."""
         if self.pin is Pin.NONE:
-            self.shelf.idle.touch(self.key)
+            self.size_class.idle.touch(self.key)
         elif self.pin is Pin.SOFT:
-            self.shelf.soft.touch(self.key)
+            self.size_class.soft.touch(self.key)
 
 
 @dataclass(slots=True, eq=False)
@@ -169,12 +194,12 @@ class Holder:
     eviction: str = "lru"  # its policy, see eviction/
     is_open: bool = True
     is_draining: bool = False
-    is_attached: bool = False  # a user of this life of it has asked for its geometry
+    is_attached: bool = False  # a user of this incarnation has asked for its geometry
     fingerprint: str = ""  # of the worker that attached first; empty until then
     block_bytes: int = 0  # of that worker
-    rows: Rows = field(default_factory=Rows)
+    columns: ColumnStore = field(default_factory=ColumnStore)
     writing: dict[bytes, tuple[HeldCopy, str]] = field(default_factory=dict)  # key -> (_, owner)
-    shelves: dict[int, Shelf] = field(default_factory=dict)  # units of a slot -> its copies
+    size_classes: dict[int, SizeClass] = field(default_factory=dict)  # by the units of a slot
     pinned: dict[bytes, HeldCopy] = field(default_factory=dict)  # hard
     pinned_units: int = 0
     ready: int = 0
@@ -182,24 +207,24 @@ class Holder:
     evictions: int = 0
     adopted: int = 0
     look_again_s: float = float("-inf")  # for slabs that another size could take
-    inventory: list[Claim] = field(default_factory=list)  # said so far, while it is not open
+    inventory: list[InventoryBlock] = field(default_factory=list)  # said so far, until it is open
 
-    def shelf(self, units: int) -> Shelf:
-        found = self.shelves.get(units)
+    def size_class(self, units: int) -> SizeClass:
+        found = self.size_classes.get(units)
         if found is None:
             order = make_eviction(self.eviction)
-            found = Shelf(self, units, self.info.node_id, self.rows, order)
-            self.shelves[units] = found
+            found = SizeClass(self, units, self.info.node_id, self.columns, order)
+            self.size_classes[units] = found
         return found
 
     @property
     def idle_blocks(self) -> int:
-        return sum(len(shelf.idle) + len(shelf.soft) for shelf in self.shelves.values())
+        return sum(len(each.idle) + len(each.soft) for each in self.size_classes.values())
 
     def idle_keys(self) -> Iterator[bytes]:
-        for shelf in self.shelves.values():
-            yield from shelf.idle.keys()
-            yield from shelf.soft.keys()
+        for size_class in self.size_classes.values():
+            yield from size_class.idle.keys()
+            yield from size_class.soft.keys()
 
     def hold(
         self,
@@ -213,10 +238,10 @@ class Holder:
     ) -> HeldCopy:
         """A copy in state writing, in a slot of so many units that the pool has handed out."""
         assert key not in self.writing, f"{key.hex()} is being written already"
-        shelf = self.shelves.get(units) or self.shelf(units)
-        copy = HeldCopy(key, shelf, self.rows.take(slot, generation), size_bytes)
+        size_class = self.size_classes.get(units) or self.size_class(units)
+        copy = HeldCopy(key, size_class, self.columns.take(slot, generation), size_bytes)
         if is_ephemeral:
-            copy.kind = Kind.EPHEMERAL
+            copy.kind = CopyKind.EPHEMERAL
         self.writing[key] = copy, owner
         self.used_bytes += size_bytes
         return copy
@@ -226,13 +251,13 @@ class Holder:
         copy, writer = self.writing.get(key, (None, ""))
         if copy is None or writer != owner:
             return None
-        rows, row = self.rows, copy.row
-        return copy if rows.slot[row] == slot and rows.generation[row] == generation else None
+        columns, row = self.columns, copy.row
+        return copy if columns.slot[row] == slot and columns.generation[row] == generation else None
 
     def publish(self, copy: HeldCopy, checksum: int) -> None:
         assert copy.state is CopyState.WRITING
         del self.writing[copy.key]
-        self.rows.checksum[copy.row] = checksum
+        self.columns.checksum[copy.row] = checksum
         copy.state = CopyState.READY
         self.ready += 1
 
@@ -249,11 +274,11 @@ class Holder:
         assert copy.state is CopyState.READY and copy.holder is self
         if copy.pin is Pin.HARD:
             del self.pinned[copy.key]
-            self.pinned_units -= copy.shelf.units
+            self.pinned_units -= copy.size_class.units
         copy.pin = pin
         if pin is Pin.HARD:
             self.pinned[copy.key] = copy
-            self.pinned_units += copy.shelf.units
+            self.pinned_units += copy.size_class.units
 
     def remove(
         self, copy: HeldCopy, quarantine_until_s: float | None, is_evicted: bool = False
@@ -265,12 +290,12 @@ class Holder:
             self.ready -= 1
             if copy.pin is Pin.HARD:
                 del self.pinned[copy.key]
-                self.pinned_units -= copy.shelf.units
-            copy.shelf.gone(copy.key, is_evicted)
+                self.pinned_units -= copy.size_class.units
+            copy.size_class.gone(copy.key, is_evicted)
         self.used_bytes -= copy.size_bytes
         copy.state = CopyState.GONE
         slot = copy.slot
-        self.rows.give(copy.row)
+        self.columns.give(copy.row)
         if quarantine_until_s is None:
             self.pool.free(slot)
         else:
@@ -303,29 +328,31 @@ class Holder:
     def check(self, copies: list[HeldCopy]) -> None:
         """Prove the invariants; `copies` are the ready ones, from the index."""
         self.pool.check()
-        self.rows.check()
+        self.columns.check()
         every = [*copies, *(copy for copy, _ in self.writing.values())]
         assert len({copy.slot for copy in every}) == len(every), "two copies in one slot"
-        assert len({copy.row for copy in every}) == len(every) == len(self.rows)
-        assert self.pool.used_units == sum(copy.shelf.units for copy in every), "a slot is lost"
+        assert len({copy.row for copy in every}) == len(every) == len(self.columns)
+        used_units = sum(copy.size_class.units for copy in every)
+        assert self.pool.used_units == used_units, "a slot is lost"
         assert {copy.slot for copy in every} <= set(self.pool.used_slots())
         assert self.ready == len(copies)
         assert self.used_bytes == sum(copy.size_bytes for copy in every)
         assert all(copy.state is CopyState.WRITING for copy, _ in self.writing.values())
         pinned = {copy.key: copy for copy in copies if copy.pin is Pin.HARD}
         assert self.pinned == pinned, "the hard pins are miscounted"
-        assert self.pinned_units == sum(copy.shelf.units for copy in pinned.values())
+        assert self.pinned_units == sum(copy.size_class.units for copy in pinned.values())
         candidates = 0
         for copy in every:
-            assert copy.holder is self and self.shelves[copy.shelf.units] is copy.shelf
-            assert self.pool.slab_of(copy.slot).units == copy.shelf.units
+            size_class = copy.size_class
+            assert copy.holder is self and self.size_classes[size_class.units] is size_class
+            assert self.pool.slab_of(copy.slot).units == size_class.units
             is_idle = copy.state is CopyState.READY and copy.leases == 0
             expected = is_idle and copy.pin is Pin.NONE
-            assert (copy.key in copy.shelf.idle) == expected, f"{copy.key.hex()}: {copy.leases}"
-            assert (copy.key in copy.shelf.soft) == (is_idle and copy.pin is Pin.SOFT)
+            assert (copy.key in size_class.idle) == expected, f"{copy.key.hex()}: {copy.leases}"
+            assert (copy.key in size_class.soft) == (is_idle and copy.pin is Pin.SOFT)
             assert not (is_idle and copy.is_ephemeral), "an ephemeral copy without a lease"
             candidates += is_idle and copy.pin is not Pin.HARD
         assert candidates == self.idle_blocks, "a candidate for eviction is not held"
-        for shelf in self.shelves.values():
-            shelf.idle.check()
-            shelf.soft.check()
+        for size_class in self.size_classes.values():
+            size_class.idle.check()
+            size_class.soft.check()

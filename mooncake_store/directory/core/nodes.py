@@ -1,4 +1,10 @@
-"""Which holders are alive, and who may join.
+"""Which holders are alive, who may join, and which of them the next block goes to.
+
+Where a block goes when its writer does not say is decided by weights, not by a ranking, so that
+many writers do not all choose the same node. A node's weight is the share of its memory that is
+free, or a floor when it is full (a full cache takes blocks too, by evicting). A new node's weight
+grows from nothing to that in slow_start_s: otherwise it would get all new blocks, and all reads of
+them, at once (users of Mooncake met that: its issue 3688).
 
 Not here: what becomes of the copies of a node that left (directory.py).
 """
@@ -6,6 +12,7 @@ Not here: what becomes of the copies of a node that left (directory.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from hashlib import blake2b
 
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.holder import Holder
@@ -21,6 +28,17 @@ from mooncake_store.layout import Geometry, geometry
 from mooncake_store.records.membership import UNIT_BYTES, NodeInfo
 
 INFO_BYTES_MAX = 65_536  # NIXL's metadata of one registered segment is about 450 bytes
+FULL_WEIGHT = 0.05
+NEW_WEIGHT = 0.01  # when it registers: a few blocks, so that its path is tried
+
+
+def weight(holder: Holder, now_s: float, slow_start_s: float) -> float:
+    """0 for a holder that takes no blocks at all."""
+    if not holder.is_open or holder.is_draining or holder.info.is_ssd or not holder.pool.units:
+        return 0.0
+    free = holder.pool.free_units / holder.pool.units
+    age = (now_s - holder.registered_s) / slow_start_s
+    return max(free, FULL_WEIGHT) * min(1.0, max(NEW_WEIGHT, age))
 
 
 class NodeTable:
@@ -123,6 +141,26 @@ class NodeTable:
         if not holder.fingerprint:
             holder.fingerprint, holder.block_bytes = fingerprint, block_bytes
         return holder.geometry
+
+    def placed(self, key: bytes, now_s: float, excluded: set[str]) -> str:
+        """The node for the chain that starts with `key`: weighted rendezvous hashing.
+
+        The same key goes to the same node while weights stay alike, so two writers of one prefix
+        do not put it on two of them. "" when no node takes blocks.
+        """
+        best, best_score = "", float("-inf")
+        for node_id, holder in self._holders.items():
+            if node_id in excluded:
+                continue
+            share = weight(holder, now_s, self._config.slow_start_s)
+            if share <= 0.0:
+                continue
+            digest = blake2b(key + node_id.encode(), digest_size=8).digest()
+            chance = (int.from_bytes(digest, "little") + 1) / 2**64  # (0, 1]
+            score = chance ** (1.0 / share)
+            if score > best_score:
+                best, best_score = node_id, score
+        return best
 
     def check(self) -> None:
         """Prove the invariants."""

@@ -11,7 +11,7 @@ can always touch a slot that has a new owner; the generation (and the checksum) 
 notices. A slot whose writer vanished is quarantined: a transfer may still be in flight to it.
 
 Not here: what a slot holds and its generation (holder.py), which block must go when there is no
-room (eviction/order.py, copies.py).
+room (eviction/, copies.py).
 """
 
 from __future__ import annotations

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from mooncake_store.directory.core.key_pages import PAGE_KEYS
-from mooncake_store.prefix_index.prefix_index import SWEPT_PER_CHANGE, PrefixIndex, PrefixMatch
+from mooncake_store.prefix_index.prefix_index import (
+    PAGE_KEYS,
+    SWEPT_PER_CHANGE,
+    PrefixIndex,
+    PrefixMatch,
+)
 from tests.mooncake_store.makers import chain
 
 

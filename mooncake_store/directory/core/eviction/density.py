@@ -4,9 +4,9 @@ Least recently used keeps what came last. Of what comes to a KVCache most is nev
 and the next turn of a conversation comes long after many new ones: a cache that is small against
 that is swept clean between two turns of every conversation. A block that has come back once comes
 back again far more often (docs/decisions/0012 has the numbers), and how old it may be before it is
-not worth its place can be measured while serving. So there are two queues, each by recency: *once*
+not worth its memory can be measured while serving. So there are two queues, each by recency: *once*
 and *again*. The block to drop is the coldest of one of them: the one of less value at its age
-(reuse_times.py). A block that was dropped and comes back soon enough (ghosts.py) joins `again`.
+(reuse_times.py). A block that was dropped and comes back soon enough (Ghosts) joins `again`.
 
 - A use counts when it ends (add after discard) or happens (touch). Uses that follow each other
   within 1/64 of the cache are one: prefill writes a block and decode reads it for the same request.
@@ -20,17 +20,103 @@ Not here: when room is needed, who is leased.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from itertools import islice
 
-from mooncake_store.directory.core.eviction.ghosts import Ghosts
-from mooncake_store.directory.core.eviction.recency_queue import RecencyQueue
+from mooncake_store.directory.core.eviction.lru import RecencyQueue
 from mooncake_store.directory.core.eviction.reuse_times import AGAIN, ONCE, ReuseTimes, bucket_of
 
 GHOSTS_PER_BLOCK = 4
 SAME_USE_SHIFT = 6  # uses closer than blocks / 2**this count once
 STAMP_SHIFT = 8  # a stamp is shared by blocks / 2**this uses
 STAMP_USES_MIN = 8  # ... and by no fewer: a new one for each use would cost more than the use
+HASH_PRIME = 2**61 - 1
+ENTRIES = 64  # of a bucket
+MARK_BYTES = 3
+SPARE = 1.5  # entries per name
+STAMP_MASK = 2**16 - 1
+STAMPS = 512  # the memory's length is so many stamps
+NAMES_MIN = 8_192
+NAMES_MAX = 2**23  # 60 MiB
+
+
+class Ghosts:
+    """Names of the last `length` blocks that were dropped for room: did this one come back?
+
+    A table of buckets with ENTRIES entries each: in every one 24 bits of a key's hash, and when it
+    was dropped, counted in drops. A full bucket loses its oldest name; buckets have half as many
+    entries more than names on average, so that is rare. It must be: blocks of one chain are dropped
+    and come back together, and one that is taken for new among old ones leaves a hole in its chain
+    later. A wrong "yes" comes once in 260,000 questions. 7.5 bytes a name; a dict of the keys needs
+    twenty times that.
+    """
+
+    __slots__ = ("_buckets", "_drops", "_length", "_marks", "_next", "_per_stamp", "_stamps")
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._drops = 0
+        self._per_stamp = 1  # drops
+        self._buckets = 0
+        self._next = bytearray()  # of each bucket: the entry written next, its oldest
+        self._marks = bytearray()
+        self._stamps = array("H")
+
+    @property
+    def table_bytes(self) -> int:
+        return len(self._marks) + 2 * len(self._stamps) + len(self._next)
+
+    def resize(self, length: int) -> None:
+        """Remember so many names, within bounds. A table that grows starts empty; none shrinks."""
+        length = min(max(length, NAMES_MIN), NAMES_MAX)
+        if length <= self._length:
+            return
+        self._length = length
+        self._per_stamp = -(-length // STAMPS)
+        self._buckets = int(length * SPARE) // ENTRIES + 1
+        self._next = bytearray(self._buckets)
+        self._marks = bytearray(MARK_BYTES * ENTRIES * self._buckets)
+        self._stamps = array("H", bytes(2 * ENTRIES * self._buckets))
+
+    def remember(self, key: bytes) -> None:
+        """It was dropped. Only after a first resize."""
+        self._drops += 1
+        bucket, mark = self._entry(key)
+        at = self._next[bucket]
+        self._next[bucket] = (at + 1) % ENTRIES
+        at += ENTRIES * bucket
+        self._marks[MARK_BYTES * at : MARK_BYTES * (at + 1)] = mark
+        self._stamps[at] = self._drops // self._per_stamp & STAMP_MASK
+
+    def take(self, key: bytes) -> bool:
+        """Was it dropped not long ago? Its name is forgotten: the block is back."""
+        if not self._buckets:
+            return False
+        bucket, mark = self._entry(key)
+        start = MARK_BYTES * ENTRIES * bucket
+        end = start + MARK_BYTES * ENTRIES
+        found = self._marks.find(mark, start, end)
+        while found >= 0 and found % MARK_BYTES:
+            found = self._marks.find(mark, found + 1, end)
+        if found < 0:
+            return False
+        self._marks[found : found + MARK_BYTES] = bytes(MARK_BYTES)
+        stamps = self._drops // self._per_stamp - self._stamps[found // MARK_BYTES] & STAMP_MASK
+        return stamps <= STAMPS
+
+    def _entry(self, key: bytes) -> tuple[int, bytes]:
+        """Its bucket, and the mark of it, which is never 0."""
+        rest, bucket = divmod(int.from_bytes(key, "little") % HASH_PRIME, self._buckets or 1)
+        return bucket, (rest & 0xFFFFFF or 1).to_bytes(MARK_BYTES, "little")
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        entries = ENTRIES * self._buckets
+        assert len(self._marks) == MARK_BYTES * entries and len(self._stamps) == entries
+        assert len(self._next) == self._buckets
+        assert max(self._next, default=0) < ENTRIES
+        assert self._drops // self._per_stamp <= self._drops
 
 
 class Density:

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.core.holder import Claim
-from mooncake_store.directory.core.inventory import consistent, sound
+from mooncake_store.directory.core.inventory import InventoryBlock, consistent, sound
 from mooncake_store.directory.core.slots import SlotPool
 from mooncake_store.errors import NodeUnknown, RequestInvalid
 from mooncake_store.layout import STATE_READY, STATE_WRITING
@@ -27,15 +26,15 @@ def restarted(slots: int = 8, epoch: int = 9) -> Directory:
     return directory
 
 
-def claim(
+def held(
     key: bytes, slot: int, generation: int, units: int = 1, state: int = STATE_READY
-) -> Claim:
-    return Claim(key, slot, generation, 77, units * BLOCK_BYTES, state)
+) -> InventoryBlock:
+    return InventoryBlock(key, slot, generation, 77, units * BLOCK_BYTES, state)
 
 
-def adopted(directory: Directory, *claims: Claim, now_s: float = 0.0) -> list[bytes]:
+def adopted(directory: Directory, *blocks: InventoryBlock, now_s: float = 0.0) -> list[bytes]:
     """The keys that are found afterwards."""
-    count = directory.adopt("s0", "n1", claims, True, now_s)
+    count = directory.adopt("s0", "n1", blocks, True, now_s)
     directory.check()
     found = dict(directory.blocks_on("s0", 100, False, now_s))
     assert len(found) == count
@@ -44,7 +43,7 @@ def adopted(directory: Directory, *claims: Claim, now_s: float = 0.0) -> list[by
 
 def test_what_a_node_holds_is_found_again_where_it_was() -> None:
     directory = restarted()
-    assert adopted(directory, claim(KEYS[0], 3, 11), claim(KEYS[1], 5, 12, units=2)) == KEYS[:2]
+    assert adopted(directory, held(KEYS[0], 3, 11), held(KEYS[1], 5, 12, units=2)) == KEYS[:2]
     ((copy,), (large,)) = directory.lookup(KEYS[:2], "r", 0.0, 0.0)
     assert copy == ("s0", 3, 11, 77, BLOCK_BYTES) and large == ("s0", 5, 12, 77, 2 * BLOCK_BYTES)
     slots = directory.allocate("s0", chain(8, "b"), "w", 5.0, False, 0.0).slots
@@ -53,33 +52,33 @@ def test_what_a_node_holds_is_found_again_where_it_was() -> None:
 
 
 def test_of_two_that_overlap_the_later_generation_is_kept() -> None:
-    assert adopted(restarted(), claim(KEYS[0], 0, 11, units=3), claim(KEYS[1], 2, 15)) == [KEYS[1]]
-    assert adopted(restarted(), claim(KEYS[0], 2, 11), claim(KEYS[1], 0, 15, units=3)) == [KEYS[1]]
+    assert adopted(restarted(), held(KEYS[0], 0, 11, units=3), held(KEYS[1], 2, 15)) == [KEYS[1]]
+    assert adopted(restarted(), held(KEYS[0], 2, 11), held(KEYS[1], 0, 15, units=3)) == [KEYS[1]]
 
 
 def test_what_a_later_block_overwrote_is_torn_even_when_that_one_is_overwritten_too() -> None:
-    oldest, middle, latest = claim(KEYS[0], 0, 1, 3), claim(KEYS[1], 2, 2, 3), claim(KEYS[2], 4, 3)
+    oldest, middle, latest = held(KEYS[0], 0, 1, 3), held(KEYS[1], 2, 2, 3), held(KEYS[2], 4, 3)
     assert adopted(restarted(), oldest, middle, latest) == [KEYS[2]]
 
 
 def test_of_two_copies_of_a_key_the_later_one_is_kept() -> None:
     directory = restarted()
-    assert adopted(directory, claim(KEYS[0], 1, 20), claim(KEYS[0], 6, 10)) == [KEYS[0]]
+    assert adopted(directory, held(KEYS[0], 1, 20), held(KEYS[0], 6, 10)) == [KEYS[0]]
     assert directory.lookup(KEYS[:1], "r", 0.0, 0.0)[0][0].slot == 1
     assert directory.stats(0.0).nodes[0].free_units == 7
 
 
-def test_claims_that_cannot_be_true_are_left_out() -> None:
+def test_blocks_that_cannot_be_true_are_left_out() -> None:
     impossible = [
-        claim(KEYS[0], 8, 1), claim(KEYS[1], 7, 2, units=2), claim(KEYS[2], 0, 3, units=0),
-        claim(KEYS[3], 1, 4, state=7), claim(KEYS[5], 6, GENERATION_MAX, units=2),
+        held(KEYS[0], 8, 1), held(KEYS[1], 7, 2, units=2), held(KEYS[2], 0, 3, units=0),
+        held(KEYS[3], 1, 4, state=7), held(KEYS[5], 6, GENERATION_MAX, units=2),
     ]  # fmt: skip
-    assert adopted(restarted(), *impossible, claim(KEYS[4], 7, 5)) == [KEYS[4]]
+    assert adopted(restarted(), *impossible, held(KEYS[4], 7, 5)) == [KEYS[4]]
 
 
 def test_a_slot_that_was_being_written_rests_before_it_is_used() -> None:
     directory = restarted(slots=2)
-    assert adopted(directory, claim(KEYS[0], 0, 5, state=STATE_WRITING)) == []
+    assert adopted(directory, held(KEYS[0], 0, 5, state=STATE_WRITING)) == []
     assert directory.allocate("s0", KEYS, "w", 60.0, False, 0.0).covered == 1
     rest_s = directory.config.quarantine_s
     directory.node_report("s0", "n1", rest_s)
@@ -89,7 +88,7 @@ def test_a_slot_that_was_being_written_rests_before_it_is_used() -> None:
 
 def test_nothing_is_allocated_until_a_node_has_said_everything() -> None:
     directory = restarted()
-    assert directory.adopt("s0", "n1", [claim(KEYS[0], 0, 5)], False, 0.0) == 0
+    assert directory.adopt("s0", "n1", [held(KEYS[0], 0, 5)], False, 0.0) == 0
     assert directory.lookup(KEYS[:1], "r", 0.0, 0.0) == []
     assert directory.allocate("s0", [KEYS[1]], "w", 5.0, False, 0.0).covered == 0
     assert directory.place([KEYS[1]], [], 0.0) == [""]
@@ -99,31 +98,31 @@ def test_nothing_is_allocated_until_a_node_has_said_everything() -> None:
 
 def test_an_inventory_is_refused_from_an_open_node_and_from_another_life_of_it() -> None:
     directory = restarted()
-    with pytest.raises(NodeUnknown, match="another life"):
+    with pytest.raises(NodeUnknown, match="another incarnation"):
         directory.adopt("s0", "n0", [], True, 0.0)
     directory.adopt("s0", "n1", [], True, 0.0)
     with pytest.raises(RequestInvalid, match="is open"):
         directory.adopt("s0", "n1", [], True, 0.0)
 
 
-def test_more_claims_than_memory_are_refused_and_the_inventory_can_begin_again() -> None:
+def test_more_blocks_than_memory_are_refused_and_the_inventory_can_begin_again() -> None:
     directory = restarted(slots=2)
     with pytest.raises(RequestInvalid, match="begin the inventory again"):
-        directory.adopt("s0", "n1", [claim(key, 0, 1) for key in KEYS[:3]], False, 0.0)
-    assert adopted(directory, claim(KEYS[0], 1, 4)) == [KEYS[0]]
+        directory.adopt("s0", "n1", [held(key, 0, 1) for key in KEYS[:3]], False, 0.0)
+    assert adopted(directory, held(KEYS[0], 1, 4)) == [KEYS[0]]
 
 
 def test_a_block_that_is_pinned_before_it_is_found_again_is_pinned() -> None:
     directory = restarted()
     directory.pin(KEYS[:1], "soft", 60.0, 0.0)
     directory.pin(KEYS[1:2], "hard", 0.0, 0.0)
-    assert adopted(directory, claim(KEYS[0], 0, 5), claim(KEYS[1], 1, 6)) == KEYS[:2]
+    assert adopted(directory, held(KEYS[0], 0, 5), held(KEYS[1], 1, 6)) == KEYS[:2]
     assert directory.stats(0.0).nodes[0].pinned_units == 1
 
 
 def test_a_writer_that_commits_to_the_next_directory_came_late_and_made_no_mistake() -> None:
     directory = restarted()
-    done = claim(KEYS[0], 3, 11)
+    done = held(KEYS[0], 3, 11)
     assert adopted(directory, done) == [KEYS[0]], "its header was complete, its commit under way"
     block = (KEYS[0], done.slot, done.generation, done.checksum)
     assert directory.commit("s0", [block], "w", 5.0, 0.0) == [False]
@@ -131,7 +130,7 @@ def test_a_writer_that_commits_to_the_next_directory_came_late_and_made_no_mista
 
 def test_the_new_directorys_generations_are_above_all_that_it_adopted() -> None:
     directory = restarted()
-    adopted(directory, claim(KEYS[0], 0, (9 << 20) - 1))
+    adopted(directory, held(KEYS[0], 0, (9 << 20) - 1))
     slot = directory.allocate("s0", [KEYS[1]], "w", 5.0, False, 0.0).slots[0]
     assert slot is not None and slot.generation >= 9 << 20
 
@@ -145,8 +144,8 @@ def test_generations_grow_past_all_that_is_adopted_though_the_clock_was_set_back
     old = earlier.allocate("s0", [KEYS[0]], "w", 5.0, False, 0.0).slots[0]
     assert old is not None
     later = restarted(epoch=epoch)
-    adopted(later, claim(KEYS[0], old.slot, old.generation, state=STATE_WRITING),
-            claim(KEYS[2], 6, old.generation - 1))  # fmt: skip
+    adopted(later, held(KEYS[0], old.slot, old.generation, state=STATE_WRITING),
+            held(KEYS[2], 6, old.generation - 1))  # fmt: skip
     new = later.allocate("s0", [KEYS[1]], "w", 5.0, False, 0.0).slots[0]
     assert new is not None and new.generation > old.generation
     late = [(KEYS[0], old.slot, old.generation, 5)]
@@ -156,8 +155,8 @@ def test_generations_grow_past_all_that_is_adopted_though_the_clock_was_set_back
 def test_an_absurd_generation_neither_counts_nor_uses_the_others_up() -> None:
     for absurd in (GENERATION_MAX, 2**63, 2**64 - 1):
         directory = restarted()
-        damaged = claim(KEYS[0], 0, absurd, units=8)
-        assert adopted(directory, damaged, claim(KEYS[1], 3, 77)) == [KEYS[1]]
+        damaged = held(KEYS[0], 0, absurd, units=8)
+        assert adopted(directory, damaged, held(KEYS[1], 3, 77)) == [KEYS[1]]
         slot = directory.allocate("s0", [KEYS[2]], "w", 5.0, False, 0.0).slots[0]
         assert slot is not None and 9 << 20 <= slot.generation < 10 << 20
 
@@ -168,7 +167,7 @@ def test_a_clock_in_another_century_leaves_generations_to_those_who_come_after()
     slot = directory.allocate("s0", [KEYS[0]], "w", 5.0, False, 0.0).slots[0]
     assert slot is not None and slot.generation < GENERATION_MAX - 2**59
     after = restarted(epoch=2**43)
-    assert adopted(after, claim(KEYS[0], slot.slot, slot.generation)) == [KEYS[0]]
+    assert adopted(after, held(KEYS[0], slot.slot, slot.generation)) == [KEYS[0]]
     again = after.allocate("s0", [KEYS[1]], "w", 5.0, False, 0.0).slots[0]
     assert again is not None and again.generation > slot.generation
 
@@ -176,11 +175,11 @@ def test_a_clock_in_another_century_leaves_generations_to_those_who_come_after()
 def test_whatever_the_clock_does_each_use_of_a_slot_has_a_larger_generation(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(20):
-        headers: dict[int, Claim] = {}  # by slot, as the segment keeps them
+        headers: dict[int, InventoryBlock] = {}  # by slot, as the segment keeps them
         for life in range(6):
             directory = restarted(epoch=rng.choice([0, 1, 1, 5, 2**41, 2**60]))
             if headers and rng.random() < 0.5:  # one of them is damaged, and nobody's any more
-                headers[rng.choice(list(headers))] = claim(KEYS[7], 7, 2**64 - 1)
+                headers[rng.choice(list(headers))] = held(KEYS[7], 7, 2**64 - 1)
             adopted(directory, *headers.values())
             now_s = directory.config.quarantine_s
             directory.node_report("s0", "n1", now_s)
@@ -193,27 +192,29 @@ def test_whatever_the_clock_does_each_use_of_a_slot_has_a_larger_generation(seed
                 before = headers.get(slot.slot)
                 is_sound = before is not None and before.generation < GENERATION_MAX
                 assert before is None or not is_sound or slot.generation > before.generation
-                headers[slot.slot] = claim(key, slot.slot, slot.generation)
+                headers[slot.slot] = held(key, slot.slot, slot.generation)
                 if rng.random() < 0.8:
                     row = (key, slot.slot, slot.generation, 77)
                     assert directory.commit("s0", [row], owner, 0.0, now_s) == [True]
 
 
-def test_random_claims_never_overlap_and_never_lose_one_that_nothing_contradicts(seed: int) -> None:
+def test_random_inventories_keep_every_block_that_nothing_contradicts_and_no_overlap(
+    seed: int,
+) -> None:
     rng = random.Random(seed)
     for _ in range(300):
         pool = SlotPool(rng.randint(1, 24), BLOCK_BYTES)
-        claims = [
-            claim(rng.choice(KEYS), rng.randint(0, 24), generation, rng.randint(1, 4),
+        blocks = [
+            held(rng.choice(KEYS), rng.randint(0, 24), generation, rng.randint(1, 4),
                   rng.choice([STATE_READY, STATE_READY, STATE_WRITING]))
             for generation in rng.sample(range(100), rng.randint(0, 12))
         ]  # fmt: skip
-        kept = consistent(sound(claims, pool), pool)
+        kept = consistent(sound(blocks, pool), pool)
 
-        def units(one: Claim) -> set[int]:
+        def units(one: InventoryBlock) -> set[int]:
             return set(range(one.slot, one.slot + one.size_bytes // BLOCK_BYTES))
 
-        fits = [one for one in claims if max(units(one)) < pool.units]
+        fits = [one for one in blocks if max(units(one)) < pool.units]
         whole = [one for one in fits if not any(
             other.generation > one.generation and units(one) & units(other) for other in fits
         )]  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.holder import Pin
-from mooncake_store.directory.core.pins import PINS_MAX, PinTable
+from mooncake_store.directory.core.leases import PINS_MAX, PinTable
 from mooncake_store.errors import RequestInvalid, StoreFull
 from tests.mooncake_store.makers import chain, directory_with, put
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.core.spills import Spill
 from mooncake_store.errors import NodeUnknown
+from mooncake_store.records.blocks import Spill
 from mooncake_store.records.membership import SSD_SUFFIX
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, directory_with, put
 

@@ -10,9 +10,8 @@ import pytest
 
 from mooncake_store.directory.core.eviction import POLICIES, make_eviction
 from mooncake_store.directory.core.eviction import density as density_module
-from mooncake_store.directory.core.eviction.density import Density
-from mooncake_store.directory.core.eviction.ghosts import NAMES_MAX, NAMES_MIN, Ghosts
-from mooncake_store.directory.core.eviction.recency_queue import RecencyQueue
+from mooncake_store.directory.core.eviction.density import NAMES_MAX, NAMES_MIN, Density, Ghosts
+from mooncake_store.directory.core.eviction.lru import RecencyQueue
 from mooncake_store.directory.core.eviction.reuse_times import (
     AGAIN,
     AGAIN_WEIGHT,
