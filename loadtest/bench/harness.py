@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 
 from loadtest.bench.result import Cell, Result, Target
-from loadtest.bench.server import ServerFailed, serving
+from loadtest.bench.server import CannotMeasure, serving
 from loadtest.client.protocol import ServerError
 from loadtest.client.server import Addresses
 
@@ -52,12 +52,12 @@ class BenchmarkRun:
 
 
 @contextlib.contextmanager
-def benchmark(name: str) -> Iterator[BenchmarkRun]:
-    """Prints what the block has found when it ends."""
+def benchmark(name: str, out: Console | None = None) -> Iterator[BenchmarkRun]:
+    """Prints what the block has found when it ends, to standard output unless there is an `out`."""
     run, started_s = BenchmarkRun(), time.perf_counter()
     with measuring():
         yield run
-    Result(name, time.perf_counter() - started_s, run.rows, run.targets).print()
+    Result(name, time.perf_counter() - started_s, run.rows, run.targets).print(out)
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def measuring() -> Iterator[None]:
     """What keeps from measuring is said in one line, and ends the command with status 1."""
     try:
         yield
-    except (ServerFailed, ServerError, OSError, ValueError) as error:
+    except (CannotMeasure, ServerError, OSError, ValueError) as error:
         console.print(f"cannot measure: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
 

@@ -48,14 +48,14 @@ from loadtest.bench.result import Cell, Target
 from loadtest.bench.server import PROJECT, started
 from loadtest.client.metrics_page import fetch_page, series_key, series_of
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
-from loadtest.client.server import Addresses, ServerDescription, describe_server
+from loadtest.client.server import Addresses, describe_server
 from loadtest.client.triton_client import TritonClient
 
 RSS_RATIO_GOAL = 1.03
 WINDOW_S = 60.0
 REST_S_MAX = 20.0
 IN_FLIGHT_MAX = 24
-REST = ("before", "after")
+REST, MINUTES = ("before", "after"), ("second", "last")
 SELF_CHECKS = "mooncake_self_checks_total"
 STORE_BYTES = "96M"
 LOCUST_FILE = PROJECT / "loadtest" / "locustfile.py"
@@ -82,29 +82,23 @@ class ComparedMinutes:
     last: tuple[float, float]
 
 
-def within(looks: Sequence[Look], window: tuple[float, float]) -> list[Look]:
-    return [look for look in looks if window[0] <= look.time_s <= window[1]]
+def within(looks: Looks, window: tuple[float, float]) -> Looks:
+    return {
+        process: [look for look in seen if window[0] <= look.time_s <= window[1]]
+        for process, seen in looks.items()
+    }
 
 
 def load_rows(looks: Looks, windows: ComparedMinutes) -> list[dict[str, Cell]]:
-    """One row per process: medians of both windows. A process that was not in both has no ratio."""
-    rows: list[dict[str, Cell]] = []
-    for (name, pid), seen in sorted(looks.items()):
-        early, late = within(seen, windows.second), within(seen, windows.last)
-        if not early and not late:
-            continue  # older or younger than what is compared: a helper that came and went
-        row: dict[str, Cell] = {"phase": "load", "process": name, "pid": pid}
-        for what, unit in (("rss_bytes", 2**20), ("threads", 1), ("descriptors", 1)):
-            label = "rss_mib" if what == "rss_bytes" else what
-            for when, window in (("second", early), ("last", late)):
-                values = [getattr(look, what) for look in window]
-                row[f"{label}_{when}"] = (
-                    round(statistics.median(values) / unit, 2) if values else None
-                )
-        is_whole = bool(early and late)
-        row["rss_ratio"] = round(_rss(late) / _rss(early), 4) if is_whole else None
-        rows.append(row)
-    return rows
+    """Medians of both windows. A process that was not in both has no ratio."""
+    early, late = within(looks, windows.second), within(looks, windows.last)
+    rows = rows_of("load", early, late, MINUTES, ("rss_mib", "threads", "descriptors"))
+    for process, row in rows.items():
+        is_whole = bool(early[process] and late[process])
+        row["rss_ratio"] = (
+            round(_rss(late[process]) / _rss(early[process]), 4) if is_whole else None
+        )
+    return list(rows.values())
 
 
 def _rss(looks: Sequence[Look]) -> float:
@@ -112,15 +106,25 @@ def _rss(looks: Sequence[Look]) -> float:
 
 
 def rest_rows(phase: str, before: Looks, after: Looks) -> list[dict[str, Cell]]:
-    """One row per process around a phase; each looked at once, at rest."""
-    rows: list[dict[str, Cell]] = []
-    for name, pid in sorted(before.keys() | after.keys()):
-        row: dict[str, Cell] = {"phase": phase, "process": name, "pid": pid}
-        for when, looks in (("before", before), ("after", after)):
-            seen = looks.get((name, pid))
-            row[f"threads_{when}"] = seen[-1].threads if seen else None
-            row[f"descriptors_{when}"] = seen[-1].descriptors if seen else None
-        rows.append(row)
+    """Around a phase; each process looked at once, at rest."""
+    return list(rows_of(phase, before, after, REST, ("threads", "descriptors")).values())
+
+
+def rows_of(
+    phase: str, before: Looks, after: Looks, when: tuple[str, str], columns: Sequence[str]
+) -> dict[tuple[str, int], dict[str, Cell]]:
+    """By process: the medians of what was seen of it in either window."""
+    rows: dict[tuple[str, int], dict[str, Cell]] = {}
+    for process in sorted(before.keys() | after.keys()):
+        windows = {when[0]: before.get(process, ()), when[1]: after.get(process, ())}
+        if not any(windows.values()):
+            continue  # older or younger than what is compared: a helper that came and went
+        row: dict[str, Cell] = {"phase": phase, "process": process[0], "pid": process[1]}
+        for column in columns:
+            for name, seen in windows.items():
+                values = [getattr(look, column) for look in seen]
+                row[f"{column}_{name}"] = round(statistics.median(values), 2) if values else None
+        rows[process] = row
     return rows
 
 
@@ -210,11 +214,6 @@ def one_look(pid: int) -> Looks:
     return watch.looks
 
 
-async def described(addresses: Addresses) -> ServerDescription:
-    async with TritonClient(addresses.grpc, channels=1) as client:
-        return await describe_server(client, {})
-
-
 @dataclass(slots=True)
 class MixedEndings:
     """What came of them: counts by kind, and messages of those that ended as they should not."""
@@ -299,18 +298,15 @@ class MixedSender:
 
 
 async def send_mixed(
-    addresses: Addresses,
-    count: int,
-    seed: int,
-    vocabulary_tokens: int,
-    in_flight_max: int,
+    addresses: Addresses, count: int, seed: int, in_flight_max: int
 ) -> MixedEndings:
     """Send `count` requests; returns when the last has ended."""
     chance = random.Random(seed)
     mixed, slots = MixedEndings(), asyncio.Semaphore(in_flight_max)
     kinds = chance.choices(list(SHARES), list(SHARES.values()), k=count)
     async with TritonClient(addresses.grpc) as client:
-        sender = MixedSender(client, addresses, chance, vocabulary_tokens)
+        server = await describe_server(client, {})
+        sender = MixedSender(client, addresses, chance, server.vocabulary_tokens)
 
         async def send(number: int, kind: str) -> None:
             async with slots:
@@ -328,11 +324,9 @@ async def send_mixed(
     return mixed
 
 
-def run_mixed(
-    addresses: Addresses, count: int, seed: int, vocabulary_tokens: int, in_flight_max: int
-) -> MixedEndings:
+def run_mixed(addresses: Addresses, count: int, seed: int, in_flight_max: int) -> MixedEndings:
     """`send_mixed` for a process that does nothing else."""
-    return asyncio.run(send_mixed(addresses, count, seed, vocabulary_tokens, in_flight_max))
+    return asyncio.run(send_mixed(addresses, count, seed, in_flight_max))
 
 
 @dataclass(slots=True)
@@ -364,7 +358,7 @@ class LeakTest:
         rows = load_rows(watch.looks, windows)
         self.rows += rows
         self.targets.append(rss_target(rows))
-        self.targets += growth_targets("load", rows, "second", "last")
+        self.targets += growth_targets("load", rows, *MINUTES)
         self.targets.append(Target("load_locust_exit_status", float(status), "<=", 0))
         self._rest("load", None)
 
@@ -388,14 +382,12 @@ class LeakTest:
     def _send(self, phase: str, count: int, in_flight_max: int) -> None:
         """In a process of its own: gRPC closes the last connections of one when it ends."""
         self.seed += 1
-        vocabulary_tokens = asyncio.run(described(self.addresses)).vocabulary_tokens
         with (
             console.status(f"{phase}: {count} mixed requests ..."),
             ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
         ):
-            mixed = process.submit(
-                run_mixed, self.addresses, count, self.seed, vocabulary_tokens, in_flight_max
-            ).result()
+            sent = process.submit(run_mixed, self.addresses, count, self.seed, in_flight_max)
+            mixed = sent.result()
         console.print(f"{phase}: {dict(mixed.ended)}", markup=False)
         why = "; ".join(mixed.unexpected[:3])
         self.targets.append(Target(f"{phase}_unexpected", len(mixed.unexpected), "<=", 0, why))

@@ -120,6 +120,10 @@ class Look:
     threads: int
     descriptors: int
 
+    @property
+    def rss_mib(self) -> float:
+        return self.rss_bytes / 2**20
+
 
 Looks = Mapping[tuple[str, int], Sequence[Look]]  # by name and process id
 

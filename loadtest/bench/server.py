@@ -39,7 +39,11 @@ LOG_LINES_SHOWN = 20
 Parameters = Mapping[str, str | int | float]
 
 
-class ServerFailed(Exception):
+class CannotMeasure(Exception):
+    """Something that a measurement needs is not there; the message says what to do."""
+
+
+class ServerFailed(CannotMeasure):
     """The server did not become ready; the message ends with its last lines."""
 
 

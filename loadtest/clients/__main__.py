@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,20 +18,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadtest.bench.harness import ServerUrl
-from loadtest.bench.result import Result
-from loadtest.bench.server import PROJECT, ServerFailed, serving
+from loadtest.bench.harness import ServerUrl, benchmark
+from loadtest.bench.server import PROJECT, serving
 from loadtest.client.server import Addresses
 from loadtest.clients import aiperf, curl, genai_perf, replay, tensorrt_llm
 from loadtest.clients.agreement import (
     Agreement,
     ClientLoad,
     ClientReport,
+    risen,
     settled_totals,
 )
-from loadtest.clients.environment import ENVIRONMENTS, ClientFailed, environment
+from loadtest.clients.environment import ENVIRONMENTS, environment
 from loadtest.clients.replay import ScaledTrace
-from loadtest.replay.trace import TraceError
 
 REQUIREMENTS = {
     aiperf.NAME: aiperf.REQUIREMENTS,
@@ -86,7 +84,7 @@ def compared(run: ClientRun, addresses: Addresses, console: Console) -> Agreemen
         report = run()
     title = f"{report.client}, {report.model}, {report.workload}"
     console.print(f"\n== {title}\n{report.table}", markup=False, soft_wrap=True)
-    return Agreement(report, settled_totals(addresses.metrics_url) - before)
+    return Agreement(report, risen(before, settled_totals(addresses.metrics_url)))
 
 
 def show_curl(addresses: Addresses, console: Console) -> None:
@@ -135,9 +133,7 @@ def main(
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
     scaled = ScaledTrace(trace.resolve(), length_scale, speed)
-    started_s = time.perf_counter()
-    agreements: list[Agreement] = []
-    try:
+    with benchmark("clients", console) as measured:
         folder = (out or Path(tempfile.mkdtemp(prefix="mooncake-clients-"))).resolve()
         binaries = installed(chosen, environments, console)
         with serving(url) as addresses:
@@ -146,19 +142,12 @@ def main(
             )
             if curl.NAME in chosen:
                 show_curl(addresses, console)
-            runs = [
-                run
-                for client in chosen
-                for run in runs_of(client, binaries.get(client, folder), load, folder, scaled)
-            ]
-            agreements += [compared(run, addresses, console) for run in runs]
-    except (ClientFailed, ServerFailed, TraceError, OSError, ValueError) as error:
-        Console(stderr=True).print(f"cannot run: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
-    rows = [agreement.row() for agreement in agreements]
-    targets = [agreement.target() for agreement in agreements]
-    console.print(f"\nfiles of the clients: {folder}")
-    Result("clients", time.perf_counter() - started_s, rows, targets).print(console)
+            for client in chosen:
+                for run in runs_of(client, binaries.get(client, folder), load, folder, scaled):
+                    agreement = compared(run, addresses, console)
+                    measured.rows.append(agreement.row())
+                    measured.targets.append(agreement.target())
+        console.print(f"\nfiles of the clients: {folder}")
 
 
 if __name__ == "__main__":

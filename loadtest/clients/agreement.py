@@ -29,7 +29,8 @@ from loadtest.replay.prompts import TokenSource
 DISAGREEMENT_GOAL = 0.15
 SPECIAL_TOKEN_IDS = range(16)  # the demo's are 0, 1 and 2
 HISTOGRAM = "mooncake_ttft_seconds"
-FRONTEND = {"model": "conductor"}  # every request passes it, also through the ensemble
+FRONTEND = "conductor"  # every request passes it, also through the ensemble
+ENSEMBLE_ONLY = ("preprocessing", "postprocessing")
 SETTLED_S = 1.5  # the server renews its page at least every second
 SETTLE_S_MAX = 10.0
 
@@ -96,54 +97,34 @@ class EventSum:
     def __sub__(self, before: EventSum) -> EventSum:
         return EventSum(self.count - before.count, self.total_s - before.total_s)
 
-    @property
-    def mean_ms(self) -> float:
-        assert self.count > 0
-        return self.total_s / self.count * 1_000.0
+
+Totals = Mapping[str, EventSum]  # by model, what the server has counted so far
 
 
-@dataclass(frozen=True, slots=True)
-class ServerTotals:
-    """What the server has counted so far."""
+def totals(page: str) -> Totals:
+    """What the counters of a metrics page say.
 
-    frontend: EventSum = EventSum()
-    preprocessing: EventSum = EventSum()  # of requests
-    postprocessing: EventSum = EventSum()  # of responses
+    Of the conductor the frontend's TTFT, of the ensemble's other two models how long each took:
+    preprocessing once a request, postprocessing once a response.
+    """
 
-    def __sub__(self, before: ServerTotals) -> ServerTotals:
-        return ServerTotals(
-            self.frontend - before.frontend,
-            self.preprocessing - before.preprocessing,
-            self.postprocessing - before.postprocessing,
-        )
-
-    def ttft_ms_mean(self, model: str) -> float | None:
-        """None when a model that it would have passed counted nothing."""
-        passed = [self.frontend]
-        if model == "ensemble":
-            passed += [self.preprocessing, self.postprocessing]
-        if not all(each.count for each in passed):
-            return None
-        return sum(each.mean_ms for each in passed)
-
-
-def totals(page: str) -> ServerTotals:
-    """What the counters of a metrics page say so far."""
-
-    def of_model(model: str) -> EventSum:
+    def counted(model: str, count: str, total: str, seconds: float) -> EventSum:
         labels = {"model": model}
-        count = counter_sum(page, "nv_inference_request_success", labels)
-        total_us = counter_sum(page, "nv_inference_request_duration_us", labels)
-        return EventSum(count or 0.0, (total_us or 0.0) / 1e6)
+        value = counter_sum(page, total, labels) or 0.0
+        return EventSum(counter_sum(page, count, labels) or 0.0, value * seconds)
 
-    count = counter_sum(page, f"{HISTOGRAM}_count", FRONTEND)
-    ttft_s = counter_sum(page, f"{HISTOGRAM}_sum", FRONTEND)
-    frontend = EventSum(count or 0.0, ttft_s or 0.0)
-    return ServerTotals(frontend, of_model("preprocessing"), of_model("postprocessing"))
+    requests, micros = "nv_inference_request_success", "nv_inference_request_duration_us"
+    found = {model: counted(model, requests, micros, 1e-6) for model in ENSEMBLE_ONLY}
+    return {FRONTEND: counted(FRONTEND, f"{HISTOGRAM}_count", f"{HISTOGRAM}_sum", 1.0), **found}
 
 
-def settled_totals(metrics_url: str) -> ServerTotals:
+def settled_totals(metrics_url: str) -> Totals:
     return settled(lambda: totals(fetch_page(metrics_url)), SETTLED_S, SETTLE_S_MAX)
+
+
+def risen(before: Totals, after: Totals) -> Totals:
+    """What was counted in between."""
+    return {model: after[model] - before[model] for model in after}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +132,27 @@ class Agreement:
     """A client's figures beside what the server counted during its run."""
 
     report: ClientReport
-    server: ServerTotals
+    server: Totals
 
     @property
     def doubt(self) -> str:
         """Why the two are not about the same requests; empty when they are."""
-        if self.server.frontend.count == self.report.requests:
+        counted = self.server[FRONTEND].count
+        if counted == self.report.requests:
             return ""
         return (
-            f"the server counted {self.server.frontend.count:.0f} requests, the client reports "
+            f"the server counted {counted:.0f} requests, the client reports "
             f"{self.report.requests}: someone else was sending, or some failed"
         )
 
     @property
     def server_ttft_ms(self) -> float | None:
-        return self.server.ttft_ms_mean(self.report.model)
+        """None when a model that the requests would have passed counted nothing."""
+        models = (FRONTEND, *ENSEMBLE_ONLY) if self.report.model == "ensemble" else (FRONTEND,)
+        passed = [self.server[model] for model in models]
+        if not all(each.count for each in passed):
+            return None
+        return sum(each.total_s / each.count for each in passed) * 1_000.0
 
     @property
     def ratio(self) -> float | None:

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.bench.server import PROJECT
+from loadtest.bench.server import PROJECT, CannotMeasure
 
 ENVIRONMENTS = PROJECT / ".venv-clients"
 INSTALL_S_MAX = 900.0
@@ -35,7 +35,7 @@ LINES_SHOWN = 8
 COLUMNS = "100"  # of the tables that clients print
 
 
-class ClientFailed(Exception):
+class ClientFailed(CannotMeasure):
     """A client could not be installed or did not do its work; the message says what to do."""
 
 

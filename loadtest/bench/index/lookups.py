@@ -136,7 +136,6 @@ class DynamoIndex:
         first = self._process.answer()
         self.version = str(first["version"])
         self.hashing: dict[str, float] = first["hashing"]
-        self.rss_bytes = int(first["rss_bytes"])
         self.measured = LookupTimes("dynamo", IDS, load.blocks / float(first["store_s"]))
         self._answers: list[dict[int, int]] = [dict(pairs) for pairs in first["answers"]]
 

@@ -146,21 +146,16 @@ class DecodeBoundRuns:
         rejected = [record for change in self.changes for record in change.of(REJECTED)]
         kinds = Counter(record.kind for record in rejected)
         why = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-        return [
-            self._over_baseline("wasted_{}_over_baseline", _wasted, "<=", 0.6, "predictive"),
-            self._over_baseline("answered_within_{}_over_baseline", _within, ">=", 1.0,
-                                "predictive"),
-            self._over_baseline("wasted_{}_over_baseline", _wasted, "<=", 0.6,
-                                "predictive_lengths"),
-            self._over_baseline("answered_within_{}_over_baseline", _within, ">=", 1.0,
-                                "predictive_lengths"),
-            Target("rejected_after_change", len(rejected), "<=", 0, why),
-        ]  # fmt: skip
+        found = []
+        for policy in ("predictive", "predictive_lengths"):
+            found.append(self._over_baseline("wasted", _wasted, "<=", 0.6, policy))
+            found.append(self._over_baseline("answered_within", _within, ">=", 1.0, policy))
+        return [*found, Target("rejected_after_change", len(rejected), "<=", 0, why)]
 
     def _over_baseline(
-        self, name: str, value: Callable[[PolicyRun], float], op: str, goal: float, policy: str
+        self, what: str, value: Callable[[PolicyRun], float], op: str, goal: float, policy: str
     ) -> Target:
-        name = name.format(policy)
+        name = f"{what}_{policy}_over_baseline"
         baselines = {run.round: run for run in self.runs if run.policy == "baseline"}
         pairs = [
             (run, baselines[run.round])

@@ -5,22 +5,21 @@ than the CPU's cache holds, so each round meets memory it has not just seen. Met
 inside: a get asks the directory first, a put allocates before and commits after. `copying` and
 `RawNixl` move the same pattern with nothing around it.
 
-Several clients at once are a process each (`python -m loadtest.bench.store.ways ADDRESS NODE WAY
-BLOCK_BYTES NUMBER`): it gets ready, says so, waits for a line on stdin, works for a while and
-prints the bytes per second that it moved.
+Several clients at once are a process each: it gets ready, waits for the others and works for a
+while.
 
 Not here: what is compared with what (__main__.py).
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.synchronize import Barrier
 
 import numpy as np
 
@@ -34,8 +33,9 @@ MB = 2**20
 BATCH = 16
 WARM_ROUNDS = 3
 TOGETHER_BYTES = 128 * MB  # of blocks of each client that works beside others
-TOGETHER_S = 2.0
+TOGETHER_S, READY_S_MAX = 2.0, 60.0
 Way = Callable[[], float]
+_start: Barrier | None = None  # of the clients that work at once, in each of their processes
 
 
 def pages(size_bytes: int, chance: np.random.Generator) -> ByteArray:
@@ -172,42 +172,27 @@ class RawNixl:
 
 def together(address: str, node_id: str, way: str, count: int, block_bytes: int) -> float:
     """Bytes per second of `count` clients that all get (or copy) at once."""
-    command = [sys.executable, "-m", "loadtest.bench.store.ways"]
-    processes = [
-        subprocess.Popen(
-            [*command, address, node_id, way, str(block_bytes), str(number)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(count)
-    ]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            if process.stdout.readline() != "ready\n":
-                raise RuntimeError("a client did not get ready; its reason is above")
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        rates = []
-        for process in processes:
-            assert process.stdout is not None
-            rates.append(float(json.loads(process.stdout.readline())))
-        return sum(rates)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    spawn = multiprocessing.get_context("spawn")
+    start = spawn.Barrier(count)
+    with ProcessPoolExecutor(count, spawn, _set_start, (start,)) as processes:
+        rates = [
+            processes.submit(_client_rate, address, node_id, way, number, block_bytes)
+            for number in range(count)
+        ]
+        return sum(rate.result() for rate in rates)
 
 
-def main() -> None:
-    """One of the clients that work at once."""
-    address, node_id, way, block_bytes, number = sys.argv[1:6]
-    chance = np.random.default_rng(int(number))
-    size = int(block_bytes)
-    pattern = Pattern(size, TOGETHER_BYTES // size, pages(TOGETHER_BYTES, chance), chance)
+def _set_start(start: Barrier) -> None:
+    """A barrier reaches a process only when it is made."""
+    global _start
+    _start = start
+
+
+def _client_rate(address: str, node_id: str, way: str, number: int, block_bytes: int) -> float:
+    """One of the clients that work at once, in a process of its own."""
+    chance = np.random.default_rng(number)
+    blocks = TOGETHER_BYTES // block_bytes
+    pattern = Pattern(block_bytes, blocks, pages(TOGETHER_BYTES, chance), chance)
     with StoreClient(address, node_id) as client:
         if way == "get":
             client.register(pattern.local)
@@ -217,16 +202,12 @@ def main() -> None:
             move = copying(pages(pattern.local.nbytes, chance), pattern, is_read=True)
         for _ in range(WARM_ROUNDS):
             move()
-        print("ready", flush=True)
-        sys.stdin.readline()
+        assert _start is not None
+        _start.wait(READY_S_MAX)
         until_s, rounds, seconds = time.monotonic() + TOGETHER_S, 0, 0.0
         while time.monotonic() < until_s:
             seconds += move()
             rounds += 1
-        print(json.dumps(rounds * BATCH * size / seconds), flush=True)
         if way == "get":
             client.remove(pattern.keys)
-
-
-if __name__ == "__main__":
-    main()
+    return rounds * BATCH * block_bytes / seconds
