@@ -10,7 +10,7 @@ sender's processor would make the sender late. A page that cannot be read is lef
 about the requests, and a report without samples says that there are none. Plain threads and
 sockets, so that it also works in a process where gevent has replaced both.
 
-Not here: rates from counters (report/series.py).
+Not here: rates from counters (report/timeline.py).
 """
 
 from __future__ import annotations

@@ -12,12 +12,17 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from loadtest.report import rows
-from loadtest.report.compare import Compared, compare
-from loadtest.report.embedded import read_report
-from loadtest.report.numbers import numbers, summary_of
+from loadtest.report.numbers import (
+    Compared,
+    compare,
+    differing,
+    numbers,
+    setting_text,
+    settings_of,
+    summary_of,
+)
 from loadtest.results import tables
-from loadtest.results.recording import Recording, RecordingError, goodput_of
+from loadtest.results.recording import Recording, RecordingError, goodput_of, read_report
 
 
 def report(
@@ -62,7 +67,7 @@ def json_line(files: Sequence[Path], runs: Sequence[Recording]) -> dict[str, obj
     found: list[dict[str, object]] = [
         {
             "file": str(file), "title": run.title, "started_at": run.started_at,
-            "settings": rows.settings_of(run),
+            "settings": settings_of(run),
             "numbers": {number.name: number.value for number in numbers(run)},
         }
         for file, run in zip(files, runs, strict=True)
@@ -81,13 +86,11 @@ def json_line(files: Sequence[Path], runs: Sequence[Recording]) -> dict[str, obj
 
 def _write(files: Sequence[Path], runs: Sequence[Recording], out: Path) -> None:
     # Here, because both draw: printing numbers does not wait for matplotlib.
-    if len(runs) == 1:
-        from loadtest.report.page import write_report
+    from loadtest.report.page import write_comparison, write_report
 
+    if len(runs) == 1:
         write_report(runs[0], out)
     else:
-        from loadtest.report.comparison import write_comparison
-
         write_comparison(runs[0], runs[1], (files[0], files[1]), out)
 
 
@@ -103,13 +106,11 @@ def _two(files: Sequence[Path], runs: Sequence[Recording]) -> Group:
         Text(f"{name}: {file.name}: {run.title}")
         for name, file, run in zip("AB", files, runs, strict=True)
     ]
-    different = rows.differing(*map(rows.settings_of, runs))
+    different = differing(*map(settings_of, runs))
     if different:
         table = Table("setting", "A", "B", title="settings that differ")
         for name, of_a, of_b in different:
-            table.add_row(
-                *(Text(cell) for cell in (name, rows.setting_text(of_a), rows.setting_text(of_b)))
-            )
+            table.add_row(*(Text(cell) for cell in (name, setting_text(of_a), setting_text(of_b))))
         parts.append(table)
     return Group(*parts, _table(compare(*runs)))
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from loadtest.results.metrics import COMPLETED, RequestRecord
+from loadtest.results.metrics import COMPLETED, RequestRecord, Spread, spread
 
 PHASES = ("queue", "transfer", "prefill", "hand-over", "decode", "elsewhere")
 GROUPS_MAX = 10
@@ -58,6 +58,16 @@ class Phases:
             "prefill": self.prefill_s,
         }
         return found | {"elsewhere": max(0.0, self.ttft_s - sum(found.values()))}
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpread:
+    """One phase over all requests that were measured."""
+
+    name: str
+    spread: Spread
+    total_s: float
+    share: float  # of all the time that these requests took
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,19 @@ def mean_of(found: Sequence[dict[str, float]]) -> dict[str, float]:
     """The mean of each phase over requests; there must be some."""
     assert found, "a mean of nothing"
     return {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+
+
+def spreads(found: Sequence[Phases]) -> list[PhaseSpread]:
+    """Empty when no request was measured."""
+    rows = []
+    whole_s = sum(sum(one.all.values()) for one in found)
+    for name in PHASES:
+        values = [one.all[name] for one in found]
+        if (over := spread(values)) is not None:
+            total_s = sum(values)
+            share = total_s / whole_s if whole_s else 0.0
+            rows.append(PhaseSpread(name, over, total_s, share))
+    return rows
 
 
 def by_ttft(found: Sequence[Phases], groups_max: int = GROUPS_MAX) -> list[Group]:

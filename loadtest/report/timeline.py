@@ -1,18 +1,29 @@
-"""What clients saw over a run, from its records: requests per second, in flight, hit rate. Pure.
+"""What happened over a run: what clients saw, and the server's load from its samples. Pure.
 
-Time is cut into bins of one round width, so that a picture has at most BINS_MAX of them.
+From the records: requests per second, in flight, hit rate. Time is cut into bins of one round
+width, so that a picture has at most BINS_MAX of them.
+
+From the samples: gauges as they are, counters as rates. A series is one metric of one worker (or of
+one path, node, ...), named by a label. A worker counts as prefill when it says how many prompt
+tokens wait for it, and as decode when it says how many KV tokens its running batch holds, whatever
+the models are called.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from loadtest.client.metrics_page import series_of
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
+from loadtest.results.recording import Sample
 
 Numbers = npt.NDArray[np.float64]
 
@@ -22,6 +33,18 @@ ROUND_S = (
     3_600.0,
 )  # fmt: skip
 IN_FLIGHT_POINTS_MAX = 300
+
+WAITING = "mooncake_requests_waiting"
+RUNNING = "mooncake_requests_running"
+QUEUE_TOKENS = "mooncake_queue_tokens"
+CONTEXT_TOKENS = "mooncake_context_tokens"
+STEP_SECONDS = "mooncake_step_seconds_total"
+PAGES_USED = "mooncake_pages_used"
+PAGES_MAX = "mooncake_pages_max"
+PROMPT_TOKENS = "mooncake_prompt_tokens_total"
+OUTPUT_TOKENS = "mooncake_output_tokens_total"
+STORE_USED = "mooncake_store_bytes_used"
+STORE_MAX = "mooncake_store_bytes_max"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +60,15 @@ class Bins:
 
     def counts(self, times_s: Sequence[float]) -> Numbers:
         """How many fall into each bin; what lies outside the run counts to its first or last."""
-        return np.bincount(self._places(times_s), minlength=self.count).astype(float)
+        return np.bincount(self._positions(times_s), minlength=self.count).astype(float)
 
     def sums(self, times_s: Sequence[float], values: Sequence[float]) -> Numbers:
-        return np.bincount(self._places(times_s), weights=values, minlength=self.count)
+        return np.bincount(self._positions(times_s), weights=values, minlength=self.count)
 
     def per_second(self, times_s: Sequence[float]) -> Numbers:
         return self.counts(times_s) / np.diff(self.edges_s)
 
-    def _places(self, times_s: Sequence[float]) -> npt.NDArray[np.int64]:
+    def _positions(self, times_s: Sequence[float]) -> npt.NDArray[np.int64]:
         inner = self.edges_s[1:-1]
         return np.searchsorted(inner, np.asarray(times_s, dtype=float), side="right")
 
@@ -115,14 +138,103 @@ def hit_rate(
     records: Sequence[RequestRecord], bins: Bins, ideal: Mapping[int, int] | None
 ) -> HitRate | None:
     """None when no completed request says what was cached."""
-    told = [r for r in records if r.outcome == COMPLETED and r.cached_tokens is not None]
-    if not told:
+    known = [r for r in records if r.outcome == COMPLETED and r.cached_tokens is not None]
+    if not known:
         return None
-    sent_s = [record.sent_s for record in told]
-    prompt = bins.sums(sent_s, [record.prompt_tokens for record in told])
+    sent_s = [record.sent_s for record in known]
+    prompt = bins.sums(sent_s, [record.prompt_tokens for record in known])
     prompt[prompt == 0] = np.nan
-    cached = bins.sums(sent_s, [record.cached_tokens or 0 for record in told])
+    cached = bins.sums(sent_s, [record.cached_tokens or 0 for record in known])
     best = None
-    if ideal is not None and all(record.index in ideal for record in told):
-        best = bins.sums(sent_s, [ideal[record.index] for record in told]) / prompt
-    return HitRate(cached / prompt, best, len(told))
+    if ideal is not None and all(record.index in ideal for record in known):
+        best = bins.sums(sent_s, [ideal[record.index] for record in known]) / prompt
+    return HitRate(cached / prompt, best, len(known))
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSeries:
+    """One quantity over time; the times ascend."""
+
+    label: str
+    times_s: tuple[float, ...]
+    values: tuple[float, ...]
+
+
+def gauge(samples: Sequence[Sample], name: str, by: str = "model") -> list[TimeSeries]:
+    """A line for each value of the label `by`; series that agree in it are added up."""
+    points: dict[str, dict[float, float]] = defaultdict(dict)
+    for sample in samples:
+        for key, value in sample.values.items():
+            if not key.startswith(name):
+                continue
+            found, labels = parsed(key)
+            if found == name:
+                line = points[labels.get(by, "")]
+                line[sample.time_s] = line.get(sample.time_s, 0.0) + value
+    return [
+        TimeSeries(label, tuple(line), tuple(line.values()))
+        for label, line in sorted(points.items())
+    ]
+
+
+def rate(samples: Sequence[Sample], name: str, by: str = "model") -> list[TimeSeries]:
+    """A counter's growth per second since the sample before; NaN at the first, where none was.
+
+    A counter that fell was started anew with its worker. What it had counted by then is unknown,
+    and so is the rate: NaN.
+    """
+    return [_rate(line) for line in gauge(samples, name, by) if len(line.times_s) > 1]
+
+
+def _rate(line: TimeSeries) -> TimeSeries:
+    times_s, totals = line.times_s, line.values
+    rates = [
+        (after - before) / (after_s - before_s)
+        if after >= before and after_s > before_s
+        else math.nan
+        for (before_s, after_s), (before, after) in zip(
+            pairwise(times_s), pairwise(totals), strict=True
+        )
+    ]
+    return TimeSeries(line.label, times_s, (math.nan, *rates))
+
+
+def share(used: Sequence[TimeSeries], limits: Sequence[TimeSeries]) -> list[TimeSeries]:
+    """Each line divided by the limit of the same label at the same time."""
+    limit_at = {
+        (line.label, time_s): value
+        for line in limits
+        for time_s, value in zip(line.times_s, line.values, strict=True)
+    }
+    found = []
+    for line in used:
+        points = [
+            (time_s, value / limit)
+            for time_s, value in zip(line.times_s, line.values, strict=True)
+            if (limit := limit_at.get((line.label, time_s)))
+        ]
+        if points:
+            found.append(TimeSeries(line.label, *map(tuple, zip(*points, strict=True))))
+    return found
+
+
+def prefill_workers(samples: Sequence[Sample]) -> set[str]:
+    return {line.label for line in gauge(samples, QUEUE_TOKENS)}
+
+
+def decode_workers(samples: Sequence[Sample]) -> set[str]:
+    return {line.label for line in gauge(samples, CONTEXT_TOKENS)}
+
+
+def only(lines: Iterable[TimeSeries], labels: set[str]) -> list[TimeSeries]:
+    return [line for line in lines if line.label in labels]
+
+
+@lru_cache(maxsize=65_536)
+def parsed(key: str) -> tuple[str, dict[str, str]]:
+    """Name and labels of a sample's key; its own name and no labels when it is not of that form."""
+    try:
+        (series,) = series_of([f"{key} 0"])
+    except ValueError:
+        return key, {}
+    return series.name, series.labels

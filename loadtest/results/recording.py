@@ -12,13 +12,18 @@ from __future__ import annotations
 import base64
 import dataclasses
 import gzip
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from loadtest.results.metrics import Goodput, RequestRecord, Slo, goodput
 
 FORMAT = 1
+EMBEDDED = re.compile(
+    rb'<script type="application/x-mooncake-recording">\s*([A-Za-z0-9+/=]+)\s*</script>'
+)
 Setting = str | int | float | bool | None
 
 
@@ -80,6 +85,21 @@ def from_bytes(data: bytes) -> Recording:
         return msgspec.json.decode(text, type=Recording)
     except (ValueError, OSError, EOFError, msgspec.MsgspecError) as error:
         raise RecordingError(f"not a recording: {error}") from None
+
+
+def read_report(path: Path) -> Recording:
+    """The recording inside a run's page; RecordingError with the path and the reason."""
+    try:
+        page = path.read_bytes()
+    except OSError as error:
+        raise RecordingError(f"{path}: {error.strerror or error}") from None
+    found = EMBEDDED.findall(page)
+    if not found:
+        raise RecordingError(f"{path}: no report of a run: it holds no recording")
+    try:
+        return from_bytes(found[-1])  # the page ends with it; whatever came before is text
+    except RecordingError as error:
+        raise RecordingError(f"{path}: {error}") from None
 
 
 class _Header(msgspec.Struct):

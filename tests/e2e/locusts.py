@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.report.page import read_report
-from loadtest.results.recording import Recording
+from loadtest.results.recording import Recording, read_report
 from tests.e2e.server import ROOT, Server
 
 LOCUSTFILE = ROOT / "loadtest" / "locustfile.py"

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from loadtest.bench.server import free_addresses
-from loadtest.report.page import read_report
 from loadtest.results.metrics import COMPLETED, REJECTED
+from loadtest.results.recording import read_report
 from tests.e2e import locusts
 from tests.e2e.locusts import LENIENT, SMALL, headless
 from tests.e2e.server import Server, running, wait_until

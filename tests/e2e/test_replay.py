@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from loadtest.report import series
-from loadtest.report.page import read_report
+from loadtest.report import timeline
 from loadtest.report.phases import measured
 from loadtest.results.metrics import summarize
+from loadtest.results.recording import read_report
 from tests.e2e.server import Server, wait_until
 
 EXTRACT = Path(__file__).parents[1] / "data" / "conversation_turns.jsonl"
@@ -55,12 +55,12 @@ def the_report_holds_the_run(page: Path, result: dict[str, Any]) -> None:
         server_s = one.queue_s + one.transfer_s + one.prefill_s
         assert one.prefill_s > 0 and server_s <= one.ttft_s
     assert len(run.samples) >= 2, "the first and the last at least"
-    assert {line.label for line in series.gauge(run.samples, series.PAGES_USED)} == {
+    assert {line.label for line in timeline.gauge(run.samples, timeline.PAGES_USED)} == {
         "prefill_0", "prefill_1", "decode_0", "decode_1",
     }  # fmt: skip
-    assert series.prefill_workers(run.samples) == {"prefill_0", "prefill_1"}
-    assert series.decode_workers(run.samples) == {"decode_0", "decode_1"}
-    prompts = series.gauge(run.samples, series.PROMPT_TOKENS, by="path")
+    assert timeline.prefill_workers(run.samples) == {"prefill_0", "prefill_1"}
+    assert timeline.decode_workers(run.samples) == {"decode_0", "decode_1"}
+    prompts = timeline.gauge(run.samples, timeline.PROMPT_TOKENS, by="path")
     grown = {line.label: line.values[-1] - line.values[0] for line in prompts}
     # The page lags behind by a moment, so that the last prompts may be missing from it.
     assert result["input_tokens"] / 2 < sum(grown.values()) <= result["input_tokens"]

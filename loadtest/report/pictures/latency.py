@@ -1,4 +1,8 @@
-"""How TTFT and TBT are distributed over requests, as cumulative shares on a logarithmic axis."""
+"""How long requests took: TTFT and TBT over requests, as predicted, and phase by phase.
+
+Distributions are cumulative shares on a logarithmic axis; where the time went (report/phases.py)
+are stacked bars.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,30 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from loadtest.report.phases import Phases, by_ttft, mean_of, predicted_ttft_s
 from loadtest.report.pictures.style import (
     MANY,
     NAMED,
+    PHASES,
     Picture,
     drawn,
+    duration_axis,
     label,
     legend,
     not_measured,
     percent_axis,
     seconds_scale,
 )
-from loadtest.results.metrics import spread
+from loadtest.results.metrics import COMPLETED, RequestRecord, spread
 from loadtest.results.tables import duration
 
-POINTS_MAX = 400
+POINTS_MAX = 400  # of a curve
+PAIRS_MAX = 2_000  # of predicted and actual
+FACTOR = 2.0
 CURVES_MAX = len(MANY)
 FLOOR_S = 1e-6  # a logarithm needs more than zero
+NO_DECISION = "no answered request says where its time went (a decision has to be asked for)."
+BARS_IN, BAR_IN = 1.35, 0.42
 
 
 def distribution(
@@ -68,7 +79,7 @@ def distribution(
         caption += f" {zeros:,} at 0 (tokens in one message) are drawn at the left edge."
     if left_out:
         caption += f" {left_out} more with fewer requests are left out."
-    words = (in_words(name, values, slo_s) for name, values in curves.items())
+    words = (_percentiles(name, values, slo_s) for name, values in curves.items())
     alt = f"{title}: {'; '.join(words)}."
     return drawn(title, caption, alt, draw, height_in(len(curves)))
 
@@ -78,7 +89,7 @@ def height_in(curves: int) -> float:
     return 3.1 if curves == 1 else 3.1 + 0.19 * curves
 
 
-def in_words(name: str, values: np.ndarray, slo_s: float | None) -> str:
+def _percentiles(name: str, values: np.ndarray, slo_s: float | None) -> str:
     found = spread(values.tolist())
     assert found is not None
     percentiles = ((50, found.p50), (90, found.p90), (99, found.p99))
@@ -126,3 +137,153 @@ def _level(axes: Axes, slo_s: float, values: np.ndarray | None) -> None:
         slo_s, color=NAMED["vermilion"], linestyle=(0, (4, 3)), linewidth=1.3,
         label=f"level {duration(slo_s)}{within}",
     )  # fmt: skip
+
+
+def prediction(records: Sequence[RequestRecord]) -> Picture:
+    """The conductor's predicted TTFT against what became of it."""
+    title = "Predicted and actual TTFT"
+    pairs = np.array(
+        [
+            (predicted_s, record.ttft_s)
+            for record in records
+            if record.outcome == COMPLETED
+            and record.ttft_s
+            and (predicted_s := predicted_ttft_s(record))
+        ]
+    )
+    if not len(pairs):
+        return not_measured(title, "no answered request has a decision with a predicted TTFT.")
+    ratios = pairs[:, 1] / pairs[:, 0]
+    within = float(np.mean((ratios <= FACTOR) & (ratios >= 1 / FACTOR)))
+    shown = pairs[np.unique(np.linspace(0, len(pairs) - 1, PAIRS_MAX).astype(int))]
+    low_s, high_s = float(pairs.min()) / 1.4, float(pairs.max()) * 1.4
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for which in ("x", "y"):
+            seconds_scale(axes, which, low_s, high_s)
+        ends = np.array([low_s, high_s])
+        axes.fill_between(
+            ends, ends / FACTOR, ends * FACTOR, color=NAMED["pale"], alpha=0.35, lw=0,
+            label="within a factor of 2",
+        )  # fmt: skip
+        axes.plot(ends, ends, color=NAMED["slate"], linewidth=1.0, label="as predicted")
+        axes.plot(
+            shown[:, 0], shown[:, 1], "o", color=NAMED["blue"], markersize=3.5, alpha=0.55,
+            markeredgewidth=0,
+        )  # fmt: skip
+        axes.set_xlabel("predicted by the conductor")
+        axes.set_ylabel("actual, at the client")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
+
+    median = float(np.median(ratios))
+    facts = (
+        f"{len(pairs):,} requests; the median actual TTFT is {median:.2f} times the predicted "
+        f"one, {within:.0%} lie within a factor of 2"
+    )
+    caption = (
+        f"One point per request, both axes logarithmic. {facts}. The prediction ends at the "
+        "server; the client also waits for Triton and the network."
+    )
+    if len(shown) < len(pairs):
+        caption += f" {len(shown):,} of the points are drawn, evenly picked."
+    return drawn(title, caption, f"{facts}.", draw, 4.2)
+
+
+def first_token(found: Sequence[Phases]) -> Picture:
+    title = "Where the time to the first token went"
+    if not found:
+        return not_measured(title, NO_DECISION)
+    groups = by_ttft(found)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        stacked(axes, [group.phases_s for group in groups], is_vertical=True)
+        axes.set_xticks(range(len(groups)), [duration(group.ttft_s) for group in groups])
+        axes.tick_params(axis="x", labelsize=8, length=0)
+        axes.set_xlabel("median TTFT of each group, from the fastest requests to the slowest")
+        axes.set_ylabel("mean time per request")
+        duration_axis(axes.yaxis)
+        handles(figure, axes)
+
+    many = f"{len(found):,} requests in {len(groups)} groups of equal size"
+    caption = (
+        f"{many}, ordered by TTFT. Queue: waiting at the prefill worker; transfer: the cached "
+        "prefix into its engine; prefill: computing the rest; elsewhere: conductor, Triton, "
+        "network and client."
+    )
+    worst = groups[-1]
+    alt = f"{many}; of the slowest group: {in_words(worst.phases_s)}."
+    return drawn(title, caption, alt, draw, 3.6)
+
+
+def whole_request(found: Sequence[Phases]) -> Picture:
+    title = "Where the whole time went"
+    if not found:
+        return not_measured(title, NO_DECISION)
+    bars = {"all requests": mean_of([phases.all for phases in found])}
+    ordered = sorted(found, key=lambda phases: phases.latency_s)
+    for percent in (50, 90, 99):
+        near = around(ordered, percent)
+        bars[f"around p{percent}"] = mean_of([phases.all for phases in near])
+    return compared(
+        title,
+        bars,
+        f"Mean over all {len(found):,} requests whose decision says it, and over the requests "
+        "around the median, the 90th and the 99th percentile of the whole time (from sending to "
+        "the last token; the nearest twentieth of all requests). Hand-over: the KVCache into the "
+        "store, waiting at the decode worker, and into its engine; decode: from the first token "
+        "to the last, without the hand-over.",
+    )
+
+
+def compared(title: str, bars: Mapping[str, Mapping[str, float]], caption: str) -> Picture:
+    """One horizontal bar for each name in `bars`, from top to bottom."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        stacked(axes, list(bars.values()), is_vertical=False)
+        axes.set_yticks(range(len(bars)), [label(name) for name in bars])
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.set_xlabel("mean time per request")
+        duration_axis(axes.xaxis)
+        for place, phases_s in enumerate(bars.values()):
+            total_s = sum(phases_s.values())
+            axes.annotate(
+                duration(total_s), (total_s, place), xytext=(5, 0), textcoords="offset points",
+                va="center", fontsize=8.5,
+            )  # fmt: skip
+        axes.set_xlim(0.0, 1.12 * max(sum(bar.values()) for bar in bars.values()) or 1.0)
+        handles(figure, axes)
+
+    alt = "; ".join(f"{name}: {in_words(phases_s)}" for name, phases_s in bars.items())
+    return drawn(title, caption, f"{alt}.", draw, max(3.6, BARS_IN + BAR_IN * len(bars)))
+
+
+def around(ordered: Sequence[Phases], percent: int) -> Sequence[Phases]:
+    """The requests nearest to a percentile: a twentieth of all, and at least one."""
+    middle = round((len(ordered) - 1) * percent / 100)
+    half = len(ordered) // 40
+    return ordered[max(0, middle - half) : middle + half + 1]
+
+
+def stacked(axes: Axes, bars: Sequence[Mapping[str, float]], is_vertical: bool) -> None:
+    places = range(len(bars))
+    below = [0.0] * len(bars)
+    for phase in [name for name in PHASES if name in bars[0]]:
+        sizes = [bar[phase] for bar in bars]
+        draw = axes.bar if is_vertical else axes.barh
+        along = {"bottom": below} if is_vertical else {"left": below}
+        draw(places, sizes, 0.72, color=PHASES[phase], label=phase, **along)
+        below = [a + b for a, b in zip(below, sizes, strict=True)]
+    axes.grid(False, axis="x" if is_vertical else "y")
+    axes.spines["left" if is_vertical else "bottom"].set_color(NAMED["grid"])
+
+
+def handles(figure: Figure, axes: Axes) -> None:
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=len(PHASES))
+
+
+def in_words(phases_s: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {duration(value)}" for name, value in phases_s.items())

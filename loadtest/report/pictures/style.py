@@ -150,7 +150,7 @@ def inline(svg: str, alt: str) -> str:
     )
 
 
-def panels(figure: Figure, count: int, heights: Sequence[float] | None = None) -> list[Axes]:
+def stacked_axes(figure: Figure, count: int, heights: Sequence[float] | None = None) -> list[Axes]:
     """Axes one above the other with the same horizontal axis."""
     axes = figure.subplots(
         count, 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}

@@ -84,14 +84,14 @@ class PeerRun:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RequestTimes:
+class ReplayTimes:
     """TTFT and time between tokens of every request of a run, in order of the trace."""
 
     ttft_ms: npt.NDArray[np.uint32]
     itl_ms: npt.NDArray[np.uint8]
 
     @classmethod
-    def of(cls, jobs: Sequence[SimulatedJob]) -> RequestTimes:
+    def of(cls, jobs: Sequence[SimulatedJob]) -> ReplayTimes:
         ttfts = [NOT_SERVED if j.reject else np.ceil(1e3 * j.ttft_s) for j in jobs]
         itls = [0 if j.reject else np.ceil(1e3 * j.itl_s) for j in jobs]
         return cls(
@@ -107,7 +107,7 @@ class RequestTimes:
 class PeerResult:
     version: str
     outcome: SimulationOutcome
-    times: RequestTimes | None = None  # of every request, where they are known
+    times: ReplayTimes | None = None  # of every request, where they are known
 
 
 RUNS = tuple(
@@ -118,7 +118,7 @@ RUNS = tuple(
 )
 
 
-def p99_ratio(ours: RequestTimes, theirs: RequestTimes) -> float:
+def p99_ratio(ours: ReplayTimes, theirs: ReplayTimes) -> float:
     """p99 of TTFT, ours over theirs, over the requests that are good in both runs."""
     both = ours.is_good & theirs.is_good
     assert both.any(), "no request is good in both runs"
@@ -177,7 +177,7 @@ def _result(rows: Sequence[TraceRow], said: dict[str, Any]) -> PeerResult:
     )
     if any(abs(ours - theirs) > 1e-6 * max(1.0, theirs) for ours, theirs in pairs):
         raise PeerFailed(f"its times do not come to its own figures: {pairs}")
-    return PeerResult(said["version"], outcome, RequestTimes.of(jobs))
+    return PeerResult(said["version"], outcome, ReplayTimes.of(jobs))
 
 
 def _jobs(rows: Sequence[TraceRow], requests: Sequence[Sequence[Any]]) -> list[SimulatedJob]:
@@ -239,7 +239,7 @@ def _outcome_of_figures(said: dict[str, Any]) -> SimulationOutcome:
     )  # fmt: skip
 
 
-def write_times(path: Path, runs: Sequence[RequestTimes]) -> None:
+def write_times(path: Path, runs: Sequence[ReplayTimes]) -> None:
     planes = []
     for run in runs:
         planes.append(run.ttft_ms.astype("<u4").view(np.uint8).reshape(-1, TTFT_BYTES).T.tobytes())
@@ -247,12 +247,12 @@ def write_times(path: Path, runs: Sequence[RequestTimes]) -> None:
     path.write_bytes(lzma.compress(b"".join(planes), preset=9 | lzma.PRESET_EXTREME))
 
 
-def read_times(path: Path, requests: int) -> list[RequestTimes]:
+def read_times(path: Path, requests: int) -> list[ReplayTimes]:
     """As many runs as there are, each of so many requests."""
     content = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8)
     assert content.size % (requests * (TTFT_BYTES + 1)) == 0, f"{path} is of other requests"
     return [
-        RequestTimes(
+        ReplayTimes(
             np.ascontiguousarray(run[:TTFT_BYTES].T).view("<u4").reshape(-1).astype(np.uint32),
             run[TTFT_BYTES],
         )

@@ -16,7 +16,7 @@ from loadtest.simulator.dynamo.peer import (
     SPEEDS,
     PeerResult,
     PeerRun,
-    RequestTimes,
+    ReplayTimes,
     p99_ratio,
 )
 
@@ -66,7 +66,7 @@ class DynamoCase:
 class DynamoRun:
     case: DynamoCase
     outcome: SimulationOutcome
-    times: RequestTimes
+    times: ReplayTimes
     seconds: float  # of real time
 
 

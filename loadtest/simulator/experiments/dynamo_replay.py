@@ -37,7 +37,7 @@ from loadtest.simulator.dynamo.peer import (
     PeerFailed,
     PeerResult,
     PeerRun,
-    RequestTimes,
+    ReplayTimes,
     digest,
     read_recorded,
     run_live,
@@ -159,7 +159,7 @@ def run(
         jobs = fleet.run(offered, case.speed, on_over)
     except OutOfBlocks as problem:
         raise SimulationRefused(f"{case.name}: {problem}") from None
-    outcome, times = outcome_of(jobs, alone_s), RequestTimes.of(jobs)
+    outcome, times = outcome_of(jobs, alone_s), ReplayTimes.of(jobs)
     return DynamoRun(case, outcome, times, time.monotonic() - started_s)
 
 

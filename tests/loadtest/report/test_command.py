@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from loadtest.report.command import main
-from loadtest.report.page import read_report, write_report
+from loadtest.report.page import write_report
+from loadtest.results.recording import read_report
 from tests.loadtest.report.runs import answered, full, recording
 
 

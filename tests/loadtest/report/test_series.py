@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from loadtest.report.series import (
+from loadtest.report.timeline import (
     CONTEXT_TOKENS,
     OUTPUT_TOKENS,
     PAGES_MAX,
     PAGES_USED,
     PROMPT_TOKENS,
-    Line,
+    TimeSeries,
     decode_workers,
     gauge,
     parsed,
@@ -30,15 +30,16 @@ def totals(*values: float) -> list[Sample]:
 def test_a_gauge_is_a_line_for_each_worker() -> None:
     samples = [sample(0.0), sample(1.5)]
     assert gauge(samples, PAGES_USED) == [
-        Line("decode_0", (0.0, 1.5), (8.0, 8.0)), Line("prefill_0", (0.0, 1.5), (64.0, 64.0)),
-    ]  # fmt: skip
+        TimeSeries("decode_0", (0.0, 1.5), (8.0, 8.0)),
+        TimeSeries("prefill_0", (0.0, 1.5), (64.0, 64.0)),
+    ]
     assert gauge(samples, "mooncake_pages") == []  # the beginning of a name is another name
 
 
 def test_series_that_agree_in_the_label_are_added_up() -> None:
     samples = [sample(2.0, **{'mooncake_prompt_tokens_total{model="prefill_1",path="local"}': 7.0})]
     assert gauge(samples, PROMPT_TOKENS, by="path") == [
-        Line("computed", (2.0,), (200.0,)), Line("local", (2.0,), (107.0,)),
+        TimeSeries("computed", (2.0,), (200.0,)), TimeSeries("local", (2.0,), (107.0,)),
     ]  # fmt: skip
 
 
@@ -62,7 +63,7 @@ def test_a_worker_that_is_away_for_a_sample_has_a_gap_and_not_a_zero() -> None:
 def test_a_share_needs_a_limit_at_the_same_time() -> None:
     samples = [sample(0.0), sample(1.0, **{'mooncake_pages_max{model="prefill_0"}': 0.0})]
     found = share(gauge(samples, PAGES_USED), gauge(samples, PAGES_MAX))
-    assert found[1:] == [Line("prefill_0", (0.0,), (0.25,))]
+    assert found[1:] == [TimeSeries("prefill_0", (0.0,), (0.25,))]
 
 
 def test_a_worker_is_known_by_what_it_says_and_not_by_its_name() -> None:

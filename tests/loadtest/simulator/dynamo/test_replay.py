@@ -23,7 +23,7 @@ from loadtest.simulator.dynamo.peer import (
     RECORDED,
     RUNS,
     PeerRun,
-    RequestTimes,
+    ReplayTimes,
     digest,
     p99_ratio,
     read_recorded,
@@ -100,7 +100,7 @@ def test_the_recorded_times_come_to_the_recorded_figures() -> None:
 def test_times_come_back_from_a_file_as_they_were(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     runs = [
-        RequestTimes(
+        ReplayTimes(
             rng.integers(0, 2**32, 50, dtype=np.uint32), rng.integers(0, 256, 50, dtype=np.uint8)
         )
         for _ in range(3)
@@ -136,8 +136,8 @@ def test_good_tokens_are_divided_by_the_time_in_which_requests_arrive() -> None:
 
 
 def test_p99_is_compared_over_the_requests_that_are_good_in_both_runs() -> None:
-    ours = RequestTimes.of([served(0, 0, 1.0, 1.0), served(1, 0, 4.0, 1.0), rejected(2)])
-    theirs = RequestTimes.of(
+    ours = ReplayTimes.of([served(0, 0, 1.0, 1.0), served(1, 0, 4.0, 1.0), rejected(2)])
+    theirs = ReplayTimes.of(
         [served(0, 0, 2.0, 1.0), served(1, 0, 99.0, 1.0), served(2, 0, 3.0, 1.0)]
     )
     assert ours.is_good.tolist() == [True, True, False]

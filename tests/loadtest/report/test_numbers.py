@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.report.compare import Compared, compare
-from loadtest.report.numbers import numbers
-from loadtest.report.rows import differing
+from loadtest.report.numbers import Compared, compare, differing, numbers
 from loadtest.results.metrics import REJECTED, Slo
 from tests.loadtest.report.runs import answered, full, recording, unserved
 
