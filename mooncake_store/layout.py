@@ -127,7 +127,7 @@ class Geometry(NamedTuple):
         return slot * HEADER_BYTES
 
     def headers(self, slot: int, size_bytes: int) -> slice:
-        """Its header, then those of its other units, which are empty (slot_header.py)."""
+        """Its header, then those of its other units, which are empty (slot_memory.py)."""
         start = self.header_offset_bytes(slot)
         return slice(start, start + max(1, -(-size_bytes // self.unit_bytes)) * HEADER_BYTES)
 

@@ -48,8 +48,6 @@ TIES = {
     ("backends/engine/trtllm/engine.py", "backends.workers.config"),
     ("backends/engine/trtllm/llm_arguments.py", "backends.workers.config"),
     ("backends/engine/trtllm/settings.py", "backends.workers.config"),
-    ("mooncake_store/memory/registrations.py", "mooncake_store.transports.known_nodes"),
-    ("mooncake_store/memory/scratch.py", "mooncake_store.transports.known_nodes"),
 }
 # Folders without clock, I/O and randomness of their own.
 PURE_FOLDERS = (

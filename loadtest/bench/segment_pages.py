@@ -26,7 +26,8 @@ import typer
 
 from loadtest.bench.harness import benchmark, median_s, moved, timed_s
 from loadtest.bench.result import Cell
-from mooncake_store.memory.segment import ByteArray, Segment
+from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.segment import Segment
 
 BATCHES = ((4096, 1024), (64 * 1024, 64), (2**20, 16))
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -37,7 +37,7 @@ from loadtest.bench.harness import BatchRounds, BlocksSeed, benchmark, in_turns,
 from loadtest.bench.result import Cell
 from loadtest.bench.store.ways import BATCH, MB, Pattern, get_s, pages
 from mooncake_store.client.client import StoreClient
-from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.ssd.block_io import NixlLane
 from mooncake_store.ssd.records import Entry, Shape
 from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier

@@ -32,7 +32,7 @@ from mooncake_store.cli.places import (
 from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
-from mooncake_store.memory.checksum import checksum
+from mooncake_store.memory.buffers import checksum
 
 app = typer.Typer(
     name="store",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.layout import Geometry, geometry
-from mooncake_store.memory.checksum import checksum, copy_and_sum
+from mooncake_store.memory.buffers import checksum, copy_and_sum
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes

@@ -18,10 +18,9 @@ import numpy as np
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, Geometry, geometry
-from mooncake_store.memory.checksum import ByteArray, checksum, copy_and_sum
-from mooncake_store.memory.scratch import Scratch
-from mooncake_store.memory.slot_header import SlotHeader
-from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.memory.buffers import ByteArray, checksum, copy_and_sum
+from mooncake_store.memory.registrations import Scratch
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.mapped_transport import MappedTransport

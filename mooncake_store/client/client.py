@@ -42,10 +42,8 @@ from mooncake_store.client.replicas import Replicas
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreFull
-from mooncake_store.memory.buffers import as_bytes
-from mooncake_store.memory.checksum import ByteArray
-from mooncake_store.memory.registrations import Registrations
-from mooncake_store.memory.scratch import Scratch
+from mooncake_store.memory.buffers import ByteArray, as_bytes
+from mooncake_store.memory.registrations import Registrations, Scratch
 from mooncake_store.memory.segment import host_id
 from mooncake_store.records.blocks import Copy
 from mooncake_store.transports.known_nodes import KnownNodes

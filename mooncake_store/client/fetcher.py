@@ -18,9 +18,8 @@ from mooncake_store.client.block_reader import BlockReader, Want
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.layout import STATE_READY, STATE_WRITING, Geometry
-from mooncake_store.memory.checksum import ByteArray, checksum
-from mooncake_store.memory.slot_header import SlotHeader
-from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.memory.buffers import ByteArray, checksum
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.transports.transport import Span

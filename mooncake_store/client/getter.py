@@ -16,7 +16,7 @@ from mooncake_store.client.block_reader import BlockReader, Want
 from mooncake_store.client.header_reader import HeaderReader
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.memory.checksum import ByteArray
+from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import SSD_SUFFIX
 from mooncake_store.transports.known_nodes import KnownNodes

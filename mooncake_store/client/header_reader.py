@@ -1,6 +1,6 @@
 """Reads the headers of slots of any node: whose block is that, and is it still the same one?
 
-Not here: what a header is (slot_header.py).
+Not here: what a header is (slot_memory.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from itertools import accumulate
 
 from mooncake_store.errors import TransferFailed
 from mooncake_store.layout import HEADER_BYTES, geometry
-from mooncake_store.memory.scratch import SIZE_BYTES, Scratch
-from mooncake_store.memory.slot_header import SlotHeader, ready_prefix
+from mooncake_store.memory.registrations import SCRATCH_BYTES, Scratch
+from mooncake_store.memory.slot_memory import SlotHeader, ready_prefix
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
@@ -38,7 +38,7 @@ class HeaderReader:
         return [(raw and SlotHeader.unpack(raw)) or None for raw in found]
 
     def still(self, keys: Sequence[bytes], copies: Sequence[Copy]) -> list[bool]:
-        """Does each slot still hold that very use of it, complete? slot_header.py says how."""
+        """Does each slot still hold that very use of it, complete? slot_memory.py says how."""
         expected = [
             ready_prefix(copy.generation, key) for key, copy in zip(keys, copies, strict=True)
         ]
@@ -110,7 +110,7 @@ def _parts(spans: dict[int, Span]) -> list[dict[int, Span]]:
     for index, span in spans.items():
         if not parts or span.length_bytes > left_bytes:
             parts.append({})
-            left_bytes = SIZE_BYTES
+            left_bytes = SCRATCH_BYTES
         parts[-1][index] = span
         left_bytes -= span.length_bytes
     return parts

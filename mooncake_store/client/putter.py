@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from mooncake_store.client.block_writer import BlockWriter, Write
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, TransferFailed, TransferTimeout
-from mooncake_store.memory.checksum import ByteArray
+from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.registrations import Registrations
 from mooncake_store.records.blocks import Allocation
 from mooncake_store.records.membership import NodeInfo

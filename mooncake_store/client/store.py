@@ -37,11 +37,11 @@ from mooncake_store.client.header_reader import HeaderReader
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import LayoutMismatch, NodeUnknown, QuotaExceeded, TransferFailed
-from mooncake_store.layout import Geometry, KvLayout
-from mooncake_store.memory.checksum import checksum
-from mooncake_store.memory.scratch import Scratch
-from mooncake_store.memory.segment import ByteArray, Segment
-from mooncake_store.memory.slot_header import STATE_READY, SlotHeader
+from mooncake_store.layout import STATE_READY, Geometry, KvLayout
+from mooncake_store.memory.buffers import ByteArray, checksum
+from mooncake_store.memory.registrations import Scratch
+from mooncake_store.memory.segment import Segment
+from mooncake_store.memory.slot_memory import SlotHeader
 from mooncake_store.records.blocks import GENERATION_MAX, Allocation, Copy, Slot
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes

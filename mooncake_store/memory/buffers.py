@@ -1,9 +1,12 @@
-"""Memory of the caller's as the store sees it: a flat run of bytes, never copied.
+"""Memory as the store sees it: flat bytes that are never copied, and checksums of what lies there.
 
 numpy arrays, torch tensors and everything with the buffer protocol are taken by address. What is
 not contiguous is refused: a silent copy would be filled instead of the caller's memory.
 
-Not here: registering memory with a transport (known_nodes.py).
+xxh3-64 does some 45 GB/s on bytes that lie in the CPU's cache and a third of that on others, so it
+is nearly free right after a copy of a piece that fits there, and costs half a copy later.
+
+Not here: registering memory with a transport (registrations.py).
 """
 
 from __future__ import annotations
@@ -12,9 +15,32 @@ import ctypes
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from mooncake_store.errors import RequestInvalid
-from mooncake_store.memory.checksum import ByteArray
+
+ByteArray = npt.NDArray[np.uint8]
+PIECE_BYTES = 256 * 1024  # 128 and 512 KiB were no better (docs/measurements.md)
+
+
+def checksum(view: ByteArray) -> int:
+    """xxh3_64 of a C-contiguous uint8 array."""
+    return xxhash.xxh3_64_intdigest(view.data)
+
+
+def copy_and_sum(target: ByteArray, source: ByteArray) -> int:
+    """Copy `source` to `target` (1-D uint8 of equal length); the checksum of what arrived."""
+    length_bytes = source.nbytes
+    if length_bytes <= PIECE_BYTES:
+        target[:] = source
+        return xxhash.xxh3_64_intdigest(target.data)
+    running = xxhash.xxh3_64()
+    for start in range(0, length_bytes, PIECE_BYTES):
+        piece = target[start : start + PIECE_BYTES]
+        piece[:] = source[start : start + PIECE_BYTES]
+        running.update(piece.data)
+    return running.intdigest()
 
 
 def as_bytes(buffer: Any, is_target: bool = False) -> ByteArray:

@@ -1,8 +1,13 @@
-"""Which memory of the caller's is registered with the transports, and registering it for one call.
+"""Which memory of this process is registered with the transports, and for how long.
 
 Memory that is used again (an engine's KV pool) is registered once, by its owner. Other memory is
-registered for the call: cheap over CMA and TCP, where nothing is pinned. When a call times out, the
-transfer may still be under way, so such memory stays registered and alive until the process ends.
+registered for the call: cheap over CMA and TCP, where nothing is pinned. With RDMA it is pinned,
+which costs more than moving a header, so there are small buffers for headers and the like that are
+used again and again.
+
+When a call times out, the transfer may still be under way, so such memory stays registered and
+alive until the process ends, and such a small buffer is never used again: NIXL reads or writes it
+later, and somebody else's headers would lie there.
 
 Not here: making flat views (buffers.py).
 """
@@ -12,19 +17,34 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from mooncake_store.errors import TransferTimeout
-from mooncake_store.memory.checksum import ByteArray
-from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.memory.buffers import ByteArray
+
+
+class MemoryUser(Protocol):
+    """What moves bytes into and out of memory of this process: the transports of KnownNodes."""
+
+    @property
+    def needs_registration(self) -> bool:
+        """Must it know memory before it moves bytes there?"""
+
+    def register(self, buffer: ByteArray) -> None: ...
+
+    def unregister(self, buffer: ByteArray) -> None: ...
+
+    def pending_targets(self) -> Sequence[tuple[ByteArray, object]]:
+        """Memory, and where in it, into which a read that timed out may still write."""
 
 
 class Registrations:
-    """Thread-safe."""
+    """Memory of the callers. Thread-safe."""
 
-    def __init__(self, nodes: KnownNodes) -> None:
-        self._nodes = nodes
+    def __init__(self, transports: MemoryUser) -> None:
+        self._transports = transports
         self._lock = threading.Lock()
         self._known: dict[int, ByteArray] = {}  # address -> whole buffer
         self._users: dict[tuple[int, int], int] = {}  # (address, bytes) -> calls at work there
@@ -36,13 +56,13 @@ class Registrations:
             if known is not None and known.nbytes >= buffer.nbytes:
                 return
             self._known[_address(buffer)] = buffer
-        self._nodes.register(buffer)
+        self._transports.register(buffer)
 
     def drop(self, buffer: ByteArray) -> None:
         with self._lock:
             known = self._known.pop(_address(buffer), None)
         if known is not None:
-            self._nodes.unregister(known)
+            self._transports.unregister(known)
 
     def _covers_all(self, buffers: Sequence[ByteArray]) -> bool:
         """Do all of these lie in one registered buffer? The common case, in one comparison."""
@@ -69,7 +89,7 @@ class Registrations:
     @contextlib.contextmanager
     def covering(self, buffers: Sequence[ByteArray]) -> Iterator[None]:
         """All of these are registered until the block ends."""
-        if self._nodes.nixl is None:
+        if not self._transports.needs_registration:
             yield
             return
         if not buffers or self._covers_all(buffers):
@@ -85,7 +105,7 @@ class Registrations:
             is_certain = False
             raise
         finally:
-            late = [target for target, _ in self._nodes.pending_targets()] if new else []
+            late = [target for target, _ in self._transports.pending_targets()] if new else []
             for buffer in new:
                 is_late = any(np.may_share_memory(buffer, target) for target in late)
                 self._give_back(buffer, is_certain and not is_late)
@@ -96,7 +116,7 @@ class Registrations:
         with self._lock:
             self._users[span] = users = self._users.get(span, 0) + 1
             if users == 1:
-                self._nodes.register(buffer)
+                self._transports.register(buffer)
 
     def _give_back(self, buffer: ByteArray, is_certain: bool) -> None:
         """The last call is done: unregister, unless a transfer or somebody else still needs it."""
@@ -109,9 +129,47 @@ class Registrations:
             del self._users[address, buffer.nbytes]
             is_shared = address in self._known or any(start == address for start, _ in self._users)
             if not is_shared:
-                self._nodes.unregister(buffer)
+                self._transports.unregister(buffer)
 
 
 def _address(buffer: ByteArray) -> int:
     address: int = buffer.__array_interface__["data"][0]  # half the time of buffer.ctypes.data
     return address
+
+
+SCRATCH_BYTES = 128 * 1024  # 2,048 headers
+SCRATCH_KEPT_MAX = 8
+
+
+class Scratch:
+    """Small buffers for headers and the like, used again and again. Thread-safe."""
+
+    def __init__(self, transports: MemoryUser) -> None:
+        self._transports = transports
+        self._lock = threading.Lock()
+        self._free: list[ByteArray] = []
+
+    @contextlib.contextmanager
+    def take(self, size_bytes: int) -> Iterator[ByteArray]:
+        """At least that many bytes, until the block ends; their content is left over."""
+        buffer = None
+        with self._lock:
+            if self._free and size_bytes <= SCRATCH_BYTES:
+                buffer = self._free.pop()
+        if buffer is None:
+            buffer = np.zeros(max(size_bytes, SCRATCH_BYTES), np.uint8)
+            self._transports.register(buffer)
+        is_safe = True
+        try:
+            yield buffer
+        except TransferTimeout:
+            is_safe = False
+            raise
+        finally:
+            with self._lock:
+                is_usual = buffer.nbytes == SCRATCH_BYTES
+                is_kept = is_safe and is_usual and len(self._free) < SCRATCH_KEPT_MAX
+                if is_kept:
+                    self._free.append(buffer)
+            if is_safe and not is_kept:
+                self._transports.unregister(buffer)

@@ -8,7 +8,7 @@ Memory is promised before it is used: statvfs and MemAvailable say whether there
 file is populated and posix_fallocate proves that all of it is there. A sparse file would be
 accepted at once and kill the process with SIGBUS at the first write that finds /dev/shm full.
 
-Not here: mapping it (mapping.py), segments of several files (segment.py).
+Not here: mapping it, and segments of several files (segment.py).
 """
 
 from __future__ import annotations

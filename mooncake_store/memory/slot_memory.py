@@ -1,18 +1,97 @@
-"""A mapped segment as headers and payloads of slots, for the node that owns it.
+"""What lies in the slots of a segment: the 64 bytes of a header for each use of one, and a payload.
 
-Not here: where slots lie (layout.py), the 64 bytes of a header (slot_header.py), whose slot it is
-(directory.py).
+A header says whose block lies there, and whether it is whole. It is written by the worker that
+fills a slot and read by whoever rebuilds a directory from segments. It ends with a checksum of
+itself, so a torn or foreign header reads as "nothing here".
+
+Each unit has a header; a block's is that of its first one. Whoever begins to fill a slot empties
+those of the other units. So a header inside a block says that something else was written there
+since, even if the block's own header is untouched: blocks of several sizes share a memory.
+
+Not here: where slots lie (layout.py), whose slot it is (the directory), which of the blocks that
+a node says it has are believed (inventory.py).
 """
 
 from __future__ import annotations
 
-import numpy as np
+import struct
+from itertools import compress
+from typing import NamedTuple
 
-from mooncake_store.layout import HEADER_BYTES, Geometry
-from mooncake_store.memory.checksum import checksum
-from mooncake_store.memory.header_scan import Block, scan
-from mooncake_store.memory.segment import ByteArray
-from mooncake_store.memory.slot_header import STATE_READY, STATE_WRITING, SlotHeader
+import numpy as np
+import xxhash
+
+from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, Geometry
+from mooncake_store.memory.buffers import ByteArray, checksum
+
+MAGIC = b"MKVB"
+FIELDS = struct.Struct("<4sIQ16sQQ8x")  # magic, state, generation, key, checksum, length, spare
+_PREFIX = struct.Struct("<4sIQ16s")
+_SELF = struct.Struct("<Q")
+assert FIELDS.size + _SELF.size == HEADER_BYTES, FIELDS.size
+
+
+class SlotHeader(NamedTuple):
+    """What a slot says about its payload."""
+
+    state: int  # STATE_WRITING: do not trust the payload; STATE_READY: complete
+    generation: int
+    key: bytes  # 16 bytes
+    checksum: int  # xxh3_64 of the payload
+    length_bytes: int
+
+    def pack(self) -> bytes:
+        assert len(self.key) == 16, f"a key has 16 bytes, this one {len(self.key)}"
+        fields = FIELDS.pack(
+            MAGIC, self.state, self.generation, self.key, self.checksum, self.length_bytes
+        )
+        return fields + _SELF.pack(xxhash.xxh3_64_intdigest(fields))
+
+    @staticmethod
+    def unpack(raw: bytes | memoryview) -> SlotHeader | None:
+        """The header in these 64 bytes, or None when no whole header lies there."""
+        assert len(raw) == HEADER_BYTES, f"a header has {HEADER_BYTES} bytes, got {len(raw)}"
+        magic, state, generation, key, checksum, length_bytes = FIELDS.unpack_from(raw)
+        (own,) = _SELF.unpack_from(raw, FIELDS.size)
+        if magic != MAGIC or own != xxhash.xxh3_64_intdigest(bytes(raw[: FIELDS.size])):
+            return None
+        return SlotHeader(state, generation, key, checksum, length_bytes)
+
+
+def ready_prefix(generation: int, key: bytes) -> bytes:
+    """How the header of this use of a slot begins once it is complete: enough to recognise it."""
+    return _PREFIX.pack(MAGIC, STATE_READY, generation, key)
+
+
+Block = tuple[bytes, int, int, int, int, int]  # key, slot, generation, checksum, bytes, state
+KEY_AT = 16
+_COLUMNS = np.dtype(
+    [("magic", "<u4"), ("state", "<u4"), ("generation", "<u8"), ("key", "V16"),
+     ("checksum", "<u8"), ("length_bytes", "<u8"), ("spare", "<u8"), ("own", "<u8")]
+)  # fmt: skip
+assert _COLUMNS.fields is not None and _COLUMNS.fields["key"][1] == KEY_AT
+assert _COLUMNS.itemsize == HEADER_BYTES == FIELDS.size + _COLUMNS["own"].itemsize
+
+
+def scan(view: ByteArray, shape: Geometry) -> list[Block]:
+    """The whole headers of a segment, in order of their slots.
+
+    A segment of a terabyte has millions of headers and most of them are empty, so numpy finds the
+    ones that begin like a header; only these are checked one by one.
+    """
+    table = view[: shape.units * HEADER_BYTES].view(_COLUMNS)
+    slots = np.flatnonzero(table["magic"] == int.from_bytes(MAGIC, "little"))
+    rows = table[slots]  # a copy: writers go on meanwhile, a torn header fails its own checksum
+    raw, digest = rows.tobytes(), xxhash.xxh3_64_intdigest
+    starts = range(0, len(raw), HEADER_BYTES)
+    found = [digest(raw[start : start + FIELDS.size]) for start in starts]
+    is_whole = np.array(found, np.uint64) == rows["own"]
+    keys = [raw[start + KEY_AT : start + KEY_AT + KEY_BYTES] for start in starts]
+    rows, slots = rows[is_whole], slots[is_whole]
+    columns = [rows[name].tolist() for name in ("generation", "checksum", "length_bytes", "state")]
+    # Plain tuples: a million NamedTuples take a second more, most of it in the garbage collector.
+    return list(zip(compress(keys, is_whole), slots.tolist(), *columns, strict=True))
 
 
 class SlotMemory:

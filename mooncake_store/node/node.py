@@ -31,9 +31,8 @@ from typing import NamedTuple
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
 from mooncake_store.layout import STATE_READY, geometry
-from mooncake_store.memory.header_scan import Block
 from mooncake_store.memory.segment import Segment, host_id
-from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.memory.slot_memory import Block, SlotMemory
 from mooncake_store.node.node_control import NodeControl
 from mooncake_store.node.node_metrics import NodeCollector, ReaderCollector, timed
 from mooncake_store.node.node_verbs import NodeVerbs

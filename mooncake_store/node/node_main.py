@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
-from mooncake_store.memory.mapping import numa_nodes
-from mooncake_store.memory.segment import NoRoom
+from mooncake_store.memory.segment import numa_nodes
+from mooncake_store.memory.segment_file import NoRoom
 from mooncake_store.node.node import Clients, NodeOptions, StorageNode
 from mooncake_store.process.metrics_page import LOOPBACK
 from mooncake_store.records.membership import UNIT_BYTES

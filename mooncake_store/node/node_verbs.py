@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
-from mooncake_store.memory.slot_header import STATE_READY, STATE_WRITING, SlotHeader
-from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.layout import STATE_READY, STATE_WRITING
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.node.puller import Puller
 from mooncake_store.records.blocks import GENERATION_MAX
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo

@@ -4,7 +4,7 @@ A directory that restarted answers a report with `false`. Then the holder regist
 same incarnation, and says what it holds, in batches, before it takes new blocks. An inventory that
 was interrupted is begun anew from a fresh registration, so that no half of one is ever believed.
 
-Not here: what lies in a holder (header_scan.py, ssd/), when to report (node.py).
+Not here: what lies in a holder (slot_memory.py, ssd/), when to report (node.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
-from mooncake_store.memory.header_scan import Block
+from mooncake_store.memory.slot_memory import Block
 from mooncake_store.records.membership import NodeInfo
 
 log = logging.getLogger("mooncake_store.node")

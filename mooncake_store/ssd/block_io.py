@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mooncake_store.errors import StoreError, TransferFailed, TransferTimeout
-from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.buffers import ByteArray
 
 log = logging.getLogger("mooncake_store.ssd")
 LANES_MAX = 4  # batches of so many callers are with the disk at once

@@ -25,8 +25,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.memory.checksum import checksum
-from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.buffers import ByteArray, checksum
 from mooncake_store.ssd.block_file import IO_ALIGN_BYTES, BlockFile
 from mooncake_store.ssd.block_io import Lane, Lanes, Row, move, unfinished
 from mooncake_store.ssd.manifest import Manifest

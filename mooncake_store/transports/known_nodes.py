@@ -23,7 +23,8 @@ import time
 from collections.abc import Sequence
 
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.memory.segment import ByteArray, host_id
+from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.segment import host_id
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.mapped_transport import MappedTransport
@@ -165,6 +166,10 @@ class KnownNodes:
         return life == info.incarnation and now_s < until_s
 
     # ---- the transports
+
+    @property
+    def needs_registration(self) -> bool:
+        return self.nixl is not None
 
     def register(self, buffer: ByteArray) -> None:
         if self.nixl is not None:

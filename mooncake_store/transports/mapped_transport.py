@@ -6,7 +6,7 @@ each batch the owner's lock on the file is looked at (segment.py).
 
 The memory of a dead node stays taken until the last process has unmapped it, and its next life may
 need that room. So a thread looks at the locks all the time, whether anything moves or not, and lets
-go of what is dead. A view that is in use keeps its mapping until it is dropped (mapping.py).
+go of what is dead. A view that is in use keeps its mapping until it is dropped (segment.py).
 
 Not here: deciding that a node is on this host (store.py).
 """
@@ -20,7 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.memory.segment import ByteArray, Segment, SegmentRefused
+from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.segment import Segment
+from mooncake_store.memory.segment_file import SegmentRefused
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.transport import CountedTransport, LocalSpan, Span
 

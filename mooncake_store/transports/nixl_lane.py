@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake_store.errors import TransferFailed
-from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_agent import NixlUnavailable, make_agent, nixl_errors
 from mooncake_store.transports.transport import LocalSpan, Span

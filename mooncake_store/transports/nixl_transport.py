@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_lane import Lane, Region, Transfer
 from mooncake_store.transports.transport import CountedTransport, LocalSpan, Span

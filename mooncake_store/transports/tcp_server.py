@@ -27,7 +27,7 @@ import threading
 import time
 
 from mooncake_store.errors import StoreError
-from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameInvalid, Kind, PeerClosed, Pieces
 from mooncake_store.transports.transport import Tally, TransferCounters

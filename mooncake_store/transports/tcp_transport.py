@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameInvalid, Kind

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
 
 

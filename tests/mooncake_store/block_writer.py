@@ -8,9 +8,9 @@ import numpy as np
 import xxhash
 
 from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
-from mooncake_store.memory.segment import ByteArray, Segment
-from mooncake_store.memory.slot_header import SlotHeader
-from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.segment import Segment
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.membership import NodeInfo
 from tests.mooncake_store.site import Site
 

@@ -6,7 +6,7 @@ import mmap
 
 import numpy as np
 
-from mooncake_store.memory.segment import ByteArray
+from mooncake_store.memory.buffers import ByteArray
 
 
 def pages(size_bytes: int) -> ByteArray:

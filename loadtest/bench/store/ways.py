@@ -25,7 +25,8 @@ import numpy as np
 
 from mooncake_store.client.client import StoreClient
 from mooncake_store.layout import geometry
-from mooncake_store.memory.segment import ByteArray, Segment
+from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.segment import Segment
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_agent import make_agent
 

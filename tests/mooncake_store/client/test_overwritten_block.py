@@ -14,8 +14,7 @@ import pytest
 from mooncake_store.client.client import StoreClient
 from mooncake_store.layout import HEADER_BYTES, STATE_WRITING, geometry
 from mooncake_store.memory.segment import Segment
-from mooncake_store.memory.slot_header import SlotHeader
-from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.blocks import Copy
 from tests.mooncake_store.sites import SiteProcesses
 

@@ -16,9 +16,9 @@ import pytest
 from mooncake_store.client.store import Store, checksum
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.errors import NodeUnknown, StoreUnavailable
-from mooncake_store.layout import HEADER_BYTES, KvLayout
+from mooncake_store.layout import HEADER_BYTES, STATE_READY, KvLayout
 from mooncake_store.memory.segment import Segment, host_id
-from mooncake_store.memory.slot_header import STATE_READY, SlotHeader
+from mooncake_store.memory.slot_memory import SlotHeader
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_agent import NixlUnavailable, load_nixl

@@ -16,7 +16,7 @@ import pytest
 from mooncake_store.client.store import Store
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.layout import KvLayout
-from mooncake_store.memory.checksum import checksum
+from mooncake_store.memory.buffers import checksum
 from tests.mooncake_store.site import pause
 from tests.mooncake_store.sites import NodeProcess, SiteProcesses
 from tests.mooncake_store.targets import ROOT

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, geometry
-from mooncake_store.memory.header_scan import Block, scan
-from mooncake_store.memory.segment import ByteArray
-from mooncake_store.memory.slot_header import SlotHeader
+from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.slot_memory import Block, SlotHeader, scan
 
 
 def written(view: ByteArray, slot: int, header: SlotHeader) -> Block:

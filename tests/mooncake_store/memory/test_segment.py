@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mooncake_store.layout import STATE_READY, STATE_WRITING
 from mooncake_store.memory import segment_file
-from mooncake_store.memory.mapping import numa_nodes
-from mooncake_store.memory.segment import Segment, SegmentRefused, host_id
-from mooncake_store.memory.slot_header import STATE_READY, STATE_WRITING, SlotHeader
+from mooncake_store.memory.segment import Segment, host_id, numa_nodes
+from mooncake_store.memory.segment_file import SegmentRefused
+from mooncake_store.memory.slot_memory import SlotHeader
 from tests.mooncake_store.targets import ROOT
 
 SIZE = 1024**2

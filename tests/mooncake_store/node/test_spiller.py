@@ -14,8 +14,7 @@ from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.errors import StoreUnavailable
 from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
-from mooncake_store.memory.slot_header import SlotHeader
-from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.node import spiller as spiller_module
 from mooncake_store.node.spiller import IDLE_S, REST_S_MAX, Spiller
 from mooncake_store.records.blocks import Copy
