@@ -17,7 +17,6 @@
   x TransferFailed        bytes did not arrive                          -> next copy, or recompute
     - TransferTimeout     ... and may still arrive: quarantine targets
   x BlockMissing          the copy is not there any more                -> a miss, never a failure
-    - ChecksumMismatch    ... its bytes are somebody else's
 
 Each is made from one message, so that it travels over the wire as (class name, message) and is
 raised at the client as the same class.
@@ -87,10 +86,6 @@ class TransferTimeout(TransferFailed):
 
 
 class BlockMissing(StoreError):
-    pass
-
-
-class ChecksumMismatch(BlockMissing):
     pass
 
 

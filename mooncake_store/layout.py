@@ -20,12 +20,6 @@ STATE_WRITING, STATE_READY = 1, 2  # in a header: do not trust the payload; it i
 SLOT_ALIGN_BYTES = 4096  # payloads start at a memory page: O_DIRECT and RDMA like it
 
 
-def blocks_full(tokens: int, block_tokens: int) -> int:
-    """How many whole blocks these tokens fill."""
-    assert tokens >= 0 and block_tokens > 0, (tokens, block_tokens)
-    return tokens // block_tokens
-
-
 def blocks_touched(tokens: int, block_tokens: int) -> int:
     """How many blocks these tokens need, the last one perhaps partly filled."""
     assert tokens >= 0 and block_tokens > 0, (tokens, block_tokens)

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mooncake_store.cli.places import parse_bytes
+from mooncake_store.cli.arguments import parse_bytes
 
 console = Console(stderr=True, highlight=False)
 

@@ -130,7 +130,7 @@ class Hotspots:
     ) -> Replicate | None:
         """The rest of this prefix, from a node that has it to the one that lacks least of it."""
         config, chain = self._config, self._chain(key)
-        held = index.match(chain).blocks_by_holder
+        held = index.match(chain)
         sources = sorted(node for node, blocks in held.items() if blocks == len(chain))
         if not sources:
             return None  # it is not whole anywhere

@@ -1,6 +1,7 @@
 """The commands of `mooncake store`. Each is a few calls of the client; errors end in one line.
 
-Not here: what the client does (client.py), tables (tables.py), the processes (serving.py).
+Not here: what the client does (client.py), sizes, keys and where the directory is (arguments.py),
+the processes (serving.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -20,9 +21,10 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
-from mooncake_store.cli import serving, tables
-from mooncake_store.cli.places import (
+from mooncake_store.cli import serving
+from mooncake_store.cli.arguments import (
     find_directory,
     own_folder,
     parse_bytes,
@@ -33,6 +35,9 @@ from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.memory.buffers import checksum
+from mooncake_store.records.blocks import Copy
+from mooncake_store.records.membership import NodeInfo
+from mooncake_store.records.status import DirectoryStats
 
 app = typer.Typer(
     name="store",
@@ -43,7 +48,6 @@ app = typer.Typer(
 )
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
-BLOCKS_AT_ONCE = 1_024
 CHECKED_AT_ONCE = 32
 
 Directory = Annotated[
@@ -53,7 +57,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def shown_errors() -> Iterator[None]:
     """A StoreError becomes a line on stderr and exit status 1."""
     try:
         yield
@@ -63,11 +67,11 @@ def told() -> Iterator[None]:
         sys.exit(1)
 
 
-def client(address: str) -> StoreClient:
+def store_client(address: str) -> StoreClient:
     return StoreClient(address or find_directory())
 
 
-def asked(address: str) -> DirectoryClient:
+def directory_client(address: str) -> DirectoryClient:
     return DirectoryClient(address or find_directory())
 
 
@@ -85,15 +89,16 @@ def serve(
     node_option: Annotated[list[str] | None, typer.Option(help="Likewise, to each node.")] = None,
 ) -> None:
     """Start a directory and storage nodes on this host, until Ctrl-C."""
-    if not [name for name in nodes.split(",") if name]:
+    names = [name for name in nodes.split(",") if name]
+    if not names:
         raise typer.BadParameter("--nodes names at least one storage node")
     size_bytes, disk_bytes = parse_bytes(store_bytes), parse_bytes(ssd_bytes)
     if disk_bytes and ssd_path is None:
         raise typer.BadParameter("--ssd-bytes needs --ssd-path, a folder on that SSD")
-    site = serving.Site(
-        (folder or own_folder()).resolve(), [name for name in nodes.split(",") if name],
-        size_bytes, ssd_path.resolve() if ssd_path else None, disk_bytes,
-        directory_option or [], node_option or [],
+    store = serving.StoreProcesses(
+        folder=(folder or own_folder()).resolve(), nodes=names, dram_bytes=size_bytes,
+        ssd_folder=ssd_path.resolve() if ssd_path else None, ssd_bytes=disk_bytes,
+        directory_options=directory_option or [], node_options=node_option or [],
     )  # fmt: skip
     stopping: list[int] = []
 
@@ -102,17 +107,17 @@ def serve(
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
-    with told():
+    with shown_errors():
         try:
             with console.status("starting directory and storage nodes ..."):
-                site.start()
-            console.print(f"ready: --directory {site.address}", soft_wrap=True)
+                store.start()
+            console.print(f"ready: --directory {store.address}", soft_wrap=True)
             while not stopping:
-                for name in site.tend():
+                for name in store.supervise():
                     console.print(f"{name} ended, started it again")
                 time.sleep(0.2)
         finally:
-            site.stop()
+            store.stop()
 
 
 @app.command()
@@ -124,25 +129,25 @@ def stat(
     as_json: AsJson = False,
 ) -> None:
     """How full the store is and what it does; or where some blocks are."""
-    with told(), asked(directory) as store:
+    with shown_errors(), directory_client(directory) as store:
         if not names:
             stats = store.stats()
             if as_json:
                 console.file.write(json.dumps(asdict(stats)) + "\n")
                 return
-            console.print(tables.holders(stats))
-            console.print(tables.totals(stats))
+            console.print(_holders_table(stats))
+            console.print(_totals_table(stats))
             return
         keys = [parse_key(name) for name in names]
         found = store.lookup(keys, "", 0.0, prefix_only=False)
         if as_json:
-            rows = [[copy._asdict() for copy in places] for places in found]
+            rows = [[copy._asdict() for copy in copies] for copies in found]
             console.file.write(json.dumps(dict(zip(names, rows, strict=True))) + "\n")
         else:
             pairs = zip(keys, found, strict=True)
-            console.print(tables.blocks((key, copy) for key, places in pairs for copy in places))
+            console.print(_blocks_table((key, copy) for key, copies in pairs for copy in copies))
         if not all(found):
-            missing = [name for name, places in zip(names, found, strict=True) if not places]
+            missing = [name for name, copies in zip(names, found, strict=True) if not copies]
             errors.print(f"not in the store: {', '.join(missing)}", markup=False)
             sys.exit(1)
 
@@ -154,14 +159,14 @@ def ls(
     directory: Directory = "",
 ) -> None:
     """The storage nodes, and what lies on them."""
-    with told(), asked(directory) as store:
+    with shown_errors(), directory_client(directory) as store:
         infos = [info for info in store.nodes() if node in ("", info.node_id)]
         if node and not infos:
             raise StoreError(f"storage node {node} is not registered")
-        console.print(tables.nodes(infos))
+        console.print(_nodes_table(infos))
         found = [block for info in infos for block in store.blocks_on(info.node_id, limit)]
         if found:
-            console.print(tables.blocks(found))
+            console.print(_blocks_table(found))
 
 
 @app.command()
@@ -174,13 +179,13 @@ def put(
 ) -> None:
     """Store a file as one block."""
     content = np.fromfile(file, np.uint8)
-    with told(), StoreClient(directory or find_directory(), tenant=tenant) as store:
+    with shown_errors(), StoreClient(directory or find_directory(), tenant=tenant) as store:
         if not store.put([parse_key(name)], [content], node)[0]:
             raise StoreError(f"{name} ({shown_bytes(content.nbytes)}) was not stored: no room")
-        place = store.stat([parse_key(name)])[0][0]
-        if place.checksum != checksum(content):
+        copy = store.stat([parse_key(name)])[0][0]
+        if copy.checksum != checksum(content):
             raise StoreError(f"{name} was there already, with other content: remove it first")
-    console.print(f"{parse_key(name).hex()} {place.size_bytes} bytes on {place.node_id}")
+    console.print(f"{parse_key(name).hex()} {copy.size_bytes} bytes on {copy.node_id}")
 
 
 @app.command()
@@ -190,8 +195,8 @@ def get(
     directory: Directory = "",
 ) -> None:
     """Read one block, verified, into a file."""
-    with told():
-        with client(directory) as store:
+    with shown_errors():
+        with store_client(directory) as store:
             (content,) = store.get([parse_key(name)])
         if content is None:
             errors.print(f"not in the store: {name}", markup=False)
@@ -208,7 +213,7 @@ def remove(
     directory: Directory = "",
 ) -> None:
     """Give up all copies of some blocks."""
-    with told(), asked(directory) as store:
+    with shown_errors(), directory_client(directory) as store:
         done = store.remove([parse_key(name) for name in names])
     kept = [name for name, is_gone in zip(names, done, strict=True) if not is_gone]
     if kept:
@@ -224,7 +229,7 @@ def pin(
     directory: Directory = "",
 ) -> None:
     """Hold some blocks against eviction."""
-    with told(), asked(directory) as store:
+    with shown_errors(), directory_client(directory) as store:
         done = store.pin([parse_key(name) for name in names], kind, ttl_s)
     if not all(done):
         errors.print("some hold no hard pin: too much is pinned already", markup=False)
@@ -238,7 +243,7 @@ def quota(
     directory: Directory = "",
 ) -> None:
     """Bound what a tenant may store, over all nodes."""
-    with told(), asked(directory) as store:
+    with shown_errors(), directory_client(directory) as store:
         store.set_quota(tenant, parse_bytes(size))
 
 
@@ -250,7 +255,7 @@ def drain(
     directory: Directory = "",
 ) -> None:
     """Empty a storage node onto the others, so that it can be stopped without loss."""
-    with told(), client(directory) as store:
+    with shown_errors(), store_client(directory) as store:
         if undo:
             store.directory.drain(node, False)
             return
@@ -277,7 +282,11 @@ def check(
 ) -> None:
     """Read every block in DRAM and compare its checksum; corrupt copies are dropped."""
     read = bad = 0
-    with told(), client(directory) as store, Progress(console=errors, transient=True) as progress:
+    with (
+        shown_errors(),
+        store_client(directory) as store,
+        Progress(console=errors, transient=True) as progress,
+    ):
         if node and node not in {info.node_id for info in store.directory.nodes()}:
             raise StoreError(f"storage node {node} is not registered")
         for info in store.directory.nodes():
@@ -298,9 +307,74 @@ def check(
         sys.exit(1)
 
 
-def main() -> None:
-    app()
+# ---- tables for people
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _holders_table(stats: DirectoryStats) -> Table:
+    """One line per holder: how full, and of what."""
+    table = _table(
+        "holders",
+        ["node", "size", "used", "blocks", "writing", "resting", "idle", "evicted", ""],
+    )
+    for node in stats.nodes:
+        state = "draining" if node.is_draining else "" if node.is_open else "telling what it has"
+        table.add_row(
+            node.node_id, shown_bytes(node.segment_bytes),
+            f"{100 * node.used_units / max(1, node.units):.1f} %", str(node.ready_blocks),
+            str(node.writing_blocks), shown_bytes(node.quarantined_units * node.unit_bytes),
+            str(node.idle_blocks), str(node.evictions), state,
+        )  # fmt: skip
+    return table
+
+
+def _totals_table(stats: DirectoryStats) -> Table:
+    """What the directory has counted since its epoch began."""
+    table = _table("directory", ["", ""])
+    hit = stats.hit_blocks / stats.lookup_blocks if stats.lookup_blocks else 0.0
+    lines = {
+        "epoch": stats.epoch, "blocks": stats.blocks, "copies": stats.copies,
+        "stored": shown_bytes(stats.used_bytes), "leases": stats.leases, "owners": stats.owners,
+        "pinned keys": stats.pins, "workers": stats.workers,
+        "blocks looked up": stats.lookup_blocks, "found": f"{100 * hit:.1f} %",
+        "found on SSD only": stats.hit_ssd_blocks, "commits": stats.commits,
+        "evictions": stats.evictions, "spills": stats.spills, "bad copies": stats.bad_copies,
+    }  # fmt: skip
+    for name, value in lines.items():
+        table.add_row(name, str(value))
+    for name, used, quota in stats.tenants:
+        table.add_row(f"tenant {name}", f"{shown_bytes(used)} of {shown_bytes(quota)}")
+    return table
+
+
+def _blocks_table(found: Iterable[tuple[bytes, Copy]]) -> Table:
+    """One line per copy; --json of `stat KEY` has slot and generation too."""
+    table = _table("blocks", ["key", "node", "bytes", "checksum"])
+    table.columns[0].no_wrap = True
+    for key, copy in found:
+        table.add_row(key.hex(), copy.node_id, str(copy.size_bytes), f"{copy.checksum:016x}")
+    return table
+
+
+def _nodes_table(infos: Sequence[NodeInfo]) -> Table:
+    table = _table("storage nodes", ["node", "tier", "size", "rack", "reached by"])
+    for info in infos:
+        ways = ["mapped" if not info.is_ssd else "its node"]
+        ways += ["NIXL"] * bool(info.agent_name) + ["TCP " + info.data_address] * bool(
+            info.data_address
+        )
+        table.add_row(
+            info.node_id, info.tier, shown_bytes(info.segment_bytes), info.rack or "-",
+            ", ".join(ways),
+        )  # fmt: skip
+    return table
 
 
 if __name__ == "__main__":
-    main()
+    app()

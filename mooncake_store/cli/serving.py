@@ -24,7 +24,7 @@ class StartFailed(Exception):
 
 
 @dataclass(slots=True)
-class Child:
+class StoreProcess:
     name: str
     command: list[str]
     log: Path
@@ -48,7 +48,7 @@ class Child:
         return self.log.read_text(errors="replace")[-1_000:].strip() or "it said nothing"
 
 
-class Site:
+class StoreProcesses:
     """The processes of one store. `folder` has their sockets and logs."""
 
     def __init__(
@@ -64,8 +64,8 @@ class Site:
         folder.mkdir(parents=True, exist_ok=True)
         self.address = f"ipc://{folder}/directory"
         python = [sys.executable, "-m"]
-        self.children = [
-            Child(
+        self.processes = [
+            StoreProcess(
                 "directory",
                 [*python, "mooncake_store.directory", "--address", self.address,
                  "--events", f"ipc://{folder}/events", *directory_options],
@@ -83,29 +83,31 @@ class Site:
                 "--segment-bytes", str(dram_bytes), "--unit-bytes", str(UNIT_BYTES),
                 "--control", f"ipc://{folder}/{node}", "--die-with-parent", *more,
             ]  # fmt: skip
-            self.children.append(Child(f"node {node}", command, folder / f"{node}.log"))
+            self.processes.append(StoreProcess(f"node {node}", command, folder / f"{node}.log"))
 
     def start(self) -> None:
-        for child in self.children:
-            child.start()
+        for each in self.processes:
+            each.start()
 
-    def tend(self) -> list[str]:
+    def supervise(self) -> list[str]:
         """Start what has ended; its names. StartFailed when that happens too often."""
-        ended = [each for each in self.children if each.process and each.process.poll() is not None]
-        for child in ended:
-            if len(child.started_s) > RESTARTS_MAX:
-                raise StartFailed(f"{child.name} ends again and again: {child.last_words()}")
-            child.start()
-        return [child.name for child in ended]
+        ended = [
+            each for each in self.processes if each.process and each.process.poll() is not None
+        ]
+        for each in ended:
+            if len(each.started_s) > RESTARTS_MAX:
+                raise StartFailed(f"{each.name} ends again and again: {each.last_words()}")
+            each.start()
+        return [each.name for each in ended]
 
     def stop(self) -> None:
         """Nodes first: they say goodbye to the directory."""
-        for child in reversed(self.children):
-            if child.process is None or child.process.poll() is not None:
+        for each in reversed(self.processes):
+            if each.process is None or each.process.poll() is not None:
                 continue
-            child.process.terminate()
+            each.process.terminate()
             try:
-                child.process.wait(STOP_S_MAX)
+                each.process.wait(STOP_S_MAX)
             except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
+                each.process.kill()
+                each.process.wait()

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from mooncake_store.prefix_index.holder_numbers import HolderNumbers, Segment, numbers_in
 
@@ -93,19 +92,6 @@ class KeyPages:
         assert all(0 < len(page) <= PAGE_KEYS for page in self._pages), "an odd page"
         keys = list(self)
         assert len(set(keys)) == len(keys), "a key is in two places"
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """What of a chain of keys is where."""
-
-    blocks_by_holder: dict[str, int]  # longest run from the start; only holders that have block 0
-    best_blocks: int
-    best_holder: str | None  # of `best_blocks`; ties go to the smaller name; None without any hit
-    union_blocks: int  # the run of blocks that are somewhere, not all in one place
-
-    def blocks(self, holder: str) -> int:
-        return self.blocks_by_holder.get(holder, 0)
 
 
 class PrefixIndex:
@@ -274,18 +260,12 @@ class PrefixIndex:
         """Who has this block, by name."""
         return sorted(self.names(self._get(key, 0) & self._holders.live))
 
-    def match(self, keys: Sequence[bytes]) -> PrefixMatch:
-        """How much of the chain `keys`, from its start, each holder has, by name."""
+    def match(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """How many leading blocks of the chain `keys` each holder has, by name; no zeros."""
         runs: dict[str, int] = {}
-        depth, best = 0, None
         for depth, bitmap in self.find(keys):
-            names = self.names(bitmap)
-            runs.update(dict.fromkeys(names, depth))
-            best = min(names)
-        union = depth
-        while union < len(keys) and keys[union] in self:
-            union += 1
-        return PrefixMatch(runs, depth, best, union)
+            runs.update(dict.fromkeys(self.names(bitmap), depth))
+        return runs
 
     # Forgetting and sweeping
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,12 +23,6 @@ SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  
 
 class PortTaken(StoreError):
     """The metrics cannot be served there; the message says what to change."""
-
-
-class Observer(Protocol):
-    """What latencies are told to."""
-
-    def observe(self, verb: str, seconds: float) -> None: ...
 
 
 class MetricsPage:

@@ -10,7 +10,6 @@ from mooncake_store.layout import (
     HEADER_BYTES,
     SLOT_ALIGN_BYTES,
     KvLayout,
-    blocks_full,
     blocks_touched,
     describe,
     describe_difference,
@@ -31,10 +30,10 @@ def test_a_block_is_its_layers_one_after_the_other() -> None:
 
 
 @given(tokens=st.integers(0, 10_000), block_tokens=st.integers(1, 600))
-def test_full_and_touched_blocks_differ_by_the_partial_one(tokens: int, block_tokens: int) -> None:
-    full, touched = blocks_full(tokens, block_tokens), blocks_touched(tokens, block_tokens)
-    assert touched - full == (tokens % block_tokens != 0)
-    assert full * block_tokens <= tokens <= touched * block_tokens
+def test_the_last_touched_block_may_be_a_partial_one(tokens: int, block_tokens: int) -> None:
+    touched = blocks_touched(tokens, block_tokens)
+    assert touched - tokens // block_tokens == (tokens % block_tokens != 0)
+    assert tokens <= touched * block_tokens < tokens + block_tokens
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "int4"), ("layers", 0), ("head_dim", -1)])

@@ -73,11 +73,6 @@ class WorkerTable:
         silent = [name for name, worker in self._workers.items() if not self._lives(worker, now_s)]
         return [event for name in silent for event in self.deregister(*name)]
 
-    def block_bytes_on(self, node_id: str) -> dict[str, int]:
-        """worker_id -> block_bytes of the workers that belong to this node."""
-        infos = self.infos
-        return {info.worker_id: info.block_bytes for info in infos if info.node_id == node_id}
-
     def _lives(self, worker: _Worker, now_s: float) -> bool:
         return now_s - worker.seen_s <= self._config.worker_ttl_s
 

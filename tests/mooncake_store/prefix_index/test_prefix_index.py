@@ -11,12 +11,11 @@ from mooncake_store.prefix_index.prefix_index import (
     PAGE_KEYS,
     SWEPT_PER_CHANGE,
     PrefixIndex,
-    PrefixMatch,
 )
 from tests.mooncake_store.makers import chain
 
 
-def by_hand(holders_of: dict[bytes, set[str]], keys: Sequence[bytes]) -> PrefixMatch:
+def by_hand(holders_of: dict[bytes, set[str]], keys: Sequence[bytes]) -> dict[str, int]:
     """The definition, word by word."""
     runs = {}
     for holder in {name for names in holders_of.values() for name in names}:
@@ -25,12 +24,7 @@ def by_hand(holders_of: dict[bytes, set[str]], keys: Sequence[bytes]) -> PrefixM
             run += 1
         if run:
             runs[holder] = run
-    union = 0
-    while union < len(keys) and holders_of.get(keys[union]):
-        union += 1
-    best = max(runs.values(), default=0)
-    first = min((name for name, run in runs.items() if run == best), default=None)
-    return PrefixMatch(runs, best, first, union)
+    return runs
 
 
 def test_each_holder_counts_as_far_as_it_has_every_block() -> None:
@@ -39,28 +33,15 @@ def test_each_holder_counts_as_far_as_it_has_every_block() -> None:
     for holder, blocks in {"a": [0, 1], "b": [0, 1, 2], "c": [1, 2, 3], "d": [0, 2]}.items():
         for block in blocks:
             index.add(keys[block], holder)
-    match = index.match(keys)
-    assert match.blocks_by_holder == {"a": 2, "b": 3, "d": 1}
-    assert (match.best_holder, match.best_blocks, match.union_blocks) == ("b", 3, 4)
-    assert match.blocks("c") == 0
-
-
-def test_equal_prefixes_go_to_the_smaller_name() -> None:
-    index = PrefixIndex()
-    keys = chain(2)
-    for holder in ("s2", "s1", "s3"):
-        for key in keys:
-            index.add(key, holder)
-    assert index.match(keys).best_holder == "s1"
+    assert index.match(keys) == {"a": 2, "b": 3, "d": 1}
 
 
 def test_nothing_matches_an_empty_index_or_an_empty_prompt() -> None:
     index = PrefixIndex()
-    nothing = PrefixMatch({}, 0, None, 0)
-    assert index.match(chain(3)) == nothing
+    assert index.match(chain(3)) == {}
     index.add(chain(1)[0], "a")
-    assert index.match([]) == nothing
-    assert index.match(chain(3, "b")) == nothing
+    assert index.match([]) == {}
+    assert index.match(chain(3, "b")) == {}
 
 
 def test_a_full_index_forgets_the_oldest_block() -> None:
@@ -90,7 +71,7 @@ def test_a_dropped_holder_counts_for_nothing_at_once_and_is_swept_a_little_at_a_
     index.add_many(keys, "gone")
     index.add_many(keys[:3], "stays")
     index.drop_holder("gone")
-    assert index.match(keys).blocks_by_holder == {"stays": 3}
+    assert index.match(keys) == {"stays": 3}
     assert index.holders(keys[3]) == [] and keys[3] not in index
     left = len(index)
     assert left == len(keys), "dropping a holder walked its keys"
@@ -110,10 +91,10 @@ def test_a_cleared_index_is_empty_at_once_and_gives_its_memory_back_by_sweeping(
     index.clear()
     assert len(index) == 0 and index.find(keys) == [] and index.number("a") == -1
     index.add_many(keys[:2], "b")
-    assert index.match(keys).blocks_by_holder == {"b": 2}
+    assert index.match(keys) == {"b": 2}
     while index.sweep(100):
         index.check()
-    assert index._cleared == [] and index.match(keys).blocks_by_holder == {"b": 2}
+    assert index._cleared == [] and index.match(keys) == {"b": 2}
 
 
 def test_a_holder_that_comes_back_has_only_what_it_has_now() -> None:
@@ -121,7 +102,7 @@ def test_a_holder_that_comes_back_has_only_what_it_has_now() -> None:
     index.add_many(keys, "a")
     index.drop_holder("a")
     index.add_many(keys[:2], "a")
-    assert index.match(keys).blocks_by_holder == {"a": 2}
+    assert index.match(keys) == {"a": 2}
     index.remove_many(keys, "a")
     assert index.find(keys) == []
     index.check()
@@ -177,9 +158,9 @@ def test_random_changes_match_the_definition(seed: int, blocks_max: int) -> None
         found = index.find(keys)
         blocks = index.blocks_by_number(found)
         counted = {index.name(n): int(blocks[n]) for n in blocks.nonzero()[0].tolist()}
-        assert counted == match.blocks_by_holder, f"step {step}"
+        assert counted == match, f"step {step}"
         assert blocks[-1] == blocks[index.number("nobody")] == 0
-        assert [depth for depth, _ in found] == sorted(set(match.blocks_by_holder.values()))
+        assert [depth for depth, _ in found] == sorted(set(match.values()))
         here = {name: index.number(name) for name in holders}
         if index.numbers_version == version:
             assert here == numbers, "a number changed unannounced"

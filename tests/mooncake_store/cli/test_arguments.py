@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from mooncake_store.cli.places import VARIABLE, default_folder, find_directory, own_folder
+from mooncake_store.cli.arguments import VARIABLE, default_folder, find_directory, own_folder
 
 SOMEBODY = 54321
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
@@ -21,7 +21,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a fold
 def tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A /tmp of the test's own, with a short path: sockets lie in it."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    with tempfile.TemporaryDirectory(prefix="places-") as folder:
+    with tempfile.TemporaryDirectory(prefix="arguments-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
 
