@@ -26,7 +26,7 @@ import typer
 
 from loadtest.bench.harness import FreshSeed, ServerUrl, benchmark, console, served, settled
 from loadtest.bench.result import Cell, Target
-from loadtest.client.answer import StreamedAnswer
+from loadtest.client.answer import ReceivedAnswer
 from loadtest.client.metrics_page import counter_sum, fetch_page
 from loadtest.client.protocol import GenerateRequest
 from loadtest.client.server import Addresses, describe_server
@@ -66,7 +66,7 @@ def settled_nixl_bytes(addresses: Addresses) -> float | None:
 
 async def send(client: TritonClient, step: Step, prompt: TokenIds) -> dict[str, Cell]:
     """One request, alone; what it took and what the server says of it."""
-    answer = StreamedAnswer()
+    answer = ReceivedAnswer()
     request = GenerateRequest(
         request_id=f"reuse-{step.name}",
         input_ids=prompt,

@@ -13,7 +13,7 @@ from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
 
 
 @dataclass(slots=True)
-class StreamedAnswer:
+class ReceivedAnswer:
     """What of one request's answer has arrived so far."""
 
     token_times_s: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class StreamedAnswer:
 
 
 def record_of(
-    answer: StreamedAnswer,
+    answer: ReceivedAnswer,
     error: ServerError | None,
     request: GenerateRequest,
     *,

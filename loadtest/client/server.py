@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.client.answer import StreamedAnswer
+from loadtest.client.answer import ReceivedAnswer
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.triton_client import PROBE_S_MAX, TritonClient
 
@@ -82,7 +82,7 @@ async def describe_server(
 
 
 async def _described(client: TritonClient) -> Mapping[str, Any]:
-    answer = StreamedAnswer()
+    answer = ReceivedAnswer()
     try:
         async for event in client.generate(DESCRIBE, PROBE_S_MAX):
             answer.add(event)
@@ -93,7 +93,7 @@ async def _described(client: TritonClient) -> Mapping[str, Any]:
     return described(answer)
 
 
-def described(answer: StreamedAnswer) -> Mapping[str, Any]:
+def described(answer: ReceivedAnswer) -> Mapping[str, Any]:
     """What the answer to DESCRIBE says; empty when the model took it for an ordinary request."""
     facts = json.loads(answer.text) if answer.finish_reason == "described" else {}
     return facts if isinstance(facts, dict) else {}

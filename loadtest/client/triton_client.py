@@ -1,22 +1,22 @@
-"""An asyncio client of the `conductor` model: one gRPC stream for each request.
+"""gRPC to one model of one Triton: messages for every client, and the client for asyncio.
 
-Hundreds of requests may be in flight; they are spread over a few connections, because one HTTP/2
-connection is served by one thread of the server.
+There is one ModelStreamInfer stream for each request. Hundreds may be in flight; they are spread
+over a few connections, because one HTTP/2 connection is served by one thread of the server. The
+generated stub is called, not tritonclient's InferenceServerClient: that one hands each token over
+once more in the process that takes the times.
 
-Not here: what the messages and errors mean (protocol.py), when to send (open_loop.py), what the
-times mean (metrics.py).
+Not here: what tensors, parameters and errors mean (protocol.py), the client for gevent
+(users/senders.py), when to send (replay/open_loop.py), what the times mean (results/metrics.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
 
 import grpc
-import tritonclient.grpc as triton
-import tritonclient.grpc.aio as triton_aio
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from loadtest.client.protocol import (
     CHANNELS,
@@ -40,7 +40,7 @@ CHANNEL_OPTIONS = [
 
 
 class TritonClient:
-    """Sends requests to one model of one Triton. Use it inside one event loop."""
+    """Sends requests. Use it inside one event loop."""
 
     def __init__(
         self,
@@ -53,11 +53,12 @@ class TritonClient:
         self.url = url
         self.model = model
         self._now_s = now_s
-        self._clients = [
-            triton_aio.InferenceServerClient(url, channel_args=CHANNEL_OPTIONS)
-            for _ in range(channels)
+        self._channels = [
+            grpc.aio.insecure_channel(url, options=CHANNEL_OPTIONS) for _ in range(channels)
         ]
-        self._next = itertools.cycle(self._clients)
+        self._stubs = itertools.cycle(
+            [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in self._channels]
+        )
 
     async def __aenter__(self) -> TritonClient:
         return self
@@ -66,58 +67,74 @@ class TritonClient:
         await self.close()
 
     async def close(self) -> None:
-        for client in self._clients:
-            await client.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def model_parameters(self) -> dict[str, str]:
         """The parameters of the model's config.pbtxt, as text."""
+        asked = service_pb2.ModelConfigRequest(name=self.model)
         try:
-            answer = await self._clients[0].get_model_config(self.model, client_timeout=PROBE_S_MAX)
-        except triton.InferenceServerException as error:
-            lost = error.status() in ("StatusCode.DEADLINE_EXCEEDED", "StatusCode.UNAVAILABLE")
-            is_model_known = not lost or "not ready" in (error.message() or "")
+            answer = await next(self._stubs).ModelConfig(asked, timeout=PROBE_S_MAX)
+        except grpc.RpcError as error:
+            is_lost = connection_error(error, self.url).kind != "server_error"
+            is_model_known = not is_lost or "not ready" in (error.details() or "")
             kind = "unavailable" if is_model_known else "unreachable"
-            raise ServerError(kind, f"{self.url}: {error.message()}") from error
+            raise ServerError(kind, f"{self.url}: {error.details()}") from error
         return {name: value.string_value for name, value in answer.config.parameters.items()}
 
     async def generate(
         self, request: GenerateRequest, timeout_s: float = REQUEST_S_MAX
     ) -> AsyncGenerator[TokenEvent, None]:
         """The events of one request as they arrive. Leaving the loop early cancels the request."""
-        stream = next(self._next).stream_infer(_once(self._infer_arguments(request)), timeout_s)
-        finished = False
+        message = infer_request(self.model, request)
+        call = next(self._stubs).ModelStreamInfer(iter((message,)), timeout=timeout_s)
+        is_finished = False
         try:
-            async for result, error in stream:
-                time_s = self._now_s()
-                if error is not None:
-                    raise server_error(error.message() or str(error))
-                event = parse_response(result.get_response(), time_s)
-                finished = finished or bool(event.finish_reason)
-                if result.get_response().outputs:  # the last one may only say that it is the last
+            async for response in call:
+                if (event := stream_event(response, self._now_s())) is not None:
+                    is_finished = is_finished or bool(event.finish_reason)
                     yield event
         except grpc.RpcError as error:
             raise connection_error(error, self.url) from error
         finally:
-            stream.cancel()
-        if not finished:
+            call.cancel()
+        if not is_finished:
             raise ServerError("incomplete", "the stream ended without a finish reason")
 
-    def _infer_arguments(self, request: GenerateRequest) -> dict[str, Any]:
-        inputs = []
-        for name, datatype, array in tensors(request):
-            tensor = triton.InferInput(name, list(array.shape), datatype)
-            tensor.set_data_from_numpy(array)
-            inputs.append(tensor)
-        return {
-            "model_name": self.model,
-            "inputs": inputs,
-            "request_id": request.request_id,
-            "parameters": parameters(request),
-        }
+
+def infer_request(
+    model: str, request: GenerateRequest, outputs: tuple[str, ...] = ()
+) -> service_pb2.ModelInferRequest:
+    """Without `outputs` the server sends all that it has."""
+    message = service_pb2.ModelInferRequest(model_name=model, id=request.request_id)
+    for name, datatype, array in tensors(request):
+        message.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        raw = array.tobytes()
+        if datatype == "BYTES":
+            raw = b"".join(len(item).to_bytes(4, "little") + item for item in array.flat)
+        message.raw_input_contents.append(raw)
+    for name in outputs:
+        message.outputs.add(name=name)
+    for name, value in parameters(request).items():
+        parameter = message.parameters[name]
+        if isinstance(value, bool):
+            parameter.bool_param = value
+        elif isinstance(value, int):
+            parameter.int64_param = value
+        else:
+            parameter.string_param = value
+    return message
 
 
-async def _once(arguments: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    yield arguments
+def stream_event(
+    response: service_pb2.ModelStreamInferResponse, time_s: float
+) -> TokenEvent | None:
+    """What the response says; None for a last one that only says that it is the last."""
+    if response.error_message:
+        raise server_error(response.error_message)
+    if not response.infer_response.outputs:
+        return None
+    return parse_response(response.infer_response, time_s)
 
 
 def connection_error(error: grpc.RpcError, url: str) -> ServerError:

@@ -22,7 +22,7 @@ import numpy as np
 
 from conductor.estimates.estimates import DecodeSample, PrefillSample
 from loadtest.bench.harness import together_tbt_s
-from loadtest.client.answer import StreamedAnswer
+from loadtest.client.answer import ReceivedAnswer
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.triton_client import TritonClient
 from loadtest.profile.profile import Serving, Sharing
@@ -178,14 +178,14 @@ class Measure:
 
     async def _ask(
         self, prompt: TokenIds, output_tokens: int, begun: asyncio.Event | None = None
-    ) -> tuple[StreamedAnswer, float]:
+    ) -> tuple[ReceivedAnswer, float]:
         """`begun` is set with its second token, when it decodes."""
         self._prompts += 1
         request = GenerateRequest(
             f"profile-{self._prompts}", input_ids=prompt, max_tokens=output_tokens,
             min_tokens=output_tokens, end_id=-1, return_decision=True, parameters=self._pins,
         )  # fmt: skip
-        answer, sent_s = StreamedAnswer(), time.perf_counter()
+        answer, sent_s = ReceivedAnswer(), time.perf_counter()
         async for event in self._client.generate(request):
             answer.add(event)
             if begun is not None and len(answer.token_times_s) > 1:

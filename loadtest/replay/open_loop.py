@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from loadtest.client.answer import StreamedAnswer, record_of
+from loadtest.client.answer import ReceivedAnswer, record_of
 from loadtest.client.protocol import ServerError
 from loadtest.client.triton_client import TritonClient
 from loadtest.replay.prompts import PlannedRequest
@@ -111,7 +111,7 @@ async def send_one(
 ) -> RequestRecord:
     """Send one request to its end; every way of ending is a record, except being cancelled."""
     sent_s = clock.now_s()
-    answer, error = StreamedAnswer(), None
+    answer, error = ReceivedAnswer(), None
     asked = request.to_send(
         f"replay-{request.index}",
         ignore_eos=options.ignore_eos,

@@ -59,14 +59,3 @@ def leading_hits(keys: Sequence[Hashable], seen: set[Hashable] | set[bytes]) -> 
         if key not in seen:
             return hits
     return len(keys)
-
-
-def block_hits(chains: Iterable[Sequence[Hashable]]) -> tuple[int, int]:
-    """(hits, references) of an unlimited cache over whole chains, e.g. the hash ids of a trace."""
-    seen: set[Hashable] = set()
-    hits = references = 0
-    for chain in chains:
-        hits += leading_hits(chain, seen)
-        references += len(chain)
-        seen.update(chain)
-    return hits, references

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.client.answer import StreamedAnswer
+from loadtest.client.answer import ReceivedAnswer
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.server import DESCRIBE, NOT_UNDERSTOOD, described, description
 from loadtest.replay.prompts import (
@@ -185,8 +185,8 @@ def _describe(conductor: RequestSender) -> Mapping[str, object]:
         raise
 
 
-def _collect(sender: RequestSender, request: GenerateRequest) -> StreamedAnswer:
-    answer = StreamedAnswer()
+def _collect(sender: RequestSender, request: GenerateRequest) -> ReceivedAnswer:
+    answer = ReceivedAnswer()
     try:
         for event in sender.send(request, ASK_S_MAX):
             answer.add(event)

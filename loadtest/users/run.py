@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import msgspec
 from gevent import GreenletExit
 
-from loadtest.client.answer import StreamedAnswer, record_of
+from loadtest.client.answer import ReceivedAnswer, record_of
 from loadtest.client.protocol import GenerateRequest, ServerError, TokenEvent
 from loadtest.results.metrics import COMPLETED, REJECTED, RequestRecord
 from loadtest.users.settings import LoadSettings
@@ -71,9 +71,9 @@ class Outgoing:
 
 def send_one(
     sender: RequestSender, outgoing: Outgoing, timeout_s: float, now_s: Callable[[], float]
-) -> tuple[RequestRecord, StreamedAnswer]:
+) -> tuple[RequestRecord, ReceivedAnswer]:
     """Every way of ending is a record, except being cancelled, which raises."""
-    answer, error = StreamedAnswer(), None
+    answer, error = ReceivedAnswer(), None
     sent_s = now_s()
     try:
         for event in sender.send(outgoing.request, timeout_s):
@@ -159,7 +159,7 @@ class UserRun:
         self._users[workload] += 1
         return f"{self.process_name}{self._users[workload]}"
 
-    def send(self, outgoing: Outgoing) -> tuple[RequestRecord, StreamedAnswer]:
+    def send(self, outgoing: Outgoing) -> tuple[RequestRecord, ReceivedAnswer]:
         try:
             record, answer = send_one(
                 self.sender, outgoing, self.settings.request_s_max, self.clock.now_s
@@ -181,42 +181,18 @@ class RequestFailed(Exception):
     """How a failed request stands in Locust's list of failures."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatisticsLine:
-    """One value for one line of Locust's statistics."""
-
-    kind: str  # Locust's "Type"
-    name: str
-    time_ms: float | None
-    is_request: bool
-    failure: str = ""
-
-
-def lines(record: RequestRecord) -> list[StatisticsLine]:
-    if record.outcome == REJECTED:
-        return [StatisticsLine(REJECTION, f"{record.workload} {record.kind}", None, True)]
-    total_ms = record.latency_s * 1e3
-    if record.outcome != COMPLETED:
-        failure = f"{record.kind}: {record.message}"
-        return [StatisticsLine(TOTAL, record.workload, total_ms, True, failure)]
-    found = [StatisticsLine(TOTAL, record.workload, total_ms, True)]
-    for kind, value_s in ((TTFT, record.ttft_s), (TBT, record.tbt_s)):
-        if value_s is not None:
-            found.append(StatisticsLine(kind, record.workload, value_s * 1e3, False))
-    return found
-
-
 def count(environment: Any, record: RequestRecord, answer_bytes: int) -> None:
     """Into the statistics of Locust's `environment`."""
-    for line in lines(record):
-        if not line.is_request:
-            environment.stats.entries[(line.name, line.kind)].log(line.time_ms, 0)
-            continue
-        environment.events.request.fire(
-            request_type=line.kind,
-            name=line.name,
-            response_time=line.time_ms,
-            response_length=answer_bytes,
-            exception=RequestFailed(line.failure) if line.failure else None,
-            context={},
-        )
+    is_rejected, is_done = record.outcome == REJECTED, record.outcome == COMPLETED
+    failure = None if is_done else RequestFailed(f"{record.kind}: {record.message}")
+    environment.events.request.fire(
+        request_type=REJECTION if is_rejected else TOTAL,
+        name=f"{record.workload} {record.kind}" if is_rejected else record.workload,
+        response_time=None if is_rejected else record.latency_s * 1e3,
+        response_length=answer_bytes,
+        exception=None if is_rejected else failure,
+        context={},
+    )
+    for kind, value_s in ((TTFT, record.ttft_s), (TBT, record.tbt_s)):
+        if is_done and value_s is not None:
+            environment.stats.entries[(record.workload, kind)].log(value_s * 1e3, 0)

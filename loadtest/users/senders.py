@@ -1,8 +1,6 @@
 """What users send through: gRPC or HTTP, both under gevent.
 
-gRPC: one ModelStreamInfer stream for each request, on a few connections. The generated stub is
-called, not tritonclient's InferenceServerClient: that one has a thread and a queue for each stream,
-a second hand-over for every token in the process that takes the times.
+gRPC: as in client/triton_client.py, but the calls wait with gevent, not with asyncio.
 
 HTTP: one POST to generate_stream for each request, answered by server-sent events. A refusal is
 status 400 with {"error": ...}, an error after the first token one more event; both are read alike.
@@ -23,7 +21,7 @@ import gevent
 import grpc
 from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError, HTTPSocketResponse
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2_grpc
 
 from loadtest.client.protocol import (
     CHANNELS,
@@ -31,13 +29,15 @@ from loadtest.client.protocol import (
     ServerError,
     TokenEvent,
     json_body,
-    parameters,
     parse_json,
-    parse_response,
     server_error,
-    tensors,
 )
-from loadtest.client.triton_client import CHANNEL_OPTIONS, connection_error
+from loadtest.client.triton_client import (
+    CHANNEL_OPTIONS,
+    connection_error,
+    infer_request,
+    stream_event,
+)
 from loadtest.users.settings import LoadSettings
 
 OUTPUTS = (
@@ -73,16 +73,12 @@ class GrpcSender:
         )
 
     def send(self, request: GenerateRequest, timeout_s: float) -> Iterator[TokenEvent]:
-        message = infer_request(self._model, request)
+        message = infer_request(self._model, request, OUTPUTS)
         call = next(self._stubs).ModelStreamInfer(iter((message,)), timeout=timeout_s)
         is_finished = False
         try:
             for response in call:
-                time_s = self._now_s()
-                if response.error_message:
-                    raise server_error(response.error_message)
-                if response.infer_response.outputs:  # the last may only say that it is the last
-                    event = parse_response(response.infer_response, time_s)
+                if (event := stream_event(response, self._now_s())) is not None:
                     is_finished = is_finished or bool(event.finish_reason)
                     yield event
         except grpc.RpcError as error:
@@ -95,27 +91,6 @@ class GrpcSender:
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
-
-
-def infer_request(model: str, request: GenerateRequest) -> service_pb2.ModelInferRequest:
-    message = service_pb2.ModelInferRequest(model_name=model, id=request.request_id)
-    for name, datatype, array in tensors(request):
-        message.inputs.add(name=name, datatype=datatype, shape=array.shape)
-        raw = array.tobytes()
-        if datatype == "BYTES":
-            raw = b"".join(len(item).to_bytes(4, "little") + item for item in array.flat)
-        message.raw_input_contents.append(raw)
-    for name in OUTPUTS:
-        message.outputs.add(name=name)
-    for name, value in parameters(request).items():
-        parameter = message.parameters[name]
-        if isinstance(value, bool):
-            parameter.bool_param = value
-        elif isinstance(value, int):
-            parameter.int64_param = value
-        else:
-            parameter.string_param = value
-    return message
 
 
 class HttpSender:

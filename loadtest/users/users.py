@@ -13,9 +13,9 @@ import random
 from typing import ClassVar
 
 import gevent
+from gevent import GreenletExit
 from gevent.event import Event
 from locust import User, task
-from locust.exception import StopUser
 
 from loadtest.users.run import Outgoing, UserRun
 from loadtest.users.workloads import TEXT_WORKLOADS, Ask, burst_due_s, next_step, retry_s
@@ -42,7 +42,7 @@ class LoadUser(User):
         self._has_run.wait()  # a master may send users before its worker is set up
         run = LoadUser._current_run
         if run is None:  # it is over already
-            raise StopUser
+            raise GreenletExit  # StopUser would be logged as an error here
         self.run_of_user = run
         self.name = run.name_user(self.workload)
         self._chance = random.Random(f"{run.settings.seed}/pause/{self.workload}/{self.name}")

@@ -22,7 +22,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from loadtest.client.answer import StreamedAnswer
+from loadtest.client.answer import ReceivedAnswer
 from loadtest.client.protocol import GenerateRequest
 from loadtest.results.metrics import COMPLETED, REJECTED, RequestRecord
 from loadtest.users.settings import Sizes
@@ -68,7 +68,7 @@ class TextWorkload:
             self._ask = self._make()
         return self._ask
 
-    def answered(self, answer: StreamedAnswer) -> None:
+    def answered(self, answer: ReceivedAnswer) -> None:
         self._ask = None
 
     def gave_up(self) -> None:
@@ -92,7 +92,7 @@ class Conversation(TextWorkload):
         super().__init__(seed, user, sizes, facts)
         self.gave_up()
 
-    def answered(self, answer: StreamedAnswer) -> None:
+    def answered(self, answer: ReceivedAnswer) -> None:
         assert self._ask is not None
         self._text = f"{self._ask.prompt}{answer.text}\n"
         self._counted_tokens = answer.input_tokens or 0
@@ -150,7 +150,7 @@ class QuestionedDocument(TextWorkload):
         super().__init__(seed, user, sizes, facts)
         self.gave_up()
 
-    def answered(self, answer: StreamedAnswer) -> None:
+    def answered(self, answer: ReceivedAnswer) -> None:
         super().answered(answer)
         self._questions_left -= 1
 

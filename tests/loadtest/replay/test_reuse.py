@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from loadtest.replay.reuse import UnlimitedCache, block_hits, ideal_cached_tokens
+from loadtest.replay.reuse import UnlimitedCache, ideal_cached_tokens
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -28,7 +28,3 @@ def test_a_hole_in_the_prefix_ends_the_hit() -> None:
     cache = UnlimitedCache(block_tokens=1)
     cache.admit(ids(1, 2))
     assert cache.admit(ids(2, 1, 2)) == 0
-
-
-def test_hits_and_references_of_whole_chains() -> None:
-    assert block_hits([[0, 1], [0, 1, 2], [0, 3], []]) == (3, 7)

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
-from loadtest.replay.reuse import block_hits
+from loadtest.replay.reuse import leading_hits
 from loadtest.replay.trace import TraceError, read_trace
 
 DATA = Path(__file__).parents[2] / "data"
 TRACES = Path(__file__).parents[4] / "shared" / "traces"
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}
+
+
+def block_hits(chains: Iterable[Sequence[int]]) -> tuple[int, int]:
+    """(hits, references) of an unlimited cache over whole chains of hash ids."""
+    seen: set[int] = set()
+    hits = references = 0
+    for chain in chains:
+        hits += leading_hits(chain, seen)
+        references += len(chain)
+        seen.update(chain)
+    return hits, references
+
+
+def test_hits_and_references_of_whole_chains() -> None:
+    assert block_hits([[0, 1], [0, 1, 2], [0, 3], []]) == (3, 7)
 
 
 def write(folder: Path, *rows: object) -> Path:

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from loadtest.client.answer import StreamedAnswer
+from loadtest.client.answer import ReceivedAnswer
 from loadtest.users.settings import Sizes
 from loadtest.users.text import ServerFacts
 from loadtest.users.workloads import TEXT_WORKLOADS, Ask, burst_due_s, too_long
@@ -28,8 +28,8 @@ def common(texts: list[str]) -> str:
     return "".join(character for character, _ in alike)
 
 
-def answer(ask: Ask, text: str = " the quiet garden\n") -> StreamedAnswer:
-    made = StreamedAnswer(output_ids=[1] * ask.max_tokens, texts=[text])
+def answer(ask: Ask, text: str = " the quiet garden\n") -> ReceivedAnswer:
+    made = ReceivedAnswer(output_ids=[1] * ask.max_tokens, texts=[text])
     made.input_tokens = tokens_of(ask.prompt)
     return made
 
