@@ -38,9 +38,9 @@ from loadtest.bench.result import Cell
 from loadtest.bench.store.ways import BATCH, MB, Pattern, get_s, pages
 from mooncake_store.client.client import StoreClient
 from mooncake_store.memory.buffers import ByteArray
-from mooncake_store.ssd.block_io import NixlLane
-from mooncake_store.ssd.records import Entry, Shape
-from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier
+from mooncake_store.ssd.block_file import NixlLane
+from mooncake_store.ssd.entries import SsdEntry, SsdShape
+from mooncake_store.ssd.ssd_tier import BlockJob, LoadOutcome, SsdTier
 
 FILE_BYTES, MEMORY_BYTES = 512 * MB, 256 * MB
 BATCHES = ((64 * 1024, 16), (64 * 1024, 128), (256 * 1024, 16), (MB, 4), (MB, 16), (4 * MB, 8))
@@ -58,21 +58,21 @@ class TierPair:
     def __init__(self, folder: Path, memory: ByteArray, block_bytes: int, seed: int) -> None:
         self.block_bytes, self.memory = block_bytes, memory
         self.chance = np.random.default_rng(seed)
-        shape = Shape(UNIT_BYTES, FILE_BYTES)
+        shape = SsdShape(UNIT_BYTES, FILE_BYTES)
         self.tiers = {way: SsdTier(str(folder), way, shape, memory, True, way) for way in WAYS}
-        self.jobs: list[Job] = []
+        self.jobs: list[BlockJob] = []
         for block in range(FILE_BYTES // block_bytes):
             start = block * block_bytes % MEMORY_BYTES
             digest = self.tiers["nixl"].checksum(start, block_bytes)
             slot = block * block_bytes // shape.unit_bytes
-            entry = Entry(block.to_bytes(16, "big"), slot, block + 1, digest, block_bytes)
-            self.jobs.append(Job(entry, start))
+            entry = SsdEntry(block.to_bytes(16, "big"), slot, block + 1, digest, block_bytes)
+            self.jobs.append(BlockJob(entry, start))
         for tier in self.tiers.values():
             for start in range(0, len(self.jobs), 64):
                 part = self.jobs[start : start + 64]
                 assert all(tier.write(part)) and tier.keep([job.entry for job in part])
 
-    def chosen(self, blocks: int) -> list[Job]:
+    def chosen(self, blocks: int) -> list[BlockJob]:
         """Random blocks of the file, to random positions in the memory."""
         positions = MEMORY_BYTES // self.block_bytes
         return [
@@ -84,7 +84,7 @@ class TierPair:
             )
         ]
 
-    def raw(self, jobs: list[Job]) -> None:
+    def raw(self, jobs: list[BlockJob]) -> None:
         tier = self.tiers["nixl"]
         with tier._lanes.lane(time.monotonic() + 10) as lane:
             assert isinstance(lane, NixlLane), "NIXL's POSIX plugin does not work here"
@@ -92,9 +92,9 @@ class TierPair:
             while not lane._agent.is_done(batch):
                 pass
 
-    def load(self, way: str, jobs: list[Job]) -> None:
+    def load(self, way: str, jobs: list[BlockJob]) -> None:
         outcomes = self.tiers[way].load(jobs, time.monotonic() + 60)
-        assert all(outcome is Outcome.WHOLE for outcome in outcomes), outcomes
+        assert all(outcome is LoadOutcome.WHOLE for outcome in outcomes), outcomes
 
     def close(self) -> None:
         for tier in self.tiers.values():

@@ -33,11 +33,9 @@ from typing import Any
 import numpy as np
 
 from mooncake_store.block_keys import KEY_BYTES, check_keys
-from mooncake_store.client.block_reader import BATCH_BYTES, BlockReader
-from mooncake_store.client.block_writer import BlockWriter
+from mooncake_store.client.block_reader import BATCH_BYTES, BlockReader, HeaderReader
 from mooncake_store.client.getter import Getter
-from mooncake_store.client.header_reader import HeaderReader
-from mooncake_store.client.putter import Putter
+from mooncake_store.client.putter import BlockWriter, Putter
 from mooncake_store.client.replicas import Replicas
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient

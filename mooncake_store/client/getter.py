@@ -12,8 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from mooncake_store.client.block_reader import BlockReader, Want
-from mooncake_store.client.header_reader import HeaderReader
+from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.memory.buffers import ByteArray

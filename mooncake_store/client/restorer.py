@@ -15,13 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from mooncake_store.client.node_client import NodeClient
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, QuotaExceeded, StoreError, StoreFull
 from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.records.membership import SSD_SUFFIX
 from mooncake_store.transports.known_nodes import KnownNodes
-from mooncake_store.wire.node_protocol import Restore
+from mooncake_store.wire.node_protocol import NodeClient, Restore
 
 log = logging.getLogger("mooncake_store.store")
 GROUP_BYTES = 32 * 1024**2  # smaller ones leave the disk's queue empty and were slower

@@ -31,9 +31,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mooncake_store.client.block_reader import BlockReader, Want
+from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
 from mooncake_store.client.fetcher import Fetcher, OwnSegment, writing_header
-from mooncake_store.client.header_reader import HeaderReader
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import LayoutMismatch, NodeUnknown, QuotaExceeded, TransferFailed

@@ -1,5 +1,274 @@
-"""`python -m mooncake_store.node`: a storage node as a process (node_main.py)."""
+"""The storage node as a process: options, signals, the loop of reports, the way out.
 
-from mooncake_store.node.node_main import main
+stdout carries one line, `ready node_id=... incarnation=... segment_bytes=...`; the log is stderr.
 
-main()
+Not here: what a storage node does (node.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import RequestInvalid, StoreError
+from mooncake_store.memory.segment import numa_nodes
+from mooncake_store.memory.segment_file import NoRoom
+from mooncake_store.node.node import Clients, NodeOptions, StorageNode
+from mooncake_store.process.metrics_page import LOOPBACK
+from mooncake_store.records.membership import UNIT_BYTES
+
+log = logging.getLogger("mooncake_store.node")
+REPORT_S = 1.0
+ROOM_LOOK_S = 0.1  # between two looks whether there is room by now
+INVENTORY_S_MAX = 60.0  # for one message of an inventory; the last of a million blocks takes 10 s
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGTERM when the thread that started this process ends."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mooncake_store.node", description="A storage node.")
+    parser.add_argument("--node-id", required=True)
+    parser.add_argument("--directory", required=True, help="address of the directory")
+    parser.add_argument("--segment-bytes", required=True, type=int, help="DRAM to offer")
+    parser.add_argument(
+        "--segment-path",
+        help="a file, or several joined by ':' that share the size equally "
+        "(default: /dev/shm/mooncake-node-<uid>-<node id>)",
+    )
+    parser.add_argument(
+        "--segment-numa", metavar="N,N", help="for each of these files, the NUMA node of its memory"
+    )
+    parser.add_argument(
+        "--unit-bytes",
+        type=int,
+        default=UNIT_BYTES,
+        help="grain of the memory, a power of two; a block takes a whole number of units "
+        "(%(default)s)",
+    )
+    parser.add_argument(
+        "--room-s-max",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="wait so long for memory that others still have, as those do who have mapped the "
+        "segment of this node's last life (%(default)s)",
+    )
+    parser.add_argument("--mapped-only", action="store_true", help="no NIXL: one host only")
+    parser.add_argument("--rack", default="", help="label; nodes of one rack are near each other")
+    parser.add_argument(
+        "--control",
+        help="where to answer clients: ipc://PATH or tcp://HOST:PORT, port 0 for any "
+        "(default: with an SSD ipc://<segment path>.control, else none)",
+    )
+    parser.add_argument(
+        "--data",
+        default="",
+        metavar="HOST:PORT",
+        help="serve the segment over plain TCP too, for clients without NIXL; port 0 for any",
+    )
+    parser.add_argument(
+        "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
+    )
+    parser.add_argument(
+        "--metrics-address", default=LOOPBACK, help=f"address of that port ({LOOPBACK})"
+    )
+    ssd = parser.add_argument_group("SSD tier")
+    ssd.add_argument("--ssd-path", help="a folder for the blocks and their manifest")
+    ssd.add_argument("--ssd-bytes", type=int, default=0, help="size of the file of blocks")
+    ssd.add_argument("--ssd-reset", action="store_true", help="forget the blocks that are there")
+    ssd.add_argument(
+        "--ssd-io",
+        choices=("nixl", "threads"),
+        default="nixl",
+        help="NIXL's POSIX plugin (threads where it does not work), or always threads",
+    )
+    parser.add_argument(
+        "--die-with-parent",
+        action="store_true",
+        help="end when the thread that started this process ends",
+    )
+    return parser
+
+
+def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> NodeOptions:
+    """Ends the process with a message when the options contradict each other."""
+    unit_bytes, ssd_bytes = arguments.unit_bytes, arguments.ssd_bytes
+    if unit_bytes < UNIT_BYTES or unit_bytes & (unit_bytes - 1):
+        parser.error(f"--unit-bytes {unit_bytes}: use a power of two from {UNIT_BYTES} on")
+    if not 0 <= arguments.room_s_max <= 3_600:
+        parser.error(f"--room-s-max {arguments.room_s_max:g}: use seconds, 0 to 3600")
+    if arguments.segment_bytes <= 0:
+        parser.error(f"--segment-bytes {arguments.segment_bytes}: must be more than 0")
+    if bool(arguments.ssd_path) != (ssd_bytes > 0):
+        parser.error("--ssd-path and --ssd-bytes go together")
+    if ssd_bytes % unit_bytes:
+        parser.error(f"--ssd-bytes {ssd_bytes}: use a multiple of --unit-bytes {unit_bytes}")
+    if arguments.data and not arguments.data.rpartition(":")[2].isdigit():
+        parser.error(f"--data {arguments.data}: use HOST:PORT")
+    path = arguments.segment_path or f"/dev/shm/mooncake-node-{os.getuid()}-{arguments.node_id}"
+    numa = _numa(parser, arguments.segment_numa, path.count(":") + 1)
+    control = arguments.control
+    if control is None:
+        control = f"ipc://{path.split(':')[0]}.control" if arguments.ssd_path else ""
+    return NodeOptions(
+        node_id=arguments.node_id,
+        segment_path=path,
+        segment_bytes=arguments.segment_bytes,
+        segment_numa=numa,
+        unit_bytes=unit_bytes,
+        is_mapped_only=arguments.mapped_only,
+        ssd_folder=os.path.abspath(arguments.ssd_path) if arguments.ssd_path else "",
+        ssd_bytes=ssd_bytes,
+        ssd_io=arguments.ssd_io,
+        must_reset_ssd=arguments.ssd_reset,
+        control=control,
+        data=arguments.data,
+        rack=arguments.rack,
+        metrics_port=arguments.metrics_port,
+        metrics_address=arguments.metrics_address,
+    )
+
+
+def _numa(parser: argparse.ArgumentParser, text: str | None, files: int) -> tuple[int, ...]:
+    if not text:
+        return ()
+    there = numa_nodes()
+    try:
+        wished = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        parser.error(f"--segment-numa {text}: use numbers, as in 0,1")
+    if len(wished) != files or not set(wished) <= set(there):
+        parser.error(
+            f"--segment-numa {text}: one of the nodes {there} for each of the {files} files"
+        )
+    return wished
+
+
+class StopSignals:
+    """SIGTERM and SIGINT, noted in a pipe: no handler runs in the middle of anything.
+
+    Blocking them and waiting with sigtimedwait is not enough: numpy's threads are older than any
+    mask set here, and the kernel would give the signal to one of them, whose default is to die.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        signal.set_wakeup_fd(self._write_end)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+
+    def raise_one(self) -> None:
+        """As if a signal had come. From any thread."""
+        os.write(self._write_end, b"\0")
+
+    def wait(self, seconds: float) -> bool:
+        """Has one come, within that time or before?"""
+        return bool(select.select([self._read_end], [], [], seconds)[0])
+
+
+def started(
+    options: NodeOptions, clients: Clients, stop: StopSignals, room_s_max: float
+) -> StorageNode | None:
+    """The node, as soon as there is room for its segment; None when a signal says stop first.
+
+    The memory of a life that died is free once everybody has unmapped it, which takes a moment.
+    StoreError when it cannot start.
+    """
+    began_s = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - began_s
+        try:
+            node = StorageNode(options, clients, stop.raise_one)
+        except NoRoom as error:
+            if waited_s >= room_s_max:
+                raise
+            if waited_s < ROOM_LOOK_S:  # once
+                log.warning(
+                    "node_id=%s waits up to %g s until others have given memory back: %s",
+                    options.node_id, room_s_max, error,
+                )  # fmt: skip
+            if stop.wait(ROOM_LOOK_S):
+                return None
+        else:
+            if waited_s >= ROOM_LOOK_S:
+                log.info("node_id=%s had room after %.1f s", options.node_id, waited_s)
+            return node
+
+
+def run(address: str, options: NodeOptions, stop: StopSignals, room_s_max: float) -> int:
+    """Serve until a signal says stop; the exit status."""
+    node_id = options.node_id
+    with (
+        DirectoryClient(address) as reports,
+        DirectoryClient(address, INVENTORY_S_MAX) as inventories,
+        DirectoryClient(address) as background,
+    ):
+        clients = Clients(reports, inventories, background)
+        try:
+            node = started(options, clients, stop, room_s_max)
+        except StoreError as error:
+            log.error("node_id=%s cannot start: %s", node_id, error)
+            return 1
+        if node is None:
+            return 0
+        is_announced = False
+        try:
+            while True:
+                if node.report() and not is_announced:
+                    is_announced = True
+                    print(
+                        f"ready node_id={node_id} incarnation={node.info.incarnation} "
+                        f"segment_bytes={node.info.segment_bytes}",
+                        flush=True,
+                    )
+                if stop.wait(REPORT_S):
+                    return 0
+        except RequestInvalid as error:
+            log.error("node_id=%s ends: %s", node_id, error)
+            return 1
+        finally:
+            node.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Process entry. Ends with os._exit: UCX's own exit handlers may crash (see nixl_agent)."""
+    stop = StopSignals()
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    options = _options(parser, arguments)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
+    )
+    if arguments.die_with_parent:
+        die_with_parent()
+    status = 1
+    try:
+        status = run(arguments.directory, options, stop, arguments.room_s_max)
+    except Exception:  # process edge: say why, and still leave through os._exit
+        log.exception("node_id=%s ends", options.node_id)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

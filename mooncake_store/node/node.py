@@ -7,16 +7,16 @@ Workers of this node map the segment, all others read it one-sided, served by th
 thread. So KV outlives a worker. What the Python here does:
 
 - reports every second, for the segment ("s0") and for the SSD ("s0/ssd"), and tells a directory
-  that forgot them what they hold (standing.py). The incarnation stays the same: it names the life
-  of this process. A node that was replaced by a newer process of the same name ends;
+  that forgot them what they hold (registration.py). The incarnation stays the same: it names this
+  very process. A node that was replaced by a newer process of the same name ends;
 - copies cold blocks to the SSD (spiller.py);
-- answers on the control socket (node_control.py, node_verbs.py);
+- answers on the control socket (control.py);
 - serves plain TCP for clients without NIXL, where asked to (tcp_server.py).
 
 A disk that is full or broken, at start or later, costs the SSD tier: the node serves from DRAM and
 tries again each minute. Only what an operator must correct stops the start (SsdRefused).
 
-Not here: options and signals (node_main.py), what lies in the segment (directory.py).
+Not here: options and signals (__main__.py), what lies in the segment (directory.py).
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from mooncake_store.errors import RequestInvalid, StoreError
 from mooncake_store.layout import STATE_READY, geometry
 from mooncake_store.memory.segment import Segment, host_id
 from mooncake_store.memory.slot_memory import Block, SlotMemory
-from mooncake_store.node.node_control import NodeControl
-from mooncake_store.node.node_metrics import NodeCollector, ReaderCollector, timed
-from mooncake_store.node.node_verbs import NodeVerbs
+from mooncake_store.node.control import NodeControl, NodeVerbs
+from mooncake_store.node.metrics import NodeCollector, ReaderCollector, timed
 from mooncake_store.node.puller import Puller
+from mooncake_store.node.registration import Registration
 from mooncake_store.node.spiller import Spiller
-from mooncake_store.node.standing import Standing
 from mooncake_store.process.metrics_page import LOOPBACK, Latencies, MetricsPage
 from mooncake_store.records.membership import SSD_SUFFIX, UNIT_BYTES, NodeInfo
-from mooncake_store.ssd.records import Shape
+from mooncake_store.ssd.entries import SsdShape
 from mooncake_store.ssd.ssd_tier import RETRY_S, SsdTier
 from mooncake_store.transports.host_topology import topology_json
 from mooncake_store.transports.tcp_server import TcpServer
@@ -81,7 +80,7 @@ class Clients(NamedTuple):
 
 
 class StorageNode:
-    """One life of a storage node."""
+    """A storage node, from its start to its end."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class StorageNode:
         self._clients = clients
         self._closers: list[Callable[[], None]] = []  # last opened, first closed
         self._incarnation = secrets.token_hex(8)
-        self._standings: list[Standing] = []
+        self._registrations: list[Registration] = []
         self._tier: SsdTier | None = None
         self._tier_retry_s = 0.0  # when to try again to get it
         try:
@@ -124,8 +123,8 @@ class StorageNode:
             self.info, self._memory, clients.background, self._find_tier, self._puller, self.stats,
             leave,
         )  # fmt: skip
-        self._standings.append(
-            Standing(self.info, clients.reports, clients.inventories, self._memory.blocks)
+        self._registrations.append(
+            Registration(self.info, clients.reports, clients.inventories, self._memory.blocks)
         )
         self._closers.append(self._deregister)
         if self._tier is not None:
@@ -210,7 +209,7 @@ class StorageNode:
         options = self.options
         if not options.ssd_folder:
             return
-        shape = Shape(options.unit_bytes, options.ssd_bytes)
+        shape = SsdShape(options.unit_bytes, options.ssd_bytes)
         try:
             self._tier = SsdTier(
                 options.ssd_folder,
@@ -252,7 +251,7 @@ class StorageNode:
             return [(*entry, STATE_READY) for entry in tier.manifest.table.entries()]
 
         clients = self._clients
-        self._standings.append(Standing(ssd, clients.reports, clients.inventories, blocks))
+        self._registrations.append(Registration(ssd, clients.reports, clients.inventories, blocks))
 
     def _close_tier(self) -> None:
         if self._tier is not None:
@@ -271,8 +270,8 @@ class StorageNode:
             if self._tier is not None:
                 self._join_ssd(self._tier)
         try:
-            for standing in self._standings:
-                standing.report()
+            for registration in self._registrations:
+                registration.report()
         except RequestInvalid:
             raise
         except StoreError as error:
@@ -311,15 +310,15 @@ class StorageNode:
 
     def _deregister(self) -> None:
         try:
-            for standing in self._standings:
-                standing.close()
+            for registration in self._registrations:
+                registration.close()
         except StoreError as error:  # it will find out: our reports have ended
             log.warning("node_id=%s not deregistered: %s", self.options.node_id, error)
 
     def close(self) -> None:
         """Deregister, stop what runs, drop agent and disk, unlink the segment. Twice is harmless.
 
-        What is on the SSD stays there for the next life.
+        What is on the SSD stays there for the next start.
         """
         while self._closers:
             self._closers.pop()()

@@ -20,8 +20,8 @@ from mooncake_store.errors import NodeUnknown, StoreError, StoreUnavailable
 from mooncake_store.memory.slot_memory import SlotMemory
 from mooncake_store.records.blocks import Slot, Spill
 from mooncake_store.records.membership import SSD_SUFFIX
-from mooncake_store.ssd.records import Entry
-from mooncake_store.ssd.ssd_tier import WRITE_S_MAX, Job, SsdTier
+from mooncake_store.ssd.entries import SsdEntry
+from mooncake_store.ssd.ssd_tier import WRITE_S_MAX, BlockJob, SsdTier
 
 log = logging.getLogger("mooncake_store.node")
 BLOCKS_MAX = 64  # at once
@@ -93,16 +93,16 @@ class Spiller:
         self.rest_s = min(2 * self.rest_s, REST_S_MAX) if is_in_vain else IDLE_S
         return len(spills) == BLOCKS_MAX and tier.is_writable and not is_in_vain
 
-    def _copy(self, tier: SsdTier, spills: Sequence[Spill]) -> dict[int, Entry]:
+    def _copy(self, tier: SsdTier, spills: Sequence[Spill]) -> dict[int, SsdEntry]:
         """Write them; the entries that are on the SSD now, by index."""
-        jobs: dict[int, Job] = {}
+        jobs: dict[int, BlockJob] = {}
         for index, spill in enumerate(spills):
             digest = self._verified(spill)
             if digest is not None:
-                entry = Entry(
+                entry = SsdEntry(
                     spill.key, spill.ssd_slot, spill.ssd_generation, digest, spill.size_bytes
                 )
-                jobs[index] = Job(entry, self._memory.shape.slot_offset_bytes(spill.slot))
+                jobs[index] = BlockJob(entry, self._memory.shape.slot_offset_bytes(spill.slot))
         written = tier.write(list(jobs.values()))
         kept = {
             index: job.entry
@@ -124,7 +124,7 @@ class Spiller:
     def _is_still_there(self, spill: Spill) -> bool:
         return self._memory.is_ready(spill.slot, spill.generation, spill.key)
 
-    def _tell(self, owner: str, spills: Sequence[Spill], kept: dict[int, Entry]) -> None:
+    def _tell(self, owner: str, spills: Sequence[Spill], kept: dict[int, SsdEntry]) -> None:
         """Commit what is there and give up the rest.
 
         Should this fail, the manifest keeps blocks that the directory does not know: they are part

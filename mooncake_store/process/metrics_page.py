@@ -3,7 +3,7 @@
 A page has a registry of its own, so that nothing of the process's other libraries is on it, and
 threads of its own. What is shown comes from collectors, which read numbers that others keep.
 
-Not here: which numbers (mooncake_store/directory/metrics.py, node_metrics.py).
+Not here: which numbers (mooncake_store/directory/metrics.py, mooncake_store/node/metrics.py).
 """
 
 from __future__ import annotations

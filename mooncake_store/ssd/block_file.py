@@ -1,23 +1,43 @@
-"""The file that holds the blocks of the SSD tier: allocated whole, locked, opened past the cache.
+"""The file that holds the blocks of the SSD tier, and moving batches between it and the segment.
 
-O_DIRECT keeps blocks out of the page cache: they are in the segment already, and a cache of them
-would take the memory that the segment needs. Where a filesystem refuses it, buffered I/O is used.
-All its space is taken at start (posix_fallocate), so a disk that others fill later does not fail
-writes halfway; an existing file keeps its blocks and is made longer or shorter.
+The file is allocated whole, locked, and opened past the cache. O_DIRECT keeps blocks out of the
+page cache: they are in the segment already, and a cache of them would take the memory that the
+segment needs. Where a filesystem refuses it, buffered I/O is used. All its space is taken at start
+(posix_fallocate), so a disk that others fill later does not fail writes halfway; an existing file
+keeps its blocks and is made longer or shorter. The owner holds an exclusive flock, so two nodes
+never write one file.
 
-The owner holds an exclusive flock, so two nodes never write one file.
+`NixlLane` posts a batch to NIXL's POSIX plugin, which keeps many requests in the disk's queue;
+`ThreadLane` has a few threads that call preadv and pwritev. Which is faster where: the numbers are
+in docs/measurements.md. Both start a batch with post() and end it with wait(), so that the caller
+can verify one batch while the next one is under way. A lane belongs to one thread at a time;
+`Lanes` hands them out.
 
-Not here: reading and writing it (block_io.py), what lies where (manifest.py).
+A batch that nobody waits for any more, because the disk hangs, is kept with its lane until it ends:
+the kernel may go on writing, and to let go of what it works on aborts the process in NIXL's
+destructor, at exit too.
+
+Not here: what is moved, verified and noted (ssd_tier.py), what lies where (manifest.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
 import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
 
-from mooncake_store.errors import SsdRefused
+import numpy as np
+
+from mooncake_store.errors import SsdRefused, StoreError, TransferFailed, TransferTimeout
+from mooncake_store.memory.buffers import ByteArray
 
 log = logging.getLogger("mooncake_store.ssd")
 IO_ALIGN_BYTES = 4096  # O_DIRECT: addresses, offsets and lengths; enough for every disk in use
@@ -82,3 +102,188 @@ class BlockFile:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+log = logging.getLogger("mooncake_store.ssd")
+LANES_MAX = 4  # batches of so many callers are with the disk at once
+THREADS = 8
+SPIN_S = 0.0002  # a small read is done by then; sleeping costs about 0.1 ms
+WAIT_STEP = 1 / 16  # then look again after this part of the time that has passed: 6 % late at most
+
+
+class Row(NamedTuple):
+    """`length_bytes` at these places in the memory and in the file."""
+
+    memory_bytes: int
+    file_bytes: int
+    length_bytes: int
+
+
+class DiskLane(Protocol):
+    """A way to move rows; used by one thread at a time."""
+
+    name: str
+
+    def post(self, is_write: bool, rows: Sequence[Row]) -> Any:
+        """Start it. TransferFailed when it cannot be started."""
+
+    def wait(self, batch: Any, until_s: float) -> None:
+        """Until all of it is done. OSError, TransferFailed; TransferTimeout: it may come later."""
+
+    def has_ended(self, batch: Any) -> bool:
+        """Is nothing of it under way any more, however it went? Of one that nobody waits for."""
+
+    def close(self) -> None: ...
+
+
+def move(descriptor: int, memory: ByteArray, is_write: bool, row: Row) -> None:
+    """One row by plain calls; OSError with the disk's own errno."""
+    view = memory[row.memory_bytes : row.memory_bytes + row.length_bytes].data
+    call = os.pwritev if is_write else os.preadv
+    done_bytes = 0
+    while done_bytes < row.length_bytes:
+        step_bytes = call(descriptor, [view[done_bytes:]], row.file_bytes + done_bytes)
+        if step_bytes == 0:
+            raise OSError(errno.EIO, f"the file ends at {row.file_bytes + done_bytes}")
+        done_bytes += step_bytes
+
+
+class ThreadLane:
+    """preadv and pwritev in a few threads, shared by all lanes of a file."""
+
+    name = "threads"
+
+    def __init__(self, descriptor: int, memory: ByteArray, pool: ThreadPoolExecutor) -> None:
+        self._descriptor, self._memory, self._pool = descriptor, memory, pool
+
+    def post(self, is_write: bool, rows: Sequence[Row]) -> list[Future[None]]:
+        return [self._pool.submit(self._move, is_write, rows[i::THREADS]) for i in range(THREADS)]
+
+    def _move(self, is_write: bool, rows: Sequence[Row]) -> None:
+        for row in rows:
+            move(self._descriptor, self._memory, is_write, row)
+
+    def wait(self, batch: list[Future[None]], until_s: float) -> None:
+        for future in batch:
+            try:
+                future.result(max(0.0, until_s - time.monotonic()))
+            except TimeoutError as error:
+                raise TransferTimeout("the SSD did not answer in time") from error
+
+    def has_ended(self, batch: list[Future[None]]) -> bool:
+        return all(future.done() for future in batch)
+
+    def close(self) -> None:
+        pass
+
+
+class NixlLane:
+    """NIXL's POSIX plugin."""
+
+    name = "nixl"
+
+    def __init__(self, descriptor: int, memory: ByteArray, file_bytes: int) -> None:
+        from mooncake_store.transports.nixl_agent import FileAgent
+
+        self._memory = memory  # alive for as long as somebody may write to it
+        self._agent = FileAgent(int(memory.ctypes.data), memory.nbytes, descriptor, file_bytes)
+
+    def post(self, is_write: bool, rows: Sequence[Row]) -> Any:
+        return self._agent.post("WRITE" if is_write else "READ", np.array(rows, np.uint64))
+
+    def wait(self, batch: Any, until_s: float) -> None:
+        start_s = time.monotonic()
+        while not self._agent.is_done(batch):
+            now_s = time.monotonic()
+            if now_s > until_s:
+                raise TransferTimeout("the SSD did not answer in time")
+            if (waited_s := now_s - start_s) > SPIN_S:
+                time.sleep(waited_s * WAIT_STEP)
+
+    def has_ended(self, batch: Any) -> bool:
+        return self._agent.has_ended(batch)
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+class Unfinished:
+    """Batches that nobody waits for any more, with their lanes, until they end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[tuple[DiskLane, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, lane: DiskLane, batches: Iterable[Any]) -> None:
+        """The lane is used for nothing else from now on."""
+        with self._lock:
+            for batch in batches:
+                pair = (lane, batch)
+                # At exit, when Python drops all modules, nobody may be the last to hold it.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair))
+                self._kept.append(pair)
+
+    def drop_ended(self) -> None:
+        with self._lock:
+            kept, self._kept = self._kept, []
+            for pair in kept:
+                lane, batch = pair
+                if lane.has_ended(batch):
+                    ctypes.pythonapi.Py_DecRef(ctypes.py_object(pair))
+                else:
+                    self._kept.append(pair)
+
+
+unfinished = Unfinished()
+
+
+class Lanes:
+    """The lanes of one file and one memory: `nixl` where the plugin works, else threads."""
+
+    def __init__(
+        self, descriptor: int, memory: ByteArray, file_bytes: int, wished: str = "nixl"
+    ) -> None:
+        assert wished in ("nixl", "threads"), wished
+        self._descriptor, self._memory, self._file_bytes = descriptor, memory, file_bytes
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ssd")
+        self._permits = threading.BoundedSemaphore(LANES_MAX)
+        self._lock = threading.Lock()
+        self._free: list[DiskLane] = []
+        self.kind = wished
+        self._free.append(self._make())
+
+    def _make(self) -> DiskLane:
+        if self.kind == "nixl":
+            try:
+                return NixlLane(self._descriptor, self._memory, self._file_bytes)
+            except StoreError as error:
+                log.warning("the SSD tier uses threads instead of NIXL: %s", error)
+                self.kind = "threads"
+        return ThreadLane(self._descriptor, self._memory, self._pool)
+
+    @contextlib.contextmanager
+    def lane(self, until_s: float) -> Iterator[DiskLane]:
+        """A lane for this thread. One with a failed batch is not used again."""
+        unfinished.drop_ended()
+        if not self._permits.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            raise TransferFailed(f"all {LANES_MAX} lanes to the SSD were busy all that time")
+        try:
+            with self._lock:
+                lane = self._free.pop() if self._free else None
+            if lane is None:
+                lane = self._make()
+            yield lane
+            with self._lock:
+                self._free.append(lane)
+        finally:
+            self._permits.release()
+
+    def close(self) -> None:
+        """Waits for calls under way, not for a disk that hangs."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for lane in self._free:
+            lane.close()
+        self._free.clear()

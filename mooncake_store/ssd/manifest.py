@@ -2,14 +2,14 @@
 
 Records are only appended. They are handed to the kernel, not forced to the disk: they survive the
 death of the process, kill -9 too. After a power cut some may be missing or ahead of their blocks;
-then checksums of blocks decide (records.py says why that is safe). When most of the file is dead it
+then checksums of blocks decide (entries.py says why that is safe). When most of the file is dead it
 is written anew beside itself and renamed over.
 
 A manifest that cannot be read, or describes other units, is put aside (`.damaged`) and the tier
 starts empty: that loses a cache, not data. One of another release stops the node instead, because
 somebody may want to go back to it. Another capacity is no damage: what still fits is kept.
 
-Not here: the bytes of records (records.py), which blocks they leave (entry_table.py).
+Not here: the bytes of records, and which blocks they leave (entries.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from mooncake_store.errors import ManifestDamaged
-from mooncake_store.ssd.entry_table import EntryTable
-from mooncake_store.ssd.records import (
+from mooncake_store.ssd.entries import (
     RECORD_BYTES,
-    Entry,
-    Shape,
+    EntryTable,
+    SsdEntry,
+    SsdShape,
     pack_drop,
     pack_header,
     pack_put,
@@ -41,7 +41,7 @@ DEAD_FRACTION_MAX = 0.75
 class Manifest:
     """Open it, ask `table`, tell it what changes. Thread-safe; it owns the table."""
 
-    def __init__(self, path: str, shape: Shape, must_reset: bool = False) -> None:
+    def __init__(self, path: str, shape: SsdShape, must_reset: bool = False) -> None:
         """ManifestVersion when another release wrote it; OSError when the disk fails."""
         self.path = path
         self.table = EntryTable(shape)
@@ -54,7 +54,7 @@ class Manifest:
                 os.unlink(path)
         self._descriptor = self._open(shape)
 
-    def _open(self, shape: Shape) -> int:
+    def _open(self, shape: SsdShape) -> int:
         try:
             found = self._load(shape)
         except FileNotFoundError:
@@ -71,7 +71,7 @@ class Manifest:
             return self._write_anew()
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
-    def _load(self, shape: Shape) -> Shape:
+    def _load(self, shape: SsdShape) -> SsdShape:
         """Fill the table from the file; what its header says."""
         with open(self.path, "rb") as file:
             raw = file.read()
@@ -81,18 +81,18 @@ class Manifest:
                 f"it describes units of {found.unit_bytes} bytes, the node has --unit-bytes "
                 f"{shape.unit_bytes}"
             )
-        told = replay(raw)
-        self.table.play(told.records)
-        self._records = (told.whole_bytes - RECORD_BYTES) // RECORD_BYTES
-        if told.damaged:
-            log.warning("manifest %s: %d damaged records skipped", self.path, told.damaged)
-        if told.whole_bytes < len(raw):
-            torn_bytes = len(raw) - told.whole_bytes
+        replayed = replay(raw)
+        self.table.play(replayed.records)
+        self._records = (replayed.whole_bytes - RECORD_BYTES) // RECORD_BYTES
+        if replayed.damaged:
+            log.warning("manifest %s: %d damaged records skipped", self.path, replayed.damaged)
+        if replayed.whole_bytes < len(raw):
+            torn_bytes = len(raw) - replayed.whole_bytes
             log.warning("manifest %s: torn tail of %d bytes cut off", self.path, torn_bytes)
-            os.truncate(self.path, told.whole_bytes)
+            os.truncate(self.path, replayed.whole_bytes)
         return found
 
-    def put(self, entries: Sequence[Entry]) -> None:
+    def put(self, entries: Sequence[SsdEntry]) -> None:
         """These blocks are on the disk, in slots that make_room() cleared. OSError: not noted."""
         with self._lock:
             taken = [entry for entry in entries if self.table.put(entry)]
@@ -114,7 +114,7 @@ class Manifest:
             answers, dead = [], {}
             for slot, generation, size_bytes in slots:
                 others = self.table.overlapping(slot, size_bytes)
-                fits = self.table.shape.holds(Entry(b"", slot, generation, 0, size_bytes))
+                fits = self.table.shape.holds(SsdEntry(b"", slot, generation, 0, size_bytes))
                 answers.append(fits and all(other.generation < generation for other in others))
                 if answers[-1]:
                     dead.update({other.slot: other.generation for other in others})
@@ -178,9 +178,9 @@ class Manifest:
                 raw = file.read()
             assert unpack_header(raw) == self.table.shape
             again = EntryTable(self.table.shape)
-            told = replay(raw)
-            again.play(told.records)
-            assert told.whole_bytes == len(raw) == (1 + self._records) * RECORD_BYTES
+            replayed = replay(raw)
+            again.play(replayed.records)
+            assert replayed.whole_bytes == len(raw) == (1 + self._records) * RECORD_BYTES
             assert sorted(again.entries()) == sorted(self.table.entries())
 
     def close(self) -> None:

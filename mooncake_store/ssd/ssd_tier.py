@@ -10,7 +10,7 @@ wrong: such a block is dropped, here and by the caller in the directory.
 A disk that fails or is full closes the tier for writing (`is_writable`) for RETRY_S; reads go on.
 The node serves from DRAM meanwhile.
 
-Not here: which blocks (the directory decides), the node's loops (spiller.py, node_control.py).
+Not here: which blocks (the directory decides), the node's loops (spiller.py, control.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,17 @@ from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.memory.buffers import ByteArray, checksum
-from mooncake_store.ssd.block_file import IO_ALIGN_BYTES, BlockFile
-from mooncake_store.ssd.block_io import Lane, Lanes, Row, move, unfinished
+from mooncake_store.ssd.block_file import (
+    IO_ALIGN_BYTES,
+    BlockFile,
+    DiskLane,
+    Lanes,
+    Row,
+    move,
+    unfinished,
+)
+from mooncake_store.ssd.entries import SsdEntry, SsdShape
 from mooncake_store.ssd.manifest import Manifest
-from mooncake_store.ssd.records import Entry, Shape
 
 log = logging.getLogger("mooncake_store.ssd")
 PART_BYTES = 2 * 2**20  # verified while the next parts are read
@@ -40,14 +47,14 @@ RETRY_S = 60.0
 WRITE_S_MAX = 60.0  # a disk that needs longer for one batch is taken for broken
 
 
-class Job(NamedTuple):
+class BlockJob(NamedTuple):
     """A block on the SSD (or to be), and where it is in the segment."""
 
-    entry: Entry
+    entry: SsdEntry
     memory_bytes: int  # offset in the segment, page-aligned
 
 
-class Outcome(Enum):
+class LoadOutcome(Enum):
     """What became of a block that was to be loaded."""
 
     WHOLE = "whole"  # in the segment, and its checksum is right
@@ -77,7 +84,7 @@ class SsdTier:
         self,
         folder: str,
         name: str,
-        shape: Shape,
+        shape: SsdShape,
         memory: ByteArray,
         must_reset: bool = False,
         io: str = "nixl",
@@ -112,7 +119,7 @@ class SsdTier:
 
     # ---- to the disk
 
-    def write(self, jobs: Sequence[Job]) -> list[bool]:
+    def write(self, jobs: Sequence[BlockJob]) -> list[bool]:
         """Which blocks' bytes are in the file now. They are not found there before keep()."""
         written = [False] * len(jobs)
         if not self.is_writable:
@@ -137,7 +144,7 @@ class SsdTier:
             self._close_for_writing(error)
         return written
 
-    def keep(self, entries: Sequence[Entry]) -> bool:
+    def keep(self, entries: Sequence[SsdEntry]) -> bool:
         """From now on these are found, after a restart too. False: the manifest cannot grow."""
         try:
             self.manifest.put(entries)
@@ -157,35 +164,35 @@ class SsdTier:
 
     # ---- from the disk
 
-    def load(self, jobs: Sequence[Job], until_s: float) -> list[Outcome]:
+    def load(self, jobs: Sequence[BlockJob], until_s: float) -> list[LoadOutcome]:
         """Blocks into the segment. TransferTimeout: the disk hangs, bytes may still arrive."""
         known = [self._is_known(job.entry) for job in jobs]
-        outcomes = [Outcome.LATE if is_known else Outcome.MISSING for is_known in known]
+        outcomes = [LoadOutcome.LATE if is_known else LoadOutcome.MISSING for is_known in known]
         self.counters.blocks_unknown += known.count(False)
         indices = [index for index, is_known in enumerate(known) if is_known]
         for index, failure in self._move(False, jobs, indices, until_s):
             entry, start = jobs[index]
             if failure is not None:
-                outcomes[index] = Outcome.UNREADABLE
+                outcomes[index] = LoadOutcome.UNREADABLE
                 self.counters.disk_errors += 1
                 log.warning("SSD %s: slot %d cannot be read: %s", self.path, entry.slot, failure)
             elif self.checksum(start, entry.size_bytes) != entry.checksum:
-                outcomes[index] = Outcome.CORRUPT
+                outcomes[index] = LoadOutcome.CORRUPT
                 self._drop_corrupt(entry)
             else:
-                outcomes[index] = Outcome.WHOLE
+                outcomes[index] = LoadOutcome.WHOLE
                 self.counters.blocks_loaded += 1
                 self.counters.bytes_loaded += entry.size_bytes
         return outcomes
 
-    def _is_known(self, entry: Entry) -> bool:
+    def _is_known(self, entry: SsdEntry) -> bool:
         return self.manifest.table.find(entry.slot) == entry
 
     def checksum(self, memory_bytes: int, size_bytes: int) -> int:
         """Of a block in the segment."""
         return checksum(self._memory[memory_bytes : memory_bytes + size_bytes])
 
-    def _drop_corrupt(self, entry: Entry) -> None:
+    def _drop_corrupt(self, entry: SsdEntry) -> None:
         self.counters.checksum_failures += 1
         log.warning(
             "SSD %s: block %s in slot %d is corrupt, dropped",
@@ -201,7 +208,7 @@ class SsdTier:
     # ---- both ways
 
     def _move(
-        self, is_write: bool, jobs: Sequence[Job], indices: Sequence[int], until_s: float
+        self, is_write: bool, jobs: Sequence[BlockJob], indices: Sequence[int], until_s: float
     ) -> Iterator[tuple[int, OSError | None]]:
         """Move these jobs; (index, what went wrong) of each, part by part, as parts are done.
 
@@ -230,20 +237,20 @@ class SsdTier:
             finally:  # the disk hangs, or the caller has gone: all of them may be under way
                 unfinished.keep(lane, [each for each in posted if not isinstance(each, Exception)])
 
-    def _row(self, job: Job) -> Row:
+    def _row(self, job: BlockJob) -> Row:
         size_bytes = job.entry.size_bytes
         length_bytes = -(-size_bytes // IO_ALIGN_BYTES) * IO_ALIGN_BYTES
         assert job.memory_bytes % IO_ALIGN_BYTES == 0, job
         assert job.memory_bytes + length_bytes <= self._memory.nbytes, job
         return Row(job.memory_bytes, job.entry.slot * self.shape.unit_bytes, length_bytes)
 
-    def _post(self, lane: Lane, is_write: bool, rows: Sequence[Row]) -> object:
+    def _post(self, lane: DiskLane, is_write: bool, rows: Sequence[Row]) -> object:
         try:
             return lane.post(is_write, rows)
         except TransferFailed as error:
             return error
 
-    def _wait(self, lane: Lane, posted: object, until_s: float) -> Exception | None:
+    def _wait(self, lane: DiskLane, posted: object, until_s: float) -> Exception | None:
         """None when the whole part is done; a timeout is raised, bytes may be under way."""
         if isinstance(posted, TransferFailed):
             return posted
@@ -270,7 +277,7 @@ class SsdTier:
         self._file.close()
 
 
-def _parts(jobs: Sequence[Job], indices: Sequence[int]) -> list[list[int]]:
+def _parts(jobs: Sequence[BlockJob], indices: Sequence[int]) -> list[list[int]]:
     """The indices in runs of about PART_BYTES."""
     parts: list[list[int]] = []
     part_bytes = PART_BYTES

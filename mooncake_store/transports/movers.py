@@ -5,7 +5,7 @@ batch in two halves by two threads (each on a NIXL lane of its own) is 1.6 times
 cores. Copies into and out of the own node's mapped segment stay in the caller's thread: there the
 other cores are usually at work themselves.
 
-Not here: which parts (block_reader.py, block_writer.py).
+Not here: which parts (block_reader.py, putter.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from mooncake_store.errors import RequestInvalid
 from mooncake_store.records.blocks import Spill
-from mooncake_store.ssd.records import Entry
+from mooncake_store.ssd.entries import SsdEntry
 from tests.fuzz.memory import STATE_READY, STATE_WRITING, Cell, content
 from tests.fuzz.promises import Owner, Use
 from tests.fuzz.world import World
@@ -134,7 +134,7 @@ class SpillBatch:
             target.is_damaged = True
         assert target.memory.manifest is not None
         entry = (target.key, target.slot, target.generation, source.checksum, target.size_bytes)
-        target.memory.manifest.put(Entry(*entry))
+        target.memory.manifest.put(SsdEntry(*entry))
 
     def _next(self, is_kept: bool) -> bool:
         self._is_kept[self._at] = is_kept

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mooncake_store.layout import STATE_READY, STATE_WRITING
-from mooncake_store.ssd.entry_table import EntryTable
-from mooncake_store.ssd.records import Entry, Shape
+from mooncake_store.ssd.entries import EntryTable, SsdEntry, SsdShape
 from tests.fuzz.promises import Use
 
 UNIT_BYTES = 4096
@@ -59,7 +58,7 @@ class Memory:
         self.cells: list[Cell | None] = [None] * units
         self.headers: list[Header | None] = [None] * units
         self.damaged: set[int] = set()  # generations that late writers wrote into
-        shape = Shape(UNIT_BYTES, units * UNIT_BYTES)
+        shape = SsdShape(UNIT_BYTES, units * UNIT_BYTES)
         self.manifest = EntryTable(shape) if is_ssd else None
         self.granted: list[Use | None] = [None] * units  # to whom the directory gave it last
 
@@ -107,7 +106,7 @@ class Memory:
     def read(self, slot: int, units: int) -> list[Cell | None]:
         return self.cells[slot : slot + units]
 
-    def entry(self, use: Use) -> Entry | None:
+    def entry(self, use: Use) -> SsdEntry | None:
         """What the manifest says of this use; None when nothing."""
         assert self.manifest is not None
         found = self.manifest.find(use.slot)

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.metrics import directory_families
-from mooncake_store.node.node_metrics import ReaderCollector, node_families
+from mooncake_store.node.metrics import ReaderCollector, node_families
 from mooncake_store.process.metrics_page import MetricsPage, PortTaken
 from mooncake_store.records.status import DirectoryStats
 from mooncake_store.transports.known_nodes import KnownNodes

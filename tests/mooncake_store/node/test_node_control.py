@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import zmq
 
-from mooncake_store.client.node_client import NodeClient
 from mooncake_store.errors import (
     NodeUnknown,
     ProtocolMismatch,
@@ -20,10 +19,11 @@ from mooncake_store.errors import (
     StoreUnavailable,
     named,
 )
-from mooncake_store.node import node_control
-from mooncake_store.node.node_control import NodeControl
+from mooncake_store.node import control as node_control
+from mooncake_store.node.control import NodeControl
 from mooncake_store.wire import node_protocol as control
 from mooncake_store.wire.framing import MessageKind, number_of, pack_header
+from mooncake_store.wire.node_protocol import NodeClient
 from mooncake_store.wire.request_reply import Failure
 
 

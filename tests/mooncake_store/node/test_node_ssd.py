@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mooncake_store.client.node_client import NodeClient
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
 from mooncake_store.records.blocks import Copy
-from mooncake_store.wire.node_protocol import NodeStats, Restore
+from mooncake_store.wire.node_protocol import NodeClient, NodeStats, Restore
 from tests.mooncake_store.block_writer import BLOCK, BlockWriter
 from tests.mooncake_store.site import PATIENCE_S, SIZE, Site, pause, ready_line
 
@@ -223,9 +222,9 @@ def test_a_node_without_room_on_its_disk_serves_from_dram(
 def test_a_manifest_of_another_release_stops_the_node_until_it_is_told_to_reset(
     site: Site, tmp_path: Path
 ) -> None:
-    from mooncake_store.ssd.records import Shape, pack_header
+    from mooncake_store.ssd.entries import SsdShape, pack_header
 
-    (tmp_path / "s0.manifest").write_bytes(pack_header(Shape(4096, SSD_BYTES), version=9))
+    (tmp_path / "s0.manifest").write_bytes(pack_header(SsdShape(4096, SSD_BYTES), version=9))
     site.start_directory()
     more = ("--mapped-only", "--ssd-path", str(tmp_path), "--ssd-bytes", str(SSD_BYTES))
     process = site.start_node("s0", *more)

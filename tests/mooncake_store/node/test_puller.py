@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_store.client.node_client import NodeClient
 from mooncake_store.errors import RequestInvalid
 from mooncake_store.layout import geometry
 from mooncake_store.memory.segment import Segment
 from mooncake_store.memory.slot_memory import SlotMemory
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
+from mooncake_store.wire.node_protocol import NodeClient
 from tests.mooncake_store.block_writer import BLOCK, BlockWriter
 from tests.mooncake_store.site import SIZE, Site, ready_line
 

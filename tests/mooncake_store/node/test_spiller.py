@@ -19,8 +19,8 @@ from mooncake_store.node import spiller as spiller_module
 from mooncake_store.node.spiller import IDLE_S, REST_S_MAX, Spiller
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
-from mooncake_store.ssd.records import Shape
-from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier
+from mooncake_store.ssd.entries import SsdShape
+from mooncake_store.ssd.ssd_tier import BlockJob, LoadOutcome, SsdTier
 from tests.mooncake_store.in_process import InProcessDirectory
 from tests.mooncake_store.pages import pages
 
@@ -41,7 +41,7 @@ class World:
         self.chance = np.random.default_rng(seed)
         shape = geometry(SEGMENT_BYTES, 4096)
         self.memory = SlotMemory(pages(SEGMENT_BYTES), shape)
-        self.tier = SsdTier(str(folder), "s0", Shape(4096, SSD_BYTES), self.memory.view)
+        self.tier = SsdTier(str(folder), "s0", SsdShape(4096, SSD_BYTES), self.memory.view)
         self.spiller = Spiller(
             "s0", "a", self.directory, self.memory, lambda: self.tier  # type: ignore[arg-type]
         )  # fmt: skip
@@ -84,9 +84,9 @@ class World:
         entries = self.tier.manifest.table.entries()
         assert listed <= {(e.slot, e.generation, e.checksum) for e in entries}
         assert self.directory.stats().leases == 0
-        jobs = [Job(entry, self.memory.shape.slot_offset_bytes(60)) for entry in entries]
+        jobs = [BlockJob(entry, self.memory.shape.slot_offset_bytes(60)) for entry in entries]
         for job in jobs:  # one after the other to one place
-            assert self.tier.load([job], time.monotonic() + 20) == [Outcome.WHOLE]
+            assert self.tier.load([job], time.monotonic() + 20) == [LoadOutcome.WHOLE]
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_slot_that_gets_a_new_owner_while_the_disk_reads_it_is_given_up(
     slots = world.store(KEYS[:3])
     really_write = world.tier.write
 
-    def overtaken(jobs: Sequence[Job]) -> list[bool]:
+    def overtaken(jobs: Sequence[BlockJob]) -> list[bool]:
         written = really_write(jobs)
         world.fill(slots[2], 10**15, b"somebody else's.")
         return written

@@ -11,8 +11,8 @@ import pytest
 
 from mooncake_store.errors import TransferTimeout
 from mooncake_store.ssd import ssd_tier
-from mooncake_store.ssd.block_io import NixlLane, Row, ThreadLane, Unfinished
-from mooncake_store.ssd.ssd_tier import Outcome
+from mooncake_store.ssd.block_file import NixlLane, Row, ThreadLane, Unfinished
+from mooncake_store.ssd.ssd_tier import LoadOutcome
 from tests.mooncake_store.site import pause
 from tests.mooncake_store.ssd.test_ssd_tier import KINDS, UNIT, Bench
 
@@ -23,7 +23,7 @@ PATIENCE_S = 20.0
 def unfinished(monkeypatch: pytest.MonkeyPatch) -> Unfinished:
     made = Unfinished()
     monkeypatch.setattr(ssd_tier, "unfinished", made)
-    monkeypatch.setattr("mooncake_store.ssd.block_io.unfinished", made)
+    monkeypatch.setattr("mooncake_store.ssd.block_file.unfinished", made)
     monkeypatch.setattr(ssd_tier, "PART_BYTES", UNIT)  # so that several parts are under way
     return made
 
@@ -132,4 +132,4 @@ def test_real_batches_that_nobody_waited_for_are_let_go_when_they_have_ended(
         unfinished.drop_ended()
         pause()
     there = [job._replace(memory_bytes=(400 + i) * UNIT) for i, job in enumerate(jobs)]
-    assert bench.tier.load(there, time.monotonic() + PATIENCE_S) == [Outcome.WHOLE] * 8
+    assert bench.tier.load(there, time.monotonic() + PATIENCE_S) == [LoadOutcome.WHOLE] * 8

@@ -12,32 +12,34 @@ import pytest
 
 from mooncake_store.errors import ManifestVersion
 from mooncake_store.ssd import manifest as manifest_module
-from mooncake_store.ssd.entry_table import EntryTable
-from mooncake_store.ssd.manifest import Manifest
-from mooncake_store.ssd.records import (
+from mooncake_store.ssd.entries import (
     RECORD_BYTES,
-    Entry,
-    Shape,
+    EntryTable,
+    SsdEntry,
+    SsdShape,
     pack_header,
     pack_put,
     replay,
     unpack_header,
 )
+from mooncake_store.ssd.manifest import Manifest
 
-SHAPE = Shape(4096, 64 * 4096)
-
-
-def entry(slot: int, generation: int, units: int = 1) -> Entry:
-    return Entry(generation.to_bytes(16, "big"), slot, generation, 7 * generation, units * 4096 - 9)
+SHAPE = SsdShape(4096, 64 * 4096)
 
 
-def put(manifest: Manifest, *entries: Entry) -> None:
+def entry(slot: int, generation: int, units: int = 1) -> SsdEntry:
+    return SsdEntry(
+        generation.to_bytes(16, "big"), slot, generation, 7 * generation, units * 4096 - 9
+    )
+
+
+def put(manifest: Manifest, *entries: SsdEntry) -> None:
     """As the tier does it."""
     assert all(manifest.make_room((e.slot, e.generation, e.size_bytes) for e in entries))
     manifest.put(entries)
 
 
-def reopened(path: Path, shape: Shape = SHAPE) -> list[Entry]:
+def reopened(path: Path, shape: SsdShape = SHAPE) -> list[SsdEntry]:
     manifest = Manifest(str(path), shape)
     manifest.check()
     manifest.close()
@@ -83,7 +85,7 @@ def test_an_older_use_of_a_slot_may_not_touch_a_newer_one(full: Path) -> None:
 
 def test_a_record_of_an_absurd_generation_does_not_keep_its_slot_for_ever(path: Path) -> None:
     manifest = Manifest(str(path), SHAPE)
-    damaged = Entry(b"k" * 16, 2, 2**63, 0, 4096)
+    damaged = SsdEntry(b"k" * 16, 2, 2**63, 0, 4096)
     manifest._append([pack_put(damaged), pack_put(entry(5, 6))])
     manifest.close()
     manifest = Manifest(str(path), SHAPE)
@@ -141,7 +143,7 @@ def test_a_flipped_bit_costs_one_record_and_says_so(
         ("shorter than its header", pack_header(SHAPE)[:40]),
         ("something else", b"#!/bin/sh\n" * 20),
         ("a flipped bit in the header", b"MKSM\x03" + pack_header(SHAPE)[5:]),
-        ("other units", pack_header(Shape(8192, 64 * 4096)) + pack_put(entry(0, 1))),
+        ("other units", pack_header(SsdShape(8192, 64 * 4096)) + pack_put(entry(0, 1))),
     ],
 )
 def test_a_damaged_manifest_is_put_aside_loudly_and_the_tier_starts_empty(
@@ -168,10 +170,10 @@ def test_another_version_is_refused_and_left_as_it_is_unless_told_to_reset(path:
 
 
 def test_another_capacity_keeps_what_still_fits(full: Path) -> None:
-    larger = Shape(4096, 1000 * 4096)
+    larger = SsdShape(4096, 1000 * 4096)
     assert len(reopened(full, larger)) == 3
     assert unpack_header(full.read_bytes()) == larger
-    assert reopened(full, Shape(4096, 12 * 4096)) == sorted([entry(0, 1, 2), entry(2, 2)])
+    assert reopened(full, SsdShape(4096, 12 * 4096)) == sorted([entry(0, 1, 2), entry(2, 2)])
 
 
 def test_a_manifest_that_is_mostly_dead_is_written_anew(
@@ -222,7 +224,7 @@ def test_a_disk_that_is_full_midway_leaves_a_manifest_that_can_go_on(
 def test_a_random_walk_with_crashes_never_finds_what_was_not_kept(path: Path, seed: int) -> None:
     chance = np.random.default_rng(seed)
     manifest, generation = Manifest(str(path), SHAPE), 0
-    expected: dict[int, Entry] = {}
+    expected: dict[int, SsdEntry] = {}
     for step in range(1500):
         action = chance.random()
         if action < 0.75:

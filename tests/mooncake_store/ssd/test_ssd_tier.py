@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from mooncake_store.errors import SsdRefused, TransferTimeout
-from mooncake_store.ssd import block_io, ssd_tier
-from mooncake_store.ssd.block_io import NixlLane, ThreadLane, move
-from mooncake_store.ssd.records import Entry, Shape
-from mooncake_store.ssd.ssd_tier import Job, Outcome, SsdTier
+from mooncake_store.ssd import block_file, ssd_tier
+from mooncake_store.ssd.block_file import NixlLane, ThreadLane, move
+from mooncake_store.ssd.entries import SsdEntry, SsdShape
+from mooncake_store.ssd.ssd_tier import BlockJob, LoadOutcome, SsdTier
 from mooncake_store.transports.nixl_agent import NixlUnavailable
 from tests.mooncake_store.pages import pages
 
 UNIT = 4096
-SHAPE = Shape(UNIT, 256 * UNIT)
+SHAPE = SsdShape(UNIT, 256 * UNIT)
 UNITS = 512  # of the memory: twice the file
 KINDS = ("nixl", "threads")
 
@@ -41,22 +41,22 @@ class Bench:
         self.tier = self.open()
         self.generation = 0
 
-    def open(self, shape: Shape = SHAPE, **options: bool) -> SsdTier:
+    def open(self, shape: SsdShape = SHAPE, **options: bool) -> SsdTier:
         return SsdTier(str(self.folder), "s0", shape, self.memory, io=self.io, **options)
 
-    def job(self, slot: int, unit: int, size_bytes: int = UNIT) -> Job:
+    def job(self, slot: int, unit: int, size_bytes: int = UNIT) -> BlockJob:
         """Block in `unit` of the memory, to be written to `slot`."""
         self.generation += 1
         key = self.generation.to_bytes(16, "big")
         digest = self.tier.checksum(unit * UNIT, size_bytes)
-        return Job(Entry(key, slot, self.generation, digest, size_bytes), unit * UNIT)
+        return BlockJob(SsdEntry(key, slot, self.generation, digest, size_bytes), unit * UNIT)
 
-    def store(self, *jobs: Job) -> list[bool]:
+    def store(self, *jobs: BlockJob) -> list[bool]:
         written = self.tier.write(jobs)
         self.tier.keep([job.entry for job, is_ in zip(jobs, written, strict=True) if is_])
         return written
 
-    def load(self, *jobs: Job, at_unit: int = 400) -> list[bool]:
+    def load(self, *jobs: BlockJob, at_unit: int = 400) -> list[bool]:
         """Load them one behind the other from `at_unit` on, and compare with where they were."""
         there, unit = [], at_unit
         for job in jobs:
@@ -64,7 +64,7 @@ class Bench:
             unit += SHAPE.units_of(job.entry.size_bytes)
         self.memory[at_unit * UNIT : unit * UNIT] = 0
         outcomes = self.tier.load(there, time.monotonic() + 20)
-        loaded = [outcome is Outcome.WHOLE for outcome in outcomes]
+        loaded = [outcome is LoadOutcome.WHOLE for outcome in outcomes]
         for was, now, is_loaded in zip(jobs, there, loaded, strict=True):
             if is_loaded:
                 size_bytes = was.entry.size_bytes
@@ -165,7 +165,7 @@ def test_a_foreign_generation_or_key_is_not_loaded(bench: Bench) -> None:
         job.entry._replace(slot=1),
         job.entry._replace(size_bytes=9),
     ):
-        assert bench.load(Job(wrong, job.memory_bytes)) == [False]
+        assert bench.load(BlockJob(wrong, job.memory_bytes)) == [False]
     assert bench.load(job) == [True], "none of these made it a bad block"
 
 
@@ -182,7 +182,7 @@ def test_after_its_deadline_a_load_starts_nothing_more_but_ends_what_it_began(
     bench.store(*jobs)
     bench.memory[400 * UNIT :] = 0
     there = [job._replace(memory_bytes=(400 + i) * UNIT) for i, job in enumerate(jobs)]
-    assert bench.tier.load(there, time.monotonic() - 1) == [Outcome.LATE] * 5
+    assert bench.tier.load(there, time.monotonic() - 1) == [LoadOutcome.LATE] * 5
     assert not bench.memory[400 * UNIT :].any()
     looks = iter([0.0, 0.0, 9.0])  # the deadline passes before the third part
 
@@ -193,7 +193,7 @@ def test_after_its_deadline_a_load_starts_nothing_more_but_ends_what_it_began(
     monkeypatch.setattr(NixlLane, "wait", waiting_for_ever(NixlLane.wait))
     monkeypatch.setattr(ThreadLane, "wait", waiting_for_ever(ThreadLane.wait))
     outcomes = bench.tier.load(there, 5.0)
-    assert outcomes[:2] == [Outcome.WHOLE] * 2 and outcomes[3:] == [Outcome.LATE] * 2
+    assert outcomes[:2] == [LoadOutcome.WHOLE] * 2 and outcomes[3:] == [LoadOutcome.LATE] * 2
     assert not bench.memory[403 * UNIT :].any()
 
 
@@ -264,7 +264,7 @@ def test_one_bad_row_of_a_batch_fails_alone(bench: Bench, monkeypatch: pytest.Mo
     jobs = [bench.job(i, i) for i in range(8)]
     bench.store(*jobs)
 
-    def bad_sector(descriptor: int, memory: object, is_write: bool, row: block_io.Row) -> None:
+    def bad_sector(descriptor: int, memory: object, is_write: bool, row: block_file.Row) -> None:
         if row.file_bytes == 5 * UNIT:
             raise OSError(errno.EIO, "Input/output error")
         move(descriptor, memory, is_write, row)  # type: ignore[arg-type]
@@ -345,11 +345,11 @@ def test_a_file_of_another_capacity_keeps_its_blocks(tmp_path: Path, seed: int) 
     low, high = bench.job(0, 0), bench.job(200, 1)
     bench.store(low, high)
     bench.tier.close()
-    bench.tier = bench.open(Shape(UNIT, 1000 * UNIT))
+    bench.tier = bench.open(SsdShape(UNIT, 1000 * UNIT))
     assert os.stat(bench.tier.path).st_size == 1000 * UNIT
     assert bench.load(low, high) == [True, True]
     bench.tier.close()
-    bench.tier = bench.open(Shape(UNIT, 100 * UNIT))
+    bench.tier = bench.open(SsdShape(UNIT, 100 * UNIT))
     assert bench.load(low, high) == [True, False]
     bench.tier.close()
 

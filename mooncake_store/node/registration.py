@@ -1,4 +1,4 @@
-"""One holder's standing with the directory: registered, its inventory told, reported each second.
+"""One holder in the directory: registered, its inventory sent, reported each second.
 
 A directory that restarted answers a report with `false`. Then the holder registers again, under the
 same incarnation, and says what it holds, in batches, before it takes new blocks. An inventory that
@@ -21,7 +21,7 @@ log = logging.getLogger("mooncake_store.node")
 ADOPT_BLOCKS_MAX = 16_384  # in one message, about a megabyte
 
 
-class Standing:
+class Registration:
     """One holder. `directory` must answer fast, `patient` may take long: for inventories."""
 
     def __init__(
@@ -53,10 +53,10 @@ class Standing:
         self._is_open = False
         self._directory.register_node(info)
         self._is_known = True
-        self._tell_inventory()
+        self._send_inventory()
         self._is_open = True
 
-    def _tell_inventory(self) -> None:
+    def _send_inventory(self) -> None:
         node_id, incarnation = self.info.node_id, self.info.incarnation
         blocks = [] if self._is_refused else self._blocks()
         try:

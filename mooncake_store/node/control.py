@@ -1,0 +1,217 @@
+"""The control socket of a storage node: requests in, answers out, work in a few threads.
+
+One thread owns the ROUTER socket and moves messages only, so a slow disk never delays a ping. Work
+goes to a small pool; at most REQUESTS_MAX wait, further ones are refused at once, because a client
+that waits in vain recomputes its blocks later than it could. An answer whose client has gone is
+dropped by ZeroMQ.
+
+Of the verbs, `load` brings blocks of the SSD back into the segment: their slots were allocated by
+the client, which commits them afterwards. The node writes their headers, because it is the one that
+knows when the bytes are whole. A slot whose header has a newer generation than the client names was
+given to somebody else meanwhile, and is left alone. `fetch` copies blocks of other nodes here
+(puller.py).
+
+Not here: the messages (wire/node_protocol.py), the disk (ssd/).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import zmq
+
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable
+from mooncake_store.layout import STATE_READY, STATE_WRITING
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
+from mooncake_store.node.puller import Puller
+from mooncake_store.records.blocks import GENERATION_MAX
+from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
+from mooncake_store.ssd.entries import SsdEntry
+from mooncake_store.ssd.ssd_tier import BlockJob, LoadOutcome, SsdTier
+from mooncake_store.wire import node_protocol as protocol
+from mooncake_store.wire.node_protocol import AnyControl, NodeStats, Restore
+from mooncake_store.wire.request_reply import Responder, listening
+
+THREADS = 4
+REQUESTS_MAX = 256  # accepted and not yet answered
+
+
+class NodeControl:
+    """Listens from the start, answers from serve() until close()."""
+
+    def __init__(self, address: str) -> None:
+        """RequestInvalid when nothing can listen there. Port 0 takes a free one: see `address`."""
+        self._responder: Responder[AnyControl] = Responder(AnyControl, "node")
+        self._context = zmq.Context()
+        try:
+            self._socket = listening(self._context, zmq.ROUTER, address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise RequestInvalid(
+                f"cannot listen at --control {address}: {error}; use ipc://PATH with a path of at "
+                "most 107 characters, or tcp://HOST:PORT"
+            ) from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._path = address.removeprefix("ipc://") if address.startswith("ipc:///") else ""
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
+        self._answers: deque[list[bytes]] = deque()
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    def serve(self, answer: Callable[[AnyControl, float], object]) -> None:
+        """Answer with `answer(request, when it came)`, from several threads."""
+        self._answer = answer
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests accepted and not yet answered."""
+        return self._waiting
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
+        while not self._is_closing:
+            poller.poll()
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wakeup)
+            while self._answers:
+                self._send(self._answers.popleft())
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._accept(self._socket.recv_multipart(zmq.NOBLOCK))
+
+    def _accept(self, frames: list[bytes]) -> None:
+        sender, *rest = frames
+        with self._lock:
+            is_full = self._waiting >= REQUESTS_MAX
+            self._waiting += not is_full
+        if is_full:
+            busy = StoreUnavailable(f"{REQUESTS_MAX} requests wait at this node: recompute instead")
+            self._send([sender, *self._responder.refusal(rest, busy)])
+            return
+        self._pool.submit(self._work, sender, rest, time.monotonic())
+
+    def _work(self, sender: bytes, frames: list[bytes], came_s: float) -> None:
+        answer = self._responder.reply(frames, lambda request: self._answer(request, came_s))
+        self._answers.append([sender, *answer])
+        with self._lock:
+            self._waiting -= 1
+        with contextlib.suppress(OSError):  # closed meanwhile
+            os.eventfd_write(self._wakeup, 1)
+
+    def _send(self, frames: list[bytes]) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Stop listening; answers of work that is under way are lost. Twice is harmless."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        os.eventfd_write(self._wakeup, 1)
+        if self._thread is not None:
+            self._thread.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        while self._answers:  # `leave` is answered before the node goes
+            self._send(self._answers.popleft())
+        self._context.destroy(linger=200)
+        os.close(self._wakeup)
+        if self._path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+
+GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # the directory lists a copy that is not there
+
+
+class NodeVerbs:
+    """Answers requests; called from several threads."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        memory: SlotMemory,
+        directory: DirectoryClient,
+        tier: Callable[[], SsdTier | None],
+        puller: Puller,
+        stats: Callable[[], NodeStats],
+        leave: Callable[[], None],
+    ) -> None:
+        self._info, self._memory, self._directory = info, memory, directory
+        self._tier, self._puller = tier, puller
+        self._stats, self._leave = stats, leave
+        self.restores_missed = 0
+
+    def answer(self, request: AnyControl, came_s: float) -> object:
+        """The reply to this request, which came at `came_s` (monotonic)."""
+        if isinstance(request, protocol.Ping):
+            return self._info.incarnation
+        if isinstance(request, protocol.LoadBlocks):
+            return self._load(request.blocks, came_s + request.deadline_s)
+        if isinstance(request, protocol.AskNodeStats):
+            return self._stats()
+        if isinstance(request, protocol.Leave):
+            self._leave()
+            return None
+        return self._fetch(request, came_s + request.deadline_s)
+
+    def _fetch(self, request: protocol.Fetch, until_s: float) -> list[bool]:
+        if len(request.keys) != len(request.copies):
+            raise RequestInvalid(
+                f"fetch has {len(request.keys)} keys and {len(request.copies)} copies: one each"
+            )
+        return self._puller.pull(request.keys, request.copies, until_s)
+
+    def _load(self, blocks: list[Restore], until_s: float) -> list[bool]:
+        tier = self._tier()
+        for block in blocks:
+            if not self._memory.shape.holds(block.slot, block.size_bytes):
+                raise RequestInvalid(
+                    f"slot {block.slot} with {block.size_bytes} bytes is outside the segment of "
+                    f"{self._info.node_id} ({self._memory.shape.units} units)"
+                )
+        taken = [block for block in blocks if tier is not None and self._take(block)]
+        outcomes = tier.load([self._job(block) for block in taken], until_s) if tier else []
+        whole = set()
+        for block, outcome in zip(taken, outcomes, strict=True):
+            if outcome is LoadOutcome.WHOLE:
+                self._memory.write_header(block.slot, _header(block, STATE_READY))
+                whole.add(block.slot)
+            elif outcome in GONE:
+                with contextlib.suppress(StoreError):  # the next reader finds it out again
+                    self._directory.drop_copy(
+                        block.key, self._info.node_id + SSD_SUFFIX, block.ssd_generation
+                    )
+        self.restores_missed += len(blocks) - len(whole)
+        return [block.slot in whole for block in blocks]
+
+    def _take(self, block: Restore) -> bool:
+        """Mark the slot as being written, unless somebody newer has it."""
+        there = self._memory.header(block.slot)
+        if there is not None and block.generation < there.generation < GENERATION_MAX:
+            return False
+        self._memory.write_header(block.slot, _header(block, STATE_WRITING))
+        return True
+
+    def _job(self, block: Restore) -> BlockJob:
+        entry = SsdEntry(
+            block.key, block.ssd_slot, block.ssd_generation, block.checksum, block.size_bytes
+        )
+        return BlockJob(entry, self._memory.shape.slot_offset_bytes(block.slot))
+
+
+def _header(block: Restore, state: int) -> SlotHeader:
+    return SlotHeader(state, block.generation, block.key, block.checksum, block.size_bytes)

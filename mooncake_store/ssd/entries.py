@@ -1,0 +1,210 @@
+"""Which blocks lie where on the SSD: what a manifest says of them, and the table that this leaves.
+
+A manifest has a header, then records of 64 bytes. A record says that a block lies in a slot (PUT)
+or that whatever starts in a slot does not lie there any more (DROP). Each carries a CRC of itself.
+Records have one size, so a damaged one hides nothing but itself: reading goes on with the next.
+Damaged bytes at the end are a write that was cut off.
+
+Losing any record is safe. A lost PUT is a miss. After a lost DROP a block seems to lie where other
+bytes do: the overlapping PUT has a higher generation and wins, or the checksum of the block fails
+when it is loaded.
+
+In the table nothing overlaps. A byte for each unit says whether a block starts there, so the only
+neighbour that may reach into a slot from below is found by one backward search of a byte string: no
+tree, one byte a unit.
+
+Not here: the file (manifest.py), the blocks (block_file.py), who decides what is written (the
+directory).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from mooncake_store.errors import ManifestDamaged, ManifestVersion
+from mooncake_store.records.blocks import GENERATION_MAX
+
+MANIFEST_VERSION = 1
+PUT, DROP = 1, 2
+RECORD_BYTES = 64
+_MAGIC = b"MKSM"
+_HEADER = struct.Struct("<4sIQQ36s")  # magic, version, unit_bytes, capacity_bytes, spare
+_RECORD = struct.Struct("<B3x16sQQQQ8x")  # kind, key, slot, generation, checksum, size, spare
+_CRC = struct.Struct("<I")
+assert _HEADER.size + _CRC.size == _RECORD.size + _CRC.size == RECORD_BYTES
+
+
+class SsdEntry(NamedTuple):
+    """A block on the SSD. `slot` is the number of its first unit."""
+
+    key: bytes
+    slot: int
+    generation: int
+    checksum: int
+    size_bytes: int
+
+
+class SsdShape(NamedTuple):
+    """How the block file is cut."""
+
+    unit_bytes: int
+    capacity_bytes: int
+
+    def units_of(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.unit_bytes)
+
+    def holds(self, entry: SsdEntry) -> bool:
+        """Can it be? One of an absurd generation would keep its place against all that come."""
+        end_bytes = (entry.slot + self.units_of(entry.size_bytes)) * self.unit_bytes
+        is_possible = entry.size_bytes > 0 and entry.generation < GENERATION_MAX
+        return is_possible and end_bytes <= self.capacity_bytes
+
+
+def _sealed(fields: bytes) -> bytes:
+    return fields + _CRC.pack(zlib.crc32(fields))
+
+
+def _is_sealed(raw: bytes) -> bool:
+    (promised,) = _CRC.unpack_from(raw, RECORD_BYTES - _CRC.size)
+    return bool(promised == zlib.crc32(raw[: -_CRC.size]))
+
+
+def pack_header(shape: SsdShape, version: int = MANIFEST_VERSION) -> bytes:
+    return _sealed(_HEADER.pack(_MAGIC, version, *shape, b""))
+
+
+def unpack_header(raw: bytes) -> SsdShape:
+    """ManifestDamaged when this is none, ManifestVersion when another release wrote it.
+
+    Its 64 bytes are laid out alike in all versions, so that one can tell the two apart.
+    """
+    if len(raw) < RECORD_BYTES:
+        raise ManifestDamaged(f"it has {len(raw)} bytes, its header alone has {RECORD_BYTES}")
+    raw = raw[:RECORD_BYTES]
+    magic, version, unit_bytes, capacity_bytes, _ = _HEADER.unpack_from(raw)
+    if magic != _MAGIC or not _is_sealed(raw):
+        raise ManifestDamaged(f"it does not begin with a whole header: {raw[:16].hex()}")
+    if version != MANIFEST_VERSION:
+        raise ManifestVersion(
+            f"it has version {version}, this release writes {MANIFEST_VERSION}: run the release "
+            "that wrote it, or start with --ssd-reset, which forgets the blocks"
+        )
+    return SsdShape(unit_bytes, capacity_bytes)
+
+
+def pack_put(entry: SsdEntry) -> bytes:
+    return _sealed(_RECORD.pack(PUT, *entry))
+
+
+def pack_drop(slot: int, generation: int) -> bytes:
+    return _sealed(_RECORD.pack(DROP, b"", slot, generation, 0, 0))
+
+
+class ManifestReplay(NamedTuple):
+    """What the records of a manifest say, in the order they were written."""
+
+    records: list[tuple[int, SsdEntry]]  # (PUT or DROP, ...); a DROP has only slot and generation
+    damaged: int  # records that were skipped
+    whole_bytes: int  # behind them nothing readable follows
+
+
+def replay(raw: bytes) -> ManifestReplay:
+    """All readable records behind the header."""
+    records: list[tuple[int, SsdEntry]] = []
+    damaged = skipped = 0  # skipped: since the last readable one
+    whole_bytes = min(len(raw), RECORD_BYTES)
+    for start in range(RECORD_BYTES, len(raw) - RECORD_BYTES + 1, RECORD_BYTES):
+        one = raw[start : start + RECORD_BYTES]
+        kind = one[0]
+        if kind not in (PUT, DROP) or not _is_sealed(one):
+            skipped += 1
+            continue
+        records.append((kind, SsdEntry._make(_RECORD.unpack_from(one)[1:])))
+        whole_bytes = start + RECORD_BYTES
+        damaged, skipped = damaged + skipped, 0
+    return ManifestReplay(records, damaged, whole_bytes)
+
+
+_START = b"\x01"
+
+
+class EntryTable:
+    """The blocks of one SSD file, by slot."""
+
+    def __init__(self, shape: SsdShape) -> None:
+        self.shape = shape
+        self._entries: dict[int, SsdEntry] = {}
+        self._starts = bytearray(shape.capacity_bytes // shape.unit_bytes)
+        self._units_max = 1  # of any block so far: how far below a neighbour may start
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, slot: int) -> SsdEntry | None:
+        """The block that starts in this slot."""
+        return self._entries.get(slot)
+
+    def entries(self) -> list[SsdEntry]:
+        return list(self._entries.values())
+
+    def overlapping(self, slot: int, size_bytes: int) -> list[SsdEntry]:
+        """The blocks that a block of that size in that slot would overwrite."""
+        end = min(slot + self.shape.units_of(size_bytes), len(self._starts))
+        found: list[SsdEntry] = []
+        below = self._starts.rfind(_START, max(0, slot - self._units_max), slot)
+        if below >= 0:
+            neighbour = self._entries[below]
+            if below + self.shape.units_of(neighbour.size_bytes) > slot:
+                found.append(neighbour)
+        start = self._starts.find(_START, slot, end)
+        while start >= 0:
+            found.append(self._entries[start])
+            start = self._starts.find(_START, start + 1, end)
+        return found
+
+    def put(self, entry: SsdEntry) -> bool:
+        """Take it in, and out what it overlaps. False when it does not fit or came too late."""
+        if not self.shape.holds(entry):
+            return False
+        others = self.overlapping(entry.slot, entry.size_bytes)
+        if any(other.generation > entry.generation for other in others):
+            return False
+        for other in others:
+            self._remove(other.slot)
+        self._entries[entry.slot] = entry
+        self._starts[entry.slot] = 1
+        self._units_max = max(self._units_max, self.shape.units_of(entry.size_bytes))
+        return True
+
+    def drop(self, slot: int, generation: int) -> bool:
+        """Take out that use of the slot; another use of it stays."""
+        entry = self._entries.get(slot)
+        if entry is None or entry.generation != generation:
+            return False
+        self._remove(slot)
+        return True
+
+    def play(self, records: Iterable[tuple[int, SsdEntry]]) -> None:
+        """Do again what these records of a manifest say."""
+        for kind, entry in records:
+            if kind == DROP:
+                self.drop(entry.slot, entry.generation)
+            else:
+                self.put(entry)
+
+    def _remove(self, slot: int) -> None:
+        del self._entries[slot]
+        self._starts[slot] = 0
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        end = 0
+        for slot, entry in sorted(self._entries.items()):
+            units = self.shape.units_of(entry.size_bytes)
+            assert slot == entry.slot >= end and self._starts[slot], (entry, end)
+            assert self.shape.holds(entry) and units <= self._units_max, entry
+            end = slot + units
+        assert sum(self._starts) == len(self._entries)
