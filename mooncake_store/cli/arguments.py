@@ -49,7 +49,7 @@ def parse_key(text: str) -> bytes:
 
 
 def default_folder() -> Path:
-    """Where `mooncake store serve` has its sockets, unless told otherwise."""
+    """Where `mooncake store serve` has its sockets, unless --folder names another."""
     return Path(tempfile.gettempdir()) / f"mooncake-store-{os.getuid()}"
 
 

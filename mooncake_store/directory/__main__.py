@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.etcd:
             serve_when_elected(options, config, stop)
         else:
-            # Milliseconds since 1970: later lives have larger epochs, and generations that are new.
+            # Milliseconds since 1970: later ones have larger epochs, and new generations.
             serve(options, Directory(time.time_ns() // 1_000_000, config), stop)
     except (AddressTaken, PortTaken, RequestInvalid) as error:
         print(f"directory: {error}", file=sys.stderr)

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class AddressTaken(StoreError):
-    """The server cannot bind where it was told to."""
+    """The server cannot bind the address it was given."""
 
 
 class TurnClock:

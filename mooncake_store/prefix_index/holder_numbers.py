@@ -21,7 +21,7 @@ FEW_BITS = 12  # are set one by one, faster than through a new mask
 STARTS_MAX, MASKS_MAX = 64, 512  # arrays that are kept; of 8 KiB and 1 KiB for 1,000 holders
 
 
-class Holder:
+class NumberedHolder:
     """A node with blocks, or one that is gone while bitmaps still have its bit."""
 
     __slots__ = (
@@ -83,18 +83,18 @@ class HolderNumbers:
         self.clear()
 
     def clear(self) -> None:
-        self.holders: dict[str, Holder] = {}  # with blocks
-        self.dropped: dict[int, Holder] = {}  # bit -> gone, and still in bitmaps
+        self.holders: dict[str, NumberedHolder] = {}  # with blocks
+        self.dropped: dict[int, NumberedHolder] = {}  # bit -> gone, and still in bitmaps
         self.live = 0  # the bits of `holders`
-        self._by_number: list[Holder | None] = []  # of both
+        self._by_number: list[NumberedHolder | None] = []  # of both
         self._changed()
 
-    def new(self, name: str) -> Holder:
+    def new(self, name: str) -> NumberedHolder:
         if None in self._by_number:
-            holder = Holder(name, self._by_number.index(None))
+            holder = NumberedHolder(name, self._by_number.index(None))
             self._by_number[holder.number] = holder
         else:
-            holder = Holder(name, len(self._by_number))
+            holder = NumberedHolder(name, len(self._by_number))
             self._by_number.append(holder)
         self.holders[name] = holder
         self.live |= holder.bit
@@ -109,7 +109,7 @@ class HolderNumbers:
             self.dropped[holder.bit] = holder
             self._changed()
 
-    def take_blocks(self, holder: Holder, blocks: int) -> None:
+    def take_blocks(self, holder: NumberedHolder, blocks: int) -> None:
         """So many bitmaps fewer have its bit; after the last one its number is free again."""
         holder.blocks -= blocks
         if holder.blocks:

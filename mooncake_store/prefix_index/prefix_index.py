@@ -14,7 +14,7 @@ not there.
 
 Nothing here takes long, whatever is inside. A holder that is gone leaves a bit that no lookup looks
 at, a removed key an empty bitmap; the pages of keys are swept of both, a few keys for each
-change. A holder's number, the place of its bit, goes to another one only when no bitmap has it.
+change. A holder's number, the position of its bit, goes to another one only when no bitmap has it.
 
 Not here: where in a node a block is (directory.py); which holder to prefer (the conductor).
 """

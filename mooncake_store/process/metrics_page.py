@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from mooncake_store.errors import StoreError
 
-LOOPBACK = "127.0.0.1"  # where pages are served unless told otherwise
+LOOPBACK = "127.0.0.1"  # where pages are served by default
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # bucket limits
 
 

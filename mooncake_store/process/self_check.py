@@ -36,7 +36,7 @@ class SelfCheck:
         self.passed = 0
 
     def run(self, now_s: float) -> None:
-        """At most once every PERIOD_S. An AssertionError ends the process, told in its log."""
+        """At most once every PERIOD_S. An AssertionError ends the process (see its log)."""
         if not self._is_on or now_s < self._due_s:
             return
         self._due_s = now_s + PERIOD_S

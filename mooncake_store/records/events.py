@@ -1,6 +1,6 @@
 """What changed in the directory, as numbered events, and the bounded log that keeps them.
 
-Events are numbered 1, 2, 3, ... within an epoch (one life of the directory), without gaps. A
+Events are numbered 1, 2, 3, ... within an epoch (one incarnation of the directory), without gaps. A
 replica that applies them in order is a copy of the directory's index; whoever sees a gap or a new
 epoch takes a snapshot. A replica may undercount for a moment, never overcount for good.
 

@@ -1,6 +1,6 @@
 """Who takes part: what storage nodes and workers say of themselves. Records only.
 
-An *incarnation* is one life of a process (a fresh random name at each start), so a restarted node
+An *incarnation* is one start of a process (a fresh random name each time), so a restarted node
 or a reloaded worker is never mistaken for the one before it.
 
 Not here: who is alive (workers.py, directory.py).
@@ -16,7 +16,7 @@ SSD_SUFFIX = "/ssd"  # the SSD holder of node "s0" is "s0/ssd"
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """One life of a holder, as its storage node registers it with the directory.
+    """One incarnation of a holder, as its storage node registers it with the directory.
 
     A node with an SSD registers twice: "s0" of tier "dram" and "s0/ssd" of tier "ssd".
     """
@@ -44,7 +44,7 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """One life of a prefill or decode worker, as it registers with the directory."""
+    """One incarnation of a prefill or decode worker, as it registers with the directory."""
 
     worker_id: str  # the name of its Triton model
     incarnation: str

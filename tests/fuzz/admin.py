@@ -29,21 +29,21 @@ def report(world: World, node: Node) -> None:
         assert is_known == expected, f"{holder.node_id} reported and was told {is_known}"
         if not is_known:
             register(world, holder)
-        elif holder.claims is not None:
+        elif holder.unsaid is not None:
             say(world, holder)
         holder.seen_s = world.now_s
 
 
 def register(world: World, holder: Holder) -> None:
-    """The directory does not know this life of the holder."""
+    """The directory does not know this incarnation of the holder."""
     world.allowed.lost.add(holder.node_id)
     has_inventory = world.chance(0.9) or any(holder.memory.inventory())
     world.directory.register_node(holder.info(has_inventory), world.now_s)
     world.directory.attach(holder.node_id, "print", 4096, world.now_s)
     world.follow()
-    holder.claimed = holder.memory.inventory()
-    holder.claims = holder.claimed if has_inventory else None
-    holder.whole = {generation for key, slot, generation, _, size_bytes, _ in holder.claimed
+    holder.headers = holder.memory.inventory()
+    holder.unsaid = holder.headers if has_inventory else None
+    holder.whole = {generation for key, slot, generation, _, size_bytes, _ in holder.headers
                     if holder.memory.read(slot, units_of(size_bytes)) == content(key, size_bytes)}  # fmt: skip  # noqa: E501
     await_blocks(world, holder)
     holder.seen_s = world.now_s
@@ -56,29 +56,29 @@ def await_blocks(world: World, holder: Holder) -> None:
         is_there = memory.entry(use) if memory.manifest else memory.is_ready(use)
         is_whole = memory.read(use.slot, use.units) == content(key, use.size_bytes)
         overwritten = any(
-            claim[2] > use.generation and (claim[0] == key or overlap(claim, use))
-            for claim in holder.claimed
+            header[2] > use.generation and (header[0] == key or overlap(header, use))
+            for header in holder.headers
         )
         if use.memory is not memory or not is_there or not is_whole or overwritten:
             del awaited[key]
 
 
-def overlap(claim: Block, use: Use) -> bool:
-    _, slot, _, _, size_bytes, _ = claim
+def overlap(header: Block, use: Use) -> bool:
+    _, slot, _, _, size_bytes, _ = header
     return slot < use.slot + use.units and use.slot < slot + units_of(size_bytes)
 
 
 def say(world: World, holder: Holder) -> None:
     """A part of the inventory."""
-    assert holder.claims is not None
-    part, rest = holder.claims[:ADOPT_BLOCKS_MAX], holder.claims[ADOPT_BLOCKS_MAX:]
+    assert holder.unsaid is not None
+    part, rest = holder.unsaid[:ADOPT_BLOCKS_MAX], holder.unsaid[ADOPT_BLOCKS_MAX:]
     arguments = (holder.node_id, holder.incarnation, part, not rest, world.now_s)
     adopted = world.directory.adopt(*arguments)
     if rest:
         assert adopted == 0
-        holder.claims = rest
+        holder.unsaid = rest
         return
-    holder.claims = None
+    holder.unsaid = None
     take_over(world, holder, adopted)
     rest_writing(world, holder)
     world.seen["inventories"] += 1
@@ -108,17 +108,17 @@ def take_over(world: World, holder: Holder, adopted: int) -> None:
 
 
 def renewed(world: World, use: Use) -> None:
-    """The same generation, in a new life of its holder."""
+    """The same generation, in a new incarnation of its holder."""
     world.promises.uses[use.generation] = use
     use.memory.grant(use)
 
 
 def rest_writing(world: World, holder: Holder) -> None:
     """Slots that were being written when the directory began: their writers may go on a while."""
-    for key, slot, generation, _, _, state in holder.claimed:
+    for key, slot, generation, _, _, state in holder.headers:
         use = world.new_use(key, Slot(holder.node_id, slot, generation), "")
-        later = [claim for claim in holder.claimed
-                 if claim[2] > generation and overlap(claim, use)]  # fmt: skip
+        later = [header for header in holder.headers
+                 if header[2] > generation and overlap(header, use)]  # fmt: skip
         if state == STATE_WRITING and not later:
             use.state = "gone"
             use.rests_until_s = world.now_s + world.config.quarantine_s
@@ -140,9 +140,9 @@ def come_up(world: World) -> None:
         return
     node = world.rng.choice(down)
     node.is_up = True
-    node.lives += 1
+    node.starts += 1
     for holder in node.holders:
-        holder.incarnation = f"life{node.lives}"
+        holder.incarnation = f"start{node.starts}"
         if not holder.is_ssd and world.chance(0.7):
             holder.memory.is_lost = True
             holder.memory = Memory(holder.memory.units, is_ssd=False)
@@ -236,10 +236,10 @@ def repeat_inventory(world: World) -> None:
     holder = world.rng.choice(world.holders)
     if not world.is_open(holder.node_id):
         return
-    claims = [(b"x" * 16, 0, 1, 1, 4096, STATE_READY)]
-    for incarnation in (holder.incarnation, "another life"):
+    blocks = [(b"x" * 16, 0, 1, 1, 4096, STATE_READY)]
+    for incarnation in (holder.incarnation, "another"):
         try:
-            world.directory.adopt(holder.node_id, incarnation, claims, True, world.now_s)
+            world.directory.adopt(holder.node_id, incarnation, blocks, True, world.now_s)
         except (RequestInvalid, NodeUnknown):
             continue
         raise AssertionError("an open node was given blocks")

@@ -156,9 +156,9 @@ class SpillBatch:
 
 
 def note(world: World, use: Use, is_stray: bool) -> None:
-    """A write to units that were given to somebody else: only after its own claim had ended."""
+    """A write to units that were given to somebody else: only after its own use had ended."""
     if is_stray:
-        why = world.promises.protects(use, world.life(use.node_id), world.now_s)
+        why = world.promises.protects(use, world.incarnation(use.node_id), world.now_s)
         assert not why, f"{use} is written by two: {why}"
         world.seen["late writes"] += 1
 

@@ -17,7 +17,7 @@ from tests.fuzz.promises import Use
 
 UNIT_BYTES = 4096
 Cell = tuple[bytes, int]  # key, unit of the block
-Block = tuple[bytes, int, int, int, int, int]  # as a node claims it, see Upkeep.adopt
+Block = tuple[bytes, int, int, int, int, int]  # as a node says it, see Directory.adopt
 
 
 def units_of(size_bytes: int) -> int:
@@ -119,7 +119,7 @@ class Memory:
             self.manifest.drop(entry.slot, entry.generation)
 
     def inventory(self) -> list[Block]:
-        """What headers or manifest claim; some of it was overwritten long ago."""
+        """What headers or manifest say; some of it was overwritten long ago."""
         if self.manifest is not None:
             self.manifest.check()
             return [(e.key, e.slot, e.generation, e.checksum, e.size_bytes, STATE_READY)

@@ -89,20 +89,20 @@ def rot(world: World) -> None:
 
 
 def worker(world: World) -> None:
-    worker_id, life = world.rng.choice(["p", "d"]), world.rng.choice(["w1", "w2"])
+    worker_id, incarnation = world.rng.choice(["p", "d"]), world.rng.choice(["w1", "w2"])
     action = world.rng.choice(["register", "report", "deregister"])
     if action == "register":
         weights_id = "v2" if world.chance(0.1) else "v1"
         try:
             world.directory.register_worker(
-                worker_info(worker_id, life, weights_id=weights_id), world.now_s
+                worker_info(worker_id, incarnation, weights_id=weights_id), world.now_s
             )
         except FingerprintMismatch as error:
             assert "weights_id" in str(error)
     elif action == "report":
-        world.directory.worker_report(worker_report(worker_id, life), world.now_s)
+        world.directory.worker_report(worker_report(worker_id, incarnation), world.now_s)
     else:
-        world.directory.deregister_worker(worker_id, life, world.now_s)
+        world.directory.deregister_worker(worker_id, incarnation, world.now_s)
 
 
 def time(world: World) -> None:

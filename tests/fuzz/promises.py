@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.fuzz.memory import Memory
 
-Life = tuple[int, str]  # epoch of the directory, incarnation of the holder
+Incarnation = tuple[int, str]  # epoch of the directory, incarnation of the holder
 NEVER = float("-inf")
 
 
@@ -31,7 +31,7 @@ class Use:
     generation: int
     size_bytes: int
     units: int
-    life: Life
+    incarnation: Incarnation
     owner: str
     is_ephemeral: bool = False
     tenant: str = ""  # that is charged for it
@@ -54,7 +54,7 @@ class Promises:
     def __init__(self, quarantine_s: float) -> None:
         self.quarantine_s = quarantine_s
         self.owners: dict[str, Owner] = {}
-        self.uses: dict[int, Use] = {}  # by generation, the latest life of each
+        self.uses: dict[int, Use] = {}  # by generation, the latest of each
         self.ready: dict[tuple[str, bytes], Use] = {}  # (node, key) -> the copy that was announced
         self.quotas: dict[str, int] = {}
 
@@ -65,14 +65,14 @@ class Promises:
         known = self.uses.get(use.generation)
         assert known is None, f"generation {use.generation} came twice"
         for other in use.memory.overlapping(use.slot, use.units):
-            why = self.protects(other, use.life, now_s)
+            why = self.protects(other, use.incarnation, now_s)
             assert not why, f"{use} was given memory of {other}: {why}"
         self.uses[use.generation] = use
         use.memory.grant(use)
 
-    def protects(self, use: Use, life: Life, now_s: float) -> str:
-        """Why these units may not be given away in this life of the holder; "" if they may."""
-        if use.life != life:
+    def protects(self, use: Use, incarnation: Incarnation, now_s: float) -> str:
+        """Why these units may not be given away in this incarnation; "" if they may."""
+        if use.incarnation != incarnation:
             return ""
         if use.state == "writing":
             return "its writer has a lease"

@@ -67,7 +67,7 @@ def grant(
         assert node_id not in world.replica.nodes, f"{node_id} is registered"
         return []
     assert len(given.slots) == len(keys) and not any(given.slots[given.covered :])
-    if not world.is_open(node_id) and world.holder(node_id).claims is not None:
+    if not world.is_open(node_id) and world.holder(node_id).unsaid is not None:
         assert given.covered == 0, "a node that still says what it holds takes no blocks"
     if node_id in world.draining:
         assert given.covered == 0, "a draining node takes no blocks"

@@ -18,7 +18,7 @@ from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.records.events import BlockAdded, BlockRemoved, Event, NodeDown, NodeUp
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from tests.fuzz.memory import UNIT_BYTES, Block, Checksums, Memory, units_of
-from tests.fuzz.promises import Life, Promises, Use
+from tests.fuzz.promises import Incarnation, Promises, Use
 from tests.mooncake_store.makers import chain
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ class Holder:
     node_id: str
     memory: Memory
     incarnation: str = ""
-    claimed: list[Block] = field(default_factory=list)  # what its memory said at registration
+    headers: list[Block] = field(default_factory=list)  # what its memory said at registration
     whole: set[int] = field(default_factory=set)  # generations of which that was true
-    claims: list[Block] | None = None  # of that, still to be told to the directory
+    unsaid: list[Block] | None = None  # of that, still to be said to the directory
     seen_s: float = 0.0
 
     @property
@@ -70,7 +70,7 @@ class Node:
     name: str
     holders: list[Holder]
     is_up: bool = False
-    lives: int = 0
+    starts: int = 0
 
 
 class Replica:
@@ -153,21 +153,21 @@ class World:
     def holder(self, node_id: str) -> Holder:
         return next(holder for holder in self.holders if holder.node_id == node_id)
 
-    def life(self, node_id: str) -> Life:
-        """The life of this holder that the directory knows."""
+    def incarnation(self, node_id: str) -> Incarnation:
+        """The incarnation of this holder that the directory knows."""
         return self.epoch, self.replica.nodes.get(node_id, "")
 
     def is_open(self, node_id: str) -> bool:
         """Is it registered with all that it holds?"""
         holder = self.holder(node_id)
         is_known = self.replica.nodes.get(node_id) == holder.incarnation
-        return is_known and holder.claims is None
+        return is_known and holder.unsaid is None
 
     def new_use(self, key: bytes, slot: Slot, owner: str) -> Use:
         size_bytes = size_of(key)
         return Use(
             key, slot.node_id, self.holder(slot.node_id).memory, slot.slot, slot.generation,
-            size_bytes, units_of(size_bytes), self.life(slot.node_id), owner,
+            size_bytes, units_of(size_bytes), self.incarnation(slot.node_id), owner,
         )  # fmt: skip
 
     def slot(self, use: Use) -> Slot:

@@ -157,7 +157,7 @@ class SlotPool:
     def adopt(self, slot: int, units: int) -> bool:
         """Mark a slot as used that was in use before; False when its units are taken.
 
-        The slabs of the life before are not known: neighbours of one size form a new one, up to
+        The slabs of before are not known: neighbours of one size form a new one, up to
         the size of any other slab, so adopt them in order of their slots.
         """
         if slot < 0 or slot + units > self.units or not self._runs.cut(slot, units):
@@ -189,7 +189,7 @@ class SlotPool:
         Memory that is free already counts, too. Of all ways the one whose last slab comes first in
         `starts`.
         """
-        rank = {start: place for place, start in enumerate(starts)}
+        rank = {start: position for position, start in enumerate(starts)}
         pieces = [(start, length, -1) for start, length in self._runs.runs]
         for slab in self._slabs.values():
             if not slab.used or slab.start in rank:
@@ -198,11 +198,11 @@ class SlotPool:
         best: tuple[int, list[int]] | None = None
         for i, (first, _, _) in enumerate(pieces):
             end, last, window = first, -1, list[int]()
-            for start, length, place in pieces[i:]:
-                if start != end or (best is not None and place >= best[0]):
+            for start, length, position in pieces[i:]:
+                if start != end or (best is not None and position >= best[0]):
                     break
-                end, last = start + length, max(last, place)
-                window += [start] if place >= 0 else []
+                end, last = start + length, max(last, position)
+                window += [start] if position >= 0 else []
                 if end - first >= units:
                     best = last, window
                     break

@@ -123,7 +123,7 @@ def test_a_client_outlives_the_directory(process: DirectoryProcess) -> None:
         process.end(signal.SIGKILL)
         process.start()
         assert client.stats().epoch > first_epoch
-        assert not client.node_report("s0", "n1"), "it must register again, and is told so"
+        assert not client.node_report("s0", "n1"), "it must register again"
 
 
 def test_a_request_that_nobody_waits_for_is_not_carried_out_later(tmp_path: Path) -> None:
@@ -152,10 +152,10 @@ def test_threads_share_a_client_and_get_their_own_answers(client: DirectoryClien
     )
     wrong: list[int] = []
 
-    def ask(mine: int) -> None:
+    def ask(own: int) -> None:
         for _ in range(50):
-            if len(client.lookup(keys[:mine], f"reader{mine}", 5.0)) != mine:
-                wrong.append(mine)
+            if len(client.lookup(keys[:own], f"reader{own}", 5.0)) != own:
+                wrong.append(own)
 
     threads = [threading.Thread(target=ask, args=(count,)) for count in range(1, 9)]
     for thread in threads:

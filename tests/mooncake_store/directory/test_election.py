@@ -120,7 +120,7 @@ def test_a_hung_etcd_makes_the_leader_stop_before_its_ttl_and_nobody_else_lead(
     assert second.epoch > first.epoch and second.may_serve() and not first.may_serve()
     first.close()
     assert leader_at(address_of(etcd, prefix)).address == B.address, (
-        "the first one took the place away"
+        "the first one took the lead away"
     )
     second.close()
 
@@ -145,17 +145,17 @@ def test_never_two_leaders_while_etcd_freezes_and_leaders_are_cut_off_at_random(
     problems: list[Exception] = []
 
     def candidate(number: int) -> None:
-        mine, mood = EtcdClient([etcd.url], timeout_s=0.3), random.Random(seed + number)
+        own, mood = EtcdClient([etcd.url], timeout_s=0.3), random.Random(seed + number)
         try:
             while not stop.is_set():
                 leader = Leader(f"tcp://{number}:1", "")
-                won = campaign(mine, prefix, leader, stop.is_set, ttl_s=TTL_S)
+                won = campaign(own, prefix, leader, stop.is_set, ttl_s=TTL_S)
                 if won is None:
                     return
                 begun_s = last_s = time.monotonic()
                 until_s = begun_s + mood.uniform(0.1, 2.0)
                 if is_cut_off := mood.random() < 0.5:
-                    mine.endpoints, until_s = ["http://127.0.0.1:1"], begun_s + 20.0
+                    own.endpoints, until_s = ["http://127.0.0.1:1"], begun_s + 20.0
                 while not stop.is_set() and last_s < until_s:
                     now_s = time.monotonic()
                     if not won.may_serve():
@@ -165,7 +165,7 @@ def test_never_two_leaders_while_etcd_freezes_and_leaders_are_cut_off_at_random(
                 reigns.append((begun_s, last_s, won.epoch))
                 won.close()
                 if is_cut_off:
-                    mine.endpoints = [etcd.url]
+                    own.endpoints = [etcd.url]
         except Exception as error:
             problems.append(error)
 

@@ -281,7 +281,7 @@ def test_a_node_that_stops_reporting_is_gone_with_its_copies() -> None:
         BlockRemoved(key, "s0"),
         NodeDown("s0", "n1"),
     ]
-    assert not directory.node_report("s0", "n1", 5.2), "it is told to register again"
+    assert not directory.node_report("s0", "n1", 5.2), "it must register again"
     directory.register_node(node_info("s0", "n1"), 5.2)
     directory.release("writer", 5.3)
     directory.check()

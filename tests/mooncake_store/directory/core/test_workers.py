@@ -53,7 +53,7 @@ def test_a_reload_of_the_only_worker_may_change_its_fingerprint() -> None:
     directory = Directory(1)
     directory.register_worker(worker_info(incarnation="w1"), 0.0)
     directory.register_worker(worker_info(incarnation="w2", weights_id="v2"), 0.0)
-    with pytest.raises(FingerprintMismatch):  # the old life still serves the old weights
+    with pytest.raises(FingerprintMismatch):  # the old incarnation still serves the old weights
         directory.register_worker(worker_info("decode_0", weights_id="v2"), 0.0)
     directory.deregister_worker("prefill_0", "w1", 1.0)
     directory.register_worker(worker_info("decode_0", weights_id="v2"), 1.0)
@@ -83,7 +83,7 @@ def test_a_worker_that_stops_reporting_is_down_after_five_seconds() -> None:
     directory.check()
     assert directory.workers(6.1) == []
     assert directory.events_since(directory.sequence - 1) == [WorkerDown("prefill_0", "w1")]
-    assert not directory.worker_report(report(), 6.2), "it is told to register again"
+    assert not directory.worker_report(report(), 6.2), "it must register again"
 
 
 def test_registering_again_changes_nothing_but_what_changed() -> None:
