@@ -1,4 +1,4 @@
-"""Triton entry point of the conductor: the front that clients call.
+"""Triton entry point of the conductor: the frontend that clients call.
 
 Translation only. Serving a request is in backends/frontend/frontend.py, deciding in conductor/.
 """
@@ -11,9 +11,9 @@ from backends.frontend import metrics as front_metrics
 from backends.frontend.cluster_view import ClusterView
 from backends.frontend.frontend import FrontDoor
 from backends.frontend.grpc_calls import GrpcCalls
+from backends.frontend.store_watch import StoreWatch
 from backends.frontend.token_streams import TokenStreams, messages_per_s_affordable
 from backends.launcher.launch_files import STOPPING
-from backends.metrics.store_watch import StoreWatch
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
 from backends.workers.config import FrontConfig, checkpoint_folder, read_configs
@@ -46,11 +46,11 @@ class TritonPythonModel:
             f"ipc://{sockets}/{model}-{uuid.uuid4().hex[:12]}",
             config.messages_per_s_max or messages_per_s_affordable(),
         )
-        self.front = FrontDoor(
+        self.frontend = FrontDoor(
             config, tokenizer, self.cluster, self.calls, self.streams, self.outbox
         )
         self.store = StoreWatch(self.cluster.client)
-        shown = front_metrics.Front(self.front, self.store, started_at_s)
+        shown = front_metrics.Front(self.frontend, self.store, started_at_s)
         self.metrics = triton_io.metrics_loop(model, "conductor", front_metrics.front, shown)
         # Who sees this model READY sends requests, and workers load in Tritons of their own.
         stopping = os.path.join(sockets, STOPPING)
@@ -60,7 +60,7 @@ class TritonPythonModel:
         for request in requests:
             reply = triton_io.Reply(request)
             try:
-                self.front.submit(
+                self.frontend.submit(
                     triton_io.inputs_of(request), triton_io.parameters_of(request), reply
                 )
             except Exception as error:  # edge: one bad request must not fail its neighbours
@@ -68,7 +68,7 @@ class TritonPythonModel:
         return None  # decoupled: every answer leaves through its reply
 
     def finalize(self):
-        self.front.close(timeout_s=30.0)
+        self.frontend.close(timeout_s=30.0)
         self.metrics.close()
         self.store.close()
         self.cluster.close()

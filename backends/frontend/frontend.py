@@ -34,7 +34,7 @@ from backends.frontend.request import Limits
 from backends.frontend.request_times import RequestTimes
 from backends.frontend.tenant_cap import TenantCap
 from backends.frontend.token_streams import TokenStreams
-from backends.metrics.observations import Observations
+from backends.metrics.page import Observations
 from backends.text.tokenizer import Tokenizer
 from backends.workers.config import FrontConfig
 from backends.workers.inbox import WorkerOutbox

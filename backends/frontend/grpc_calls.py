@@ -19,7 +19,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.errors import from_broken_call, from_wire
-from backends.launcher import launch_secret
+from backends.launcher import keys
 
 CONNECTIONS = 4  # one HTTP/2 connection is served by one thread of Triton
 OPTIONS = [
@@ -52,7 +52,7 @@ class GrpcCalls:
         self._retired: set[str] = set()  # of those: to be closed behind their last call
         self._running: dict[str, grpc.Call] = {}
         self._lock = threading.Lock()
-        self._secret = launch_secret.of_launch()
+        self._secret = keys.secret_of_launch()
 
     def __call__(
         self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
@@ -65,7 +65,7 @@ class GrpcCalls:
         workers that are gone.
         """
         request = _request(model, inputs, outputs, request_id)
-        request.parameters[launch_secret.PARAMETER].string_param = self._secret
+        request.parameters[keys.SECRET_PARAMETER].string_param = self._secret
         with self._connected(address) as stub:
             call = stub.ModelStreamInfer(iter([request]))
             with self._lock:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backends.frontend.frontend import FrontDoor
+from backends.frontend.store_watch import StoreWatch
 from backends.metrics.page import MetricPage
-from backends.metrics.store_watch import StoreWatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 
 from backends.errors import Cancelled, KvMissing, Overloaded, RequestInvalid, WorkerUnavailable
-from backends.metrics.observations import Observations
+from backends.metrics.page import Observations
 from backends.metrics.table import REASONS
 from conductor.messages import Prediction
 

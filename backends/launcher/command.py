@@ -14,6 +14,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from backends.launcher.environment import EnvironmentProblem
+from backends.launcher.launch import (
+    Launcher,
+    ServeOptions,
+    Stopped,
+    ignore_signals,
+    signals_as_exceptions,
+)
+from backends.launcher.processes import ChildDied
 from mooncake_store.cli.arguments import parse_bytes
 
 console = Console(stderr=True, highlight=False)
@@ -60,8 +69,6 @@ def serve(
     ] = None,
 ) -> None:
     """Start directory, storage nodes and Tritons on this machine, until Ctrl-C."""
-    from backends.launcher.launch import ServeOptions
-
     sys.exit(serve_until_stopped(ServeOptions(
         model_repository=model_repository, address=address, http_port=http_port,
         grpc_port=grpc_port, metrics_port=metrics_port, metrics_address=metrics_address,
@@ -72,19 +79,8 @@ def serve(
     )))  # fmt: skip
 
 
-def serve_until_stopped(options: object) -> int:
+def serve_until_stopped(options: ServeOptions) -> int:
     """The exit status."""
-    from backends.launcher.environment import EnvironmentProblem
-    from backends.launcher.launch import (
-        Launcher,
-        ServeOptions,
-        Stopped,
-        ignore_signals,
-        signals_as_exceptions,
-    )
-    from backends.launcher.processes import ChildDied
-
-    assert isinstance(options, ServeOptions)
     launcher = Launcher(options)
     status = 0
     with signals_as_exceptions():
@@ -103,11 +99,8 @@ def serve_until_stopped(options: object) -> int:
     return status
 
 
-def run_until_stopped(launcher: object) -> None:
+def run_until_stopped(launcher: Launcher) -> None:
     """Start, say how to send a request, then watch; returns only by an exception."""
-    from backends.launcher.launch import Launcher
-
-    assert isinstance(launcher, Launcher)
     started_s = time.monotonic()
     with console.status("starting directory, storage nodes and Tritons ..."):
         launcher.start()
@@ -123,7 +116,7 @@ def run_until_stopped(launcher: object) -> None:
     )
     launcher.news()  # what was logged before we were ready is not news
     while True:
-        for restart in launcher.tend():
+        for restart in launcher.supervise():
             when = f" in {restart.pause_s:.0f} s" if restart.pause_s else ""
             console.print(f"[bold yellow]{escape(restart.name)} died, starting it again{when}[/]")
         for load in launcher.news():

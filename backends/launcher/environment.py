@@ -1,7 +1,7 @@
 """Is this machine fit to serve? Every reason why not, each with the remedy.
 
 Here: finding `tritonserver`, and the checks made before anything is started (numpy, libpython,
-ports, /dev/shm, threads). Not here: copying files (staging.py), starting things (launch.py).
+ports, /dev/shm, threads). Not here: copying files and starting things (launch.py).
 """
 
 from __future__ import annotations

@@ -4,9 +4,12 @@ Directory, then storage nodes, then the Tritons: one for the models that clients
 each worker folder; ready when every model is. Whatever ends the launcher (Ctrl-C, SIGTERM, a child
 that keeps dying, a model that does not load at the start), its processes end too and its files in
 /dev/shm and its sockets are removed.
-Not here: checks of the machine (environment.py), the staged backends (staging.py), child
-processes (processes.py), its files and those of dead launchers (launch_files.py), one Triton
-(triton_process.py), the metrics port (metrics_server.py).
+Triton wants `<backend-directory>/python/` with real copies of its Python backend (a symbolic link
+is refused) and one folder per backend of ours beside it: `stage` makes that folder.
+
+Not here: checks of the machine (environment.py), child processes (processes.py), its files and
+those of dead launchers (launch_files.py), one Triton (triton_process.py), the metrics port
+(metrics_server.py).
 """
 
 from __future__ import annotations
@@ -15,28 +18,30 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from backends.launcher import admin_key, environment, launch_secret, staging
-from backends.launcher.admin_key import AdminKey
+from backends.launcher import environment, keys
+from backends.launcher.keys import AdminKey
 from backends.launcher.launch_files import LaunchFiles, remove_leftovers
-from backends.launcher.metrics_server import MetricsServer, Source
+from backends.launcher.metrics_server import MetricsServer, MetricsSource
 from backends.launcher.mirror import RepositoryMirror, WorkerFolders
-from backends.launcher.processes import Child, Command
-from backends.launcher.repository import Load, ModelState
-from backends.launcher.stub_watch import Stubs, end_orphans
+from backends.launcher.processes import ChildProcess, Command
+from backends.launcher.repository import ModelLoad, ModelState
 from backends.launcher.triton_process import (
     FRONTEND,
     PROMISED,
     Endpoints,
     Restart,
+    Stubs,
     Triton,
     WorkerTriton,
+    end_orphans,
 )
 from mooncake_store.process import self_check
 
@@ -49,7 +54,7 @@ UNIT_BYTES = 16 * 2**10  # grain of the storage nodes' memory: headers take 0.4 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `mooncake serve` may be told; paths, ports and sizes of one machine."""
+    """What `mooncake serve` can be asked for: paths, ports and sizes of one machine."""
 
     model_repository: Path
     address: str = "127.0.0.1"
@@ -64,7 +69,7 @@ class ServeOptions:
     state_dir: Path = Path(".mooncake")
     ready_s_max: float = 300.0
     is_self_checked: bool = False
-    open_apis: tuple[str, ...] = ()  # that need no admin key (admin_key.py)
+    open_apis: tuple[str, ...] = ()  # that need no admin key (keys.py)
     triton_args: tuple[str, ...] = field(default=())
 
 
@@ -79,8 +84,8 @@ class Launcher:
         self.options = options
         self._files = LaunchFiles()
         self.name = self._files.name
-        self._secret = launch_secret.make()
-        self.children: list[Child] = []
+        self._secret = keys.make_secret()
+        self.children: list[ChildProcess] = []
         self.state_dir = options.state_dir.resolve()
         self._admin_key = AdminKey(self.state_dir / f"admin-key-{options.http_port}")
         self.log_dir = self.state_dir / f"logs-{options.http_port}"
@@ -126,7 +131,7 @@ class Launcher:
         ]  # fmt: skip
         for node in nodes:
             node.wait_for_line("ready", 60.0)
-        self._staged = staging.stage(triton, self.state_dir / f"backends-{options.http_port}")
+        self._staged = stage(triton, self.state_dir / f"backends-{options.http_port}")
         self._server, self._env = triton.server, env
         shutil.rmtree(self._mirrors, ignore_errors=True)
         PROMISED["clients"] = [options.http_port, options.grpc_port, options.metrics_port]
@@ -188,21 +193,21 @@ class Launcher:
         while True:
             for child in self.children:
                 child.check_alive()
-            answers = []
+            answers: list[tuple[Triton, list[ModelState] | None]] = []
             for triton in self._tritons():
-                if problem := triton.tend_start():
+                if problem := triton.supervise_start():
                     raise environment.EnvironmentProblem(problem)
-                answers.append(triton.states())
+                answers.append((triton, triton.states()))
                 refusals |= {f"{load.model}: {load.reason}": None
                              for load in triton.take_loads() if load.reason}  # fmt: skip
             if refusals:  # this start ends: the conductor need not wait for workers any more
                 self._files.say_stopping()
             # A Triton answers only after it tried each of its models once.
-            if refusals and None not in answers:
+            if refusals and all(answer is not None for _, answer in answers):
                 raise environment.EnvironmentProblem(
                     "these models did not load:\n" + "\n".join(refusals)
                 )
-            states = self.states()
+            states = _all_states(answers)
             if states and all(state.is_ready for state in states):
                 return states
             if time.monotonic() > give_up_s:
@@ -213,7 +218,7 @@ class Launcher:
                 )
             time.sleep(0.1)
 
-    def tend(self) -> list[Restart]:
+    def supervise(self) -> list[Restart]:
         """Call it often while serving: carries edits over, starts again what died.
 
         Whatever it is, the others find it again by themselves, and KV stays in nodes that live.
@@ -221,19 +226,19 @@ class Launcher:
         """
         restarts = [
             Restart(child.name, pause_s)
-            for child in self.children if (pause_s := child.tend()) is not None
+            for child in self.children if (pause_s := child.supervise()) is not None
         ]  # fmt: skip
         everyone = [*self._tritons(), *self._leaving]
         by_pid = self._stubs.models_alive(
             {triton.pid for triton in everyone if triton.pid is not None}
         )
         alive = {triton: by_pid.get(triton.pid or 0, set()) for triton in everyone}
-        self._tend_folders(alive)
+        self._supervise_folders(alive)
         for triton in self._tritons():
-            restarts += triton.tend(alive.get(triton, set()))
+            restarts += triton.supervise(alive.get(triton, set()))
         return restarts
 
-    def _tend_folders(self, alive: dict[Triton, set[str]]) -> None:
+    def _supervise_folders(self, alive: dict[Triton, set[str]]) -> None:
         """A worker folder that was copied gets a Triton, one that was removed loses it."""
         self._worker_names = self._worker_folders.names()
         self._leaving = [worker for worker in self._leaving if not worker.drain(alive[worker])]
@@ -243,25 +248,21 @@ class Launcher:
         for name in sorted(self._worker_names - self.workers.keys() - busy):
             self._add_worker(name)
 
-    def news(self) -> list[Load]:
+    def news(self) -> list[ModelLoad]:
         """Loads and refusals since the last call."""
         return [load for triton in self._tritons() for load in triton.take_loads()]
 
     def states(self) -> list[ModelState]:
         """Of every model; one whose Triton does not answer is not ready. From any thread."""
-        found = []
-        for triton in self._tritons():
-            silent = [ModelState(model, False) for model in sorted(triton.mirror.models())]
-            found += triton.states() or silent
-        return sorted(found, key=lambda state: state.name)
+        return _all_states([(triton, triton.states()) for triton in self._tritons()])
 
     def _tritons(self) -> list[Triton]:
         frontend = [self.frontend] if self.frontend is not None else []
         return [*frontend, *list(self.workers.values())]
 
-    def _sources(self) -> list[Source]:
+    def _sources(self) -> list[MetricsSource]:
         return [
-            Source(triton.name, triton.life, triton.endpoints.metrics)
+            MetricsSource(triton.name, triton.incarnation, triton.endpoints.metrics)
             for triton in [*self._tritons(), *list(self._leaving)]
             if triton.endpoints is not None and triton.pid is not None
         ]
@@ -282,7 +283,7 @@ class Launcher:
         self._admin_key.remove()
         self._files.remove()
 
-    def _end(self, children: list[Child | None], within_s: float) -> None:
+    def _end(self, children: list[ChildProcess | None], within_s: float) -> None:
         """Ask all at once, wait, kill what is left."""
         running = [child for child in children if child is not None]
         give_up_s = time.monotonic() + within_s
@@ -295,9 +296,9 @@ class Launcher:
     def http_url(self) -> str:
         return f"http://{self.options.address}:{self.options.http_port}"
 
-    def _child(self, name: str, command: list[str], env: dict[str, str]) -> Child:
+    def _child(self, name: str, command: list[str], env: dict[str, str]) -> ChildProcess:
         log_path = self.log_dir / f"{name}.log"
-        child = Child(name, lambda: Command(command, env), log_path, self.socket_dir)
+        child = ChildProcess(name, lambda: Command(command, env), log_path, self.socket_dir)
         self.children.append(child)
         return child
 
@@ -314,7 +315,7 @@ class Launcher:
             "metrics": (options.metrics_address, options.metrics_port),
         }
         needed = options.store_bytes * len(options.nodes) + TRITON_SHM_BYTES
-        found = admin_key.problems(options.open_apis)
+        found = keys.problems(options.open_apis)
         found += environment.problems(triton, ports, needed, threads_wanted=500)
         if found:
             raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
@@ -337,17 +338,17 @@ class Launcher:
         env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
         env["MOONCAKE_STATE"] = str(self.state_dir)
         env[self_check.VARIABLE] = "1" if self.options.is_self_checked else "0"
-        env[launch_secret.VARIABLE] = self._secret
+        env[keys.SECRET_VARIABLE] = self._secret
         env["MOONCAKE_REPOSITORY"] = str(self.repository)
         return env
 
     def _triton_command(self, triton: Triton, endpoints: Endpoints) -> Command:
-        """How a life of a Triton is started; memory of the one before it is removed."""
+        """How an incarnation of a Triton is started; memory of the one before it is removed."""
         part = f"triton{triton.number}-"  # of a name, another could be the beginning
         self._files.remove_part(part)
         prefix = f"{self.name}-{part}"
         is_public = triton is self.frontend
-        backends = ("python", *staging.OUR_BACKENDS)
+        backends = ("python", *OUR_BACKENDS)
         arguments = [
             str(self._server),
             f"--model-repository={triton.mirror.target}",
@@ -367,6 +368,13 @@ class Launcher:
         ]  # fmt: skip
         # Workers tell the directory where they are called.
         return Command(arguments, self._env | {"MOONCAKE_GRPC": endpoints.grpc})
+
+
+def _all_states(answers: Iterable[tuple[Triton, list[ModelState] | None]]) -> list[ModelState]:
+    found = []
+    for triton, answer in answers:
+        found += answer or [ModelState(model, False) for model in triton.mirror.models()]
+    return sorted(found, key=lambda state: state.name)
 
 
 def listening(service: str, address: str) -> list[str]:
@@ -397,3 +405,25 @@ def signals_as_exceptions() -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+OUR_BACKENDS = ("preprocessing", "postprocessing", "conductor", "prefill", "decode")
+
+
+def stage(triton: environment.TritonInstall, folder: Path) -> Path:
+    """Fill `folder` with the Python backend and ours; returns it, for --backend-directory."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    python = folder / "python"
+    python.mkdir(parents=True)
+    for source in triton.python_backend.iterdir():
+        if source.suffix in (".so", ".py"):
+            shutil.copyfile(source, python / source.name)
+    stub = python / "triton_python_backend_stub"
+    shutil.copyfile(triton.stub, stub)
+    stub.chmod(stub.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP)
+    ours = Path(__file__).parents[1]
+    for name in OUR_BACKENDS:
+        (folder / name).mkdir()
+        shutil.copyfile(ours / name / "model.py", folder / name / "model.py")
+    return folder

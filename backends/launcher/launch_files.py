@@ -1,9 +1,10 @@
 """What one launcher leaves in shared memory and in /tmp, and what dead launchers left there.
 
 The name of each such file begins with the launcher's own name. Beside them lies NAME.lock, on which
-the launcher holds an exclusive flock for life; the kernel drops it however the launcher ends. That
-one lock decides for all that it made. Process ids cannot: containers may share /dev/shm and not
-their pids, so a launcher that lives next door looks dead, and a dead one's pid may be in use here.
+the launcher holds an exclusive flock as long as it lives; the kernel drops it however the launcher
+ends. That one lock decides for all that it made. Process ids cannot: containers may share /dev/shm
+and not their pids, so a launcher that lives next door looks dead, and a dead one's pid may be in
+use here.
 
 Only files of this user are looked at. Files without a lock beside them stay: nobody can say whose
 they are.

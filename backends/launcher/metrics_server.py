@@ -1,7 +1,12 @@
 """The metrics port of `mooncake serve`: one page of all its Tritons, and who is ready.
 
-    GET /metrics   for Prometheus (metric_merge.py)
+    GET /metrics   for Prometheus
     GET /ready     200 once every model serves, else 503; {"models": [{"name", "is_ready"}]}
+
+Each Triton has a page of its own, an operator wants one. Our metrics (metrics/table.py) carry the
+name of their model already; Triton's own get a label `triton`. A family's HELP and TYPE stand once.
+What an incarnation of a Triton has counted is kept when it ends, so no counter falls; its gauges go
+with it.
 
 Threads of the launcher. Pages are fetched when somebody asks, and once a second, so that little of
 what a Triton counted is lost when it dies. Not here: what the numbers mean (metrics/table.py).
@@ -12,16 +17,112 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from backends.launcher.metric_merge import MergedPage
 from backends.launcher.repository import DIRECTLY, ModelState
 from backends.metrics.table import METRICS
+
+SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+@dataclass(slots=True)
+class Family:
+    kind: str = "untyped"
+    meaning: str = ""
+    samples: dict[str, str] = field(default_factory=dict)  # `name{labels}` -> value as written
+
+    @property
+    def is_counted(self) -> bool:
+        return self.kind in ("counter", "histogram")
+
+
+Families = dict[str, Family]
+
+
+def parse(text: str, label: str, is_ours: Mapping[str, object]) -> Families:
+    """A page by families; samples of those that are not `is_ours` get `label`."""
+    families: Families = {}
+    for line in text.splitlines():
+        if line.startswith("# "):
+            mark, _, rest = line[2:].partition(" ")
+            name, _, text_of_mark = rest.partition(" ")
+            if mark == "HELP":
+                families.setdefault(name, Family()).meaning = text_of_mark
+            elif mark == "TYPE":
+                families.setdefault(name, Family()).kind = text_of_mark
+        elif found := SAMPLE.match(line):
+            name, labels = found["name"], found["labels"] or ""
+            family = _family_of(name, families)
+            if family not in is_ours:
+                labels = f"{labels},{label}" if labels else label
+            key = f"{name}{{{labels}}}" if labels else name
+            families.setdefault(family, Family()).samples[key] = found["value"]
+    return families
+
+
+def _family_of(sample: str, families: Families) -> str:
+    for suffix in SUFFIXES:
+        if sample not in families and sample.removesuffix(suffix) in families:
+            return sample.removesuffix(suffix)
+    return sample
+
+
+class MergedPage:
+    """The pages of several Tritons, newest incarnation each."""
+
+    def __init__(self, is_ours: Mapping[str, object]) -> None:
+        self._is_ours = is_ours
+        self._incarnations: dict[str, int] = {}
+        self._pages: dict[str, Families] = {}  # by Triton, of its incarnation
+        self._ended: Families = {}  # what incarnations that ended have counted
+
+    def take(self, triton: str, incarnation: int, text: str) -> None:
+        """What this incarnation of a Triton says now. The next one has a larger number."""
+        if incarnation > self._incarnations.get(triton, 0):
+            for name, family in self._pages.pop(triton, {}).items():
+                if family.is_counted:
+                    kept = self._ended.setdefault(name, Family(family.kind, family.meaning))
+                    for key, value in family.samples.items():
+                        kept.samples[key] = _sum(kept.samples.get(key), value)
+        if incarnation >= self._incarnations.get(triton, 0):
+            self._incarnations[triton] = incarnation
+            self._pages[triton] = parse(text, f'triton="{triton}"', self._is_ours)
+
+    def silent(self, triton: str) -> None:
+        """It says nothing (any more): what it counted stays, the rest goes."""
+        page = self._pages.get(triton, {})
+        for name in [name for name, family in page.items() if not family.is_counted]:
+            del page[name]
+
+    def text(self) -> str:
+        merged: Families = {}
+        for families in (self._ended, *(self._pages[name] for name in sorted(self._pages))):
+            for name, family in families.items():
+                into = merged.setdefault(name, Family(family.kind, family.meaning))
+                for key, value in family.samples.items():
+                    before = into.samples.get(key)
+                    into.samples[key] = _sum(before, value) if family.is_counted else value
+        return "".join(f"{line}\n" for line in _lines(merged))
+
+
+def _sum(before: str | None, value: str) -> str:
+    return value if before is None else repr(float(before) + float(value))
+
+
+def _lines(families: Families) -> Iterator[str]:
+    for name, family in sorted(families.items()):
+        yield f"# HELP {name} {family.meaning}"
+        yield f"# TYPE {name} {family.kind}"
+        for key, value in family.samples.items():
+            yield f"{key} {value}"
+
 
 log = logging.getLogger(__name__)
 FETCH_S_MAX = 2.0
@@ -31,11 +132,11 @@ FETCHES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """The private metrics page of one life of a Triton."""
+class MetricsSource:
+    """The private metrics page of one incarnation of a Triton."""
 
     triton: str
-    life: int
+    incarnation: int
     address: str
 
 
@@ -43,7 +144,7 @@ class MetricsServer:
     def __init__(
         self,
         address: tuple[str, int],
-        sources: Callable[[], Sequence[Source]],
+        sources: Callable[[], Sequence[MetricsSource]],
         states: Callable[[], Sequence[ModelState]],
     ) -> None:
         """`sources`: those that run now; both are called from threads of this server."""
@@ -83,7 +184,7 @@ class MetricsServer:
             now_s = time.monotonic()
             for source, text in zip(sources, texts, strict=True):
                 if text is not None:
-                    self._page.take(source.triton, source.life, text)
+                    self._page.take(source.triton, source.incarnation, text)
                     self._heard_s[source.triton] = now_s
             running = {source.triton for source in sources}
             for triton, heard_s in list(self._heard_s.items()):
@@ -129,7 +230,7 @@ class MetricsServer:
         return Handler
 
 
-def _fetched(source: Source) -> str | None:
+def _fetched(source: MetricsSource) -> str | None:
     try:
         url = f"http://{source.address}/metrics"
         with DIRECTLY.open(url, timeout=FETCH_S_MAX) as answer:

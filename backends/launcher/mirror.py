@@ -3,12 +3,12 @@
 Each Triton of the launcher serves a part of the repository (triton_process.py), so each has a
 mirror of that part: everything is a link to the operator's files except config.pbtxt, which is a
 copy. Triton loads a model anew only when its config.pbtxt really changes, and it never restarts a
-model's process that died; such a model gets a new *life*, one more parameter at the end of its
-copy, and Triton starts it again. The operator's files are only read.
+model's process that died; such a model gets a new *incarnation*, one more parameter at the end of
+its copy, and Triton starts it again. The operator's files are only read.
 
 A folder is taken over when it has not changed for a moment: editors and copies work in steps, and
 Triton gives up on a model whose version folder is not there yet.
-Not here: noticing that a worker died (stub_watch.py).
+Not here: noticing that a worker died (triton_process.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 
 SETTLED_S = 0.15
 BYTES = "surrogateescape"  # a comment may be in any encoding
-LIFE_PARAMETER = "_life"  # names with a leading underscore are the launcher's, not the operator's
+# Names with a leading underscore are the launcher's, not the operator's.
+INCARNATION_PARAMETER = "_incarnation"
 WORKER_BACKENDS = ("prefill", "decode")
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
 
@@ -60,13 +61,13 @@ class RepositoryMirror:
         self.source = source.resolve()
         self.target = target
         self._wants = wants
-        self._lives: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
 
     def revive(self, model: str) -> None:
         """Let Triton start this model once more, with the same settings."""
-        self._lives[model] = self._lives.get(model, 0) + 1
+        self._incarnations[model] = self._incarnations.get(model, 0) + 1
 
     def models(self) -> set[str]:
         """Those that Triton is to serve."""
@@ -95,10 +96,9 @@ class RepositoryMirror:
         newest_s = max(config.stat().st_mtime, source.stat().st_mtime)
         if not is_first and time.time() - newest_s < SETTLED_S:
             return
-        if life := self._lives.get(name):
-            text += (
-                f'\nparameters {{ key: "{LIFE_PARAMETER}" value {{ string_value: "{life}" }} }}\n'
-            )
+        if incarnation := self._incarnations.get(name):
+            value = f'value {{ string_value: "{incarnation}" }}'
+            text += f'\nparameters {{ key: "{INCARNATION_PARAMETER}" {value} }}\n'
         target.mkdir(exist_ok=True)
         entries = {path.name for path in source.iterdir() if path.name != "config.pbtxt"}
         for link in target.iterdir():

@@ -1,4 +1,4 @@
-"""Child processes that end with us, whatever happens.
+"""ChildProcess processes that end with us, whatever happens.
 
 Each child gets its own session (so that a Ctrl-C in the terminal reaches only the launcher, which
 then stops things in order), writes to a log file, and dies when the launcher dies, by the kernel's
@@ -34,7 +34,7 @@ class ChildDied(Exception):
     """A process that serving needs ended by itself; the message ends with its last lines."""
 
 
-class Patience(Protocol):
+class RestartPolicy(Protocol):
     """When a child that ended is started again."""
 
     def pause_s(self, lived_s: float, now_s: float) -> float | None:
@@ -42,7 +42,7 @@ class Patience(Protocol):
 
 
 @dataclass(slots=True)
-class Limited:
+class LimitedRestarts:
     """For what all others need: at once, but not for ever."""
 
     _at_s: list[float] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Limited:
 
 
 @dataclass(slots=True)
-class Growing:
+class GrowingPauses:
     """For one of several alike, which must not end the others: always, but less and less often."""
 
     _short_lives: int = 0
@@ -71,7 +71,7 @@ class Command:
     env: Mapping[str, str]
 
 
-class Child:
+class ChildProcess:
     """One child process in its own session, with its output in a file."""
 
     def __init__(
@@ -80,13 +80,13 @@ class Child:
         command: Callable[[], Command],
         log_path: Path,
         cwd: Path,
-        patience: Patience | None = None,
+        policy: RestartPolicy | None = None,
     ) -> None:
         """`command` is asked anew at each start: ports may have changed."""
         self.name = name
         self.log_path = log_path
         self._command, self._cwd = command, cwd
-        self._patience = patience or Limited()
+        self._policy = policy or LimitedRestarts()
         self._due_s: float | None = None  # it ended and will be started again then
         log_path.write_bytes(b"")
         self.starts = 0
@@ -105,24 +105,24 @@ class Child:
                 cwd=self._cwd, env=dict(command.env), start_new_session=True,
             )  # fmt: skip
 
-    def tend(self) -> float | None:
+    def supervise(self) -> float | None:
         """Start it again when it ended and its pause is over; ChildDied when it keeps ending.
 
-        Told once for each end: after how many seconds it is started again.
+        Returns once for each end, after how many seconds it is started again.
         """
         if self._process.poll() is None:
             return None
-        now_s, told = time.monotonic(), None
+        now_s, pause_s = time.monotonic(), None
         if self._due_s is None:
             self._kill_group()
-            told = self._patience.pause_s(now_s - self._started_s, now_s)
-            if told is None:
+            pause_s = self._policy.pause_s(now_s - self._started_s, now_s)
+            if pause_s is None:
                 self.check_alive()
-            self._due_s = now_s + (told or 0.0)
+            self._due_s = now_s + (pause_s or 0.0)
         if now_s >= self._due_s:
             self._due_s = None
             self._process = self._start()
-        return told
+        return pause_s
 
     def start_again(self) -> None:
         """At once, as if it had not been started before."""
@@ -162,7 +162,7 @@ class Child:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End it and its process group now; `tend` may start it again."""
+        """End it and its process group now; `supervise` may start it again."""
         self._kill_group()
         self._process.wait()
 

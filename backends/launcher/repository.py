@@ -65,11 +65,12 @@ class TritonLog:
     def __init__(self, log_path: Path) -> None:
         self._log_path = log_path
         self._log_offset = 0
-        # Why this life of Triton serves without one of its ports (it goes on when one is taken).
+        # Why this incarnation of Triton serves without one of its ports: it goes on when one is
+        # taken.
         self.service_problem = ""
         self._refused: dict[str, str] = {}  # model -> why its newest edit was refused
 
-    def news(self) -> list[Load]:
+    def news(self) -> list[ModelLoad]:
         """Loads and refusals since the last call. Triton tries a refused model again at every
         poll; the same refusal is reported once, until the model has loaded or fails otherwise."""
         try:
@@ -96,7 +97,7 @@ class TritonLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ModelLoad:
     """Triton loaded a model, or refused to."""
 
     model: str
@@ -111,10 +112,10 @@ LOAD = re.compile(
 )
 
 
-def loads(log_text: str) -> list[Load]:
+def loads(log_text: str) -> list[ModelLoad]:
     """What Triton's log says of loading models, in its order."""
     return [
-        Load(match["loaded"]) if match["loaded"] else Load(
+        ModelLoad(match["loaded"]) if match["loaded"] else ModelLoad(
             match["refused"], tidy_reason(match["reason"]))
         for match in LOAD.finditer(log_text)
     ]  # fmt: skip

@@ -1,37 +1,98 @@
-"""One tritonserver of `mooncake serve`: its part of the repository, ports, log, life and death.
+"""One tritonserver of `mooncake serve`: its part of the repository, ports, log, start and death.
 
 The models that clients call share one, the *frontend's*, on the public ports. Each prefill and
 decode worker has one of its own on loopback, so that a process of it that is frozen, aborted or
-killed takes nobody along (docs/decisions/0017). Not here: which there are (launch.py), child
-processes (processes.py), reading Triton's log (repository.py).
+killed takes nobody along (docs/decisions/0017).
+
+Each model instance runs in a process of its own (Triton's Python stub), a child of tritonserver.
+That one died is noticed here (`Stubs`, `StubWatch`), because Triton does not notice: it reports the
+model as ready. Not here: which Tritons there are (launch.py), child processes (processes.py),
+reading Triton's log (repository.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from backends.launcher.environment import free_ports
 from backends.launcher.mirror import RepositoryMirror
-from backends.launcher.processes import Child, Command, Growing, Limited
-from backends.launcher.repository import Ask, Load, ModelState, TritonLog, ask_grpc, ask_http
-from backends.launcher.stub_watch import StubWatch
+from backends.launcher.processes import ChildProcess, Command, GrowingPauses, LimitedRestarts
+from backends.launcher.repository import Ask, ModelLoad, ModelState, TritonLog, ask_grpc, ask_http
+
+STUB = "triton_python_backend_stub"
+
+
+class Stubs:
+    """All processes of this host are looked at once for all Tritons, and strangers only once."""
+
+    def __init__(self) -> None:
+        self._strangers: set[str] = set()  # pids of processes that no Triton of ours has started
+
+    def models_alive(self, triton_pids: Collection[int]) -> dict[int, set[str]]:
+        """By tritonserver: the models that have a process."""
+        found: dict[int, set[str]] = {pid: set() for pid in triton_pids}
+        pids = set(filter(str.isdigit, os.listdir("/proc")))
+        self._strangers &= pids  # a pid that was free in between may be anybody's
+        for pid in pids - self._strangers:
+            with contextlib.suppress(OSError):  # it ended while we look
+                stat = Path(f"/proc/{pid}/stat").read_text()
+                state, parent = stat.rpartition(") ")[2].split()[:2]
+                if int(parent) not in found:
+                    self._strangers.add(pid)
+                elif state != "Z" and (arguments := _stub_arguments(pid)):
+                    found[int(parent)].add(Path(arguments[1]).parents[1].name)
+        return found
+
+
+def end_orphans(launches: Collection[str]) -> None:
+    """Ends processes of models that dead launches left: one whose Triton is killed while it loads
+    may wait for it for ever. `launches` are the names that their shared memory begins with."""
+    prefixes = tuple(f"{name}-" for name in launches)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if any(argument.startswith(prefixes) for argument in _stub_arguments(pid)):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def _stub_arguments(pid: str) -> list[str]:
+    """[] for any other process."""
+    arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    is_stub = len(arguments) > 1 and Path(arguments[0]).name == STUB
+    return arguments if is_stub else []
+
+
+class StubWatch:
+    """Of one incarnation of a Triton."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def died(self, expected: set[str], alive: set[str]) -> list[str]:
+        """Models of `expected` that had a process and have none now; each is named once."""
+        lost = sorted((self._seen & expected) - alive)
+        self._seen = alive
+        return lost
+
 
 FRONTEND = "frontend"
 LOOPBACK = "127.0.0.1"
-PROMISED: dict[str, list[int]] = {}  # ports of each Triton's newest life
-LIVES = itertools.count(1)  # of all Tritons of this launcher
-NUMBERS = itertools.count(1)  # a Triton's own, whatever its lives
+PROMISED: dict[str, list[int]] = {}  # ports of each Triton's newest incarnation
+INCARNATIONS = itertools.count(1)  # of all Tritons of this launcher
+NUMBERS = itertools.count(1)  # a Triton's own, whatever its incarnations
 DRAIN_S_MAX = 45.0  # a worker ends what it has within 30 s; then it leaves the directory
 END_S_MAX = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where one life of a Triton listens, each as HOST:PORT; "" where it does not."""
+    """Where one incarnation of a Triton listens, each as HOST:PORT; "" where it does not."""
 
     grpc: str
     metrics: str
@@ -69,21 +130,21 @@ class Triton:
         self.log_path = log_path
         self._cwd, self._plan, self._public = cwd, plan, public
         self._log = TritonLog(log_path)
-        self.endpoints: Endpoints | None = None  # of the running life
-        self.life = 0  # its number
-        self.child: Child | None = None
+        self.endpoints: Endpoints | None = None  # of the running incarnation
+        self.incarnation = 0  # its number
+        self.child: ChildProcess | None = None
         self._starts = 0
         self._stubs = StubWatch()
-        self._loaded: set[str] = set()  # by this life
-        self._loads: list[Load] = []
+        self._loaded: set[str] = set()  # by this incarnation
+        self._loads: list[ModelLoad] = []
 
     def start(self) -> None:
-        patience = Limited() if self._public else Growing()
-        self.child = Child(self.name, self._command, self.log_path, self._cwd, patience)
+        policy = LimitedRestarts() if self._public else GrowingPauses()
+        self.child = ChildProcess(self.name, self._command, self.log_path, self._cwd, policy)
         self._began()
 
     def _began(self) -> None:
-        """A new life of the process."""
+        """A new incarnation of the process."""
         assert self.child is not None
         self._starts = self.child.starts
         self._stubs = StubWatch()
@@ -99,7 +160,7 @@ class Triton:
             self.endpoints = Endpoints(f"{LOOPBACK}:{ports[0]}", metrics)
         self._read_log()
         self._log.service_problem = ""
-        self.life = next(LIVES)
+        self.incarnation = next(INCARNATIONS)
         return self._plan(self, self.endpoints)
 
     @property
@@ -107,15 +168,15 @@ class Triton:
         """While it runs."""
         return self.child.pid if self.child is not None and self.child.is_alive else None
 
-    def tend(self, alive: set[str]) -> list[Restart]:
+    def supervise(self, alive: set[str]) -> list[Restart]:
         """Carries edits over and starts again what died; `alive`: its models with a process."""
         self.mirror.sync()
         if self.child is None:
             return []
         restarts = [Restart(model) for model in self._died(alive)]
         if self.child.is_alive and self.service_problem():
-            self.child.kill()  # somebody else took its port: the next life gets another
-        pause_s = self.child.tend()
+            self.child.kill()  # somebody else took its port: the next incarnation gets another
+        pause_s = self.child.supervise()
         if pause_s is not None:
             restarts.append(Restart(self.name, pause_s))
         if self.child.starts != self._starts:
@@ -125,7 +186,7 @@ class Triton:
     def _died(self, alive: set[str]) -> list[str]:
         """Models whose process died and that were started again, without the rest of Triton."""
         self._read_log()
-        # One that does not load comes and goes with every try of Triton's.
+        # One that does not load comes and goes with every attempt of Triton's.
         died = self._stubs.died(self.mirror.models() & self._loaded, alive)
         return [model for model in died if self._revive(model)]
 
@@ -139,11 +200,11 @@ class Triton:
         return True
 
     def service_problem(self) -> str:
-        """Why this life serves without one of its ports; "" if it has all."""
+        """Why this incarnation serves without one of its ports; "" if it has all."""
         self._read_log()
         return self._log.service_problem
 
-    def tend_start(self) -> str:
+    def supervise_start(self) -> str:
         """Until it is ready for the first time: the reason why it cannot start, or "".
 
         A port of its own that somebody took is replaced by another; ChildDied when it ended.
@@ -160,7 +221,7 @@ class Triton:
             self.child.check_alive()
         return problem
 
-    def take_loads(self) -> list[Load]:
+    def take_loads(self) -> list[ModelLoad]:
         """Loads and refusals since the last call."""
         self._read_log()
         loads, self._loads = self._loads, []
@@ -168,7 +229,7 @@ class Triton:
 
     def _read_log(self) -> None:
         if self.child is None:
-            return  # what lies there is of another life
+            return  # The file there is of another incarnation.
         news = self._log.news()
         self._loads += news
         self._loaded |= {load.model for load in news if not load.reason}
@@ -206,11 +267,11 @@ class WorkerTriton(Triton):
         self._draining_from_s: float | None = None
         self._ending_from_s: float | None = None
 
-    def tend(self, alive: set[str]) -> list[Restart]:
+    def supervise(self, alive: set[str]) -> list[Restart]:
         if self._draining_from_s is not None:
             self.mirror.sync()
             return []
-        restarts = super().tend(alive)
+        restarts = super().supervise(alive)
         if self.child is None and self.mirror.models():
             self.start()
         return restarts

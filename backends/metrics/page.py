@@ -1,23 +1,56 @@
-"""The metrics of one model, checked against the table and changed as little as possible.
+"""The metrics of one model: what happened is observed, checked and published.
 
-Each change is a round trip to Triton (docs/decisions/0010), so a value that did not change is not
-sent again, but for the gauges' sake once a second: while a model reloads, its old process sets
-them to 0 when it ends. For one thread. Pure: how a series is made in Triton is an argument.
-Not here: when to publish (loop.py), which numbers (metrics.py, metrics.py).
+**Observing.** Publishing a value takes a round trip to Triton (docs/decisions/0010), which no
+request waits for. So whoever knows a value leaves it in `Observations`, from any thread, which
+costs a microsecond and no lock, and the metrics thread fetches it.
+
+**Publishing.** `MetricPage`, for that one thread, holds each value against the table and changes as
+little as possible: a value that did not change is not sent again, but for the gauges' sake once a
+second, because while a model reloads, its old process sets them to 0 when it ends.
+
+Pure: how a series is made in Triton is an argument. Not here: when to publish
+(triton/metrics_loop.py), which numbers (frontend/metrics.py, workers/metrics.py).
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from backends.metrics.observations import Observations
 from backends.metrics.table import METRICS, Kind, Metric
 
-log = logging.getLogger(__name__)
+VALUES_MAX = 100_000  # some minutes of the busiest frontend, should the metrics thread hang
+
+
+class Observation(NamedTuple):
+    """One value of a histogram, or an amount to add to a counter."""
+
+    name: str
+    value: float
+    labels: dict[str, str]
+
+
+class Observations:
+    def __init__(self, values_max: int = VALUES_MAX) -> None:
+        self._waiting: deque[Observation] = deque(maxlen=values_max)
+
+    def observe(self, name: str, value: float = 1.0, **labels: str) -> None:
+        """From any thread (deque.append is atomic); the oldest give way when too many wait."""
+        self._waiting.append(Observation(name, value, labels))
+
+    @property
+    def is_full(self) -> bool:
+        """Values may have been lost."""
+        return len(self._waiting) == self._waiting.maxlen
+
+    def drain(self) -> Iterator[Observation]:
+        """Those that waited when it began; what comes meanwhile is for the next time."""
+        for _ in range(len(self._waiting)):
+            yield self._waiting.popleft()
+
 
 REFRESH_S = 1.0
 Labels = tuple[tuple[str, str], ...]
@@ -62,6 +95,7 @@ class MetricPage:
         self._counters: dict[tuple[str, Labels], Counter] = {}
         self._histograms: dict[tuple[str, Labels], Series] = {}
         self._round = 0
+        self.has_lost_values = False  # so many waited that some gave way; the loop says so
         for metric in METRICS.values():
             if publisher in metric.publishers and metric.kind != "gauge":
                 for labels in metric.series_labels():
@@ -93,8 +127,7 @@ class MetricPage:
 
     def take(self, observations: Observations) -> None:
         """Values of histograms one by one, amounts of counters summed up first."""
-        if observations.is_full:
-            log.warning("so many values waited for the metrics page that some are lost")
+        self.has_lost_values = self.has_lost_values or observations.is_full
         amounts: dict[tuple[str, Labels], float] = {}
         for name, value, labels in observations.drain():
             if _metric(name).kind == "histogram":

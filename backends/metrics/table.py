@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-FRONT, PREFILL, DECODE = "conductor", "prefill", "decode"  # backends, not models
+FRONTEND, PREFILL, DECODE = "conductor", "prefill", "decode"  # backends, not models
 WORKERS = (PREFILL, DECODE)
 
 # Half a millisecond to two minutes, each bound 1.3 to 2 times the one before: an interpolated
@@ -93,44 +93,44 @@ TRANSPORT = Label("transport", ("mapped", "nixl", "tcp"))
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Requests": (
-        gauge("mooncake_requests_live", "requests", (FRONT,),
+        gauge("mooncake_requests_live", "requests", (FRONTEND,),
               "Requests between arrival and answer.", is_use=True),
-        counter("mooncake_requests_total", "requests", (FRONT,),
+        counter("mooncake_requests_total", "requests", (FRONTEND,),
                 "Requests that ended: answered, or by the first word of their error.",
                 Label("outcome", OUTCOMES)),
-        counter("mooncake_rejections_total", "requests", (FRONT,),
+        counter("mooncake_rejections_total", "requests", (FRONTEND,),
                 "Requests rejected on purpose, by the `kind` that their clients read.",
                 Label("reason", REASONS)),
-        counter("mooncake_wasted_prefills_total", "requests", (FRONT,),
+        counter("mooncake_wasted_prefills_total", "requests", (FRONTEND,),
                 "Requests that their decode worker refused, after their prefill was computed."),
-        counter("mooncake_wasted_prefill_seconds_total", "seconds", (FRONT,),
+        counter("mooncake_wasted_prefill_seconds_total", "seconds", (FRONTEND,),
                 "Time that those prefills took."),
-        counter("mooncake_routed_total", "tries", (FRONT,),
-                "Tries of requests that were given to a pair of workers."),
-        counter("mooncake_retries_total", "attempts", (FRONT,),
+        counter("mooncake_routed_total", "attempts", (FRONTEND,),
+                "Attempts of requests that were given to a pair of workers."),
+        counter("mooncake_retries_total", "attempts", (FRONTEND,),
                 "Further attempts, after a worker was lost or KV had left the store."),
-        counter("mooncake_fetches_total", "tries", (FRONT,),
-                "Tries whose prefix was to be fetched from another node (Algorithm 1)."),
-        counter("mooncake_replicated_blocks_total", "blocks", (FRONT,),
+        counter("mooncake_fetches_total", "attempts", (FRONTEND,),
+                "Attempts whose prefix was to be fetched from another node (Algorithm 1)."),
+        counter("mooncake_replicated_blocks_total", "blocks", (FRONTEND,),
                 "Blocks of hot prefixes that a node was asked to copy."),
     ),
     "Latency": (
-        seconds("mooncake_ttft_seconds", FRONT,
+        seconds("mooncake_ttft_seconds", FRONTEND,
                 "Time to first token: from the arrival of a request until its first token is in "
-                "the front's hands. Parsing and tokenising included."),
-        seconds("mooncake_tbt_seconds", FRONT,
+                "the frontend's hands. Parsing and tokenising included."),
+        seconds("mooncake_tbt_seconds", FRONTEND,
                 "Time between tokens of a streamed answer: the mean of the longest 10 % of its "
                 "intervals, as in FAST'25. One value per request."),
-        counter("mooncake_token_intervals_total", "intervals", (FRONT,),
+        counter("mooncake_token_intervals_total", "intervals", (FRONTEND,),
                 "Intervals between tokens of streamed answers."),
-        counter("mooncake_token_interval_seconds_total", "seconds", (FRONT,),
+        counter("mooncake_token_interval_seconds_total", "seconds", (FRONTEND,),
                 "Their lengths: divided by the number of intervals, the mean time per token."),
-        seconds("mooncake_request_duration_seconds", FRONT,
+        seconds("mooncake_request_duration_seconds", FRONTEND,
                 "Answered requests, from arrival to the last token."),
-        ratio("mooncake_ttft_prediction_error_ratio", FRONT,
+        ratio("mooncake_ttft_prediction_error_ratio", FRONTEND,
               "abs(predicted - actual) / actual of the time from the conductor's decision to the "
-              "end of prefill. One value per try."),
-        ratio("mooncake_tbt_prediction_error_ratio", FRONT,
+              "end of prefill. One value per attempt."),
+        ratio("mooncake_tbt_prediction_error_ratio", FRONTEND,
               "abs(predicted - actual) / actual of the TBT of a streamed answer."),
     ),
     "Where the time goes": (
@@ -169,9 +169,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         gauge("mooncake_worker_info", "1", WORKERS,
               "1; the labels say what the worker is: role, storage node, layout of its KV.",
               Label("role"), NODE, Label("fingerprint"), Label("block_tokens")),
-        gauge("mooncake_start_time_seconds", "seconds", (FRONT, *WORKERS),
+        gauge("mooncake_start_time_seconds", "seconds", (FRONTEND, *WORKERS),
               "When the model's process started, in Unix time."),
-        gauge("mooncake_workers_live", "workers", (FRONT,),
+        gauge("mooncake_workers_live", "workers", (FRONTEND,),
               "Workers that the conductor may choose from.",
               Label("role", ("prefill", "decode"))),
         gauge("mooncake_requests_waiting", "requests", WORKERS,
@@ -202,7 +202,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "counted at each taking and giving back."),
         gauge("mooncake_leases_held", "requests", WORKERS,
               "Requests whose blocks in the store this worker keeps leased.", is_use=True),
-        counter("mooncake_self_checks_total", "checks", (FRONT, *WORKERS),
+        counter("mooncake_self_checks_total", "checks", (FRONTEND, *WORKERS),
                 "Self-checks that passed, with `mooncake serve --self-check` only; one that fails "
                 "ends its process."),
     ),
@@ -230,13 +230,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         )
     ),
     "Storage nodes, as the directory knows them": (
-        gauge("mooncake_store_bytes_used", "bytes", (FRONT,),
+        gauge("mooncake_store_bytes_used", "bytes", (FRONTEND,),
               "Bytes of blocks, those being written included.", NODE),
-        gauge("mooncake_store_bytes_max", "bytes", (FRONT,), "The node's memory.", NODE),
-        gauge("mooncake_store_blocks", "blocks", (FRONT,), "Blocks that can be read.", NODE),
-        counter("mooncake_store_evictions_total", "blocks", (FRONT,),
+        gauge("mooncake_store_bytes_max", "bytes", (FRONTEND,), "The node's memory.", NODE),
+        gauge("mooncake_store_blocks", "blocks", (FRONTEND,), "Blocks that can be read.", NODE),
+        counter("mooncake_store_evictions_total", "blocks", (FRONTEND,),
                 "Blocks that gave way to others.", NODE),
-        gauge("mooncake_store_leases", "leases", (FRONT,),
+        gauge("mooncake_store_leases", "leases", (FRONTEND,),
               "Leases on copies of blocks, over all nodes.", is_use=True),
     ),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Text from tokens while they come: whole characters only, never taken back, stop words cut off.
 
 Everything happens on bytes. A token adds bytes (token_bytes.py), stop words are found in bytes
-(stop_words.py), and a decoder makes characters of the bytes that are *released*: an unfinished
+(`StopWords`), and a decoder makes characters of the bytes that are *released*: an unfinished
 character waits in the decoder, bytes that can no longer become one turn into U+FFFD. Text that may
 still become a stop word is held back together with its tokens, so ids and text always belong
 together: the text of an Emission is the text of its token ids.
@@ -10,6 +10,11 @@ The postprocessing model has no state. It gets an Emission's ids with up to 16 `
 them and computes the same text with `delta`: a token's bytes depend on that context at most, and
 where an unfinished character begins can be seen from the last three bytes. (A test compares the
 two for random tokens, cut in random places.)
+
+Stop words are found at a constant cost per byte (Aho-Corasick). UTF-8 never hides a character
+inside another, so matching bytes finds exactly what matching characters would, wherever tokens
+begin. The word whose last byte comes first wins, whatever the size of the pieces that arrive; of
+those that end at the same byte the longest.
 
 Rules worth knowing:
 
@@ -31,10 +36,65 @@ import codecs
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from backends.text.stop_words import stop_words as automaton
 from backends.text.token_bytes import CONTEXT_TOKENS, TokenBytes
 from backends.text.tokenizer import Tokenizer
+
+
+class StopWords:
+    """An automaton; its states are the beginnings of words, state 0 is none."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._children: list[dict[int, int]] = [{}]
+        self._fallback = [0]  # the longest other beginning that the state ends with
+        self.depth_bytes = [0]  # length of the beginning: so much must be held back
+        self.match_bytes = [0]  # length of the longest word that the state ends with; 0: none
+        for word in words:
+            assert word, "the frontend refuses empty stop words"
+            self._add(word.encode())
+        self._link()
+
+    def step(self, state: int, byte: int) -> int:
+        while True:
+            following = self._children[state].get(byte)
+            if following is not None:
+                return following
+            if state == 0:
+                return 0
+            state = self._fallback[state]
+
+    def _add(self, word: bytes) -> None:
+        state = 0
+        for byte in word:
+            following = self._children[state].get(byte)
+            if following is None:
+                following = len(self._children)
+                self._children[state][byte] = following
+                self._children.append({})
+                self._fallback.append(0)
+                self.depth_bytes.append(self.depth_bytes[state] + 1)
+                self.match_bytes.append(0)
+            state = following
+        self.match_bytes[state] = len(word)
+
+    def _link(self) -> None:
+        """Breadth first, so that a state's fallback, which is shorter, is ready before it."""
+        waiting = deque(self._children[0].values())
+        while waiting:
+            state = waiting.popleft()
+            for byte, child in self._children[state].items():
+                self._fallback[child] = self.step(self._fallback[state], byte)
+                waiting.append(child)
+            if not self.match_bytes[state]:
+                self.match_bytes[state] = self.match_bytes[self._fallback[state]]
+
+
+@lru_cache(maxsize=64)
+def automaton_of(words: tuple[str, ...]) -> StopWords:
+    """Clients send the same words with every request."""
+    return StopWords(words)
+
 
 CHARACTER_BYTES_MAX = 4
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -94,7 +154,7 @@ class TextStream:
         self._pushed = _context(self._tokens, context_ids)  # before the next token to come
         self._released = self._pushed.copy()  # before the first held token
         self._decoder = _decoder_after(self._tokens, self._pushed)
-        self._words = automaton(tuple(stop_words)) if stop_words else None
+        self._words = automaton_of(tuple(stop_words)) if stop_words else None
         self._state = 0
         self._end_ids = frozenset(end_ids)
         self._free_tokens = min_tokens  # still to come that no stop word may contain

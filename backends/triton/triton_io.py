@@ -27,11 +27,11 @@ from backends.errors import (
     ServingError,
     WorkerUnavailable,
 )
-from backends.launcher import launch_secret
-from backends.metrics.loop import MetricsLoop, Publish
+from backends.launcher import keys
 from backends.metrics.page import MetricPage
 from backends.metrics.table import Metric
 from backends.tensors import UNBATCHED_OUTPUTS
+from backends.triton.metrics_loop import MetricsLoop, Publish
 from backends.workers.protocol import (
     REPLY_BODY,
     REPLY_IDS,
@@ -152,8 +152,8 @@ class StopCall:
 
 def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | StopCall:
     """A call to a prefill or decode worker; raises RequestInvalid for anything else."""
-    given = parameters_of(request).get(launch_secret.PARAMETER)
-    if not launch_secret.is_right(given, launch_secret.of_launch()):
+    given = parameters_of(request).get(keys.SECRET_PARAMETER)
+    if not keys.is_right(given, keys.secret_of_launch()):
         raise RequestInvalid("workers answer to their own frontend; clients call `conductor`")
     inputs = inputs_of(request)
     stop = inputs.get(REQUEST_STOP)

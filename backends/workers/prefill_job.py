@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from backends.metrics.observations import Observations
+from backends.metrics.page import Observations
 from backends.workers.kv_writer import BlockPut
 from backends.workers.protocol import FirstToken, PrefillReply, PrefillRequest
 

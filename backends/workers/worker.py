@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from backends.engine.batching.pages import Occupation, PagePool
 from backends.engine.interface import Engine
 from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
-from backends.metrics.observations import Observations
+from backends.metrics.page import Observations
 from backends.workers import machine_profile
 from backends.workers.config import WorkerConfig, checkpoint_folder
 from backends.workers.inbox import open_inbox, open_outbox

@@ -19,7 +19,7 @@ from backends.engine.batching.pages import PagePool
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
 from backends.errors import ServingError
-from backends.metrics.observations import Observations
+from backends.metrics.page import Observations
 from backends.workers import decode_worker, prefill_worker
 from backends.workers.config import DecodeConfig, PrefillConfig
 from backends.workers.decode_worker import DecodeWorker

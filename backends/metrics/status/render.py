@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from backends.metrics.status.view import ROLES, Span, View
+from backends.metrics.status.view import ROLES, PeriodView, View
 
 BAR_CELLS = 10
 NOTHING = "-"
@@ -60,7 +60,7 @@ def ended_table(view: View) -> Table:
                 now = recent.rejections.get(reason, 0)
                 table.add_row(f"  {reason}", per_s(recent, now), number(ever))
     if view.retries:
-        table.add_row("further tries", "", number(view.retries))
+        table.add_row("further attempts", "", number(view.retries))
     return table
 
 
@@ -139,7 +139,7 @@ def share(part: float | None) -> str:
     return NOTHING if part is None else f"{part:.0%}"
 
 
-def per_s(span: Span, count: int) -> str:
+def per_s(span: PeriodView, count: int) -> str:
     return f"{count / span.seconds:,.1f}/s" if span.seconds > 0 else NOTHING
 
 

@@ -1,13 +1,114 @@
-"""What `mooncake status` shows: two readings of the metrics page become one view. Pure.
+"""What `mooncake status` shows: readings of the metrics page, and the view that two make. Pure.
 
-Not here: reading the page (watch.py), how it looks (render.py).
+Not here: fetching the page (watch.py), how a view looks (render.py).
 """
 
 from __future__ import annotations
 
-import msgspec
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from backends.metrics.status.page import Change, Page
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+PREFIX = "mooncake_"
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Our series at one moment, by name as it stands on the page (`..._bucket` included)."""
+
+    read_at_s: float  # a monotonic clock
+    series: Mapping[str, list[tuple[Labels, float]]] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whoever answered is no server of ours, or one that has not published anything yet."""
+        return not self.series
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum over all series of `name` that carry `labels`; 0 when there is none."""
+        return sum(self.by(name, "", **labels).values())
+
+    def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """The same for each value of `label`."""
+        found: dict[str, float] = {}
+        for series_labels, value in self.series.get(name, ()):
+            if labels.items() <= series_labels.items():
+                key = series_labels.get(label, "")
+                found[key] = found.get(key, 0.0) + value
+        return found
+
+    def labels_of(self, name: str) -> list[Labels]:
+        """Of the series of an info metric that are 1."""
+        return [labels for labels, value in self.series.get(name, ()) if value == 1.0]
+
+
+def parse(text: str, read_at_s: float) -> Page:
+    """Raises ValueError when the text is no metrics page."""
+    ours = [line for line in text.splitlines() if line.startswith(PREFIX)]
+    series: dict[str, list[tuple[Labels, float]]] = {}
+    for family in text_string_to_metric_families("\n".join(ours) + "\n"):
+        for sample in family.samples:
+            series.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return Page(read_at_s, series)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What happened between two readings; without an earlier one, since the server began."""
+
+    now: Page
+    before: Page | None
+
+    @property
+    def seconds(self) -> float:
+        """0 without an earlier reading: then there are amounts, but no rates."""
+        return self.now.read_at_s - self.before.read_at_s if self.before else 0.0
+
+    def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """How much a counter grew, for each value of `label`. A counter that fell began anew."""
+        before = self.before.by(name, label, **labels) if self.before else {}
+        return {
+            key: value - before.get(key, 0.0) if value >= before.get(key, 0.0) else value
+            for key, value in self.now.by(name, label, **labels).items()
+        }
+
+    def total(self, name: str, **labels: str) -> float:
+        return sum(self.by(name, "", **labels).values())
+
+    def rates(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """Per second."""
+        seconds = self.seconds
+        grown = self.by(name, label, **labels)
+        return {key: value / seconds if seconds > 0 else 0.0 for key, value in grown.items()}
+
+    def quantile(self, name: str, q: float) -> float | None:
+        """Of a histogram's values that came, as PromQL's histogram_quantile; None without any."""
+        return quantile(self.by(f"{name}_bucket", "le"), q)
+
+
+def quantile(count_at_most: Mapping[str, float], q: float) -> float | None:
+    """`count_at_most`: bound as written ("0.1", "+Inf") -> values up to it.
+
+    Linear inside a bucket, of which the first begins at 0. What lies beyond the last bound is
+    known to be at least that.
+    """
+    steps = sorted((float(bound), count) for bound, count in count_at_most.items())
+    if not steps or steps[-1][1] <= 0:
+        return None
+    rank = q * steps[-1][1]
+    low, below = 0.0, 0.0
+    for bound, count in steps:
+        if count >= rank and count > below:
+            if math.isinf(bound):
+                return low
+            return low + (bound - low) * (rank - below) / (count - below)
+        low, below = bound, count
+    return low
+
 
 ROLES = ("prefill", "decode")
 PATHS = ("computed", "local", "fetched")
@@ -21,8 +122,8 @@ class Latency(msgspec.Struct, frozen=True):
     count: int
 
 
-class Span(msgspec.Struct, frozen=True):
-    """What is told of a span of time: the last seconds, or all since the server began."""
+class PeriodView(msgspec.Struct, frozen=True):
+    """What is shown of a period: the last seconds, or all since the server began."""
 
     seconds: float
     requests: dict[str, int]  # by outcome
@@ -34,7 +135,7 @@ class Span(msgspec.Struct, frozen=True):
     hit_rate: float | None  # None without a prompt
 
 
-class Worker(msgspec.Struct, frozen=True):
+class WorkerView(msgspec.Struct, frozen=True):
     name: str
     role: str
     node: str
@@ -61,10 +162,10 @@ class View(msgspec.Struct, frozen=True):
     up_s: float  # the oldest process of ours
     live: int
     workers_live: dict[str, int]  # by role, as the conductor sees it
-    recent: Span
-    total: Span
+    recent: PeriodView
+    total: PeriodView
     retries: int  # since the server began
-    workers: list[Worker]
+    workers: list[WorkerView]
     transfer_bytes_per_s: dict[str, float]  # by transport
     transfer_failures: int  # since the server began
     nodes: list[Node]
@@ -90,12 +191,12 @@ def view(now: Page, before: Page, unix_s: float) -> View:
     )  # fmt: skip
 
 
-def span(change: Change) -> Span:
+def span(change: Change) -> PeriodView:
     tokens = {path: int(change.total("mooncake_prompt_tokens_total", path=path)) for path in PATHS}
     prompt_tokens = sum(tokens.values())
     intervals = change.total("mooncake_token_intervals_total")
     intervals_s = change.total("mooncake_token_interval_seconds_total")
-    return Span(
+    return PeriodView(
         seconds=change.seconds,
         requests=_counts(change.by("mooncake_requests_total", "outcome")),
         rejections=_counts(change.by("mooncake_rejections_total", "reason")),
@@ -115,14 +216,14 @@ def latency(change: Change, name: str) -> Latency:
     )
 
 
-def workers(change: Change) -> list[Worker]:
+def workers(change: Change) -> list[WorkerView]:
     """Those that are there, prefill first."""
     known = {labels["model"]: labels for labels in change.now.labels_of("mooncake_worker_info")}
     rows = [_worker(change, name, labels["role"], labels["node"]) for name, labels in known.items()]
     return sorted(rows, key=lambda row: (row.role != "prefill", row.name))
 
 
-def _worker(change: Change, name: str, role: str, node: str) -> Worker:
+def _worker(change: Change, name: str, role: str, node: str) -> WorkerView:
     now, seconds = change.now, change.seconds
 
     def gauge(metric: str) -> int:
@@ -134,7 +235,7 @@ def _worker(change: Change, name: str, role: str, node: str) -> Worker:
         tokens = change.total("mooncake_output_tokens_total", model=name)
     steps = change.total("mooncake_steps_total", model=name)
     in_steps_s = change.total("mooncake_step_seconds_total", model=name)
-    return Worker(
+    return WorkerView(
         name=name, role=role, node=node,
         running=gauge("requests_running"), waiting=gauge("requests_waiting"),
         pages_used=gauge("pages_used"), pages_max=gauge("pages_max"),

@@ -18,9 +18,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from backends.metrics.status.page import Page, parse
 from backends.metrics.status.render import render, unreachable
-from backends.metrics.status.view import View, view
+from backends.metrics.status.view import Page, View, parse, view
 
 FETCH_S_MAX = 5.0
 RECENT_S = 10.0  # of the live view

@@ -12,7 +12,7 @@ from backends.errors import Overloaded, WorkerUnavailable
 from backends.frontend.frontend import FrontDoor, Running
 from backends.frontend.live_requests import LiveRequest
 from backends.frontend.request_times import RequestTimes
-from backends.metrics.observations import Observations
+from backends.metrics.page import Observations
 from backends.workers.config import FrontConfig
 from backends.workers.protocol import Stop
 from conductor.messages import WorkerRef

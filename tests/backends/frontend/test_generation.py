@@ -33,7 +33,7 @@ from backends.frontend.live_requests import LiveRequest
 from backends.frontend.request_times import RequestTimes
 from backends.frontend.token_streams import TokenStream
 from backends.frontend.worker_calls import as_text
-from backends.metrics.observations import Observations
+from backends.metrics.page import Observations
 from backends.workers.protocol import (
     REPLY_BODY,
     REPLY_IDS,

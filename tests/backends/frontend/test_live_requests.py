@@ -12,7 +12,7 @@ from backends.errors import Cancelled, WorkerUnavailable
 from backends.frontend.attempts import CALL_SILENCE_S_MAX
 from backends.frontend.live_requests import LiveRequest, LiveRequests
 from backends.frontend.request_times import RequestTimes
-from backends.metrics.observations import Observations
+from backends.metrics.page import Observations
 
 
 def made(name: str = "r", tenant: str = "", is_cancelled: bool = False) -> LiveRequest:

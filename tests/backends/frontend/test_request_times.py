@@ -9,7 +9,7 @@ import pytest
 
 from backends.errors import Cancelled, Overloaded
 from backends.frontend.request_times import MESSAGES_PER_FLUSH, RequestTimes
-from backends.metrics.observations import Observations
+from backends.metrics.page import Observations
 from backends.metrics.table import METRICS
 from conductor.messages import Prediction
 from loadtest.results import metrics as loadtest_metrics

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from backends.frontend.grpc_calls import GrpcCalls
-from backends.launcher import launch_secret
+from backends.launcher import keys
 from backends.workers.inbox import open_inbox, open_outbox
 from backends.workers.protocol import Letter, Stop, encode
 
@@ -18,11 +18,11 @@ SECRET = "0123456789abcdef"
 
 
 def test_a_secret_is_right_or_not() -> None:
-    made = launch_secret.make()
-    assert made != launch_secret.make() and len(made) >= 32
-    assert launch_secret.is_right(made, made)
+    made = keys.make_secret()
+    assert made != keys.make_secret() and len(made) >= 32
+    assert keys.is_right(made, made)
     for wrong in ("", made[:-1], made + "0", None, 7, made.encode()):
-        assert not launch_secret.is_right(wrong, made)
+        assert not keys.is_right(wrong, made)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, queue.SimpleQueue[Letter]]]:
     """The address of an inbox, and the letters that it let in."""
-    monkeypatch.setenv(launch_secret.VARIABLE, SECRET)
+    monkeypatch.setenv(keys.SECRET_VARIABLE, SECRET)
     letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
 
     def take(some: list[Letter]) -> None:
@@ -47,7 +47,7 @@ def test_only_messages_with_the_secret_reach_a_process(
 ) -> None:
     address, letters = came
     ours = open_outbox()
-    monkeypatch.setenv(launch_secret.VARIABLE, "another")
+    monkeypatch.setenv(keys.SECRET_VARIABLE, "another")
     theirs = open_outbox()
     stranger = zmq.Context.instance().socket(zmq.PUSH)
     stranger.connect(address)
@@ -65,7 +65,7 @@ def test_only_messages_with_the_secret_reach_a_process(
 
 
 def test_the_secret_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(launch_secret.VARIABLE, SECRET)
+    monkeypatch.setenv(keys.SECRET_VARIABLE, SECRET)
     calls = GrpcCalls()
     assert SECRET not in repr(calls) + repr(open_outbox())
     calls.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from backends.launcher.metric_merge import MergedPage
+from backends.launcher.metrics_server import MergedPage
 
 OURS = {"mooncake_tokens_total": 1, "mooncake_pages": 1, "mooncake_wait_seconds": 1}
 

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from backends.launcher.environment import free_ports
-from backends.launcher.metrics_server import MetricsServer, Source
+from backends.launcher.metrics_server import MetricsServer, MetricsSource
 from backends.launcher.repository import ModelState
 
 COUNTER = "mooncake_steps_total"
@@ -58,7 +58,7 @@ class Tritons:
     def __init__(self) -> None:
         self.pages = [PrivatePage("decode_0"), PrivatePage("decode_1")]
         self.sources = [
-            Source(f"decode_{n}", n + 1, page.address) for n, page in enumerate(self.pages)
+            MetricsSource(f"decode_{n}", n + 1, page.address) for n, page in enumerate(self.pages)
         ]
         self.states = [ModelState("decode_0", True), ModelState("decode_1", False)]
         (port,) = free_ports(1, ())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.launcher.repository import Load, TritonLog, ask_http, loads
+from backends.launcher.repository import ModelLoad, TritonLog, ask_http, loads
 
 LINE = (
     "E1121 02:49:20.655238 8564 model_lifecycle.cc:642] \"failed to load 'prefill_1' version 1: "
@@ -18,14 +18,14 @@ LINE = (
 NEXT = "I1121 02:49:20.655251 8564 model_lifecycle.cc:777] \"failed to load 'prefill_1'\"\n"
 
 
-REFUSED = Load(
+REFUSED = ModelLoad(
     "prefill_1", "prefill_1/config.pbtxt has 1 mistake(s):\n  - threads is 'zero'; expected int"
 )
 LOADED = "I1121 02:49:20.594856 8564 model_lifecycle.cc:839] \"successfully loaded 'prefill_1'\"\n"
 
 
 def test_a_refusal_is_the_model_s_own_message_without_the_wrapping() -> None:
-    assert loads(LINE + NEXT + LOADED) == [REFUSED, Load("prefill_1")]
+    assert loads(LINE + NEXT + LOADED) == [REFUSED, ModelLoad("prefill_1")]
 
 
 def test_each_refusal_is_reported_once_until_the_model_has_loaded(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_each_refusal_is_reported_once_until_the_model_has_loaded(tmp_path: Path
     log.write_text((LINE + NEXT) * 3)
     assert watch.news() == [REFUSED]
     log.write_text((LINE + NEXT) * 3 + LOADED + LINE + NEXT)
-    assert watch.news() == [Load("prefill_1"), REFUSED]
+    assert watch.news() == [ModelLoad("prefill_1"), REFUSED]
 
 
 def test_a_log_that_was_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_log_that_was_begun_anew_is_read_from_its_start(tmp_path: Path) -> Non
     log.write_text((LINE + NEXT) * 3)
     assert watch.news() == [REFUSED]
     log.write_text(LOADED)
-    assert watch.news() == [Load("prefill_1")]
+    assert watch.news() == [ModelLoad("prefill_1")]
 
 
 def test_a_triton_on_loopback_is_asked_directly_whatever_http_proxy_says(

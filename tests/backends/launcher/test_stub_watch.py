@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.launcher.stub_watch import STUB, Stubs, StubWatch, end_orphans
+from backends.launcher.triton_process import STUB, Stubs, StubWatch, end_orphans
 from tests.e2e.server import wait_until
 
 

@@ -1,4 +1,4 @@
-"""One Triton of the launcher, over a small program in its place: ports, lives, restarts."""
+"""One Triton of the launcher, over a small program in its place: ports, incarnations, restarts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_start_that_loses_the_race_for_its_port_takes_another(
         )
         worker.start()
         assert worker.child is not None
-        wait_until(lambda: worker.tend_start() == "" and loaded(worker)(), "another port")
+        wait_until(lambda: worker.supervise_start() == "" and loaded(worker)(), "another port")
     assert worker.child.starts == 2
     assert worker.endpoints is not None and str(taken) not in worker.endpoints.grpc
 
@@ -91,12 +91,12 @@ def test_a_worker_whose_process_died_gets_a_new_triton_with_other_ports(
     worker: WorkerTriton,
 ) -> None:
     worker.start()
-    before, life = worker.endpoints, worker.life
-    wait_until(lambda: worker.tend({"decode_0"}) == [] and worker._loaded, "it to load")
-    assert worker.tend({"decode_0"}) == [], "its process lives"
-    assert worker.tend(set()) == [Restart("decode_0")]
-    assert worker.endpoints != before and worker.life > life
-    wait_until(lambda: worker.tend({"decode_0"}) == [] and worker._loaded, "it to load again")
+    before, incarnation = worker.endpoints, worker.incarnation
+    wait_until(lambda: worker.supervise({"decode_0"}) == [] and worker._loaded, "it to load")
+    assert worker.supervise({"decode_0"}) == [], "its process incarnations"
+    assert worker.supervise(set()) == [Restart("decode_0")]
+    assert worker.endpoints != before and worker.incarnation > incarnation
+    wait_until(lambda: worker.supervise({"decode_0"}) == [] and worker._loaded, "it to load again")
 
 
 def test_a_process_that_comes_and_goes_while_it_never_loads_is_triton_s_business(
@@ -104,7 +104,9 @@ def test_a_process_that_comes_and_goes_while_it_never_loads_is_triton_s_business
 ) -> None:
     worker.start()
     worker._read_log = lambda: None  # type: ignore[method-assign]  # nothing was loaded
-    assert [worker.tend(alive) for alive in ({"decode_0"}, set(), {"decode_0"}, set())] == [[]] * 4
+    assert [worker.supervise(alive) for alive in ({"decode_0"}, set(), {"decode_0"}, set())] == [
+        []
+    ] * 4
 
 
 def test_a_removed_worker_is_ended_when_its_model_has_ended(worker: WorkerTriton) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from backends.metrics.observations import Observations
+from backends.metrics.page import Observations
 
 
 def test_every_value_of_every_thread_arrives_once_and_in_the_thread_s_order() -> None:

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from backends.metrics.observations import Observations
-from backends.metrics.page import REFRESH_S, MetricPage, Undeclared
+from backends.metrics.page import REFRESH_S, MetricPage, Observations, Undeclared
 from backends.metrics.table import METRICS, Metric
 
 PAGES_USED, STEPS = "mooncake_pages_used", "mooncake_steps_total"

@@ -11,8 +11,7 @@ import pytest
 
 from backends.engine.sampling_params import SamplingParams
 from backends.errors import RequestInvalid
-from backends.metrics.observations import Observations
-from backends.metrics.page import MetricPage
+from backends.metrics.page import MetricPage, Observations
 from backends.workers.kv_writer import BlockPut
 from backends.workers.prefill_job import PrefillJob
 from backends.workers.prefill_worker import PrefillWorker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backends.metrics.status.page import Page, parse
+from backends.metrics.status.view import Page, parse
 from backends.metrics.table import METRICS
 
 NV = """# HELP nv_inference_count Number of inferences

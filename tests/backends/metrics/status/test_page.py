@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from backends.metrics.status.page import Change, parse, quantile
+from backends.metrics.status.view import Change, parse, quantile
 from backends.metrics.table import SECONDS
 from tests.backends.metrics.status.pages import histogram, page
 

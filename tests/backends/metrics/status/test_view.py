@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from backends.metrics.status.render import bar, duration, render, size
-from backends.metrics.status.view import Latency, View, Worker, view
+from backends.metrics.status.view import Latency, View, WorkerView, view
 from backends.metrics.status.watch import Readings
 from tests.backends.metrics.status.pages import page, server
 
@@ -34,7 +34,7 @@ def test_amounts_are_told_for_the_last_seconds_and_since_the_start(seen: View) -
 
 def test_workers_are_those_that_are_there_with_their_recent_speed(seen: View) -> None:
     prefill, decode = seen.workers
-    assert prefill == Worker(
+    assert prefill == WorkerView(
         "prefill_0", "prefill", "s0", running=4, waiting=3, pages_used=64, pages_max=256,
         kv_bytes_used=64 * 2**17, kv_bytes_max=256 * 2**17, tokens_per_s=300.0,
         step_s=pytest.approx(0.01), busy=pytest.approx(0.05),
@@ -81,7 +81,7 @@ def test_the_view_fits_the_terminal_and_says_what_matters(seen: View, columns: i
                  "rejected 1.0/s 20", "ttft_slo 1.0/s 20", "prompt tokens cached 25% 25%",
                  "prefill, 1 live", "decode, 0 live", "prefill_0 s0 4 3 64/256",
                  "300/s 10 ms 5%", "s0 2.5 MiB 5.0 MiB", "nixl 400 B/s, 3 failed",
-                 "further tries 2"):  # fmt: skip
+                 "further attempts 2"):  # fmt: skip
         assert part in words, (part, text)
     assert "…" not in text, "something was cut"
 

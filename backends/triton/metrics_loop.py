@@ -42,6 +42,9 @@ class MetricsLoop:
                 page = page or self._make_page()
                 self._publish(page, self._subject, time.monotonic())
                 page.end_round()
+                if page.has_lost_values:
+                    log.warning("so many values waited for the metrics page that some are lost")
+                    page.has_lost_values = False
             except Exception:  # edge: numbers on a page must not take the model down
                 log.exception("metrics were not published")
             if is_last:

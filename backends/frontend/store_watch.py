@@ -1,7 +1,7 @@
 """What the directory says of the storage nodes, asked once a second.
 
 In a thread of its own: a directory that does not answer costs its client two seconds, and the
-front's other numbers should not wait for it. Not here: showing it (backends/frontend/metrics.py).
+frontend's other numbers should not wait for it. Not here: showing it (metrics.py).
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ class Evictions:
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[tuple[int, str], int]] = {}  # node -> (life, its count)
+        self._last: dict[str, tuple[tuple[int, str], int]] = {}  # node -> (incarnation, its count)
         self._is_first = True
         self.totals: dict[str, int] = {}
 
     def look(self, stats: DirectoryStats) -> None:
         for node in stats.nodes:
-            life = (stats.epoch, node.incarnation)
-            seen_life, seen = self._last.get(node.node_id, (life, 0))
+            incarnation = (stats.epoch, node.incarnation)
+            seen_incarnation, seen = self._last.get(node.node_id, (incarnation, 0))
             if self._is_first:
                 seen = node.evictions  # those before were another process's to count
-            new = node.evictions - seen if life == seen_life else node.evictions
-            self._last[node.node_id] = (life, node.evictions)
+            is_same = incarnation == seen_incarnation
+            new = node.evictions - seen if is_same else node.evictions
+            self._last[node.node_id] = (incarnation, node.evictions)
             self.totals[node.node_id] = self.totals.get(node.node_id, 0) + new
         self._is_first = False
 

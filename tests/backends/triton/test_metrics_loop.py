@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from backends.metrics.loop import MetricsLoop
-from backends.metrics.page import MetricPage
+from backends.metrics.page import MetricPage, Observations
+from backends.triton.metrics_loop import MetricsLoop
 from tests.backends.metrics.test_page import PAGES_USED, STEPS, Triton
 from tests.e2e.server import wait_until
 
@@ -26,7 +26,7 @@ def publish(page: MetricPage, worker: Worker, now_s: float) -> None:
 
 
 def test_the_last_counts_are_published_and_gauges_end_at_0(monkeypatch) -> None:
-    monkeypatch.setattr("backends.metrics.loop.PERIOD_S", 3600.0)
+    monkeypatch.setattr("backends.triton.metrics_loop.PERIOD_S", 3600.0)
     triton, worker = Triton(), Worker()
     loop = MetricsLoop(lambda: MetricPage("decode", triton), publish, worker)
     worker.steps = 41
@@ -39,7 +39,7 @@ def test_the_last_counts_are_published_and_gauges_end_at_0(monkeypatch) -> None:
 def test_a_number_that_cannot_be_shown_does_not_end_the_thread(
     monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("backends.metrics.loop.PERIOD_S", 0.005)
+    monkeypatch.setattr("backends.triton.metrics_loop.PERIOD_S", 0.005)
     triton, worker = Triton(), Worker()
     worker.pages_used = float("nan")
     with caplog.at_level(logging.ERROR):
@@ -53,7 +53,7 @@ def test_a_number_that_cannot_be_shown_does_not_end_the_thread(
 
 
 def test_triton_that_refuses_a_metric_is_asked_again(monkeypatch) -> None:
-    monkeypatch.setattr("backends.metrics.loop.PERIOD_S", 0.005)
+    monkeypatch.setattr("backends.triton.metrics_loop.PERIOD_S", 0.005)
     triton, worker, asked = Triton(), Worker(), []
 
     def make_page() -> MetricPage:
@@ -66,3 +66,19 @@ def test_triton_that_refuses_a_metric_is_asked_again(monkeypatch) -> None:
     wait_until(lambda: worker.rounds, "the page to be made")
     loop.close()
     assert len(asked) == 3
+
+
+def test_values_that_gave_way_to_others_are_said_in_the_log(
+    monkeypatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("backends.triton.metrics_loop.PERIOD_S", 3600.0)
+    observations = Observations(values_max=2)
+    for _ in range(3):
+        observations.observe("mooncake_decode_queue_seconds", 0.1)
+    loop = MetricsLoop(
+        lambda: MetricPage("decode", Triton()), lambda page, waiting, _: page.take(waiting),
+        observations,
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        loop.close()
+    assert "some are lost" in caplog.text
