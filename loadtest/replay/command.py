@@ -222,7 +222,7 @@ def replay(
     """Send a request trace to a running server at its own times, and print what came of it.
 
     Each hash id of the trace becomes the same tokens wherever it occurs, so prompts share exactly
-    the prefixes that the trace's requests shared. loadtest/README.md explains every number.
+    the prefixes that the trace's requests shared. docs/reference/loadtest.md explains every number.
     """
     for name, value in (
         ("--length-scale", length_scale), ("--speed", speed),

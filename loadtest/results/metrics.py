@@ -106,7 +106,7 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in numbers. README.md explains each as it is printed."""
+    """A run in numbers. docs/reference/loadtest.md explains each as it is printed."""
 
     requests: int
     completed: int
@@ -140,12 +140,12 @@ def summarize(
     per_s = 1.0 / duration_s if duration_s > 0 else 0.0
     input_tokens = sum(record.prompt_tokens for record in done)
     output_tokens = sum(len(record.token_times_s) for record in done)
-    told = [record for record in done if record.cached_tokens is not None]
-    told_tokens = sum(record.prompt_tokens for record in told)
-    cached = sum(record.cached_tokens or 0 for record in told) if told else None
+    counted = [record for record in done if record.cached_tokens is not None]
+    counted_tokens = sum(record.prompt_tokens for record in counted)
+    cached = sum(record.cached_tokens or 0 for record in counted) if counted else None
     ideal = None
-    if told and ideal_cached_tokens is not None:
-        ideal = sum(ideal_cached_tokens[record.index] for record in told)
+    if counted and ideal_cached_tokens is not None:
+        ideal = sum(ideal_cached_tokens[record.index] for record in counted)
     ttft, lag = spread([r.ttft_s for r in done]), spread([record.lag_s for record in records])
     return Summary(
         requests=len(records),
@@ -162,8 +162,8 @@ def summarize(
         cached_tokens=cached,
         ideal_cached_tokens=ideal,
         cached_over_ideal=_ratio(cached, ideal),
-        hit_rate=_ratio(cached, told_tokens),
-        ideal_hit_rate=_ratio(ideal, told_tokens),
+        hit_rate=_ratio(cached, counted_tokens),
+        ideal_hit_rate=_ratio(ideal, counted_tokens),
         short_outputs=sum(len(r.token_times_s) < r.output_tokens_asked for r in done),
         errors_by_kind=_kinds(records, FAILED),
         rejections_by_reason=_kinds(records, REJECTED),

@@ -1,6 +1,6 @@
 """A run's summary as tables for people. The same numbers as JSON are `dataclasses.asdict`.
 
-What each number means is in README.md and, exactly, in metrics.py.
+What each number means is in docs/reference/loadtest.md and, exactly, in metrics.py.
 """
 
 from __future__ import annotations
