@@ -6,8 +6,8 @@ prompt. An id names the block *and its whole prefix*, so two requests that share
 share k blocks. `conversation_trace`, `synthetic_trace`, `toolagent_trace` and `mooncake_trace` all
 have this format; fields that other tools add (`session_id`, `delay`, ...) are left alone.
 
-A line that does not make sense is refused with its position, `FILE:LINE`, and what is wrong: a trace
-that is silently repaired measures something else than it says.
+A line that does not make sense is refused with its position, `FILE:LINE`, and what is wrong: a
+trace that is silently repaired measures something else than it says.
 
 Not here: turning ids into tokens (prompts.py).
 """
