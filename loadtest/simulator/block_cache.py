@@ -3,7 +3,7 @@
 A request does what a worker's does: it looks its chain up and leases what is there, allocates the
 rest, for which idle blocks are dropped, and releases all of it, deepest first. Two ways to do this:
 
-- BlockCache has the real order of eviction (mooncake_store/eviction) and nothing else: fast.
+- BlockCache has the real order of eviction and nothing else: fast.
 - DirectoryCache drives the real Directory through its verbs, on a virtual clock. That both count
   the same is a test (tests/loadtest/simulator/test_hit_rate.py).
 
@@ -27,18 +27,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import heappop, heappush
 
+from loadtest.simulator.cluster.clock import VirtualClock
+from loadtest.simulator.cluster.store import SimulatedStore
 from mooncake_store.block_keys import KEY_BYTES
-from mooncake_store.directory.core.config import DirectoryConfig
-from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.eviction import make_eviction
-from mooncake_store.layout import memory_bytes_for
-from mooncake_store.records.membership import NodeInfo
 
 NODE, OWNER, LEASE_S = "s0", "request", 60.0
-CHECKSUM = 1
-FOREVER_S = 1e12  # nobody dies here
 NEVER = 2**62  # the next use of a block that is not used again
-BLOCK_BYTES = 4_096  # one unit; its size decides nothing here
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ def key_of(hash_id: int) -> bytes:
 
 
 class BlockCache:
-    """`blocks` places and an order of eviction."""
+    """Room for `blocks`, and an order of eviction."""
 
     def __init__(self, blocks: int, policy: str) -> None:
         self.blocks = blocks
@@ -95,32 +90,18 @@ class DirectoryCache:
     """The real Directory with one holder of `blocks` units, each of them one block."""
 
     def __init__(self, blocks: int, policy: str) -> None:
-        block_bytes = BLOCK_BYTES
-        self._directory = Directory(1, DirectoryConfig(node_ttl_s=FOREVER_S, eviction=policy))
-        self._now_s = 0.0
-        info = NodeInfo(
-            NODE, "life1", "host", "", memory_bytes_for(blocks, block_bytes, block_bytes), "agent",
-            b"", 0, unit_bytes=block_bytes,
-        )  # fmt: skip
-        self._directory.register_node(info, self._now_s)
-        self._directory.attach(NODE, "print", block_bytes, self._now_s)
+        self._store = SimulatedStore(VirtualClock(), lambda events: None, policy)
+        self._store.add_node(NODE, blocks)
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
-        directory, now_s = self._directory, self._now_s
-        found = directory.lookup(keys, OWNER, LEASE_S, now_s, prefix_only=False)
-        allocation = directory.allocate(NODE, keys, OWNER, LEASE_S, False, now_s)
-        assert not allocation.full, "a request does not fit"
-        written = [
-            (key, slot.slot, slot.generation, CHECKSUM)
-            for key, slot in zip(keys, allocation.slots, strict=True)
-            if slot is not None
-        ]
-        assert all(directory.commit(NODE, written, OWNER, LEASE_S, now_s))
-        directory.release(OWNER, now_s)
-        return [bool(places) for places in found]
+        store = self._store
+        found = store.directory.lookup(keys, OWNER, LEASE_S, store.now_s, prefix_only=False)
+        assert store.put(keys, NODE, OWNER) == len(keys), "a request does not fit"
+        store.release(OWNER)
+        return [bool(copies) for copies in found]
 
     def check(self) -> None:
-        self._directory.check()
+        self._store.directory.check()
 
 
 def play(cache: BlockCache | DirectoryCache, requests: Iterable[Sequence[bytes]]) -> Hits:

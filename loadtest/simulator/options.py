@@ -21,6 +21,7 @@ from rich.progress import (
 
 from conductor import ConductorConfig
 from loadtest.replay.trace import TraceRow, read_trace
+from loadtest.simulator.cluster.job import Offered, offered_of
 from loadtest.simulator.cluster.site import ClusterSettings
 
 WHERE = "https://github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
@@ -115,12 +116,12 @@ class SimulationOptions:
             raise SimulationRefused(f"one --trace at a time, not {', '.join(self.traces)}")
         return self.traces[0] if self.traces else default
 
-    def promised(self, trace: str) -> tuple[list[TraceRow], str]:
+    def promised(self, trace: str) -> tuple[list[Offered], str]:
         """The requests, and why what was promised of all of `trace` on 8 + 8 nodes does not follow
         from them; or ""."""
         asked = self.one_trace(trace)
         why_not = self.is_shortened if asked == trace else f"it was promised of the {trace} trace"
-        return self.rows(asked), why_not
+        return offered_of(self.rows(asked)), why_not
 
     def rows(self, trace: str) -> list[TraceRow]:
         """The requests of a trace, in order of arrival; TraceError when the file is wrong."""
@@ -133,6 +134,9 @@ class SimulationOptions:
         if not path.is_file():
             raise SimulationRefused(f"{path} is not there; fetch it from {WHERE}")
         return read_trace(path, self.requests)
+
+
+NO_OPTIONS = SimulationOptions()
 
 
 @contextmanager

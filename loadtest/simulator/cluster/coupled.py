@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from backends.engine.batching.batching import Chunk, Progress, next_chunks
-from conductor.messages import Request
 from loadtest.simulator.cluster.clock import VirtualClock
+from loadtest.simulator.cluster.fleet import SimulatedCluster
 from loadtest.simulator.cluster.gpu import GpuModel
-from loadtest.simulator.cluster.job import Offered, SimulatedJob
+from loadtest.simulator.cluster.job import SimulatedJob
 from loadtest.simulator.cluster.steps import Jitter, StepLog, longest_tenth_s
 from mooncake_store.directory.core.eviction import make_eviction
 from mooncake_store.layout import blocks_touched
@@ -220,36 +220,31 @@ class CoupledNode:
         self._memory.check()
 
 
-def replay(
-    offered: Sequence[Offered],
-    speed: float,
-    settings: CoupledSettings,
-    gpu: GpuModel,
-    on_end: Callable[[], None] = lambda: None,
-) -> list[SimulatedJob]:
-    """Every request through one of the nodes; nothing is rejected."""
-    clock, chance, jobs = VirtualClock(), random.Random(settings.seed), list[SimulatedJob]()
-    nodes = [
-        CoupledNode(clock, gpu, settings, Jitter(settings.jitter, settings.seed, number), on_end)
-        for number in range(settings.nodes)
-    ]
+class CoupledFleet(SimulatedCluster):
+    """Requests go to one of the nodes when they come; nothing is rejected."""
 
-    def arrive(one: Offered) -> None:
-        output_tokens_max = max(settings.max_tokens, one.output_tokens)
-        request = Request(f"r{one.number}", one.prompt_tokens, one.keys, output_tokens_max)
-        job = SimulatedJob(one.number, request, one.output_tokens, clock.now_s)
-        jobs.append(job)
-        if settings.dispatch == "random":
-            node = chance.choice(nodes)
-        elif settings.dispatch == "least_requests":
-            node = min(nodes, key=lambda each: each.requests)
+    def __init__(self, settings: CoupledSettings, gpu: GpuModel) -> None:
+        super().__init__(settings.max_tokens)
+        self._dispatch, self._chance = settings.dispatch, random.Random(settings.seed)
+        self._nodes = [
+            CoupledNode(
+                self.clock, gpu, settings, Jitter(settings.jitter, settings.seed, number),
+                self._count_over,
+            )
+            for number in range(settings.nodes)
+        ]  # fmt: skip
+
+    def _decide(self, job: SimulatedJob) -> None:
+        if self._dispatch == "random":
+            node = self._chance.choice(self._nodes)
+        elif self._dispatch == "least_requests":
+            node = min(self._nodes, key=lambda each: each.requests)
         else:
-            node = nodes[one.number % len(nodes)]
+            node = self._nodes[job.number % len(self._nodes)]
         node.submit(job)
 
-    for one in offered:
-        clock.at(one.at_s / speed, arrive, one)
-    clock.run()
-    for node in nodes:
-        node.check()
-    return jobs
+    def check(self) -> None:
+        """Every request ended exactly once, and nothing of it stayed anywhere."""
+        super().check()
+        for node in self._nodes:
+            node.check()

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from backends.engine.batching.batching import DecodeBatching
-from backends.engine.batching.pages import PagePool
 from backends.workers.steps import StepTimes
 from conductor.admission.arrival_check import BatchOnArrival, refusal
 from conductor.estimates.estimates import DecodeEstimate
 from loadtest.simulator.cluster.job import SimulatedJob
-from loadtest.simulator.cluster.site import SimulatedSite
+from loadtest.simulator.cluster.site import SimulatedSite, SimulatedWorker
 from loadtest.simulator.cluster.steps import Jitter, Seconds, StepLog, longest_tenth_s
 from mooncake_store.records.membership import WorkerReport
 
@@ -44,26 +43,22 @@ class DecodeArrival:
     first_step: int = -1
 
 
-class DecodeNode:
+class DecodeNode(SimulatedWorker):
     """`on_end`: a job has all its tokens."""
 
     def __init__(
         self,
         worker_id: str,
-        incarnation: str,
         node_id: str,
         site: SimulatedSite,
         jitter: Jitter,
         estimate: DecodeEstimate,
         on_end: Callable[[SimulatedJob], None],
     ) -> None:
-        self.worker_id, self.incarnation, self.node_id = worker_id, incarnation, node_id
-        self.slowness = 1.0  # 2.0: every step takes twice as long
-        self.busy_s = 0.0
-        self._site, self._jitter, self._on_end = site, jitter, on_end
+        super().__init__(worker_id, node_id, site, jitter)
+        self._on_end = on_end
         self._estimate = estimate  # what it measured of itself when it started
         settings = site.settings
-        self._pool = PagePool(site.pages_max)
         self._batching = DecodeBatching(
             self._pool, settings.block_tokens, settings.decode_slots, settings.waiting_max
         )
@@ -76,7 +71,6 @@ class DecodeNode:
         self._ends_s: Seconds = NO_STEPS  # when each step of the plan ends
         self._plan = 0
         self._times, self._steps_known = StepTimes(), 0
-        self.is_dead = False
         self._computes = False  # as the cores know
         site.cores.on_prefill.append(self._cut_plan)
 

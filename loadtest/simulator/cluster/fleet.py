@@ -42,7 +42,6 @@ from mooncake_store.records.events import Event
 from mooncake_store.records.membership import WorkerInfo
 
 CONTEXT_TOKENS_MAX = 1_000_000  # no prompt of a published trace is longer
-WORKER_TTL_S = 5.0  # the directory's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,11 @@ class Fault:
 class SimulatedCluster:
     """One run: requests arrive, are decided on and end. Not to be used twice."""
 
-    def __init__(self, config: ConductorConfig, max_tokens: int) -> None:
-        self.config = config
+    def __init__(self, max_tokens: int, config: ConductorConfig | None = None) -> None:
+        """Without a `config` nobody asks the conductor."""
+        self.config = config or ConductorConfig()
         self.clock = VirtualClock()
-        self.conductor = Conductor(config)
+        self.conductor = Conductor(self.config)
         self.jobs: list[SimulatedJob] = []
         self._max_tokens = max_tokens  # what clients ask for, unless the answer is longer
         self._alive = 0  # requests that are not over
@@ -108,7 +108,6 @@ class SimulatedCluster:
 
     def _begin_reports(self) -> None:
         """What goes on beside the requests, for as long as there are any."""
-        raise NotImplementedError
 
     def _count_over(self) -> None:
         self._alive -= 1
@@ -131,9 +130,9 @@ class SimulatedFleet(SimulatedCluster):
         gpu: GpuModel,
         faults: Sequence[Fault] = (),
     ) -> None:
-        super().__init__(config, settings.max_tokens)
+        super().__init__(settings.max_tokens, config)
         self.settings = settings
-        store = SimulatedStore(self.clock, self._on_events, settings.eviction, WORKER_TTL_S)
+        store = SimulatedStore(self.clock, self._on_events, settings.eviction)
         network = Network(self.clock, settings.nic_bytes_per_s, settings.nic_latency_s)
         self.site = SimulatedSite(
             self.clock, store, network, gpu, settings,
@@ -161,23 +160,13 @@ class SimulatedFleet(SimulatedCluster):
         for number, node_id in enumerate(nodes):
             is_prefill = number < settings.prefills
             name = f"p{number}" if is_prefill else f"d{number - settings.prefills}"
-            jitter = Jitter(settings.jitter, settings.seed, number)
+            what = name, node_id, self.site, Jitter(settings.jitter, settings.seed, number)
             if is_prefill:
                 self.prefills[name] = PrefillNode(
-                    name,
-                    INCARNATION,
-                    node_id,
-                    self.site,
-                    jitter,
-                    calibration.prefill.estimate,
-                    self._begun,
-                    self._prefilled,
+                    *what, calibration.prefill.estimate, self._begun, self._prefilled
                 )
             else:
-                estimate = calibration.decode.estimate
-                self.decodes[name] = DecodeNode(
-                    name, INCARNATION, node_id, self.site, jitter, estimate, self._over
-                )
+                self.decodes[name] = DecodeNode(*what, calibration.decode.estimate, self._over)
             self.site.store.add_worker(self._info(name, node_id, nodes, is_prefill, calibration))
 
     def _info(

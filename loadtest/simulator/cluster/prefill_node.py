@@ -13,24 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from backends.engine.batching.batching import Chunk, PrefillBatching
-from backends.engine.batching.pages import PagePool
 from backends.workers.prefix_loading import SingleFlight
 from backends.workers.steps import StepTimes
 from conductor.estimates.estimates import PrefillEstimate
 from loadtest.simulator.cluster.job import SimulatedJob
-from loadtest.simulator.cluster.site import SimulatedSite
+from loadtest.simulator.cluster.site import SimulatedSite, SimulatedWorker
 from loadtest.simulator.cluster.steps import Jitter
 from loadtest.simulator.cluster.store import Found
 from mooncake_store.records.membership import WorkerReport
 
 
-class PrefillNode:
+class PrefillNode(SimulatedWorker):
     """`on_begin`: a job's first chunk begins; `on_end`: its first token is there, or it failed."""
 
     def __init__(
         self,
         worker_id: str,
-        incarnation: str,
         node_id: str,
         site: SimulatedSite,
         jitter: Jitter,
@@ -38,13 +36,9 @@ class PrefillNode:
         on_begin: Callable[[SimulatedJob], None],
         on_end: Callable[[SimulatedJob], None],
     ) -> None:
-        self.worker_id, self.incarnation, self.node_id = worker_id, incarnation, node_id
-        self.slowness = 1.0  # 2.0: every step takes twice as long
-        self.busy_s = 0.0
-        self._site, self._jitter = site, jitter
+        super().__init__(worker_id, node_id, site, jitter)
         self._on_begin, self._on_end = on_begin, on_end
         settings = site.settings
-        self._pool = PagePool(site.pages_max)
         self._batching = PrefillBatching(
             self._pool, settings.block_tokens, settings.chunk_tokens,
             slots_max=site.pages_max, waiting_max=settings.waiting_max,
@@ -56,7 +50,6 @@ class PrefillNode:
         self._loaded_blocks: dict[str, int] = {}
         self._steps = StepTimes()
         self._is_busy = False
-        self.is_dead = False
 
     def submit(self, job: SimulatedJob, key_s: float) -> None:
         self._jobs[job.request_id] = job

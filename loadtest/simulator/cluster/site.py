@@ -1,4 +1,4 @@
-"""What every node of a simulated cluster shares: its shape, clock, store, network, GPU and cores.
+"""What the nodes of a simulated cluster share: its shape, clock, store, network, GPU and cores.
 
 The settings give the reason for each number; one set serves every experiment. Workers that share
 the cores of one machine are each slower while the other role computes: on a machine with a GPU for
@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from backends.engine.batching.pages import PagePool
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS
 from loadtest.simulator.cluster.clock import VirtualClock
 from loadtest.simulator.cluster.gpu import GpuModel
 from loadtest.simulator.cluster.network import Network
-from loadtest.simulator.cluster.store import SimulatedStore
+from loadtest.simulator.cluster.steps import Jitter
+from loadtest.simulator.cluster.store import INCARNATION, SimulatedStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +102,17 @@ class SimulatedSite:
     def pages_max(self) -> int:
         """Blocks of KV that a GPU has memory for."""
         return self.gpu.pages_bytes // self.block_bytes
+
+
+class SimulatedWorker:
+    """What a prefill and a decode worker have in common: one process on one node."""
+
+    incarnation = INCARNATION
+
+    def __init__(self, worker_id: str, node_id: str, site: SimulatedSite, jitter: Jitter) -> None:
+        self.worker_id, self.node_id = worker_id, node_id
+        self.slowness = 1.0  # 2.0: every step takes twice as long (Fault)
+        self.busy_s = 0.0
+        self.is_dead = False
+        self._site, self._jitter = site, jitter
+        self._pool = PagePool(site.pages_max)

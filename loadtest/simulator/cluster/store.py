@@ -26,6 +26,7 @@ from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
 UNIT_BYTES = 4_096
 FOREVER_S = 1e12
+WORKER_TTL_S = 5.0  # the directory's own
 CHECKSUM = 1
 EVENTS_MAX = 1_024  # more than any one group of verbs makes
 INCARNATION = "incarnation1"
@@ -45,10 +46,9 @@ class SimulatedStore:
         clock: VirtualClock,
         on_events: Callable[[Sequence[Event]], None],
         eviction: str,
-        worker_ttl_s: float,
     ) -> None:
         config = DirectoryConfig(
-            node_ttl_s=FOREVER_S, worker_ttl_s=worker_ttl_s, lease_s_max=FOREVER_S,
+            node_ttl_s=FOREVER_S, worker_ttl_s=WORKER_TTL_S, lease_s_max=FOREVER_S,
             eviction=eviction, events_max=EVENTS_MAX,
         )  # fmt: skip
         self.directory = Directory(1, config)

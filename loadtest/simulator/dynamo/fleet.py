@@ -83,13 +83,13 @@ class DynamoFleet(SimulatedCluster):
 
     def __init__(
         self,
-        config: ConductorConfig,
+        config: ConductorConfig | None,
         blocks: int,
         prefills: int = 2,
         decodes: int = 2,
         overhead_tokens: float = ALWAYS,
     ) -> None:
-        super().__init__(config, MAX_TOKENS)
+        super().__init__(MAX_TOKENS, config)
         self._blocks = blocks
         self._events: list[Event] = []  # of the caches, that the conductor has not heard of
         self.prefills = {
@@ -235,7 +235,7 @@ class RoundRobinFleet(DynamoFleet):
     def __init__(
         self, blocks: int, prefills: int = 2, decodes: int = 2, overhead_tokens: float = ALWAYS
     ) -> None:
-        super().__init__(ConductorConfig(), blocks, prefills, decodes, overhead_tokens)
+        super().__init__(None, blocks, prefills, decodes, overhead_tokens)
         self._next_prefill = itertools.cycle(list(self.prefills))
         self._next_decode = itertools.cycle(list(self.decodes))
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from loadtest.bench.result import Cell, Result
-from loadtest.simulator.cluster.coupled import CoupledSettings, replay
+from loadtest.simulator.cluster.coupled import CoupledFleet, CoupledSettings
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import SimulatedJob, offered_of
@@ -36,7 +36,7 @@ SWEPT = (
 def answer(options: SimulationOptions) -> Result:
     """Every engine and knob at every speed."""
     started_s, gpu = time.monotonic(), Roofline()
-    offered = offered_of(options.rows(options.one_trace(TRACE)), CHUNKED.block_tokens)
+    offered = offered_of(options.rows(options.one_trace(TRACE)))
     rows: list[dict[str, Cell]] = []
     shape = options.settings()
     with progress_bar() as begin:
@@ -49,7 +49,7 @@ def answer(options: SimulationOptions) -> Result:
             for swept in SWEPT:
                 settings = replace(swept, nodes=shape.prefills + shape.decodes, seed=options.seed)
                 on_over = begin(f"{settings.engine} {speed:g}x", len(offered))
-                jobs = replay(offered, speed, settings, gpu, on_over)
+                jobs = CoupledFleet(settings, gpu).run(offered, speed, on_over)
                 rows.append(_row(settings.engine, speed, settings, jobs))
     return Result("coupled", time.monotonic() - started_s, rows, [])
 

@@ -53,7 +53,12 @@ from loadtest.simulator.dynamo.targets import (
 )
 from loadtest.simulator.dynamo.timing import alone_s
 from loadtest.simulator.experiments import pictures
-from loadtest.simulator.options import SimulationOptions, SimulationRefused, progress_bar
+from loadtest.simulator.options import (
+    NO_OPTIONS,
+    SimulationOptions,
+    SimulationRefused,
+    progress_bar,
+)
 
 TRACE = "conversation"
 WORKERS = 2  # of each kind, unless asked otherwise
@@ -87,7 +92,7 @@ def answer(options: SimulationOptions) -> Result:
         runs = []
         for case in cases:
             on_over = begin(case.name, len(rows))
-            runs.append(run(case, spread if case.is_spread else offered, on_over, options.changed))
+            runs.append(run(case, spread if case.is_spread else offered, options, on_over))
     shown = _rows(runs, peer.results)
     targets = targets_of(runs, peer.results, why_not, peer.why_not)
     if options.picture is not None:
@@ -143,9 +148,11 @@ def config_for(
 
 
 def run(
-    case: DynamoCase, offered: Sequence[Offered], on_over: Callable[[], None] = lambda: None,
-    changed: Callable[[ConductorConfig], ConductorConfig] = lambda config: config,
-) -> DynamoRun:  # fmt: skip
+    case: DynamoCase,
+    offered: Sequence[Offered],
+    options: SimulationOptions = NO_OPTIONS,
+    on_over: Callable[[], None] = lambda: None,
+) -> DynamoRun:
     """Replay one case to its end."""
     started_s = time.monotonic()
     shares = profile_prefill().estimate.overhead_tokens if case.passes == "shared" else ALWAYS
@@ -154,7 +161,7 @@ def run(
         fleet: DynamoFleet = RoundRobinFleet(*sizes)
     else:
         config = config_for(case.policy, case.queue_order, case.length_share_min)
-        fleet = DynamoFleet(changed(config), *sizes)
+        fleet = DynamoFleet(options.changed(config), *sizes)
     try:
         jobs = fleet.run(offered, case.speed, on_over)
     except OutOfBlocks as problem:

@@ -23,12 +23,12 @@ from conductor import ConductorConfig
 from loadtest.bench.result import Cell, Result, Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
-from loadtest.simulator.cluster.job import Offered, offered_of
+from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of, within
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.experiments import pictures
 from loadtest.simulator.experiments.scheduling import ratio_target
-from loadtest.simulator.options import SimulationOptions, progress_bar
+from loadtest.simulator.options import NO_OPTIONS, SimulationOptions, progress_bar
 
 TRACE = "conversation"
 ADMISSIONS = ("baseline", "early", "predictive", "predictive_lengths")
@@ -84,21 +84,19 @@ def answer(options: SimulationOptions) -> Result:
     started_s = time.monotonic()
     admissions = options.one_of(options.admissions, ADMISSIONS, "admission")
     settings = options.settings()
-    rows_asked, why_not = options.promised(TRACE)
-    offered = offered_of(rows_asked, settings.block_tokens)
+    offered, why_not = options.promised(TRACE)
     runs: list[RejectionRun] = []
     with progress_bar() as begin:
         for speed in options.speeds or SPEEDS:
-            runs.append(run(offered, "baseline", speed, settings, begin(
-                f"baseline {speed:g}x", len(offered)
-            ), options.changed))  # fmt: skip
+            on_over = begin(f"baseline {speed:g}x", len(offered))
+            runs.append(run(offered, "baseline", speed, settings, options, on_over))
             if runs[-1].outcome.wasted_share >= WASTED_SHARE_MIN:
                 break
         speed = runs[-1].speed
         for admission in admissions:
             if admission != "baseline":
                 on_over = begin(f"{admission} {speed:g}x", len(offered))
-                runs.append(run(offered, admission, speed, settings, on_over, options.changed))
+                runs.append(run(offered, admission, speed, settings, options, on_over))
     rows, targets = rows_of(runs), targets_of(runs, why_not)
     if options.picture is not None:
         pictures.save_rejection(options.picture, [row for row in rows if row["speed"] == speed])
@@ -119,10 +117,11 @@ def run(
     admission: str,
     speed: float,
     settings: ClusterSettings,
+    options: SimulationOptions = NO_OPTIONS,
     on_over: Callable[[], None] = lambda: None,
-    changed: Callable[[ConductorConfig], ConductorConfig] = lambda config: config,
 ) -> RejectionRun:
-    fleet = SimulatedFleet(changed(config_for(admission)), settings, Roofline())
+    config = options.changed(config_for(admission))
+    fleet = SimulatedFleet(config, settings, Roofline())
     watch = LoadWatch(offered[-1].at_s / speed)
     fleet.reported = watch.look
     jobs = fleet.run(offered, speed, on_over)

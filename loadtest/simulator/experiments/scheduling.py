@@ -21,11 +21,11 @@ from conductor import ConductorConfig
 from loadtest.bench.result import Cell, Result, Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
-from loadtest.simulator.cluster.job import Offered, offered_of
+from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.experiments import pictures
-from loadtest.simulator.options import SimulationOptions, progress_bar
+from loadtest.simulator.options import NO_OPTIONS, SimulationOptions, progress_bar
 
 POLICIES = ("random", "load_balance", "cache_aware", "kvcache_centric", "adaptive")
 SPEEDS = (1.0, 1.5, 2.0)
@@ -57,14 +57,13 @@ def answer(options: SimulationOptions) -> Result:
     started_s = time.monotonic()
     policies = options.one_of(options.policies, POLICIES, "policy")
     settings = options.settings()
-    rows_asked, why_not = options.promised(TRACE)
-    offered = offered_of(rows_asked, settings.block_tokens)
+    offered, why_not = options.promised(TRACE)
     runs: list[SchedulingRun] = []
     with progress_bar() as begin:
         for speed in options.speeds or SPEEDS:
             for policy in policies:
                 on_over = begin(f"{policy} {speed:g}x", len(offered))
-                runs.append(run(offered, policy, speed, settings, on_over, options.changed))
+                runs.append(run(offered, policy, speed, settings, options, on_over))
     rows, targets = rows_of(runs), targets_of(runs, why_not)
     if options.picture is not None:
         pictures.save_scheduling(options.picture, rows)
@@ -87,10 +86,10 @@ def run(
     policy: str,
     speed: float,
     settings: ClusterSettings,
+    options: SimulationOptions = NO_OPTIONS,
     on_over: Callable[[], None] = lambda: None,
-    changed: Callable[[ConductorConfig], ConductorConfig] = lambda config: config,
 ) -> SchedulingRun:
-    config = changed(config_for(policy))
+    config = options.changed(config_for(policy))
     fleet = SimulatedFleet(config, settings, Roofline())
     outcome = outcome_of(fleet.run(offered, speed, on_over))
     busy = [node.busy_s / fleet.clock.now_s for node in fleet.prefills.values()]
