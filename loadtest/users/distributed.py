@@ -19,14 +19,12 @@ import logging
 from typing import Any
 
 import gevent
-import msgspec
 from locust.runners import STATE_INIT
 
 from loadtest.users.preparation import Preparation, read_rows, read_settings
-from loadtest.users.run import RunClock, RunReport, UserRun
+from loadtest.users.run import RunBeginning, RunClock, RunReport, UserRun
 from loadtest.users.senders import make_sender
 from loadtest.users.session import DecidingSession
-from loadtest.users.text import ServerFacts
 from loadtest.users.trace_share import TraceProgress, trace_share
 from loadtest.users.users import LoadUser
 
@@ -35,15 +33,6 @@ BEGINNING = "mooncake_beginning"  # among Locust's options, which its spawn mess
 REPORT = "mooncake"  # the key in Locust's reports
 DRAIN = "mooncake_drain"
 DRAIN_S_EXTRA = 10.0  # beyond the grace, for the last reports to arrive
-
-
-class RunBeginning(msgspec.Struct, frozen=True):
-    run_id: str
-    began_unix_s: float
-    facts: ServerFacts
-    parts: list[
-        str
-    ]  # workers at the beginning, each with its part of a trace; later ones have none
 
 
 class MasterSession(DecidingSession):
@@ -63,8 +52,7 @@ class MasterSession(DecidingSession):
         self._rows = len(preparation.rows)
         self._trace_of = {}
         beginning = RunBeginning(run.run_id, run.clock.began_unix_s, run.facts, self._parts)
-        options = vars(self.environment.parsed_options)
-        options[BEGINNING] = msgspec.msgpack.encode(beginning)
+        vars(self.environment.parsed_options)[BEGINNING] = beginning.packed()
 
     def trace_progress(self) -> list[TraceProgress]:
         present = set(self._present())
@@ -131,8 +119,7 @@ class WorkerSession:
 
     def _begin(self, environment: Any, **_: Any) -> None:
         """At Locust's test_start, before the first user."""
-        options = vars(environment.parsed_options)
-        beginning = msgspec.msgpack.decode(options[BEGINNING], type=RunBeginning)
+        beginning = RunBeginning.unpacked(vars(environment.parsed_options)[BEGINNING])
         settings = read_settings(environment)
         clock = RunClock(beginning.began_unix_s)
         self._is_last = False

@@ -94,21 +94,34 @@ def send_one(
     return record, answer
 
 
-class RunReport(msgspec.Struct, frozen=True):
-    """What a worker adds to Locust's reports: what happened in the run since the last one."""
+class RunMessage(msgspec.Struct, frozen=True):
+    """Travels as MessagePack inside Locust's own messages."""
 
     run_id: str
-    records: list[RequestRecord]
-    cancelled: int
-    trace: TraceProgress | None = None
-    is_last: bool = False  # the users of this worker have gone
 
     def packed(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def unpacked(cls, data: bytes) -> RunReport:
+    def unpacked(cls, data: bytes) -> Any:
         return msgspec.msgpack.decode(data, type=cls)
+
+
+class RunBeginning(RunMessage, frozen=True):
+    """What a master tells its workers of a run."""
+
+    began_unix_s: float
+    facts: ServerFacts
+    parts: list[str]  # workers with a part of a trace each; those that come later have none
+
+
+class RunReport(RunMessage, frozen=True):
+    """What a worker adds to Locust's reports: what happened in the run since the last one."""
+
+    records: list[RequestRecord]
+    cancelled: int
+    trace: TraceProgress | None = None
+    is_last: bool = False  # the users of this worker have gone
 
 
 class RunRecords:

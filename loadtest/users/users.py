@@ -18,7 +18,7 @@ from gevent.event import Event
 from locust import User, task
 
 from loadtest.users.run import Outgoing, UserRun
-from loadtest.users.workloads import TEXT_WORKLOADS, Ask, burst_due_s, next_step, retry_s
+from loadtest.users.workloads import TEXT_WORKLOADS, burst_due_s, next_step, retry_s
 
 IDLE_S = 3_600.0  # a user that has nothing left to do; stopping the run wakes it
 
@@ -67,13 +67,9 @@ class LoadUser(User):
         self._asked += 1
         return f"{self.workload}-{self.name}-{self._asked}"
 
-    def outgoing(self, ask: Ask, due_s: float | None = None) -> Outgoing:
-        request = ask.to_send(self.request_id(), self.run_of_user.is_explained)
-        return Outgoing(request, self.workload, ask.prompt_tokens, due_s)
 
-
-class TextUser(LoadUser):
-    """Asks, reads the answer, thinks, asks the next."""
+class ScriptedUser(LoadUser):
+    """One whose requests are text, made by its workload."""
 
     abstract = True
 
@@ -83,9 +79,20 @@ class TextUser(LoadUser):
         make = TEXT_WORKLOADS[self.workload]
         self._script = make(run.settings.seed, self.name, run.settings.sizes, run.facts)
 
+    def outgoing(self, due_s: float | None = None) -> Outgoing:
+        ask = self._script.next()
+        request = ask.to_send(self.request_id(), self.run_of_user.is_explained)
+        return Outgoing(request, self.workload, ask.prompt_tokens, due_s)
+
+
+class TextUser(ScriptedUser):
+    """Asks, reads the answer, thinks, asks the next."""
+
+    abstract = True
+
     @task
     def ask(self) -> None:
-        record, answer = self.run_of_user.send(self.outgoing(self._script.next()))
+        record, answer = self.run_of_user.send(self.outgoing())
         then = next_step(record, self.think_s())
         if then.is_answered:
             self._script.answered(answer)
@@ -106,18 +113,11 @@ class DocumentUser(TextUser):
     workload = "document"
 
 
-class BurstUser(LoadUser):
+class BurstUser(ScriptedUser):
     """Sends several requests at a moment that is the same for all users of all workers."""
 
     workload = "burst"
-
-    def on_start(self) -> None:
-        super().on_start()
-        run = self.run_of_user
-        self._script = TEXT_WORKLOADS["burst"](
-            run.settings.seed, self.name, run.settings.sizes, run.facts
-        )
-        self._not_before_s = 0.0
+    _not_before_s = 0.0
 
     @task
     def burst(self) -> None:
@@ -127,8 +127,7 @@ class BurstUser(LoadUser):
         due_s = burst_due_s(max(now_s, self._not_before_s), sizes.burst_every_s)
         self.pause(due_s - now_s)
         sending = [
-            gevent.spawn(run.send, self.outgoing(self._script.next(), due_s))
-            for _ in range(sizes.burst_requests)
+            gevent.spawn(run.send, self.outgoing(due_s)) for _ in range(sizes.burst_requests)
         ]
         try:
             gevent.joinall(sending, raise_error=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from loadtest.results.metrics import COMPLETED, RequestRecord
-from loadtest.users.run import RunRecords, RunReport
+from loadtest.users.run import RunBeginning, RunRecords, RunReport
+from loadtest.users.text import ServerFacts
 from loadtest.users.trace_share import TraceProgress
 
 
@@ -18,6 +19,12 @@ def record(due_s: float, request_id: str = "r", index: int = 0) -> RequestRecord
 def test_a_report_arrives_as_it_left() -> None:
     report = RunReport("run", [record(0.5), record(1 / 3)], 2, TraceProgress(7, 1))
     assert RunReport.unpacked(report.packed()) == report
+
+
+def test_a_worker_hears_of_a_run_what_its_master_says() -> None:
+    facts = ServerFacts(64, 8_192, 2_048, (0, 1), ("block_tokens",), bytes_per_token=3.25)
+    beginning = RunBeginning("run", 1_700_000_000.25, facts, ["one", "other"])
+    assert RunBeginning.unpacked(beginning.packed()) == beginning
 
 
 def test_what_was_handed_over_is_not_handed_over_again() -> None:
