@@ -125,16 +125,3 @@ def _table(compared: Sequence[Compared]) -> Table:
         cells = (row.label, *row.texts, row.better or "-")
         table.add_row(*(Text(cell) for cell in cells))
     return table
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `mooncake report ARGUMENTS`; the CLI calls this so that it imports nothing early."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(report)
-    command = typer.main.get_command(app)
-    command.main(arguments and list(arguments), prog_name="mooncake report")
-    return 0
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from loadtest.simulator.command import main
+from backends.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(["simulate", *sys.argv[1:]])

@@ -7,7 +7,8 @@ Not here: the experiments (one file each), the shape of the answer (bench/result
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -26,9 +27,12 @@ from loadtest.simulator.experiments import (
 from loadtest.simulator.options import (
     SUFFIXES,
     WHERE,
+    Answer,
+    Begin,
     SimulationOptions,
     SimulationRefused,
     console,
+    progress_bar,
 )
 
 
@@ -40,7 +44,7 @@ class Experiment(str, Enum):
     DYNAMO_REPLAY = "dynamo-replay"
 
 
-EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions], Result]] = {
+EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] = {
     Experiment.HIT_RATE: hit_rate.answer,
     Experiment.SCHEDULING: scheduling.answer,
     Experiment.REJECTION: rejection.answer,
@@ -129,15 +133,14 @@ def simulate(
     coupled: the same trace on as many nodes of vLLM-like engines, swept over their knobs.
     """
     try:
-        result = EXPERIMENTS[experiment](
-            SimulationOptions(
-                folder=traces, traces=tuple(trace or ()), policies=tuple(policy or ()),
-                admissions=tuple(admission or ()), speeds=tuple(speed or ()),
-                blocks=tuple(blocks or ()), requests=requests, seed=seed, prefills=prefills,
-                decodes=decodes, is_directory=directory, picture=picture,
-                changes=tuple(changes or ()), peer_python=peer_python,
-            )
+        options = SimulationOptions(
+            folder=traces, traces=tuple(trace or ()), policies=tuple(policy or ()),
+            admissions=tuple(admission or ()), speeds=tuple(speed or ()),
+            blocks=tuple(blocks or ()), requests=requests, seed=seed, prefills=prefills,
+            decodes=decodes, is_directory=directory, picture=picture,
+            changes=tuple(changes or ()), peer_python=peer_python,
         )  # fmt: skip
+        result = answer(experiment, options)
     except (SimulationRefused, TraceError) as problem:
         console.print(f"cannot simulate: {problem}", markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
@@ -147,10 +150,14 @@ def simulate(
         result.print()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `mooncake simulate ARGUMENTS`; the CLI calls this so that it imports nothing early."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(simulate)
-    command = typer.main.get_command(app)
-    command.main(None if arguments is None else list(arguments), prog_name="mooncake simulate")
-    return 0
+def answer(experiment: Experiment, options: SimulationOptions) -> Result:
+    """What the experiment found; the picture when one was asked for."""
+    started_s = time.monotonic()
+    with progress_bar() as begin:
+        rows, targets = EXPERIMENTS[experiment](options, begin)
+    if options.picture is not None:
+        from loadtest.simulator.experiments import pictures  # loads matplotlib
+
+        if (save := pictures.SAVE.get(experiment.value)) is not None:
+            save(options.picture, rows)
+    return Result(experiment.value, time.monotonic() - started_s, rows, targets)

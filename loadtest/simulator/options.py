@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 from conductor import ConductorConfig
+from loadtest.bench.result import Cell, Target
 from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.simulator.cluster.job import Offered, offered_of
 from loadtest.simulator.cluster.site import ClusterSettings
@@ -30,6 +31,11 @@ SUFFIXES = (".png", ".svg", ".pdf")
 TRUTH = {"true": True, "false": False}
 
 console = Console(stderr=True, highlight=False)
+
+
+Rows = list[dict[str, Cell]]
+Answer = tuple[Rows, list[Target]]  # what an experiment found
+Begin = Callable[[str, int], Callable[[], None]]  # a line of so many steps -> what counts one
 
 
 class SimulationRefused(Exception):
@@ -140,7 +146,7 @@ NO_OPTIONS = SimulationOptions()
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int], Callable[[], None]]]:
+def progress_bar() -> Iterator[Begin]:
     """Gives a function that begins a line of so many steps and returns what counts one of them."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

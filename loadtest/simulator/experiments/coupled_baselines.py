@@ -9,18 +9,17 @@ Not here: the engines (cluster/coupled.py).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loadtest.bench.result import Cell, Result
+from loadtest.bench.result import Cell
 from loadtest.simulator.cluster.coupled import CoupledFleet, CoupledSettings
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import SimulatedJob, offered_of
 from loadtest.simulator.cluster.outcome import outcome_of, within
 from loadtest.simulator.experiments import scheduling
-from loadtest.simulator.options import SimulationOptions, progress_bar
+from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
 
 TRACE, TTFT_SLO_S = "conversation", 30.0
 TBT_SLOS_S = (0.1, 0.2, 0.3)  # FAST'25, Figure 1
@@ -33,25 +32,24 @@ SWEPT = (
 )  # fmt: skip
 
 
-def answer(options: SimulationOptions) -> Result:
+def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Every engine and knob at every speed."""
-    started_s, gpu = time.monotonic(), Roofline()
+    gpu = Roofline()
     offered = offered_of(options.rows(options.one_trace(TRACE)))
-    rows: list[dict[str, Cell]] = []
+    rows: Rows = []
     shape = options.settings()
-    with progress_bar() as begin:
-        for speed in options.speeds or (1.0,):
-            on_over = begin(f"{shape.prefills} + {shape.decodes} {speed:g}x", len(offered))
-            config = options.changed(scheduling.config_for("kvcache_centric"))
-            fleet = SimulatedFleet(config, shape, gpu)
-            name = f"{shape.prefills}P+{shape.decodes}D kvcache_centric"
-            rows.append(_row(name, speed, None, fleet.run(offered, speed, on_over)))
-            for swept in SWEPT:
-                settings = replace(swept, nodes=shape.prefills + shape.decodes, seed=options.seed)
-                on_over = begin(f"{settings.engine} {speed:g}x", len(offered))
-                jobs = CoupledFleet(settings, gpu).run(offered, speed, on_over)
-                rows.append(_row(settings.engine, speed, settings, jobs))
-    return Result("coupled", time.monotonic() - started_s, rows, [])
+    for speed in options.speeds or (1.0,):
+        on_over = begin(f"{shape.prefills} + {shape.decodes} {speed:g}x", len(offered))
+        config = options.changed(scheduling.config_for("kvcache_centric"))
+        fleet = SimulatedFleet(config, shape, gpu)
+        name = f"{shape.prefills}P+{shape.decodes}D kvcache_centric"
+        rows.append(_row(name, speed, None, fleet.run(offered, speed, on_over)))
+        for swept in SWEPT:
+            settings = replace(swept, nodes=shape.prefills + shape.decodes, seed=options.seed)
+            on_over = begin(f"{settings.engine} {speed:g}x", len(offered))
+            jobs = CoupledFleet(settings, gpu).run(offered, speed, on_over)
+            rows.append(_row(settings.engine, speed, settings, jobs))
+    return rows, []
 
 
 def _row(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from conductor import ConductorConfig
 from conductor.queue_order import ALWAYS
-from loadtest.bench.result import Cell, Result
+from loadtest.bench.result import Cell
 from loadtest.replay.trace import TraceRow
 from loadtest.simulator.cluster.job import Offered, offered_of, spread_ticks
 from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of
@@ -52,12 +52,13 @@ from loadtest.simulator.dynamo.targets import (
     targets_of,
 )
 from loadtest.simulator.dynamo.timing import alone_s
-from loadtest.simulator.experiments import pictures
 from loadtest.simulator.options import (
     NO_OPTIONS,
+    Answer,
+    Begin,
+    Rows,
     SimulationOptions,
     SimulationRefused,
-    progress_bar,
 )
 
 TRACE = "conversation"
@@ -73,9 +74,8 @@ class DynamoResults:
     why_not: str = ""
 
 
-def answer(options: SimulationOptions) -> Result:
-    """Every case, beside Dynamo's numbers; the picture when one was asked for."""
-    started_s = time.monotonic()
+def answer(options: SimulationOptions, begin: Begin) -> Answer:
+    """Every case, beside Dynamo's numbers."""
     trace = options.one_trace(TRACE)
     rows = options.rows(trace)
     cases = [
@@ -86,18 +86,14 @@ def answer(options: SimulationOptions) -> Result:
     why_not = "" if trace == TRACE else f"it was promised of the {TRACE} trace"
     if options.requests is not None or options.changes:
         why_not = options.is_shortened
-    with progress_bar() as begin:
-        peer = _peer(rows, cases, options.peer_python, begin)
-        offered, spread = offered_of(rows), offered_of(spread_ticks(rows))
-        runs = []
-        for case in cases:
-            on_over = begin(case.name, len(rows))
-            runs.append(run(case, spread if case.is_spread else offered, options, on_over))
-    shown = _rows(runs, peer.results)
+    peer = _peer(rows, cases, options.peer_python, begin)
+    offered, spread = offered_of(rows), offered_of(spread_ticks(rows))
+    runs = []
+    for case in cases:
+        on_over = begin(case.name, len(rows))
+        runs.append(run(case, spread if case.is_spread else offered, options, on_over))
     targets = targets_of(runs, peer.results, why_not, peer.why_not)
-    if options.picture is not None:
-        pictures.save_dynamo_replay(options.picture, shown)
-    return Result("dynamo-replay", time.monotonic() - started_s, shown, targets)
+    return _rows(runs, peer.results), targets
 
 
 def cases_of(options: SimulationOptions) -> list[DynamoCase]:
@@ -171,9 +167,8 @@ def run(
 
 
 def _peer(
-    rows: Sequence[TraceRow], cases: Sequence[DynamoCase], python: str | None,
-    begin: Callable[[str, int], Callable[[], None]],
-) -> DynamoResults:  # fmt: skip
+    rows: Sequence[TraceRow], cases: Sequence[DynamoCase], python: str | None, begin: Begin
+) -> DynamoResults:
     """Live when its Python was given, else as recorded if that was on the same trace."""
     wanted = list(dict.fromkeys(case.of_peer(router) for case in cases for router in ROUTERS))
     if python is not None:
@@ -193,7 +188,7 @@ def _peer(
     return DynamoResults({run: results[run] for run in wanted if run in results}, why_not)
 
 
-def _rows(runs: Sequence[DynamoRun], peer: dict[PeerRun, PeerResult]) -> list[dict[str, Cell]]:
+def _rows(runs: Sequence[DynamoRun], peer: dict[PeerRun, PeerResult]) -> Rows:
     """Ours and Dynamo's of the same load one after the other."""
     loads = {run.case.of_peer("") for run in runs}
     shown = []

@@ -13,14 +13,12 @@ Not here: how a cache counts (../block_cache.py), how it is drawn (pictures.py).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from loadtest.bench.result import Cell, Result, Target
+from loadtest.bench.result import Target
 from loadtest.simulator.block_cache import BlockCache, DirectoryCache, Hits, best_hits, key_of, play
-from loadtest.simulator.experiments import pictures
-from loadtest.simulator.options import SimulationOptions, SimulationRefused, progress_bar
+from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions, SimulationRefused
 from mooncake_store.directory.core.eviction import POLICIES
 
 TRACES = ("conversation", "synthetic")
@@ -46,9 +44,8 @@ class HitRateRun:
     result: Hits
 
 
-def answer(options: SimulationOptions) -> Result:
-    """Every policy at every size on every trace; the picture when one was asked for."""
-    started_s = time.monotonic()
+def answer(options: SimulationOptions, begin: Begin) -> Answer:
+    """Every policy at every size on every trace."""
     if options.changes:
         raise SimulationRefused("--set: no conductor decides in hit-rate; leave it out")
     loaded = {name: requests_of(options, name) for name in options.traces or TRACES}
@@ -58,14 +55,10 @@ def answer(options: SimulationOptions) -> Result:
     if sizes[0] < longest:
         raise SimulationRefused(f"--blocks {sizes[0]}: a request needs {longest} at once")
     runs: list[HitRateRun] = []
-    with progress_bar() as begin:
-        for name, requests in loaded.items():
-            done = begin(name, steps(policies, sizes))
-            runs += runs_of(name, requests, policies, sizes, options.is_directory, done)
-    rows, targets = rows_of(runs), targets_of(runs)
-    if options.picture is not None:
-        pictures.save_hit_rate(options.picture, rows)
-    return Result("hit-rate", time.monotonic() - started_s, rows, targets)
+    for name, requests in loaded.items():
+        done = begin(name, steps(policies, sizes))
+        runs += runs_of(name, requests, policies, sizes, options.is_directory, done)
+    return rows_of(runs), targets_of(runs)
 
 
 def requests_of(options: SimulationOptions, trace: str) -> list[list[bytes]]:
@@ -103,10 +96,10 @@ def runs_of(
     return runs
 
 
-def rows_of(runs: Sequence[HitRateRun]) -> list[dict[str, Cell]]:
+def rows_of(runs: Sequence[HitRateRun]) -> Rows:
     """What every run found, and how much of what could be gained over LRU it gained."""
     percent = {(run.trace, run.blocks, run.policy): run.result.percent for run in runs}
-    rows: list[dict[str, Cell]] = []
+    rows: Rows = []
     for run in runs:
         here = run.result.percent
         plain = percent.get((run.trace, run.blocks, PLAIN))

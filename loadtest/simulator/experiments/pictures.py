@@ -81,7 +81,9 @@ def save_scheduling(path: Path, rows: Sequence[Row]) -> None:
 
 
 def save_rejection(path: Path, rows: Sequence[Row]) -> None:
-    """What each admission wastes, keeps and rejects; the paper's rejections as lines."""
+    """What each admission wastes, keeps and rejects at the speed that was found; the paper's
+    rejections as lines."""
+    rows = [row for row in rows if row["speed"] == rows[-1]["speed"]]
     figure, panels = _panels(len(REJECTION_PANELS), 10.0)
     for panel, (column, title) in zip(panels, REJECTION_PANELS, strict=True):
         values = [_number(row, column) for row in rows]
@@ -116,6 +118,14 @@ def save_dynamo_replay(path: Path, rows: Sequence[Row]) -> None:
         panel.set_title(title, fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+SAVE = {
+    "hit-rate": save_hit_rate,
+    "scheduling": save_scheduling,
+    "rejection": save_rejection,
+    "dynamo-replay": save_dynamo_replay,
+}
 
 
 def _scheduler(row: Row) -> str:

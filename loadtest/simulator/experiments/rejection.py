@@ -12,7 +12,6 @@ Not here: the policies (conductor/admission/admission.py), the cluster (cluster/
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,15 +19,14 @@ from itertools import pairwise
 import numpy as np
 
 from conductor import ConductorConfig
-from loadtest.bench.result import Cell, Result, Target
+from loadtest.bench.result import Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of, within
 from loadtest.simulator.cluster.site import ClusterSettings
-from loadtest.simulator.experiments import pictures
 from loadtest.simulator.experiments.scheduling import ratio_target
-from loadtest.simulator.options import NO_OPTIONS, SimulationOptions, progress_bar
+from loadtest.simulator.options import NO_OPTIONS, Answer, Begin, Rows, SimulationOptions
 
 TRACE = "conversation"
 ADMISSIONS = ("baseline", "early", "predictive", "predictive_lengths")
@@ -79,28 +77,23 @@ class LoadWatch:
         self.decode.append(sum(steps) / len(steps) / TBT_SLO_S)
 
 
-def answer(options: SimulationOptions) -> Result:
-    """The speed, then every admission at it; the picture when one was asked for."""
-    started_s = time.monotonic()
+def answer(options: SimulationOptions, begin: Begin) -> Answer:
+    """The speed, then every admission at it."""
     admissions = options.one_of(options.admissions, ADMISSIONS, "admission")
     settings = options.settings()
     offered, why_not = options.promised(TRACE)
     runs: list[RejectionRun] = []
-    with progress_bar() as begin:
-        for speed in options.speeds or SPEEDS:
-            on_over = begin(f"baseline {speed:g}x", len(offered))
-            runs.append(run(offered, "baseline", speed, settings, options, on_over))
-            if runs[-1].outcome.wasted_share >= WASTED_SHARE_MIN:
-                break
-        speed = runs[-1].speed
-        for admission in admissions:
-            if admission != "baseline":
-                on_over = begin(f"{admission} {speed:g}x", len(offered))
-                runs.append(run(offered, admission, speed, settings, options, on_over))
-    rows, targets = rows_of(runs), targets_of(runs, why_not)
-    if options.picture is not None:
-        pictures.save_rejection(options.picture, [row for row in rows if row["speed"] == speed])
-    return Result("rejection", time.monotonic() - started_s, rows, targets)
+    for speed in options.speeds or SPEEDS:
+        on_over = begin(f"baseline {speed:g}x", len(offered))
+        runs.append(run(offered, "baseline", speed, settings, options, on_over))
+        if runs[-1].outcome.wasted_share >= WASTED_SHARE_MIN:
+            break
+    speed = runs[-1].speed
+    for admission in admissions:
+        if admission != "baseline":
+            on_over = begin(f"{admission} {speed:g}x", len(offered))
+            runs.append(run(offered, admission, speed, settings, options, on_over))
+    return rows_of(runs), targets_of(runs, why_not)
 
 
 def config_for(admission: str) -> ConductorConfig:
@@ -137,8 +130,8 @@ def run(
     )  # fmt: skip
 
 
-def rows_of(runs: Sequence[RejectionRun]) -> list[dict[str, Cell]]:
-    rows: list[dict[str, Cell]] = []
+def rows_of(runs: Sequence[RejectionRun]) -> Rows:
+    rows: Rows = []
     for run in runs:
         outcome, paper = run.outcome, PAPER_REJECTED.get(run.admission)
         rows.append({

@@ -10,7 +10,6 @@ Not here: the policies (conductor/routing/policies.py), the cluster (cluster/).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,14 +17,13 @@ from operator import attrgetter
 from typing import TypeVar
 
 from conductor import ConductorConfig
-from loadtest.bench.result import Cell, Result, Target
+from loadtest.bench.result import Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of
 from loadtest.simulator.cluster.site import ClusterSettings
-from loadtest.simulator.experiments import pictures
-from loadtest.simulator.options import NO_OPTIONS, SimulationOptions, progress_bar
+from loadtest.simulator.options import NO_OPTIONS, Answer, Begin, Rows, SimulationOptions
 
 POLICIES = ("random", "load_balance", "cache_aware", "kvcache_centric", "adaptive")
 SPEEDS = (1.0, 1.5, 2.0)
@@ -52,22 +50,17 @@ class SchedulingRun:
     ttft_error: float  # |predicted - actual| / actual, mean of the last requests
 
 
-def answer(options: SimulationOptions) -> Result:
-    """Every policy at every speed; the picture when one was asked for."""
-    started_s = time.monotonic()
+def answer(options: SimulationOptions, begin: Begin) -> Answer:
+    """Every policy at every speed."""
     policies = options.one_of(options.policies, POLICIES, "policy")
     settings = options.settings()
     offered, why_not = options.promised(TRACE)
     runs: list[SchedulingRun] = []
-    with progress_bar() as begin:
-        for speed in options.speeds or SPEEDS:
-            for policy in policies:
-                on_over = begin(f"{policy} {speed:g}x", len(offered))
-                runs.append(run(offered, policy, speed, settings, options, on_over))
-    rows, targets = rows_of(runs), targets_of(runs, why_not)
-    if options.picture is not None:
-        pictures.save_scheduling(options.picture, rows)
-    return Result("scheduling", time.monotonic() - started_s, rows, targets)
+    for speed in options.speeds or SPEEDS:
+        for policy in policies:
+            on_over = begin(f"{policy} {speed:g}x", len(offered))
+            runs.append(run(offered, policy, speed, settings, options, on_over))
+    return rows_of(runs), targets_of(runs, why_not)
 
 
 def config_for(policy: str) -> ConductorConfig:
@@ -97,9 +90,9 @@ def run(
     return SchedulingRun(policy, speed, config.queue_order, outcome, sum(busy) / len(busy), error)
 
 
-def rows_of(runs: Sequence[SchedulingRun]) -> list[dict[str, Cell]]:
+def rows_of(runs: Sequence[SchedulingRun]) -> Rows:
     means = {(run.policy, run.speed): run.outcome.ttft_s.mean for run in runs}
-    rows: list[dict[str, Cell]] = []
+    rows: Rows = []
     for run in runs:
         ttft, outcome = run.outcome.ttft_s, run.outcome
         centric_s = means.get(("kvcache_centric", run.speed))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.report.command import main
+from backends.cli import main
 from loadtest.report.page import write_report
 from loadtest.results.recording import read_report
 from tests.loadtest.report.runs import answered, full, recording
@@ -27,7 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def status_of(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(["report", *arguments])
     return int(ended.value.code or 0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.simulator.command import main
+from backends.cli import main
 from tests.loadtest.simulator.fleets import START
 
 
@@ -25,7 +25,7 @@ def simulated(
     picture = folder / "picture.png"
     asked = ["--traces", str(folder), "--prefills", "2", "--decodes", "2", "--json", *given]
     with pytest.raises(SystemExit) as ended:
-        main([*asked, *(["--plot", str(picture)] if "coupled" not in given else [])])
+        main(["simulate", *asked, *(["--plot", str(picture)] if "coupled" not in given else [])])
     assert ended.value.code == 0
     drawn = picture.read_bytes() if picture.exists() else b""
     return json.loads(capsys.readouterr().out), drawn
@@ -88,6 +88,6 @@ def test_what_cannot_be_run_is_refused_with_a_reason(
     given: list[str], why: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--traces", str(folder), "--experiment", *given])
+        main(["simulate", "--traces", str(folder), "--experiment", *given])
     assert ended.value.code == 2
     assert why in capsys.readouterr().err

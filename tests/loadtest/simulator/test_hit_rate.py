@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from backends.cli import main
 from loadtest.simulator.block_cache import BlockCache, DirectoryCache, Hits, best_hits, key_of, play
-from loadtest.simulator.command import main
 from loadtest.simulator.experiments.hit_rate import HitRateRun, requests_of, rows_of, targets_of
 from loadtest.simulator.options import SimulationOptions
 from mooncake_store.directory.core.eviction import POLICIES
@@ -129,7 +129,7 @@ def test_rows_say_how_much_of_the_possible_gain_was_gained() -> None:
 
 def run_command(given: list[str]) -> int:
     with pytest.raises(SystemExit) as ended:
-        main(given)
+        main(["simulate", *given])
     assert isinstance(ended.value.code, int)
     return ended.value.code
 

@@ -13,6 +13,7 @@ from conductor import Reject, Request
 from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.simulator.cluster.job import Offered, SimulatedJob, offered_of, spread_ticks
 from loadtest.simulator.cluster.outcome import outcome_of
+from loadtest.simulator.command import Experiment, answer
 from loadtest.simulator.dynamo.fleet import (
     DynamoFleet,
     RoundRobinFleet,
@@ -33,7 +34,6 @@ from loadtest.simulator.dynamo.peer import (
 from loadtest.simulator.dynamo.targets import DynamoCase, gate_percent, targets_of
 from loadtest.simulator.experiments.dynamo_replay import (
     all_cases,
-    answer,
     cases_of,
     config_for,
     run,
@@ -224,7 +224,8 @@ def test_a_shortened_experiment_names_what_it_cannot_say(tmp_path: Path) -> None
     (tmp_path / "conversation_trace.jsonl").write_text("".join(lines[:60]))
     picture = tmp_path / "found.png"
     result = answer(
-        SimulationOptions(folder=tmp_path, requests=50, blocks=(2_048,), picture=picture)
+        Experiment.DYNAMO_REPLAY,
+        SimulationOptions(folder=tmp_path, requests=50, blocks=(2_048,), picture=picture),
     )
     assert picture.stat().st_size > 10_000
     assert all(target.value is None and target.why for target in result.targets)
@@ -244,6 +245,9 @@ def test_any_case_can_be_asked_for(tmp_path: Path) -> None:
     assert [case.policy for case in cases][:1] == ["round_robin"] and len(cases) == 5
     lines = (DATA / "conversation_start.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "other_trace.jsonl").write_text("".join(lines[:60]))
-    result = answer(replace(asked, folder=tmp_path, traces=("other",), policies=("adaptive",)))
+    result = answer(
+        Experiment.DYNAMO_REPLAY,
+        replace(asked, folder=tmp_path, traces=("other",), policies=("adaptive",)),
+    )
     assert [row["workers"] for row in result.rows] == ["3P2D"] * 3
     assert any("3P2D" in target.name for target in result.targets)
