@@ -32,8 +32,7 @@ from conductor.admission.admission import (
     load_reserved,
     pressure_on,
     reject_for,
-    reject_nobody,
-    reject_too_large,
+    reject_untaken,
 )
 from conductor.config import ConductorConfig
 from conductor.estimates.measured import RelativeErrors
@@ -112,7 +111,7 @@ class Conductor:
         self._tiers.clear()
         for block_key, holders in snapshot.holders:
             for node_id in holders:
-                self._tiers.add(block_key, node_id)
+                self._tiers.add_many((block_key,), node_id)
                 self._hotspots.arrived(block_key, node_id)
         self.on_events([NodeUp(info) for info in snapshot.nodes], now_s)
         self.on_events([WorkerUp(info) for info in snapshot.workers], now_s)
@@ -218,22 +217,15 @@ class Conductor:
         cluster.look(now_s)
         usable = prefills.usable(now_s, tokens, excluded)
         if not prefills.count(usable):
-            return self._nobody("prefill", request, now_s)
+            return reject_untaken(cluster, "prefill", request, now_s)
         joinable = decodes.usable(now_s, tokens + request.output_tokens_max, excluded)
         if not decodes.count(joinable):
-            return self._nobody("decode", request, now_s)
+            return reject_untaken(cluster, "decode", request, now_s)
         ttft_limit_s = self._gate.ttft_limit_s(request)
         return Options(
             cluster, self._tiers, request, (usable, joinable), self._loads,
             self._gate.order(request), ttft_limit_s, now_s,
         )  # fmt: skip
-
-    def _nobody(self, role: str, request: Request, now_s: float) -> Reject:
-        excluded = request.excluded_workers
-        takers = [w for w in self._cluster.takers(role, now_s) if w.key not in excluded]
-        if not takers:
-            return reject_nobody(self._cluster, role, request, now_s)
-        return reject_too_large(role, takers, request)
 
     def _refuse(self, rejection: Reject) -> Reject:
         self._rejected[rejection.kind] += 1

@@ -19,6 +19,9 @@ ADMISSIONS = ("reserved", "predictive_lengths", "predictive", "early", "baseline
 PREDICTIVE = ("predictive", "predictive_lengths")  # of them, those that look ahead
 SHEDDINGS = ("fair_share", "limit")
 QUEUE_ORDERS = ("fifo", "shortest_first")
+CHOICES = {
+    "policy": POLICIES, "admission": ADMISSIONS, "shedding": SHEDDINGS, "queue_order": QUEUE_ORDERS,
+}  # fmt: skip
 OVERLOAD_STRETCH = 20.0  # nearly all prompts reach the bound
 
 
@@ -145,14 +148,9 @@ class ConductorConfig:
                 continue
             if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in MAY_BE_0):
                 found.append(f"{field.name} is {value}; set a positive, finite number")
-        if self.policy not in POLICIES:
-            found.append(_unknown("policy", self.policy, POLICIES))
-        if self.admission not in ADMISSIONS:
-            found.append(_unknown("admission", self.admission, ADMISSIONS))
-        if self.shedding not in SHEDDINGS:
-            found.append(_unknown("shedding", self.shedding, SHEDDINGS))
-        if self.queue_order not in QUEUE_ORDERS:
-            found.append(_unknown("queue_order", self.queue_order, QUEUE_ORDERS))
+        for name, known in CHOICES.items():
+            if (chosen := getattr(self, name)) not in known:
+                found.append(f"{name} is {chosen!r}; use one of {', '.join(known)}")
         if self.kvcache_balancing_threshold < 1:
             found.append(
                 f"kvcache_balancing_threshold is {self.kvcache_balancing_threshold}; below 1 a "
@@ -212,7 +210,3 @@ def parse_shares(text: str) -> dict[str, float]:
             raise ValueError(f"{name!r} is there twice; keep one of them")
         found[name] = weight
     return found
-
-
-def _unknown(name: str, value: str, known: tuple[str, ...]) -> str:
-    return f"{name} is {value!r}; use one of {', '.join(known)}"

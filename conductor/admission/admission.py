@@ -117,8 +117,11 @@ def decode_loads(
     ]  # fmt: skip
 
 
-def reject_nobody(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:
-    """No worker of this role takes requests: say what is wrong with each kind of them."""
+def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:
+    """No worker of this role can take it: none takes requests, or each is too small."""
+    takers = [w for w in cluster.takers(role, now_s) if w.key not in request.excluded_workers]
+    if takers:
+        return _too_large(role, takers, request)
     reasons: dict[str, int] = {}
     for worker in cluster.workers.values():
         if worker.info.role == role:
@@ -130,7 +133,7 @@ def reject_nobody(cluster: Cluster, role: str, request: Request, now_s: float) -
     return Reject(request.request_id, f"no_{role}_worker", reason, None, retry_s)
 
 
-def reject_too_large(role: str, workers: Sequence[WorkerState], request: Request) -> Reject:
+def _too_large(role: str, workers: Sequence[WorkerState], request: Request) -> Reject:
     """No worker that is there could ever hold it; asking again will not help."""
     output = f" + {request.output_tokens_max} to generate" if role == "decode" else ""
     largest = max(
@@ -220,7 +223,7 @@ def _tbt_slo(case: RejectionCase) -> tuple[str, float]:
         f"{case.of_priority} on the best of {len(case.options.decodes)} decode workers "
         f"({predicted.decode_sequences:.0f} requests)"
     )
-    return reason, _least_decode_wait_s(case, limit_s)
+    return reason, _decode_wait_s(case, limit_s)
 
 
 def _decode_full(case: RejectionCase) -> tuple[str, float]:
@@ -234,7 +237,7 @@ def _decode_full(case: RejectionCase) -> tuple[str, float]:
     marked = len(case.cluster.overloaded(case.now_s))
     if marked:
         reason += f"; {marked} refused a request on its arrival and not reported since"
-    return reason, _least_decode_wait_s(case, case.cluster.config.tbt_slo_s)
+    return reason, _decode_wait_s(case, case.cluster.config.tbt_slo_s)
 
 
 def _fair_share(case: RejectionCase) -> tuple[str, float]:
@@ -267,17 +270,13 @@ WORDS: Mapping[str, Callable[[RejectionCase], tuple[str, float]]] = {
 DECODE_KINDS = ("tbt_slo", "decode_full")
 
 
-def _least_decode_wait_s(case: RejectionCase, limit_s: float) -> float:
-    now_s, cluster = case.now_s, case.cluster
-    return min(
-        _decode_wait_s(d, case.request, limit_s, now_s, cluster) for d in case.options.decodes
-    )
+def _decode_wait_s(case: RejectionCase, tbt_limit_s: float) -> float:
+    """Until enough requests have left one of the batches for one more to fit."""
+    return min(_batch_wait_s(case, decode, tbt_limit_s) for decode in case.options.decodes)
 
 
-def _decode_wait_s(
-    decode: DecodeOption, request: Request, tbt_limit_s: float, now_s: float, cluster: Cluster
-) -> float:
-    """Until enough requests have left this batch for one more to fit."""
+def _batch_wait_s(case: RejectionCase, decode: DecodeOption, tbt_limit_s: float) -> float:
+    request, now_s, cluster = case.request, case.now_s, case.cluster
     config, info, load = cluster.config, decode.worker.info, decode.load
     estimate, tokens = decode.worker.decode_estimate, request.prompt_tokens
     sequences = max(load.sequences, 1.0)  # the mean request stands for each of them

@@ -1,57 +1,30 @@
 """Whom to turn away when more is offered than fits, before any limit is reached.
 
-A limit on predicted TTFT alone is blind to what a request costs. Under overload the queue stands at
-the limit, where a short prompt still fits and a long one never does: the long ones starve, all who
-are admitted wait as long as the limit allows, and every error of prediction is a miss. So:
-
-**Hold the queue well below the limit.** `backlog` is the mean seconds of prefill queued per worker,
-`target = backlog_share x ttft_slo_s`. Work may be admitted at the rate
+A limit on predicted TTFT alone is blind to what a request costs: under overload the queue stands at
+the limit, where a short prompt still fits and a long one never does. So the queue is held well
+below it. `backlog` is the mean seconds of prefill queued per worker, `target = backlog_share x
+ttft_slo_s`, and work may be admitted at the rate
 
     capacity = workers x (1 + (target - backlog) / ttft_slo_s)      [prefill seconds per second]
 
-so an excess is drained within one service level, and an error in anything that was predicted
-shows as backlog and corrects itself. At or below half the target nobody is turned away: there is
-room now, and an idle worker earns nothing. (A burst on an idle cluster is never shed.)
-
-**Divide it among tenants, then among requests.** What was offered lately, in seconds of work per
-second, is known per tenant, with a half-life of `demand_half_life_s` and, to see a flood soon, with
-a sixth of it; the larger counts. The capacity is divided max-min fairly by `tenant_shares`: who
-wants less than its share gets all it wants, and the others divide the rest by weight. A tenant that
-gets all it wants has nobody turned away. For the others `Demand.split` (below) finds a limit of
-cost for each class of prompt length: cheapest first, because that serves the most requests, but no
-class below `length_share_min` of what all classes get. A class
-that counts below that floor all the same (few requests, a shift in the workload) is *owed*: its
-next request is admitted whatever it costs.
-
-**Priority.** A request's cost is `work / priority_weight^priority`: one level up is worth
-priority_weight times the work. So under overload a higher one is turned away later, a negative one
-earlier, and without overload neither. An owed class does not lift negative ones.
-
-**When decoding is what is short** the prefill queue says nothing. A rejection for decode room or
-TBT lowers the part of what is wanted that may come, and each plan without one raises it a little
-(additive growth, multiplicative decrease); shares and floors apply to what is left. The cost stays
-prefill seconds, so a long answer counts no more than a short one.
-
-A tenant that was never heard of is admitted until the next plan, at most PLAN_S later.
-
-**Demand.** What one tenant offered lately is counted by class of prompt length and by cost, in a
-histogram with four buckets an octave, which `split` cuts:
+so an excess is drained within one service level. At or below half the target nobody is turned away.
+The capacity is divided among tenants max-min fairly by `tenant_shares`; of a tenant that gets less
+than it wants, the costliest requests of each class of prompt length are turned away, with a floor
+for each class (`Demand.split`):
 
     admit a request of class c  if its cost is below cut[c]
     cut[c] = the same for every class, raised where that would admit less than a floor:
              admitted share of c >= floor x admitted share of all
 
-and it is the largest one whose work fits into the seconds that are granted. Inside a class the
-cheapest go first too, so a floor is met at the least cost. A cut is a position in the histogram:
-whole buckets, and a part of the next one. Costs are often equal (a benchmark sends one prompt
-length), so inside that bucket turns are taken: each request that comes adds the part to a *credit*,
-and one is admitted when the credit has reached one. All sums fade together (forward_decay.py): they
-are in units of the weight of today, which the owner of a `Demand` gives it.
+A cut is a position in a histogram of costs with four buckets an octave: whole buckets, and a part
+of the next one. Costs are often equal, so inside that bucket turns are taken: each request that
+comes adds the part to a *credit*, and one is admitted when the credit has reached one. All sums
+fade together (forward_decay.py), in units of the weight of today, which the owner of a `Demand`
+gives it. Plans are made at most every PLAN_S, so a decision costs two sums and a comparison.
 
-Ignored: output lengths, and that admitting one prompt makes another cheaper (its prefix cached).
-Plans are made at most every PLAN_S, so a decision costs two sums and a comparison.
-
-Not here: the limits themselves (admission.py), counting of rejections (conductor.py).
+Why, and the parts of priority, of classes that are owed a request and of decoding:
+docs/reference/conductor.md ("Fair shares under overload"). Not here: the limits themselves
+(admission.py), counting of rejections (conductor.py).
 """
 
 from __future__ import annotations

@@ -7,48 +7,30 @@ that is reserved there, and each moment of a grid,
     alive(t) = 0 before its prefill ends, S((t - end) / step) after it, while it is coming
     alive(t) = 0 once it would have had max_tokens
 
-Requests that a report counts beyond ours are of unknown age: they leave as the residual curve of
-all answers says. The worker's curve is the sum over its requests, of sequences, of context tokens
-(prompt and what was generated) and of reserved pages:
+The worker's curve is the sum over its requests, of sequences, of context tokens (prompt and what
+was generated) and of reserved pages, each raised by its uncertainty:
 
     load(t) = sum of alive(t) x (1, prompt + n(t), pages)
     each of them raised by decode_room_sigma x sqrt(sum of alive (1 - alive) x its size^2)
 
-A request decodes from the end of its prefill on, next to those that join after it. So what it is
-judged by is the *peak* of the curve from that moment on, not its value there: room that is booked
-by a longer prefill is not given away a second time.
+Requests that a report counts beyond ours leave as the residual curve of all answers says. A request
+decodes from the end of its prefill on, next to those that join after it, so it is judged by the
+*peak* of the curve from that moment on.
 
-What this promises. With sigma = 1 the room, and the step time, that were predicted are there about
-five times out of six. Without it they would be missed every other time, and the prefill of whoever
-comes then was for nothing: the worker checks again (arrival_check.py). Pages are reserved when a
-request arrives and it waits while there are none, so there a wrong guess costs waiting. `reserved`
-admission counts nobody as gone and is for those who want their room every time.
-
-Cost. A curve is a row of one table, changed by adding and taking away the rows of requests, and
-made anew at a report (so once a second, off the path of a decision: then the ages are current and
-rounding starts over). A decision interpolates one table for all workers at once, whatever number
-of requests they have. Ignored: that the step becomes shorter as requests leave and longer as they
-come (the current step is used throughout), and that a request may be slowed by pages it waits for.
+A curve is a row of one table, changed by adding and taking away the rows of requests, and made anew
+at a report (once a second, off the path of a decision: then the ages are current and rounding
+starts over). A decision interpolates one table for all workers at once.
 
 **Expected arrivals** have not come yet, but will join the decode workers before this request does.
-A long prompt asks for room that will be free when its prefill has ended. Until then others come,
-with shorter prompts, and join before it. If the room were promised to the long prompt as if nobody
-came, prompts would be preferred for being slow, and each promise would be tighter than it looks.
 At the recent rate, those who come after now and join before t are, per decode worker,
 
     expected(t) = expected_arrivals_share x rate x (t - now - d (1 - exp(-(t - now) / d)))
 
-where d is the mean time from routing to the end of prefill, and delays are taken as exponential: in
-the first moments nobody who comes can be through with prefill yet, much later all but the last d
-seconds' are. Each counts as the mean of recent requests: one sequence, its context, its pages.
+where d is the mean time from routing to the end of prefill. Each counts as the mean of recent
+requests. Rate and means fade with `demand_half_life_s` (forward_decay.py).
 
-`expected_arrivals_share` says how much of that is kept free for them. At 1 the future is equally
-full for everybody, and under overload only requests with next to no prefill come in; at 0 whoever
-asks first has it. Rate and means fade with `demand_half_life_s` (forward_decay.py); before that
-time has passed the rate counts as too low rather than being read from a few requests. Ignored: that
-these arrivals leave again, and that routing sends more of them where there is room.
-
-Not here: which requests there are and what reports say of them (decode_batch.py).
+What both promise and ignore: docs/reference/conductor.md ("Decoding at a later moment"). Not here:
+which requests there are and what reports say of them (decode_batch.py).
 """
 
 from __future__ import annotations

@@ -7,36 +7,18 @@ For each prefill worker (Algorithm 1 of the Mooncake paper, with the queue order
     ttft     wait + transfer + prefill + handover          all predicted, all in seconds
     delay    prefill x the requests there that it overtakes
 
-and the policy (policies.py) says what of it is to be least. A fetch leaves the blocks on the
-worker's node, so being routed here is also how hot prefixes spread; and so is computing them.
-
-Then the pair. One objective, in seconds: when the expected answer will be done, and what that costs
-others. Over all pairs (p, d) of prefill and decode workers that have room
+and the policy (policies.py) says what of it is to be least. Then the pair. One objective, in
+seconds: when the expected answer will be done, and what that costs others. Over all pairs (p, d) of
+prefill and decode workers that have room
 
     J(p, d) = cost(p) + handover(p, d) + n x tbt(d)
 
 is to be least, with cost(p) the policy's (of `adaptive` ttft + delay, of `kvcache_centric` ttft,
 each before the hand-over), tbt(d) the step once everything that was routed to d has arrived, and n
-the tokens that are expected: max_tokens, at most output_tokens_expected. So a busy batch and a slow
-path count against a prefill worker too, whose neighbour has a quicker one.
+the tokens that are expected: max_tokens, at most output_tokens_expected.
 
-Not every pair is looked at. What follows the prefill depends on p by its node alone, so each node
-has one best partner; and no partner is better than the quickest batch with the quickest path. The
-worker of least cost is the choice unless that bound leaves room for a better one; then nodes are
-looked at in the order of their bounds until none can be better, or finalists_max have been.
-
-Predictions within tie_ratio of each other are equal, because the estimates are no better than
-that: pairs whose J differs by less than tie_ratio of the least cost(p), or tie_s, and decode
-workers whose handover + n x tbt does by less than tie_ratio. So J of the choice is at most
-
-    min J + max(tie_ratio x least cost, tie_s) + tie_ratio x (handover + n x tbt)
-
-while no more than finalists_max nodes had to be looked at; and at most the spread of the paths more
-if not (README.md has measured both). Equal decode workers: the one with fewer requests, where the
-node of the prefill worker counts as one fewer (it reads mapped memory), so that locality outweighs
-at most one request of imbalance. Equal prefill workers: fewer requests, then the one that got its
-last request longest ago, then the smaller name. So an idle cluster is used evenly, and in a fixed
-order. Policies that are blind (`load_balance`, `random`) choose p by cost alone, then d.
+Not every pair is looked at, and predictions within tie_ratio are equal; which pair is chosen then,
+and by how much its J may miss the least, is in docs/reference/conductor.md ("The best pair").
 
 All workers are compared as columns (pool.py); only what is looked at one by one becomes an object.
 Everything here is a function of the cluster's state and changes nothing. Not here: whether the

@@ -146,9 +146,6 @@ class Tiers:
         self.ssd = PrefixIndex(dram.blocks_max)
         self._nodes: dict[int, _Nodes] = {}  # by the index
 
-    def add(self, key: bytes, holder: str) -> None:
-        self.add_many((key,), holder)
-
     def add_many(self, keys: Sequence[bytes], holder: str) -> None:
         """In the order in which they were announced."""
         if keys:
