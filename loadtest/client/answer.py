@@ -1,8 +1,4 @@
-"""One request's answer as it arrives, and the record that is made of it. Any client fills these.
-
-Not here: what the times mean (results/metrics.py), where the events come from (triton_client.py
-with asyncio, users/ with gevent).
-"""
+"""One request's answer as it arrives, and the record that is made of it. Any client fills these."""
 
 from __future__ import annotations
 

@@ -4,9 +4,6 @@ There is one ModelStreamInfer stream for each request. Hundreds may be in flight
 over a few connections, because one HTTP/2 connection is served by one thread of the server. The
 generated stub is called, not tritonclient's InferenceServerClient: that one hands each token over
 once more in the process that takes the times.
-
-Not here: what tensors, parameters and errors mean (protocol.py), the client for gevent
-(users/senders.py), when to send (replay/open_loop.py), what the times mean (results/metrics.py).
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Reads the trace, asks the server what fits, refuses what does not before anything is sent, then runs
 the open loop and prints a summary. Ctrl-C stops the sending and prints the summary of what is done.
-
-Not here: sending (open_loop.py), prompts (prompts.py), what the numbers mean and how they are
-printed (results/), the report as a page (report/).
 """
 
 from __future__ import annotations

@@ -7,9 +7,6 @@ protects this machine: when it is reached the loop waits for an answer, and that
 sender lag.
 
 The clock is an argument, so that tests run hours of trace in no time.
-
-Not here: the command and its summary (command.py), gRPC (client/triton_client.py), what the records
-mean (results/metrics.py).
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ Lengths: a prompt keeps all of its blocks, and the last one is cut so that the w
 `round(input_length x length_scale)` tokens long. Where rounding 512 x scale makes that impossible
 (28 blocks of 51 tokens cannot hold 1,434), sharing wins over length: the last block keeps between
 one token and all of its tokens.
-
-Not here: sending (open_loop.py, users/), the file format (trace.py).
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ have this format; fields that other tools add (`session_id`, `delay`, ...) are l
 
 A line that does not make sense is refused with its position, `FILE:LINE`, and what is wrong: a
 trace that is silently repaired measures something else than it says.
-
-Not here: turning ids into tokens (prompts.py).
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Whatever makes a run (replay, Locust, the simulator under its virtual clock) fills a `Recording`;
 whatever shows one (report/) reads it. It travels inside the HTML report, so the file that people
 look at is also the file that `mooncake report A B` compares.
-
-Not here: what the numbers mean (metrics.py), pictures and pages (report/).
 """
 
 from __future__ import annotations

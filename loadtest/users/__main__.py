@@ -5,8 +5,6 @@
 Uses the server at --host, by default the one at the default ports if there is one, and otherwise
 starts one and stops it at the end. Locust runs headless in a process of its own; Ctrl-C is passed
 on to it, and it ends as it would have at the end of its time. Its exit status is this command's.
-
-Not here: what Locust does (locustfile.py), starting a server (loadtest/bench/server.py).
 """
 
 from __future__ import annotations

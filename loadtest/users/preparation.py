@@ -4,8 +4,6 @@ Done by the process that decides, alone or as the master. A reason not to start 
 
 Texts of unloaded requests are new each time, not made from the run's seed: what an earlier run
 left in the cache must not make the server look faster than it is, nor the other way round.
-
-Not here: what is made of the answers (verdict.py).
 """
 
 from __future__ import annotations

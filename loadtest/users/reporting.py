@@ -1,7 +1,4 @@
-"""What is said of a run: a line every few seconds meanwhile, and its verdict and report at the end.
-
-Not here: what the limits are (verdict.py), what the page looks like (report/).
-"""
+"""What is said of a run: a line every few seconds meanwhile, at the end its verdict and report."""
 
 from __future__ import annotations
 

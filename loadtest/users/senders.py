@@ -5,8 +5,6 @@ gRPC: as in client/triton_client.py, but the calls wait with gevent, not with as
 HTTP: one POST to generate_stream for each request, answered by server-sent events. A refusal is
 status 400 with {"error": ...}, an error after the first token one more event; both are read alike.
 geventhttpclient is what tritonclient's HTTP client and Locust's fast one are made of.
-
-Not here: what the messages mean (client/protocol.py), what is sent and recorded (run.py).
 """
 
 from __future__ import annotations

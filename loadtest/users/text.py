@@ -6,8 +6,6 @@ sentence patterns are this file's own. Pure: chance comes in as an argument.
 Users send text, the server counts tokens. How many bytes make a token is measured once with a
 sample of the same kind of text; what a later prompt needs is then an estimate, held to be up to
 `ESTIMATE_SLACK` times too low. What the server itself counted needs no estimate.
-
-Not here: asking the server (preparation.py).
 """
 
 from __future__ import annotations
