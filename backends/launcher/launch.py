@@ -43,13 +43,13 @@ from backends.launcher.triton_process import (
     WorkerTriton,
     end_orphans,
 )
+from mooncake_store.cli.serving import directory_address, directory_command, node_command
 from mooncake_store.process import self_check
 
 TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
 STOP_S_MAX = 9.0  # of it at most so much for the frontend's Triton, so much after the workers':
 FRONTEND_STOP_S, OTHERS_STOP_S = 5.0, 1.0
 FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # that a Triton waits for requests and models to end
-UNIT_BYTES = 16 * 2**10  # grain of the storage nodes' memory: headers take 0.4 % of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Launcher:
         self._leaving: list[WorkerTriton] = []  # their folders are gone
         self._stubs = Stubs()
         self._metrics: MetricsServer | None = None
-        self.directory_address = f"ipc://{self.socket_dir}/directory"
+        self.directory_address = directory_address(self.socket_dir)
         self.events_address = f"ipc://{self.socket_dir}/events"
 
     def start(self) -> None:
@@ -111,24 +111,11 @@ class Launcher:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._admin_key.write()
         env = self._environment(triton)
-        python = [sys.executable, "-m"]
-        directory = self._child(
-            "directory",
-            [*python, "mooncake_store.directory", "--address", self.directory_address,
-             "--events", self.events_address,
-             *(["--self-check"] if options.is_self_checked else [])], env)  # fmt: skip
+        checked = ["--self-check"] if options.is_self_checked else []
+        directory = self._child("directory", directory_command(self.socket_dir, *checked), env)
         directory.wait_for_line("ready", 20.0)
-        nodes = [
-            self._child(
-                f"node-{node}",
-                [*python, "mooncake_store.node", "--node-id", node, "--die-with-parent",
-                 "--directory", self.directory_address,
-                 "--segment-bytes", str(options.store_bytes),
-                 "--segment-path", str(self._files.path(node)),
-                 "--unit-bytes", str(UNIT_BYTES),
-                 "--control", f"ipc://{self.socket_dir}/{node}", *self._ssd(node)], env)
-            for node in options.nodes
-        ]  # fmt: skip
+        nodes = [self._child(f"node-{node}", self._node_command(node), env)
+                 for node in options.nodes]  # fmt: skip
         for node in nodes:
             node.wait_for_line("ready", 60.0)
         self._staged = stage(triton, self.state_dir / f"backends-{options.http_port}")
@@ -177,14 +164,13 @@ class Launcher:
             self.socket_dir, self._triton_command,
         )  # fmt: skip
 
-    def _ssd(self, node: str) -> list[str]:
-        """Blocks on SSD outlive this launcher: the folder is the node's, not the run's."""
-        if not self.options.ssd_bytes:
-            return []
-        folder = (self.options.ssd_path or self.state_dir / "ssd").resolve() / node
-        folder.mkdir(parents=True, exist_ok=True)
-        size_bytes = -(-self.options.ssd_bytes // UNIT_BYTES) * UNIT_BYTES
-        return ["--ssd-path", str(folder), "--ssd-bytes", str(size_bytes)]
+    def _node_command(self, node: str) -> list[str]:
+        options = self.options
+        ssd_folder = (options.ssd_path or self.state_dir / "ssd").resolve()
+        segment = ["--segment-path", str(self._files.path(node))]
+        return node_command(
+            self.socket_dir, node, options.store_bytes, ssd_folder, options.ssd_bytes, *segment
+        )
 
     def wait_ready(self) -> list[ModelState]:
         """Until every model of the repository serves; raises with what the models said if not."""

@@ -168,10 +168,6 @@ class TextStream:
     def is_stopped(self) -> bool:
         return self._stop_at_bytes >= 0
 
-    @property
-    def held_tokens(self) -> int:
-        return len(self._held)
-
     def push(self, token_ids: Iterable[int], is_last: bool = False) -> Emission:
         """Tokens after a stop word are ignored; `is_last` releases everything."""
         assert not self._is_finished, "the stream was finished"

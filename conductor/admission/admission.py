@@ -106,15 +106,10 @@ def decode_loads(
         loads = [policy(worker.batch, at_s, now_s, decode_s) for worker in workers]
     if cluster.expected_arrivals is None:
         return loads
-    more, context, room = cluster.expected_arrivals.expected(
-        at_s, now_s, len(cluster.decodes.workers)
-    )
+    workers_there = len(cluster.decodes.workers)
+    arrivals = cluster.expected_arrivals.expected(at_s, now_s, workers_there)
     # A request that joins an empty batch slows nobody down, whatever may come later.
-    return [
-        DecodeLoad(load.sequences + more, load.context_tokens + context, load.pages + room)
-        if load.sequences > 0 else load
-        for load in loads
-    ]  # fmt: skip
+    return [load.plus(*arrivals) if load.sequences > 0 else load for load in loads]
 
 
 def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:

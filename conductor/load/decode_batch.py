@@ -41,6 +41,11 @@ class DecodeLoad(NamedTuple):
     context_tokens: float = 0.0
     pages: float = 0.0
 
+    def plus(self, sequences: float, context_tokens: float, pages: float) -> DecodeLoad:
+        return DecodeLoad(
+            self.sequences + sequences, self.context_tokens + context_tokens, self.pages + pages
+        )
+
 
 @dataclass(slots=True)
 class Tally:
@@ -185,12 +190,8 @@ class DecodeBatch:
 
     def load_reserved(self) -> DecodeLoad:
         """Everything in the batch or on its way to it, as if nobody left."""
-        now, coming = self.load_now(), self._tallies["coming"]
-        return DecodeLoad(
-            now.sequences + coming.sequences,
-            now.context_tokens + coming.context_tokens,
-            now.pages + coming.pages,
-        )
+        coming = self._tallies["coming"]
+        return self.load_now().plus(coming.sequences, coming.context_tokens, coming.pages)
 
     def load_at(self, at_s: float, now_s: float, decode_s: float) -> DecodeLoad:
         """What will be decoding at `at_s`, if decoding takes `decode_s` where nothing is known."""

@@ -42,13 +42,7 @@ class DecodePool(Pool):
     def reserved_more(self, worker: WorkerState, context_tokens: int, pages: int) -> None:
         """One request more was routed there: as `refresh`, without asking the batch."""
         if worker.row >= 0:
-            load = self.loads[worker.row]
-            self._set(
-                worker,
-                DecodeLoad(
-                    load.sequences + 1, load.context_tokens + context_tokens, load.pages + pages
-                ),
-            )
+            self._set(worker, self.loads[worker.row].plus(1, context_tokens, pages))
 
     def _set(self, worker: WorkerState, load: DecodeLoad) -> None:
         row, info = worker.row, worker.info

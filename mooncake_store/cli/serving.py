@@ -16,7 +16,7 @@ from pathlib import Path
 RESTARTS_MAX = 5
 RESTARTS_WITHIN_S = 60.0
 STOP_S_MAX = 15.0
-UNIT_BYTES = 16 * 2**10
+UNIT_BYTES = 16 * 2**10  # grain of the storage nodes' memory: headers take 0.4 % of it
 
 
 class StartFailed(Exception):
@@ -48,6 +48,36 @@ class StoreProcess:
         return self.log.read_text(errors="replace")[-1_000:].strip() or "it said nothing"
 
 
+def directory_address(folder: Path) -> str:
+    return f"ipc://{folder}/directory"
+
+
+def directory_command(folder: Path, *options: str) -> list[str]:
+    """Of a directory with its sockets in `folder`."""
+    return [
+        sys.executable, "-m", "mooncake_store.directory", "--address", directory_address(folder),
+        "--events", f"ipc://{folder}/events", *options,
+    ]  # fmt: skip
+
+
+def node_command(
+    folder: Path, node: str, dram_bytes: int, ssd_folder: Path | None, ssd_bytes: int, *options: str
+) -> list[str]:
+    """Of a storage node of the directory in `folder`; `ssd_bytes` 0: without an SSD. Its blocks on
+    SSD outlive the process: `ssd_folder` is the node's, not the run's."""
+    ssd: list[str] = []
+    if ssd_folder is not None and ssd_bytes:
+        (ssd_folder / node).mkdir(parents=True, exist_ok=True)
+        size_bytes = -(-ssd_bytes // UNIT_BYTES) * UNIT_BYTES
+        ssd = ["--ssd-path", str(ssd_folder / node), "--ssd-bytes", str(size_bytes)]
+    return [
+        sys.executable, "-m", "mooncake_store.node", "--node-id", node,
+        "--directory", directory_address(folder), "--segment-bytes", str(dram_bytes),
+        "--unit-bytes", str(UNIT_BYTES), "--control", f"ipc://{folder}/{node}",
+        "--die-with-parent", *ssd, *options,
+    ]  # fmt: skip
+
+
 class StoreProcesses:
     """The processes of one store. `folder` has their sockets and logs."""
 
@@ -62,27 +92,11 @@ class StoreProcesses:
         node_options: list[str],
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.address = f"ipc://{folder}/directory"
-        python = [sys.executable, "-m"]
-        self.processes = [
-            StoreProcess(
-                "directory",
-                [*python, "mooncake_store.directory", "--address", self.address,
-                 "--events", f"ipc://{folder}/events", *directory_options],
-                folder / "directory.log",
-            )
-        ]  # fmt: skip
+        self.address = directory_address(folder)
+        command = directory_command(folder, *directory_options)
+        self.processes = [StoreProcess("directory", command, folder / "directory.log")]
         for node in nodes:
-            more = list(node_options)
-            if ssd_folder is not None and ssd_bytes:
-                (ssd_folder / node).mkdir(parents=True, exist_ok=True)
-                size = -(-ssd_bytes // UNIT_BYTES) * UNIT_BYTES
-                more += ["--ssd-path", str(ssd_folder / node), "--ssd-bytes", str(size)]
-            command = [
-                *python, "mooncake_store.node", "--node-id", node, "--directory", self.address,
-                "--segment-bytes", str(dram_bytes), "--unit-bytes", str(UNIT_BYTES),
-                "--control", f"ipc://{folder}/{node}", "--die-with-parent", *more,
-            ]  # fmt: skip
+            command = node_command(folder, node, dram_bytes, ssd_folder, ssd_bytes, *node_options)
             self.processes.append(StoreProcess(f"node {node}", command, folder / f"{node}.log"))
 
     def start(self) -> None:

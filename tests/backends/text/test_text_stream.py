@@ -199,7 +199,7 @@ def test_a_stop_word_over_token_borders_by_example() -> None:
     stream = TextStream(tokenizer, [], ["STOP!", "STEP"])
     texts = [stream.push([token_id]).text for token_id in token_ids[:7]]
     assert texts == ["g", "o", " ", "", "", "", ""]
-    assert stream.held_tokens == 4
+    assert len(stream._held) == 4
     last = stream.push(token_ids[7:])
     assert last == Emission((), "", 0, True, tuple(token_ids[:3]))
     assert stream.push([token_ids[0]]) == Emission((), "", 0, True, tuple(token_ids[:3]))
@@ -295,7 +295,7 @@ def test_each_token_is_looked_at_once_and_little_is_held(seed: int) -> None:
     a, the = (tokenizer.encode(text)[-1] for text in ("a", "the"))
     for _ in range(5_000):
         stream.push([rng.choice((a, the))])
-        assert stream.held_tokens <= 62
+        assert len(stream._held) <= 62
         stream.check()
     assert calls == 5_000
 
