@@ -44,11 +44,7 @@ FLOORS = {
     ],
 }  # fmt: skip
 # Imports that still run up a floor, and go.
-TIES = {
-    ("backends/engine/trtllm/engine.py", "backends.workers.config"),
-    ("backends/engine/trtllm/llm_arguments.py", "backends.workers.config"),
-    ("backends/engine/trtllm/settings.py", "backends.workers.config"),
-}
+TIES: set[tuple[str, str]] = set()
 # Folders without clock, I/O and randomness of their own.
 PURE_FOLDERS = (
     "conductor", "mooncake_store/directory/core", "mooncake_store/prefix_index",

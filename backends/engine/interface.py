@@ -1,10 +1,12 @@
-"""What every engine offers a worker: compute some tokens of some requests over paged KV.
+"""What every engine is to a worker: pages of KV, and the names of what computes it.
 
 A page has exactly the layout of a block (`KvLayout`), so a page is stored or filled with one copy.
-The engine knows no requests: pages belong to whoever took them from `pages`, and a `Work` says
-which pages hold which tokens. The same call does prefill (many tokens) and decode (one token).
+An `Engine` computes step by step: it knows no requests, pages belong to whoever took them from
+`pages`, and a `Work` says which pages hold which tokens. The same call does prefill (many tokens)
+and decode (one token).
 
-Not here: which work a step should do (batching.py), what a token means (sampling.py).
+Not here: which work a step should do (batching.py), what a token means (sampling.py), an engine
+that batches by itself (trtllm/engine.py).
 """
 
 from __future__ import annotations
@@ -33,13 +35,12 @@ class Work:
         return self.start + len(self.token_ids)
 
 
-class Engine(Protocol):
-    """One model on one device. Calls come from one thread at a time."""
+class ServingEngine(Protocol):
+    """One model on its devices, whoever decides what a step computes."""
 
     layout: KvLayout
     context_tokens_max: int  # of prompt and output together
     vocabulary_tokens: int
-    eos_token_ids: tuple[int, ...]
     model_id: str
     weights_id: str
     tp_shape: str  # how KV is spread over ranks and pages, for the fingerprint
@@ -47,6 +48,21 @@ class Engine(Protocol):
     # uint8; page p is kv_pool[p * block_bytes : (p + 1) * block_bytes], in the layout of a block.
     # On a GPU this is the pinned host mirror of the pages, see import_pages and export_pages.
     kv_pool: NDArray[np.uint8]
+
+    def import_pages(self, pages: Sequence[int]) -> None:
+        """The caller wrote these pages of `kv_pool`; call it before a work reads them.
+
+        Free where the pool is the engine's own memory (CPU), a copy to the device elsewhere.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Engine(ServingEngine, Protocol):
+    """One that computes step by step. Calls come from one thread at a time."""
+
+    eos_token_ids: tuple[int, ...]
 
     def forward(
         self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
@@ -58,18 +74,9 @@ class Engine(Protocol):
         """
         ...
 
-    def import_pages(self, pages: Sequence[int]) -> None:
-        """The caller wrote these pages of `kv_pool`; call it before a work reads them.
-
-        Free where the pool is the engine's own memory (CPU), a copy to the device elsewhere.
-        """
-        ...
-
     def export_pages(self, pages: Sequence[int]) -> None:
         """Bring these pages of `kv_pool` up to date before the caller reads them.
 
         Not needed for the layers that `on_layer` announced. Free on CPU.
         """
         ...
-
-    def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Which worker serves a role with an engine, and which parameters its config.pbtxt may have.
+"""Makes the worker of a role with the driver of its engine; which parameters it may have.
 
 Not here: the parameters themselves (backends/workers/config.py, engine/trtllm/settings.py), Triton.
 """
@@ -6,10 +6,14 @@ Not here: the parameters themselves (backends/workers/config.py, engine/trtllm/s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backends.engine.trtllm import settings as trtllm_settings
 from backends.workers.config import DecodeConfig, PrefillConfig, read_configs
+
+if TYPE_CHECKING:  # Triton tries a wrong config.pbtxt again every second: import late
+    from backends.workers.decode_worker import DecodeWorker
+    from backends.workers.prefill_worker import PrefillWorker
 
 
 def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: int) -> list[Any]:
@@ -21,14 +25,29 @@ def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: in
     return read_configs(classes, model, raw, count, trtllm_settings.problems_together)
 
 
-def worker_class(role: str, engine: str) -> Any:
-    """Imported here: a worker loads what its own engine needs and nothing else."""
-    if engine == "tensorrt_llm":
-        from backends.workers.trtllm.decode_worker import TrtllmDecodeWorker
-        from backends.workers.trtllm.prefill_worker import TrtllmPrefillWorker
+def make_driver(role: str, model: str, repository: str, config: Any, *of_engine: Any) -> Any:
+    """Imports here: a worker loads what its own engine needs and nothing else."""
+    if config.engine == "tensorrt_llm":
+        from backends.workers.trtllm.decode import TrtllmDecode
+        from backends.workers.trtllm.prefill import TrtllmPrefill
 
-        return TrtllmPrefillWorker if role == "prefill" else TrtllmDecodeWorker
+        kind = TrtllmPrefill if role == "prefill" else TrtllmDecode
+        return kind(model, config, repository, *of_engine)
+    from backends.workers.stepping import StepDecode, StepPrefill, load_engine
+
+    return (StepPrefill if role == "prefill" else StepDecode)(load_engine(config, repository))
+
+
+def make_worker(
+    role: str, model: str, repository: str, config: Any, *of_engine: Any
+) -> PrefillWorker | DecodeWorker:
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.prefill_worker import PrefillWorker
 
-    return PrefillWorker if role == "prefill" else DecodeWorker
+    driver = make_driver(role, model, repository, config, *of_engine)
+    try:
+        worker = PrefillWorker if role == "prefill" else DecodeWorker
+        return worker(model, config, repository, driver)
+    except BaseException:
+        driver.close()
+        raise

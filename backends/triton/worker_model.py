@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from backends.triton import triton_io
-from backends.triton.worker_kinds import read_worker_configs, worker_class
+from backends.triton.worker_kinds import make_worker, read_worker_configs
 from backends.workers.protocol import DecodeRequest, PrefillRequest
 
 CLOSE_S_MAX = 30.0
@@ -58,7 +58,6 @@ class WorkerModel:
         publish = worker_metrics.prefill if is_prefill else worker_metrics.decode
         request_class = PrefillRequest if is_prefill else DecodeRequest
         self._parse = msgspec.msgpack.Decoder(request_class).decode
-        self._worker = worker_class(self.role, config.engine)(
-            model, config, triton_io.repository_of(args), *of_engine
-        )
+        repository = triton_io.repository_of(args)
+        self._worker = make_worker(self.role, model, repository, config, *of_engine)
         self._metrics = triton_io.metrics_loop(model, self.role, publish, self._worker)

@@ -40,6 +40,7 @@ class DecodeJob:
         self.client = client
         self.submitted_s = time.monotonic()
         self.token_ids: list[int] = ids.tolist()
+        self.tokens_given = len(self.token_ids)  # prompt, and what the client had before
         self.prompt_ids = self.token_ids[: request.prompt_tokens]
         self.output_ids = self.token_ids[request.prompt_tokens :]
         self.arrival: Arrival | None = None
@@ -54,7 +55,8 @@ class DecodeJob:
         self._seed = chain_seed(fingerprint, cache_salt=request.cache_salt)
         self._keys = block_keys(ids[:-1], block_tokens, self._seed)
         self._kv_tokens = len(self.token_ids) - 1
-        self.full_block: int | None = None  # the block that the newest step filled
+        self.filled: list[int] = []  # blocks that are to go to the store once they are in a page
+        self.saved_blocks = 0  # so many are, from the first on
         self._put: BlockPut | None = None
         before = self.token_ids[-1 - CONTEXT_TOKENS : -1]
         sampling = request.sampling
@@ -97,18 +99,25 @@ class DecodeJob:
         if self._put is not None:
             self._put.is_ended = True
 
-    def kv_grew(self) -> None:
-        """The newest token's KV is in the pages; names the block that this filled, if any."""
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
+    def take_saved(self) -> list[int]:
+        """Blocks that this request has filled and that can go to the store now."""
+        saved = [block for block in self.filled if block < self.saved_blocks]
+        if saved:
+            self.filled = [block for block in self.filled if block >= self.saved_blocks]
+        return saved
+
+    def decoded(self, token_id: int) -> None:
+        """The newest token's KV is computed, and behind it this token sampled; decides whether it
+        was the last one."""
         self._kv_tokens += 1
-        self.full_block = None
         if self._kv_tokens % self._block_tokens == 0:
-            self.full_block = self._kv_tokens // self._block_tokens - 1
+            self.filled.append(self._kv_tokens // self._block_tokens - 1)
             last = self._keys[-1] if self._keys else self._seed
             newest = self.token_ids[self._kv_tokens - self._block_tokens : self._kv_tokens]
             self._keys += extend_keys(last, newest, self._block_tokens)
-
-    def append(self, token_id: int) -> None:
-        """A sampled token; decides whether it was the last one."""
         self.token_ids.append(token_id)
         self.output_ids.append(token_id)
         sampling = self.request.sampling

@@ -8,13 +8,13 @@ from __future__ import annotations
 from backends.metrics.page import MetricPage
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.prefill_worker import PrefillWorker
-from backends.workers.worker import Worker
+from backends.workers.worker_process import WorkerProcess
 from mooncake_store.records.membership import WorkerReport
 
 
 def prefill(page: MetricPage, worker: PrefillWorker, now_s: float) -> None:
     report = worker.report()
-    common(page, worker.worker, report, now_s)
+    common(page, worker.process, report, now_s)
     waiting = report.queue_requests - report.running
     page.gauge("mooncake_requests_waiting", waiting, now_s)
     page.gauge("mooncake_requests_running", report.running, now_s)
@@ -23,40 +23,38 @@ def prefill(page: MetricPage, worker: PrefillWorker, now_s: float) -> None:
 
 def decode(page: MetricPage, worker: DecodeWorker, now_s: float) -> None:
     report = worker.report()
-    common(page, worker.worker, report, now_s)
+    common(page, worker.process, report, now_s)
     page.gauge("mooncake_requests_waiting", report.queue_requests, now_s)
     page.gauge("mooncake_requests_running", report.running, now_s)
     page.gauge("mooncake_context_tokens", report.context_tokens, now_s)
     page.counter_to("mooncake_output_tokens_total", worker.tokens_generated)
 
 
-def common(page: MetricPage, worker: Worker, report: WorkerReport, now_s: float) -> None:
-    page.take(worker.observations)
-    info = worker.info
+def common(page: MetricPage, process: WorkerProcess, report: WorkerReport, now_s: float) -> None:
+    page.take(process.observations)
+    info = process.info
     page.gauge("mooncake_worker_info", 1, now_s, role=info.role, node=info.node_id,
                fingerprint=info.fingerprint, block_tokens=str(info.block_tokens))  # fmt: skip
-    page.gauge("mooncake_start_time_seconds", worker.started_at_s, now_s)
+    page.gauge("mooncake_start_time_seconds", process.started_at_s, now_s)
     page_bytes = info.block_bytes  # a page is a block (docs/decisions/0002)
     page.gauge("mooncake_pages_used", report.pages_used, now_s)
     page.gauge("mooncake_pages_max", info.pages_max, now_s)
     page.gauge("mooncake_kv_bytes_used", report.pages_used * page_bytes, now_s)
     page.gauge("mooncake_kv_bytes_max", info.pages_max * page_bytes, now_s)
     page.counter_to("mooncake_kv_occupation_byte_seconds_total",
-                    worker.occupation.page_seconds(now_s) * page_bytes)  # fmt: skip
-    page.counter_to("mooncake_steps_total", worker.steps.steps)
-    page.counter_to("mooncake_step_seconds_total", worker.steps.total_s)
+                    process.occupation.page_seconds(now_s) * page_bytes)  # fmt: skip
+    page.counter_to("mooncake_steps_total", process.steps.steps)
+    page.counter_to("mooncake_step_seconds_total", process.steps.total_s)
     page.gauge("mooncake_step_age_seconds", report.oldest_step_s, now_s)
-    page.counter_to("mooncake_self_checks_total", worker.self_check.passed)
-    page.gauge("mooncake_leases_held", len(worker.owners), now_s)
-    transfers(page, worker)
-    stats = getattr(worker.engine, "stats", None)
-    if stats is not None and stats.raw:
-        for name, value_labels, value in stats.series():
-            page.gauge(name, value, now_s, **value_labels)
+    page.counter_to("mooncake_self_checks_total", process.self_check.passed)
+    page.gauge("mooncake_leases_held", len(process.owners), now_s)
+    transfers(page, process)
+    for name, value_labels, value in process.driver.series():
+        page.gauge(name, value, now_s, **value_labels)
 
 
-def transfers(page: MetricPage, worker: Worker) -> None:
-    for transport, counted in worker.store.counters().items():
+def transfers(page: MetricPage, process: WorkerProcess) -> None:
+    for transport, counted in process.store.counters().items():
         for direction, number, moved in (
             ("read", counted.reads, counted.read_bytes),
             ("write", counted.writes, counted.write_bytes),

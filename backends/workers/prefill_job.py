@@ -13,7 +13,7 @@ import numpy as np
 
 from backends.metrics.page import Observations
 from backends.workers.kv_writer import BlockPut
-from backends.workers.protocol import FirstToken, PrefillReply, PrefillRequest
+from backends.workers.protocol import BlockRef, FirstToken, PrefillReply, PrefillRequest
 
 
 class PrefillClient(Protocol):
@@ -21,7 +21,7 @@ class PrefillClient(Protocol):
     def fail(self, error: Exception) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PrefillJob:
     request: PrefillRequest
     token_ids: np.ndarray
@@ -39,6 +39,10 @@ class PrefillJob:
     is_stopped: bool = False
     error: Exception | None = None  # it failed with this, and leaves
     computed_tokens: int = 0  # so far; not the cached ones
+    # Where the engine itself hands KV over: what its other half needs.
+    native: bytes = b""
+    # False: decode computes the prompt again instead of reading blocks, or has KV natively.
+    hands_over_blocks: bool = True
 
     @property
     def request_id(self) -> str:
@@ -48,6 +52,11 @@ class PrefillJob:
     def is_leaving(self) -> bool:
         """Nothing more is to be done for it. A put that failed has no use for further chunks."""
         return self.is_stopped or self.error is not None or self.put.error is not None
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more is written for it."""
+        self.error = error
+        self.put.is_ended = True
 
     @property
     def queue_s(self) -> float:
@@ -72,14 +81,20 @@ class PrefillJob:
             cached_tokens=self.cached_tokens,
             fetched_blocks=self.fetched_blocks,
             fetched_bytes=self.fetched_blocks * block_bytes,
-            blocks=[self.put.refs[index] for index in sorted(self.put.refs)],
+            blocks=self._handed_over(),
             queue_s=self.queue_s,
             load_s=self.load_s,
             compute_s=self.compute_s,
             put_s=time.monotonic() - self.computed_at_s,
             queue_ahead=self.queue_ahead,
+            native=self.native,
             fetched_from=self.fetched_from,
         )
+
+    def _handed_over(self) -> list[BlockRef]:
+        if not self.hands_over_blocks:
+            return []
+        return [self.put.refs[index] for index in sorted(self.put.refs)]
 
     def observe_abort(self, observations: Observations) -> None:
         """It leaves without an answer: what was computed for it was for nothing."""

@@ -1,329 +1,238 @@
-"""What prefill and decode workers have in common: engine, store, membership, reports, leases.
+"""What prefill and decode workers have in common: jobs, the lock that guards them, one loop.
 
-A worker process registers under its model's name and an incarnation of its own, so that during a
-reload two processes of one name coexist. Not here: what a worker computes (prefill_worker.py,
-decode_worker.py), the measured speeds (machine_profile.py).
+The engine's thread takes turns: who leaves leaves, who waits is admitted, the driver computes. Jobs
+come and go between two turns only, so a step never loses pages that it computes in.
+
+Not here: what a job needs and gives (prefill_worker.py, decode_worker.py), the engine (driver.py),
+the cluster (worker_process.py).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-import uuid
-from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from backends.engine.batching.pages import Occupation, PagePool
-from backends.engine.interface import Engine
-from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
-from backends.metrics.page import Observations
-from backends.workers import machine_profile
-from backends.workers.config import WorkerConfig, checkpoint_folder
-from backends.workers.inbox import open_inbox, open_outbox
-from backends.workers.protocol import HEARTBEAT_S, CallLimits, Heartbeat, Letter
-from backends.workers.steps import StepTimes, StepWatch
-from mooncake_store import layout as kv_layout
-from mooncake_store.client.store import Store
-from mooncake_store.directory.client import DirectoryClient
+from backends.engine.batching.batching import Admission
+from backends.errors import (
+    Overloaded,
+    RequestInvalid,
+    ServingError,
+    WorkerGone,
+    WorkerUnavailable,
+)
+from backends.workers.config import DecodeConfig, PrefillConfig
+from backends.workers.driver import Driver
+from backends.workers.kv_loader import KvLoader, PageGuard
+from backends.workers.kv_writer import KvWriter
+from backends.workers.protocol import Letter, Stop
+from backends.workers.worker_process import JobInHand, WorkerProcess
 from mooncake_store.errors import StoreError
-from mooncake_store.layout import KvLayout
-from mooncake_store.process.self_check import SelfCheck, is_switched_on
-from mooncake_store.records.membership import WorkerInfo, WorkerReport
+from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
-REPORT_S = 0.5
-WATCH_S = 1.0
 IDLE_WAIT_S = 0.1
-STEPS_S_MAX = 10.0  # what is broken may hang as well
-LAST_WORDS_S = 1.0  # for answers that are on their way to clients
-
-LOCK_S_MAX = 5.0  # for who must go on although what holds a worker's lock may hang
 
 
-class ServingEngine(Protocol):
-    """What a worker needs of its engine beside computing, which each kind does in its own way."""
+class Job(JobInHand, Protocol):
+    is_loading: bool  # a loader writes into its pages
+    is_stopped: bool
+    error: Exception | None  # it failed with this, and leaves
 
-    layout: KvLayout
-    context_tokens_max: int
-    vocabulary_tokens: int
-    model_id: str
-    weights_id: str
-    tp_shape: str  # for the fingerprint: how KV is spread over ranks and pages
-    pages: PagePool
-    kv_pool: NDArray[np.uint8]
+    @property
+    def is_leaving(self) -> bool: ...
 
-    def close(self) -> None: ...
+    def fail(self, error: Exception) -> None: ...
 
 
-def make_engine(config: WorkerConfig, folder: Path) -> Engine:
-    from backends.engine.torch.torch_engine import TorchEngine
-
-    return TorchEngine.load(
-        folder, pages_max=config.kv_pages, block_tokens=config.block_tokens, dtype=config.dtype,
-        device=config.device, threads=config.threads,
-    )  # fmt: skip
+J = TypeVar("J", bound=Job)
 
 
-class Worker:
-    """One worker process's engine and its ties to the rest; prefill and decode build on it."""
+class JobWorker(Generic[J]):
+    """A worker of either role; `_admit` and `_drop_leaving` are the role's."""
+
+    batching: Admission
 
     def __init__(
         self,
         role: str,
         worker_id: str,
-        config: WorkerConfig,
+        config: PrefillConfig | DecodeConfig,
         repository: str,
         slots_max: int,
-        on_letter: Callable[[Letter], None],
-        make_report: Callable[[], WorkerReport],
-        check: Callable[[], None],
-        engine: ServingEngine | None = None,
+        driver: Driver[Any, J],
+        loaders: int,
     ) -> None:
-        """`engine`: one that is there already; None: a torch engine is made."""
-        self.worker_id = worker_id
-        self.config = config
-        self.incarnation = uuid.uuid4().hex[:12]
-        folder = checkpoint_folder(config.checkpoint, repository)
-        self.engine: Any = engine if engine is not None else make_engine(config, folder)
-        self.context_tokens_max = self._context_tokens_max(folder)
-        layout = self.engine.layout
-        print_fields = (
-            self.engine.model_id, self.engine.weights_id, layout, self.engine.tp_shape
+        self.driver = driver
+        self.lock = threading.Condition()  # guards jobs, batching, pages and the driver's state
+        self.jobs: dict[str, J] = {}
+        self.is_closing = False
+        self._queue_requests_max = config.queue_requests_max
+        self._is_ready = threading.Event()
+        self.process = WorkerProcess(
+            role, worker_id, config, repository, slots_max, driver, self.jobs, self._on_letter,
+            self.report, self.check,
         )  # fmt: skip
-        self.directory = DirectoryClient(os.environ["MOONCAKE_DIRECTORY"])
-        self.fingerprint = kv_layout.fingerprint(*print_fields)
-        self.store = Store(
-            self.directory, config.store_node, self.fingerprint, layout, config.transport
+        engine, store = driver.engine, self.process.store
+        self._loader = KvLoader(store, engine.layout, engine.kv_pool, config.transfer_s_max)
+        self._pages = PageGuard(engine.pages, self._loader.pending_pages)
+        self.writer = KvWriter(
+            store, engine.layout, engine.kv_pool, self.process.outbox, config.lease_s
         )
-        self.store.register_buffer(self.engine.kv_pool)
-        self.outbox = open_outbox()
-        sockets = os.environ["MOONCAKE_SOCKETS"]
-        self._on_letter = on_letter
-        self.inbox = open_inbox(f"ipc://{sockets}/{worker_id}-{self.incarnation}", self._on_letters)
-        profile = machine_profile.load_or_measure(
-            self.engine, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
+        self._loading = ThreadPoolExecutor(loaders, thread_name_prefix="kv-loader")
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def _serve(self) -> None:
+        """Everything is there: run the engine and join the cluster."""
+        self._thread.start()
+        self.process.join()
+        self._is_ready.set()
+
+    def stop(self, request_id: str) -> None:
+        """End a request between two steps; one that is not here yet will not start at decode."""
+        with self.lock:
+            if request_id in self.jobs:
+                self.jobs[request_id].is_stopped = True
+            else:
+                self._stopped_early(request_id)
+            self.lock.notify_all()
+
+    def report(self) -> WorkerReport:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Prove the invariants of everything that this worker owns."""
+        with self.lock:
+            self.batching.check()
+            self._pages.check()
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what was accepted (at most `timeout_s`), then leave the cluster."""
+        give_up_s = time.monotonic() + timeout_s
+        self.is_closing = True
+        for job in self._unfinished(give_up_s):
+            self.fail(job, WorkerGone(f"{self.process.worker_id} is shutting down"))
+        self._thread.join(timeout=5.0)
+        self._loading.shutdown(wait=True, cancel_futures=True)
+        self.writer.close()
+        for job in list(self.jobs.values()):  # the engine's thread never let go of them
+            self.process.owners.release(job.request_id)
+            job.client.fail(WorkerGone(f"{self.process.worker_id} is shutting down"))
+        self._replied(give_up_s)
+        self.process.leave()
+
+    def _unfinished(self, give_up_s: float) -> list[J]:
+        """Wake the engine's thread and wait until it has emptied `jobs`; what is left then."""
+        with self.lock:
+            self.lock.notify_all()
+            while self.jobs and time.monotonic() < give_up_s:
+                self.lock.wait(IDLE_WAIT_S)
+            return list(self.jobs.values())
+
+    # -- what a driver says
+
+    def fail(self, job: J, error: Exception) -> None:
+        """From any thread: it leaves at the next turn, when nobody is at its pages."""
+        with self.lock:
+            if self.jobs.get(job.request_id) is job and job.error is None:
+                job.fail(error)
+                self.lock.notify_all()
+
+    def release(self, pages: list[int]) -> None:
+        """Nothing reads or writes these pages any more. From any thread."""
+        with self.lock:
+            self._pages.release(pages)
+            self.lock.notify_all()
+
+    def has_left(self, job: J) -> bool:
+        """Somebody else has ended it already. With the lock held."""
+        return self.jobs.get(job.request_id) is not job
+
+    # -- jobs come, their KV is loaded
+
+    def _refuse(self, job: J) -> None:
+        """What is wrong with taking this job just now; with the lock held."""
+        name = self.process.worker_id
+        if self.process.is_lost:
+            raise WorkerGone(f"{name} has lost its engine")
+        if self.is_closing:
+            raise WorkerGone(f"{name} is shutting down")
+        if job.request_id in self.jobs:
+            raise RequestInvalid(f"request id {job.request_id} is being served already")
+
+    def _queue_full(self, waiting: str) -> Overloaded:
+        return Overloaded(
+            f"{self.process.info.role}_queue_full",
+            f"{self.batching.waiting} {waiting} wait at {self.process.worker_id}, "
+            f"queue_requests_max is {self._queue_requests_max}",
+            1.0,
         )
-        self.info = self._info(role, kv_layout.describe(*print_fields), slots_max, profile)
-        self.call_limits = CallLimits(
-            self.context_tokens_max, self.engine.vocabulary_tokens, f"ipc://{sockets}/"
-        )
-        self.owners = LeaseKeeper(self.store, config.lease_s)
-        self.started_at_s = time.time()
-        self.observations = Observations()
-        self.steps = StepTimes()
-        self.watch = StepWatch()  # told by whoever runs the engine
-        self.on_hung: Callable[[str], None] = self.lose
-        self.jobs: Mapping[str, Any] = {}  # whom to tell when we are lost; set by whoever has them
-        self._heartbeat_s = float("-inf")  # when they were sent last
-        self._reporting = StepWatch()  # it needs the lock that guards jobs and pages
-        self.occupation = Occupation(time.monotonic())
-        self.engine.pages.on_change = lambda used: self.occupation.changed(used, time.monotonic())
-        self._make_report = make_report
-        self.self_check = SelfCheck(check, is_switched_on())
-        self._is_closing = threading.Event()
-        self._reporter = threading.Thread(target=self._report_loop, name="reports", daemon=True)
-        self._watcher = threading.Thread(target=self._watch_loop, name="watch", daemon=True)
 
-    def _info(
-        self, role: str, description: str, slots_max: int, profile: machine_profile.MachineProfile
-    ) -> WorkerInfo:
-        """What the directory is told of this worker; measures how far its nodes are."""
-        config, layout = self.config, self.engine.layout
-        return WorkerInfo(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            role=role,
-            node_id=config.store_node,
-            fingerprint=self.fingerprint,
-            description=description,
-            inbox=self.inbox.address,
-            block_tokens=config.block_tokens,
-            block_bytes=layout.block_bytes,
-            context_tokens_max=self.context_tokens_max,
-            pages_max=config.kv_pages,
-            slots_max=slots_max,
-            prefill_coefficients=profile.prefill,
-            decode_coefficients=profile.decode,
-            transfer_bytes_per_s=self.store.measure_rates(),
-            transfer_latency_s=self.store.latencies_s(),  # as those found them
-            grpc_address=os.environ.get("MOONCAKE_GRPC", ""),
-        )
-
-    def _context_tokens_max(self, folder: Path) -> int:
-        """Longest prompt and output; raises ConfigError where the checkpoint allows less."""
-        asked, allowed = self.config.context_tokens_max, self.engine.context_tokens_max
-        if asked > allowed:
-            raise ConfigError(
-                f"context_tokens_max is {asked}, but {folder.name} allows {allowed}; lower it or "
-                "leave it 0"
-            )
-        return min(asked or allowed, self.config.kv_pages * self.config.block_tokens)
-
-    def _on_letters(self, letters: list[Letter]) -> None:
-        for letter in letters:
-            try:
-                self._on_letter(letter)
-            except Exception:  # edge: one bad letter must not take its neighbours along
-                log.exception("a letter failed: %s", type(letter).__name__)
-
-    def join(self) -> None:
-        """Register, or raise with the reason why the pool refuses this worker."""
-        self.directory.register_worker(self.info)
-        self._reporter.start()
-        self._watcher.start()
-        log.info("%s (%s) serves on node %s", self.worker_id, self.incarnation, self.info.node_id)
-
-    def leave(self) -> None:
-        """Say goodbye and close everything; the store keeps what was put."""
-        self._is_closing.set()
-        if self._reporter.is_alive():
-            self._reporter.join(timeout=3.0)
-        self.deregister()
-        self.inbox.close()
-        self.outbox.close()
-        self.store.close()
-        self.directory.close()
-        self.engine.close()
-
-    def deregister(self) -> None:
-        """From now on nothing is routed here."""
-        self._is_closing.set()
+    def _load(self, job: J, load: Callable[[J], bool]) -> None:
+        """In a loader's thread: `load`, which is False where it will be called again, and start."""
         try:
-            self.directory.deregister_worker(self.worker_id, self.incarnation)
-        except StoreError as error:
-            log.info("the directory is gone already: %s", error)
-
-    def lose(self, reason: str) -> None:
-        """We are of no use any more: leave, so that our jobs go on elsewhere, and end.
-
-        Without the lock that guards them, which may be what hangs.
-        """
-
-        def fail_jobs() -> None:
-            for job in list(self.jobs.values()):
-                job.client.fail(WorkerUnavailable(f"{self.worker_id}: {reason}"))
-
-        end_process(self.deregister, fail_jobs)
-
-    def _watch_loop(self) -> None:
-        while not self._is_closing.wait(WATCH_S):
-            now_s = time.monotonic()
-            for name, watch in (("an engine step", self.watch), ("a report", self._reporting)):
-                if watch.is_hung(now_s):
-                    reason = f"{name} has been under way for {watch.age_s(now_s):.0f} s"
-                    log.critical("%s hangs: %s", self.worker_id, reason)
-                    self.on_hung(reason)
-                    return
-
-    def _report_loop(self) -> None:
-        while not self._is_closing.wait(REPORT_S):
-            self._reporting.began(time.monotonic())
-            try:
-                if not self.directory.worker_report(self._make_report()):
-                    log.warning("the directory does not know us (any more): registering again")
-                    self.directory.register_worker(self.info)
-                self.owners.renew_due(time.monotonic())
-                self.self_check.run(time.monotonic())
-            except StoreError as error:
-                log.warning("report failed: %s", error)
-            self._reporting.ended()
-            self._send_heartbeats(time.monotonic())
-
-    def _send_heartbeats(self, now_s: float) -> None:
-        """Every frontend hears now and then which of its requests we have."""
-        if now_s - self._heartbeat_s < HEARTBEAT_S:
+            if load(job):
+                self.driver.start(job)
             return
-        self._heartbeat_s = now_s
-        in_hand: dict[str, list[str]] = defaultdict(list)
-        for request_id, job in list(self.jobs.items()):
-            in_hand[job.request.reply_inbox].append(request_id)
-        for inbox, request_ids in in_hand.items():
-            if inbox:
-                self.outbox.send(inbox, Heartbeat(self.incarnation, request_ids))
+        except StoreError as problem:  # without the store there is no hand-over
+            error: Exception = WorkerUnavailable(f"store: {problem}")
+        except ServingError as problem:  # it says itself what is wrong, with the request say
+            error = problem
+        except Exception as problem:  # edge: one request must not take the loader down
+            log.exception("loading %s failed", job.request_id)
+            error = problem
+        with self.lock:
+            job.is_loading = False
+            self.fail(job, error)
 
+    def _may_join(self, job: J) -> bool:
+        """It is loaded; False: it leaves instead. With the lock held."""
+        job.is_loading = False
+        self.lock.notify_all()
+        return not self.has_left(job) and not job.is_leaving
 
-def unfinished(
-    lock: threading.Condition, jobs: MutableMapping[str, Any], give_up_s: float
-) -> list[Any]:
-    """Wake the engine thread and wait until it has emptied `jobs`; what is left then."""
-    with lock:
-        lock.notify_all()
-        while jobs and time.monotonic() < give_up_s:
-            lock.wait(IDLE_WAIT_S)
-        return list(jobs.values())
+    def _on_letter(self, letter: Letter) -> None:
+        if self._is_ready.is_set():
+            self._heard(letter)
 
+    def _heard(self, letter: Letter) -> None:
+        if isinstance(letter, Stop):
+            self.stop(letter.request_id)
 
-def fail_stuck(jobs: MutableMapping[str, Any], worker: Worker) -> None:
-    """Jobs that the engine thread never let go of: answered here, their memory ends with us."""
-    for job in list(jobs.values()):
-        worker.owners.release(job.request_id)
-        job.client.fail(WorkerGone(f"{worker.worker_id} is shutting down"))
+    def _stopped_early(self, request_id: str) -> None:
+        """A request that is not here was stopped: none of our business, where none is expected."""
 
+    def _replied(self, give_up_s: float) -> None:
+        """Replies that are on their way have left, or it is too late for them."""
 
-class LeaseKeeper:
-    """Renews the leases of requests that this worker is still busy with."""
+    # -- the engine's thread
 
-    def __init__(self, store: Store, lease_s: float) -> None:
-        self._store = store
-        self._lease_s = lease_s
-        self._due_s: dict[str, float] = {}
-        self._lock = threading.Lock()
+    def _run(self) -> None:
+        while self._turn():
+            pass
 
-    def __len__(self) -> int:
-        return len(self._due_s)
+    def _turn(self) -> bool:
+        """One turn of the engine's thread; False: it was the last."""
+        with self.lock:
+            if self.is_closing and not self.jobs and self.driver.is_drained:
+                return False
+            self._drop_leaving()
+            self._pages.settle()
+            self._admit()
+            step = self.driver.next_step(time.monotonic())
+            if step is None:
+                self.lock.wait(IDLE_WAIT_S)
+                return True
+        step()
+        return True
 
-    def hold(self, owner: str, now_s: float) -> None:
-        with self._lock:
-            self._due_s[owner] = now_s + self._lease_s / 3
+    def _drop_leaving(self) -> None:
+        """Those that were stopped or failed, and that nobody loads, leave; with the lock held."""
+        raise NotImplementedError
 
-    def drop(self, owner: str) -> None:
-        """Stop renewing; the leases stay until they are released or run out."""
-        with self._lock:
-            self._due_s.pop(owner, None)
-
-    def release(self, owner: str) -> None:
-        self.drop(owner)
-        try:
-            self._store.release(owner)
-        except StoreError as error:
-            log.warning("leases of %s run out by themselves: %s", owner, error)
-
-    def renew_due(self, now_s: float) -> None:
-        with self._lock:
-            due = [owner for owner, due_s in self._due_s.items() if due_s <= now_s]
-            for owner in due:
-                self._due_s[owner] = now_s + self._lease_s / 3
-        for owner in due:
-            self._store.renew(owner, self._lease_s)
-
-
-def end_process(*steps: Callable[[], None]) -> None:
-    """Leave the cluster, end what can be ended (these `steps`), let answers out, and end.
-
-    Triton's stub has no other way to say that its engine is of no use any more; the launcher
-    starts it again.
-    """
-    is_done = threading.Event()
-
-    def take_steps() -> None:
-        for step in steps:
-            try:
-                step()
-            except Exception:  # edge: it is broken, and it will end
-                log.exception("leaving")
-        is_done.set()
-
-    def end() -> None:
-        is_done.wait(STEPS_S_MAX)
-        threading.Event().wait(LAST_WORDS_S)
-        os._exit(1)
-
-    threading.Thread(target=end, name="end", daemon=True).start()
-    threading.Thread(target=take_steps, name="last-steps", daemon=True).start()
+    def _admit(self) -> None:
+        """Hand out pages and start loading; with the lock held."""
+        raise NotImplementedError

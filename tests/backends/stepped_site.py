@@ -20,7 +20,8 @@ from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
 from backends.errors import ServingError
 from backends.metrics.page import Observations
-from backends.workers import decode_worker, prefill_worker
+from backends.workers import decode_worker
+from backends.workers import worker as worker_module
 from backends.workers.config import DecodeConfig, PrefillConfig
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.kv_writer import KvWriter, object_key
@@ -33,8 +34,9 @@ from backends.workers.protocol import (
     PrefillRequest,
     Stop,
 )
+from backends.workers.stepping import StepDecode, StepPrefill
 from backends.workers.steps import StepTimes, StepWatch
-from backends.workers.worker import LeaseKeeper
+from backends.workers.worker_process import LeaseKeeper
 from tests.backends.stepped_store import (
     FINGERPRINT,
     LAYOUT,
@@ -201,27 +203,29 @@ class Site:
         self.outbox = Outbox()
         self.clients: list[Client] = []
         self.damage_share = 0.0  # of the replies of prefill, which then name other blocks
-        for module in (prefill_worker, decode_worker):
-            monkeypatch.setattr(module, "Worker", self._worker)
-            monkeypatch.setattr(module, "KvWriter", SteppedWriter)
-            monkeypatch.setattr(module, "ThreadPoolExecutor", Line)
-            monkeypatch.setattr(module, "IDLE_WAIT_S", 0.0)
+        monkeypatch.setattr(worker_module, "WorkerProcess", self._process)
+        monkeypatch.setattr(worker_module, "KvWriter", SteppedWriter)
+        monkeypatch.setattr(worker_module, "ThreadPoolExecutor", Line)
+        monkeypatch.setattr(worker_module, "IDLE_WAIT_S", 0.0)
         monkeypatch.setattr(decode_worker, "Repliers", AtOnce)
-        for kind in (PrefillWorker, DecodeWorker):
-            monkeypatch.setattr(kind, "_run", lambda worker: None)
+        monkeypatch.setattr(worker_module.JobWorker, "_run", lambda worker: None)
         common = {"block_tokens": LAYOUT.block_tokens, "kv_pages": PAGES, "store_node": NODE}
         self.prefill = PrefillWorker("prefill_0", PrefillConfig(
-            chunk_tokens=8, queue_requests_max=6, **common), "")  # type: ignore[arg-type] # fmt: skip
+            chunk_tokens=8, queue_requests_max=6, **common), "",  # type: ignore[arg-type]
+            StepPrefill(self._engine()))  # fmt: skip
         self.decode = DecodeWorker("decode_0", DecodeConfig(
-            slots=4, queue_requests_max=6, **common), "")  # type: ignore[arg-type] # fmt: skip
+            slots=4, queue_requests_max=6, **common), "",  # type: ignore[arg-type]
+            StepDecode(self._engine()))  # fmt: skip
         self.workers: tuple[Any, Any] = (self.prefill, self.decode)
 
-    def _worker(self, role: str, worker_id: str, *given: Any) -> Any:
-        """Stands where a Worker would."""
-        engine = SteppedEngine(self.rng, self.meanwhile)
-        info = SimpleNamespace(prefill_coefficients=(), decode_coefficients=())
+    def _engine(self) -> Any:
+        return SteppedEngine(self.rng, self.meanwhile)
+
+    def _process(self, role: str, worker_id: str, *given: Any) -> Any:
+        """Stands where a WorkerProcess would."""
+        info = SimpleNamespace(role=role, prefill_coefficients=(), decode_coefficients=())
         return SimpleNamespace(
-            worker_id=worker_id, incarnation="life", engine=engine, store=self.store, info=info,
+            worker_id=worker_id, incarnation="life", store=self.store, info=info, is_lost=False,
             outbox=self.outbox, owners=LeaseKeeper(self.store, 30.0),  # type: ignore[arg-type]
             steps=StepTimes(), watch=StepWatch(), observations=Observations(),
             fingerprint=FINGERPRINT, context_tokens_max=CONTEXT_TOKENS,
@@ -272,11 +276,11 @@ class Site:
         """What threads other than the engines' could do next."""
         found: list[Callable[[], None]] = []
         for worker in self.workers:
-            if not worker._writer.is_idle:
-                found.append(worker._writer.step)
-        if waiting := self.prefill._loaders.waiting:  # type: ignore[attr-defined]
+            if not worker.writer.is_idle:
+                found.append(worker.writer.step)
+        if waiting := self.prefill._loading.waiting:  # type: ignore[attr-defined]
             index = self.rng.randrange(min(2, len(waiting)))
-            found.append(lambda: self.prefill._loaders.step(index))  # type: ignore[attr-defined]
+            found.append(lambda: self.prefill._loading.step(index))  # type: ignore[attr-defined]
         if self.decode._loading.waiting:  # type: ignore[attr-defined]
             found.append(self.decode._loading.step)  # type: ignore[attr-defined]
         if self.outbox.letters:
@@ -310,7 +314,7 @@ class Site:
         """No more faults; until nobody has anything to do."""
         self.store.fault_share = self.store.late_share = 0.0
         for worker in self.workers:
-            worker._engine.fault_share = 0.0
+            worker.driver.engine.fault_share = 0.0
         for _ in range(5_000):
             if all(client.is_over for client in self.clients) and not self.things_to_do():
                 break
@@ -328,11 +332,11 @@ class Site:
             assert client.is_over, f"{client.request_id} was never answered"
         for worker in self.workers:
             worker.check()
-            name = worker.worker.worker_id
-            assert not worker._jobs, (name, worker._jobs)
+            name = worker.process.worker_id
+            assert not worker.jobs, (name, worker.jobs)
             assert worker._pages.used_pages == 0, f"{name} lost pages"
-            assert worker._batching.admitted == worker._batching.waiting == 0
-            assert not len(worker.worker.owners), f"{name} renews leases of nobody"
+            assert worker.batching.admitted == worker.batching.waiting == 0
+            assert not len(worker.process.owners), f"{name} renews leases of nobody"
         assert not len(self.prefill._single_flight), "claims of nobody"
         assert not len(self.decode._arrivals), "a place is reserved for nobody"
         assert not self.store.leases, f"leases of nobody: {list(self.store.leases)}"

@@ -1,7 +1,7 @@
 """TensorRT-LLM as a worker's engine: the LLM, the staging pool beside it, the channel to its KV.
 
 Unlike the torch engine it batches by itself: a worker hands it prompts, not steps. What both have
-in common is what workers/worker.py needs: a layout, pages (here: of the staging pool) and names
+in common is what `ServingEngine` says: a layout, pages (here: of the staging pool) and names
 for the fingerprint. Everything that is wrong with the settings is said at once, before minutes are
 spent on weights; that the pages have the promised size is checked when the ranks report.
 
@@ -41,11 +41,15 @@ from backends.engine.trtllm.package import (
     turn_to_start,
 )
 from backends.engine.trtllm.sampling import Sampler, llm_sampling
-from backends.engine.trtllm.settings import TrtllmConfig, option_problems, read_options
+from backends.engine.trtllm.settings import (
+    EngineSpec,
+    TrtllmConfig,
+    option_problems,
+    read_options,
+)
 from backends.engine.trtllm.staging_pool import PoolProblem, StagingPool
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import ConfigError
-from backends.workers.config import PrefillConfig, WorkerConfig
 
 log = logging.getLogger(__name__)
 READY_S_MAX = 60.0  # after the LLM was built: its connectors have reported before
@@ -56,7 +60,7 @@ class TrtllmEngine:
     def __init__(
         self,
         worker_id: str,
-        worker: WorkerConfig,
+        spec: EngineSpec,
         config: TrtllmConfig,
         folder: Path,
         repository: str,
@@ -65,19 +69,18 @@ class TrtllmEngine:
     ) -> None:
         """Raises ConfigError with all mistakes; takes minutes with real weights."""
         self.config = config
-        self.role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
+        self.role = spec.role
         self.is_connected = is_connected(config, self.role)
-        shape, options, kv_dtype = self._checked(worker, config, folder, repository)
-        self.layout = shape.layout(kv_dtype, worker.block_tokens, config.tp_size)
-        pages_tokens = worker.kv_pages * worker.block_tokens
-        self.context_tokens_max = min(shape.context_tokens_max, pages_tokens)
-        self.max_seq_len = worker.context_tokens_max or self.context_tokens_max
+        shape, options, kv_dtype = self._checked(spec, config, folder, repository)
+        self.layout = shape.layout(kv_dtype, spec.block_tokens, config.tp_size)
+        self.context_tokens_max = min(shape.context_tokens_max, spec.pages_tokens)
+        self.max_seq_len = spec.context_tokens_max or self.context_tokens_max
         self.vocabulary_tokens = shape.vocabulary_tokens
         self.eos_token_ids = shape.eos_token_ids
         self.model_id = shape.model_id
         self.weights_id = Checkpoint.open(folder).weights_id(KvIdentity.of_folder(folder))
-        self.pages = PagePool(worker.kv_pages)
-        self._slots = getattr(worker, "slots", 1)
+        self.pages = PagePool(spec.kv_pages)
+        self._slots = spec.requests_max
         remove_mpi_leftovers(os.environ)
         self._host: ConnectorHost | None = None
         self._llm: LlmThread | None = None
@@ -87,9 +90,9 @@ class TrtllmEngine:
             self._sampler = Sampler.of(self._package.version, options)
             # The fingerprint's field for all that makes one rank's pages unlike another's.
             self.tp_shape = pages_description(
-                self._package.version, config, worker.dtype, options_that_reach_kv(options)
+                self._package.version, config, spec.dtype, options_that_reach_kv(options)
             )
-            self._pool = self._make_pool(worker_id, worker.kv_pages if self.is_connected else 1)
+            self._pool = self._make_pool(worker_id, spec.kv_pages if self.is_connected else 1)
             self.kv_pool = self._pool.bytes
         except (ValueError, package.PackageProblem, PoolProblem) as error:
             raise ConfigError(str(error)) from error
@@ -97,7 +100,7 @@ class TrtllmEngine:
             if self.is_connected:
                 self._host = self._listen(worker_id, listener)
             arguments = llm_arguments(
-                self._package, worker, config, folder, self.max_seq_len, options, shape.dtype
+                self._package, spec, config, folder, self.max_seq_len, options, shape.dtype
             )
             log.info("tensorrt_llm %s: LLM(%s)", self._package.version, arguments)
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -112,7 +115,7 @@ class TrtllmEngine:
             raise
 
     def _checked(
-        self, worker: WorkerConfig, config: TrtllmConfig, folder: Path, repository: str
+        self, spec: EngineSpec, config: TrtllmConfig, folder: Path, repository: str
     ) -> tuple[KvShape, dict[str, Any], str]:
         """What can be told before anything is started."""
         found: list[str] = []
@@ -121,12 +124,12 @@ class TrtllmEngine:
         options = read_options(config.llm_options, repository, found)
         found += option_problems(options, self.is_connected)
         try:
-            room = worker.kv_pages * worker.block_tokens
-            limit = min(worker.context_tokens_max or room, room)
+            room = spec.pages_tokens
+            limit = min(spec.context_tokens_max or room, room)
             shape = read_kv_shape(folder, config.tp_size, limit)
             asked = str((options.get("kv_cache_config") or {}).get("dtype", "auto"))
-            kv_dtype = read_kv_dtype(folder, asked, worker.dtype, found)
-            found += _context_problems(worker, shape, folder)
+            kv_dtype = read_kv_dtype(folder, asked, spec.dtype, found)
+            found += _context_problems(spec, shape, folder)
             Checkpoint.open(folder)
         except CheckpointError as error:
             found += error.problems
@@ -240,8 +243,8 @@ class TrtllmEngine:
                 steps.callback(self._llm.close, CLOSE_S_MAX)
 
 
-def _context_problems(worker: WorkerConfig, shape: KvShape, folder: Path) -> Iterator[str]:
-    asked, of_pages = worker.context_tokens_max, worker.kv_pages * worker.block_tokens
+def _context_problems(spec: EngineSpec, shape: KvShape, folder: Path) -> Iterator[str]:
+    asked, of_pages = spec.context_tokens_max, spec.pages_tokens
     if asked > shape.context_tokens_max:
         yield (
             f"context_tokens_max is {asked}, but {folder.name} allows {shape.context_tokens_max}; "

@@ -21,8 +21,7 @@ from backends.engine.trtllm.package import (
     Package,
     PackageProblem,
 )
-from backends.engine.trtllm.settings import OBJECTS, TrtllmConfig
-from backends.workers.config import DecodeConfig, PrefillConfig, WorkerConfig
+from backends.engine.trtllm.settings import OBJECTS, EngineSpec, TrtllmConfig
 
 # What would give the engine pages that the connector does not see, switched off in so many words.
 PAGES_OF_ITS_OWN = {"use_kv_cache_manager_v2": False, "host_cache_size": 0, "disk_cache_size": 0}
@@ -38,7 +37,7 @@ def is_connected(config: TrtllmConfig, role: str) -> bool:
 
 def llm_arguments(
     package: Package,
-    worker: WorkerConfig,
+    spec: EngineSpec,
     config: TrtllmConfig,
     folder: Path,
     context_tokens_max: int,
@@ -46,8 +45,7 @@ def llm_arguments(
     checkpoint_dtype: str,
 ) -> dict[str, Any]:
     """Raises PackageProblem for what this release does not know."""
-    role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
-    rest, batch = dict(options), _batch(worker)
+    rest, batch = dict(options), _batch(spec)
     unknown = [
         f"{option}.{key}" for option, name in OBJECT_CLASSES.items()
         for key in package.unknown(name, options.get(option, {}))
@@ -56,14 +54,12 @@ def llm_arguments(
         "model": str(folder),
         "skip_tokenizer_init": True,  # tokens in, tokens out: text is the front's and ours
         "tensor_parallel_size": config.tp_size,
-        "dtype": worker.dtype,
+        "dtype": spec.dtype,
         "max_seq_len": context_tokens_max,
         "enable_chunked_prefill": True,
         "enable_iter_perf_stats": True,
         **batch,
-        "kv_cache_config": _kv_cache(
-            package, worker, config, batch, rest.pop("kv_cache_config", {})
-        ),
+        "kv_cache_config": _kv_cache(package, spec, config, batch, rest.pop("kv_cache_config", {})),
         "scheduler_config": package.config(
             "SchedulerConfig",
             **{
@@ -76,7 +72,7 @@ def llm_arguments(
             },
         ),
     }
-    if is_connected(config, role):
+    if is_connected(config, spec.role):
         arguments["kv_connector_config"] = package.config(
             "KvCacheConnectorConfig",
             connector_module=CONNECTOR_MODULE,
@@ -88,8 +84,8 @@ def llm_arguments(
             "CacheTransceiverConfig",
             backend=config.transceiver, max_tokens_in_buffer=context_tokens_max,
         )  # fmt: skip
-    if worker.dtype != checkpoint_dtype:
-        rest["model_kwargs"] = _told_dtype(package, worker.dtype, checkpoint_dtype, rest)
+    if spec.dtype != checkpoint_dtype:
+        rest["model_kwargs"] = _told_dtype(package, spec.dtype, checkpoint_dtype, rest)
     arguments |= rest
     if package.llm_fields is not None:
         unknown += set(arguments) - package.llm_fields
@@ -101,10 +97,9 @@ def llm_arguments(
 
 
 def _kv_cache(
-    package: Package, worker: WorkerConfig, config: TrtllmConfig, batch: Mapping[str, Any],
+    package: Package, spec: EngineSpec, config: TrtllmConfig, batch: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Any:  # fmt: skip
-    role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
     return package.config(
         "KvCacheConfig",
         **{
@@ -112,11 +107,10 @@ def _kv_cache(
             "enable_partial_reuse": False,
             "tokens_per_block": config.page_tokens,
             # A page more for each request: the step that is scheduled early needs a place.
-            "max_tokens": worker.kv_pages * worker.block_tokens
-            + batch["max_batch_size"] * config.page_tokens,
+            "max_tokens": spec.pages_tokens + batch["max_batch_size"] * config.page_tokens,
             "free_gpu_memory_fraction": config.gpu_memory_fraction,
             # Each is left out where a release does not know it; defaults have changed.
-            **(PAGES_OF_ITS_OWN if is_connected(config, role) else {}),
+            **(PAGES_OF_ITS_OWN if is_connected(config, spec.role) else {}),
             **options,
         },
     )
@@ -136,19 +130,18 @@ def _told_dtype(
     return {**options.get("model_kwargs", {}), "torch_dtype": dtype}
 
 
-def _batch(worker: WorkerConfig) -> dict[str, Any]:
+def _batch(spec: EngineSpec) -> dict[str, Any]:
     """What one step may compute, and how steps follow each other."""
-    if isinstance(worker, PrefillConfig):
+    if spec.role == "prefill":
         return {
-            "max_batch_size": min(PREFILL_BATCH_MAX, worker.queue_requests_max),
-            "max_num_tokens": worker.chunk_tokens,
+            "max_batch_size": min(PREFILL_BATCH_MAX, spec.requests_max),
+            "max_num_tokens": spec.chunk_tokens,
             "cuda_graph_config": None,
             "disable_overlap_scheduler": True,
         }
-    assert isinstance(worker, DecodeConfig), type(worker)
     return {
-        "max_batch_size": worker.slots,
-        "max_num_tokens": max(DECODE_STEP_TOKENS_MIN, worker.slots),
+        "max_batch_size": spec.requests_max,
+        "max_num_tokens": max(DECODE_STEP_TOKENS_MIN, spec.requests_max),
     }
 
 

@@ -1,9 +1,10 @@
 """What an operator may set for workers of engine tensorrt_llm, and what is refused when it is set.
 
-`TrtllmConfig` holds the further parameters of their config.pbtxt. `llm_options` passes anything
-else to tensorrt_llm.LLM, but for what another parameter says and what cannot work together with
-KV that comes from and goes to a store: then a wrong prefix or a crash deep inside the engine would
-be the answer, so it is refused by name, with the reason, when the model loads.
+`EngineSpec` is what a worker of either role asks of it, `TrtllmConfig` holds the further parameters
+of their config.pbtxt. `llm_options` passes anything else to tensorrt_llm.LLM, but for what another
+parameter says and what cannot work together with KV that comes from and goes to a store: then a
+wrong prefix or a crash deep inside the engine would be the answer, so it is refused by name, with
+the reason, when the model loads.
 
 Not here: the keywords that the engine gets in the end (llm_arguments.py).
 """
@@ -14,9 +15,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from backends.workers.config import WorkerConfig
+from typing import Any, Protocol
 
 HANDOFFS = ("store", "native")
 TRANSCEIVERS = ("DEFAULT", "NIXL", "UCX", "MOONCAKE", "MPI")
@@ -75,6 +74,23 @@ ONLY = {
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What a worker's parameters of either engine ask of this one."""
+
+    role: str  # prefill | decode
+    dtype: str
+    block_tokens: int
+    kv_pages: int  # of block_tokens tokens
+    context_tokens_max: int  # 0: what the checkpoint allows
+    requests_max: int  # that one step may have
+    chunk_tokens: int = 0  # that one step of prefill may compute
+
+    @property
+    def pages_tokens(self) -> int:
+        return self.kv_pages * self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class TrtllmConfig:
     """Further parameters of a worker's config.pbtxt, with engine tensorrt_llm only."""
 
@@ -121,7 +137,12 @@ class TrtllmConfig:
         return found
 
 
-def problems_together(worker: WorkerConfig, config: TrtllmConfig) -> Iterator[str]:
+class _InBlocks(Protocol):
+    @property
+    def block_tokens(self) -> int: ...
+
+
+def problems_together(worker: _InBlocks, config: TrtllmConfig) -> Iterator[str]:
     """Parameters that do not fit together, or not this engine."""
     if config.page_tokens > 0 and worker.block_tokens % config.page_tokens:
         yield (

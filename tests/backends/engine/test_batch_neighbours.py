@@ -9,7 +9,7 @@ import pytest
 
 from backends.engine.sampling import sample
 from backends.engine.sampling_params import SamplingParams
-from backends.workers import decode_worker, prefill_worker
+from backends.workers import stepping
 from tests.backends.stepped_site import Site, answer_of
 
 BAD_SEED = 13
@@ -22,13 +22,12 @@ def test_a_request_whose_sampling_fails_is_alone_with_it(
 ) -> None:
     site = Site(0, monkeypatch)
 
-    def failing(logits: np.ndarray, params: SamplingParams, *rest: Any) -> int:
-        if params.seed == BAD_SEED:
+    def failing(logits: np.ndarray, params: SamplingParams, position: int, *rest: Any) -> int:
+        if params.seed == BAD_SEED and (position == 0) == (role == "prefill"):
             raise FloatingPointError("no token has a probability")
-        return sample(logits, params, *rest)
+        return sample(logits, params, position, *rest)
 
-    module = prefill_worker if role == "prefill" else decode_worker
-    monkeypatch.setattr(module, "sample", failing)
+    monkeypatch.setattr(stepping, "sample", failing)
     seeds = (0, BAD_SEED, 0)
     clients = [site.ask(prompt, 6, seed) for prompt, seed in zip(PROMPTS, seeds, strict=True)]
     site.settle()

@@ -24,8 +24,8 @@ from backends.engine.trtllm.measuring import Stopwatch
 from backends.engine.trtllm.messages import ENVIRONMENT
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import ConfigError
-from backends.workers.config import DecodeConfig, PrefillConfig
 from tests.backends.small_tokenizers import DEMO
+from tests.backends.trtllm.specs import decode_spec, prefill_spec
 
 
 class Deaf:
@@ -64,7 +64,7 @@ def engine(worker: Any, config: TrtllmConfig, listener: Deaf | None = None) -> T
 
 
 def test_it_starts_with_pages_of_the_promised_size(fake_package: None, places: Path) -> None:
-    made = engine(PrefillConfig(kv_pages=32), TrtllmConfig(tp_size=2))
+    made = engine(prefill_spec(kv_pages=32), TrtllmConfig(tp_size=2))
     assert len(made.kv_pool) == 32 * made.layout.block_bytes
     assert made.tp_shape == "tensorrt_llm-1.3.0rc14-tp2-page32-float32"
     assert [path.stat().st_size for path in places.iterdir()] == [len(made.kv_pool)]
@@ -79,9 +79,9 @@ def test_it_starts_with_pages_of_the_promised_size(fake_package: None, places: P
 
 
 def test_kv_in_fp8_has_one_byte_a_number_and_is_another_engine_s(fake_package: None) -> None:
-    plain = engine(PrefillConfig(kv_pages=4), TrtllmConfig())
+    plain = engine(prefill_spec(kv_pages=4), TrtllmConfig())
     options = TrtllmConfig(llm_options='{"kv_cache_config": {"dtype": "fp8"}}')
-    made = engine(PrefillConfig(kv_pages=4), options)
+    made = engine(prefill_spec(kv_pages=4), options)
     assert made.layout.dtype == "fp8" and "float32" in made.tp_shape
     assert made.layout.block_bytes * 4 == plain.layout.block_bytes
     watch = Stopwatch()
@@ -94,7 +94,7 @@ def test_kv_in_fp8_has_one_byte_a_number_and_is_another_engine_s(fake_package: N
 def test_a_decode_engine_that_hands_over_natively_has_no_pool_to_speak_of(
     fake_package: None,
 ) -> None:
-    made = engine(DecodeConfig(kv_pages=32), TrtllmConfig(handoff="native"))
+    made = engine(decode_spec(kv_pages=32), TrtllmConfig(handoff="native"))
     assert len(made.kv_pool) == made.layout.block_bytes
     assert made.measured_decode(0.0)
     made.close()
@@ -103,10 +103,10 @@ def test_a_decode_engine_that_hands_over_natively_has_no_pool_to_speak_of(
 def test_speed_is_measured_within_the_context_that_the_engine_was_given(
     fake_package: None,
 ) -> None:
-    prefill = engine(PrefillConfig(kv_pages=64, context_tokens_max=1024), TrtllmConfig())
+    prefill = engine(prefill_spec(kv_pages=64, context_tokens_max=1024), TrtllmConfig())
     assert max(new + before for new, before, _ in prefill.measured_prefill(0.0)) < 1024
     prefill.close()
-    decode = engine(DecodeConfig(kv_pages=64, context_tokens_max=512), TrtllmConfig())
+    decode = engine(decode_spec(kv_pages=64, context_tokens_max=512), TrtllmConfig())
     assert decode.measured_decode(0.0)
     decode.close()
 
@@ -116,7 +116,7 @@ def test_a_context_that_is_too_long_is_said_before_the_llm_is_built(
 ) -> None:
     monkeypatch.setattr("backends.engine.trtllm.engine.LlmThread", None)
     for pages, said in ((64, "allows 8192"), (2, "kv_pages x block_tokens is 128")):
-        config = PrefillConfig(kv_pages=pages, context_tokens_max=8193)
+        config = prefill_spec(kv_pages=pages, context_tokens_max=8193)
         with pytest.raises(ConfigError, match=f"context_tokens_max is 8193.*{said}"):
             engine(config, TrtllmConfig())
 
@@ -124,7 +124,7 @@ def test_a_context_that_is_too_long_is_said_before_the_llm_is_built(
 def test_an_llm_that_does_not_shut_down_leaves_neither_pool_nor_thread(
     fake_package: None, monkeypatch: pytest.MonkeyPatch, places: Path
 ) -> None:
-    made = engine(PrefillConfig(kv_pages=4), TrtllmConfig())
+    made = engine(prefill_spec(kv_pages=4), TrtllmConfig())
     assert list(places.iterdir())
     llm = made.llm._llm
     shutdown = llm.shutdown
@@ -140,7 +140,7 @@ def test_an_llm_that_does_not_shut_down_leaves_neither_pool_nor_thread(
 def test_everything_that_is_wrong_is_said_before_anything_is_started(tmp_path: Path) -> None:
     options = '{"pipeline_parallel_size": 2, "dtype": "auto"}'
     with pytest.raises(ConfigError) as caught:
-        TrtllmEngine("w", PrefillConfig(), TrtllmConfig(llm_options=options), tmp_path,
+        TrtllmEngine("w", prefill_spec(), TrtllmConfig(llm_options=options), tmp_path,
                      "model_repository", Deaf(), lambda stats: None)  # fmt: skip
     said = str(caught.value)
     for word in ("not installed", "pipeline_parallel_size", "said by dtype", "config.json is mis"):
@@ -160,7 +160,7 @@ def test_pages_of_another_size_than_promised_are_refused_with_both_numbers(
 
     monkeypatch.setattr(llm, "shape_of", quantised)
     with pytest.raises(ConfigError, match=r"\d+") as caught:
-        engine(PrefillConfig(kv_pages=4), TrtllmConfig())
+        engine(prefill_spec(kv_pages=4), TrtllmConfig())
     assert "bytes" in str(caught.value) and "is KV kept in another dtype" in str(caught.value)
 
 
@@ -174,22 +174,22 @@ def test_an_engine_that_cannot_be_built_says_why(
 
     monkeypatch.setattr(llm, "shape_of", no_memory)
     with pytest.raises(ConfigError, match="did not start: RuntimeError: CUDA out of memory"):
-        engine(PrefillConfig(kv_pages=4), TrtllmConfig())
+        engine(prefill_spec(kv_pages=4), TrtllmConfig())
 
 
 def test_leftovers_of_mpi_are_gone_when_the_engine_starts(
     fake_package: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
-    engine(PrefillConfig(kv_pages=4), TrtllmConfig()).close()
+    engine(prefill_spec(kv_pages=4), TrtllmConfig()).close()
     assert "OMPI_COMM_WORLD_RANK" not in os.environ
 
 
 def test_a_worker_on_torch_loads_nothing_of_tensorrt_llm() -> None:
     script = (
         "import sys; from backends.triton import worker_kinds as kinds;"
-        "kinds.read_worker_configs('prefill', 'prefill_0', {}, 1);"
-        "[kinds.worker_class(role, 'torch') for role in ('prefill', 'decode')];"
+        "configs = kinds.read_worker_configs('prefill', 'prefill_0', {}, 1);"
+        "kinds.make_driver('prefill', 'prefill_0', '.', *configs);"
         "print([m for m in sys.modules if 'tensorrt_llm' in m or '.trtllm.' in m])"
     )
     done = subprocess.run(
@@ -209,7 +209,7 @@ def test_fewer_pages_on_the_gpu_than_promised_are_told_or_refused(
 
     monkeypatch.setattr(ConnectorHost, "wait_ready", less)
     config = TrtllmConfig()
-    worker = PrefillConfig(kv_pages=32, context_tokens_max=64)
+    worker = prefill_spec(kv_pages=32, context_tokens_max=64)
     promised = 32 * worker.block_tokens
     pages[0] = promised // config.page_tokens
     engine(worker, config).close()
@@ -228,7 +228,7 @@ def test_another_rope_or_attention_backend_is_another_engine_s_kv(
 ) -> None:
     def described(folder: Path, options: str = "") -> tuple[str, str]:
         made = TrtllmEngine(
-            "w", PrefillConfig(kv_pages=4), TrtllmConfig(llm_options=options), folder,
+            "w", prefill_spec(kv_pages=4), TrtllmConfig(llm_options=options), folder,
             "model_repository", Deaf(), lambda stats: None,
         )  # fmt: skip
         made.close()

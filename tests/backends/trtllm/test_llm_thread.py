@@ -20,8 +20,8 @@ from backends.engine.trtllm.sampling import GOLDEN, Sampler, llm_sampling
 from backends.engine.trtllm.settings import OBJECTS, TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import RequestInvalid, WorkerUnavailable
-from backends.workers.config import DecodeConfig, PrefillConfig
 from tests.backends.small_tokenizers import DEMO
+from tests.backends.trtllm.specs import decode_spec, prefill_spec
 
 PROMPT = [20 + 7 * n % 1900 for n in range(100)]
 DEADLINE_S = 20.0
@@ -52,7 +52,7 @@ class Engines:
         self.package = package.load()
         self.stats: queue.Queue[IterationStats] = queue.Queue()
         config = TrtllmConfig(handoff="native")
-        arguments = llm_arguments(self.package, DecodeConfig(), config, DEMO, 4096, {}, "float32")
+        arguments = llm_arguments(self.package, decode_spec(), config, DEMO, 4096, {}, "float32")
         self.llm = LlmThread(lambda: self.package.llm(**arguments), self.stats.put)
 
     def sampling(self, tokens: int, **changes: Any) -> Any:
@@ -184,36 +184,36 @@ def test_sampling_that_a_release_lacks_is_refused_not_ignored() -> None:
 def test_prefill_and_decode_engines_are_set_up_for_their_work(fake_package: None) -> None:
     loaded, store = package.load(), TrtllmConfig(page_tokens=16)
     options = {"kv_cache_config": {"event_buffer_max_size": 16}, "load_format": "dummy"}
-    prefill = llm_arguments(loaded, PrefillConfig(), store, DEMO, 4096, options, "float32")
+    prefill = llm_arguments(loaded, prefill_spec(), store, DEMO, 4096, options, "float32")
     assert prefill["max_num_tokens"] == 512 and prefill["cuda_graph_config"] is None
     assert prefill["disable_overlap_scheduler"] and prefill["load_format"] == "dummy"
     cache = prefill["kv_cache_config"]
     assert (cache.tokens_per_block, cache.enable_partial_reuse) == (16, False)
     room = 256 * 64 + prefill["max_batch_size"] * 16
     assert (cache.max_tokens, cache.event_buffer_max_size) == (room, 16)
-    decode = llm_arguments(loaded, DecodeConfig(slots=8), store, DEMO, 4096, {}, "float32")
+    decode = llm_arguments(loaded, decode_spec(slots=8), store, DEMO, 4096, {}, "float32")
     assert decode["max_batch_size"] == 8 and "cuda_graph_config" not in decode
     assert decode["kv_connector_config"] == prefill["kv_connector_config"]
     native = TrtllmConfig(handoff="native")
     assert "kv_connector_config" not in llm_arguments(
-        loaded, DecodeConfig(), native, DEMO, 1, {}, "float32"
+        loaded, decode_spec(), native, DEMO, 1, {}, "float32"
     )
     assert "kv_connector_config" in llm_arguments(
-        loaded, PrefillConfig(), native, DEMO, 1, {}, "float32"
+        loaded, prefill_spec(), native, DEMO, 1, {}, "float32"
     )
 
 
 def test_an_option_that_the_release_does_not_know_is_named(fake_package: None) -> None:
     with pytest.raises(PackageProblem, match="does not know warp_drive"):
         llm_arguments(
-            package.load(), PrefillConfig(), TrtllmConfig(), DEMO, 1, {"warp_drive": 9}, "float32"
+            package.load(), prefill_spec(), TrtllmConfig(), DEMO, 1, {"warp_drive": 9}, "float32"
         )
 
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_an_unknown_key_inside_an_option_is_named_too(fake_package: None, name: str) -> None:
     with pytest.raises(PackageProblem, match=rf"does not know {name}\.dtyp, {name}\.wrap"):
-        llm_arguments(package.load(), PrefillConfig(), TrtllmConfig(), DEMO, 1,
+        llm_arguments(package.load(), prefill_spec(), TrtllmConfig(), DEMO, 1,
                       {name: {"wrap": 1, "dtyp": "fp8"}}, "float32")  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def test_an_engine_whose_processes_failed_is_not_healthy(engines: Engines) -> No
 
 def test_a_dtype_that_is_not_the_checkpoint_s_reaches_the_engine(fake_package: None) -> None:
     loaded, config = package.load(), TrtllmConfig()
-    worker = PrefillConfig(dtype="bfloat16", engine="tensorrt_llm")
+    worker = prefill_spec(dtype="bfloat16")
     options = {"model_kwargs": {"num_hidden_layers": 2}}
 
     def arguments(checkpoint_dtype: str, known: frozenset[str] | None) -> Any:

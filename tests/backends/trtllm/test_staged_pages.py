@@ -9,7 +9,7 @@ import pytest
 from backends.engine.trtllm.channel import ChannelError
 from backends.engine.trtllm.messages import Stage
 from backends.errors import WorkerUnavailable
-from backends.workers.trtllm.staged_pages import StagedPages
+from backends.workers.trtllm.driver import StagedPages
 
 STAGE = Stage("r", b"", "", b"", [], [1, 2], 0)
 
@@ -33,7 +33,7 @@ class Worker:
         self.failures: list[str] = []
         self.deaths: list[str] = []
         self.pages = StagedPages(
-            self.host,
+            self,
             1.0,
             self.released.extend,
             self.failures.append,

@@ -10,8 +10,8 @@ import numpy as np
 
 from backends.engine.trtllm.messages import Stage
 from backends.workers.kv_writer import BlockPut
-from backends.workers.trtllm.prefill_job import TrtllmPrefillJob
-from backends.workers.trtllm.prefill_worker import TrtllmPrefillWorker
+from backends.workers.prefill_job import PrefillJob
+from backends.workers.trtllm.prefill import TrtllmPrefill
 from tests.backends.engine.trtllm.listening import WAIT_S
 
 
@@ -34,27 +34,26 @@ class SlowToHear:
         if job.request_id == "b":
             self.is_b_submitted.set()
 
-    def start(self, *given: Any) -> None: ...
 
-
-def job_of(request_id: str) -> TrtllmPrefillJob:
+def job_of(request_id: str) -> PrefillJob:
     put = BlockPut(request_id, 7, pages=[0], keys=[], first_block=0)
     request: Any = SimpleNamespace(request_id=request_id, cache_salt="")
-    return TrtllmPrefillJob(request, np.arange(7), None, put, 0.0)  # type: ignore[arg-type]
+    return PrefillJob(request, np.arange(7), None, put, 0.0)  # type: ignore[arg-type]
 
 
 def test_equal_prompts_are_submitted_in_the_order_of_their_stages() -> None:
-    worker: Any = TrtllmPrefillWorker.__new__(TrtllmPrefillWorker)
-    slow = worker._staged = worker._engine = worker._batching = SlowToHear()
-    worker._trtllm = SimpleNamespace(page_tokens=4)
-    worker.worker = SimpleNamespace(fingerprint="print")
-    worker._block_tokens, worker._lock = 8, threading.Condition()
-    worker._staging = threading.Lock()
-    worker._order = lambda job: job
-    worker._jobs = {name: job_of(name) for name in "ab"}
-    first = threading.Thread(target=worker._loaded, args=[worker._jobs["a"]])
+    driver: Any = object.__new__(TrtllmPrefill)
+    slow = driver._staged = driver.engine = SlowToHear()
+    driver.config, driver._block_tokens = SimpleNamespace(page_tokens=4), 8
+    driver._prompts, driver._staging = {}, threading.Lock()
+    driver._worker = SimpleNamespace(
+        process=SimpleNamespace(fingerprint="print"), lock=threading.Condition(),
+        join_batch=lambda job: True,
+    )  # fmt: skip
+    driver._order = lambda job: job
+    first = threading.Thread(target=driver.start, args=[job_of("a")])
     first.start()
     assert slow.is_a_staged.wait(WAIT_S)
-    worker._loaded(worker._jobs["b"])
+    driver.start(job_of("b"))
     first.join(WAIT_S)
     assert slow.order == ["stage a", "submit a", "stage b", "submit b"]

@@ -9,102 +9,79 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.errors import KvMissing
 from backends.workers.kv_writer import BlockPut
-from backends.workers.protocol import BlockRef, FirstToken
-from backends.workers.trtllm.decode_worker import TrtllmDecodeWorker
-from backends.workers.trtllm.prefill_job import TrtllmPrefillJob
-from backends.workers.trtllm.prefill_worker import UNCLAIMED_S_MAX, TrtllmPrefillWorker
+from backends.workers.prefill_job import PrefillJob
+from backends.workers.protocol import BlockRef
+from backends.workers.trtllm.decode import EngineAnswer, TrtllmDecode
+from backends.workers.trtllm.prefill import UNCLAIMED_S_MAX, StagedPrompt, TrtllmPrefill
 
 REF = BlockRef(0, "s0", 1, 1, 0)
 
 
-def computed_job() -> TrtllmPrefillJob:
-    """The engine has ended it; the connector has said nothing of it."""
-    put = BlockPut("a", 40, pages=[0, 1, 2], keys=[b"0", b"1"], first_block=1)
-    put.refs = {0: REF}
-    request: Any = SimpleNamespace(request_id="a", cache_salt="tenant", decode_inbox="")
-    job = TrtllmPrefillJob(request, np.arange(40), None, put, 0.0)  # type: ignore[arg-type]
-    job.token_id, job.ended_s, job.unsaved = 7, 1.0, range(1, 3)
-    return job
+class Heard:
+    """A driver over a worker that writes down what it hears."""
+
+    def __init__(self) -> None:
+        put = BlockPut("a", 40, pages=[0, 1, 2], keys=[b"0", b"1"], first_block=1)
+        put.refs = {0: REF}
+        request: Any = SimpleNamespace(request_id="a", cache_salt="tenant", decode_inbox="")
+        self.job = PrefillJob(request, np.arange(40), None, put, 0.0)  # type: ignore[arg-type]
+        self.said: list[Any] = []
+        said, job = self.said, self.job
+        self.driver: Any = object.__new__(TrtllmPrefill)
+        self.driver.is_native, self.driver._transfer_s_max = False, 60.0
+        self.driver._step_began_s = self.driver._step_ended_s = 0.0
+        self.driver._health = SimpleNamespace(went_well=lambda: said.append("well"))
+        self.driver._worker = SimpleNamespace(
+            lock=threading.Condition(), jobs={"a": job}, has_left=lambda job: False,
+            settle_behind=lambda job, blocks: said.append("others may look again"),
+            send_first_token=lambda job, token: said.append(("first", token, job.cached_tokens)),
+            answer=lambda job, token: said.append((token, job.reply("me", 8).blocks)),
+            batching=SimpleNamespace(computed=lambda chunks: None),
+            process=SimpleNamespace(watch=SimpleNamespace(progressed=lambda now_s: None)),
+        )  # fmt: skip
+        self.prompt = StagedPrompt(self.driver, job, 40, range(1, 3))
+        self.driver._prompts = {job: self.prompt}
 
 
 def test_a_prompt_that_was_not_recognised_is_answered_without_blocks() -> None:
-    worker: Any = TrtllmPrefillWorker.__new__(TrtllmPrefillWorker)
-    job, said = computed_job(), []
-    worker._jobs, worker._lock, worker._is_native = {"a": job}, threading.RLock(), False
-    worker._health = SimpleNamespace(went_well=lambda: said.append("well"))
-    worker._writer = SimpleNamespace(then=lambda action: action())
-    worker._settle = lambda job, keys: said.append("others may look again")
-    worker._answer = lambda job, token: said.append((token, job.reply("me", 8).blocks))
-    worker._config = SimpleNamespace(transfer_s_max=60.0)
-    job.is_told = True
-    assert worker._late(1.0 + UNCLAIMED_S_MAX / 2) == []
-    (late,) = worker._late(1.0 + UNCLAIMED_S_MAX * 2)
-    worker._hand_over_nothing(late)
-    assert said == ["others may look again", "well", (7, [])]
-    assert worker._late(1e9) == [], "once"
+    heard = Heard()
+    driver, prompt = heard.driver, heard.prompt
+    prompt.token_id, prompt.ended_s = 7, 1.0  # computed, and the connector has said nothing of it
+    assert driver._late(1.0 + UNCLAIMED_S_MAX / 2) == []
+    assert driver._late(1.0 + UNCLAIMED_S_MAX * 2) == [prompt]
+    driver._give_up([prompt])
+    assert heard.said == ["others may look again", ("first", 7, 0), "well", (7, [])]
+    assert driver._late(1e9) == [], "once"
 
 
-def test_what_was_cached_is_known_before_anything_is_told() -> None:
+def test_what_was_cached_is_known_before_anything_is_said() -> None:
     """The engine's token may come before the connector's word of what it did not compute."""
-    worker: Any = TrtllmPrefillWorker.__new__(TrtllmPrefillWorker)
-    job, said = computed_job(), []
-    job.unsaved, job.token_id, job.cached_tokens = range(0), None, 39
-    job.request.sampling = SimpleNamespace(max_tokens=9, end_ids=(), stop_words=())
-    job.request.prompt_tokens = len(job.token_ids)
-    worker._jobs, worker._lock, worker._is_native = {"a": job}, threading.RLock(), False
-    worker._lock = threading.Condition(worker._lock)
-    worker._health = SimpleNamespace(went_well=lambda: None)
-    worker._writer = SimpleNamespace(then=lambda action: action())
-    worker._answer = lambda job, token: said.append(("reply", job.cached_tokens))
-    worker._batching = SimpleNamespace(computed=lambda chunks: None)
-    worker._step_began_s = worker._step_ended_s = 0.0
-    worker.worker = SimpleNamespace(
-        watch=SimpleNamespace(progressed=lambda now_s: None),
-        outbox=SimpleNamespace(send=lambda inbox, letter: said.append(letter)),
-    )
-    job.request.reply_inbox = "front"
-    worker.computed(job, 7)
-    assert said == []
-    worker.claimed("a", 8, 24)
-    assert said == [FirstToken("a", 7, 32), ("reply", 32)]
-    worker.claimed("a", 0, 0)
-    assert job.cached_tokens == 32, "it was told"
-
-
-def decoding(**config: Any) -> Any:
-    worker: Any = TrtllmDecodeWorker.__new__(TrtllmDecodeWorker)
-    worker._is_native = False
-    worker._trtllm = SimpleNamespace(page_tokens=4)
-    worker._config = SimpleNamespace(block_tokens=16)
-    worker._lock = threading.Condition()
-    worker._arrivals = SimpleNamespace(refuse=lambda request_id, now_s: None)
-    return worker
-
-
-def test_decode_takes_a_request_without_blocks_and_none_with_too_few() -> None:
-    worker = decoding()
-    for refs, is_good in (([], True), ([REF], False), ([REF, BlockRef(1, "s0", 2, 1, 0)], True)):
-        request = SimpleNamespace(request_id="a", blocks=refs)
-        with worker._lock:
-            if is_good:
-                worker._refuse_uncovered(request, 30)
-            else:
-                with pytest.raises(KvMissing):
-                    worker._refuse_uncovered(request, 30)
+    heard = Heard()
+    heard.job.cached_tokens, heard.prompt.unsaved = 39, range(0)
+    heard.driver.computed(heard.prompt, 7)
+    assert heard.said == []
+    heard.driver.claimed("a", 8, 24)
+    assert heard.said == [("first", 7, 32), "well", (7, [REF])]
+    heard.driver.claimed("a", 0, 0)
+    assert heard.job.cached_tokens == 32, "it was said"
+    assert len(heard.said) == 3, "each once"
 
 
 @pytest.mark.parametrize(("refs", "loaded"), [([], 0), ([REF], 28)])
 def test_what_was_not_handed_over_is_staged_as_nothing_to_load(
     refs: list[BlockRef], loaded: int
 ) -> None:
-    worker, staged = decoding(), []
-    worker._staged = SimpleNamespace(stage=staged.append)
-    worker._staged_jobs, worker.worker = {}, SimpleNamespace(fingerprint="print")
+    driver: Any = object.__new__(TrtllmDecode)
+    staged: list[Any] = []
+    driver._staged, driver._staged_jobs = SimpleNamespace(stage=staged.append), {}
+    driver.config, driver._block_tokens = SimpleNamespace(page_tokens=4), 16
+    driver._worker = SimpleNamespace(
+        lock=threading.Condition(), process=SimpleNamespace(fingerprint="print")
+    )
     request = SimpleNamespace(cache_salt="", blocks=refs)
     job: Any = SimpleNamespace(
         request_id="a", token_ids=list(range(31)), request=request, pages=[0, 1]
     )
-    worker._stage(job)
+    driver._stage(EngineAnswer(driver, job))
     assert [each.loaded_tokens for each in staged] == [loaded]

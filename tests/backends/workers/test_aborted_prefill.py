@@ -13,7 +13,7 @@ CHUNK_TOKENS = 8  # of the site's prefill worker
 
 def aborted_tokens(site: Site) -> float:
     triton = Triton()
-    MetricPage("prefill", triton).take(site.prefill.worker.observations)
+    MetricPage("prefill", triton).take(site.prefill.process.observations)
     return triton["mooncake_aborted_prefill_tokens_total"]
 
 
@@ -22,7 +22,7 @@ def test_a_prompt_that_is_stopped_after_its_first_chunk_wasted_that_chunk(
 ) -> None:
     site = Site(seed, monkeypatch)
     client = site.ask(list(range(20)), 4)
-    while not site.prefill._jobs[client.request_id].computed_tokens:
+    while not site.prefill.jobs[client.request_id].computed_tokens:
         site.turn(site.prefill)
         if todo := site.things_to_do():
             todo[0]()

@@ -13,7 +13,7 @@ from backends.errors import KvMissing, WorkerUnavailable
 from backends.workers.kv_loader import Arrival, KvLoader
 from backends.workers.kv_writer import BlockPut
 from backends.workers.protocol import BlockRef, LayersReady
-from backends.workers.trtllm.decode_worker import TrtllmDecodeWorker
+from backends.workers.trtllm.decode import TrtllmDecode
 from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.transports.transport import Span
 from tests.backends.stepped_site import Client, Outbox, Site, SteppedWriter
@@ -22,18 +22,15 @@ from tests.backends.stepped_store import FINGERPRINT, LAYOUT, NODE, SteppedStore
 BLOCK_TOKENS = 64
 
 
-def trtllm(handoff: str) -> Any:
-    worker = object.__new__(TrtllmDecodeWorker)
-    worker._config = SimpleNamespace(block_tokens=BLOCK_TOKENS)  # type: ignore[assignment]
-    worker._trtllm = SimpleNamespace(page_tokens=32)  # type: ignore[assignment]
-    worker._is_native = handoff == "native"
-    return worker
-
-
 @pytest.mark.parametrize(("kv_tokens", "blocks"), [(1, 0), (31, 0), (32, 1), (95, 1), (96, 2)])
-def test_tensorrt_llm_hands_over_whole_pages(kv_tokens: int, blocks: int) -> None:
-    assert trtllm("store")._blocks_due(kv_tokens) == blocks
-    assert trtllm("native")._blocks_due(kv_tokens) == 0
+def test_tensorrt_llm_hands_over_whole_pages_or_nothing(kv_tokens: int, blocks: int) -> None:
+    driver: Any = object.__new__(TrtllmDecode)
+    driver.config, driver._block_tokens = SimpleNamespace(page_tokens=32), BLOCK_TOKENS
+    driver.is_native = False
+    assert driver.blocks_due(5, kv_tokens) == blocks
+    assert driver.blocks_due(0, kv_tokens) == 0
+    driver.is_native = True
+    assert driver.blocks_due(5, kv_tokens) == 0
 
 
 def refs(*indices: int) -> list[BlockRef]:
@@ -83,8 +80,8 @@ def test_a_request_that_is_stopped_keeps_its_pages_while_a_layer_is_read_into_th
         client.prefilled(6, SimpleNamespace())  # type: ignore[arg-type]
         site.decode.stop("r")
         site.turn(site.decode)
-        while not site.decode._writer.is_idle:  # type: ignore[attr-defined]
-            site.decode._writer.step()  # type: ignore[attr-defined]
+        while not site.decode.writer.is_idle:  # type: ignore[attr-defined]
+            site.decode.writer.step()  # type: ignore[attr-defined]
         used_meanwhile.append(site.decode._pages.used_pages)
 
     site.store.meanwhile = stop
@@ -160,7 +157,7 @@ def test_a_prompt_whose_put_failed_is_not_computed_on(monkeypatch: pytest.Monkey
     client = site.ask(list(range(32)), 2)  # four chunks of 8 tokens
     steps: list[int] = []
     monkeypatch.setattr(site, "meanwhile", lambda: None)
-    monkeypatch.setattr(site.prefill._engine, "_meanwhile", lambda: steps.append(0))
+    monkeypatch.setattr(site.prefill.driver.engine, "_meanwhile", lambda: steps.append(0))
     site.turn(site.prefill)
     while todo := site.things_to_do():
         todo[0]()
@@ -185,9 +182,9 @@ def test_a_worker_that_closes_answers_what_is_left_and_releases_it(
         site.turn(site.prefill)
         site.meanwhile()
     left = site.prefill
-    left._is_closing = True
-    for job in list(left._jobs.values()):
-        left._fail(job, WorkerUnavailable("closing"))
+    left.is_closing = True
+    for job in list(left.jobs.values()):
+        left.fail(job, WorkerUnavailable("closing"))
     while left._turn():
         pass
     site.settle()

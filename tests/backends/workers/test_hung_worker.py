@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from backends.errors import WorkerUnavailable
-from backends.workers import worker as worker_module
+from backends.workers import worker_process
 from backends.workers.protocol import HEARTBEAT_S, Heartbeat
 from backends.workers.steps import HUNG_S_MIN, StepWatch
-from backends.workers.worker import WATCH_S, Worker
+from backends.workers.worker_process import WATCH_S, WorkerProcess
 from tests.backends.stepped_site import Outbox, Site
 
 WAIT_S = 20.0
@@ -34,12 +34,13 @@ class Ticks:
 
 
 def watching(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ticks, list[str]]:
-    """A Worker of which only the watch is there, and what became of it."""
+    """A WorkerProcess of which only the watch is there, and what became of it."""
     ticks, said = Ticks(), []
-    worker: Any = object.__new__(Worker)
+    worker: Any = object.__new__(WorkerProcess)
     worker.worker_id, worker.jobs = "decode_0", {}
     worker.watch, worker._reporting = StepWatch(), StepWatch()
-    worker._is_closing, worker.on_hung = ticks, worker.lose
+    worker._is_closing, worker.is_lost = ticks, False
+    worker.driver = SimpleNamespace(close=lambda: said.append("closed"))
     worker.deregister = lambda: said.append("left")
 
     def end(*steps: Any) -> None:
@@ -48,8 +49,8 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ticks, list[str]]:
         said.append("ended")
         ticks.is_over = True
 
-    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=ticks.monotonic))
-    monkeypatch.setattr(worker_module, "end_process", end)
+    monkeypatch.setattr(worker_process, "time", SimpleNamespace(monotonic=ticks.monotonic))
+    monkeypatch.setattr(worker_process, "end_process", end)
     return worker, ticks, said
 
 
@@ -61,7 +62,7 @@ def test_jobs_of_a_hung_engine_are_told_when_the_worker_has_left(
     worker.jobs = {"r": SimpleNamespace(client=client)}
     worker.watch.began(0.0, 0.1)
     worker._watch_loop()
-    assert said == ["left", WorkerUnavailable.__name__, "ended"]
+    assert said == ["left", WorkerUnavailable.__name__, "closed", "ended"]
     assert HUNG_S_MIN < ticks.now_s <= HUNG_S_MIN + 2 * WATCH_S
 
 
@@ -69,7 +70,7 @@ def test_a_worker_that_cannot_even_report_is_given_up(monkeypatch: pytest.Monkey
     worker, ticks, said = watching(monkeypatch)
     worker._reporting.began(5.0)
     worker._watch_loop()
-    assert said == ["left", "ended"] and ticks.now_s > 5.0 + HUNG_S_MIN
+    assert said == ["left", "closed", "ended"] and ticks.now_s > 5.0 + HUNG_S_MIN
 
 
 def test_an_idle_worker_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +89,11 @@ def test_reports_tell_of_a_step_that_does_not_end(
     if role == "decode":
         for _ in range(20):
             for worker in site.workers:
-                if not site.decode._batching.running:
+                if not site.decode.batching.running:
                     site.turn(worker)
             while todo := site.things_to_do():
                 todo[0]()
-        assert site.decode._batching.running
+        assert site.decode.batching.running
     else:
         site.turn(hung)
         while todo := site.things_to_do():
@@ -103,7 +104,7 @@ def test_reports_tell_of_a_step_that_does_not_end(
         begun.set()
         assert goes_on.wait(WAIT_S)
 
-    monkeypatch.setattr(hung._engine, "_meanwhile", stands_still)
+    monkeypatch.setattr(hung.driver.engine, "_meanwhile", stands_still)
     assert hung.report().oldest_step_s == 0.0
     engine = threading.Thread(target=hung._turn)
     engine.start()
@@ -118,7 +119,7 @@ def test_reports_tell_of_a_step_that_does_not_end(
 
 
 def test_every_frontend_hears_now_and_then_which_of_its_requests_are_in_hand() -> None:
-    worker: Any = object.__new__(Worker)
+    worker: Any = object.__new__(WorkerProcess)
     worker.incarnation, worker.outbox, worker._heartbeat_s = "life", Outbox(), float("-inf")
     asked = {"a": "ipc://1", "b": "ipc://2", "c": "ipc://1", "d": ""}
     worker.jobs = {

@@ -25,7 +25,7 @@ class Walk:
         site.store.late_share = self.rng.choice((0.0, 0.05))
         site.damage_share = self.rng.choice((0.0, 0.1))
         for worker in site.workers:
-            worker._engine.fault_share = self.rng.choice((0.0, 0.05, 0.2))
+            worker.driver.engine.fault_share = self.rng.choice((0.0, 0.05, 0.2))
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(VOCABULARY) for _ in range(count)]

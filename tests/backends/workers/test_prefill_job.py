@@ -91,20 +91,15 @@ def test_a_token_that_could_end_the_answer_comes_with_the_reply(asked: dict[str,
 
 
 def test_what_is_wrong_with_a_request_is_told_to_its_client_and_not_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def refuses(self: PrefillWorker, loaded: PrefillJob) -> None:
+    def refuses(loaded: PrefillJob) -> None:
         raise RequestInvalid("this TensorRT-LLM does not support min_p")
 
-    failed: list[Exception] = []
-    monkeypatch.setattr(PrefillWorker, "_loaded", refuses)
-    monkeypatch.setattr(PrefillWorker, "_load_prefix", lambda self, loaded: True)
-    monkeypatch.setattr(PrefillWorker, "_fail", lambda self, loaded, error: failed.append(error))
-    worker = object.__new__(PrefillWorker)
-    worker._lock = threading.Condition()
-    worker.worker = SimpleNamespace(  # type: ignore[assignment]
-        owners=SimpleNamespace(hold=lambda request_id, now_s: None)
-    )
-    worker._load(job(100, 0, 0))
-    assert [str(error) for error in failed] == ["this TensorRT-LLM does not support min_p"]
+    worker: Any = object.__new__(PrefillWorker)
+    worker.lock, worker.driver = threading.Condition(), SimpleNamespace(start=refuses)
+    prompt = job(100, 0, 0)
+    worker.jobs = {prompt.request_id: prompt}
+    worker._load(prompt, lambda loaded: True)
+    assert str(prompt.error) == "this TensorRT-LLM does not support min_p"
     assert not caplog.records

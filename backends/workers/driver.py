@@ -1,0 +1,98 @@
+"""What a worker asks of its engine's driver.
+
+A worker brings KV in, decides who gets pages, takes KV out and answers. Between, its driver runs
+the engine in the engine's own way: one computes step by step (stepping.py), another batches by
+itself (trtllm/). A driver says what came of a job by calling the worker's own verbs, which
+`PrefillWorker` and `DecodeWorker` name.
+
+A job meets its driver in this order: `check` when it is submitted, `start` when its KV is in its
+pages, then steps; `abort` when it leaves, however it ends, and `free` behind the writer's last work
+for it. One that leaves early meets no `start`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from backends.engine.interface import ServingEngine
+
+W = TypeVar("W", contravariant=True)  # the worker that it drives
+J = TypeVar("J", contravariant=True)  # that worker's jobs
+SAMPLES = Sequence[tuple[int, int, float]]
+Series = tuple[str, dict[str, str], float]
+
+
+class Driver(Protocol[W, J]):
+    @property
+    def engine(self) -> ServingEngine: ...
+
+    @property
+    def hardware(self) -> str:
+        """Whose speed `measure` finds; "" for this machine's CPU."""
+        ...
+
+    def measure(self, budget_s: float) -> SAMPLES:
+        """How fast it computes, for the machine profile: before `begin`, while nothing else runs.
+
+        (new tokens, tokens before them, seconds) of prefill; (requests, their tokens, seconds of a
+        step) of decode.
+        """
+        ...
+
+    def begin(self, worker: W) -> None:
+        """From now on the worker takes jobs, and hears of them."""
+
+    def check(self, job: J) -> None:
+        """Raises ServingError for a job that this engine cannot serve. From any thread."""
+
+    def start(self, job: J) -> None:
+        """All KV that the job comes with is in its pages: compute. In a loader's thread.
+
+        The worker's `join_batch` says whether the job is still there. Raises ServingError or
+        StoreError: the job fails.
+        """
+
+    def next_step(self, now_s: float) -> Callable[[], None] | None:
+        """What the engine's thread does next, without the lock; None: wait for something new.
+
+        Called at every turn of that thread, with the lock held: also the place to look after an
+        engine that runs by itself.
+        """
+        ...
+
+    def abort(self, job: J) -> None:
+        """Nobody wants further tokens of this job. With the lock held; also too late, or early."""
+
+    def free(self, job: J, pages: list[int]) -> None:
+        """The job has left: release its pages when the engine neither reads nor writes them.
+
+        In the writer's thread, behind what it had to do for the job.
+        """
+
+    @property
+    def is_drained(self) -> bool:
+        """Of the jobs that have left nothing is still to be done. With the lock held."""
+        ...
+
+    def series(self) -> Iterable[Series]:
+        """(metric, labels, value): what the engine itself has for the metrics page."""
+        ...
+
+    def close(self) -> None:
+        """End the engine; also before `begin`, and twice."""
+
+
+class PrefillDriver(Driver[W, J], Protocol[W, J]):
+    def has_room(self) -> bool:
+        """Another prompt should be admitted now. With the lock held."""
+        ...
+
+
+class DecodeDriver(Driver[W, J], Protocol[W, J]):
+    def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
+        """How many leading blocks must be handed over of a request with so much KV.
+
+        `handed_over`: as many came. An engine that computes a prompt again can do with none.
+        """
+        ...

@@ -1,0 +1,207 @@
+"""Drivers of an engine that computes step by step: the torch engine.
+
+The engine's thread asks the batching what to compute, computes it, and says what came of it. So
+nothing runs between two steps, and whoever leaves then leaves nothing behind in the engine.
+
+Not here: which requests share a step (engine/batching/batching.py), what a token means to its
+request (prefill_worker.py, decode_worker.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from backends.engine import calibration
+from backends.engine.batching.batching import Chunk
+from backends.engine.interface import Engine, Work
+from backends.engine.sampling import sample
+from backends.workers.config import WorkerConfig, checkpoint_folder
+from backends.workers.decode_job import DecodeJob
+from backends.workers.decode_worker import DecodeWorker
+from backends.workers.driver import SAMPLES, Series
+from backends.workers.prefill_job import PrefillJob
+from backends.workers.prefill_worker import PrefillWorker
+from backends.workers.worker import JobWorker
+from mooncake_store.layout import blocks_touched
+
+log = logging.getLogger(__name__)
+# (new tokens, tokens before them) and (requests, tokens of each): what is measured at the start.
+PREFILL_POINTS = ((16, 0), (64, 0), (256, 0), (512, 0), (64, 1024), (256, 1024), (512, 2048))
+DECODE_POINTS = ((1, 64), (1, 1024), (4, 512), (8, 256), (16, 256))
+
+J = TypeVar("J", PrefillJob, DecodeJob)
+
+
+def load_engine(config: WorkerConfig, repository: str) -> Engine:
+    from backends.engine.torch.torch_engine import TorchEngine
+
+    return TorchEngine.load(
+        checkpoint_folder(config.checkpoint, repository), pages_max=config.kv_pages,
+        block_tokens=config.block_tokens, dtype=config.dtype, device=config.device,
+        threads=config.threads,
+    )  # fmt: skip
+
+
+class StepDriver(Generic[J]):
+    """What prefill and decode have in common."""
+
+    hardware = ""
+    is_drained = True
+    _worker: JobWorker[J]
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def check(self, job: J) -> None: ...
+
+    def abort(self, job: J) -> None: ...
+
+    def free(self, job: J, pages: list[int]) -> None:
+        self._worker.release(pages)
+
+    def series(self) -> Iterable[Series]:
+        return ()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _take(self, jobs: Sequence[J], predicted_s: float, step: Callable[[], None]) -> None:
+        """One step, watched: one that fails fails its jobs, one that hangs ends the worker."""
+        watch = self._worker.process.watch
+        watch.began(time.monotonic(), predicted_s)
+        try:
+            step()
+        except Exception as error:  # edge: a failed step fails its requests, not the worker
+            log.exception("a step of %s failed", self._worker.process.worker_id)
+            for job in jobs:
+                self._worker.fail(job, error)
+        finally:
+            watch.ended()
+
+
+class StepPrefill(StepDriver[PrefillJob]):
+    def begin(self, worker: PrefillWorker) -> None:
+        self._worker: PrefillWorker = worker
+        self._block_tokens = worker.config.block_tokens
+
+    def measure(self, budget_s: float) -> SAMPLES:
+        longest = self.engine.context_tokens_max
+        points = [(new, before) for new, before in PREFILL_POINTS if new + before <= longest]
+        return calibration.measure_prefill(self.engine, points, budget_s)
+
+    def has_room(self) -> bool:
+        return True  # the batching counts slots and pages, and orders what was admitted
+
+    def start(self, job: PrefillJob) -> None:
+        with self._worker.lock:
+            self._worker.join_batch(job)
+
+    def next_step(self, now_s: float) -> Callable[[], None] | None:
+        worker = self._worker
+        chunks = worker.batching.next_step()
+        if not chunks:
+            return None
+        jobs = [worker.jobs[chunk.request_id] for chunk in chunks]
+        predicted_s = sum(worker.estimate.seconds(chunk.tokens, chunk.start) for chunk in chunks)
+        step = functools.partial(self._step, chunks, jobs)
+        return functools.partial(self._take, jobs, predicted_s, step)
+
+    def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
+        worker, started_s = self._worker, time.monotonic()
+        works = [
+            Work(job.token_ids[c.start : c.start + c.tokens].tolist(), c.start, job.put.pages)
+            for c, job in zip(chunks, jobs, strict=True)
+        ]
+        finished = [self._blocks_finished(c, job) for c, job in zip(chunks, jobs, strict=True)]
+
+        def on_layer(layer: int) -> None:
+            for job, blocks in zip(jobs, finished, strict=True):
+                if blocks:
+                    worker.writer.layer_done(job.put, blocks, layer)
+
+        logits = self.engine.forward(works, on_layer)
+        step_s = time.monotonic() - started_s
+        worker.process.steps.took(step_s)
+        with worker.lock:
+            worker.batching.computed(chunks)
+        for row, (chunk, job, blocks) in enumerate(zip(chunks, jobs, finished, strict=True)):
+            job.compute_s += step_s
+            job.computed_tokens += chunk.tokens
+            if blocks:
+                worker.writer.blocks_done(job.put, blocks)
+                worker.settle_behind(job, blocks)
+            if chunk.is_last:
+                try:
+                    token_id = self._sample(job, logits[row])
+                except Exception as error:  # edge: it must not fail its neighbours in the batch
+                    worker.fail(job, error)
+                    continue
+                job.computed_at_s = time.monotonic()
+                worker.send_first_token(job, token_id)
+                worker.answer(job, token_id)
+
+    def _blocks_finished(self, chunk: Chunk, job: PrefillJob) -> range:
+        """Blocks that this chunk fills (or ends the prompt in) and that the store lacks."""
+        end = chunk.start + chunk.tokens
+        stop = (
+            blocks_touched(end, self._block_tokens) if chunk.is_last else end // self._block_tokens
+        )
+        return range(max(job.put.first_block, chunk.start // self._block_tokens), stop)
+
+    def _sample(self, job: PrefillJob, logits: np.ndarray) -> int:
+        prompt = job.token_ids[: job.request.prompt_tokens].tolist()
+        output = job.token_ids[job.request.prompt_tokens :].tolist()
+        return sample(logits, job.request.sampling, len(output), prompt, output)
+
+
+class StepDecode(StepDriver[DecodeJob]):
+    def begin(self, worker: DecodeWorker) -> None:
+        self._worker: DecodeWorker = worker
+
+    def measure(self, budget_s: float) -> SAMPLES:
+        return calibration.measure_decode(self.engine, list(DECODE_POINTS), budget_s)
+
+    def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
+        return blocks_touched(kv_tokens, self.engine.layout.block_tokens)
+
+    def start(self, job: DecodeJob) -> None:
+        job.saved_blocks = sys.maxsize  # what a step computes is in the pages at once
+        with self._worker.lock:
+            self._worker.join_batch(job)
+
+    def next_step(self, now_s: float) -> Callable[[], None] | None:
+        worker = self._worker
+        jobs = [worker.jobs[request_id] for request_id in worker.batching.next_step()]
+        if not jobs:
+            worker.process.steps.batch_is_empty()
+            return None
+        predicted_s = worker.estimate.step_s(len(jobs), worker.batching.context_tokens)
+        return functools.partial(self._take, jobs, predicted_s, functools.partial(self._step, jobs))
+
+    def _step(self, jobs: Sequence[DecodeJob]) -> None:
+        worker, started_s = self._worker, time.monotonic()
+        works = [Work([job.token_ids[-1]], len(job.token_ids) - 1, job.pages) for job in jobs]
+        logits = self.engine.forward(works)
+        for row, job in enumerate(jobs):
+            try:
+                token_id = sample(
+                    logits[row], job.request.sampling, len(job.output_ids), job.prompt_ids,
+                    job.output_ids,
+                )  # fmt: skip
+                worker.decoded(job, [token_id])
+            except Exception as error:  # edge: it must not fail its neighbours in the batch
+                worker.fail(job, error)
+        estimated_s = worker.estimate.step_s(len(works), sum(work.end for work in works))
+        worker.process.steps.took(time.monotonic() - started_s, estimated_s)
+        worker.send_news(jobs)
+
+    def free(self, job: DecodeJob, pages: list[int]) -> None:
+        self._worker.forget(job)
+        self._worker.release(pages)

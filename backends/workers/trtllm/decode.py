@@ -1,0 +1,247 @@
+"""Decode on TensorRT-LLM: handed-over KV goes into its pages, it batches and decodes.
+
+As with the torch engine KV is read ahead into reserved pages while prefill computes. Those are
+pages of the staging pool here: when all of it is there the request is staged and submitted, as
+prompt and first token; the engine copies whole pages of its own from there and computes the few
+tokens that are left. Blocks that it fills come back into pages that the request has reserved for
+them, and go to the store. A request that has ended keeps its pages until the last of its blocks
+came out, or a moment is over.
+
+handoff "native": the engine gets KV from the prefill engine by itself; there is no connector, and
+what it generates does not go to the store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from backends.engine.trtllm.llm_thread import Order, Outcome, Running
+from backends.engine.trtllm.messages import Stage
+from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
+from backends.errors import WorkerUnavailable
+from backends.workers.config import DecodeConfig
+from backends.workers.decode_job import DecodeJob
+from backends.workers.decode_worker import DecodeWorker
+from backends.workers.driver import SAMPLES
+from backends.workers.trtllm.driver import TrtllmDriver
+from mooncake_store.block_keys import block_keys, chain_seed, packed_tokens
+from mooncake_store.layout import blocks_touched
+
+ENDS_WELL = ("length", "end_id", "stop_word")
+# A block that the very last step filled may not come any more: the engine was done with it.
+LAST_BLOCK_S_MAX = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class EngineAnswer:
+    """One request at the engine, until its pages are given back; hears of it as its sink."""
+
+    driver: TrtllmDecode
+    job: DecodeJob
+    running: Running | None = None
+    is_staged: bool = False
+    ended_s: float = 0.0  # it has left its worker; 0: not yet
+    pages: list[int] = field(default_factory=list)  # to be given back when it is over
+
+    def tokens(self, token_ids: list[int]) -> None:
+        self.driver.decoded(self.job, token_ids)
+
+    def ended(self, outcome: Outcome) -> None:
+        self.driver.ended(self.job, outcome)
+
+
+class TrtllmDecode(TrtllmDriver[DecodeWorker]):
+    def __init__(
+        self, worker_id: str, worker: DecodeConfig, repository: str, config: TrtllmConfig
+    ) -> None:
+        """Raises ConfigError; takes minutes with real weights."""
+        spec = EngineSpec(
+            role="decode",
+            dtype=worker.dtype,
+            block_tokens=worker.block_tokens,
+            kv_pages=worker.kv_pages,
+            context_tokens_max=worker.context_tokens_max,
+            requests_max=worker.slots,
+        )
+        self._block_tokens = worker.block_tokens
+        self._answers: dict[DecodeJob, EngineAnswer] = {}
+        self._staged_jobs: dict[str, DecodeJob] = {}  # also those that have left, blocks to come
+        self._news: list[DecodeJob] = []  # who got tokens in this turn of the LLM's loop
+        super().__init__(worker_id, spec, worker, config, repository)
+
+    def measure(self, budget_s: float) -> SAMPLES:
+        return self.engine.measured_decode(budget_s)
+
+    def check(self, job: DecodeJob) -> None:
+        if bool(job.request.native) != self.is_native:
+            raise WorkerUnavailable(
+                f"{self._worker.process.worker_id} has handoff {self.config.handoff}, the prefill "
+                "worker has another; give all workers the same"
+            )
+
+    def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
+        """Whole pages of the engine, which computes the tokens behind them again, or nothing at
+        all: then it computes the prompt."""
+        if self.is_native or not handed_over:
+            return 0
+        page = self.config.page_tokens
+        return blocks_touched(kv_tokens // page * page, self._block_tokens)
+
+    @property
+    def is_drained(self) -> bool:
+        return not self._answers
+
+    def next_step(self, now_s: float) -> Callable[[], None] | None:
+        worker = self._worker
+        if not worker.jobs:
+            worker.process.steps.batch_is_empty()
+        self._let_go(now_s)
+        running = sum(
+            answer.running is not None and not worker.has_left(answer.job)
+            for answer in self._answers.values()
+        )
+        predicted_s = worker.estimate.step_s(running, worker.batching.context_tokens)
+        self._look_after(now_s, bool(running), predicted_s)
+        return None
+
+    def _estimated_s(self) -> float:
+        batching = self._worker.batching
+        return self._worker.estimate.step_s(batching.running, batching.context_tokens)
+
+    # -- a request goes to the engine
+
+    def start(self, job: DecodeJob) -> None:
+        """Stage, then submit."""
+        answer = EngineAnswer(self, job)
+        with self._worker.lock:
+            self._answers[job] = answer
+        if not job.is_leaving and not self.is_native:
+            self._stage(answer)
+        order = self._order(job)
+        with self._worker.lock:
+            if self._worker.join_batch(job):
+                answer.running = self.engine.generate(order, answer)
+
+    def _stage(self, answer: EngineAnswer) -> None:
+        job, page = answer.job, self.config.page_tokens
+        ids, salt = np.asarray(job.token_ids), job.request.cache_salt
+        seed = chain_seed(self._worker.process.fingerprint, cache_salt=salt)
+        kv_tokens = len(ids) - 1  # the newest token's KV is nobody's yet
+        with self._worker.lock:
+            answer.is_staged = True
+            self._staged_jobs[job.request_id] = job
+        self._staged.stage(Stage(
+            job.request_id, bytes(packed_tokens(ids)), salt, seed,
+            block_keys(ids, self._block_tokens, seed), list(job.pages),
+            kv_tokens // page * page if job.request.blocks else 0,
+        ))  # fmt: skip
+
+    def _order(self, job: DecodeJob) -> Order:
+        sampling, done = job.request.sampling, len(job.output_ids)
+        prompt, salt = job.request.prompt_tokens, job.request.cache_salt
+        if self.is_native:  # the first token counts, and is among what prefill's engine left
+            params = self.engine.native_params(job.request_id, job.request.native)
+            left = sampling.max_tokens - done + 1
+            wanted = self.engine.sampling(sampling, done - 1, left, prompt)
+            return Order(job.token_ids[:-1], wanted, salt, True, params)
+        wanted = self.engine.sampling(sampling, done, sampling.max_tokens - done, prompt)
+        return Order(list(job.token_ids), wanted, salt)
+
+    # -- what the engine says: in the LLM's thread, or in the channel's
+
+    def decoded(self, job: DecodeJob, token_ids: list[int]) -> None:
+        self._worker.process.watch.progressed(time.monotonic())
+        self._worker.decoded(job, token_ids)
+        if job.finish_reason:
+            self._health.went_well()
+        if not self._news:
+            self.engine.llm.soon(self._send_news)
+        self._news.append(job)
+
+    def _send_news(self) -> None:
+        """With what this turn of the LLM's loop brought."""
+        news, self._news = self._news, []
+        self._worker.send_news(news)
+
+    def ended(self, job: DecodeJob, outcome: Outcome) -> None:
+        if job.finish_reason or self._worker.has_left(job):
+            return  # we saw its end before the engine did
+        if outcome.error is not None:
+            self._failed(outcome.error)
+            self._worker.end(job, outcome.error)
+        elif outcome.finish_reason == "stop":  # the end id itself is kept by some releases
+            self.decoded(job, list(job.request.sampling.end_ids[:1]))
+            if not job.finish_reason:
+                error = WorkerUnavailable("the engine stopped without an end id")
+                self._worker.end(job, error)
+        elif not job.is_stopped:
+            reason = f"the engine ended it after {len(job.output_ids)} tokens: "
+            error = WorkerUnavailable(reason + outcome.finish_reason)
+            self._failed(error)
+            self._worker.end(job, error)
+
+    def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
+        with self._worker.lock:
+            job = self._staged_jobs.get(request_id)
+        if job is None:
+            return
+        paths = {"loaded": loaded_tokens, "local": local_tokens}
+        paths["computed"] = job.tokens_given - loaded_tokens - local_tokens
+        for path, tokens in paths.items():
+            if tokens > 0:
+                self._worker.process.observations.observe(
+                    "mooncake_handover_tokens_total", tokens, path=path
+                )
+
+    def saved(self, request_id: str, tokens: int) -> None:
+        """So many leading tokens are in the pages, of every rank."""
+        with self._worker.lock:
+            job = self._staged_jobs.get(request_id)
+            if job is not None:
+                job.saved_blocks = max(job.saved_blocks, tokens // self._block_tokens)
+                self._worker.put_saved(job)
+                self._worker.lock.notify_all()
+
+    # -- and leaves
+
+    def abort(self, job: DecodeJob) -> None:
+        answer = self._answers.get(job)
+        # Where only we know that a stop word ended it, it is still running.
+        has_ended = job.finish_reason in ("length", "end_id")
+        if answer is not None and answer.running is not None and not has_ended:
+            answer.running.abort()
+
+    def free(self, job: DecodeJob, pages: list[int]) -> None:
+        worker = self._worker
+        with worker.lock:
+            answer = self._answers.get(job)
+            if answer is not None and answer.is_staged:
+                answer.ended_s, answer.pages = time.monotonic(), pages
+                if job.finish_reason not in ENDS_WELL or worker.process.is_lost:
+                    job.filled.clear()
+                worker.lock.notify_all()
+                return
+            self._answers.pop(job, None)
+        worker.forget(job)
+        worker.release(pages)
+
+    def _let_go(self, now_s: float) -> None:
+        """Those whose blocks all came out, or that took too long; with the lock held."""
+        over = [
+            answer for answer in self._answers.values() if answer.ended_s
+            and (not answer.job.filled or now_s - answer.ended_s > LAST_BLOCK_S_MAX)
+        ]  # fmt: skip
+        for answer in over:
+            job = answer.job
+            del self._answers[job]
+            if self._staged_jobs.get(job.request_id) is job:
+                del self._staged_jobs[job.request_id]
+            self._worker.writer.then(lambda answer=answer: self._give_back(answer))  # type: ignore[misc]
+
+    def _give_back(self, answer: EngineAnswer) -> None:
+        self._worker.forget(answer.job)
+        self._staged.give_back(answer.job.request_id, answer.pages)

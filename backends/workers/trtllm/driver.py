@@ -1,0 +1,175 @@
+"""What the drivers of TensorRT-LLM have in common: it batches by itself, a worker hands it prompts.
+
+A request is *staged* (the connector in the engine's processes knows its pages and keys) and only
+then submitted. What the engine and its connector say comes in threads of theirs, in any order. The
+worker's turns only look after the engine: is it alive, busy, hung.
+
+Not here: tensorrt_llm itself (engine/trtllm/), what is in the pages (kv_loader.py, kv_writer.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Generic, Protocol, TypeVar
+
+from backends.engine.trtllm.channel import ChannelError, ConnectorHost
+from backends.engine.trtllm.engine import TrtllmEngine
+from backends.engine.trtllm.messages import Stage
+from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
+from backends.engine.trtllm.stats import EngineHealth, IterationStats
+from backends.errors import WorkerUnavailable
+from backends.workers.config import DecodeConfig, PrefillConfig, checkpoint_folder
+from backends.workers.decode_worker import DecodeWorker
+from backends.workers.driver import Series
+from backends.workers.prefill_worker import PrefillWorker
+
+log = logging.getLogger(__name__)
+UNSTAGE_S_MAX = 60.0  # nobody waits for it; an engine that is compiling something is not dead
+
+W = TypeVar("W", PrefillWorker, DecodeWorker)
+
+
+class TrtllmDriver(Generic[W]):
+    _worker: W
+
+    def __init__(
+        self,
+        worker_id: str,
+        spec: EngineSpec,
+        worker: PrefillConfig | DecodeConfig,
+        config: TrtllmConfig,
+        repository: str,
+    ) -> None:
+        self.config = config
+        self.is_native = config.handoff == "native"
+        self._is_serving = False
+        self._transfer_s_max = worker.transfer_s_max
+        self._health = EngineHealth(lambda reason: self._worker.process.lose(reason))
+        folder = checkpoint_folder(worker.checkpoint, repository)
+        self.engine = TrtllmEngine(
+            worker_id, spec, config, folder, repository, self, self._on_stats
+        )
+        self._staged = StagedPages(
+            self.engine, worker.transfer_s_max, self._release, self._health.failed, self.broken
+        )
+
+    @property
+    def hardware(self) -> str:
+        return self.engine.hardware
+
+    def begin(self, worker: W) -> None:
+        self._worker = worker
+        self._is_serving = True
+
+    def series(self) -> Iterable[Series]:
+        stats = self.engine.stats
+        return stats.series() if stats.raw else ()
+
+    def close(self) -> None:
+        self._is_serving = self._staged.is_open = False
+        self.engine.close()
+
+    # -- what the engine says, in threads of its own
+
+    def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
+        raise NotImplementedError
+
+    def saved(self, request_id: str, tokens: int) -> None:
+        raise NotImplementedError
+
+    def broken(self, reason: str) -> None:
+        """The connector does not work any more. While we start or end, that is no news."""
+        if self._is_serving and not self._worker.is_closing:
+            self._health.lose(reason)
+
+    def _on_stats(self, stats: IterationStats) -> None:
+        if self._is_serving:  # else it is being measured
+            self._worker.process.steps.took(stats.step_s, self._estimated_s())
+            self._worker.process.watch.progressed(time.monotonic())
+
+    def _estimated_s(self) -> float:
+        """Of a step of what runs now; 0: nobody knows."""
+        return 0.0
+
+    def _failed(self, error: Exception) -> None:
+        """One generation failed; through no fault of its own, the engine may be gone."""
+        if isinstance(error, WorkerUnavailable) and not self._worker.is_closing:
+            self._health.failed(str(error))
+
+    # -- turns
+
+    def _look_after(self, now_s: float, is_busy: bool, predicted_s: float) -> None:
+        """It shows no steps, but it has something to compute or not; with the lock held."""
+        if not self.engine.llm.is_healthy:
+            self.broken("tensorrt_llm says that its processes have failed")
+        self._worker.process.watch.is_busy(now_s, is_busy, predicted_s)
+
+    def _release(self, pages: list[int]) -> None:
+        self._worker.release(pages)
+
+
+class HasHost(Protocol):
+    @property
+    def host(self) -> ConnectorHost: ...
+
+
+class StagedPages:
+    """Pages of the staging pool while TensorRT-LLM's processes may copy from or to them.
+
+    A page is given to a request, staged (the connector knows it) and unstaged; only when the
+    connector has said that no copy touches it any more does it go back. A page for which that is
+    never said is lost, on purpose: handing it on could put one request's KV into another's.
+    """
+
+    def __init__(
+        self,
+        engine: HasHost,
+        timeout_s: float,
+        release: Callable[[list[int]], None],
+        on_failed: Callable[[str], None],
+        on_dead: Callable[[str], None],
+    ) -> None:
+        """These are called from any thread: `on_failed` when the connector did not take a stage,
+        within `timeout_s`; `on_dead` when it did not answer when pages were to be given back."""
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._release = release
+        self._on_failed = on_failed
+        self._on_dead = on_dead
+        self.lost_pages = 0
+        self.is_open = True  # else the engine ends, and its memory with it: nothing is lost
+
+    def stage(self, stage: Stage) -> None:
+        """Returns when the connector knows it: only then may the prompt be submitted."""
+        try:
+            self._engine.host.stage(stage, self._timeout_s).result()
+        except ChannelError as error:
+            self._on_failed(str(error))
+            raise WorkerUnavailable(str(error)) from error
+
+    def give_back(self, request_id: str, pages: list[int]) -> None:
+        """Unstage the request, also one whose staging failed; its pages are released after that."""
+        try:
+            unstaged = self._engine.host.unstage(request_id, UNSTAGE_S_MAX)
+        except ChannelError as error:
+            self._lose(request_id, pages, error)
+            return
+
+        def over(future: Future[None]) -> None:
+            error = future.exception()
+            if error is None:
+                self._release(pages)
+            else:
+                self._lose(request_id, pages, error)
+
+        unstaged.add_done_callback(over)
+
+    def _lose(self, request_id: str, pages: list[int], error: BaseException) -> None:
+        if not self.is_open:
+            return
+        self.lost_pages += len(pages)
+        log.error("%d pages of %s are lost: %s", len(pages), request_id, error)
+        self._on_dead(str(error))
