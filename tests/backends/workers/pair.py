@@ -1,0 +1,164 @@
+"""A prefill and a decode worker in this process, with every thread of theirs and no server.
+
+The real workers, drivers, store, segment and inboxes; the directory is called directly, and speeds
+are not measured. Tests wait on events with a deadline. Not here: workers whose threads are stepped
+by hand (tests/backends/stepped_site.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.engine.sampling_params import SamplingParams
+from backends.errors import ServingError
+from backends.triton.worker_kinds import make_worker, read_worker_configs
+from backends.workers import machine_profile, worker_process
+from backends.workers.decode_worker import DecodeWorker
+from backends.workers.prefill_worker import PrefillWorker
+from backends.workers.protocol import DecodeReply, DecodeRequest, PrefillReply, PrefillRequest
+from tests.mooncake_store.client.test_store import MappedNode
+from tests.mooncake_store.in_process import InProcessDirectory
+
+WAIT_S = 30.0
+NODE = "s0"
+
+
+class PairDirectory(InProcessDirectory):
+    def close(self) -> None: ...
+
+
+class Asked:
+    """One request's client at both workers; carries the hand-over from one to the other."""
+
+    def __init__(self, pair: Pair, request_id: str, prompt: list[int], **request: Any) -> None:
+        self.pair = pair
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = SamplingParams(**{"max_tokens": 8, **request})
+        self.output_ids: list[int] = []
+        self.prefill_reply: PrefillReply | None = None
+        self.decode_reply: DecodeReply | None = None
+        self.error: Exception | None = None
+        self.before_decode: Callable[[], None] = lambda: None
+        self._is_over = threading.Event()
+
+    def prefilled(self, token_id: int, reply: PrefillReply) -> None:
+        self.output_ids.append(token_id)
+        self.prefill_reply = reply
+        if self.sampling.max_tokens == 1:
+            self._is_over.set()
+            return
+        self.before_decode()
+        ids = np.array([*self.prompt, token_id], np.int32)
+        request = DecodeRequest(
+            request_id=self.request_id,
+            prompt_tokens=len(self.prompt),
+            sampling=self.sampling,
+            cache_salt="",
+            blocks=reply.blocks,
+            stream_interval=0,
+            reply_inbox="",
+            native=reply.native,
+        )
+        try:
+            self.pair.decode.submit(request, ids, self)
+        except ServingError as error:
+            self.fail(error)
+
+    def decoded(self, token_ids: list[int], reply: DecodeReply) -> None:
+        self.output_ids += token_ids
+        self.decode_reply = reply
+        self._is_over.set()
+
+    def fail(self, error: Exception) -> None:
+        self.error = self.error or error
+        self._is_over.set()
+
+    def wait(self) -> list[int]:
+        assert self._is_over.wait(WAIT_S), f"{self.request_id} was never answered"
+        assert self.error is None, self.error
+        return self.output_ids
+
+    def wait_failed(self) -> Exception:
+        assert self._is_over.wait(WAIT_S), f"{self.request_id} was never answered"
+        assert self.error is not None, f"{self.request_id} went well"
+        return self.error
+
+
+class Pair:
+    """Workers `prefill` and `decode` of one node; `parameters` as config.pbtxt has them."""
+
+    prefill: PrefillWorker
+    decode: DecodeWorker
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **parameters: str) -> None:
+        self.directory = PairDirectory()
+        path = f"/dev/shm/mooncake-test-{os.getpid()}-{secrets.token_hex(4)}"
+        self._node = MappedNode(path, NODE)
+        self.directory.up(self._node.info)
+        self._numbers = itertools.count()
+        sockets = tmp_path / "s"
+        sockets.mkdir()
+        monkeypatch.setenv("MOONCAKE_SOCKETS", str(sockets))
+        monkeypatch.setenv("MOONCAKE_STATE", str(tmp_path))
+        monkeypatch.setenv("MOONCAKE_DIRECTORY", "in this process")
+        monkeypatch.setattr(worker_process, "DirectoryClient", lambda address: self.directory)
+        unmeasured = machine_profile.MachineProfile((), (), 0.0)
+        monkeypatch.setattr(machine_profile, "load_or_measure", lambda *_: unmeasured)
+        raw = {"transport": "mapped", "kv_pages": "64", "block_tokens": "64", **parameters}
+        self._workers: list[Any] = []
+        for role in ("prefill", "decode"):
+            configs = read_worker_configs(role, f"{role}_0", raw, 1)
+            worker = make_worker(role, f"{role}_0", str(tmp_path / "repository"), *configs)
+            setattr(self, role, worker)
+            self._workers.append(worker)
+
+    def ask(self, prompt: list[int], **request: Any) -> Asked:
+        asked = Asked(self, f"r{next(self._numbers)}", prompt, **request)
+        self.submit(asked)
+        return asked
+
+    def submit(self, asked: Asked) -> None:
+        request = PrefillRequest(
+            request_id=asked.request_id,
+            prompt_tokens=len(asked.prompt),
+            sampling=asked.sampling,
+            cache_salt="",
+            fetch_blocks=0,
+            decode_inbox=self.decode.process.inbox.address if asked.sampling.max_tokens > 1 else "",
+            reply_inbox="",
+            reserve_tokens=len(asked.prompt) + asked.sampling.max_tokens,
+        )
+        self.prefill.submit(request, np.array(asked.prompt, np.int32), asked)
+
+    def wait_until_idle(self) -> None:
+        """Nobody holds a page, a job or a lease of requests that are over."""
+        for worker in self._workers:
+            with worker.lock:
+                assert worker.lock.wait_for(
+                    lambda w=worker: not w.jobs and not w._pages.used_pages and w.driver.is_drained,
+                    WAIT_S,
+                ), f"{worker.process.worker_id} is not idle"  # fmt: skip
+            worker.check()
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close(WAIT_S)
+        self._node.close()
+
+
+def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **parameters: str) -> Iterator[Pair]:
+    pair = Pair(tmp_path, monkeypatch, **parameters)
+    try:
+        yield pair
+    finally:
+        pair.close()

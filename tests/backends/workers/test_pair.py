@@ -1,0 +1,141 @@
+"""Both workers over a real store in one process: every engine and hand-over gives right tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from backends.engine.generate import generate
+from backends.engine.sampling_params import SamplingParams
+from backends.engine.torch.torch_engine import TorchEngine
+from backends.engine.trtllm import staging_pool
+from backends.engine.trtllm.messages import ENVIRONMENT
+from backends.errors import Cancelled
+from tests.backends.small_tokenizers import DEMO
+from tests.backends.trtllm.conftest import fake_package  # noqa: F401  (a fixture)
+from tests.backends.workers.pair import Pair, pairs
+from tests.e2e.trtllm import expected
+
+BLOCK = 64
+ENGINES = ("torch", "store", "native")  # tensorrt_llm with either hand-over
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    return [20 + (number * 7919 + index * index * (number + 1)) % 2000 for index in range(tokens)]
+
+
+def wanted(kind: str, ids: list[int], tokens: int) -> list[int]:
+    if kind != "torch":
+        return expected(ids, tokens)
+    engine = TorchEngine.load(DEMO, pages_max=32, block_tokens=BLOCK)
+    return generate(engine, [ids], SamplingParams(max_tokens=tokens))[0]
+
+
+@pytest.fixture(params=ENGINES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Pair]:
+    parameters: dict[str, str] = {}
+    if kind != "torch":
+        request.getfixturevalue("fake_package")
+        monkeypatch.setenv(ENVIRONMENT, "")
+        shm = tmp_path / "shm"
+        shm.mkdir()
+        monkeypatch.setattr(staging_pool, "SHM", shm)
+        parameters = {"engine": "tensorrt_llm", "page_tokens": "32", "handoff": kind}
+    yield from pairs(tmp_path, monkeypatch, **parameters)
+
+
+def test_prompts_of_every_length_get_the_tokens_of_the_model(pair: Pair, kind: str) -> None:
+    for length in (1, 31, 32, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5):
+        ids = prompt(length, length)
+        for _ in ("a miss", "a hit"):
+            assert pair.ask(ids).wait() == wanted(kind, ids, 8), length
+    pair.wait_until_idle()
+
+
+def test_requests_that_come_together_get_the_same_tokens_as_alone(pair: Pair, kind: str) -> None:
+    prompts = [prompt(number, 90 + 40 * number) for number in range(5)]
+    asked = [pair.ask(ids, max_tokens=20) for ids in prompts]
+    for ids, each in zip(prompts, asked, strict=True):
+        assert each.wait() == wanted(kind, ids, 20)
+    pair.wait_until_idle()
+
+
+def test_a_cached_prefix_is_not_computed_again(pair: Pair, kind: str) -> None:
+    ids = prompt(3, 3 * BLOCK + 5)
+    pair.ask(ids, max_tokens=1).wait()
+    pair.wait_until_idle()
+    again = pair.ask(ids, max_tokens=1)
+    again.wait()
+    assert again.prefill_reply is not None
+    assert again.prefill_reply.cached_tokens >= 3 * BLOCK
+
+
+def test_the_next_turn_finds_what_decode_has_generated(pair: Pair, kind: str) -> None:
+    if kind == "native":
+        pytest.skip("what a native decode engine generates does not go to the store")
+    ids = prompt(5, 100)
+    answer = pair.ask(ids, max_tokens=3 * BLOCK).wait()
+    pair.wait_until_idle()
+    conversation = [*ids, *answer, 7, 8, 9]
+    blocks = (len(ids) + len(answer) - 1) // BLOCK  # the last token's KV is nobody's
+    again = pair.ask(conversation)
+    assert again.wait() == wanted(kind, conversation, 8)
+    assert again.prefill_reply is not None
+    assert again.prefill_reply.cached_tokens == blocks * BLOCK
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_request_that_is_stopped_is_answered_and_leaves_nothing(
+    pair: Pair, kind: str, role: str
+) -> None:
+    ids = prompt(6, 200)
+    if role == "prefill":
+        asked = pair.ask(ids, max_tokens=300)
+        pair.prefill.stop(asked.request_id)
+        pair.decode.stop(asked.request_id)
+    else:
+        asked = pair.ask(ids, max_tokens=300)
+        with pair.decode.lock:
+            assert pair.decode.lock.wait_for(lambda: pair.decode.jobs, 30.0)
+        pair.decode.stop(asked.request_id)
+    asked._is_over.wait(30.0)
+    if asked.error is not None:
+        assert isinstance(asked.error, Cancelled)
+    else:
+        assert asked.decode_reply is not None
+        assert asked.decode_reply.finish_reason == "cancelled"
+        assert len(asked.output_ids) < 300
+    pair.wait_until_idle()
+    assert pair.ask(ids).wait() == wanted(kind, ids, 8), "others are not disturbed"
+
+
+def test_what_a_worker_reports_is_of_now(pair: Pair, kind: str) -> None:
+    pair.ask(prompt(7, 100)).wait()
+    pair.wait_until_idle()
+    for worker in (pair.prefill, pair.decode):
+        report = worker.report()
+        assert (report.queue_requests, report.running, report.pages_used) == (0, 0, 0)
+        assert not report.is_draining
+        assert worker.process.steps.steps > 0 or kind != "torch"
+    series = dict.fromkeys(name for name, _, _ in pair.decode.driver.series())
+    assert bool(series) == (kind != "torch" and bool(pair.decode.driver.engine.stats.raw))  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_closes_finishes_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pair in pairs(tmp_path, monkeypatch):
+        asked = pair.ask(prompt(8, 100), max_tokens=50)
+        with pair.decode.lock:
+            assert pair.decode.lock.wait_for(lambda: pair.decode.jobs, 30.0)
+    assert asked.wait() == wanted("torch", prompt(8, 100), 50)
+    assert not pair.directory.workers(), "both have left the cluster"
