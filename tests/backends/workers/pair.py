@@ -83,13 +83,16 @@ class Asked:
         self.error = self.error or error
         self._is_over.set()
 
-    def wait(self) -> list[int]:
+    def wait_over(self) -> None:
         assert self._is_over.wait(WAIT_S), f"{self.request_id} was never answered"
+
+    def wait(self) -> list[int]:
+        self.wait_over()
         assert self.error is None, self.error
         return self.output_ids
 
     def wait_failed(self) -> Exception:
-        assert self._is_over.wait(WAIT_S), f"{self.request_id} was never answered"
+        self.wait_over()
         assert self.error is not None, f"{self.request_id} went well"
         return self.error
 
@@ -139,6 +142,11 @@ class Pair:
             reserve_tokens=len(asked.prompt) + asked.sampling.max_tokens,
         )
         self.prefill.submit(request, np.array(asked.prompt, np.int32), asked)
+
+    def wait_for_decode(self) -> None:
+        """Some request has come to the decode worker."""
+        with self.decode.lock:
+            assert self.decode.lock.wait_for(lambda: self.decode.jobs, WAIT_S)
 
     def wait_until_idle(self) -> None:
         """Nobody holds a page, a job or a lease of requests that are over."""

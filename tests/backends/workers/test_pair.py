@@ -104,10 +104,9 @@ def test_a_request_that_is_stopped_is_answered_and_leaves_nothing(
         pair.decode.stop(asked.request_id)
     else:
         asked = pair.ask(ids, max_tokens=300)
-        with pair.decode.lock:
-            assert pair.decode.lock.wait_for(lambda: pair.decode.jobs, 30.0)
+        pair.wait_for_decode()
         pair.decode.stop(asked.request_id)
-    asked._is_over.wait(30.0)
+    asked.wait_over()
     if asked.error is not None:
         assert isinstance(asked.error, Cancelled)
     else:
@@ -135,7 +134,6 @@ def test_a_worker_that_closes_finishes_what_it_has(
 ) -> None:
     for pair in pairs(tmp_path, monkeypatch):
         asked = pair.ask(prompt(8, 100), max_tokens=50)
-        with pair.decode.lock:
-            assert pair.decode.lock.wait_for(lambda: pair.decode.jobs, 30.0)
+        pair.wait_for_decode()
     assert asked.wait() == wanted("torch", prompt(8, 100), 50)
     assert not pair.directory.workers(), "both have left the cluster"
