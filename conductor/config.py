@@ -97,8 +97,9 @@ class ConductorConfig:
     report_s_max: float = 3.0  # three missed reports: not routed to
     report_lag_s: float = 0.2  # a report cannot know requests routed less than this before it
     failed_mark_s: float = 10.0  # after a failed call; lifted earlier by the next report
-    # One that nobody finished is then known from reports only; and so long a request that
-    # lost its workers goes on without a decoded token, unless its client set a timeout.
+    # A request that nobody finished is forgotten after this time, and known from reports only. A
+    # request that lost its workers goes on so long without a decoded token, unless its client set
+    # a timeout.
     request_s_max: float = 600.0
 
     # Memory and hot spots.

@@ -21,8 +21,8 @@ class Request:
     block_keys: Sequence[bytes]  # full blocks only; key i names blocks 0..i of this prompt
     output_tokens_max: int
     priority: int = 0  # below 0: rejected earlier under load, see low_priority_load_max
-    excluded_workers: frozenset[tuple[str, str]] = frozenset()  # (worker_id, incarnation) that
-    # just failed this very request: a retry goes elsewhere
+    # (worker_id, incarnation) of those that just failed this very request: a retry goes elsewhere.
+    excluded_workers: frozenset[tuple[str, str]] = frozenset()
     tenant: str = ""  # who asks; under overload each tenant has its share, see fair_share.py
     is_resumed: bool = False  # it was admitted before, and lost its workers: it is not shed now
 

@@ -188,7 +188,7 @@ class Launcher:
                              for load in triton.take_loads() if load.reason}  # fmt: skip
             if refusals:  # this start ends: the conductor need not wait for workers any more
                 self._files.say_stopping()
-            # A Triton answers only after it tried each of its models once.
+            # A Triton answers only after it tried each of its models once: all reasons are known.
             if refusals and all(answer is not None for _, answer in answers):
                 raise environment.EnvironmentProblem(
                     "these models did not load:\n" + "\n".join(refusals)
@@ -308,7 +308,8 @@ class Launcher:
 
     def _environment(self, triton: environment.TritonInstall) -> dict[str, str]:
         env = dict(os.environ)
-        # A folder of the linker's own, put first, would hide what an image put before it.
+        # Folders where the linker looks anyway are left out: put first, they would hide what the
+        # image put before them.
         folders = [environment.libpython_folder(), *triton.library_folders]
         libraries = [str(each) for each in folders if each not in environment.linker_folders()]
         if given := env.get("LD_LIBRARY_PATH"):

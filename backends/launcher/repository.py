@@ -45,7 +45,8 @@ def ask_grpc(address: str) -> Ask:
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
     def ask(model: str) -> bool | None:
-        # A channel of its own: one that was refused would wait before it tries again.
+        # Each question gets a channel of its own, because one that was refused once waits before
+        # it connects again.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
         with contextlib.closing(grpc.insecure_channel(address, options)) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)

@@ -186,7 +186,8 @@ class Triton:
     def _died(self, alive: set[str]) -> list[str]:
         """Models whose process died and that were started again, without the rest of Triton."""
         self._read_log()
-        # One that does not load comes and goes with every attempt of Triton's.
+        # The process of a model that does not load comes and goes with each attempt of Triton's,
+        # so only models that were loaded are expected to have one.
         died = self._stubs.died(self.mirror.models() & self._loaded, alive)
         return [model for model in died if self._revive(model)]
 

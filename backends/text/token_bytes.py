@@ -115,7 +115,8 @@ class ContextTokens(_Vocabulary):
     ) -> None:
         super().__init__(backend)
         self._has_byte_tokens = has_byte_tokens
-        # A byte-level decoder among others: a character's first tokens decode to U+FFFD.
+        # With a byte-level decoder among others, the first tokens of a character that is spread
+        # over several decode to U+FFFD.
         self._splits_characters = splits_characters
 
     def of(self, context_ids: Sequence[int], token_id: int) -> bytes:

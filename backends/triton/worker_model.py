@@ -51,7 +51,7 @@ class WorkerModel:
         model, raw, count = triton_io.parameters(args)
         is_prefill = self.role == "prefill"
         configs = read_worker_configs(self.role, model, raw, count)
-        # Not imported before: Triton tries a wrong config.pbtxt again every second.
+        # Imported only now, because Triton tries a wrong config.pbtxt again every second.
         from backends.workers import metrics as worker_metrics
 
         config, *of_engine = configs

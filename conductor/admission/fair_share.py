@@ -127,7 +127,7 @@ class Demand:
         wanted = admitted[:, cut] + part * (admitted[:, cut + 1] - admitted[:, cut])
         plain = below[:, cut] + part * (below[:, cut + 1] - below[:, cut])
         self.cuts = [
-            # Raised: as far as the floor asks for.
+            # The cut of a class below its floor is raised as far as the floor asks for.
             max(cut + part, float(np.interp(wanted[c], below[c], CUTS)))
             if wanted[c] > plain[c]
             else cut + part
@@ -289,7 +289,8 @@ class FairShare:
             self._granted[tenant] = (wanted, grants[tenant])
             if wanted > grants[tenant]:
                 floor = self._config.length_share_min
-                # The mix is the steady one, which has more samples; the amount the larger one.
+                # The mix of requests is taken from the steady rate, which has more samples, and
+                # the amount from the larger of both rates.
                 self._demands[tenant].split(steady[tenant] * grants[tenant] / wanted, floor)
             else:
                 self._demands[tenant].cuts = NO_CUTS

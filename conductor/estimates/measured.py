@@ -143,7 +143,7 @@ class Margin:
         weight = self._weight(now_s)
         steps = STEPS_PER_OCTAVE * math.log2(max(actual_s / predicted_s, 1.0))
         length = length_class(prompt_tokens)
-        # Rounded up: a ratio stands for those just below it.
+        # Steps are rounded up, so that a bucket's ratio is not below any sample in it.
         self._seconds[length][min(RATIOS - 1, math.ceil(steps - 1e-9))] += weight * predicted_s
         self._ratios[length] = self._quantile_of(self._seconds[length], weight * self._prior_s)
 

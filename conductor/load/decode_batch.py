@@ -205,10 +205,11 @@ class DecodeBatch:
         arriving = _until(self._coming, at_s)  # less those that come and go before then
         arriving -= max(0, _until(self._coming, at_s - decode_s) - _until(self._coming, now_s))
         share = arriving / coming.sequences if coming.sequences else 0.0
-        # Those of the report have had a token a step since then.
+        # Requests that the report counted have had a token a step since then.
         had_tokens = self._tokens_per_s * max(0.0, at_s - self._reported_at_s)
         grown = had_tokens * (now.sequences - self._tallies["fresh"].sequences)
-        # The right *number* of average requests: knowing which ones would cost a walk.
+        # The number of requests is right, but each counts as an average one: to know which ones
+        # they are would cost a walk over all of them.
         return DecodeLoad(
             now.sequences * staying + coming.sequences * share,
             (now.context_tokens + grown) * staying + coming.context_tokens * share,

@@ -134,7 +134,7 @@ class DecodeForecast:
         self.row = table.take_row()
         self._requests = _RequestColumns()
         self._base_s = -math.inf
-        # By stage: coming, joined.
+        # One sum for requests that are still coming and one for those that have joined.
         self._sums: Vector = np.zeros((2, len(GRID_S), SUMS))
         self._most: Vector = np.zeros(SHOWN)  # of all requests together, if nobody leaves
         self._share = 1.0  # of the joined ones, what the report confirmed
@@ -227,7 +227,7 @@ class DecodeForecast:
         is_joined = self._requests.is_joined[rows][:, None]
         began_s = np.where(is_joined, began_s, np.maximum(began_s, now_s))  # late, not decoding
         tokens = (self._base_s + GRID_S - began_s) / self._step_s
-        # One that should be done and is not is at its last token.
+        # A request that should be done by now, and is not, counts as being at its last token.
         had = np.clip((now_s - began_s) / self._step_s, 0.0, np.maximum(tokens_max - 1, 0.0))
         later = np.maximum(tokens, had)
         alive = np.minimum(_height(curves, kind, later) / _height(curves, kind, had), 1.0)
@@ -278,7 +278,7 @@ class ExpectedArrivals:
         self._share = share
         self._window_s = half_life_s / math.log(2.0)  # that a faded sum stands for
         self._decay = ForwardDecay(half_life_s)
-        # Faded sums over those admitted.
+        # Sums over the admitted requests, which fade.
         self._requests = self._delay_s = self._context_tokens = self._pages = 0.0
 
     def admitted(self, delay_s: float, context_tokens: int, pages: int, now_s: float) -> None:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from conductor.config import ConductorConfig
 from conductor.estimates.measured import ratios
 from conductor.load.worker import WorkerKey, WorkerState
+from mooncake_store.records.membership import WorkerInfo
 
 Column = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -86,27 +87,8 @@ class Pool:
             for row, info in enumerate(infos)
             if info.transfer_bytes_per_s or info.transfer_latency_s
         ]
-        rates = {rate for info in infos for rate in info.transfer_bytes_per_s.values()}
-        latencies_s = {
-            latency_s
-            for info in infos
-            for node_id, latency_s in info.transfer_latency_s.items()
-            if node_id != info.node_id
-        }
-        self.paths_differ = len(rates) > 1 or len(latencies_s) > 1
-        # No node sends a block to any worker in less time: to one of its own, and to another.
-        own_rates = {info.transfer_bytes_per_s.get(info.node_id, 0.0) for info in infos}
-        far_rates = {
-            rate
-            for info in infos
-            for node_id, rate in info.transfer_bytes_per_s.items()
-            if node_id != info.node_id
-        }
-        bytes_least = min((info.block_bytes for info in infos), default=0)
-        self._own_block_s_least = bytes_least / max((*own_rates, self.config.local_bytes_per_s))
-        self._far_block_s_least = bytes_least / max((*far_rates, self.config.transfer_bytes_per_s))
-        self._latency_s_least = min((*latencies_s, self.config.transfer_latency_s))
-        # Never routed to: before all others, in the order of names.
+        self._bound_paths(infos)
+        # Workers that were never routed to come before all others, in the order of their names.
         by_name = sorted(range(len(infos)), key=lambda row: infos[row].worker_id)
         self._unrouted = [0.0] * len(infos)
         for order, row in enumerate(by_name):
@@ -124,6 +106,30 @@ class Pool:
             self._hear(worker)
             self._learn(worker)
             self.refresh(worker)
+
+    def _bound_paths(self, infos: Sequence[WorkerInfo]) -> None:
+        """Whether the measured paths differ, and the least that any transfer takes."""
+        rates = {rate for info in infos for rate in info.transfer_bytes_per_s.values()}
+        latencies_s = {
+            latency_s
+            for info in infos
+            for node_id, latency_s in info.transfer_latency_s.items()
+            if node_id != info.node_id
+        }
+        self.paths_differ = len(rates) > 1 or len(latencies_s) > 1
+        # Lower bounds: no node sends a block in less time, to a worker of its own or of another
+        # node.
+        own_rates = {info.transfer_bytes_per_s.get(info.node_id, 0.0) for info in infos}
+        far_rates = {
+            rate
+            for info in infos
+            for node_id, rate in info.transfer_bytes_per_s.items()
+            if node_id != info.node_id
+        }
+        bytes_least = min((info.block_bytes for info in infos), default=0)
+        self._own_block_s_least = bytes_least / max((*own_rates, self.config.local_bytes_per_s))
+        self._far_block_s_least = bytes_least / max((*far_rates, self.config.transfer_bytes_per_s))
+        self._latency_s_least = min((*latencies_s, self.config.transfer_latency_s))
 
     def _zeros(self) -> Column:
         return np.zeros(len(self.workers))
@@ -192,7 +198,8 @@ class Pool:
             ends = np.concatenate(
                 (expires_s[self._takers], self._failed_s[is_failed] + config.failed_mark_s)
             )
-            # A little early: it is decided by differences, which round in other places.
+            # The masks above compare differences, which round in other places than these sums, so
+            # they are made anew a little early.
             self._takers_until_s = float(ends.min(initial=math.inf)) - 1e-6
         return self._takers
 

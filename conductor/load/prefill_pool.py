@@ -45,7 +45,7 @@ class QueuePosition(NamedTuple):
     """Where a request would stand at each worker."""
 
     wait_s: Column  # of the work there, what goes before the request
-    # Requests that it overtakes, if that was asked; a mask where it is at most one.
+    # How many requests it overtakes, if that was asked; a mask where it is at most one.
     behind: Counts | Mask
 
 

@@ -42,7 +42,8 @@ class Terms(NamedTuple):
     wait_s: Seconds  # of it, what will be computed before this request
     transfer_s: Seconds  # bringing cached blocks, as far as the wait does not hide it
     prefill_s: Seconds  # computing what is not cached
-    # Summed over the requests there that this one overtakes; 0 if the policy spares nobody.
+    # What this request adds to the waits of those that it overtakes there, summed up; 0 if the
+    # policy does not weigh it.
     delay_s: Seconds
     start_s: Seconds  # wait + transfer + prefill: the first token, before the hand-over
 

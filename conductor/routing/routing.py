@@ -157,7 +157,8 @@ class Options:
     def _ask_loads(self, tokens: int, has_room: Mask) -> None:
         """Add to `has_room` who has room by the loads that admission looks at."""
         pool = self._cluster.decodes
-        # One moment for all pairs: the finalists' prefills end within tie_ratio of each other.
+        # Loads are taken at one moment for all pairs, because the prefills of the finalists end
+        # within tie_ratio of each other.
         starts_s = np.where(self._is_prefill, self._terms.start_s, math.inf)
         self._at_s = self._now_s + starts_s.item(starts_s.argmin())
         # What admission takes a load to be is mostly less than what is reserved, so a worker with
@@ -171,7 +172,7 @@ class Options:
         assert self._loads is not None, "the pool knows the reserved ones"
         return self._loads(self._cluster, workers, self._at_s, self._now_s)
 
-    # The best of them
+    # Choosing the best pair
 
     def best(self) -> Pair:
         """The pair that minimises J, as the module docstring defines it and up to its ties.
@@ -324,7 +325,7 @@ class Options:
         blocks = -(-self._request.prompt_tokens // block_tokens)
         return path.block_s.item(row) * blocks + path.latency_s.item(row)
 
-    # One by one
+    # Single workers and pairs as objects
 
     def prefill(self, row: int) -> PrefillOption:
         pool, plans, terms = self._cluster.prefills, self._plans, self._terms

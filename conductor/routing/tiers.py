@@ -38,7 +38,7 @@ class Holdings:
         dram = tiers.dram
         self._in_dram = dram.find(keys)
         self._on_ssd: list[tuple[int, list[Segment]]] = []  # (DRAM blocks before, what follows)
-        # Of each worker's node: in DRAM, and with those on its SSD that follow.
+        # How many leading blocks each worker's node has in DRAM, and with its SSD behind that.
         self.dram_blocks: Column = pool.zeros
         self.blocks: Column = pool.zeros
         self.longest = self.least = 0  # no worker's node has more, and none has less
@@ -105,7 +105,8 @@ class _Nodes:
         self._index = index
         numbers = [index.number(node_id) for node_id in node_ids]
         self._numbers = np.array(numbers, np.int64)
-        # By segment: how many blocks each has if there is no other one, and the least of these.
+        # For each segment, how many blocks each node has if there were no other segment, and the
+        # least of these.
         self._alone: dict[Segment, tuple[Column, int]] = {}
         self._rows: dict[int, list[int]] = {}
         for row, number in enumerate(numbers):
