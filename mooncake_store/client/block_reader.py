@@ -29,7 +29,7 @@ from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import Movers, parts_of
-from mooncake_store.transports.transport import LocalSpan, Span, Transport
+from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
 
 log = logging.getLogger("mooncake_store.store")
 BATCH_BYTES = 4 * 1024**2
@@ -162,7 +162,7 @@ class BlockReader:
             whole = _copied(transport, info, shape, chosen, left_s)
         else:
             sources = [
-                Span(shape.slot_offset_bytes(copy.slot) + start_bytes, target[1].length_bytes)
+                ByteSpan(shape.slot_offset_bytes(copy.slot) + start_bytes, target[1].length_bytes)
                 for copy, start_bytes, target, _ in chosen
             ]
             transport.read(info, sources, [want.target for want in chosen], left_s)
@@ -256,13 +256,13 @@ class HeaderReader:
         if info is None or transport is None:
             return
         shape = geometry(info.segment_bytes, info.unit_bytes)
-        spans: dict[int, Span] = {}
+        spans: dict[int, ByteSpan] = {}
         for index in indices:
             _, slot, _, _, size_bytes = copies[index]
             if shape.holds(slot, size_bytes):
                 heads = shape.headers(slot, size_bytes)
                 length_bytes = heads.stop - heads.start if is_whole else HEADER_BYTES
-                spans[index] = Span(heads.start, length_bytes)
+                spans[index] = ByteSpan(heads.start, length_bytes)
         if isinstance(transport, MappedTransport):
             with contextlib.suppress(TransferFailed), transport.owned(info) as view:
                 for index, (start, length_bytes) in spans.items():
@@ -273,13 +273,17 @@ class HeaderReader:
                 self._read_part(transport, info, part, found)
 
     def _read_part(
-        self, transport: Transport, info: NodeInfo, part: dict[int, Span], found: list[bytes | None]
+        self,
+        transport: Transport,
+        info: NodeInfo,
+        part: dict[int, ByteSpan],
+        found: list[bytes | None],
     ) -> None:
         total_bytes = sum(span.length_bytes for span in part.values())
         with self._scratch.take(total_bytes) as buffer:
             ends = list(accumulate(span.length_bytes for span in part.values()))
             targets: list[LocalSpan] = [
-                (buffer, Span(end - span.length_bytes, span.length_bytes))
+                (buffer, ByteSpan(end - span.length_bytes, span.length_bytes))
                 for end, span in zip(ends, part.values(), strict=True)
             ]
             transport.read(info, list(part.values()), targets, HEADERS_DEADLINE_S)
@@ -287,9 +291,9 @@ class HeaderReader:
                 found[index] = buffer[start : start + length_bytes].tobytes()
 
 
-def _parts(spans: dict[int, Span]) -> list[dict[int, Span]]:
+def _parts(spans: dict[int, ByteSpan]) -> list[dict[int, ByteSpan]]:
     """As many at once as a scratch buffer holds."""
-    parts: list[dict[int, Span]] = []
+    parts: list[dict[int, ByteSpan]] = []
     left_bytes = 0
     for index, span in spans.items():
         if not parts or span.length_bytes > left_bytes:

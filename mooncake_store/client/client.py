@@ -46,7 +46,7 @@ from mooncake_store.memory.segment import host_id
 from mooncake_store.records.blocks import Copy
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.movers import Movers
-from mooncake_store.transports.transport import Span
+from mooncake_store.transports.transport import ByteSpan
 
 log = logging.getLogger("mooncake_store.client")
 DEADLINE_S = 10.0
@@ -116,7 +116,7 @@ class StoreClient:
     def unregister(self, buffer: Any) -> None:
         self._registrations.drop(as_bytes(buffer))
 
-    def pending(self) -> list[tuple[ByteArray, Span]]:
+    def pending(self) -> list[tuple[ByteArray, ByteSpan]]:
         """Local memory into which a get that ran into its deadline may still write. Poll it."""
         return self.nodes.pending_targets()
 

@@ -22,7 +22,7 @@ from mooncake_store.memory.buffers import ByteArray, checksum
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
-from mooncake_store.transports.transport import Span
+from mooncake_store.transports.transport import ByteSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Fetcher:
         reader: BlockReader,
         restorer: Restorer,
         allocate: Callable[[Sequence[bytes], str, float, int], Allocation],
-        pending_in: Callable[[ByteArray], list[Span]],
+        pending_in: Callable[[ByteArray], list[ByteSpan]],
     ) -> None:
         self._directory = directory
         self._reader = reader
@@ -114,7 +114,7 @@ class Fetcher:
     ) -> Counter[str]:
         wants, places = [], []
         for _, slot, copy in wanted:
-            span = Span(own.shape.slot_offset_bytes(slot.slot), copy.size_bytes)
+            span = ByteSpan(own.shape.slot_offset_bytes(slot.slot), copy.size_bytes)
             places.append(span.offset_bytes)
             # Stored without a checksum (0), it gets one here: the lease kept it as it was.
             digests = (copy.checksum,) if copy.checksum else ()

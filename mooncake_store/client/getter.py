@@ -19,7 +19,7 @@ from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import SSD_SUFFIX
 from mooncake_store.transports.known_nodes import KnownNodes
-from mooncake_store.transports.transport import Span
+from mooncake_store.transports.transport import ByteSpan
 
 LEASE_MARGIN_S = 5.0
 
@@ -123,7 +123,7 @@ class Getter:
             assert target is not None
             is_sure = self._is_verified and target.nbytes == copy.size_bytes and copy.checksum != 0
             checksums = (copy.checksum,) if is_sure else ()
-            span = Span(0, target.nbytes)
+            span = ByteSpan(0, target.nbytes)
             wants.append(Want(copy, request.offset_bytes, (target, span), checksums))
             if not is_sure:
                 unsure.append(index)

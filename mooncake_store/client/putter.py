@@ -32,7 +32,7 @@ from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import Movers, parts_of
-from mooncake_store.transports.transport import LocalSpan, Span, Transport
+from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
 
 PART_BYTES = 4 * 1024**2
 
@@ -119,8 +119,8 @@ class BlockWriter:
     ) -> list[int]:
         until_s = time.monotonic() + deadline_s
         slices = [shape.headers(write.slot, write.source.nbytes) for write in writes]
-        places = [Span(each.start, HEADER_BYTES) for each in slices]
-        others = [Span(each.start + HEADER_BYTES, length) for each in slices
+        places = [ByteSpan(each.start, HEADER_BYTES) for each in slices]
+        others = [ByteSpan(each.start + HEADER_BYTES, length) for each in slices
                   if (length := each.stop - each.start - HEADER_BYTES)]  # fmt: skip
         zeros = max((other.length_bytes for other in others), default=0)
 
@@ -131,19 +131,19 @@ class BlockWriter:
                 heads[: len(raw)] = np.frombuffer(raw, np.uint8)
                 heads[len(raw) : len(raw) + zeros] = 0
                 starts = range(0, len(raw), HEADER_BYTES)
-                sources = [(heads, Span(start, HEADER_BYTES)) for start in starts]
+                sources = [(heads, ByteSpan(start, HEADER_BYTES)) for start in starts]
                 emptied = others if state == STATE_WRITING else []
-                sources += [(heads, Span(len(raw), other.length_bytes)) for other in emptied]
+                sources += [(heads, ByteSpan(len(raw), other.length_bytes)) for other in emptied]
                 transport.write(info, sources, [*places, *emptied], _left(until_s))
 
         def put_part(part: Sequence[Write]) -> list[int]:
             # Hashed just before they are sent: the transfer finds them in the CPU's cache.
             digests = [checksum(write.source) if self._is_verified else 0 for write in part]
             payloads: list[LocalSpan] = [
-                (write.source, Span(0, write.source.nbytes)) for write in part
+                (write.source, ByteSpan(0, write.source.nbytes)) for write in part
             ]
             targets = [
-                Span(shape.slot_offset_bytes(write.slot), write.source.nbytes) for write in part
+                ByteSpan(shape.slot_offset_bytes(write.slot), write.source.nbytes) for write in part
             ]
             transport.write(info, payloads, targets, _left(until_s))
             return digests

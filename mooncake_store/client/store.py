@@ -45,7 +45,7 @@ from mooncake_store.records.blocks import GENERATION_MAX, Allocation, Copy, Slot
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.rates import PathReport, Probe
-from mooncake_store.transports.transport import Span, TransferCounters
+from mooncake_store.transports.transport import ByteSpan, TransferCounters
 
 __all__ = ["Store", "checksum"]
 
@@ -301,17 +301,17 @@ class Store:
                 digests = tuple(checksums[index * per_block : (index + 1) * per_block])
             else:
                 digests = (copy.checksum,) if layers is None else ()
-            target = (buffer, Span(offset + part.offset_bytes, part.length_bytes))
+            target = (buffer, ByteSpan(offset + part.offset_bytes, part.length_bytes))
             wants.append(Want(copy, part.offset_bytes, target, digests))
         return self._reader.read(wants, deadline_s)
 
-    def _part(self, layers: range | None) -> Span:
+    def _part(self, layers: range | None) -> ByteSpan:
         """These layers' place inside a block."""
         if layers is None:
-            return Span(0, self.layout.block_bytes)
+            return ByteSpan(0, self.layout.block_bytes)
         assert layers.step == 1 and len(layers), f"layers must be consecutive: {layers}"
         first, last = (self.layout.layer_offset_bytes(x) for x in (layers[0], layers[-1]))
-        return Span(first, last + self.layout.layer_bytes - first)
+        return ByteSpan(first, last + self.layout.layer_bytes - first)
 
     def choose(
         self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
@@ -338,7 +338,7 @@ class Store:
         local = [any(copy.node_id == self.node_id for copy in places) for places in found]
         return Fetched(local.index(False) if False in local else len(local), bytes_from)
 
-    def pending_offsets(self, buffer: ByteArray | None = None) -> list[Span]:
+    def pending_offsets(self, buffer: ByteArray | None = None) -> list[ByteSpan]:
         """Where a timed-out read may still write into this registered buffer (default: the first).
 
         Polls: call it about every 10 ms while it lists anything, and keep those pages unused.

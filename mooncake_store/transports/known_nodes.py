@@ -17,10 +17,11 @@ Not here: moving bytes (block_reader.py), measuring rates (rates.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.memory.buffers import ByteArray
@@ -30,16 +31,53 @@ from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.nixl_agent import NixlUnavailable
 from mooncake_store.transports.nixl_transport import NixlTransport
-from mooncake_store.transports.paths.path_cost import Route, best_copies, distance, named_copy
+from mooncake_store.transports.paths.path_cost import CopyRoute, best_copies, distance, named_copy
 from mooncake_store.transports.tcp_transport import TcpTransport
-from mooncake_store.transports.traffic import Traffic
-from mooncake_store.transports.transport import LocalSpan, Span, Transport
+from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
 
 log = logging.getLogger("mooncake_store.store")
 
 BAD_NODE_S = 2.0
 REFRESH_S = 0.02  # the directory is not asked for unknown or bad nodes more often than this
 MODES = ("auto", "mapped", "nixl", "tcp")
+NODES_MAX = 4_096
+
+
+class Traffic:
+    """How many bytes this process has asked of each storage node: not here yet, and in all.
+
+    Thread-safe. Remembers the last NODES_MAX nodes that something was asked of.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes: dict[str, int] = {}  # under way; nodes with nothing are not in it
+        self._asked_bytes: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def moving(self, node_id: str, moved_bytes: int) -> Iterator[None]:
+        """So many bytes are under way until the block ends, however it ends."""
+        with self._lock:
+            self._bytes[node_id] = self._bytes.get(node_id, 0) + moved_bytes
+            self._asked_bytes[node_id] = self._asked_bytes.pop(node_id, 0) + moved_bytes
+            if len(self._asked_bytes) > NODES_MAX:
+                del self._asked_bytes[next(iter(self._asked_bytes))]
+        try:
+            yield
+        finally:
+            with self._lock:
+                left_bytes = self._bytes.pop(node_id) - moved_bytes
+                assert left_bytes >= 0, f"{node_id}: {left_bytes} bytes under way"
+                if left_bytes:
+                    self._bytes[node_id] = left_bytes
+
+    def under_way_bytes(self, node_id: str) -> int:
+        return self._bytes.get(node_id, 0)
+
+    def asked_bytes(self) -> dict[str, int]:
+        """Since this process began, from node_id."""
+        with self._lock:
+            return dict(self._asked_bytes)
 
 
 class KnownNodes:
@@ -144,7 +182,7 @@ class KnownNodes:
         others = [copies if copy is None else () for copies, copy in zip(found, named, strict=True)]
         return [a or b for a, b in zip(named, best_copies(others, routes), strict=True)]
 
-    def routes(self) -> dict[str, Route]:
+    def routes(self) -> dict[str, CopyRoute]:
         """What each holder that is not out of order costs from here; see path_cost.py."""
         own, now_s = self._own(), time.monotonic()
         host, rack = (own.host_id, own.rack) if own else (self._host_id, "")
@@ -153,7 +191,7 @@ class KnownNodes:
         found = {}
         for info in nodes:
             if info.is_ssd or self.transport(info) is not None:
-                found[info.node_id] = Route(
+                found[info.node_id] = CopyRoute(
                     distance(info, self._own_id, host, rack),
                     self.bytes_per_s.get(info.node_id, 0.0),
                     self.traffic.under_way_bytes(info.node_id),
@@ -187,14 +225,14 @@ class KnownNodes:
         """Local memory into which a read that timed out may still write."""
         return [span for transport in self.transports() for span in transport.pending_targets()]
 
-    def pending_in(self, memory: ByteArray) -> list[Span]:
+    def pending_in(self, memory: ByteArray) -> list[ByteSpan]:
         """Where in this memory such a read may still write, as offsets from its start."""
         start = int(memory.ctypes.data)
         late = []
         for target, span in self.pending_targets():
             offset = int(target.ctypes.data) + span.offset_bytes - start
             if 0 <= offset < memory.nbytes:
-                late.append(Span(offset, span.length_bytes))
+                late.append(ByteSpan(offset, span.length_bytes))
         return late
 
     def close(self) -> None:

@@ -24,13 +24,13 @@ from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.segment import Segment
 from mooncake_store.memory.segment_file import SegmentRefused
 from mooncake_store.records.membership import NodeInfo
-from mooncake_store.transports.transport import CountedTransport, LocalSpan, Span
+from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
 
 log = logging.getLogger("mooncake_store.store")
 LOOK_S = 0.25  # between two looks at the owners' locks; a look takes a microsecond per segment
 
 
-class MappedTransport(CountedTransport):
+class MappedTransport(Transport):
     """See transport.Transport. Copies run outside the GIL (numpy releases it)."""
 
     name = "mapped"
@@ -43,12 +43,6 @@ class MappedTransport(CountedTransport):
         self._segments: dict[str, tuple[str, Segment]] = {}  # node_id -> (incarnation, mapping)
         self._stop = threading.Event()
         self._watch: threading.Thread | None = None  # made with the first mapping
-
-    def register(self, buffer: ByteArray) -> None:
-        """Nothing to do: any memory can be copied to."""
-
-    def unregister(self, buffer: ByteArray) -> None:
-        """Nothing to do."""
 
     def connect(self, node: NodeInfo) -> None:
         self.segment(node)
@@ -97,7 +91,7 @@ class MappedTransport(CountedTransport):
     def _transfer(
         self,
         node: NodeInfo,
-        remote: Sequence[Span],
+        remote: Sequence[ByteSpan],
         local: Sequence[LocalSpan],
         until_s: float,
         is_read: bool,
@@ -135,10 +129,6 @@ class MappedTransport(CountedTransport):
     def note(self, is_read: bool, moved_bytes: int, started_s: float) -> None:
         """Count what was moved under `owned`; started_s as of time.monotonic()."""
         self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
-
-    def pending_targets(self) -> list[LocalSpan]:
-        """None, ever: the copies are ours and have stopped."""
-        return []
 
     def disconnect(self, node_id: str) -> None:
         with self._lock:

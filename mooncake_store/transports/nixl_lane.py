@@ -28,7 +28,7 @@ from mooncake_store.errors import TransferFailed
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_agent import NixlUnavailable, make_agent, nixl_errors
-from mooncake_store.transports.transport import LocalSpan, Span
+from mooncake_store.transports.transport import ByteSpan, LocalSpan
 
 Offsets = npt.NDArray[np.uint64]
 
@@ -49,11 +49,11 @@ class Region:
 
 
 @dataclass(slots=True)
-class Peer:
+class NixlPeer:
     """One life of a node, as this lane's agent knows it."""
 
     agent_name: str  # of that life; no other life has this name
-    transfers: int = 0  # under way, zombies included: the peer cannot be removed before they end
+    transfers: int = 0  # under way, orphans included: the peer cannot be removed before they end
     is_broken: bool = False  # its connection failed: remove it, and add it again on next use
 
 
@@ -62,28 +62,28 @@ class Transfer:
     """A posted transfer. `targets` are the local spans that it writes (none for a write)."""
 
     handle: Any
-    peer: Peer
+    peer: NixlPeer
     targets: list[LocalSpan]
     regions: frozenset[Region]  # that its local spans lie in
     memory: list[LocalSpan] = field(default_factory=list)  # kept alive until it ends
     is_done: bool = False
 
 
-class Lane:
+class AgentLane:
     """An agent, its lock and everything that hangs on it."""
 
     def __init__(self, name: str) -> None:
         self.lock = threading.Lock()
-        self.zombies: list[Transfer] = []
+        self.orphans: list[Transfer] = []
         self.has_failed = False  # a connection broke once: do not hand this lane on
         self._errors = nixl_errors()
         self._failures: tuple[type[Exception], ...] = (*self._errors, TransferFailed)
         self._agent = make_agent(name, has_progress_thread=False)
         self._registered: dict[Region, Any] = {}
-        self._busy: Counter[Region] = Counter()  # transfers under way in it, zombies included
+        self._busy: Counter[Region] = Counter()  # transfers under way in it, orphans included
         self._leaving: set[Region] = set()  # to be unregistered when the last of these has ended
-        self._peers: dict[str, Peer] = {}  # node_id -> its present life
-        self._retired: list[Peer] = []  # earlier lives that still have transfers under way
+        self._peers: dict[str, NixlPeer] = {}  # node_id -> its present life
+        self._retired: list[NixlPeer] = []  # earlier lives that still have transfers under way
         self._refused: dict[str, float] = {}  # agent name -> when to try again
         self._prepared: OrderedDict[tuple[str, int, int, int], Any] = OrderedDict()
 
@@ -113,7 +113,7 @@ class Lane:
             with contextlib.suppress(*self._errors):
                 self._agent.deregister_memory(memory)
 
-    def connect(self, node: NodeInfo) -> Peer:
+    def connect(self, node: NodeInfo) -> NixlPeer:
         """The peer for this life of the node; replaces an earlier life and a broken connection."""
         peer = self._peers.get(node.node_id)
         if peer is not None and (peer.is_broken or peer.agent_name != node.agent_name):
@@ -126,7 +126,7 @@ class Lane:
                     f"node {node.node_id}: its connection broke and earlier transfers have not "
                     "ended yet; try again"
                 )
-            peer = Peer(self._add(node))
+            peer = NixlPeer(self._add(node))
             self._peers[node.node_id] = peer
         return peer
 
@@ -152,7 +152,7 @@ class Lane:
             self._remove_retired()
 
     def _remove_retired(self) -> None:
-        self.bury()
+        self.reap()
         for peer in [peer for peer in self._retired if not peer.transfers]:
             self._retired.remove(peer)
             for key in [key for key in self._prepared if key[0] == peer.agent_name]:
@@ -161,7 +161,7 @@ class Lane:
                 self._agent.remove_remote_agent(peer.agent_name)
 
     def post(
-        self, node: NodeInfo, remote: Sequence[Span], local: Sequence[LocalSpan], is_read: bool
+        self, node: NodeInfo, remote: Sequence[ByteSpan], local: Sequence[LocalSpan], is_read: bool
     ) -> Transfer:
         """Start a transfer; it may be done already. The spans have been checked."""
         peer = self.connect(node)
@@ -217,12 +217,12 @@ class Lane:
         for region in transfer.regions & self._leaving:
             self.unregister(region)
 
-    def bury(self) -> None:
-        """Poll the zombies; those that came to an end, either way, are forgotten."""
-        for zombie in self.zombies:
+    def reap(self) -> None:
+        """Poll the orphans; those that came to an end, either way, are forgotten."""
+        for orphan in self.orphans:
             with contextlib.suppress(TransferFailed):
-                self.poll(zombie)
-        self.zombies = [zombie for zombie in self.zombies if not zombie.is_done]
+                self.poll(orphan)
+        self.orphans = [orphan for orphan in self.orphans if not orphan.is_done]
 
     def _release(self, handle: Any) -> None:
         with contextlib.suppress(*self._errors):
@@ -265,7 +265,7 @@ class Lane:
         self,
         operation: str,
         node: NodeInfo,
-        peer: Peer,
+        peer: NixlPeer,
         far: Offsets,
         near: Offsets,
         region: Region,
@@ -313,9 +313,9 @@ class Lane:
         return prepared
 
     def close(self) -> bool:
-        """Release everything; False (and nothing released) while zombies are under way."""
-        self.bury()
-        if self.zombies:
+        """Release everything; False (and nothing released) while orphans are under way."""
+        self.reap()
+        if self.orphans:
             return False
         for handle in self._prepared.values():
             self._release(handle)

@@ -8,7 +8,7 @@ serves one thread: two threads moved 9.7 GB/s through one locked agent and 17.8 
 polls.
 
 A transfer that misses its deadline cannot be revoked: NIXL writes into the target even after the
-handle is released and the peer removed (measured). So its handle and buffers become a *zombie*,
+handle is released and the peer removed (measured). So its handle and buffers become an *orphan*,
 polled until it resolves; pending_targets() says which local memory is not safe meanwhile. Agents
 here have no progress thread, so bytes over TCP arrive only while somebody polls.
 
@@ -29,19 +29,19 @@ import numpy as np
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
-from mooncake_store.transports.nixl_lane import Lane, Region, Transfer
-from mooncake_store.transports.transport import CountedTransport, LocalSpan, Span
+from mooncake_store.transports.nixl_lane import AgentLane, Region, Transfer
+from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
 
 LANES_MAX = 4
 SPIN_S = 0.002  # poll without sleeping for this long: a TCP transfer of a few MB
 POLL_S = 0.0001  # then this often: a silent peer must not cost a core
 
 _keeping = threading.Lock()
-_spare: list[Lane] = []  # closed in good health: the next transport uses them
-_abandoned: list[Lane] = []  # closed with zombies: their memory must outlive them
+_spare: list[AgentLane] = []  # closed in good health: the next transport uses them
+_abandoned: list[AgentLane] = []  # closed with orphans: their memory must outlive them
 
 
-class NixlTransport(CountedTransport):
+class NixlTransport(Transport):
     """See transport.Transport."""
 
     name = "nixl"
@@ -88,14 +88,14 @@ class NixlTransport(CountedTransport):
     def _transfer(
         self,
         node: NodeInfo,
-        remote: Sequence[Span],
+        remote: Sequence[ByteSpan],
         local: Sequence[LocalSpan],
         until_s: float,
         is_read: bool,
     ) -> None:
         lane = self._take_lane(until_s)
         try:
-            lane.bury()
+            lane.reap()
             transfer = lane.post(node, remote, local, is_read)
         finally:
             lane.lock.release()
@@ -109,18 +109,18 @@ class NixlTransport(CountedTransport):
             with lane.lock:
                 lane.poll(transfer)
 
-    def _give_up(self, lane: Lane, node: NodeInfo, transfer: Transfer) -> None:
+    def _give_up(self, lane: AgentLane, node: NodeInfo, transfer: Transfer) -> None:
         with lane.lock:
             lane.poll(transfer)
             if transfer.is_done:
                 return  # at the last moment
-            lane.zombies.append(transfer)
+            lane.orphans.append(transfer)
         raise TransferTimeout(
             f"node {node.node_id} did not move the bytes within the deadline: it is frozen, cut "
             "off or overloaded; they may still arrive, so the targets stay quarantined"
         )
 
-    def _take_lane(self, until_s: float) -> Lane:
+    def _take_lane(self, until_s: float) -> AgentLane:
         """A lane with its lock held and every buffer registered."""
         with self._lock:
             lane = next((lane for lane in self._lanes if lane.lock.acquire(False)), None)
@@ -143,23 +143,23 @@ class NixlTransport(CountedTransport):
             raise
         return lane
 
-    def _new_lane(self) -> Lane:
+    def _new_lane(self) -> AgentLane:
         with _keeping:
             if _spare:
                 return _spare.pop()
-        return Lane(f"{self._prefix}-{next(self._names)}")
+        return AgentLane(f"{self._prefix}-{next(self._names)}")
 
     def pending_targets(self) -> list[LocalSpan]:
         found: list[LocalSpan] = []
         with self._lock:
             lanes = list(self._lanes)
         for lane in lanes:
-            if not lane.zombies:
+            if not lane.orphans:
                 continue
             with lane.lock:
-                lane.bury()
-                for zombie in lane.zombies:
-                    found += zombie.targets
+                lane.reap()
+                for orphan in lane.orphans:
+                    found += orphan.targets
         return found
 
     def disconnect(self, node_id: str) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from mooncake_store.errors import TransferFailed
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
-from mooncake_store.transports.transport import Span, Transport
+from mooncake_store.transports.transport import ByteSpan, Transport
 
 log = logging.getLogger("mooncake_store.store")
 PROBE_BYTES = 2 * 1024**2
@@ -146,7 +146,7 @@ class Probe:
     def _read(
         self, info: NodeInfo, transport: Transport, length_bytes: int, until_s: float
     ) -> float:
-        span, started_s = Span(0, length_bytes), time.perf_counter()
+        span, started_s = ByteSpan(0, length_bytes), time.perf_counter()
         transport.read(info, [span], [(self._buffer, span)], until_s - time.monotonic())
         return time.perf_counter() - started_s
 

@@ -33,7 +33,7 @@ TEXT_BYTES_MAX = 4_096
 PIECES_MAX = 512  # handed to the kernel at once (it takes 1,024)
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     HELLO = 0
     READ = 1
     WRITE = 2
@@ -49,11 +49,11 @@ class PeerClosed(ConnectionError):
     """The other side closed the connection in the middle of something."""
 
 
-def pack(kind: Kind, count: int, version: int = VERSION) -> bytes:
+def pack(kind: FrameKind, count: int, version: int = VERSION) -> bytes:
     return HEADER.pack(MAGIC, version, kind, count)
 
 
-def unpack(raw: bytes | bytearray) -> tuple[Kind, int]:
+def unpack(raw: bytes | bytearray) -> tuple[FrameKind, int]:
     """(kind, count); FrameInvalid says what came instead."""
     magic, version, kind, count = HEADER.unpack(raw)
     if magic != MAGIC:
@@ -63,9 +63,9 @@ def unpack(raw: bytes | bytearray) -> tuple[Kind, int]:
             f"the other side speaks version {version} of the TCP transport, this one {VERSION}: "
             "run one release on all hosts"
         )
-    if kind not in Kind.__members__.values():
+    if kind not in FrameKind.__members__.values():
         raise FrameInvalid(f"kind {kind} of frame is unknown")
-    return Kind(kind), count
+    return FrameKind(kind), count
 
 
 def pack_spans(spans: Sequence[tuple[int, int]]) -> bytes:

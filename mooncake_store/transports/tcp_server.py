@@ -29,8 +29,8 @@ import time
 from mooncake_store.errors import StoreError
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.transports import tcp_frames as frames
-from mooncake_store.transports.tcp_frames import FrameInvalid, Kind, PeerClosed, Pieces
-from mooncake_store.transports.transport import Tally, TransferCounters
+from mooncake_store.transports.tcp_frames import FrameInvalid, FrameKind, PeerClosed, Pieces
+from mooncake_store.transports.transport import TransferCounters, TransferTally
 
 log = logging.getLogger("mooncake_store.tcp")
 CONNECTIONS_MAX = 256
@@ -43,7 +43,7 @@ class TcpServerRefused(StoreError):
     """The server cannot listen there; the message says what to change."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The request is not carried out; the text goes to the client."""
 
 
@@ -63,7 +63,7 @@ class TcpServer:
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
         self._is_closing = False
-        self._tally = Tally()
+        self._tally = TransferTally()
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -135,7 +135,7 @@ class TcpServer:
                 if not connection.recv(1, socket.MSG_PEEK):
                     return
                 self._answer(connection, time.monotonic())
-        except (Refused, FrameInvalid) as error:
+        except (RequestRefused, FrameInvalid) as error:
             self._tally.failed(is_timeout=False)
             log.warning("TCP connection refused: %s", error)
             with contextlib.suppress(OSError):
@@ -152,38 +152,38 @@ class TcpServer:
         until_s = time.monotonic() + HELLO_S
         header = frames.receive_bytes(connection, frames.HEADER.size, until_s)
         kind, count = frames.unpack(header)
-        if kind is not Kind.HELLO or count > frames.TOKEN_BYTES_MAX:
-            raise Refused("a connection begins with its token")
+        if kind is not FrameKind.HELLO or count > frames.TOKEN_BYTES_MAX:
+            raise RequestRefused("a connection begins with its token")
         token = frames.receive_bytes(connection, count, until_s)
         if not hmac.compare_digest(bytes(token), self._token):
-            raise Refused(
+            raise RequestRefused(
                 "the token is not this storage node's: it restarted, or another node listens here "
                 "now; ask the directory for its address again"
             )
-        frames.send(connection, [memoryview(frames.pack(Kind.DONE, 0))], until_s)
+        frames.send(connection, [memoryview(frames.pack(FrameKind.DONE, 0))], until_s)
 
     def _answer(self, connection: socket.socket, started_s: float) -> None:
         until_s = started_s + SILENCE_S
         header = frames.receive_bytes(connection, frames.HEADER.size, until_s)
         kind, count = frames.unpack(header)
-        if kind not in (Kind.READ, Kind.WRITE) or count > frames.SPANS_MAX:
-            raise Refused(f"{kind.name} of {count} spans cannot be asked for")
+        if kind not in (FrameKind.READ, FrameKind.WRITE) or count > frames.SPANS_MAX:
+            raise RequestRefused(f"{kind.name} of {count} spans cannot be asked for")
         raw = frames.receive_bytes(connection, count * frames.SPAN_BYTES, until_s)
         pieces = self._pieces(frames.unpack_spans(raw))
         moved_bytes = sum(piece.nbytes for piece in pieces)
-        if kind is Kind.READ:
-            answer = memoryview(frames.pack(Kind.DONE, moved_bytes))
+        if kind is FrameKind.READ:
+            answer = memoryview(frames.pack(FrameKind.DONE, moved_bytes))
             frames.send(connection, [answer, *pieces], until_s)
         else:
             _receive_unless_given_up(connection, pieces)
-            frames.send(connection, [memoryview(frames.pack(Kind.DONE, 0))], until_s)
-        self._tally.moved(kind is Kind.READ, moved_bytes, time.monotonic() - started_s)
+            frames.send(connection, [memoryview(frames.pack(FrameKind.DONE, 0))], until_s)
+        self._tally.moved(kind is FrameKind.READ, moved_bytes, time.monotonic() - started_s)
 
     def _pieces(self, spans: list[tuple[int, int]]) -> list[memoryview]:
         memory = self._memory.data
         for offset, length in spans:
             if offset + length > memory.nbytes:
-                raise Refused(
+                raise RequestRefused(
                     f"{length} bytes at {offset} are outside a segment of {memory.nbytes} bytes"
                 )
         return [memory[offset : offset + length] for offset, length in spans]
@@ -206,5 +206,5 @@ def _receive_unless_given_up(connection: socket.socket, pieces: list[memoryview]
 
 def _send_text(connection: socket.socket, text: str) -> None:
     raw = text.encode()[: frames.TEXT_BYTES_MAX]
-    pieces = [memoryview(frames.pack(Kind.REFUSED, len(raw))), memoryview(raw)]
+    pieces = [memoryview(frames.pack(FrameKind.REFUSED, len(raw))), memoryview(raw)]
     frames.send(connection, pieces, time.monotonic() + HELLO_S)

@@ -27,11 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
-from mooncake_store.transports.tcp_frames import FrameInvalid, Kind
-from mooncake_store.transports.transport import CountedTransport, LocalSpan, Span
+from mooncake_store.transports.tcp_frames import FrameInvalid, FrameKind
+from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
 
 IDLE_MAX = 8  # connections kept per node
 CONNECT_S = 5.0  # for connect(); a transfer has its own deadline
@@ -45,7 +44,7 @@ class _Pool:
     idle: list[socket.socket] = field(default_factory=list)
 
 
-class TcpTransport(CountedTransport):
+class TcpTransport(Transport):
     """See transport.Transport. Bytes move outside the GIL."""
 
     name = "tcp"
@@ -55,12 +54,6 @@ class TcpTransport(CountedTransport):
         self._lock = threading.Lock()
         self._pools: dict[str, _Pool] = {}  # from node_id
         self._is_closed = False
-
-    def register(self, buffer: ByteArray) -> None:
-        """Nothing to do: a socket reads into any memory."""
-
-    def unregister(self, buffer: ByteArray) -> None:
-        """Nothing to do."""
 
     def connect(self, node: NodeInfo) -> None:
         until_s = time.monotonic() + CONNECT_S
@@ -72,7 +65,7 @@ class TcpTransport(CountedTransport):
     def _transfer(
         self,
         node: NodeInfo,
-        remote: Sequence[Span],
+        remote: Sequence[ByteSpan],
         local: Sequence[LocalSpan],
         until_s: float,
         is_read: bool,
@@ -92,7 +85,7 @@ class TcpTransport(CountedTransport):
         self,
         node: NodeInfo,
         connection: socket.socket,
-        remote: Sequence[Span],
+        remote: Sequence[ByteSpan],
         local: Sequence[LocalSpan],
         until_s: float,
         is_read: bool,
@@ -105,7 +98,7 @@ class TcpTransport(CountedTransport):
                     buffer.data[offset : offset + length]
                     for buffer, (offset, length) in local[start : start + frames.SPANS_MAX]
                 ]
-                kind = Kind.READ if is_read else Kind.WRITE
+                kind = FrameKind.READ if is_read else FrameKind.WRITE
                 request = frames.pack(kind, len(spans)) + frames.pack_spans(spans)
                 head = [memoryview(request)]
                 frames.send(connection, head if is_read else head + pieces, until_s)
@@ -139,10 +132,6 @@ class TcpTransport(CountedTransport):
                 return
         connection.close()
 
-    def pending_targets(self) -> list[LocalSpan]:
-        """None, ever: a connection that missed its deadline is closed, and bytes with it."""
-        return []
-
     def disconnect(self, node_id: str) -> None:
         with self._lock:
             pool = self._pools.pop(node_id, None)
@@ -169,7 +158,7 @@ def _opened(node: NodeInfo, until_s: float) -> socket.socket:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         token = node.incarnation.encode()
-        hello = memoryview(frames.pack(Kind.HELLO, len(token)) + token)
+        hello = memoryview(frames.pack(FrameKind.HELLO, len(token)) + token)
         frames.send(connection, [hello], until_s)
         _expect_done(connection, node, 0, until_s)
     except BaseException:
@@ -182,10 +171,10 @@ def _expect_done(
     connection: socket.socket, node: NodeInfo, follows_bytes: int, until_s: float
 ) -> None:
     kind, count = frames.unpack(frames.receive_bytes(connection, frames.HEADER.size, until_s))
-    if kind is Kind.REFUSED:
+    if kind is FrameKind.REFUSED:
         text = frames.receive_bytes(connection, min(count, frames.TEXT_BYTES_MAX), until_s)
         raise TransferFailed(f"node {node.node_id} refuses: {text.decode(errors='replace')}")
-    if kind is not Kind.DONE or count != follows_bytes:
+    if kind is not FrameKind.DONE or count != follows_bytes:
         raise FrameInvalid(
             f"DONE and {follows_bytes} bytes were expected, {kind.name} {count} came"
         )

@@ -23,21 +23,23 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """A run of bytes in a segment or a buffer. (A frozen dataclass takes 5x as long to make.)"""
 
     offset_bytes: int
     length_bytes: int
 
 
-LocalSpan = tuple[ByteArray, Span]  # a registered uint8 buffer (or a view of one) and where in it
+LocalSpan = tuple[
+    ByteArray, ByteSpan
+]  # a registered uint8 buffer (or a view of one) and where in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,52 +55,7 @@ class TransferCounters:
     timeouts: int = 0
 
 
-class Transport(Protocol):
-    """Moves bytes between a node's segment and local memory; see the module docstring."""
-
-    name: str
-
-    @property
-    def counters(self) -> TransferCounters: ...
-
-    def register(self, buffer: ByteArray) -> None:
-        """Local uint8 memory that transfers may touch. Once per buffer; it must stay alive."""
-
-    def unregister(self, buffer: ByteArray) -> None:
-        """Forget a buffer; nothing may be under way in it. Unknown ones are fine."""
-
-    def connect(self, node: NodeInfo) -> None:
-        """Get ready for this node. Idempotent; a new incarnation replaces the old one."""
-
-    def read(
-        self,
-        node: NodeInfo,
-        sources: Sequence[Span],
-        targets: Sequence[LocalSpan],
-        deadline_s: float,
-    ) -> None:
-        """sources[i] of the node's segment -> targets[i], within `deadline_s` from now."""
-
-    def write(
-        self,
-        node: NodeInfo,
-        sources: Sequence[LocalSpan],
-        targets: Sequence[Span],
-        deadline_s: float,
-    ) -> None:
-        """sources[i] -> targets[i] of the node's segment, within `deadline_s` from now."""
-
-    def pending_targets(self) -> list[LocalSpan]:
-        """Local spans of timed-out reads that may still be written. Asking also makes progress."""
-
-    def disconnect(self, node_id: str) -> None:
-        """Forget this node; unknown names are fine."""
-
-    def close(self) -> None:
-        """Let go of everything. Twice is harmless."""
-
-
-def check_spans(node: NodeInfo, remote: Sequence[Span], local: Sequence[LocalSpan]) -> int:
+def check_spans(node: NodeInfo, remote: Sequence[ByteSpan], local: Sequence[LocalSpan]) -> int:
     """The bytes to move; TransferFailed when a span leaves its memory or a pair differs."""
     assert len(remote) == len(local), f"{len(remote)} remote spans, {len(local)} local ones"
     moved_bytes, segment_bytes = 0, node.segment_bytes
@@ -119,7 +76,7 @@ def check_spans(node: NodeInfo, remote: Sequence[Span], local: Sequence[LocalSpa
     return moved_bytes
 
 
-class Tally:
+class TransferTally:
     """The thread-safe hand that counts for a transport."""
 
     def __init__(self) -> None:
@@ -153,38 +110,84 @@ class Tally:
             )  # fmt: skip
 
 
-class CountedTransport:
-    """What all transports share: checking, counting, and both directions as one `_transfer`."""
+class Transport:
+    """Moves bytes between a node's segment and local memory; see the module docstring.
+
+    Checking, counting and both directions as one `_transfer` are here; the rest is each one's own.
+    """
+
+    name: str
 
     def __init__(self) -> None:
-        self._tally = Tally()
+        self._tally = TransferTally()
 
     @property
     def counters(self) -> TransferCounters:
         return self._tally.counters()
 
+    def connect(self, node: NodeInfo) -> None:
+        """Get ready for this node. Idempotent; a new incarnation replaces the old one."""
+        raise NotImplementedError
+
+    def _transfer(
+        self,
+        node: NodeInfo,
+        remote: Sequence[ByteSpan],
+        local: Sequence[LocalSpan],
+        until_s: float,
+        is_read: bool,
+    ) -> None:
+        """Move all of it until time.monotonic() says until_s; the spans have been checked."""
+        raise NotImplementedError
+
+    def disconnect(self, node_id: str) -> None:
+        """Forget this node; unknown names are fine."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of everything. Twice is harmless."""
+        raise NotImplementedError
+
+    def register(self, buffer: ByteArray) -> None:
+        """Local uint8 memory that transfers may touch. Once per buffer; it must stay alive.
+
+        Nothing to do for a transport that reaches any memory.
+        """
+
+    def unregister(self, buffer: ByteArray) -> None:
+        """Forget a buffer; nothing may be under way in it. Unknown ones are fine."""
+
+    def pending_targets(self) -> list[LocalSpan]:
+        """Local spans of timed-out reads that may still be written. Asking also makes progress.
+
+        None, ever, for a transport whose bytes stop at the deadline.
+        """
+        return []
+
     def read(
         self,
         node: NodeInfo,
-        sources: Sequence[Span],
+        sources: Sequence[ByteSpan],
         targets: Sequence[LocalSpan],
         deadline_s: float,
     ) -> None:
+        """sources[i] of the node's segment -> targets[i], within `deadline_s` from now."""
         self._move(node, sources, targets, deadline_s, is_read=True)
 
     def write(
         self,
         node: NodeInfo,
         sources: Sequence[LocalSpan],
-        targets: Sequence[Span],
+        targets: Sequence[ByteSpan],
         deadline_s: float,
     ) -> None:
+        """sources[i] -> targets[i] of the node's segment, within `deadline_s` from now."""
         self._move(node, targets, sources, deadline_s, is_read=False)
 
     def _move(
         self,
         node: NodeInfo,
-        remote: Sequence[Span],
+        remote: Sequence[ByteSpan],
         local: Sequence[LocalSpan],
         deadline_s: float,
         is_read: bool,
@@ -198,14 +201,3 @@ class CountedTransport:
             self._tally.failed(isinstance(error, TransferTimeout))
             raise
         self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
-
-    def _transfer(
-        self,
-        node: NodeInfo,
-        remote: Sequence[Span],
-        local: Sequence[LocalSpan],
-        until_s: float,
-        is_read: bool,
-    ) -> None:
-        """Move all of it until time.monotonic() says until_s; the spans have been checked."""
-        raise NotImplementedError

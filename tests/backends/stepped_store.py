@@ -19,7 +19,7 @@ from mooncake_store.client.store import checksum
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import KvLayout
 from mooncake_store.records.blocks import Allocation, Copy, Slot
-from mooncake_store.transports.transport import Span
+from mooncake_store.transports.transport import ByteSpan
 
 LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=1, dtype="float32", block_tokens=4)
 TOKEN_BYTES = LAYOUT.layer_bytes // LAYOUT.block_tokens
@@ -64,7 +64,8 @@ class SteppedStore:
         self.expected: dict[bytes, np.ndarray] = {}  # key -> its block; partial: fewer tokens
         self.wrong: list[str] = []
         self.commits = 0
-        self.late: list[tuple[np.ndarray, Span, np.ndarray]] = []  # memory, where, bytes to come
+        # Memory, where in it, and the bytes that are to come.
+        self.late: list[tuple[np.ndarray, ByteSpan, np.ndarray]] = []
 
     def expect(self, token_ids: Sequence[int]) -> None:
         """These tokens are somebody's: what their blocks must hold."""
@@ -183,7 +184,7 @@ class SteppedStore:
             size = LAYOUT.layer_bytes * len(layers) if layers else LAYOUT.block_bytes
             source = self.memory[copy.slot][start : start + size]
             digest = checksums[number] if checksums is not None else copy.checksum
-            span = Span(offset + start, size)
+            span = ByteSpan(offset + start, size)
             if self.rng.random() < self.late_share:  # what comes may be what is there by then
                 self.late.append((buffer, span, self.rng.randbytes(size)))  # type: ignore[arg-type]
                 here.append(False)
@@ -205,7 +206,7 @@ class SteppedStore:
     def fetch(self, *_: Any) -> int:
         return 0
 
-    def pending_offsets(self, buffer: np.ndarray) -> list[Span]:
+    def pending_offsets(self, buffer: np.ndarray) -> list[ByteSpan]:
         return [span for target, span, _ in self.late if target is buffer]
 
     def evict(self) -> None:

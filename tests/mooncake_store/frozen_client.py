@@ -20,7 +20,7 @@ from mooncake_store.layout import KvLayout, geometry
 from mooncake_store.memory.segment import Segment, host_id
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_transport import NixlTransport
-from mooncake_store.transports.transport import Span
+from mooncake_store.transports.transport import ByteSpan
 from tests.mooncake_store.in_process import InProcessDirectory
 
 SIZE = 1024**2
@@ -35,28 +35,28 @@ def tell(word: str) -> str:
 
 
 def use_transport(node: NodeInfo) -> None:
-    """Time out, watch the zombie until it resolves, go on with the same node."""
+    """Time out, watch the orphan until it resolves, go on with the same node."""
     buffer = np.zeros(2 * SIZE, np.uint8)
     transport = NixlTransport()
     transport.register(buffer)
-    transport.read(node, [Span(0, SIZE)], [(buffer, Span(0, SIZE))], 10.0)
+    transport.read(node, [ByteSpan(0, SIZE)], [(buffer, ByteSpan(0, SIZE))], 10.0)
     tell("connected")
     started_s = time.monotonic()
     try:
-        transport.read(node, [Span(0, SIZE)], [(buffer, Span(SIZE, SIZE))], 0.3)
+        transport.read(node, [ByteSpan(0, SIZE)], [(buffer, ByteSpan(SIZE, SIZE))], 0.3)
         raise AssertionError("a frozen node answered")
     except TransferTimeout:
         assert 0.29 < time.monotonic() - started_s < 3.0
     [(pending, span)] = transport.pending_targets()
-    assert pending is buffer and span == Span(SIZE, SIZE), span
+    assert pending is buffer and span == ByteSpan(SIZE, SIZE), span
     assert transport.counters.timeouts == 1
     fate = tell("timed-out")
     until_s = time.monotonic() + PATIENCE_S
     while transport.pending_targets():
-        assert time.monotonic() < until_s, "the zombie never ended"
+        assert time.monotonic() < until_s, "the orphan never ended"
     if fate == "thaws":
         assert np.array_equal(buffer[:SIZE], buffer[SIZE:]), "it ended without its bytes"
-        transport.read(node, [Span(SIZE, SIZE)], [(buffer, Span(0, SIZE))], 10.0)
+        transport.read(node, [ByteSpan(SIZE, SIZE)], [(buffer, ByteSpan(0, SIZE))], 10.0)
         assert transport.counters.reads == 2
     transport.close()
 
@@ -86,17 +86,17 @@ def use_store(node: NodeInfo) -> None:
         assert store.read(copies[:1], pool, [0], 10.0) == [True]
         tell("connected")
         assert store.read(copies[:1], pool, [3 * block], 0.3) == [False]
-        assert store.pending_offsets() == [Span(3 * block, block)]
+        assert store.pending_offsets() == [ByteSpan(3 * block, block)]
         assert store.read(copies[:1], pool, [0], 10.0) == [False], "left alone for a moment"
         store._nodes._bad.clear()  # that moment passes
         assert store.fetch(keys, copies, "reader", 60.0, 0.3).blocks == 0
         writing = [n.writing_blocks for n in directory.stats().nodes if n.node_id == "own"]
         assert writing == [4], "a slot that may still be written was given up"
-        assert store.pending_offsets() == [Span(3 * block, block)]
+        assert store.pending_offsets() == [ByteSpan(3 * block, block)]
         fate = tell("timed-out")
         until_s = time.monotonic() + PATIENCE_S
         while store.pending_offsets():
-            assert time.monotonic() < until_s, "the zombie never ended"
+            assert time.monotonic() < until_s, "the orphan never ended"
         if fate == "thaws":
             assert np.array_equal(pool[:block], pool[3 * block : 4 * block])
         assert store.counters()["nixl"].timeouts == 2

@@ -9,7 +9,7 @@ far one as soon as waiting for it takes longer.
 
 Copies on SSDs are last, whatever the path: reading one takes a slot of DRAM from another block.
 
-Not here: what is under way (traffic.py), measuring (rates.py), which nodes there are
+Not here: what is under way (known_nodes.py), measuring (rates.py), which nodes there are
 (known_nodes.py).
 """
 
@@ -45,7 +45,7 @@ TYPICAL_BYTES_PER_S = {  # only until the node's rate is measured: their order m
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class CopyRoute:
     """One holder as a reader sees it."""
 
     distance: Distance
@@ -75,7 +75,7 @@ def distance(node: NodeInfo, own_id: str, host_id: str, rack: str) -> Distance:
 
 
 def named_copy(
-    copies: Sequence[Copy], node_ids: Sequence[str], routes: Mapping[str, Route]
+    copies: Sequence[Copy], node_ids: Sequence[str], routes: Mapping[str, CopyRoute]
 ) -> Copy | None:
     """The copy on the first of these nodes that has one and has a route; in DRAM rather than on its
     SSD, as a lookup orders them."""
@@ -86,7 +86,9 @@ def named_copy(
     return None
 
 
-def best_copies(found: Sequence[Sequence[Copy]], routes: Mapping[str, Route]) -> list[Copy | None]:
+def best_copies(
+    found: Sequence[Sequence[Copy]], routes: Mapping[str, CopyRoute]
+) -> list[Copy | None]:
     """One copy of each block, or None where no holder has a route.
 
     The blocks of one call are one batch: what is given to a node makes it dearer for the next, so

@@ -15,7 +15,7 @@ from backends.workers.kv_writer import BlockPut
 from backends.workers.protocol import BlockRef, LayersReady
 from backends.workers.trtllm.decode import TrtllmDecode
 from mooncake_store.block_keys import block_keys, chain_seed
-from mooncake_store.transports.transport import Span
+from mooncake_store.transports.transport import ByteSpan
 from tests.backends.stepped_site import Client, Outbox, Site, SteppedWriter
 from tests.backends.stepped_store import FINGERPRINT, LAYOUT, NODE, SteppedStore
 
@@ -108,7 +108,7 @@ def test_a_page_that_a_late_read_may_still_write_is_not_read_into_again(
 ) -> None:
     ours, pool = loader(store)
     arrival = Arrival("r", [2, 3])
-    late = Span(3 * LAYOUT.block_bytes, LAYOUT.layer_bytes)
+    late = ByteSpan(3 * LAYOUT.block_bytes, LAYOUT.layer_bytes)
     store.late.append((pool, late, np.zeros(LAYOUT.layer_bytes, np.uint8)))
     reads: list[Any] = []
     store.read = lambda copies, *_: reads.append(copies) or [True]  # type: ignore

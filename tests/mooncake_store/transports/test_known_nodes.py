@@ -132,7 +132,7 @@ import numpy as np
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.rates import Probe
-from mooncake_store.transports.transport import Span
+from mooncake_store.transports.transport import ByteSpan
 from tests.mooncake_store.in_process import InProcessDirectory
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 values = json.loads(sys.stdin.readline())
@@ -143,7 +143,7 @@ directory.register_node(info)
 nodes = KnownNodes(directory, "", "auto")
 buffer = np.zeros(4096, np.uint8)
 nodes.register(buffer)
-nodes.transport(info).read(info, [Span(0, 4096)], [(buffer, Span(0, 4096))], 10.0)
+nodes.transport(info).read(info, [ByteSpan(0, 4096)], [(buffer, ByteSpan(0, 4096))], 10.0)
 print(sorted(Probe(nodes).rates()), int(buffer.sum()))
 """
 

@@ -18,7 +18,7 @@ from mooncake_store.transports.nixl_agent import (
     make_agent,
     prepare_environment,
 )
-from mooncake_store.transports.nixl_lane import Lane, Region
+from mooncake_store.transports.nixl_lane import AgentLane, Region
 from mooncake_store.transports.nixl_transport import NixlTransport
 from tests.mooncake_store.targets import ROOT
 
@@ -137,7 +137,7 @@ def test_memory_that_cannot_be_registered_is_an_error_with_a_remedy(
 
 def test_prepared_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mooncake_store.transports.nixl_lane.PREPARED_MAX", 3)
-    lane = Lane(f"bounded-{os.getpid()}")
+    lane = AgentLane(f"bounded-{os.getpid()}")
     region = Region(np.zeros(65536, np.uint8))
     with lane.lock:
         lane.register([region])

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from mooncake_store.records.blocks import Copy
-from mooncake_store.transports.paths.path_cost import Distance, Route, best_copies, distance
-from mooncake_store.transports.traffic import Traffic
+from mooncake_store.transports.known_nodes import Traffic
+from mooncake_store.transports.paths.path_cost import CopyRoute, Distance, best_copies, distance
 from tests.mooncake_store.makers import node_info
 
 SIZE = 1024**2
 IDLE = {
-    "own": Route(Distance.SAME_NODE, 0.0),
-    "host": Route(Distance.SAME_HOST, 0.0),
-    "rack": Route(Distance.SAME_RACK, 0.0),
-    "far": Route(Distance.OTHER, 0.0),
+    "own": CopyRoute(Distance.SAME_NODE, 0.0),
+    "host": CopyRoute(Distance.SAME_HOST, 0.0),
+    "rack": CopyRoute(Distance.SAME_RACK, 0.0),
+    "far": CopyRoute(Distance.OTHER, 0.0),
 }
 
 
@@ -37,15 +37,15 @@ def test_equal_and_idle_the_nearest_wins_in_any_order(bytes_per_s: float, seed: 
 
 
 def test_a_busy_near_node_loses_to_an_idle_far_one_only_when_waiting_takes_longer() -> None:
-    far = Route(Distance.OTHER, 2e9)
+    far = CopyRoute(Distance.OTHER, 2e9)
     for under_way_bytes, chosen in ((0, "host"), (2 * SIZE, "host"), (100 * SIZE, "far")):
-        near = Route(Distance.SAME_HOST, 4e9, under_way_bytes)
+        near = CopyRoute(Distance.SAME_HOST, 4e9, under_way_bytes)
         found = [[copy("far"), copy("host")]]
         assert best_copies(found, {"far": far, "host": near}) == [copy(chosen)]
 
 
 def test_one_batch_is_shared_between_equal_holders_in_proportion_to_their_rates() -> None:
-    routes = {"a": Route(Distance.SAME_RACK, 1e9), "b": Route(Distance.SAME_RACK, 3e9)}
+    routes = {"a": CopyRoute(Distance.SAME_RACK, 1e9), "b": CopyRoute(Distance.SAME_RACK, 3e9)}
     found = [[copy("a", slot), copy("b", slot)] for slot in range(400)]
     chosen = best_copies(found, routes)
     shares = {name: sum(best is not None and best.node_id == name for best in chosen)
@@ -57,7 +57,7 @@ def test_every_choice_is_the_cheapest_given_the_ones_before_it(seed: int) -> Non
     chance = random.Random(seed)
     for _ in range(100):
         routes = {
-            f"n{i}": Route(chance.choice(list(Distance)), chance.choice([0.0, 1e8, 1e9, 7e9]),
+            f"n{i}": CopyRoute(chance.choice(list(Distance)), chance.choice([0.0, 1e8, 1e9, 7e9]),
                            chance.choice([0, 0, SIZE, 64 * SIZE]), chance.random() < 0.2)
             for i in range(4)
         }  # fmt: skip
@@ -83,7 +83,7 @@ def test_every_choice_is_the_cheapest_given_the_ones_before_it(seed: int) -> Non
 
 
 def test_memory_anywhere_wins_over_an_ssd_next_door() -> None:
-    routes = {**IDLE, "own/ssd": Route(Distance.SAME_NODE, 9e9, is_ssd=True)}
+    routes = {**IDLE, "own/ssd": CopyRoute(Distance.SAME_NODE, 9e9, is_ssd=True)}
     assert best_copies([[copy("own/ssd"), copy("far")]], routes) == [copy("far")]
     assert best_copies([[copy("own/ssd")]], routes) == [copy("own/ssd")]
 

@@ -21,10 +21,10 @@ from mooncake_store.memory.segment import Segment
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports import tcp_server
-from mooncake_store.transports.tcp_frames import Kind
+from mooncake_store.transports.tcp_frames import FrameKind
 from mooncake_store.transports.tcp_server import TcpServer, TcpServerRefused
 from mooncake_store.transports.tcp_transport import TcpTransport
-from mooncake_store.transports.transport import Span
+from mooncake_store.transports.transport import ByteSpan
 from tests.mooncake_store.makers import node_info
 from tests.mooncake_store.targets import TARGET_BYTES, Target, TargetPool
 
@@ -77,19 +77,23 @@ def test_a_frozen_node_is_a_timeout_after_which_nothing_arrives(
         chance = np.random.default_rng(seed)
         segment.view[:] = chance.integers(1, 256, TARGET_BYTES, dtype=np.uint8)
         before = open_files(target)
-        transport.read(target.info, [Span(0, SIZE)], [(buffer, Span(0, SIZE))], 10.0)
+        transport.read(target.info, [ByteSpan(0, SIZE)], [(buffer, ByteSpan(0, SIZE))], 10.0)
         target.freeze()
         try:
             with pytest.raises(TransferTimeout, match="frozen"):
-                transport.read(target.info, [Span(0, SIZE)], [(buffer, Span(SIZE, SIZE))], 0.3)
+                transport.read(
+                    target.info, [ByteSpan(0, SIZE)], [(buffer, ByteSpan(SIZE, SIZE))], 0.3
+                )
             with pytest.raises(TransferTimeout, match="frozen"):  # and so is a new connection
-                transport.read(target.info, [Span(0, SIZE)], [(buffer, Span(SIZE, SIZE))], 0.1)
+                transport.read(
+                    target.info, [ByteSpan(0, SIZE)], [(buffer, ByteSpan(SIZE, SIZE))], 0.1
+                )
         finally:
             target.thaw()
         assert transport.pending_targets() == []
         wait_until_equal(target, before)
         assert not buffer[SIZE:].any()
-        transport.read(target.info, [Span(0, SIZE)], [(buffer, Span(SIZE, SIZE))], 10.0)
+        transport.read(target.info, [ByteSpan(0, SIZE)], [(buffer, ByteSpan(SIZE, SIZE))], 10.0)
         assert np.array_equal(buffer[SIZE:], segment.view[:SIZE])
     assert (transport.counters.timeouts, transport.counters.failures) == (2, 0)
 
@@ -106,7 +110,9 @@ def test_a_write_that_was_given_up_does_not_land_when_the_node_thaws(
         target.freeze()
         try:
             with pytest.raises(TransferTimeout):
-                transport.write(target.info, [(buffer, Span(0, SIZE))], [Span(0, SIZE)], 0.3)
+                transport.write(
+                    target.info, [(buffer, ByteSpan(0, SIZE))], [ByteSpan(0, SIZE)], 0.3
+                )
         finally:
             target.thaw()
         wait_until_equal(target, before)
@@ -118,7 +124,7 @@ def test_a_slow_reader_does_not_hold_a_node_for_ever(monkeypatch: pytest.MonkeyP
     server = TcpServer(np.zeros(64 * SIZE, np.uint8), "127.0.0.1", token=b"n1")
     try:
         with greeted(server) as connection:  # asks for 64 MiB and never reads them
-            connection.sendall(frames.pack(Kind.READ, 1) + frames.pack_spans([(0, 64 * SIZE)]))
+            connection.sendall(frames.pack(FrameKind.READ, 1) + frames.pack_spans([(0, 64 * SIZE)]))
             wait_for_connections(server, 0)
     finally:
         server.close()
@@ -134,13 +140,13 @@ def wait_for_connections(server: TcpServer, count: int) -> None:
 def greeted(server: TcpServer, token: bytes = b"n1") -> socket.socket:
     host, _, port = server.address.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=10.0)
-    connection.sendall(frames.pack(Kind.HELLO, len(token)) + token)
+    connection.sendall(frames.pack(FrameKind.HELLO, len(token)) + token)
     header = frames.receive_bytes(connection, frames.HEADER.size, time.monotonic() + 10.0)
-    assert frames.unpack(header) == (Kind.DONE, 0)
+    assert frames.unpack(header) == (FrameKind.DONE, 0)
     return connection
 
 
-def answer_to(server: TcpServer, raw: bytes) -> tuple[Kind, str]:
+def answer_to(server: TcpServer, raw: bytes) -> tuple[FrameKind, str]:
     """What a stranger is told who says this first."""
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10.0) as connection:
@@ -154,7 +160,7 @@ def answer_to(server: TcpServer, raw: bytes) -> tuple[Kind, str]:
 def test_a_wrong_token_is_refused_and_says_what_to_do(
     server: TcpServer, transport: TcpTransport
 ) -> None:
-    buffer, span = np.zeros(SIZE, np.uint8), Span(0, 4096)
+    buffer, span = np.zeros(SIZE, np.uint8), ByteSpan(0, 4096)
     stranger = replace(node_of(server), incarnation="n0")
     for _ in range(2):
         with pytest.raises(
@@ -170,10 +176,10 @@ def test_a_wrong_token_is_refused_and_says_what_to_do(
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (frames.pack(Kind.HELLO, 2, version=9) + b"n1", "speaks version 9 .* one release"),
+        (frames.pack(FrameKind.HELLO, 2, version=9) + b"n1", "speaks version 9 .* one release"),
         (b"GET / HTTP/1.1\r\n\r\n", "not the start of a MKTB frame"),
-        (frames.pack(Kind.READ, 1), "begins with its token"),
-        (frames.pack(Kind.HELLO, 10**6), "begins with its token"),
+        (frames.pack(FrameKind.READ, 1), "begins with its token"),
+        (frames.pack(FrameKind.HELLO, 10**6), "begins with its token"),
         (frames.HEADER.pack(frames.MAGIC, frames.VERSION, 77, 0), "kind 77 of frame is unknown"),
     ],
 )  # fmt: skip
@@ -181,7 +187,7 @@ def test_what_is_no_hello_of_this_version_is_refused_by_name(
     server: TcpServer, raw: bytes, says: str
 ) -> None:
     kind, text = answer_to(server, raw)
-    assert kind is Kind.REFUSED
+    assert kind is FrameKind.REFUSED
     assert re.search(says, text), text
     wait_for_connections(server, 0)
 
@@ -190,21 +196,21 @@ def test_what_is_no_hello_of_this_version_is_refused_by_name(
 def test_a_node_believes_no_client_about_the_size_of_its_segment(
     server: TcpServer, span: tuple[int, int]
 ) -> None:
-    for kind in (Kind.READ, Kind.WRITE):
+    for kind in (FrameKind.READ, FrameKind.WRITE):
         with greeted(server) as connection:
             connection.sendall(frames.pack(kind, 1) + frames.pack_spans([span]))
             until_s = time.monotonic() + 10.0
             header = frames.receive_bytes(connection, frames.HEADER.size, until_s)
             answer, count = frames.unpack(header)
             text = frames.receive_bytes(connection, count, until_s).decode()
-            assert answer is Kind.REFUSED and "outside a segment" in text
+            assert answer is FrameKind.REFUSED and "outside a segment" in text
 
 
 def test_a_pooled_connection_that_broke_is_replaced_once(transport: TcpTransport) -> None:
     memory = np.ones(SIZE, np.uint8)
     first = TcpServer(memory, "127.0.0.1", token=b"n1")
     port = int(first.address.rpartition(":")[2])
-    buffer, span = np.zeros(SIZE, np.uint8), Span(0, SIZE)
+    buffer, span = np.zeros(SIZE, np.uint8), ByteSpan(0, SIZE)
     transport.read(node_of(first), [span], [(buffer, span)], 10.0)
     first.close()
     assert first.connections == 0
@@ -226,7 +232,7 @@ def test_more_spans_than_one_request_takes_still_arrive(
 ) -> None:
     monkeypatch.setattr(frames, "SPANS_MAX", 1_000)
     buffer = np.zeros(SIZE, np.uint8)
-    spans = [Span(index * 16, 16) for index in range(4_321)]
+    spans = [ByteSpan(index * 16, 16) for index in range(4_321)]
     transport.read(node_of(server), spans, [(buffer, span) for span in spans], 10.0)
     wanted = np.arange(SIZE, dtype=np.uint32).view(np.uint8)[: 4_321 * 16]
     assert np.array_equal(buffer[: 4_321 * 16], wanted)
@@ -239,7 +245,7 @@ def test_threads_get_a_connection_each_and_they_are_kept(
     problems: list[Exception] = []
 
     def work() -> None:
-        buffer, span = np.zeros(SIZE, np.uint8), Span(0, SIZE)
+        buffer, span = np.zeros(SIZE, np.uint8), ByteSpan(0, SIZE)
         try:
             for _ in range(5):
                 barrier.wait(20.0)

@@ -22,7 +22,7 @@ from mooncake_store.memory.segment import Segment
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.nixl_agent import NixlUnavailable
 from mooncake_store.transports.tcp_transport import TcpTransport
-from mooncake_store.transports.transport import Span, Transport
+from mooncake_store.transports.transport import ByteSpan, Transport
 from tests.mooncake_store.targets import TARGET_BYTES, Target, TargetPool
 
 SEGMENT_BYTES = TARGET_BYTES
@@ -70,20 +70,20 @@ def random_bytes(size_bytes: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
 
 
-def disjoint_spans(chance: random.Random, size_bytes: int, spans: int) -> list[Span]:
+def disjoint_spans(chance: random.Random, size_bytes: int, spans: int) -> list[ByteSpan]:
     """Spans in random order that do not touch each other, some of them empty."""
     cuts = sorted(chance.sample(range(size_bytes), 2 * spans))
     found = [
-        Span(start, chance.choice([0, 1, end - start, end - start]))
+        ByteSpan(start, chance.choice([0, 1, end - start, end - start]))
         for start, end in zip(cuts[::2], cuts[1::2], strict=True)
     ]
     chance.shuffle(found)
     return found
 
 
-def fit(spans: list[Span], lengths: list[int]) -> list[Span]:
+def fit(spans: list[ByteSpan], lengths: list[int]) -> list[ByteSpan]:
     return [
-        Span(span.offset_bytes, min(span.length_bytes, length))
+        ByteSpan(span.offset_bytes, min(span.length_bytes, length))
         for span, length in zip(spans, lengths, strict=True)
     ]
 
@@ -145,8 +145,8 @@ def test_equal_spans_on_a_grid_arrive_in_the_given_order(
         for _ in range(5):
             slots = chance.sample(range(SEGMENT_BYTES // length - 1), 50)
             pages = chance.sample(range(BUFFER_BYTES // length), 50)
-            sources = [Span(slot * length + phase, length) for slot in slots]
-            targets = [(buffer, Span(page * length, length)) for page in pages]
+            sources = [ByteSpan(slot * length + phase, length) for slot in slots]
+            targets = [(buffer, ByteSpan(page * length, length)) for page in pages]
             transport.read(target.info, sources, targets, DEADLINE_S)
             for there, (_, here) in zip(sources, targets, strict=True):
                 wanted = segment.view[there.offset_bytes :][:length]
@@ -163,7 +163,7 @@ def test_a_view_of_a_registered_buffer_is_a_target_too(
     with Segment.open(target.path) as segment:
         segment.view[:] = random_bytes(SEGMENT_BYTES, seed)
         view = buffer[4096:8192]
-        transport.read(target.info, [Span(100, 500)], [(view, Span(10, 500))], DEADLINE_S)
+        transport.read(target.info, [ByteSpan(100, 500)], [(view, ByteSpan(10, 500))], DEADLINE_S)
         assert np.array_equal(buffer[4106:4606], segment.view[100:600])
     assert not buffer[:4106].any() and not buffer[4606:].any()
 
@@ -177,13 +177,13 @@ def test_a_span_outside_the_segment_is_refused_before_anything_moves(
         segment.view[:] = 0
     buffer = np.ones(BUFFER_BYTES, np.uint8)
     transport.register(buffer)
-    good = (Span(0, 64), (buffer, Span(0, 64)))
+    good = (ByteSpan(0, 64), (buffer, ByteSpan(0, 64)))
     for there, here in [
-        (Span(SEGMENT_BYTES - 63, 64), Span(64, 64)),
-        (Span(-1, 64), Span(64, 64)),
-        (Span(2**62, 64), Span(64, 64)),
-        (Span(0, 64), Span(BUFFER_BYTES - 63, 64)),
-        (Span(0, 64), Span(-64, 64)),
+        (ByteSpan(SEGMENT_BYTES - 63, 64), ByteSpan(64, 64)),
+        (ByteSpan(-1, 64), ByteSpan(64, 64)),
+        (ByteSpan(2**62, 64), ByteSpan(64, 64)),
+        (ByteSpan(0, 64), ByteSpan(BUFFER_BYTES - 63, 64)),
+        (ByteSpan(0, 64), ByteSpan(-64, 64)),
     ]:
         with pytest.raises(TransferFailed, match="outside"):
             transport.read(target.info, [good[0], there], [good[1], (buffer, here)], DEADLINE_S)
@@ -198,19 +198,21 @@ def test_a_killed_node_fails_fast_and_a_new_life_of_it_works(
     first = start()
     buffer = np.zeros(BUFFER_BYTES, np.uint8)
     transport.register(buffer)
-    transport.read(first.info, [Span(0, 4096)], [(buffer, Span(0, 4096))], DEADLINE_S)
+    transport.read(first.info, [ByteSpan(0, 4096)], [(buffer, ByteSpan(0, 4096))], DEADLINE_S)
     first.kill()
     started_s = time.monotonic()
     with pytest.raises(TransferFailed) as caught:
-        transport.read(first.info, [Span(0, 4096)], [(buffer, Span(0, 4096))], DEADLINE_S)
+        transport.read(first.info, [ByteSpan(0, 4096)], [(buffer, ByteSpan(0, 4096))], DEADLINE_S)
     assert not isinstance(caught.value, TransferTimeout)
     assert time.monotonic() - started_s < DEADLINE_S / 2
     with pytest.raises(TransferFailed):  # and stays dead
-        transport.read(first.info, [Span(0, 4096)], [(buffer, Span(0, 4096))], DEADLINE_S)
+        transport.read(first.info, [ByteSpan(0, 4096)], [(buffer, ByteSpan(0, 4096))], DEADLINE_S)
     second = start()
     with Segment.open(second.path) as segment:
         segment.view[:] = random_bytes(SEGMENT_BYTES, seed)
-        transport.read(second.info, [Span(512, 4096)], [(buffer, Span(0, 4096))], DEADLINE_S)
+        transport.read(
+            second.info, [ByteSpan(512, 4096)], [(buffer, ByteSpan(0, 4096))], DEADLINE_S
+        )
         assert np.array_equal(buffer[:4096], segment.view[512 : 512 + 4096])
     assert transport.pending_targets() == []
     assert transport.counters.failures == 2
@@ -223,7 +225,7 @@ def test_a_node_killed_in_the_middle_of_reads_hangs_nobody_and_serves_no_torn_ba
     target = start()
     buffer = np.zeros(BUFFER_BYTES, np.uint8)
     transport.register(buffer)
-    sources = [Span(at, 65536) for at in range(0, BUFFER_BYTES, 65536)]
+    sources = [ByteSpan(at, 65536) for at in range(0, BUFFER_BYTES, 65536)]
     targets = [(buffer, span) for span in sources]
     is_reading, problems = threading.Event(), []
     with Segment.open(target.path) as segment:
@@ -260,7 +262,7 @@ def test_a_node_that_was_never_there_is_a_failed_transfer(
     buffer = np.zeros(64, np.uint8)
     transport.register(buffer)
     with pytest.raises(TransferFailed, match="t0"):
-        transport.read(info, [Span(0, 64)], [(buffer, Span(0, 64))], DEADLINE_S)
+        transport.read(info, [ByteSpan(0, 64)], [(buffer, ByteSpan(0, 64))], DEADLINE_S)
 
 
 @each
@@ -282,8 +284,8 @@ def test_threads_may_share_a_transport(
             for _ in range(30):
                 which = chance.randrange(2)
                 slots = chance.sample(range(SEGMENT_BYTES // length), 16)
-                sources = [Span(slot * length, length) for slot in slots]
-                local = [(buffer, Span(page * length, length)) for page in range(16)]
+                sources = [ByteSpan(slot * length, length) for slot in slots]
+                local = [(buffer, ByteSpan(page * length, length)) for page in range(16)]
                 transport.read(targets[which].info, sources, local, DEADLINE_S)
                 for page, slot in enumerate(slots):
                     wanted = segments[which].view[slot * length :][:length]
