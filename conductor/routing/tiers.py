@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from conductor.load.pool import Column, Pool
-from mooncake_store.prefix_index.holder_numbers import FEW_BITS, Segment, numbers_in
-from mooncake_store.prefix_index.prefix_index import PrefixIndex
+from mooncake_store.prefix_index.prefix_index import FEW_BITS, PrefixIndex, Segment, numbers_in
 from mooncake_store.records.membership import SSD_SUFFIX
 
 SEGMENTS_MAX = 256  # arrays that are kept; of 8 KiB for 1,000 workers

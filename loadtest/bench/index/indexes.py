@@ -47,8 +47,7 @@ import numpy as np
 import psutil
 
 from loadtest.replay.trace import read_trace
-from mooncake_store.prefix_index.holder_numbers import BlockCounts, Segment
-from mooncake_store.prefix_index.prefix_index import PrefixIndex
+from mooncake_store.prefix_index.prefix_index import BlockCounts, PrefixIndex, Segment
 
 PLACEMENT_SEED = 42
 Keys = Sequence[Any]  # int or bytes

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import islice
 
 from mooncake_store.block_keys import KEY_BYTES
@@ -372,18 +373,13 @@ class Directory:
         table = self._copies
         table.advance(now_s)
         nodes = tuple(holder.stats() for holder in self._nodes)
-        totals = table.totals
         return DirectoryStats(
             epoch=self.epoch, sequence=self.sequence, blocks=len(table.blocks) - table.ephemeral,
             ephemeral=table.ephemeral,
             copies=sum(node.ready_blocks for node in nodes) - table.ephemeral,
             used_bytes=sum(node.used_bytes for node in nodes), leases=len(table.leases),
             owners=table.leases.owners, workers=len(self._workers), pins=len(table.pins),
-            tenants=tuple(table.tenants.usage()), lookups=totals.lookups,
-            lookup_blocks=totals.lookup_blocks, hit_blocks=totals.hit_blocks,
-            hit_ssd_blocks=totals.hit_ssd_blocks, commits=totals.commits,
-            evictions=totals.evictions, spills=totals.spills, bad_copies=totals.bad_copies,
-            nodes=nodes,
+            tenants=tuple(table.tenants.usage()), nodes=nodes, **asdict(table.totals),
         )  # fmt: skip
 
     # ---- admin

@@ -10,19 +10,22 @@ import pytest
 
 from mooncake_store.directory.core.eviction import POLICIES, make_eviction
 from mooncake_store.directory.core.eviction import density as density_module
-from mooncake_store.directory.core.eviction.density import NAMES_MAX, NAMES_MIN, Density, Ghosts
-from mooncake_store.directory.core.eviction.lru import RecencyQueue
-from mooncake_store.directory.core.eviction.reuse_times import (
+from mooncake_store.directory.core.eviction.density import (
     AGAIN,
     AGAIN_WEIGHT,
     BUCKETS,
+    NAMES_MAX,
+    NAMES_MIN,
     NOTHING_KNOWN,
     ONCE,
     WIDTHS,
+    Density,
+    Ghosts,
     ReuseTimes,
     bucket_of,
     values_of,
 )
+from mooncake_store.directory.core.eviction.lru import RecencyQueue
 
 
 def names(rng: random.Random, count: int) -> list[bytes]:
