@@ -70,7 +70,7 @@ def prompt(
     request_id: str, blocks: str = "", prompt_tokens: int | None = None, output: int = 10,
     **changes: object,
 ) -> Request:  # fmt: skip
-    """A request whose prompt is these blocks and one token more, unless told otherwise."""
+    """A request whose prompt is these blocks and one token more, unless said otherwise."""
     block_keys = keys(blocks)
     tokens = len(block_keys) * BLOCK_TOKENS + 1 if prompt_tokens is None else prompt_tokens
     return Request(request_id, tokens, block_keys, output, **changes)  # type: ignore[arg-type]

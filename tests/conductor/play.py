@@ -43,10 +43,10 @@ class Play:
         verb, *words = line.split()
         values = dict(word.split("=", 1) for word in words if "=" in word)
         plain = [word for word in words if "=" not in word]
-        told = getattr(self, verb)(*plain, **values)
+        lines = getattr(self, verb)(*plain, **values)
         if self.made is not None:
             self.made.check()
-        return told or []
+        return lines or []
 
     def set(self, **values: str) -> None:
         for name, text in values.items():
@@ -56,15 +56,15 @@ class Play:
     def at(self, seconds: str) -> None:
         self.now_s = float(seconds)
 
-    def node(self, node_id: str, life: str = "n1") -> None:
-        self.conductor.on_events([NodeUp(node(node_id, life))], self.now_s)
+    def node(self, node_id: str, incarnation: str = "n1") -> None:
+        self.conductor.on_events([NodeUp(node(node_id, incarnation))], self.now_s)
 
-    def node_down(self, node_id: str, life: str = "n1") -> None:
-        self.conductor.on_events([NodeDown(node_id, life)], self.now_s)
+    def node_down(self, node_id: str, incarnation: str = "n1") -> None:
+        self.conductor.on_events([NodeDown(node_id, incarnation)], self.now_s)
 
-    def worker(self, worker_id: str, role: str, node_id: str, life: str = "w1",
+    def worker(self, worker_id: str, role: str, node_id: str, incarnation: str = "w1",
                rate: str = "", **values: str) -> None:  # fmt: skip
-        changes: dict[str, object] = {"incarnation": life}
+        changes: dict[str, object] = {"incarnation": incarnation}
         for name, text in values.items():
             if name in ("prefill", "decode"):
                 changes[f"{name}_coefficients"] = tuple(map(float, text.split(",")))
@@ -76,15 +76,15 @@ class Play:
             [WorkerUp(worker(worker_id, role, node_id, **changes))], self.now_s
         )
 
-    def worker_down(self, worker_id: str, life: str = "w1") -> None:
-        self.conductor.on_events([WorkerDown(worker_id, life)], self.now_s)
+    def worker_down(self, worker_id: str, incarnation: str = "w1") -> None:
+        self.conductor.on_events([WorkerDown(worker_id, incarnation)], self.now_s)
 
-    def report(self, *worker_ids: str, life: str = "w1", step: str = "0", draining: str = "",
+    def report(self, *worker_ids: str, incarnation: str = "w1", step: str = "0", draining: str = "",
                **values: str) -> None:  # fmt: skip
         changes: dict[str, object] = {name: int(text) for name, text in values.items()}
         for worker_id in worker_ids:
             said = report(
-                worker_id, life, step_s=float(step), is_draining=bool(draining), **changes
+                worker_id, incarnation, step_s=float(step), is_draining=bool(draining), **changes
             )
             self.conductor.on_events([WorkerReported(said)], self.now_s)
 
@@ -106,7 +106,7 @@ class Play:
         )  # fmt: skip
 
     def request(self, *words: str, **values: str) -> list[str]:
-        return [told(self.conductor.on_request(self.asked(*words, **values), self.now_s))]
+        return [as_line(self.conductor.on_request(self.asked(*words, **values), self.now_s))]
 
     def flood(self, name: str, seconds: str, **values: str) -> list[str]:
         """Requests at a steady pace, `every` so many seconds, on workers that do them in turn and
@@ -136,7 +136,7 @@ class Play:
                 free_s[worker_id] = begin_s + answer.predicted.prefill_s
                 heapq.heappush(running, (free_s[worker_id], request.request_id))
             else:
-                last = told(answer)
+                last = as_line(answer)
             number, self.now_s = number + 1, self.now_s + every_s
         for end_s, request_id in sorted(running):
             self.conductor.on_finished(request_id, max(end_s, self.now_s))
@@ -166,11 +166,11 @@ class Play:
         for request_id in request_ids:
             self.conductor.on_finished(request_id, self.now_s)
 
-    def failed(self, worker_id: str, life: str = "w1") -> None:
-        self.conductor.on_worker_failed(worker_id, life, self.now_s)
+    def failed(self, worker_id: str, incarnation: str = "w1") -> None:
+        self.conductor.on_worker_failed(worker_id, incarnation, self.now_s)
 
-    def refused(self, worker_id: str, life: str = "w1") -> None:
-        self.conductor.on_worker_refused(worker_id, life, self.now_s)
+    def refused(self, worker_id: str, incarnation: str = "w1") -> None:
+        self.conductor.on_worker_refused(worker_id, incarnation, self.now_s)
 
     def tick(self) -> list[str]:
         return [
@@ -194,7 +194,7 @@ def terms(p: Prediction) -> str:
     return " ".join(parts)
 
 
-def told(decision: Route | Reject) -> str:
+def as_line(decision: Route | Reject) -> str:
     if isinstance(decision, Reject):
         again = f"retry_after={decision.retry_after_s:.2f}"
         return f"reject {decision.request_id} {decision.kind} {again}: {decision.reason}"

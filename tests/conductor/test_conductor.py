@@ -25,7 +25,7 @@ Outcome = Route | Reject | list[Replicate]
 FAMILIES = [keys(f"{name}*12") for name in "abcdefgh"]
 
 
-class Life:
+class RandomLife:
     """Random events, requests and reports, many of them late, doubled or about the unknown."""
 
     def __init__(self, seed: int, config: ConductorConfig) -> None:
@@ -115,20 +115,24 @@ class Life:
         self.conductor.on_events([kind(key, node_id) for key in run], self.now_s)
 
     def node(self) -> None:
-        node_id, life = f"s{self.rng.randrange(3)}", self.rng.choice(("n1", "n2"))
-        event = NodeDown(node_id, life) if self.rng.random() < 0.3 else NodeUp(node(node_id, life))
+        node_id, incarnation = f"s{self.rng.randrange(3)}", self.rng.choice(("n1", "n2"))
+        event = (
+            NodeDown(node_id, incarnation)
+            if self.rng.random() < 0.3
+            else NodeUp(node(node_id, incarnation))
+        )
         self.conductor.on_events([event], self.now_s)
 
     def worker(self) -> None:
         role, number = self.rng.choice(("prefill", "decode")), self.rng.randrange(3)
-        name, life = f"{role[0]}{number}", self.rng.choice(("w1", "w2"))
-        info = worker(name, role, f"s{number}", incarnation=life)
-        event = WorkerDown(name, life) if self.rng.random() < 0.3 else WorkerUp(info)
+        name, incarnation = f"{role[0]}{number}", self.rng.choice(("w1", "w2"))
+        info = worker(name, role, f"s{number}", incarnation=incarnation)
+        event = WorkerDown(name, incarnation) if self.rng.random() < 0.3 else WorkerUp(info)
         self.conductor.on_events([event], self.now_s)
 
     def fail(self) -> None:
-        told = self.rng.choice((self.conductor.on_worker_failed, self.conductor.on_worker_refused))
-        told(f"d{self.rng.randrange(4)}", "w1", self.now_s)
+        lost = self.rng.choice((self.conductor.on_worker_failed, self.conductor.on_worker_refused))
+        lost(f"d{self.rng.randrange(4)}", "w1", self.now_s)
 
     def tick(self) -> None:
         self.outcomes.append(self.conductor.on_tick(self.now_s))
@@ -147,33 +151,33 @@ def busy(**changes: object) -> ConductorConfig:
 
 
 @pytest.mark.parametrize("policy", ["reserved", "predictive", "early", "baseline", "none"])
-def test_after_a_long_random_life_nothing_is_charged_to_anyone(seed: int, policy: str) -> None:
-    life = Life(seed, busy(admission=policy))
-    life.run(2_000)
-    life.finish_all()
+def test_after_a_long_random_life_nothing_stays_reserved(seed: int, policy: str) -> None:
+    lived = RandomLife(seed, busy(admission=policy))
+    lived.run(2_000)
+    lived.finish_all()
     idle = [report(n, w) for n in ("p0", "p1", "p2", "d0", "d1", "d2") for w in ("w1", "w2")]
-    life.conductor.on_events([WorkerReported(said) for said in idle], life.now_s)
-    assert life.conductor.stats().in_flight == 0
-    for status in life.conductor.status(life.now_s):
+    lived.conductor.on_events([WorkerReported(said) for said in idle], lived.now_s)
+    assert lived.conductor.stats().in_flight == 0
+    for status in lived.conductor.status(lived.now_s):
         assert status.queue_s == 0.0 and status.requests == 0, status
-    kinds = {type(outcome) for outcome in life.outcomes}
-    assert kinds == {Route, Reject, list}, "the life was too dull to prove anything"
+    kinds = {type(outcome) for outcome in lived.outcomes}
+    assert kinds == {Route, Reject, list}, "the lived was too dull to prove anything"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_inputs_give_the_same_decisions(seed: int, policy: str) -> None:
-    lives = [Life(seed, busy(policy=policy)) for _ in range(2)]
-    for life in lives:
-        life.run(500)
+    lives = [RandomLife(seed, busy(policy=policy)) for _ in range(2)]
+    for lived in lives:
+        lived.run(500)
     assert lives[0].outcomes == lives[1].outcomes
 
 
 def test_a_conductor_that_joins_by_snapshot_decides_as_one_that_heard_every_event() -> None:
     blocks = dict.fromkeys(keys("a*3"), ("s0", "s1")) | dict.fromkeys(keys("b*9"), ("s1",))
-    told = conductor()
+    heard = conductor()
     for key, holders in blocks.items():
-        told.on_events([BlockAdded(key, node_id) for node_id in holders], 0.0)
-    told.on_events([WorkerReported(report("p0", queue_tokens=900, running=1))], 0.0)
+        heard.on_events([BlockAdded(key, node_id) for node_id in holders], 0.0)
+    heard.on_events([WorkerReported(report("p0", queue_tokens=900, running=1))], 0.0)
     joined = Conductor(ConductorConfig())
     events = fleet()
     snapshot = Snapshot(
@@ -186,10 +190,10 @@ def test_a_conductor_that_joins_by_snapshot_decides_as_one_that_heard_every_even
     joined.on_snapshot(snapshot, 0.0)
     for number, run in enumerate(("a*3", "b*9", "c*2", "b*4", "a*1")):
         request = prompt(f"r{number}", run)
-        assert told.on_request(request, 1.0) == joined.on_request(request, 1.0)
+        assert heard.on_request(request, 1.0) == joined.on_request(request, 1.0)
 
 
-def test_a_snapshot_forgets_what_is_gone_and_keeps_the_charges_of_what_stayed() -> None:
+def test_a_snapshot_forgets_what_is_gone_and_keeps_the_reservations_of_what_stayed() -> None:
     made = conductor()
     made.on_events([BlockAdded(key, "s1") for key in keys("z*4")], 0.0)
     first, second = (made.on_request(prompt(name, "a*9"), 0.0) for name in ("r1", "r2"))
@@ -210,7 +214,7 @@ def test_a_snapshot_forgets_what_is_gone_and_keeps_the_charges_of_what_stayed() 
     made.check()
 
 
-def test_a_worker_that_returns_under_its_old_incarnation_starts_without_charges() -> None:
+def test_a_worker_that_returns_under_its_old_incarnation_starts_without_reservations() -> None:
     made = conductor()
     routed = made.on_request(prompt("r1", "a*9"), 0.0)
     assert isinstance(routed, Route)

@@ -29,7 +29,7 @@ RATE, LATENCY_S = 1e9, 0.001
 
 
 class Blocks:
-    """Which holder has which block, told to a conductor as it changes."""
+    """Which holder has which block, reported to a conductor as it changes."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.held = rng, {holder: set[bytes]() for holder in HOLDERS}
@@ -168,10 +168,10 @@ def test_no_budget_is_exceeded(seed: int) -> None:
 
 
 def best_start_s(
-    made: Conductor, blocks: Blocks, chain: list[bytes], told: Candidate, by_times: bool
+    made: Conductor, blocks: Blocks, chain: list[bytes], candidate: Candidate, by_times: bool
 ) -> tuple[float, float]:
     """(transfer, prefill) at this candidate's worker: every source tried, in plain numbers."""
-    info = made._cluster.workers[(told.prefill.worker_id, "w1")].info
+    info = made._cluster.workers[(candidate.prefill.worker_id, "w1")].info
     base_s, token_s, pair_s = info.prefill_coefficients
     ssd, size = made.config.ssd_bytes_per_s, info.block_bytes
     tokens = len(chain) * BLOCK_TOKENS + 1
@@ -193,9 +193,9 @@ def best_start_s(
         rest = chain[dram:]
         return dram, dram + next((n for n, key in enumerate(rest) if key not in more), len(rest))
 
-    own_dram, own = runs(told.prefill.node_id)
+    own_dram, own = runs(candidate.prefill.node_id)
     compute = plan(own_dram, own, 0, own)
-    others = [runs(node_id) for node_id in NODES if node_id != told.prefill.node_id]
+    others = [runs(node_id) for node_id in NODES if node_id != candidate.prefill.node_id]
     longest = max(own, *(whole for _, whole in others))
     found = [compute]
     for dram, whole in others:
@@ -218,11 +218,13 @@ def test_fetch_or_compute_is_what_trying_every_source_gives(seed: int, policy: s
         request = replace(
             prompt("r", prompt_tokens=len(chain) * BLOCK_TOKENS + 1), block_keys=chain
         )
-        for told in made.explain(request, 0.0).candidates:
-            transfer_s, prefill_s = best_start_s(made, blocks, chain, told, policy == "adaptive")
-            found_s = told.predicted.transfer_s + told.predicted.prefill_s
+        for candidate in made.explain(request, 0.0).candidates:
+            transfer_s, prefill_s = best_start_s(
+                made, blocks, chain, candidate, policy == "adaptive"
+            )
+            found_s = candidate.predicted.transfer_s + candidate.predicted.prefill_s
             assert found_s == pytest.approx(transfer_s + prefill_s, rel=1e-9)
-            fetched += told.fetch_node is not None
+            fetched += candidate.fetch_node is not None
     assert fetched, "too dull to prove anything"
 
 

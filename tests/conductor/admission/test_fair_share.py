@@ -229,13 +229,15 @@ def test_the_same_requests_are_decided_the_same_way(seed: int) -> None:
     decisions = []
     for _ in range(2):
         rng, shop = random.Random(seed), Shop()
-        told = []
+        answers = []
         for _ in range(500):
             shop.now_s += rng.expovariate(5)
             tokens = rng.choice(TOKENS)
             request = asked(tokens, rng.choice("ab"), rng.randint(-1, 1))
-            told.append(shop.ask(request, tokens / 2e4, "x", Pressure(rng.uniform(0, 9), 2, 0.0)))
-        decisions.append(told)
+            answers.append(
+                shop.ask(request, tokens / 2e4, "x", Pressure(rng.uniform(0, 9), 2, 0.0))
+            )
+        decisions.append(answers)
     assert decisions[0] == decisions[1] and len(set(decisions[0])) == 2
 
 

@@ -18,7 +18,7 @@ STEP_S = 0.1
 
 
 class Bench:
-    """One decode worker with a forecast; answers are 100 tokens, that is 10 s, unless told."""
+    """One decode worker with a forecast; answers are of 100 tokens (10 s), unless given."""
 
     def __init__(self, answers: int = 2_000, tokens: float = 100.0, sigma: float = 0.0) -> None:
         self.lengths = OutputLengths(tokens)
@@ -146,9 +146,10 @@ def test_predicted_sequences_are_those_that_stay(seed: int) -> None:
         bench.report(ask_s, len(alive), 0, 0)
         for ahead_s in (1.0, 4.0, 10.0):
             left = sum(end_s > ask_s + ahead_s for end_s in alive.values())
-            told = bench.at(ask_s + ahead_s).sequences
-            spread = math.sqrt(told * (1 - told / len(alive)))  # each stays or leaves by itself
-            assert left == pytest.approx(told, rel=0.05, abs=5 * spread)
+            expected = bench.at(ask_s + ahead_s).sequences
+            # Each stays or leaves by itself.
+            spread = math.sqrt(expected * (1 - expected / len(alive)))
+            assert left == pytest.approx(expected, rel=0.05, abs=5 * spread)
 
 
 def test_a_long_random_life_keeps_its_sums_and_ends_at_nothing(seed: int) -> None:

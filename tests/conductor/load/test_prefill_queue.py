@@ -16,7 +16,7 @@ def queue() -> PrefillQueue:
     return PrefillQueue(ONE_MS_A_TOKEN, 0.0)
 
 
-def test_a_charge_counts_at_once_and_only_its_uncached_tokens() -> None:
+def test_a_reservation_counts_at_once_and_only_its_uncached_tokens() -> None:
     made = queue()
     made.reserve("a", 300, 700, 0.0)
     made.reserve("b", 200, 0, 0.0)
@@ -31,7 +31,7 @@ def test_a_request_that_overruns_does_not_eat_the_time_of_those_behind_it() -> N
     assert made.work_s(9.0) == pytest.approx(0.2)
 
 
-def test_a_report_shrinks_the_first_charges_first() -> None:
+def test_a_report_shrinks_the_first_reservations_first() -> None:
     made = queue()
     made.reserve("a", 300, 0, 0.0)
     made.reserve("b", 200, 0, 0.0)
@@ -70,7 +70,7 @@ def test_a_prompt_that_the_worker_has_not_looked_up_yet_is_not_taken_for_unattri
     assert made.work_s(0.2) == pytest.approx(0.101), "time has passed, nothing else is known"
 
 
-def test_fewer_requests_than_charges_means_that_the_first_are_done() -> None:
+def test_fewer_requests_than_reservations_means_that_the_first_are_done() -> None:
     made = queue()
     made.reserve("a", 300, 0, 0.0)
     made.reserve("b", 200, 0, 0.0)

@@ -35,7 +35,7 @@ def burst(
     return went
 
 
-def test_newness_falls_from_one_to_nothing_and_copies_grow_from_an_eighth() -> None:
+def test_warm_up_falls_from_one_to_nothing_and_copies_grow_from_an_eighth() -> None:
     ages = (-1.0, 0.0, 15.0, 29.0, 30.0, 1e9)
     found = [warm_up(0.0, age_s, 30.0) for age_s in ages]
     assert found == [1.0, 1.0, 0.5, pytest.approx(1 / 30), 0.0, 0.0]
@@ -45,7 +45,7 @@ def test_newness_falls_from_one_to_nothing_and_copies_grow_from_an_eighth() -> N
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "kvcache_centric", "cache_aware"])
-def test_a_newcomer_gets_little_at_first_and_its_share_in_the_end(policy: str) -> None:
+def test_a_worker_in_its_warm_up_gets_little_at_first_and_its_share_in_the_end(policy: str) -> None:
     shares = [burst(ago_s, policy)["p9"] for ago_s in (0.0, 15.0, 30.0)]
     assert shares == sorted(shares) and 1 <= shares[0] <= 3, shares
     assert shares[-1] == burst(0.0, policy, slow_start_s=0.0)["p9"] >= 6
@@ -62,5 +62,5 @@ def test_a_cluster_that_starts_as_a_whole_has_no_warming_up_since_s() -> None:
     assert went == {"p0", "p1", "p2"}
 
 
-def test_a_newcomer_is_used_when_only_it_keeps_the_service_level() -> None:
+def test_a_worker_in_its_warm_up_is_used_when_only_it_keeps_the_service_level() -> None:
     assert burst(0.0, requests=3, ttft_slo_s=3.5, shedding="limit", admission="baseline")["p9"] == 3

@@ -25,7 +25,7 @@ class Storm:
         )  # fmt: skip
         self.conductor = Conductor(config)
         self.conductor.on_events(fleet(slots_max=6, pages_max=1_700), 0.0)
-        self.now_s, self.alive, self.told = 0.0, list[str](), list[Route | Reject]()
+        self.now_s, self.alive, self.answers = 0.0, list[str](), list[Route | Reject]()
 
     def ask(self, number: int) -> Route | Reject:
         tokens = int(10 ** self.rng.uniform(0, 4.9))
@@ -34,7 +34,7 @@ class Storm:
             tenant=self.rng.choice(TENANTS),
         )  # fmt: skip
         answer = self.conductor.on_request(request, self.now_s)
-        self.told.append(answer)
+        self.answers.append(answer)
         if isinstance(answer, Route):
             self.alive.append(request.request_id)
         return answer
@@ -87,17 +87,17 @@ def test_an_idle_cluster_admits_anybody_whom_it_can_hold(
             storm.calm()
             answer = storm.ask(1_000_000 + 10 * number + late)
             assert isinstance(answer, Route), answer
-    assert any(isinstance(answer, Reject) for answer in storm.told), "it was overload"
+    assert any(isinstance(answer, Reject) for answer in storm.answers), "it was overload"
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_the_same_storm_is_answered_the_same_way(admission: str, seed: int) -> None:
-    told = []
+    runs = []
     for _ in range(2):
         storm = Storm(seed, admission, "fair_share")
         storm.rage(150)
-        told.append(storm.told)
-    assert told[0] == told[1]
+        runs.append(storm.answers)
+    assert runs[0] == runs[1]
 
 
 def test_every_rejection_for_load_says_which_limit_what_value_and_when_to_return(seed: int) -> None:
@@ -105,7 +105,7 @@ def test_every_rejection_for_load_says_which_limit_what_value_and_when_to_return
     for admission in ADMISSIONS:
         storm = Storm(seed, admission, "fair_share")
         storm.rage(150)
-        for answer in storm.told:
+        for answer in storm.answers:
             if isinstance(answer, Reject):
                 kinds.add(answer.kind)
                 assert any(letter.isdigit() for letter in answer.reason), answer.reason

@@ -64,9 +64,9 @@ def steps(case: Case) -> int:
 
 def cost_s(case: Case, pair: Candidate) -> float:
     """What the policy minimises of the prefill worker alone."""
-    told = pair.predicted
-    delay_s = told.delay_s if case.made.config.policy == "adaptive" else 0.0
-    return told.queue_s + told.transfer_s + told.prefill_s + delay_s
+    predicted = pair.predicted
+    delay_s = predicted.delay_s if case.made.config.policy == "adaptive" else 0.0
+    return predicted.queue_s + predicted.transfer_s + predicted.prefill_s + delay_s
 
 
 def rest_s(case: Case, pair: Candidate) -> float:
