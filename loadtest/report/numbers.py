@@ -6,7 +6,7 @@ so nothing is judged here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from loadtest.report.phases import PHASES, mean_of, measured
@@ -15,6 +15,21 @@ from loadtest.results.recording import Recording, Setting, goodput_of
 from loadtest.results.tables import duration, lag_s
 
 LOWER, HIGHER, NEITHER = "lower", "higher", ""
+# Numbers that a summary has under the same name: how people call them, unit, and what is better.
+RATES = (
+    ("requests_per_s", "answers per second", "per_s", HIGHER),
+    ("input_tokens_per_s", "prompt tokens per second", "per_s", HIGHER),
+    ("output_tokens_per_s", "generated tokens per second", "per_s", HIGHER),
+    ("input_tokens", "prompt tokens", "count", NEITHER),
+    ("output_tokens", "generated tokens", "count", NEITHER),
+    ("short_outputs", "short answers", "count", NEITHER),
+)
+CACHED = (
+    ("cached_tokens", "cached prompt tokens", "count", NEITHER),
+    ("hit_rate", "hit rate", "share", HIGHER),
+    ("ideal_hit_rate", "unlimited hit rate", "share", NEITHER),
+    ("cached_over_ideal", "cached / unlimited", "ratio", HIGHER),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +41,6 @@ class Number:
     unit: str  # count | s | share | per_s | ratio
     value: float | None
     better: str = NEITHER
-
-    @property
-    def text(self) -> str:
-        return shown(self.value, self.unit)
 
 
 def shown(value: float | None, unit: str) -> str:
@@ -53,11 +64,11 @@ def numbers(recording: Recording) -> list[Number]:
     return [
         *_counts(summary),
         *_goodput(recording),
-        *_rates(summary),
+        *_of_summary(summary, RATES),
         *_spread("ttft", "TTFT", summary.ttft_s),
         *_spread("tbt", "TBT", summary.tbt_s),
         *_spread("latency", "whole request", summary.latency_s),
-        *_cached(summary),
+        *_of_summary(summary, CACHED),
         *_phases(recording),
         *_refusals(summary),
         Number("sender_lag_p99_s", "sender lag p99", "s",
@@ -88,31 +99,15 @@ def _goodput(recording: Recording) -> Iterator[Number]:
                  found.requests_per_s if found else None, HIGHER)  # fmt: skip
 
 
-def _rates(summary: Summary) -> Iterator[Number]:
-    yield Number("requests_per_s", "answers per second", "per_s",
-                 summary.requests_per_s, HIGHER)  # fmt: skip
-    yield Number("input_tokens_per_s", "prompt tokens per second", "per_s",
-                 summary.input_tokens_per_s, HIGHER)  # fmt: skip
-    yield Number("output_tokens_per_s", "generated tokens per second", "per_s",
-                 summary.output_tokens_per_s, HIGHER)  # fmt: skip
-    yield Number("input_tokens", "prompt tokens", "count", summary.input_tokens)
-    yield Number("output_tokens", "generated tokens", "count", summary.output_tokens)
-    yield Number("short_outputs", "short answers", "count", summary.short_outputs)
+def _of_summary(summary: Summary, named: Sequence[tuple[str, str, str, str]]) -> Iterator[Number]:
+    for name, label, unit, better in named:
+        yield Number(name, label, unit, getattr(summary, name), better)
 
 
 def _spread(name: str, label: str, spread: Spread | None) -> Iterator[Number]:
     for part in ("mean", "p50", "p90", "p99", "max"):
         value = getattr(spread, part) if spread else None
         yield Number(f"{name}_{part}_s", f"{label} {part}", "s", value, LOWER)
-
-
-def _cached(summary: Summary) -> Iterator[Number]:
-    yield Number("cached_tokens", "cached prompt tokens", "count", summary.cached_tokens)
-    yield Number("hit_rate", "hit rate", "share", summary.hit_rate, HIGHER)
-    yield Number("ideal_hit_rate", "unlimited hit rate", "share",
-                 summary.ideal_hit_rate)  # fmt: skip
-    yield Number("cached_over_ideal", "cached / unlimited", "ratio", summary.cached_over_ideal,
-                 HIGHER)  # fmt: skip
 
 
 def _phases(recording: Recording) -> Iterator[Number]:

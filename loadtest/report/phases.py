@@ -31,33 +31,8 @@ class Phases:
 
     ttft_s: float
     latency_s: float
-    queue_s: float
-    transfer_s: float
-    prefill_s: float
-    put_s: float
-    decode_wait_s: float
-    decode_s: float
-
-    @property
-    def all(self) -> dict[str, float]:
-        """Of the whole request, by the names in PHASES."""
-        found = {
-            "queue": self.queue_s,
-            "transfer": self.transfer_s,
-            "prefill": self.prefill_s,
-            "hand-over": self.put_s + self.decode_wait_s,
-            "decode": self.decode_s,
-        }
-        return found | {"elsewhere": max(0.0, self.latency_s - sum(found.values()))}
-
-    @property
-    def until_first_token(self) -> dict[str, float]:
-        found = {
-            "queue": self.queue_s,
-            "transfer": self.transfer_s,
-            "prefill": self.prefill_s,
-        }
-        return found | {"elsewhere": max(0.0, self.ttft_s - sum(found.values()))}
+    all: dict[str, float]  # of the whole request, by the names in PHASES
+    until_first_token: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +67,21 @@ def phases_of(record: RequestRecord) -> Phases | None:
     # An answer of one token never reaches a decode worker and has neither of these.
     wait_s = sum(seconds(decision, name) or 0.0 for name in ("decode_queue_s", "decode_load_s"))
     between_tokens_s = record.token_times_s[-1] - record.token_times_s[0]
+    computed = {"queue": queue_s, "transfer": transfer_s, "prefill": prefill_s}
+    later = {
+        "hand-over": put_s + wait_s,
+        "decode": max(0.0, between_tokens_s - put_s - wait_s),
+    }
     return Phases(
         ttft_s=record.ttft_s,
         latency_s=record.latency_s,
-        queue_s=queue_s,
-        transfer_s=transfer_s,
-        prefill_s=prefill_s,
-        put_s=put_s,
-        decode_wait_s=wait_s,
-        decode_s=max(0.0, between_tokens_s - put_s - wait_s),
+        all=_with_the_rest(computed | later, record.latency_s),
+        until_first_token=_with_the_rest(computed, record.ttft_s),
     )
+
+
+def _with_the_rest(found: dict[str, float], whole_s: float) -> dict[str, float]:
+    return found | {"elsewhere": max(0.0, whole_s - sum(found.values()))}
 
 
 def measured(records: Sequence[RequestRecord]) -> list[Phases]:

@@ -58,17 +58,13 @@ class SlowRequest:
 
 def workloads(recording: Recording) -> list[WorkloadSummary]:
     """Empty unless the run mixed several."""
-    parts: dict[str, list[RequestRecord]] = defaultdict(list)
-    for record in recording.requests:
-        parts[record.workload].append(record)
-    if len(parts) < 2:
-        return []
+    parts = _mixed(recording)
     found = []
-    for name, records in sorted(parts.items()):
+    for name, records in parts.items() if len(parts) > 1 else ():
         summary = summarize(records)
         found.append(
             WorkloadSummary(
-                name=name or "unnamed",
+                name=name,
                 requests=len(records),
                 rejected=sum(summary.rejections_by_reason.values()),
                 failed=sum(summary.errors_by_kind.values()),
@@ -80,12 +76,17 @@ def workloads(recording: Recording) -> list[WorkloadSummary]:
 
 def by_workload(recording: Recording, field: str) -> dict[str, list[float]]:
     """The values of `field` (ttft_s, tbt_s) of answered requests, by workload."""
+    return {name: values_of(part, field) for name, part in _mixed(recording).items()}
+
+
+def _mixed(recording: Recording) -> dict[str, list[RequestRecord]]:
+    """The requests of each workload; under "" when there is only one."""
     parts: dict[str, list[RequestRecord]] = defaultdict(list)
     for record in recording.requests:
         parts[record.workload].append(record)
     if len(parts) < 2:
-        return {"": values_of(recording.requests, field)}
-    return {name or "unnamed": values_of(part, field) for name, part in sorted(parts.items())}
+        return {"": recording.requests}
+    return {name or "unnamed": part for name, part in sorted(parts.items())}
 
 
 def values_of(records: Sequence[RequestRecord], field: str) -> list[float]:

@@ -1,8 +1,6 @@
 """`mooncake simulate`: experiments on the published traces, without a server.
 
-    mooncake simulate --experiment hit-rate --traces FOLDER [--json] [--plot hit-rate.png]
-
-Not here: the experiments (one file each), the shape of the answer (bench/result.py).
+mooncake simulate --experiment hit-rate --traces FOLDER [--json] [--plot hit-rate.png]
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a user of `mooncake simulate` asked for, checked, and the bar that shows how far it is.
-
-Not here: the options' words (command.py), the experiments.
-"""
+"""What a user of `mooncake simulate` asked for, checked, and the bar that shows how far it is."""
 
 from __future__ import annotations
 

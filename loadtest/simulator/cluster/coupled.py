@@ -9,7 +9,7 @@ and stay there; each node's waiting line is first come, first served; memory for
 answer is reserved, so nothing is preempted. The cache is the store's LRU order over the blocks that
 no request holds. Only for comparison: none of the project's own scheduling is in it.
 
-Not here: seconds of a step (gpu/), what is asked of it (experiments/coupled_baselines.py).
+Not here: seconds of a step (gpu.py), what is asked of it (experiments/coupled_baselines.py).
 """
 
 from __future__ import annotations

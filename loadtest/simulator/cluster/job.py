@@ -5,8 +5,6 @@ reads it when all is over. The published traces have their timestamps on 3-secon
 prompts at one instant, so most of a TTFT at recorded speed is queueing inside a tick. Spread evenly
 until the next tick (`spread_ticks`), the same requests show what a policy does about load instead
 of about ticks.
-
-Not here: reading a trace (loadtest/replay/trace.py).
 """
 
 from __future__ import annotations
@@ -72,7 +70,6 @@ class SimulatedJob:
     reject: Reject | None = None
     refused: str = ""  # by the decode worker when it came there, or a worker's error
     started_s: float | None = None  # its first chunk began to be computed
-    loaded_s: float | None = None  # its cached prefix was in the pages
     cached_tokens: int = 0
     fetched_blocks: int = 0
     compute_s: float = 0.0  # seconds of the steps that it took part in

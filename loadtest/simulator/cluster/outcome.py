@@ -13,8 +13,6 @@ tokens at most 100 ms: the bounds of the Mooncake paper, counted as Dynamo's rep
 Good output tokens per second are over the time in which requests arrive, which is the same for
 everybody: over the whole run, a scheduler that lets work pile up would be divided by more seconds
 than one that turns it away. The same function counts our runs and Dynamo's own.
-
-Not here: running (fleet.py).
 """
 
 from __future__ import annotations

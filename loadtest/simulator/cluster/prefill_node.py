@@ -148,7 +148,6 @@ class PrefillNode(SimulatedWorker):
             return
         tokens = blocks * self._site.settings.block_tokens
         job.cached_tokens = min(tokens, job.prompt_tokens - 1)
-        job.loaded_s = self._site.clock.now_s
         self._loaded_blocks[job.request_id] = blocks
         self._batching.start(job.request_id, job.cached_tokens)
         self._settle(job, job.keys[:blocks])

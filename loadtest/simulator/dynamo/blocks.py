@@ -7,8 +7,6 @@ behind all others, the deepest first; partial blocks are free at once.
 
 Blocks that were generated get a number as their key, of the sequence that generated them: only that
 one asks for them, after it was preempted, and for all others they only take room.
-
-Not here: which prompt gets blocks when (prefill_worker.py, decode_worker.py).
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 `router` in a run holds arguments of Dynamo's KvRouterConfig. All else as the mocker has it by
 default. A line has every request with its times, and the figures that Dynamo gives, so that the
 reader can prove that it reads them as they are meant. It imports nothing of this project.
-
-Not here: which runs (peer.py).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What was promised of the conductor in Dynamo's engine, beside what was found.
-
-Not here: the runs (experiments/dynamo_replay.py).
-"""
+"""What was promised of the conductor in Dynamo's engine, beside what was found."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from loadtest.bench.result import Target
 from loadtest.simulator.cluster.outcome import SimulationOutcome
@@ -21,16 +19,11 @@ from loadtest.simulator.dynamo.peer import (
 )
 
 GATE_PERCENT = 1.0  # mean, p50, p90, p99 TTFT and reuse under round robin
-CENTRIC_MEAN_MS = {2_048: 765.0, 16_384: 535.0}
-ADAPTIVE_MEAN_MS = {2_048: 480.0, 16_384: 335.0}
-ADAPTIVE_P99_MS = {2_048: 2_800.0, 16_384: 2_300.0}
-WAIT_S_MAX = 6.0
-SPREAD_MEAN_MS = {2_048: 275.0, 16_384: 205.0}
-GOOD = {2_048: 11_150.0, 16_384: 11_700.0}  # at four times the recorded speed
 OVERLOAD_SPEED = 4.0
 LENGTH_SHARE_MIN = 0.5  # the conductor's default floor for each class of prompt length
 LOW_SHARE_MIN = 0.25  # a lower one, since Dynamo's routers have none
-ADMITTED_P99_MS, CLASS_P99_S, CLASS_SHARE_MIN = 10_000.0, 11.0, 0.5
+
+Figure = Callable[[SimulationOutcome], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +63,57 @@ class DynamoRun:
     seconds: float  # of real time
 
 
+def _mean_ms(outcome: SimulationOutcome) -> float:
+    return 1e3 * outcome.ttft_s.mean
+
+
+def _p99_ms(outcome: SimulationOutcome) -> float:
+    return 1e3 * outcome.ttft_s.p99
+
+
+def _turned_away(outcome: SimulationOutcome) -> float:
+    return float(outcome.offered - outcome.finished)
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A figure of a case, at each size of the cache (BLOCKS)."""
+
+    name: str
+    case: DynamoCase
+    figure: Figure
+    op: str
+    goals: tuple[float, float]
+    says_filled: bool = False  # beside it: the same where every pass is filled
+
+
+CENTRIC = DynamoCase("kvcache_centric", "fifo", "shared", BLOCKS[0], 1.0)
+ADAPTIVE = replace(CENTRIC, policy="adaptive", queue_order="shortest_first")
+SPREAD = replace(ADAPTIVE, is_spread=True)
+OVERLOAD = replace(ADAPTIVE, speed=OVERLOAD_SPEED)
+AT_RECORDED_SPEED = (
+    Promise("kvcache_centric, FIFO, mean TTFT, ms", CENTRIC, _mean_ms, "<=", (765.0, 535.0), True),
+    Promise("adaptive, mean TTFT, ms", ADAPTIVE, _mean_ms, "<=", (480.0, 335.0), True),
+    Promise("adaptive, p99 TTFT, ms", ADAPTIVE, _p99_ms, "<=", (2_800.0, 2_300.0)),
+    Promise("adaptive, longest wait, s", ADAPTIVE, attrgetter("wait_max_s"), "<=", (6.0, 6.0)),
+    Promise("adaptive, ticks spread, mean TTFT, ms", SPREAD, _mean_ms, "<=", (275.0, 205.0)),
+    Promise("kvcache_centric, turned away at 1x, requests", CENTRIC, _turned_away, "<=", (0, 0)),
+    Promise("adaptive, turned away at 1x, requests", ADAPTIVE, _turned_away, "<=", (0, 0)),
+)
+IN_OVERLOAD = (
+    Promise("good requests", OVERLOAD, attrgetter("good"), ">=", (11_150.0, 11_700.0)),
+    Promise("p99 TTFT of the admitted, ms", OVERLOAD, _p99_ms, "<=", (10_000.0, 10_000.0)),
+    Promise("good share of the worst length class / of all", OVERLOAD,
+            attrgetter("least_class_share"), ">=", (0.5, 0.5)),
+    Promise("p99 TTFT of the worst length class, s", OVERLOAD, attrgetter("worst_class_p99_s"),
+            "<=", (11.0, 11.0)),
+)  # fmt: skip
+BESIDE_DYNAMO: tuple[tuple[str, Figure], ...] = (
+    ("good requests", attrgetter("good")),
+    ("good output tokens/s of the arrivals' time", attrgetter("good_tokens_per_s")),
+)
+
+
 def gate_percent(outcome: SimulationOutcome, result: SimulationOutcome) -> dict[str, float]:
     """How far this engine is from Dynamo's own, per figure."""
     pairs = {
@@ -80,9 +124,6 @@ def gate_percent(outcome: SimulationOutcome, result: SimulationOutcome) -> dict[
         "reuse": (outcome.hit_share, result.hit_share),
     }
     return {name: 100 * abs(ours - theirs) / theirs for name, (ours, theirs) in pairs.items()}
-
-
-Figure = Callable[[SimulationOutcome], float]
 
 
 class _Found:
@@ -100,49 +141,43 @@ class _Found:
     def run(self, case: DynamoCase) -> DynamoRun | None:
         return None if self._why_not else self._runs.get(case)
 
-    def outcome(self, case: DynamoCase) -> SimulationOutcome | None:
-        run = self.run(case)
-        return None if run is None else run.outcome
+    def _why_none(self, run: DynamoRun | None) -> str:
+        """Why there is no value beside Dynamo's."""
+        why = self._why_not or (self._why_no_peer if run else "this case was not run")
+        return why or "Dynamo's replay has no such run"
 
-    def target(
-        self, name: str, case: DynamoCase, figure: Figure, op: str, goal: float,
-        why: str = "",
-    ) -> Target:  # fmt: skip
-        outcome = self.outcome(case)
-        if outcome is None:
-            return Target(name, None, op, goal, self._why_not or "this case was not run")
-        return Target(name, round(figure(outcome), 3), op, goal, why)
+    def target(self, name: str, promise: Promise, blocks: int) -> Target:
+        case = replace(promise.case, blocks=blocks)
+        goal = float(promise.goals[BLOCKS.index(blocks)])
+        if (run := self.run(case)) is None:
+            return Target(name, None, promise.op, goal, self._why_not or "this case was not run")
+        why = ""
+        if promise.says_filled and (filled := self.run(replace(case, passes="filled"))):
+            why = f"{promise.figure(filled.outcome):.0f} when every pass is filled"
+        return Target(name, round(float(promise.figure(run.outcome)), 3), promise.op, goal, why)
 
-    def beside_the_best(
-        self,
-        name: str,
-        case: DynamoCase,
-        figure: Figure,
-        goal: float = 1.0,
-    ) -> Target:
+    def _of_peer(self, case: DynamoCase) -> dict[str, PeerResult]:
+        """By router."""
+        runs = {router: self._peer.get(case.of_peer(router)) for router in ROUTERS}
+        return {router: result for router, result in runs.items() if result is not None}
+
+    def beside_the_best(self, name: str, case: DynamoCase, figure: Figure) -> Target:
         """A figure over that of the router of Dynamo's that has most of it."""
-        of_peer = {
-            router: figure(result.outcome)
-            for router in ROUTERS
-            if (result := self._peer.get(case.of_peer(router))) is not None
-        }
-        outcome = self.outcome(case)
-        if outcome is None or not of_peer:
-            why = self._why_not or (self._why_no_peer if outcome else "this case was not run")
-            return Target(name, None, ">=", goal, why or "Dynamo's replay has no such run")
-        best = max(of_peer, key=of_peer.__getitem__)
-        why = f"{figure(outcome):,.0f} beside {of_peer[best]:,.0f} of Dynamo's {best}"
-        return Target(name, round(figure(outcome) / of_peer[best], 4), ">=", goal, why)
+        run, peer = self.run(case), self._of_peer(case)
+        if run is None or not peer:
+            return Target(name, None, ">=", 1.0, self._why_none(run))
+        best = max(peer, key=lambda router: figure(peer[router].outcome))
+        ours, theirs = figure(run.outcome), figure(peer[best].outcome)
+        why = f"{ours:,.0f} beside {theirs:,.0f} of Dynamo's {best}"
+        return Target(name, round(ours / theirs, 4), ">=", 1.0, why)
 
     def beside_the_same(self, name: str, case: DynamoCase) -> Target:
         """p99 of TTFT over that of Dynamo's router with most good tokens, over the requests that
         are good in both."""
-        results = [r for router in ROUTERS if (r := self._peer.get(case.of_peer(router)))]
         run = self.run(case)
-        timed = [r for r in results if r.times is not None]
+        timed = [result for result in self._of_peer(case).values() if result.times is not None]
         if run is None or not timed:
-            why = self._why_not or (self._why_no_peer if run else "this case was not run")
-            return Target(name, None, "<=", 1.0, why or "Dynamo's replay has no such run")
+            return Target(name, None, "<=", 1.0, self._why_none(run))
         best = max(timed, key=lambda result: result.outcome.good_tokens_per_s)
         assert best.times is not None
         both = int((run.times.is_good & best.times.is_good).sum())
@@ -160,7 +195,10 @@ def targets_of(
     found = _Found(runs, peer, why_not, why_no_peer)
     targets = _gate(runs, peer, why_no_peer)
     for blocks in BLOCKS:
-        targets += _at_recorded_speed(found, blocks)
+        targets += [
+            found.target(f"{promise.name}, {blocks} blocks", promise, blocks)
+            for promise in AT_RECORDED_SPEED
+        ]
     for blocks in BLOCKS:
         targets += _in_overload(found, blocks)
     return targets
@@ -193,77 +231,15 @@ def round_robin(blocks: int, speed: float, prefills: int = 2, decodes: int = 2) 
     return DynamoCase("round_robin", "fifo", "filled", blocks, speed, False, prefills, decodes)
 
 
-def _at_recorded_speed(found: _Found, blocks: int) -> list[Target]:
-    centric = DynamoCase("kvcache_centric", "fifo", "shared", blocks, 1.0)
-    adaptive = DynamoCase("adaptive", "shortest_first", "shared", blocks, 1.0)
-    spread = replace(adaptive, is_spread=True)
-
-    def mean_ms(outcome: SimulationOutcome) -> float:
-        return 1e3 * outcome.ttft_s.mean
-
-    def filled(case: DynamoCase) -> str:
-        outcome = found.outcome(replace(case, passes="filled"))
-        return f"{mean_ms(outcome):.0f} when every pass is filled" if outcome else ""
-
-    size = f"{blocks} blocks"
-    targets = [
-        found.target(
-            f"kvcache_centric, FIFO, mean TTFT, ms, {size}", centric, mean_ms, "<=",
-            CENTRIC_MEAN_MS[blocks], filled(centric),
-        ),
-        found.target(
-            f"adaptive, mean TTFT, ms, {size}", adaptive, mean_ms, "<=", ADAPTIVE_MEAN_MS[blocks],
-            filled(adaptive),
-        ),
-        found.target(
-            f"adaptive, p99 TTFT, ms, {size}", adaptive, lambda o: 1e3 * o.ttft_s.p99, "<=",
-            ADAPTIVE_P99_MS[blocks],
-        ),
-        found.target(
-            f"adaptive, longest wait, s, {size}", adaptive, lambda o: o.wait_max_s, "<=",
-            WAIT_S_MAX,
-        ),
-        found.target(
-            f"adaptive, ticks spread, mean TTFT, ms, {size}", spread, mean_ms, "<=",
-            SPREAD_MEAN_MS[blocks],
-        ),
-    ]  # fmt: skip
-    for case, name in ((centric, "kvcache_centric"), (adaptive, "adaptive")):
-        targets.append(found.target(
-            f"{name}, turned away at 1x, requests, {size}", case,
-            lambda o: float(o.offered - o.finished), "<=", 0.0,
-        ))  # fmt: skip
-    return targets
-
-
 def _in_overload(found: _Found, blocks: int) -> list[Target]:
-    case = DynamoCase("adaptive", "shortest_first", "shared", blocks, OVERLOAD_SPEED)
-    low = replace(case, length_share_min=LOW_SHARE_MIN)
     size = f"4x, {blocks} blocks"
-    figures: tuple[tuple[str, Figure, str, float], ...] = (
-        ("good requests", lambda o: float(o.good), ">=", GOOD[blocks]),
-        ("p99 TTFT of the admitted, ms", lambda o: 1e3 * o.ttft_s.p99, "<=", ADMITTED_P99_MS),
-        ("good share of the worst length class / of all", lambda o: o.least_class_share, ">=",
-         CLASS_SHARE_MIN),
-        ("p99 TTFT of the worst length class, s", lambda o: o.worst_class_p99_s, "<=",
-         CLASS_P99_S),
-    )  # fmt: skip
-    targets = [
-        found.target(f"{name}, {size}", case, figure, op, goal)
-        for name, figure, op, goal in figures
-    ]
+    targets = [found.target(f"{promise.name}, {size}", promise, blocks) for promise in IN_OVERLOAD]
+    case = replace(OVERLOAD, blocks=blocks)
+    low = replace(case, length_share_min=LOW_SHARE_MIN)
     for of, share in ((case, ""), (low, f", length_share_min {LOW_SHARE_MIN:g}")):
         targets += [
-            found.beside_the_best(
-                f"good requests over Dynamo's best router, {size}{share}", of,
-                lambda o: float(o.good),
-            ),
-            found.beside_the_best(
-                f"good output tokens/s of the arrivals' time over Dynamo's best router, {size}"
-                f"{share}", of, lambda o: o.good_tokens_per_s,
-            ),
-        ]  # fmt: skip
-    targets.append(found.beside_the_same(
-        f"p99 TTFT over that of Dynamo's best router, good in both, {size}", case
-    ))  # fmt: skip
-    return targets
+            found.beside_the_best(f"{name} over Dynamo's best router, {size}{share}", of, figure)
+            for name, figure in BESIDE_DYNAMO
+        ]
+    name = f"p99 TTFT over that of Dynamo's best router, good in both, {size}"
+    return [*targets, found.beside_the_same(name, case)]

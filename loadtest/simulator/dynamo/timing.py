@@ -8,8 +8,6 @@ polynomial`). They depend on tokens only; there is no term for the context that 
 
 Between two changes of a batch each step adds one token to every sequence, so p grows by a fixed
 amount a step, and the time of m steps is a cubic in m: it is evaluated, not summed.
-
-Not here: who is in a pass (prefill_worker.py, decode_worker.py).
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 vLLM-like continuous batching, with a prefix cache, with chunked prefill; the size of a chunk, the
 batch and the dispatch matter as much as the engine, so each is varied on its own from the default.
 The first row is the project's own 8 + 8 nodes. Nothing is rejected anywhere.
-
-Not here: the engines (cluster/coupled.py).
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ every scheduler is run on it, and with a Python that has Dynamo's wheel so is Dy
 `passes` tells what fills a prefill pass. `filled`: all the tokens there are, as Dynamo's engine has
 it. `shared`: prompts share a pass only where that pays (conductor/queue_order.py). Dynamo
 reaches the same by holding prompts in its router until a worker is free (queue threshold 0).
-
-Not here: the engine (../dynamo), its peer (../dynamo/peer.py), the picture (pictures.py).
 """
 
 from __future__ import annotations

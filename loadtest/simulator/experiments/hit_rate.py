@@ -7,8 +7,6 @@ Promised: an unlimited cache finds 36.6 % of the references of the conversation 
 the synthetic one (1 - distinct blocks / references); LRU with 3 M tokens has 48 % of that on the
 synthetic trace; and the better policy gains half a point over LRU at three of four sizes on each
 trace, and never loses.
-
-Not here: how a cache counts (../block_cache.py), how it is drawn (pictures.py).
 """
 
 from __future__ import annotations

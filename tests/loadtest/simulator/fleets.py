@@ -49,7 +49,7 @@ def everything(jobs: Sequence[SimulatedJob]) -> list[tuple[object, ...]]:
     return [
         (
             job.number, job.request_id, job.route, job.reject, job.refused, job.started_s,
-            job.loaded_s, job.cached_tokens, job.fetched_blocks, job.compute_s, job.prefilled_s,
+            job.cached_tokens, job.fetched_blocks, job.compute_s, job.prefilled_s,
             job.first_token_s, job.joined_s, job.finished_s, job.tbt_s, job.tbt_decode_s,
         )
         for job in jobs
