@@ -2,7 +2,7 @@
 
 * ServingError
   x Overloaded        retry later             -> UNAVAILABLE, says retry_after_s
-  x RequestInvalid    fix the request         -> INVALID_ARG
+  x InvalidRequest    fix the request         -> INVALID_ARG
   x WorkerUnavailable a worker died or failed; the frontend goes on elsewhere first
     x WorkerGone      it was not there: dead before the call, starting again, or shutting down
     x StoreLost       the directory or the worker's storage node did not do its part
@@ -46,7 +46,7 @@ class Overloaded(ServingError):
         return f"rejected kind={self.kind} retry_after_s={self.retry_after_s:.2f}: {self}"
 
 
-class RequestInvalid(ServingError):
+class InvalidRequest(ServingError):
     """The request breaks limits; lists all of them."""
 
     prefix = "invalid_request:"
@@ -99,7 +99,7 @@ def from_wire(message: str, where: str) -> ServingError:
     rejected = re.search(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", message, re.DOTALL)
     if rejected:
         return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
-    for kind in (RequestInvalid, KvMissing, Cancelled, WorkerGone, StoreLost):
+    for kind in (InvalidRequest, KvMissing, Cancelled, WorkerGone, StoreLost):
         if kind.prefix in message:
             return kind(message.split(kind.prefix, 1)[1].strip())
     if any(words in message for words in TRITON_NEVER_PASSED_ON):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from backends.errors import RequestInvalid
+from backends.errors import InvalidRequest
 from backends.frontend.decision import CANDIDATES_MAX, Decided
 from backends.frontend.hot_copies import HotCopies
 from conductor.conductor import Conductor
@@ -103,14 +103,14 @@ class ClusterView:
     def excluded_by_pins(
         self, prefill_worker: str, decode_worker: str
     ) -> frozenset[tuple[str, str]]:
-        """All workers but the pinned ones ("" pins none); RequestInvalid for an unknown name."""
+        """All workers but the pinned ones ("" pins none); InvalidRequest for an unknown name."""
         with self._lock:
             workers = list(self._workers.values())
         excluded = set()
         for role, pinned in (("prefill", prefill_worker), ("decode", decode_worker)):
             names = {worker.worker_id for worker in workers if worker.role == role}
             if pinned and pinned not in names:
-                raise RequestInvalid(
+                raise InvalidRequest(
                     f"{role}_worker {pinned!r} is not serving; these are: {sorted(names)}"
                 )
             excluded |= {

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from backends.errors import (
+    InvalidRequest,
     Overloaded,
-    RequestInvalid,
     ServingError,
     WorkerGone,
     WorkerUnavailable,
@@ -290,7 +290,7 @@ class Generation:
         request = self._request
         try:
             return self._cluster.excluded_by_pins(request.prefill_worker, request.decode_worker)
-        except RequestInvalid as error:  # the named one is away at the moment
+        except InvalidRequest as error:  # the named one is away at the moment
             if self._attempts.is_resumed:
                 raise WorkerGone(str(error)) from None
             raise

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.errors import RequestInvalid
+from backends.errors import InvalidRequest
 from backends.frontend.values import InputReader, as_text, from_json, shown
 from backends.text.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ def read(
         return np.zeros(0, np.int32)
     try:
         token_ids = _token_ids(reader, given[0], tokenizer, text_bytes_max)
-    except RequestInvalid as error:
+    except InvalidRequest as error:
         reader.note(f"{given[0]}: {error}")
         token_ids = np.zeros(0, np.int64)
     if token_ids.size == 0 and len(reader.problems) == problems_before:

@@ -1,6 +1,6 @@
 """A request as the front understands it: checked, complete, with every default filled in.
 
-`parse` either returns a FrontRequest or raises RequestInvalid with *all* problems, each with the
+`parse` either returns a FrontRequest or raises InvalidRequest with *all* problems, each with the
 limit and what to do. The rules for what is not said:
 
 | input or parameter | when it is not given |
@@ -35,7 +35,7 @@ import numpy as np
 
 from backends import tensors
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
-from backends.errors import RequestInvalid
+from backends.errors import InvalidRequest
 from backends.frontend import prompt as front_prompt
 from backends.frontend import sampling as front_sampling
 from backends.frontend.values import DTYPES, NAMES, InputReader, as_text, did_you_mean, shown
@@ -89,7 +89,7 @@ def parse(
     limits: Limits,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
 ) -> FrontRequest:
-    """Raises RequestInvalid, and nothing else, whatever the inputs are."""
+    """Raises InvalidRequest, and nothing else, whatever the inputs are."""
     reader = InputReader(inputs)
     options = _Options(parameters, reader)
     prompt_ids = np.zeros(0, np.int32)
@@ -128,18 +128,18 @@ def parse(
     for name in ("return_num_input_tokens", "return_num_output_tokens"):
         reader.flag(name)  # checked only: the counts are always sent
     if reader.problems:
-        raise RequestInvalid(reader.problems)
+        raise InvalidRequest(reader.problems)
     return request
 
 
 def parse_prompt(
     inputs: Mapping[str, np.ndarray], tokenizer: Tokenizer, limits: Limits
 ) -> np.ndarray:
-    """Only the prompt, for the preprocessing model; raises RequestInvalid."""
+    """Only the prompt, for the preprocessing model; raises InvalidRequest."""
     reader = InputReader(inputs)
     found = read_prompt(reader, tokenizer, limits)
     if reader.problems:
-        raise RequestInvalid(reader.problems)
+        raise InvalidRequest(reader.problems)
     return found
 
 

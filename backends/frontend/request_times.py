@@ -12,7 +12,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from backends.errors import Cancelled, KvMissing, Overloaded, RequestInvalid, WorkerUnavailable
+from backends.errors import Cancelled, InvalidRequest, KvMissing, Overloaded, WorkerUnavailable
 from backends.metrics.page import Observations
 from backends.metrics.table import REASONS
 from conductor.messages import Prediction
@@ -98,7 +98,7 @@ def outcome_of(error: Exception | None) -> str:
         return "answered"
     if isinstance(error, Overloaded):
         return "rejected"
-    if isinstance(error, RequestInvalid | WorkerUnavailable | KvMissing | Cancelled):
+    if isinstance(error, InvalidRequest | WorkerUnavailable | KvMissing | Cancelled):
         return error.prefix.rstrip(":")
     return "internal_error"
 

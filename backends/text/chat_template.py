@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from backends.errors import ConfigError, RequestInvalid
+from backends.errors import ConfigError, InvalidRequest
 
 DEFAULT = "default"
 
@@ -54,9 +54,9 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
 ) -> str:
-    """Raises RequestInvalid when the template refuses the messages."""
+    """Raises InvalidRequest when the template refuses the messages."""
     if DEFAULT not in named and len(named) > 1:
-        raise RequestInvalid(
+        raise InvalidRequest(
             f"this checkpoint has the chat templates {', '.join(sorted(named))} but no default; "
             "send text_input instead of messages"
         )
@@ -68,7 +68,7 @@ def render(
         )  # fmt: skip
     except Exception as error:  # edge: a template is a foreign program and may raise anything
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise RequestInvalid(
+        raise InvalidRequest(
             f"messages: the checkpoint's chat template refused them ({reason})"
         ) from None
 

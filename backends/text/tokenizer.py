@@ -22,7 +22,7 @@ from typing import Any
 
 import tokenizers
 
-from backends.errors import ConfigError, RequestInvalid
+from backends.errors import ConfigError, InvalidRequest
 from backends.text import chat_template
 from backends.text.token_bytes import TokenBytes, token_bytes
 
@@ -67,7 +67,7 @@ class Tokenizer:
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special).ids)
         except Exception as error:  # the library has no narrower one; a lone surrogate, say
-            raise RequestInvalid(f"the text cannot be tokenised: {error}") from None
+            raise InvalidRequest(f"the text cannot be tokenised: {error}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of whole outputs; ids outside the vocabulary have none."""
@@ -80,7 +80,7 @@ class Tokenizer:
         Encode it with add_special=False: the template has written BOS itself.
         """
         if not self._templates:
-            raise RequestInvalid(
+            raise InvalidRequest(
                 "this checkpoint has no chat template; send text_input instead of messages"
             )
         return chat_template.render(self._templates, messages, self._special_tokens)

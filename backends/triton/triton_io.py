@@ -22,8 +22,8 @@ import numpy as np
 import triton_python_backend_utils as pb  # provided by Triton's stub
 
 from backends.errors import (
+    InvalidRequest,
     Overloaded,
-    RequestInvalid,
     ServingError,
     WorkerUnavailable,
 )
@@ -151,21 +151,21 @@ class StopCall:
 
 
 def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | StopCall:
-    """A call to a prefill or decode worker; raises RequestInvalid for anything else."""
+    """A call to a prefill or decode worker; raises InvalidRequest for anything else."""
     given = parameters_of(request).get(keys.SECRET_PARAMETER)
     if not keys.is_right(given, keys.secret_of_launch()):
-        raise RequestInvalid("workers answer to their own frontend; clients call `conductor`")
+        raise InvalidRequest("workers answer to their own frontend; clients call `conductor`")
     inputs = inputs_of(request)
     stop = inputs.get(REQUEST_STOP)
     if stop is not None and bool(stop[0]):
         return StopCall(request_id_of(request))
     missing = [name for name in (REQUEST_IDS, REQUEST_BODY) if name not in inputs]
     if missing:
-        raise RequestInvalid(f"{', '.join(missing)} missing; clients call the conductor model")
+        raise InvalidRequest(f"{', '.join(missing)} missing; clients call the conductor model")
     try:
         return WorkerCall(parse(inputs[REQUEST_BODY][0]), inputs[REQUEST_IDS])
     except msgspec.MsgspecError as error:
-        raise RequestInvalid(f"{REQUEST_BODY} is no worker request: {error}") from None
+        raise InvalidRequest(f"{REQUEST_BODY} is no worker request: {error}") from None
 
 
 class WorkerReply(Reply):
@@ -204,7 +204,7 @@ def error_response(error: Exception) -> Any:
 
 def triton_error(error: Exception) -> Any:
     codes = {
-        RequestInvalid: pb.TritonError.INVALID_ARG,
+        InvalidRequest: pb.TritonError.INVALID_ARG,
         Overloaded: pb.TritonError.UNAVAILABLE,
         WorkerUnavailable: pb.TritonError.UNAVAILABLE,
     }

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
-from backends.errors import RequestInvalid
+from backends.errors import InvalidRequest
 
 # Tensors of the worker models.
 REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
@@ -200,9 +200,9 @@ class CallLimits:
     inboxes: str = ""  # what addresses of this launch's inboxes begin with
 
     def check(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray) -> None:
-        """Raises RequestInvalid with every reason."""
+        """Raises InvalidRequest with every reason."""
         if found := list(_problems(request, ids, self)):
-            raise RequestInvalid("; ".join(found))
+            raise InvalidRequest("; ".join(found))
 
 
 def _problems(

@@ -18,8 +18,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from backends.engine.batching.batching import Admission
 from backends.errors import (
+    InvalidRequest,
     Overloaded,
-    RequestInvalid,
     ServingError,
     WorkerGone,
     WorkerUnavailable,
@@ -161,7 +161,7 @@ class JobWorker(Generic[J]):
         if self.is_closing:
             raise WorkerGone(f"{name} is shutting down")
         if job.request_id in self.jobs:
-            raise RequestInvalid(f"request id {job.request_id} is being served already")
+            raise InvalidRequest(f"request id {job.request_id} is being served already")
 
     def _queue_full(self, waiting: str) -> Overloaded:
         return Overloaded(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backends import tensors
-from backends.errors import RequestInvalid
+from backends.errors import InvalidRequest
 from backends.frontend.request import FrontRequest, Limits, parse
 from backends.text.tokenizer import Tokenizer
 from tests.backends.small_tokenizers import BOS, CHAT_TEMPLATE, EOS, byte_level
@@ -44,7 +44,7 @@ def ask(
 
 
 def refusal(parameters: dict[str, Any] | None = None, **inputs: Any) -> str:
-    with pytest.raises(RequestInvalid) as caught:
+    with pytest.raises(InvalidRequest) as caught:
         ask(parameters, **inputs)
     return str(caught.value)
 

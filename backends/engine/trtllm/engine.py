@@ -201,7 +201,7 @@ class TrtllmEngine:
     def sampling(
         self, params: SamplingParams, position: int, tokens: int, prompt_tokens: int = 0
     ) -> Any:
-        """Raises RequestInvalid for what this release, or its sampler, does not do."""
+        """Raises InvalidRequest for what this release, or its sampler, does not do."""
         return llm_sampling(
             self._package.sampling_params, self._sampler, params, position, tokens, prompt_tokens
         )

@@ -28,7 +28,7 @@ import msgspec
 
 from backends.engine.trtllm.package import accepted, only_accepted
 from backends.engine.trtllm.stats import NONE, IterationStats
-from backends.errors import RequestInvalid, WorkerUnavailable
+from backends.errors import InvalidRequest, WorkerUnavailable
 
 log = logging.getLogger(__name__)
 STATS_TIMEOUT_S = 0.5  # how long one question waits for an iteration that has not happened yet
@@ -173,7 +173,7 @@ class LlmThread:
         except asyncio.CancelledError:
             outcome = Outcome("cancelled", WorkerUnavailable("the engine is shutting down"))
         except ValueError as error:  # tensorrt_llm checks requests before it takes them
-            outcome = Outcome(error=RequestInvalid(f"tensorrt_llm: {error}"))
+            outcome = Outcome(error=InvalidRequest(f"tensorrt_llm: {error}"))
         except Exception as error:  # edge: one generation must not take the others along
             log.exception("a generation failed")
             outcome = Outcome(error=WorkerUnavailable(f"tensorrt_llm: {error}"))

@@ -32,7 +32,7 @@ from typing import Any
 
 from backends.engine.sampling_params import SEED_MAX, SamplingParams
 from backends.engine.trtllm.package import accepted
-from backends.errors import RequestInvalid
+from backends.errors import InvalidRequest
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads positions over all seeds
 NEVER = -1  # an end id that no token has
@@ -49,7 +49,7 @@ def llm_sampling(
     engine as part of its prompt: presence and frequency count from behind the client's own prompt.
     """
     if refusal := sampler.refusal(params):
-        raise RequestInvalid(refusal)
+        raise InvalidRequest(refusal)
     keywords: dict[str, Any] = {
         "max_tokens": tokens,
         "end_id": params.end_ids[0] if params.end_ids else NEVER,
@@ -84,7 +84,7 @@ def llm_sampling(
     known = accepted(cls)
     if known is not None:
         if missing := sorted(set(wanted) - known):
-            raise RequestInvalid(f"this TensorRT-LLM does not support {', '.join(missing)}")
+            raise InvalidRequest(f"this TensorRT-LLM does not support {', '.join(missing)}")
         keywords = {name: value for name, value in keywords.items() if name in known}
     return cls(**keywords, **wanted)
 

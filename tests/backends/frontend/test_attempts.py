@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from backends.errors import (
     Cancelled,
+    InvalidRequest,
     KvMissing,
     MessagesLost,
     Overloaded,
-    RequestInvalid,
     ServingError,
     StoreLost,
     WorkerGone,
@@ -143,7 +143,7 @@ def test_only_a_request_that_was_let_in_before_is_resumed() -> None:
         (Overloaded("store_full", "no room", 1.0), Loss.NO_ROOM),
         (Overloaded("ttft_slo", "too late", 1.0), None),
         (Overloaded("no_decode_worker", "none", 1.0), None),
-        (RequestInvalid("wrong"), None),
+        (InvalidRequest("wrong"), None),
         (Cancelled("it left"), None),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends import tensors
-from backends.errors import RequestInvalid
+from backends.errors import InvalidRequest
 from backends.frontend.request import FrontRequest, parse, parse_prompt
 from tests.backends.asking import (
     DTYPES,
@@ -141,14 +141,14 @@ def test_a_bad_prompt_is_refused_with_the_reason(inputs: dict[str, Any], expecte
 
 def test_no_prompt_at_all_is_refused() -> None:
     with pytest.raises(
-        RequestInvalid, match="no prompt; send exactly one of text_input, input_ids"
+        InvalidRequest, match="no prompt; send exactly one of text_input, input_ids"
     ):
         parse({}, {}, "", TOKENIZER, LIMITS)
 
 
 def test_messages_need_a_chat_template() -> None:
     chat = array("messages", json.dumps([{"role": "user", "content": "a"}]))
-    with pytest.raises(RequestInvalid, match="no chat template; send text_input"):
+    with pytest.raises(InvalidRequest, match="no chat template; send text_input"):
         parse({"messages": chat}, {}, "", tokenizer_of("byte_level"), LIMITS)
 
 
@@ -195,7 +195,7 @@ def test_all_problems_are_told_at_once() -> None:
 def test_a_tensor_of_another_type_or_name_is_refused() -> None:
     inputs = {"text_input": array("text_input", "a"), "max_tokens": np.array([1.5], np.float32),
               "stream": np.array([1], np.int32), "temperatur": np.array([1.0])}  # fmt: skip
-    with pytest.raises(RequestInvalid) as caught:
+    with pytest.raises(InvalidRequest) as caught:
         parse(inputs, {}, "", TOKENIZER, LIMITS)
     assert_matches("max_tokens has type float32; send it as INT32", str(caught.value))
     assert_matches("stream has type int32; send it as BOOL", str(caught.value))
@@ -203,7 +203,7 @@ def test_a_tensor_of_another_type_or_name_is_refused() -> None:
 
 
 def test_an_overlong_request_id_is_refused() -> None:
-    with pytest.raises(RequestInvalid, match="longer than 256 bytes"):
+    with pytest.raises(InvalidRequest, match="longer than 256 bytes"):
         ask(request_id="é" * 129)
 
 
@@ -250,7 +250,7 @@ def test_garbage_is_refused_or_understood_but_never_crashes(
 ) -> None:
     try:
         request = parse(inputs, parameters, request_id, TOKENIZER, LIMITS)
-    except RequestInvalid as error:
+    except InvalidRequest as error:
         assert str(error) and len(str(error)) < 20_000
     else:
         assert isinstance(request, FrontRequest)
@@ -265,5 +265,5 @@ def test_any_json_is_refused_or_understood(name: str, text: bytes) -> None:
         inputs["text_input"] = b"hello"
     try:
         ask(**{key: value for key, value in inputs.items() if value is not None})
-    except RequestInvalid as error:
+    except InvalidRequest as error:
         assert str(error)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.errors import ConfigError, RequestInvalid
+from backends.errors import ConfigError, InvalidRequest
 from backends.text.tokenizer import Tokenizer
 from tests.backends.small_tokenizers import (
     ASSISTANT,
@@ -130,12 +130,12 @@ def test_a_template_may_lie_in_its_own_file_or_in_a_list(tmp_path: Path) -> None
     assert Tokenizer.load(listed).apply_chat(CHAT) == "D"
     no_default = [{"name": "a", "template": "A"}, {"name": "b", "template": "B"}]
     folder = write_checkpoint(tmp_path / "none", byte_level(), {"chat_template": no_default})
-    with pytest.raises(RequestInvalid, match="a, b but no default"):
+    with pytest.raises(InvalidRequest, match="a, b but no default"):
         Tokenizer.load(folder).apply_chat(CHAT)
 
 
 def test_a_chat_without_a_template_is_refused_with_the_remedy() -> None:
-    with pytest.raises(RequestInvalid, match="no chat template; send text_input"):
+    with pytest.raises(InvalidRequest, match="no chat template; send text_input"):
         tokenizer_of("byte_level").apply_chat(CHAT)
 
 
@@ -151,7 +151,7 @@ def test_a_chat_without_a_template_is_refused_with_the_remedy() -> None:
 )
 def test_a_template_that_fails_is_the_requests_fault_not_a_crash(template: str) -> None:
     tokenizer = Tokenizer(byte_level(), {"chat_template": template})
-    with pytest.raises(RequestInvalid, match="the checkpoint's chat template refused them"):
+    with pytest.raises(InvalidRequest, match="the checkpoint's chat template refused them"):
         tokenizer.apply_chat(CHAT)
 
 
@@ -221,7 +221,7 @@ def test_ids_outside_the_vocabulary_have_no_text() -> None:
 def test_any_text_is_encoded_or_refused(kind: str, text: str) -> None:
     try:
         assert all(isinstance(token_id, int) for token_id in TOKENIZERS[kind].encode(text))
-    except RequestInvalid as error:
+    except InvalidRequest as error:
         assert "cannot be tokenised" in str(error)
 
 

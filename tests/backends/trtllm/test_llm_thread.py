@@ -19,7 +19,7 @@ from backends.engine.trtllm.package import PackageProblem
 from backends.engine.trtllm.sampling import GOLDEN, Sampler, llm_sampling
 from backends.engine.trtllm.settings import OBJECTS, TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
-from backends.errors import RequestInvalid, WorkerUnavailable
+from backends.errors import InvalidRequest, WorkerUnavailable
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.trtllm.specs import decode_spec, prefill_spec
 
@@ -99,7 +99,7 @@ def test_one_that_is_aborted_before_it_began_does_not_begin(engines: Engines) ->
 
 
 def test_a_request_that_the_engine_refuses_fails_alone(engines: Engines) -> None:
-    assert isinstance(engines.ask(100_000).end().error, RequestInvalid)
+    assert isinstance(engines.ask(100_000).end().error, InvalidRequest)
     assert engines.ask(3).end() == Outcome("length")
 
 
@@ -176,7 +176,7 @@ def test_sampling_that_a_release_lacks_is_refused_not_ignored() -> None:
         return "made"
 
     llm_sampling(old, CXX, SamplingParams(max_tokens=1, end_ids=(1,), temperature=1.0), 0, 1, 1)
-    with pytest.raises(RequestInvalid, match="min_p"):
+    with pytest.raises(InvalidRequest, match="min_p"):
         params = SamplingParams(max_tokens=1, end_ids=(1,), temperature=1.0, min_p=0.1)
         llm_sampling(old, CXX, params, 0, 1, 1)
 

@@ -8,7 +8,7 @@ import pytest
 
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.trtllm.sampling import NEUTRAL, Sampler, llm_sampling, release
-from backends.errors import RequestInvalid
+from backends.errors import InvalidRequest
 
 DRAWN: dict[str, Any] = {
     "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_p": 0.1,
@@ -66,7 +66,7 @@ def test_a_request_with_an_ignored_parameter_is_invalid_and_the_default_seed_is_
 
     llm_sampling(cls, sampler, SamplingParams(max_tokens=1, temperature=1.0), 3, 1, 9)
     assert "seed" not in made[0], "the same seed for all would be no seed at all"
-    with pytest.raises(RequestInvalid, match="would ignore presence_penalty 1, seed 3"):
+    with pytest.raises(InvalidRequest, match="would ignore presence_penalty 1, seed 3"):
         params = SamplingParams(max_tokens=1, temperature=1.0, presence_penalty=1.0, seed=3)
         llm_sampling(cls, sampler, params, 0, 1, 9)
 

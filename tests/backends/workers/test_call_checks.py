@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from backends.engine.sampling_params import SamplingParams
-from backends.errors import RequestInvalid
+from backends.errors import InvalidRequest
 from backends.workers.protocol import (
     CallLimits,
     DecodeRequest,
@@ -35,7 +35,7 @@ def sampling(**changes: Any) -> dict[str, Any]:
 
 
 def reasons(request: Any, ids: np.ndarray = IDS, **changes: Any) -> str:
-    with pytest.raises(RequestInvalid) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         LIMITS.check(msgspec.structs.replace(request, **changes), ids)
     return str(refused.value)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from backends.engine.sampling_params import SamplingParams
-from backends.errors import RequestInvalid
+from backends.errors import InvalidRequest
 from backends.metrics.page import MetricPage, Observations
 from backends.workers.kv_writer import BlockPut
 from backends.workers.prefill_job import PrefillJob
@@ -94,7 +94,7 @@ def test_what_is_wrong_with_a_request_is_told_to_its_client_and_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuses(loaded: PrefillJob) -> None:
-        raise RequestInvalid("this TensorRT-LLM does not support min_p")
+        raise InvalidRequest("this TensorRT-LLM does not support min_p")
 
     worker: Any = object.__new__(PrefillWorker)
     worker.lock, worker.driver = threading.Condition(), SimpleNamespace(start=refuses)
