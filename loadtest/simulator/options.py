@@ -16,6 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from backends.workers.config import OLD_NAMES
 from conductor import ConductorConfig
 from loadtest.bench.result import Cell, Target
 from loadtest.replay.trace import TraceRow, read_trace
@@ -69,6 +70,7 @@ class SimulationOptions:
         found: dict[str, bool | int | float | str] = {}
         for change in self.changes:
             name, equals, text = change.partition("=")
+            name = OLD_NAMES.get(name, name)  # as config.pbtxt accepts them
             before = getattr(config, name, None)
             if not equals or not isinstance(before, (bool, int, float, str)):
                 raise SimulationRefused(

@@ -81,6 +81,7 @@ def test_coupled_sweeps_the_engines_beside_the_cluster(
         (["scheduling", "--set", "order=3"], "write NAME=VALUE"),
         (["scheduling", "--set", "queue_stretch=fast"], "'fast' is no float"),
         (["scheduling", "--set", "queue_order=lifo"], "queue_order is 'lifo'; use one of"),
+        (["scheduling", "--set", "overtaker_share=2"], "expected_arrivals_share is 2.0; it is"),
         (["hit-rate", "--set", "queue_stretch=3"], "no conductor decides in hit-rate"),
     ],
 )
