@@ -159,11 +159,11 @@ def simulate(
 
 
 async def measure(
-    addresses: Addresses, rows: Sequence[TraceRow], scale: float, runs: int, seed: int,
-    rounds: int,
+    addresses: Addresses, repository: Path, rows: Sequence[TraceRow], scale: float, runs: int,
+    seed: int, rounds: int,
 ) -> tuple[list[tuple[RequestMeans, RequestMeans]], Profile]:  # fmt: skip
     """(real, simulated) of each run."""
-    profile = await measure_profile(addresses.grpc, WORKERS, rounds, seed, 2**31)
+    profile = await measure_profile(addresses, repository, WORKERS, rounds, seed, 2**31)
     async with TritonClient(addresses.grpc, "conductor", channels=1) as client:
         server = await describe_server(client, {})
     refuse_too_long(rows, scale, server)
@@ -220,7 +220,9 @@ def main(
         arguments = ["--model-repository", str(copy), "--store-bytes", "1G"]
         with served(None, arguments) as addresses:
             console.print(f"{len(rows)} requests, {runs} runs, --seed {seed}")
-            found, profile = asyncio.run(measure(addresses, rows, length_scale, runs, seed, rounds))
+            found, profile = asyncio.run(
+                measure(addresses, copy, rows, length_scale, runs, seed, rounds)
+            )
         for number, (real, simulated) in enumerate(found, 1):
             run.rows += [real.row(number, "server"), simulated.row(number, "simulator")]
         run.rows.append({

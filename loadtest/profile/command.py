@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from google.protobuf import text_format
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,10 +26,14 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from tritonclient.grpc import model_config_pb2
 
 from backends.workers.machine_profile import cpu_model
 from loadtest.bench.harness import FreshSeed, ServerUrl, console, measuring, served
-from loadtest.client.server import describe_server
+from loadtest.bench.server import PROJECT
+from loadtest.client.metrics_page import counter_sum, fetch_page
+from loadtest.client.protocol import ServerError
+from loadtest.client.server import Addresses, describe_server
 from loadtest.client.triton_client import TritonClient
 from loadtest.profile.measure import (
     DECODE_POINTS,
@@ -56,7 +61,7 @@ def profile(
         int, typer.Option(min=256, help="Leave out longer prompts and contexts: quicker.")
     ] = 1_000_000,
     out: Annotated[
-        Path | None, typer.Option(help="Write the profile there, for `mooncake simulate`.")
+        Path | None, typer.Option(help="Write the profile there, as one line of JSON.")
     ] = None,
     seed: FreshSeed = None,
     as_json: Annotated[
@@ -69,9 +74,10 @@ def profile(
     tokens), about a minute on the demo model. Send the server nothing else meanwhile.
     """
     seed = secrets.randbits(62) if seed is None else seed
+    repository = PROJECT / "model_repository" if url is None else None
     with measuring(), served(url) as addresses:
         found = asyncio.run(
-            measure(addresses.grpc, (prefill, decode), rounds, seed, context_tokens_max)
+            measure(addresses, repository, (prefill, decode), rounds, seed, context_tokens_max)
         )
     if out is not None:
         out.write_text(found.to_json() + "\n")
@@ -83,13 +89,15 @@ def profile(
 
 
 async def measure(
-    url: str, workers: tuple[str, str], rounds: int, seed: int, context_tokens_max: int
-) -> Profile:
-    """Of the server at `url`; raises ServerError."""
+    addresses: Addresses, repository: Path | None, workers: tuple[str, str], rounds: int,
+    seed: int, context_tokens_max: int,
+) -> Profile:  # fmt: skip
+    """`repository` is None of a server that others started. Raises ServerError."""
     prefill, decode = workers
-    of_decode = await settings_of(url, decode)
-    settings = await settings_of(url, prefill) | of_decode  # memory and slots are those of decode
-    async with TritonClient(url, "conductor", channels=STREAMS_MAX) as client:
+    of_decode = settings_of(addresses, repository, decode)
+    # Memory and slots are those of decode.
+    settings = settings_of(addresses, repository, prefill) | of_decode
+    async with TritonClient(addresses.grpc, "conductor", channels=STREAMS_MAX) as client:
         server = await describe_server(client, {})
         room = Room(
             min(server.context_tokens_max, context_tokens_max), server.block_tokens,
@@ -108,6 +116,7 @@ async def measure(
             steps = await pair.decode(decodes, rounds, lambda: progress.advance(task))
             task = progress.add_task("both at once", total=rounds)
             both = await pair.together(room, rounds, lambda: progress.advance(task))
+    url = addresses.grpc
     machine = f"{cpu_model()}, {os.cpu_count()} cores" if is_local(url) else url
     alone_s = min(step.seconds for step in steps)
     return Profile(
@@ -116,10 +125,20 @@ async def measure(
     )  # fmt: skip
 
 
-async def settings_of(url: str, worker: str) -> dict[str, str]:
-    async with TritonClient(url, worker, channels=1) as client:
-        found = await client.model_parameters()
-    return {name: value for name, value in found.items() if name in SETTINGS}
+def settings_of(addresses: Addresses, repository: Path | None, worker: str) -> dict[str, str]:
+    """What the worker's config.pbtxt says of its engine.
+
+    A worker has a Triton of its own, which answers the frontend only. Where the repository is not
+    known, the metrics page says how much KV memory there is, and the rest is left out.
+    """
+    if repository is not None:
+        text = (repository / worker / "config.pbtxt").read_text()
+        found = text_format.Parse(text, model_config_pb2.ModelConfig()).parameters
+        return {name: found[name].string_value for name in SETTINGS if name in found}
+    pages = counter_sum(fetch_page(addresses.metrics_url), "mooncake_pages_max", {"model": worker})
+    if pages is None:
+        raise ServerError("unavailable", f"{addresses.metrics_url} knows no worker {worker}")
+    return {"kv_pages": f"{pages:.0f}"}
 
 
 def is_local(url: str) -> bool:

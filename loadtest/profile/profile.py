@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from conductor.estimates.estimates import (
@@ -38,10 +37,6 @@ from conductor.estimates.estimates import (
 )
 
 VERSION = 2
-
-
-class ProfileRefused(ValueError):
-    """A file is no profile, or of another version; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +126,3 @@ def _fitted(
         "error_max": fit.error_max,
         "samples": [list(sample) for sample in samples],
     }
-
-
-def read_profile(path: Path) -> Profile:
-    """Raises ProfileRefused, or OSError when the file is not there."""
-    try:
-        found = json.loads(path.read_text())
-        version = found["version"]
-        if version != VERSION:
-            raise ProfileRefused(
-                f"{path} has version {version}, this is {VERSION}: run `mooncake profile` again"
-            )
-        return Profile(
-            str(found["machine"]),
-            found["settings"],
-            [PrefillSample(*sample) for sample in found["prefill"]["samples"]],
-            [DecodeSample(*sample) for sample in found["decode"]["samples"]],
-            Serving(**found["serving"]),
-            Sharing(**found["sharing"]),
-        )
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ProfileRefused(f"{path} is not a file of `mooncake profile`: {error!r}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 
 import pytest
 
@@ -13,6 +13,11 @@ from conductor.estimates.estimates import (
     PrefillSample,
 )
 from loadtest.bench.harness import together_tbt_s
+from loadtest.bench.server import PROJECT
+from loadtest.client.protocol import ServerError
+from loadtest.client.server import addresses_of
+from loadtest.profile import command
+from loadtest.profile.command import settings_of
 from loadtest.profile.measure import (
     STEPS,
     Prefill,
@@ -23,7 +28,7 @@ from loadtest.profile.measure import (
     sharing_of,
     split,
 )
-from loadtest.profile.profile import Profile, ProfileRefused, Serving, Sharing, read_profile
+from loadtest.profile.profile import Profile, Serving, Sharing
 
 PREFILL = PrefillEstimate(0.01, 1e-4, 1e-7)
 DECODE = DecodeEstimate(0.004, 3e-4, 2e-7)
@@ -40,10 +45,16 @@ def profile() -> Profile:
     )  # fmt: skip
 
 
-def test_a_profile_survives_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(profile().to_json())
-    assert read_profile(path) == profile()
+def test_a_profile_is_one_line_with_what_was_measured_and_what_was_fitted() -> None:
+    text = profile().to_json()
+    found = json.loads(text)
+    assert "\n" not in text and found["version"] == 2
+    assert (found["machine"], found["settings"]) == ("a machine", {"threads": "1"})
+    assert found["prefill"]["coefficients"] == pytest.approx(PREFILL.coefficients)
+    assert found["prefill"]["samples"][3] == [256, 4096, PREFILL.seconds(256, 4096)]
+    assert found["decode"]["samples"][0] == [1, 80, DECODE.step_s(1, 80)]
+    assert found["serving"] == {"base_s": 0.01, "per_cached_token_s": 2e-6, "handover_s": 0.0}
+    assert found["sharing"] == {"prefill": 1.5, "decode": 1.25}
 
 
 def test_the_fit_of_exact_samples_is_the_formula_that_made_them() -> None:
@@ -68,19 +79,22 @@ def test_a_long_prompt_pays_the_fixed_part_once_a_step() -> None:
     assert found.prompt_s(4096, 0) == pytest.approx(seconds(4096, 0), rel=1e-3)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 2}', "nonsense"])
-def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(text)
-    with pytest.raises(ProfileRefused, match="not a file of `mooncake profile`"):
-        read_profile(path)
+def test_the_settings_of_our_own_server_are_those_of_its_repository() -> None:
+    nowhere = addresses_of("127.0.0.1:1")
+    found = settings_of(nowhere, PROJECT / "model_repository", "decode_0")
+    assert found["block_tokens"] == "64" and int(found["kv_pages"]) > 0
+    assert "store_node" not in found, "it says nothing of the engine"
 
 
-def test_a_profile_of_another_version_says_what_to_do(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(profile().to_json().replace('"version": 2', '"version": 0'))
-    with pytest.raises(ProfileRefused, match="run `mooncake profile` again"):
-        read_profile(path)
+def test_a_server_of_others_says_only_how_much_memory_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = 'mooncake_pages_max{model="decode_0"} 512\n'
+    monkeypatch.setattr(command, "fetch_page", lambda url: page)
+    server = addresses_of("127.0.0.1:1")
+    assert settings_of(server, None, "decode_0") == {"kv_pages": "512"}
+    with pytest.raises(ServerError, match="knows no worker decode_9"):
+        settings_of(server, None, "decode_9")
 
 
 def test_a_step_is_the_time_between_tokens_while_all_streams_run() -> None:
