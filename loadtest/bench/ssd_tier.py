@@ -116,7 +116,8 @@ def measure(tiers: TierPair, blocks: int, rounds: int) -> list[dict[str, Cell]]:
     def load(way: str) -> Timed:
         return timed(partial(tiers.load, way, tiers.chosen(blocks)))
 
-    times = in_turns({"raw": raw, **{way: partial(load, way) for way in WAYS}}, rounds)
+    turns: dict[str, Callable[[], Timed]] = {"raw": raw}
+    times = in_turns(turns | {way: partial(load, way) for way in WAYS}, rounds)
     seconds = {way: statistics.median(wall for wall, _ in found) for way, found in times.items()}
     return [
         {

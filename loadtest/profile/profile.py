@@ -11,7 +11,7 @@
 `coefficients` are those of conductor/estimates/estimates.py, fitted with its relative error:
 `error_mean` is the MAPE as a fraction. Those of a prefill are of one step: a prompt longer than
 `chunk_tokens` pays base_s once a step (`prompt_s`). Samples are of whole prompts, as measured.
-`serving` is what a client's TTFT has on top of the prefill, the way through Triton and the front
+`serving` is what a client's TTFT has on top of the prefill, the way through Triton and the frontend
 and loading a cached prefix from the worker's own node; and what lies between the first token and
 the second on top of a decode step: putting, calling and reading. `sharing` is how many times as
 long a step takes while the other of the two workers computes: 1 where each has a device of its own.
