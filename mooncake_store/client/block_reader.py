@@ -101,7 +101,7 @@ class BlockReader:
         arrived: list[bool],
         until_s: float,
     ) -> bool:
-        """Read these blocks of one node. True: it has a new incarnation, try once more."""
+        """Read these blocks of one node. True: it has a new incarnation, read again."""
         info = self._nodes.usable(node_id)
         transport = self._nodes.transport(info) if info else None
         if info is None or transport is None or info.is_ssd:

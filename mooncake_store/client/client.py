@@ -166,7 +166,7 @@ class StoreClient:
         deadline_s = self._check_deadline(deadline_s)
         self._check_keys(keys, len(keys))
         found = self._getter.find(keys)
-        sizes = [places[0].size_bytes if places else 0 for places in found]
+        sizes = [copies[0].size_bytes if copies else 0 for copies in found]
         arrays = [np.empty(size, np.uint8) if size else None for size in sizes]
         arrived = self._get(keys, found, arrays, 0, deadline_s)
         return [
@@ -191,10 +191,10 @@ class StoreClient:
         if not isinstance(offset_bytes, int) or offset_bytes < 0:
             raise RequestInvalid(f"offset_bytes is {offset_bytes}; a block starts at 0")
         found = self._getter.find(keys)
-        for key, places, target in zip(keys, found, targets, strict=True):
-            if places and offset_bytes + target.nbytes > places[0].size_bytes:
+        for key, copies, target in zip(keys, found, targets, strict=True):
+            if copies and offset_bytes + target.nbytes > copies[0].size_bytes:
                 raise RequestInvalid(
-                    f"block {key.hex()} has {places[0].size_bytes} bytes; {target.nbytes} "
+                    f"block {key.hex()} has {copies[0].size_bytes} bytes; {target.nbytes} "
                     f"from {offset_bytes} on reach past its end: ask stat() for the size"
                 )
         return self._get(keys, found, targets, offset_bytes, deadline_s)

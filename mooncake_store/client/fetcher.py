@@ -27,7 +27,7 @@ from mooncake_store.transports.transport import ByteSpan
 
 @dataclass(frozen=True, slots=True)
 class OwnSegment:
-    """The segment of one life of the own node, writable from here."""
+    """The segment of one incarnation of the own node, writable from here."""
 
     info: NodeInfo
     view: ByteArray
@@ -98,7 +98,7 @@ class Fetcher:
                 for i, slot in zip(indices, given.slots, strict=True)
                 if slot is not None
             ]
-            here = own()  # another life of it may have been attached
+            here = own()  # another incarnation may have been attached
             if wanted and here is not None:
                 left_s = until_s - time.monotonic()
                 bytes_from.update(self._pull(here, wanted, owner, lease_s, left_s))
@@ -112,10 +112,10 @@ class Fetcher:
         lease_s: float,
         deadline_s: float,
     ) -> Counter[str]:
-        wants, places = [], []
+        wants, starts = [], []
         for _, slot, copy in wanted:
             span = ByteSpan(own.shape.slot_offset_bytes(slot.slot), copy.size_bytes)
-            places.append(span.offset_bytes)
+            starts.append(span.offset_bytes)
             # Stored without a checksum (0), it gets one here: the lease kept it as it was.
             digests = (copy.checksum,) if copy.checksum else ()
             wants.append(Want(copy, 0, (own.view, span), digests))
@@ -133,7 +133,7 @@ class Fetcher:
         late = {span.offset_bytes for span in self._pending_in(own.view)}
         lost = [
             slot
-            for (_, slot, _), start, is_here in zip(wanted, places, arrived, strict=True)
+            for (_, slot, _), start, is_here in zip(wanted, starts, arrived, strict=True)
             if not is_here and start not in late
         ]
         if lost:

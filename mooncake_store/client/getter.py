@@ -60,10 +60,10 @@ class Getter:
         """Which blocks are in their targets now. What is missing is tried once more, leased."""
         request = _Request(keys, targets, offset_bytes, time.monotonic() + deadline_s)
         in_dram = [
-            places  # nearly always one copy, in DRAM
-            if len(places) == 1 and not places[0].node_id.endswith(SSD_SUFFIX)
-            else tuple(copy for copy in places if not copy.node_id.endswith(SSD_SUFFIX))
-            for places in found
+            copies  # nearly always one copy, in DRAM
+            if len(copies) == 1 and not copies[0].node_id.endswith(SSD_SUFFIX)
+            else tuple(copy for copy in copies if not copy.node_id.endswith(SSD_SUFFIX))
+            for copies in found
         ]
         self._try_all(request, in_dram, owner)
         if all(request.arrived):
@@ -86,8 +86,8 @@ class Getter:
         keys = [request.keys[index] for index in missing]
         again = self._directory.lookup(keys, owner, lease_s, prefix_only=False)
         found: list[tuple[Copy, ...]] = [()] * len(request.keys)
-        for index, places in zip(missing, again, strict=True):
-            found[index] = tuple(place for place in places if request.fits(index, place))
+        for index, copies in zip(missing, again, strict=True):
+            found[index] = tuple(copy for copy in copies if request.fits(index, copy))
         self._try_all(request, found, owner)
 
     def _try_all(self, request: _Request, found: Sequence[tuple[Copy, ...]], owner: str) -> None:
@@ -104,8 +104,8 @@ class Getter:
             if all(request.arrived):
                 break
             left = [
-                () if is_here else tuple(copy for copy in places if copy is not chosen.get(index))
-                for index, (places, is_here) in enumerate(zip(left, request.arrived, strict=True))
+                () if is_here else tuple(copy for copy in copies if copy is not chosen.get(index))
+                for index, (copies, is_here) in enumerate(zip(left, request.arrived, strict=True))
             ]
 
     def _read_from_ssd(self, request: _Request, chosen: dict[int, Copy], owner: str) -> None:

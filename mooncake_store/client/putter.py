@@ -5,7 +5,7 @@ so whoever reads a slot without asking (a reader without checksums, a directory 
 whose bytes it saw. On this host the payload is copied into the mapped segment and its checksum is
 computed on the way; elsewhere it goes through the transport of the node.
 
-What fails is told apart by what may still happen: after a failed transfer nothing is in flight, and
+What follows a failure is what may still happen: after a failed transfer nothing is in flight, and
 the slots go back at once; after a timeout bytes may still arrive, so the slots rest until the lease
 ends.
 
@@ -119,7 +119,7 @@ class BlockWriter:
     ) -> list[int]:
         until_s = time.monotonic() + deadline_s
         slices = [shape.headers(write.slot, write.source.nbytes) for write in writes]
-        places = [ByteSpan(each.start, HEADER_BYTES) for each in slices]
+        positions = [ByteSpan(each.start, HEADER_BYTES) for each in slices]
         others = [ByteSpan(each.start + HEADER_BYTES, length) for each in slices
                   if (length := each.stop - each.start - HEADER_BYTES)]  # fmt: skip
         zeros = max((other.length_bytes for other in others), default=0)
@@ -134,7 +134,7 @@ class BlockWriter:
                 sources = [(heads, ByteSpan(start, HEADER_BYTES)) for start in starts]
                 emptied = others if state == STATE_WRITING else []
                 sources += [(heads, ByteSpan(len(raw), other.length_bytes)) for other in emptied]
-                transport.write(info, sources, [*places, *emptied], _left(until_s))
+                transport.write(info, sources, [*positions, *emptied], _left(until_s))
 
         def put_part(part: Sequence[Write]) -> list[int]:
             # Hashed just before they are sent: the transfer finds them in the CPU's cache.
@@ -184,7 +184,7 @@ class Putter:
         self._registrations = registrations
         self._writer = writer
         self._tenant = tenant
-        self._attached: dict[str, str] = {}  # node_id -> the life of it that was attached
+        self._attached: dict[str, str] = {}  # node_id -> the incarnation that was attached
 
     def put(
         self,

@@ -56,8 +56,8 @@ class Replicas:
                 part = keys[start : start + BLOCKS_MAX]
                 self._pull(part, infos[node_id], owner, until_s, source)
         done = []
-        for key, places in zip(keys, self._places(keys, owner), strict=True):
-            there = {copy.node_id for copy in places}
+        for key, copies in zip(keys, self._copies(keys, owner), strict=True):
+            there = {copy.node_id for copy in copies}
             is_done = bool(there) and there.issuperset(add)
             meant = there.intersection(drop) if is_done else set()
             if meant and there == meant:
@@ -68,7 +68,7 @@ class Replicas:
             done.append(is_done)
         return done
 
-    def _places(self, keys: Sequence[bytes], owner: str) -> list[tuple[Copy, ...]]:
+    def _copies(self, keys: Sequence[bytes], owner: str) -> list[tuple[Copy, ...]]:
         return self._directory.lookup(keys, owner, 0.0, prefix_only=False)
 
     def _pull(
@@ -87,9 +87,9 @@ class Replicas:
         found = self._directory.lookup(keys, owner, left_s + LEASE_MARGIN_S, prefix_only=False)
         try:
             wanted = [
-                (key, _copy_on(source, places))
-                for key, places in zip(keys, found, strict=True)
-                if places and target.node_id not in {copy.node_id for copy in places}
+                (key, _copy_on(source, copies))
+                for key, copies in zip(keys, found, strict=True)
+                if copies and target.node_id not in {copy.node_id for copy in copies}
             ]
             if wanted:
                 chosen, copies = zip(*wanted, strict=True)
@@ -131,7 +131,7 @@ class Replicas:
         return len(self._directory.blocks_on(node_id, DRAIN_BLOCKS, only_here=True))
 
 
-def _copy_on(node_id: str, places: Sequence[Copy]) -> Copy:
+def _copy_on(node_id: str, copies: Sequence[Copy]) -> Copy:
     """Of this node, in DRAM if it is there; else the first."""
-    on_node = (copy for copy in places if copy.node_id.removesuffix(SSD_SUFFIX) == node_id)
-    return next(on_node, places[0])
+    on_node = (copy for copy in copies if copy.node_id.removesuffix(SSD_SUFFIX) == node_id)
+    return next(on_node, copies[0])

@@ -88,7 +88,7 @@ class Restorer:
                 return self._directory.allocate(
                     node_id, keys, owner, lease_s, size_bytes=size_bytes
                 )
-            except NodeUnknown:  # not attached in this life of it
+            except NodeUnknown:  # this incarnation is not attached yet
                 try:
                     self._directory.attach(node_id, "restore", size_bytes)
                 except StoreError:
@@ -164,8 +164,8 @@ class Restorer:
         while len(found) < len(indices) and time.monotonic() < until_s:
             missing = [index for index in indices if index not in found]
             chosen = [keys[index] for index in missing]
-            places = self._directory.lookup(chosen, owner, lease_s, prefix_only=False)
-            for index, copies in zip(missing, places, strict=True):
+            looked_up = self._directory.lookup(chosen, owner, lease_s, prefix_only=False)
+            for index, copies in zip(missing, looked_up, strict=True):
                 here = [copy for copy in copies if copy.node_id == node_id]
                 if here:
                     found[index] = here[0]

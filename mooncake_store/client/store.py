@@ -13,9 +13,9 @@ when the directory itself does not answer. After a timeout bytes may still arriv
 in pending_offsets() must not be given to anybody until it stops listing them.
 
 When the own storage node dies its memory is unmapped within a fraction of a second, because its
-next life may need the room (mapped_transport.py). What is written to its slots then is lost, as it
-would be in the memory of a dead node. The next allocate() notices the new life (NodeNotAttached)
-and maps its segment.
+next incarnation may need the room (mapped_transport.py). What is written to its slots then is lost,
+as it would be in the memory of a dead node. The next allocate() notices the new incarnation
+(NodeNotAttached) and maps its segment.
 
 Not here: moving and verifying (block_reader.py), nodes and their failures (known_nodes.py),
 replication by decision of the conductor (it calls fetch).
@@ -60,7 +60,7 @@ class _Own:
     info: NodeInfo
     shape: Geometry
     segment: Segment
-    first_generation: int = GENERATION_MAX  # given out since: earlier ones are of an earlier life
+    first_generation: int = GENERATION_MAX  # that this incarnation of it gave out
 
     def now(self) -> OwnSegment | None:
         """Its memory, mapped for as long as this is held; None when it is dead."""
@@ -68,7 +68,7 @@ class _Own:
         return None if view is None else OwnSegment(self.info, view, self.shape)
 
     def holding(self, slot: Slot) -> OwnSegment | None:
-        """The same for this use of a slot; None when that was in an earlier life of the node."""
+        """The same for this use of a slot; None when an earlier incarnation gave it."""
         return self.now() if slot.generation >= self.first_generation else None
 
 
@@ -125,7 +125,7 @@ class Store:
     # ---- the own node
 
     def _attach(self, before: _Own | None) -> _Own:
-        """Format the own node as it is now, and map it unless this life of it is mapped."""
+        """Format the own node as it is now, and map it unless this incarnation is mapped."""
         self._nodes.refresh()
         info = self._nodes.find(self.node_id)
         if info is None:
@@ -151,7 +151,7 @@ class Store:
             self._own = self._attach(before)
             log.warning("node_id=%s attached again", self.node_id)
 
-    def _map_next_life(self, before: _Own) -> None:
+    def _map_next_incarnation(self, before: _Own) -> None:
         """Of the own node that died; TransferFailed while there is none."""
         try:
             self._attach_again(before)
@@ -210,13 +210,13 @@ class Store:
                     log.warning("node_id=%s cannot store: %s", self.node_id, error)
                     break
                 continue
-            with self._attaching:  # a new life that gave these slots may be being mapped
+            with self._attaching:  # a new incarnation that gave these slots may be being mapped
                 own = self._own
             if not own.segment.is_owner_alive():
-                # Another worker was the first to attach the node's next life, so the directory
-                # gives slots of it; or nobody has noticed yet that it died.
+                # Another worker was the first to attach the node's next incarnation, so the
+                # directory gives slots of it; or nobody has noticed yet that it died.
                 self.abandon([slot for slot in given.slots if slot is not None], owner)
-                self._map_next_life(own)
+                self._map_next_incarnation(own)
                 continue
             for key, slot in zip(keys, given.slots, strict=True):
                 if slot is None:
@@ -233,7 +233,7 @@ class Store:
     def slot_view(self, slot: Slot) -> ByteArray:
         """The payload of a slot of the own segment, to be filled with a block (uint8).
 
-        When that life of the node is over, memory that nobody reads.
+        When that incarnation is over, memory that nobody reads.
         """
         assert slot.node_id == self.node_id, f"{slot} is not of the own node {self.node_id}"
         here = self._own.holding(slot)
@@ -288,7 +288,7 @@ class Store:
     ) -> list[bool]:
         """Block i of copies[i] into the page that starts at buffer[offsets_bytes[i]].
 
-        With `layers` only these consecutive layers, each to its place inside the page;
+        With `layers` only these consecutive layers, each to its position inside the page;
         `checksums` are then those of the single layers, block by block. Without them a partial
         read cannot be verified. False: this block is a miss (its page may hold anything).
         """
@@ -306,7 +306,7 @@ class Store:
         return self._reader.read(wants, deadline_s)
 
     def _part(self, layers: range | None) -> ByteSpan:
-        """These layers' place inside a block."""
+        """The span of these layers inside a block."""
         if layers is None:
             return ByteSpan(0, self.layout.block_bytes)
         assert layers.step == 1 and len(layers), f"layers must be consecutive: {layers}"
@@ -335,7 +335,7 @@ class Store:
             lambda: self._own.now(), keys, copies, owner, lease_s, deadline_s
         )
         found = self._directory.lookup(keys, owner, lease_s)
-        local = [any(copy.node_id == self.node_id for copy in places) for places in found]
+        local = [any(copy.node_id == self.node_id for copy in copies) for copies in found]
         return Fetched(local.index(False) if False in local else len(local), bytes_from)
 
     def pending_offsets(self, buffer: ByteArray | None = None) -> list[ByteSpan]:
@@ -357,8 +357,8 @@ class Store:
     def _key_of(self, copy: Copy) -> bytes | None:
         """From a recent lookup of this worker, or else from the header of the slot."""
         for keys, found in reversed(tuple(self._recent)):
-            for key, places in zip(keys, found, strict=False):
-                if copy in places:
+            for key, copies in zip(keys, found, strict=False):
+                if copy in copies:
                     return key
         header = self._headers.read(copy)
         return header.key if header and header.generation == copy.generation else None

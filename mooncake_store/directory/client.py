@@ -196,7 +196,7 @@ class DirectoryClient:
 
     def release_later(self, owner: str) -> None:
         """As `release`, without waiting for the answer; when it is lost, the lease runs out."""
-        self._requester.tell(protocol.Release(owner), self.timeout_s)
+        self._requester.send(protocol.Release(owner), self.timeout_s)
 
     # ---- workers
 

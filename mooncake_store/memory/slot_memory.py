@@ -2,7 +2,7 @@
 
 A header says whose block lies there, and whether it is whole. It is written by the worker that
 fills a slot and read by whoever rebuilds a directory from segments. It ends with a checksum of
-itself, so a torn or foreign header reads as "nothing here".
+itself, so a torn or unrelated header reads as "nothing here".
 
 Each unit has a header; a block's is that of its first one. Whoever begins to fill a slot empties
 those of the other units. So a header inside a block says that something else was written there

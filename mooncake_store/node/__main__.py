@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         metavar="SECONDS",
         help="wait so long for memory that others still have, as those do who have mapped the "
-        "segment of this node's last life (%(default)s)",
+        "segment of this node's last incarnation (%(default)s)",
     )
     parser.add_argument("--mapped-only", action="store_true", help="no NIXL: one host only")
     parser.add_argument("--rack", default="", help="label; nodes of one rack are near each other")
@@ -190,8 +190,8 @@ def started(
 ) -> StorageNode | None:
     """The node, as soon as there is room for its segment; None when a signal says stop first.
 
-    The memory of a life that died is free once everybody has unmapped it, which takes a moment.
-    StoreError when it cannot start.
+    The memory of an incarnation that died is free once everybody has unmapped it, which takes a
+    moment. StoreError when it cannot start.
     """
     began_s = time.monotonic()
     while True:

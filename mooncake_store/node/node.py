@@ -1,4 +1,4 @@
-"""The storage node: a process that owns a segment and perhaps an SSD, and says that it lives.
+"""The storage node: a process that owns a segment and perhaps an SSD, and reports that it is alive.
 
 python -m mooncake_store.node --node-id s0 --directory ipc:///tmp/directory --segment-bytes N \\
     --segment-path /dev/shm/mooncake-s0 [--ssd-path FOLDER --ssd-bytes N]

@@ -76,7 +76,7 @@ class Puller:
     def _here(self, keys: Sequence[bytes], owner: str) -> list[bool]:
         found = self._directory.lookup(keys, owner, 0.0, prefix_only=False)
         node_id = self._own.info.node_id
-        return [any(copy.node_id == node_id for copy in places) for places in found]
+        return [any(copy.node_id == node_id for copy in copies) for copies in found]
 
     def _open(self) -> tuple[KnownNodes, Restorer]:
         with self._lock:

@@ -112,7 +112,7 @@ WAIT_STEP = 1 / 16  # then look again after this part of the time that has passe
 
 
 class Row(NamedTuple):
-    """`length_bytes` at these places in the memory and in the file."""
+    """`length_bytes` at these offsets in the memory and in the file."""
 
     memory_bytes: int
     file_bytes: int

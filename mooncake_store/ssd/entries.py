@@ -57,7 +57,7 @@ class SsdShape(NamedTuple):
         return -(-size_bytes // self.unit_bytes)
 
     def holds(self, entry: SsdEntry) -> bool:
-        """Can it be? One of an absurd generation would keep its place against all that come."""
+        """Can it be? One of an absurd generation would keep its slot against all that come."""
         end_bytes = (entry.slot + self.units_of(entry.size_bytes)) * self.unit_bytes
         is_possible = entry.size_bytes > 0 and entry.generation < GENERATION_MAX
         return is_possible and end_bytes <= self.capacity_bytes

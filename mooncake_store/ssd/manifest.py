@@ -96,7 +96,7 @@ class Manifest:
         """These blocks are on the disk, in slots that make_room() cleared. OSError: not noted."""
         with self._lock:
             taken = [entry for entry in entries if self.table.put(entry)]
-            assert len(taken) == len(entries), "two blocks in one place, or no make_room() before"
+            assert len(taken) == len(entries), "two blocks in one slot, or no make_room() before"
             try:
                 self._append([pack_put(entry) for entry in entries])
             except OSError:

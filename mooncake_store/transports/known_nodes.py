@@ -105,11 +105,10 @@ class KnownNodes:
         """Ask the directory; StoreUnavailable when it is gone."""
         asked_s = time.monotonic()
         nodes = {info.node_id: info for info in self._directory.nodes()}
+        there = {(info.node_id, info.incarnation) for info in nodes.values()}
         with self._lock:
             self._nodes, self._asked_s = nodes, asked_s
-            gone = [name for name, (life, _) in self._bad.items() if not _lives(nodes, name, life)]
-            for name in gone:
-                del self._bad[name]
+            self._bad = {name: bad for name, bad in self._bad.items() if (name, bad[0]) in there}
 
     def all(self) -> list[NodeInfo]:
         with self._lock:
@@ -120,7 +119,7 @@ class KnownNodes:
         return self._find(node_id)[0]
 
     def usable(self, node_id: str) -> NodeInfo | None:
-        """The node, or None when it is unknown or this life of it has failed a moment ago."""
+        """The node, or None when it is unknown or this incarnation has failed a moment ago."""
         info, is_bad = self._find(node_id)
         return None if is_bad else info
 
@@ -200,8 +199,8 @@ class KnownNodes:
         return found
 
     def _is_bad(self, info: NodeInfo, now_s: float) -> bool:
-        life, until_s = self._bad.get(info.node_id, ("", 0.0))
-        return life == info.incarnation and now_s < until_s
+        incarnation, until_s = self._bad.get(info.node_id, ("", 0.0))
+        return incarnation == info.incarnation and now_s < until_s
 
     # ---- the transports
 
@@ -251,7 +250,3 @@ def _nixl(mode: str) -> NixlTransport | None:
             raise
         log.warning("goes on without NIXL, by plain TCP to other hosts: %s", error)
         return None
-
-
-def _lives(nodes: dict[str, NodeInfo], node_id: str, incarnation: str) -> bool:
-    return node_id in nodes and nodes[node_id].incarnation == incarnation

@@ -4,9 +4,10 @@ For nodes of this host only (same /dev/shm). No cooperation of the node is neede
 node is served; a dead one is refused, because its segment is nobody's any more: before and after
 each batch the owner's lock on the file is looked at (segment.py).
 
-The memory of a dead node stays taken until the last process has unmapped it, and its next life may
-need that room. So a thread looks at the locks all the time, whether anything moves or not, and lets
-go of what is dead. A view that is in use keeps its mapping until it is dropped (segment.py).
+The memory of a dead node stays taken until the last process has unmapped it, and its next
+incarnation may need that room. So a thread looks at the locks all the time, whether anything moves
+or not, and lets go of what is dead. A view that is in use keeps its mapping until it is dropped
+(segment.py).
 
 Not here: deciding that a node is on this host (store.py).
 """
@@ -36,7 +37,7 @@ class MappedTransport(Transport):
     name = "mapped"
 
     def __init__(self, before_close: Callable[[Segment], None] = lambda segment: None) -> None:
-        """`before_close`: told before a mapping is let go, in whichever thread does it."""
+        """`before_close`: called before a mapping is let go, in whichever thread does it."""
         super().__init__()
         self._before_close = before_close
         self._lock = threading.Lock()
@@ -114,7 +115,7 @@ class MappedTransport(Transport):
 
     @contextlib.contextmanager
     def owned(self, node: NodeInfo) -> Iterator[ByteArray]:
-        """The node's whole segment, for copies of the caller's; its owner lives before and after.
+        """The node's whole segment, for the caller to copy; its owner is alive before and after.
 
         TransferFailed at the end when the node died meanwhile: what was read or written is void.
         """
@@ -145,7 +146,7 @@ class MappedTransport(Transport):
 
 
 def _living_view(node: NodeInfo, segment: Segment) -> ByteArray:
-    """Its memory, while its owner lives."""
+    """Its memory, while its owner is alive."""
     _check_alive(node, segment)
     view = segment.view_if_open()
     if view is None:

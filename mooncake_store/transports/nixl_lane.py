@@ -50,9 +50,9 @@ class Region:
 
 @dataclass(slots=True)
 class NixlPeer:
-    """One life of a node, as this lane's agent knows it."""
+    """One incarnation of a node, as this lane's agent knows it."""
 
-    agent_name: str  # of that life; no other life has this name
+    agent_name: str  # of that incarnation; no other has this name
     transfers: int = 0  # under way, orphans included: the peer cannot be removed before they end
     is_broken: bool = False  # its connection failed: remove it, and add it again on next use
 
@@ -82,8 +82,8 @@ class AgentLane:
         self._registered: dict[Region, Any] = {}
         self._busy: Counter[Region] = Counter()  # transfers under way in it, orphans included
         self._leaving: set[Region] = set()  # to be unregistered when the last of these has ended
-        self._peers: dict[str, NixlPeer] = {}  # node_id -> its present life
-        self._retired: list[NixlPeer] = []  # earlier lives that still have transfers under way
+        self._peers: dict[str, NixlPeer] = {}  # node_id -> its present incarnation
+        self._retired: list[NixlPeer] = []  # earlier ones that still have transfers under way
         self._refused: dict[str, float] = {}  # agent name -> when to try again
         self._prepared: OrderedDict[tuple[str, int, int, int], Any] = OrderedDict()
 
@@ -114,7 +114,7 @@ class AgentLane:
                 self._agent.deregister_memory(memory)
 
     def connect(self, node: NodeInfo) -> NixlPeer:
-        """The peer for this life of the node; replaces an earlier life and a broken connection."""
+        """The peer for this incarnation; replaces an earlier one and a broken connection."""
         peer = self._peers.get(node.node_id)
         if peer is not None and (peer.is_broken or peer.agent_name != node.agent_name):
             self.disconnect(node.node_id)

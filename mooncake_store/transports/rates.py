@@ -4,10 +4,10 @@ A probe connects with one small read, then reads a little and PROBE_BYTES a few 
 memory of its own and takes the medians. It is not a benchmark: it shares the machine with whatever
 runs.
 
-What it finds is logged once for each life of a node. Between processes of one host NIXL copies
-through the kernel (CMA), unless they differ in user, PID namespace or IPC namespace: then it goes
-over TCP without a word, several times slower. So such a node is read by plain TCP too, and when
-NIXL is hardly faster than that, the log says why that may be.
+What it finds is logged once for each incarnation of a node. Between processes of one host NIXL
+copies through the kernel (CMA), unless they differ in user, PID namespace or IPC namespace: then it
+goes over TCP without a word, several times slower. So such a node is read by plain TCP too, and
+when NIXL is hardly faster than that, the log says why that may be.
 
 Not here: what the numbers are used for (path_cost.py, the conductor's estimates).
 """
@@ -56,7 +56,7 @@ class Probe:
         self._buffer = np.zeros(PROBE_BYTES, np.uint8)
         self._buffer[:] = 1  # pre-fault
         self._paths: dict[str, PathReport] = {}
-        self._logged: dict[str, str] = {}  # node_id -> the life that was logged
+        self._logged: dict[str, str] = {}  # node_id -> the incarnation that was logged
         nodes.register(self._buffer)
 
     @property

@@ -4,8 +4,8 @@ For hosts where NIXL cannot load. The bytes go straight from and to the mapped s
 copies them into and out of the socket, outside the GIL. One thread accepts and each connection has
 its own, because a client keeps a connection per thread that moves bytes.
 
-The token is what the directory tells about this life of the node (its incarnation), so neither a
-stranger nor a client that still means an earlier life behind a port that was taken again touches
+The token is what the directory says of this incarnation of the node, so neither a
+stranger nor a client that still means an earlier one behind a port that was taken again touches
 this memory.
 
 A write whose client has given up must not go on: the client resets the connection at its deadline,
@@ -55,7 +55,7 @@ class TcpServer:
         assert memory.ndim == 1 and memory.itemsize == 1 and memory.flags.c_contiguous
         if host in ("", "0.0.0.0", "::"):
             raise TcpServerRefused(
-                f"plain TCP at {host or 'no host'}: clients are told this address, so give the one "
+                f"plain TCP at {host or 'no host'}: clients get this address, so give the one "
                 "of this host as they see it"
             )
         self._memory = memory

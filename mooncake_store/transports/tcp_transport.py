@@ -6,9 +6,9 @@ an error it is closed: after that nothing can arrive in the targets of a read, s
 is always empty, and the node stops a write as soon as it sees that (closed by a reset, which
 overtakes the bytes that are still queued).
 
-A pooled connection may have died while it lay there, or belong to an earlier life of the node. So
+A pooled connection may have died while it lay there, or belong to an earlier incarnation. So
 when it breaks, one more attempt is made on a new connection; both directions may be repeated,
-because a transfer always moves the same bytes to the same place.
+because a transfer always moves the same bytes to the same address.
 
 Socket buffers are left to the kernel: what it tunes by itself reaches further than a fixed size
 (net.ipv4.tcp_rmem), and fixing 4 MiB changed nothing on one host.
@@ -38,7 +38,7 @@ CONNECT_S = 5.0  # for connect(); a transfer has its own deadline
 
 @dataclass(slots=True)
 class _Pool:
-    """Idle connections to one life of a node."""
+    """Idle connections to one incarnation of a node."""
 
     incarnation: str
     idle: list[socket.socket] = field(default_factory=list)
@@ -112,7 +112,7 @@ class TcpTransport(Transport):
         self._give(node, connection)
 
     def _take(self, node: NodeInfo) -> socket.socket | None:
-        """An idle connection to this life of the node; those to another life are closed."""
+        """An idle connection to this incarnation; those to another are closed."""
         with self._lock:
             if self._is_closed:
                 raise TransferFailed("this transport is closed")

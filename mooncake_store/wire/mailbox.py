@@ -2,7 +2,7 @@
 
 An inbox is a ZeroMQ PULL socket with a thread of its own; an outbox has a PUSH socket for each
 inbox that it writes to, so no socket is shared between threads that wait and threads that send.
-Sending never blocks: what a peer lets wait beyond `messages_max` is lost, and the sender is told.
+Sending never blocks: what a peer lets wait beyond `messages_max` is lost, and the sender knows it.
 So a message is something that may be lost, or whose answer somebody waits for with a deadline.
 
 With a secret only those who know it are heard. It stands in front of each message: a receiver has

@@ -115,7 +115,7 @@ class Connection(Protocol):
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
         """The reply to request `number`; None when none came before time.monotonic() does."""
 
-    def tell(self, frames: list[bytes]) -> None:
+    def send(self, frames: list[bytes]) -> None:
         """Send, and do not wait: the reply is passed over by the next exchange."""
 
     def close(self) -> None: ...
@@ -153,7 +153,7 @@ class ZeroMqConnection:
                     break  # who answers now has not heard of this request
         return None
 
-    def tell(self, frames: list[bytes]) -> None:
+    def send(self, frames: list[bytes]) -> None:
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -207,17 +207,17 @@ class Requester:
             raise self._silent(request, timeout_s, self._hint)
         return self._result(reply, decoder)
 
-    def tell(self, request: Verb, timeout_s: float) -> None:
+    def send(self, request: Verb, timeout_s: float) -> None:
         """As `ask`, without waiting for the reply, and without knowing whether it arrives."""
         if self._turn is not None and not self._turn.acquire(timeout=timeout_s):
             return
         try:
             connection, number = self._drawn()
             frames = [pack_header(MessageKind.REQUEST, number), msgspec.msgpack.encode(request)]
-            connection.tell(frames)
+            connection.send(frames)
             self._give_back(connection, is_usable=True)
         except StoreUnavailable:
-            pass  # nobody is there to be told
+            pass  # nobody is there to hear it
         finally:
             if self._turn is not None:
                 self._turn.release()

@@ -106,7 +106,7 @@ class UnixListener:
 
     def _serve(self, fd: int, client: _Client) -> None:
         try:
-            lives = client.receive()
+            is_there = client.receive()
             while (frames := from_stream(client.incoming, REQUEST_BYTES_MAX)) is not None:
                 client.outgoing += to_stream(self._reply(frames))
             client.send()
@@ -114,8 +114,8 @@ class UnixListener:
                 raise ValueError("answers are not fetched")
         except (OSError, ValueError) as error:
             log.info("dropped a client: %s", error)
-            lives = False
-        if not lives:
+            is_there = False
+        if not is_there:
             del self._clients[fd]
             client.peer.close()
 
@@ -152,7 +152,7 @@ class UnixConnection:
         self.close()
         return None
 
-    def tell(self, frames: list[bytes]) -> None:
+    def send(self, frames: list[bytes]) -> None:
         with contextlib.suppress(OSError):
             self._connected(RETRY_S).sendall(to_stream(frames))
             return

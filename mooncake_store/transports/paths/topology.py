@@ -4,7 +4,7 @@ A *tree* is a map from paths below /sys to what they say: the content of a file,
 a link, with its target below /sys too. host_topology.py reads one from a machine; recorded ones
 are in tests/data.
 
-How near two devices are is told by what they share on the way to the CPU: a PCI switch, a host
+How near two devices are follows from what they share on the way to the CPU: a PCI switch, a host
 bridge, a NUMA node, or nothing. A missing or impossible entry never fails: it is listed in
 `problems`, and the device counts as near nothing.
 
@@ -139,8 +139,8 @@ class Topology:
 
 def closeness(one: Nic | Gpu, other: Nic | Gpu) -> Closeness:
     shared = 0
-    for mine, its in zip(one.pci, other.pci, strict=False):
-        if mine != its:
+    for this, that in zip(one.pci, other.pci, strict=False):
+        if this != that:
             break
         shared += 1
     if shared >= 2:
@@ -264,7 +264,7 @@ class _Reader:
         numa = self._numa_of(f"{folder}/device/numa_node")
         pci = self._link(folder)
         if not pci:
-            self.problems.append(f"{folder}: its place on the PCI bus is unknown")
+            self.problems.append(f"{folder}: its position on the PCI bus is unknown")
         return Nic(name, interface, tuple(active), bits_per_s, bool(active), numa, pci)
 
     def gpu(self, address: str) -> Gpu | None:

@@ -134,7 +134,8 @@ def test_what_is_odd_is_listed_and_the_rest_is_used() -> None:
     said = "\n".join(broken.problems)
     for what in (
         "node0/cpulist: invalid literal", "node0/meminfo: no MemTotal", "rate: no rate in Gb/sec",
-        "mlx4_0: its place on the PCI bus is unknown", "eth0/device/numa_node: the device counts",
+        "mlx4_0: its position on the PCI bus is unknown",
+        "eth0/device/numa_node: the device counts",
         "eth1/speed: 'fast' is no number", "eth1/device/numa_node: missing", "'one' is no number",
     ):  # fmt: skip
         assert what in said, said
