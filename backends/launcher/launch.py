@@ -30,9 +30,8 @@ from backends.launcher import environment, keys
 from backends.launcher.keys import AdminKey
 from backends.launcher.launch_files import LaunchFiles, remove_leftovers
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
-from backends.launcher.mirror import RepositoryMirror, WorkerFolders
 from backends.launcher.processes import ChildProcess, Command
-from backends.launcher.repository import ModelLoad, ModelState
+from backends.launcher.repository import ModelLoad, ModelState, RepositoryMirror, WorkerFolders
 from backends.launcher.triton_process import (
     FRONTEND,
     PROMISED,

@@ -22,9 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backends.launcher.environment import free_ports
-from backends.launcher.mirror import RepositoryMirror
 from backends.launcher.processes import ChildProcess, Command, GrowingPauses, LimitedRestarts
-from backends.launcher.repository import Ask, ModelLoad, ModelState, TritonLog, ask_grpc, ask_http
+from backends.launcher.repository import (
+    Ask,
+    ModelLoad,
+    ModelState,
+    RepositoryMirror,
+    TritonLog,
+    ask_grpc,
+    ask_http,
+)
 
 STUB = "triton_python_backend_stub"
 

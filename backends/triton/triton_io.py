@@ -60,7 +60,7 @@ def start_logging() -> None:
 def parameters(args: Mapping[str, str]) -> tuple[str, dict[str, str], int]:
     """(model name, `parameters` of its config.pbtxt, number of instances)."""
     config = json.loads(args["model_config"])
-    # Names with a leading underscore are the launcher's own (mirror.py).
+    # Names with a leading underscore are the launcher's own (launcher/repository.py).
     raw = {
         key: value["string_value"]
         for key, value in config.get("parameters", {}).items()

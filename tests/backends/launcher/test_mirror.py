@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.launcher.mirror import RepositoryMirror, WorkerFolders
+from backends.launcher.repository import RepositoryMirror, WorkerFolders
 
 OLD_S = 1_000_000_000.0
 
