@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 
 from loadtest.replay.prompts import TokenIds, TokenSource, planned_request
 from loadtest.replay.reuse import ideal_of_completed
-from loadtest.replay.trace import TraceRow
+from loadtest.replay.trace import TraceRow, TraceSettings
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, Slo, spread
 from loadtest.results.recording import Recording, Sample, slim
 from loadtest.users.run import UserRun
@@ -96,8 +96,7 @@ class EndedRun:
         if settings.trace is None:
             described["users"] = self.users
         else:
-            block_tokens = self.run.facts.block_tokens
-            ideal = ideal_of_completed(records, self._trace_prompt, block_tokens)
+            ideal = self._ideal(records, settings.trace)
         levels = {*slo_of.values()}
         is_mixed = len(levels) > 1
         common = None if is_mixed or levels == {Slo()} else levels.pop()
@@ -113,10 +112,12 @@ class EndedRun:
             ideal_cached_tokens=ideal,
         )
 
-    def _trace_prompt(self, index: int) -> TokenIds:
-        """Made again: all prompts of a trace would not have fitted the memory."""
-        facts, trace = self.run.facts, self.run.settings.trace
-        assert trace is not None
-        source = TokenSource.of_server(facts, trace.seed)
-        row = self.rows[index]
-        return planned_request(row, index, 0.0, source, trace.length_scale).prompt_ids
+    def _ideal(self, records: list[RequestRecord], trace: TraceSettings) -> dict[int, int]:
+        """Prompts are made again: all of a trace would not have fitted the memory."""
+        source = TokenSource.of_server(self.run.facts, trace.seed)
+
+        def prompt_of(index: int) -> TokenIds:
+            row = self.rows[index]
+            return planned_request(row, index, 0.0, source, trace.length_scale).prompt_ids
+
+        return ideal_of_completed(records, prompt_of, self.run.facts.block_tokens)
