@@ -17,7 +17,7 @@ from backends.launcher.launch_files import STOPPING
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
 from backends.workers.config import FrontConfig, checkpoint_folder, read_configs
-from backends.workers.inbox import open_outbox
+from backends.workers.protocol import open_outbox
 from conductor.config import ConductorConfig
 
 PAIR_WAIT_S = 60.0  # it loads without workers after that, and rejects until they come

@@ -37,8 +37,7 @@ from backends.frontend.token_streams import TokenStreams
 from backends.metrics.page import Observations
 from backends.text.tokenizer import Tokenizer
 from backends.workers.config import FrontConfig
-from backends.workers.inbox import WorkerOutbox
-from backends.workers.protocol import Stop
+from backends.workers.protocol import Stop, WorkerOutbox
 from conductor.messages import WorkerRef
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 What of that is worth a metric goes into `Observations`. A message of a stream pays a subtraction
 and an append for it. Pure; time is an argument.
-Not here: publishing (metrics/page.py), times inside the workers (prefill_job.py, decode_worker.py).
+Not here: publishing (metrics/page.py), times inside the workers (workers/jobs.py).
 """
 
 from __future__ import annotations

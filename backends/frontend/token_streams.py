@@ -26,8 +26,14 @@ from dataclasses import dataclass
 
 from backends.errors import MessagesLost
 from backends.text.text_stream import Emission, merge
-from backends.workers.inbox import open_inbox
-from backends.workers.protocol import FirstToken, Heartbeat, Letter, Tokens, TokenUpdate
+from backends.workers.protocol import (
+    FirstToken,
+    Heartbeat,
+    Tokens,
+    TokenUpdate,
+    WorkerMessage,
+    open_inbox,
+)
 
 log = logging.getLogger(__name__)
 LETTERS_S_MAX = 5.0  # between the end of a call and the last letter that it speaks of
@@ -153,7 +159,7 @@ class TokenStreams:
     def close(self) -> None:
         self._inbox.close()
 
-    def _note_heard(self, letter: Letter) -> None:
+    def _note_heard(self, letter: WorkerMessage) -> None:
         now_s, spoken_of = time.monotonic(), list[str]()
         if isinstance(letter, FirstToken):
             spoken_of.append(letter.request_id)
@@ -165,7 +171,7 @@ class TokenStreams:
             if (heard := self._heard.get(request_id)) is not None:
                 heard.at_s = now_s
 
-    def _on_letters(self, letters: list[Letter]) -> float | None:
+    def _on_letters(self, letters: list[WorkerMessage]) -> float | None:
         """Seconds until something that waits is due."""
         for letter in letters:
             self._note_heard(letter)

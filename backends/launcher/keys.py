@@ -3,7 +3,7 @@
 **The secret** is by what the processes of a launch know calls and messages of each other.
 `mooncake serve` makes one at each start and puts it into the environment of its processes; it is in
 no argument list and no log. A process without one (started by hand) knows those without one. It is
-asked for in triton_io.py and workers/inbox.py.
+asked for in triton_io.py and workers/protocol.py.
 
 **The admin key** opens the APIs of Triton that are closed to clients. Who may register shared
 memory with Triton can read and write the storage nodes' segments; who may unload models, trace or

@@ -1,8 +1,8 @@
-"""Hand-overs that began before their request came: reserved places at a decode worker.
+"""Hand-overs that began before their request came: pages reserved at a decode worker.
 
-An arrival is expected from the first letter about it until its request is submitted. Requests that
+An arrival is expected from the first message about it until its request is submitted. Requests that
 never come (their client left, prefill failed) are reaped. Requests that were stopped, or are over,
-are remembered for a while, so that letters still under way do not reserve anything for them again.
+are remembered for a while, so that messages still under way do not reserve anything for them again.
 Not thread-safe: the decode worker's lock guards it.
 """
 
@@ -26,18 +26,18 @@ class Arrival:
     read_bytes: dict[str, int] = field(default_factory=dict)  # by transport
 
     def note(self, ref: BlockRef, layers: Sequence[int]) -> None:
-        place = (ref.node_id, ref.slot, ref.generation)
-        if self.identity.get(ref.index, place) != place:
+        slot = (ref.node_id, ref.slot, ref.generation)
+        if self.identity.get(ref.index, slot) != slot:
             self.layers_of[ref.index] = set()
-        self.identity[ref.index] = place
+        self.identity[ref.index] = slot
         self.layers_of.setdefault(ref.index, set()).update(layers)
 
     def whole_blocks(self, layers: int) -> int:
         return sum(len(here) == layers for here in self.layers_of.values())
 
     def has_whole(self, ref: BlockRef, layers: int) -> bool:
-        place = (ref.node_id, ref.slot, ref.generation)
-        same = self.identity.get(ref.index) == place
+        slot = (ref.node_id, ref.slot, ref.generation)
+        same = self.identity.get(ref.index) == slot
         return same and len(self.layers_of.get(ref.index, ())) == layers
 
 
@@ -84,7 +84,7 @@ class Arrivals:
         self._arrivals.pop(request_id, None)
 
     def refuse(self, request_id: str, now_s: float) -> None:
-        """It was stopped, or is over: give its place back soon, take no more letters."""
+        """It was stopped, or is over: give its pages back soon, take no more messages."""
         self._refused.pop(request_id, None)
         self._refused[request_id] = now_s
         if len(self._refused) > self.REFUSED_MAX:

@@ -199,7 +199,7 @@ class FrontConfig:
     """model_repository/conductor/config.pbtxt, beside the knobs of conductor/config.py."""
 
     checkpoint: str = "demo"  # whose tokenizer and chat template; the workers' checkpoint
-    requests_max: int = 256  # requests in flight; each holds a thread of the front
+    requests_max: int = 256  # requests in flight; each holds a thread of the frontend
     attempts_max: int = 3  # attempts lost to workers that died or failed with it; others are free
     tenant_requests_share: float = 0.5  # of requests_max, for one tenant while others are there
     cancel_poll_s: float = 0.1  # how often clients are checked for having gone away

@@ -26,9 +26,9 @@ from backends.errors import Cancelled, KvMissing, Overloaded
 from backends.text.tokenizer import Tokenizer
 from backends.workers.arrivals import Arrivals
 from backends.workers.config import DecodeConfig, checkpoint_folder
-from backends.workers.decode_job import DecodeClient, DecodeJob
 from backends.workers.driver import DecodeDriver
-from backends.workers.protocol import DecodeRequest, LayersReady, Letter, Tokens, TokenUpdate
+from backends.workers.jobs import DecodeClient, DecodeJob
+from backends.workers.protocol import DecodeRequest, LayersReady, Tokens, TokenUpdate, WorkerMessage
 from backends.workers.worker import JobWorker
 from conductor.admission.arrival_check import BatchOnArrival, refusal
 from conductor.estimates.estimates import DecodeEstimate
@@ -138,43 +138,43 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self._repliers.close(max(0.0, give_up_s - time.monotonic()))
 
     def _reserve(self, request_id: str, tokens_max: int, is_resumed: bool = False) -> bool:
-        """A place in the queue for pages and a slot; with the lock held."""
+        """It waits for pages and a slot. False: the queue is full. With the lock held."""
         return self.batching.add(request_id, 1, tokens_max - 1, is_resumed)
 
     # -- KV comes in
 
-    def _heard(self, letter: Letter) -> None:
-        if isinstance(letter, LayersReady):
-            self._on_layers(letter)
+    def _heard(self, message: WorkerMessage) -> None:
+        if isinstance(message, LayersReady):
+            self._on_layers(message)
         else:
-            super()._heard(letter)
+            super()._heard(message)
 
-    def _on_layers(self, letter: LayersReady) -> None:
+    def _on_layers(self, message: LayersReady) -> None:
         """Reserve pages for a request that is still in prefill, and read ahead."""
-        request_id = letter.request_id
+        request_id = message.request_id
         with self.lock:
             if request_id in self.jobs or self._arrivals.is_refused(request_id):
                 return
             if not self._arrivals.has(request_id):
-                if letter.reserve_tokens > self.process.context_tokens_max:
+                if message.reserve_tokens > self.process.context_tokens_max:
                     return
-                if not self._reserve(request_id, letter.reserve_tokens):
+                if not self._reserve(request_id, message.reserve_tokens):
                     return
                 self._arrivals.expect(request_id, time.monotonic())
                 self.lock.notify_all()
-        self._loading.submit(self._load_announced, letter)
+        self._loading.submit(self._load_announced, message)
 
-    def _load_announced(self, letter: LayersReady) -> None:
+    def _load_announced(self, message: LayersReady) -> None:
         with self.lock:
-            arrival = self._arrivals.get(letter.request_id)
-            if arrival is None and letter.request_id in self.jobs:
+            arrival = self._arrivals.get(message.request_id)
+            if arrival is None and message.request_id in self.jobs:
                 # The request came meanwhile; its own loading stands behind this message in line.
-                arrival = self.jobs[letter.request_id].arrival
+                arrival = self.jobs[message.request_id].arrival
             if arrival is None or not arrival.pages:
                 return
             arrival.is_loading = True
         try:
-            self._loader.load_announced(arrival, letter)
+            self._loader.load_announced(arrival, message)
         except Exception as error:  # edge: only the head start is lost
             log.warning("an announced layer was not read: %s", error)
         finally:

@@ -12,40 +12,46 @@ for it. One that leaves early meets no `start`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from backends.engine.interface import ServingEngine
 
-W = TypeVar("W", contravariant=True)  # the worker that it drives
-J = TypeVar("J", contravariant=True)  # that worker's jobs
-SAMPLES = Sequence[tuple[int, int, float]]
-Series = tuple[str, dict[str, str], float]
+W = TypeVar("W")  # the worker that it drives
+J = TypeVar("J")  # that worker's jobs
+Samples = Sequence[tuple[int, int, float]]
 
 
-class Driver(Protocol[W, J]):
-    @property
-    def engine(self) -> ServingEngine: ...
+class Driver(ABC, Generic[W, J]):
+    engine: ServingEngine
+    _worker: W  # from `begin` on
 
     @property
     def hardware(self) -> str:
         """Whose speed `measure` finds; "" for this machine's CPU."""
-        ...
+        return ""
 
-    def measure(self, budget_s: float) -> SAMPLES:
+    @abstractmethod
+    def measure(self, budget_s: float) -> Samples:
         """How fast it computes, for the machine profile: before `begin`, while nothing else runs.
 
         (new tokens, tokens before them, seconds) of prefill; (requests, their tokens, seconds of a
         step) of decode.
         """
-        ...
 
     def begin(self, worker: W) -> None:
         """From now on the worker takes jobs, and hears of them."""
+        self._worker = worker
 
     def check(self, job: J) -> None:
         """Raises ServingError for a job that this engine cannot serve. From any thread."""
 
+    def has_room(self) -> bool:
+        """Another prompt should be admitted now, if there are pages. With the lock held."""
+        return True
+
+    @abstractmethod
     def start(self, job: J) -> None:
         """All KV that the job comes with is in its pages: compute. In a loader's thread.
 
@@ -53,17 +59,18 @@ class Driver(Protocol[W, J]):
         StoreError: the job fails.
         """
 
+    @abstractmethod
     def next_step(self, now_s: float) -> Callable[[], None] | None:
         """What the engine's thread does next, without the lock; None: wait for something new.
 
         Called at every turn of that thread, with the lock held: also the place to look after an
         engine that runs by itself.
         """
-        ...
 
     def abort(self, job: J) -> None:
         """Nobody wants further tokens of this job. With the lock held; also too late, or early."""
 
+    @abstractmethod
     def free(self, job: J, pages: list[int]) -> None:
         """The job has left: release its pages when the engine neither reads nor writes them.
 
@@ -73,26 +80,21 @@ class Driver(Protocol[W, J]):
     @property
     def is_drained(self) -> bool:
         """Of the jobs that have left nothing is still to be done. With the lock held."""
-        ...
+        return True
 
-    def series(self) -> Iterable[Series]:
+    def series(self) -> Iterable[tuple[str, dict[str, str], float]]:
         """(metric, labels, value): what the engine itself has for the metrics page."""
-        ...
+        return ()
 
     def close(self) -> None:
         """End the engine; also before `begin`, and twice."""
+        self.engine.close()
 
 
-class PrefillDriver(Driver[W, J], Protocol[W, J]):
-    def has_room(self) -> bool:
-        """Another prompt should be admitted now. With the lock held."""
-        ...
-
-
-class DecodeDriver(Driver[W, J], Protocol[W, J]):
+class DecodeDriver(Driver[W, J]):
+    @abstractmethod
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
         """How many leading blocks must be handed over of a request with so much KV.
 
         `handed_over`: as many came. An engine that computes a prompt again can do with none.
         """
-        ...

@@ -46,20 +46,20 @@ class KvLoader:
             if moved := counted.read_bytes - before.get(name, 0):
                 arrival.read_bytes[name] = arrival.read_bytes.get(name, 0) + moved
 
-    def load_announced(self, arrival: Arrival, letter: LayersReady) -> None:
+    def load_announced(self, arrival: Arrival, message: LayersReady) -> None:
         """One announced layer (or whole blocks); what does not arrive is read later, in full."""
         late = self.pending_pages()
         refs = [
-            ref for ref in letter.blocks
+            ref for ref in message.blocks
             if ref.index < len(arrival.pages) and arrival.pages[ref.index] not in late
         ]  # fmt: skip
         if not refs:
             return
         copies = [self._copy(ref) for ref in refs]
         offsets = [arrival.pages[ref.index] * self._layout.block_bytes for ref in refs]
-        whole = letter.layer < 0
-        layers = range(self._layout.layers) if whole else range(letter.layer, letter.layer + 1)
-        sums = dict(zip((ref.index for ref in letter.blocks), letter.checksums, strict=False))
+        whole = message.layer < 0
+        layers = range(self._layout.layers) if whole else range(message.layer, message.layer + 1)
+        sums = dict(zip((ref.index for ref in message.blocks), message.checksums, strict=False))
         with self._counting(arrival):
             if whole:
                 arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)

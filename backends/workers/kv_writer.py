@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from backends.errors import Overloaded, ServingError, WorkerUnavailable
-from backends.workers.inbox import WorkerOutbox
-from backends.workers.protocol import BlockRef, LayersReady
+from backends.workers.protocol import BlockRef, LayersReady, WorkerOutbox
 from mooncake_store.block_keys import tail_key
 from mooncake_store.client.store import Store, checksum
 from mooncake_store.errors import StoreError

@@ -18,9 +18,9 @@ import numpy as np
 from backends.engine.batching.batching import PrefillBatching
 from backends.errors import Cancelled
 from backends.workers.config import PrefillConfig
-from backends.workers.driver import PrefillDriver
+from backends.workers.driver import Driver
+from backends.workers.jobs import PrefillClient, PrefillJob
 from backends.workers.kv_writer import BlockPut
-from backends.workers.prefill_job import PrefillClient, PrefillJob
 from backends.workers.prefix_loading import Fetching, PrefixLoading, SingleFlight
 from backends.workers.protocol import BlockRef, PrefillReply, PrefillRequest
 from backends.workers.worker import JobWorker
@@ -39,13 +39,13 @@ class PrefillWorker(JobWorker[PrefillJob]):
         worker_id: str,
         config: PrefillConfig,
         repository: str,
-        driver: PrefillDriver[PrefillWorker, PrefillJob],
+        driver: Driver[PrefillWorker, PrefillJob],
     ) -> None:
         super().__init__(
             "prefill", worker_id, config, repository, config.queue_requests_max, driver, LOADERS
         )
         self.config = config
-        self.driver: PrefillDriver[PrefillWorker, PrefillJob] = driver
+        self.driver: Driver[PrefillWorker, PrefillJob] = driver
         self._single_flight = SingleFlight()
         self._blocked: list[PrefillJob] = []  # until a block that they lack is there
         store = self.process.store
@@ -72,7 +72,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
             reserve_tokens=request.reserve_tokens, tenant=request.cache_salt,
         )  # fmt: skip
         now_s = time.monotonic()
-        job = PrefillJob(request, ids.astype(np.int32), client, put, now_s)
+        job = PrefillJob(
+            request=request, client=client, submitted_s=now_s, token_ids=ids.astype(np.int32),
+            put=put,
+        )  # fmt: skip
         self.driver.check(job)
         with self.lock:
             self._refuse(job)

@@ -124,10 +124,10 @@ class PrefixLoading:
     def _on_own_node(self, found: Sequence[tuple[Copy, ...]]) -> list[Copy]:
         own = []
         for copies in found:
-            mine = [copy for copy in copies if copy.node_id == self._node_id]
-            if not mine:
+            here = [copy for copy in copies if copy.node_id == self._node_id]
+            if not here:
                 break
-            own.append(mine[0])
+            own.append(here[0])
         return own
 
 

@@ -1,18 +1,23 @@
-"""What the front and the workers say to each other.
+"""What frontends and workers say to each other.
 
 Two channels. *Calls* are requests to the models `prefill_*` and `decode_*` over gRPC
-(grpc_calls.py): token ids travel as a tensor, the rest as one MessagePack string. *Letters* go
-to the inbox of one very process, rather than to "whoever serves that model now": stop a request,
-hand-over progress from prefill to decode, the tokens of all streams that a front has at a decode
-worker, one letter per step (token_streams.py), and which of its requests a worker has in hand.
-`CallLimits` says which calls a worker takes.
+(grpc_calls.py): token ids travel as a tensor, the rest as one MessagePack string. `CallLimits` says
+which of them a worker takes.
+
+*Messages* go to the inbox of one very process, rather than to "whoever serves that model now" (a
+model name may be served by two processes while a config.pbtxt reloads): stop a request, hand-over
+progress from prefill to decode, the tokens of all streams that a frontend has at a decode worker,
+one message per step (token_streams.py), and which of its requests a worker has in hand. Losing one
+is harmless: hand-over progress only saves time, a stop is sent again while the request lives, and
+lost tokens are noticed. What comes from outside this launch is dropped: it does not know its secret
+(launcher/keys.py).
 
 Not here: the store's protocol (mooncake_store/wire/directory_protocol.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -20,6 +25,8 @@ import numpy as np
 
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
 from backends.errors import InvalidRequest
+from backends.launcher import keys
+from mooncake_store.wire.mailbox import Inbox, Outbox
 
 # Tensors of the worker models.
 REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
@@ -52,9 +59,9 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     cache_salt: str
     fetch_blocks: int  # how many leading blocks may be copied from other nodes
     decode_inbox: str  # where layers may be announced while they are computed; "" for nowhere
-    reply_inbox: str  # of the front: where a FirstToken may go ahead of the reply; "" for nowhere
+    reply_inbox: str  # of the frontend: a FirstToken may go there ahead of the reply; "": not
     reserve_tokens: int  # KV that the decode worker should make room for
-    # Its place in the queue: so many seconds behind its own arrival (conductor/queue_order.py).
+    # Its position in the queue: so many seconds behind its own arrival (conductor/queue_order.py).
     place_s: float = 0.0
     is_resumed: bool = False  # it goes on after a loss: a full queue does not refuse it
     # Which nodes those blocks are to be copied from: the conductor's choice, then its second one.
@@ -86,7 +93,7 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
     cache_salt: str
     blocks: list[BlockRef]
     stream_interval: int  # tokens per message; 0: all with the reply
-    reply_inbox: str  # of the front: where messages before the reply go
+    reply_inbox: str  # of the frontend: where messages before the reply go
     tbt_slo_s: float = 0.0  # refuse it when a step with it would take longer; 0: no limit
     native: bytes = b""  # PrefillReply's
     is_resumed: bool = False  # it goes on after a loss: a full queue does not refuse it
@@ -96,7 +103,7 @@ class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True
     """The end of a request and its last tokens, which travel beside it as a tensor."""
 
     incarnation: str  # of the process that was at work
-    tokens_before: int  # decoded ones that letters have brought, or will
+    tokens_before: int  # decoded ones that messages have brought, or will
     text: str
     context_ids: list[int]
     cut_bytes: int
@@ -141,7 +148,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in the order of decoding."""
 
     request_id: str
-    tokens_before: int  # decoded ones of this request: tells a lost letter
+    tokens_before: int  # decoded ones of this request: shows a lost message
     token_ids: list[int]
     text: str
     context_ids: list[int]
@@ -149,14 +156,14 @@ class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
-    """What a step brought for the streams of one front (decode worker -> the front)."""
+    """What a step brought for the streams of one frontend (decode worker -> frontend)."""
 
     incarnation: str
     updates: list[TokenUpdate]
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="first"):
-    """A prompt is computed (prefill worker -> the front), while its KV is still being put.
+    """A prompt is computed (prefill worker -> frontend), while its KV is still being put.
 
     Only when the token does not end the answer, whatever its text.
     """
@@ -167,14 +174,16 @@ class FirstToken(msgspec.Struct, frozen=True, tag="first"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """These requests of one frontend are in hand, queued or at work (worker -> the frontend)."""
+    """These requests of one frontend are in hand, queued or at work (worker -> frontend)."""
 
     incarnation: str
     request_ids: list[str]
 
 
-Letter = LayersReady | Stop | Tokens | FirstToken | Heartbeat
-_decode_inbox = msgspec.msgpack.Decoder(Letter)
+WorkerMessage = LayersReady | Stop | Tokens | FirstToken | Heartbeat
+WorkerInbox = Inbox[WorkerMessage]
+WorkerOutbox = Outbox[WorkerMessage]
+_decode_message = msgspec.msgpack.Decoder(WorkerMessage)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -182,9 +191,19 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encode(message)
 
 
-def decode_inbox(data: bytes) -> Letter:
+def decode_message(data: bytes) -> WorkerMessage:
     """Raises msgspec.DecodeError on anything else."""
-    return _decode_inbox.decode(data)
+    return _decode_message.decode(data)
+
+
+def open_inbox(
+    address: str, on_messages: Callable[[list[WorkerMessage]], float | None]
+) -> WorkerInbox:
+    return Inbox(address, decode_message, on_messages, keys.secret_of_launch())
+
+
+def open_outbox() -> WorkerOutbox:
+    return Outbox(encode, keys.secret_of_launch())
 
 
 @dataclass(frozen=True, slots=True)

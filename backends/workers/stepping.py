@@ -13,8 +13,8 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,10 +23,9 @@ from backends.engine.batching.batching import Chunk
 from backends.engine.interface import Engine, Work
 from backends.engine.sampling import sample
 from backends.workers.config import WorkerConfig, checkpoint_folder
-from backends.workers.decode_job import DecodeJob
 from backends.workers.decode_worker import DecodeWorker
-from backends.workers.driver import SAMPLES, Series
-from backends.workers.prefill_job import PrefillJob
+from backends.workers.driver import DecodeDriver, Driver, Samples
+from backends.workers.jobs import DecodeJob, PrefillJob
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.worker import JobWorker
 from mooncake_store.layout import blocks_touched
@@ -49,55 +48,33 @@ def load_engine(config: WorkerConfig, repository: str) -> Engine:
     )  # fmt: skip
 
 
-class StepDriver(Generic[J]):
-    """What prefill and decode have in common."""
+def take_step(
+    worker: JobWorker[J], jobs: Sequence[J], predicted_s: float, step: Callable[[], None]
+) -> None:
+    """One step, watched: one that fails fails its jobs, one that hangs ends the worker."""
+    watch = worker.process.watch
+    watch.began(time.monotonic(), predicted_s)
+    try:
+        step()
+    except Exception as error:  # edge: a failed step fails its requests, not the worker
+        log.exception("a step of %s failed", worker.process.worker_id)
+        for job in jobs:
+            worker.fail(job, error)
+    finally:
+        watch.ended()
 
-    hardware = ""
-    is_drained = True
-    _worker: JobWorker[J]
+
+class StepPrefill(Driver[PrefillWorker, PrefillJob]):
+    engine: Engine
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._block_tokens = engine.layout.block_tokens
 
-    def check(self, job: J) -> None: ...
-
-    def abort(self, job: J) -> None: ...
-
-    def free(self, job: J, pages: list[int]) -> None:
-        self._worker.release(pages)
-
-    def series(self) -> Iterable[Series]:
-        return ()
-
-    def close(self) -> None:
-        self.engine.close()
-
-    def _take(self, jobs: Sequence[J], predicted_s: float, step: Callable[[], None]) -> None:
-        """One step, watched: one that fails fails its jobs, one that hangs ends the worker."""
-        watch = self._worker.process.watch
-        watch.began(time.monotonic(), predicted_s)
-        try:
-            step()
-        except Exception as error:  # edge: a failed step fails its requests, not the worker
-            log.exception("a step of %s failed", self._worker.process.worker_id)
-            for job in jobs:
-                self._worker.fail(job, error)
-        finally:
-            watch.ended()
-
-
-class StepPrefill(StepDriver[PrefillJob]):
-    def begin(self, worker: PrefillWorker) -> None:
-        self._worker: PrefillWorker = worker
-        self._block_tokens = worker.config.block_tokens
-
-    def measure(self, budget_s: float) -> SAMPLES:
+    def measure(self, budget_s: float) -> Samples:
         longest = self.engine.context_tokens_max
         points = [(new, before) for new, before in PREFILL_POINTS if new + before <= longest]
         return calibration.measure_prefill(self.engine, points, budget_s)
-
-    def has_room(self) -> bool:
-        return True  # the batching counts slots and pages, and orders what was admitted
 
     def start(self, job: PrefillJob) -> None:
         with self._worker.lock:
@@ -111,7 +88,7 @@ class StepPrefill(StepDriver[PrefillJob]):
         jobs = [worker.jobs[chunk.request_id] for chunk in chunks]
         predicted_s = sum(worker.estimate.seconds(chunk.tokens, chunk.start) for chunk in chunks)
         step = functools.partial(self._step, chunks, jobs)
-        return functools.partial(self._take, jobs, predicted_s, step)
+        return functools.partial(take_step, worker, jobs, predicted_s, step)
 
     def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
         worker, started_s = self._worker, time.monotonic()
@@ -155,17 +132,22 @@ class StepPrefill(StepDriver[PrefillJob]):
         )
         return range(max(job.put.first_block, chunk.start // self._block_tokens), stop)
 
+    def free(self, job: PrefillJob, pages: list[int]) -> None:
+        self._worker.release(pages)
+
     def _sample(self, job: PrefillJob, logits: np.ndarray) -> int:
         prompt = job.token_ids[: job.request.prompt_tokens].tolist()
         output = job.token_ids[job.request.prompt_tokens :].tolist()
         return sample(logits, job.request.sampling, len(output), prompt, output)
 
 
-class StepDecode(StepDriver[DecodeJob]):
-    def begin(self, worker: DecodeWorker) -> None:
-        self._worker: DecodeWorker = worker
+class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
+    engine: Engine
 
-    def measure(self, budget_s: float) -> SAMPLES:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def measure(self, budget_s: float) -> Samples:
         return calibration.measure_decode(self.engine, list(DECODE_POINTS), budget_s)
 
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
@@ -183,7 +165,9 @@ class StepDecode(StepDriver[DecodeJob]):
             worker.process.steps.batch_is_empty()
             return None
         predicted_s = worker.estimate.step_s(len(jobs), worker.batching.context_tokens)
-        return functools.partial(self._take, jobs, predicted_s, functools.partial(self._step, jobs))
+        return functools.partial(
+            take_step, worker, jobs, predicted_s, functools.partial(self._step, jobs)
+        )
 
     def _step(self, jobs: Sequence[DecodeJob]) -> None:
         worker, started_s = self._worker, time.monotonic()

@@ -12,9 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from backends.engine.batching.batching import Admission
 from backends.errors import (
@@ -26,10 +27,11 @@ from backends.errors import (
 )
 from backends.workers.config import DecodeConfig, PrefillConfig
 from backends.workers.driver import Driver
+from backends.workers.jobs import Job
 from backends.workers.kv_loader import KvLoader, PageGuard
 from backends.workers.kv_writer import KvWriter
-from backends.workers.protocol import Letter, Stop
-from backends.workers.worker_process import JobInHand, WorkerProcess
+from backends.workers.protocol import Stop, WorkerMessage
+from backends.workers.worker_process import WorkerProcess
 from mooncake_store.errors import StoreError
 from mooncake_store.records.membership import WorkerReport
 
@@ -37,21 +39,10 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.1
 
 
-class Job(JobInHand, Protocol):
-    is_loading: bool  # a loader writes into its pages
-    is_stopped: bool
-    error: Exception | None  # it failed with this, and leaves
-
-    @property
-    def is_leaving(self) -> bool: ...
-
-    def fail(self, error: Exception) -> None: ...
+J = TypeVar("J", bound=Job[Any, Any])
 
 
-J = TypeVar("J", bound=Job)
-
-
-class JobWorker(Generic[J]):
+class JobWorker(ABC, Generic[J]):
     """A worker of either role; `_admit` and `_drop_leaving` are the role's."""
 
     batching: Admission
@@ -73,7 +64,7 @@ class JobWorker(Generic[J]):
         self._queue_requests_max = config.queue_requests_max
         self._is_ready = threading.Event()
         self.process = WorkerProcess(
-            role, worker_id, config, repository, slots_max, driver, self.jobs, self._on_letter,
+            role, worker_id, config, repository, slots_max, driver, self.jobs, self._on_message,
             self.report, self.check,
         )  # fmt: skip
         engine, store = driver.engine, self.process.store
@@ -100,8 +91,8 @@ class JobWorker(Generic[J]):
                 self._stopped_early(request_id)
             self.lock.notify_all()
 
-    def report(self) -> WorkerReport:
-        raise NotImplementedError
+    @abstractmethod
+    def report(self) -> WorkerReport: ...
 
     def check(self) -> None:
         """Prove the invariants of everything that this worker owns."""
@@ -194,13 +185,13 @@ class JobWorker(Generic[J]):
         self.lock.notify_all()
         return not self.has_left(job) and not job.is_leaving
 
-    def _on_letter(self, letter: Letter) -> None:
+    def _on_message(self, message: WorkerMessage) -> None:
         if self._is_ready.is_set():
-            self._heard(letter)
+            self._heard(message)
 
-    def _heard(self, letter: Letter) -> None:
-        if isinstance(letter, Stop):
-            self.stop(letter.request_id)
+    def _heard(self, message: WorkerMessage) -> None:
+        if isinstance(message, Stop):
+            self.stop(message.request_id)
 
     def _stopped_early(self, request_id: str) -> None:
         """A request that is not here was stopped: none of our business, where none is expected."""
@@ -229,10 +220,10 @@ class JobWorker(Generic[J]):
         step()
         return True
 
+    @abstractmethod
     def _drop_leaving(self) -> None:
         """Those that were stopped or failed, and that nobody loads, leave; with the lock held."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _admit(self) -> None:
         """Hand out pages and start loading; with the lock held."""
-        raise NotImplementedError

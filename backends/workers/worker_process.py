@@ -16,7 +16,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from backends.engine.batching.pages import Occupation
 from backends.errors import ConfigError, WorkerUnavailable
@@ -24,8 +24,15 @@ from backends.metrics.page import Observations
 from backends.workers import machine_profile
 from backends.workers.config import WorkerConfig, checkpoint_folder
 from backends.workers.driver import Driver
-from backends.workers.inbox import open_inbox, open_outbox
-from backends.workers.protocol import HEARTBEAT_S, CallLimits, Heartbeat, Letter
+from backends.workers.jobs import Job
+from backends.workers.protocol import (
+    HEARTBEAT_S,
+    CallLimits,
+    Heartbeat,
+    WorkerMessage,
+    open_inbox,
+    open_outbox,
+)
 from backends.workers.steps import StepTimes, StepWatch
 from mooncake_store import layout as kv_layout
 from mooncake_store.client.store import Store
@@ -41,28 +48,6 @@ STEPS_S_MAX = 10.0  # what is broken may hang as well
 LAST_WORDS_S = 1.0  # for answers that are on their way to clients
 
 
-class InHandClient(Protocol):
-    def fail(self, error: Exception) -> None: ...
-
-
-class InHandRequest(Protocol):
-    @property
-    def reply_inbox(self) -> str: ...
-
-
-class JobInHand(Protocol):
-    """Whom a job is for."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def client(self) -> InHandClient: ...
-
-    @property
-    def request(self) -> InHandRequest: ...
-
-
 class WorkerProcess:
     def __init__(
         self,
@@ -72,8 +57,8 @@ class WorkerProcess:
         repository: str,
         slots_max: int,
         driver: Driver[Any, Any],
-        jobs: Mapping[str, JobInHand],
-        on_letter: Callable[[Letter], None],
+        jobs: Mapping[str, Job[Any, Any]],
+        on_message: Callable[[WorkerMessage], None],
         make_report: Callable[[], WorkerReport],
         check: Callable[[], None],
     ) -> None:
@@ -97,8 +82,10 @@ class WorkerProcess:
         self.store.register_buffer(self.engine.kv_pool)
         self.outbox = open_outbox()
         sockets = os.environ["MOONCAKE_SOCKETS"]
-        self._on_letter = on_letter
-        self.inbox = open_inbox(f"ipc://{sockets}/{worker_id}-{self.incarnation}", self._on_letters)
+        self._on_message = on_message
+        self.inbox = open_inbox(
+            f"ipc://{sockets}/{worker_id}-{self.incarnation}", self._on_messages
+        )
         profile = machine_profile.load_or_measure(
             driver, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )
@@ -158,12 +145,12 @@ class WorkerProcess:
             )
         return min(asked or allowed, self.config.kv_pages * self.config.block_tokens)
 
-    def _on_letters(self, letters: list[Letter]) -> None:
-        for letter in letters:
+    def _on_messages(self, messages: list[WorkerMessage]) -> None:
+        for message in messages:
             try:
-                self._on_letter(letter)
-            except Exception:  # edge: one bad letter must not take its neighbours along
-                log.exception("a letter failed: %s", type(letter).__name__)
+                self._on_message(message)
+            except Exception:  # edge: one bad message must not take its neighbours along
+                log.exception("a message failed: %s", type(message).__name__)
 
     def join(self) -> None:
         """Register, or raise with the reason why the pool refuses this worker."""

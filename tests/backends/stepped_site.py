@@ -1,6 +1,6 @@
 """A prefill and a decode worker with every thread of theirs stepped by hand, from one seed.
 
-The real workers, batching, pages, loaders and writers; the engine, the store and the front are
+The real workers, batching, pages, loaders and writers; the engine, the store and the frontend are
 small. What other threads do in the middle of an engine step happens at its layers.
 """
 
@@ -146,14 +146,14 @@ class SteppedEngine:
 
 class Outbox:
     def __init__(self) -> None:
-        self.letters: list[tuple[str, Any]] = []
+        self.messages: list[tuple[str, Any]] = []
 
-    def send(self, address: str, letter: Any) -> None:
-        self.letters.append((address, letter))
+    def send(self, address: str, message: Any) -> None:
+        self.messages.append((address, message))
 
 
 class Client:
-    """One request's client at both workers, and its front."""
+    """One request's client at both workers, and its frontend."""
 
     def __init__(self, site: Site, request_id: str, prompt: list[int], max_tokens: int) -> None:
         self.site = site
@@ -233,7 +233,7 @@ class Site:
             join=lambda: None, leave=lambda: None,
         )  # fmt: skip
 
-    # -- the front
+    # -- the frontend
 
     def ask(self, prompt: list[int], max_tokens: int, seed: int = 0) -> Client:
         client = Client(self, f"r{len(self.clients)}", prompt, max_tokens)
@@ -268,7 +268,7 @@ class Site:
         """As the frontend does: whatever became of it, nobody is left with a part of it."""
         if client.error is not None:
             self.store.release(client.request_id)
-            self.decode._on_letter(Stop(client.request_id, "over"))
+            self.decode._on_message(Stop(client.request_id, "over"))
 
     # -- threads
 
@@ -283,16 +283,16 @@ class Site:
             found.append(lambda: self.prefill._loading.step(index))  # type: ignore[attr-defined]
         if self.decode._loading.waiting:  # type: ignore[attr-defined]
             found.append(self.decode._loading.step)  # type: ignore[attr-defined]
-        if self.outbox.letters:
+        if self.outbox.messages:
             found.append(self._deliver)
         if self.store.late:
             found.append(self.store.arrive)
         return found
 
     def _deliver(self) -> None:
-        address, letter = self.outbox.letters.pop(0)
+        address, message = self.outbox.messages.pop(0)
         if address == "decode":
-            self.decode._on_letter(letter)
+            self.decode._on_message(message)
 
     def meanwhile(self) -> None:
         """In the middle of an engine step."""

@@ -32,7 +32,7 @@ from backends.engine.trtllm.kv_shape import (
     read_kv_shape,
 )
 from backends.engine.trtllm.llm_arguments import is_connected, llm_arguments
-from backends.engine.trtllm.llm_thread import LlmThread, Order, Running, Sink
+from backends.engine.trtllm.llm_thread import EngineRun, LlmThread, Order, Sink
 from backends.engine.trtllm.messages import Site
 from backends.engine.trtllm.package import (
     choose_gpus,
@@ -219,7 +219,7 @@ class TrtllmEngine:
     def stats(self) -> IterationStats:
         return self.llm.stats
 
-    def generate(self, order: Order, sink: Sink) -> Running:
+    def generate(self, order: Order, sink: Sink) -> EngineRun:
         return self.llm.generate(order, sink)
 
     def measured_prefill(self, budget_s: float) -> list[tuple[int, int, float]]:

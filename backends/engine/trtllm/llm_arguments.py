@@ -52,7 +52,7 @@ def llm_arguments(
     ]  # fmt: skip
     arguments: dict[str, Any] = {
         "model": str(folder),
-        "skip_tokenizer_init": True,  # tokens in, tokens out: text is the front's and ours
+        "skip_tokenizer_init": True,  # tokens in, tokens out: text is the workers'
         "tensor_parallel_size": config.tp_size,
         "dtype": spec.dtype,
         "max_seq_len": context_tokens_max,

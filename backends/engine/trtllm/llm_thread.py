@@ -64,7 +64,7 @@ class Order:
     disaggregated_params: Any = None
 
 
-class Running:
+class EngineRun:
     """A generation that was ordered; `abort` may be called from any thread, also too late.
 
     Older releases (1.2.x among them) keep all of a cancelled prompt's pages for reuse, also those
@@ -132,9 +132,9 @@ class LlmThread:
         """Generations that have not ended yet."""
         return len(self._tasks)
 
-    def generate(self, order: Order, sink: Sink) -> Running:
+    def generate(self, order: Order, sink: Sink) -> EngineRun:
         """Never blocks; everything else comes through the sink."""
-        running = Running(self._loop)
+        running = EngineRun(self._loop)
         try:
             self._loop.call_soon_threadsafe(self._begin, order, sink, running)
         except RuntimeError as error:
@@ -162,12 +162,12 @@ class LlmThread:
         self._llm = await self._loop.run_in_executor(None, self._build)
         self._stats_task = self._loop.create_task(self._watch_stats())
 
-    def _begin(self, order: Order, sink: Sink, running: Running) -> None:
+    def _begin(self, order: Order, sink: Sink, running: EngineRun) -> None:
         task = self._loop.create_task(self._run(order, sink, running))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, order: Order, sink: Sink, running: Running) -> None:
+    async def _run(self, order: Order, sink: Sink, running: EngineRun) -> None:
         try:
             outcome = await self._generate(order, sink, running)
         except asyncio.CancelledError:
@@ -182,7 +182,7 @@ class LlmThread:
         except Exception:  # edge: as above
             log.exception("the end of a generation was not taken")
 
-    async def _generate(self, order: Order, sink: Sink, running: Running) -> Outcome:
+    async def _generate(self, order: Order, sink: Sink, running: EngineRun) -> Outcome:
         if running.is_aborted:
             return Outcome("cancelled")
         needed: dict[str, Any] = {}  # without the salt tenants would share the engine's own pages

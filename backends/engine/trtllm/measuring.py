@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.trtllm.llm_thread import Order, Outcome, Running, Sink
+from backends.engine.trtllm.llm_thread import EngineRun, Order, Outcome, Sink
 
 # (new tokens, tokens before them)
 PREFILL_POINTS = (
@@ -36,7 +36,7 @@ class Measured(Protocol):
     vocabulary_tokens: int
 
     def sampling(self, params: SamplingParams, position: int, tokens: int) -> object: ...
-    def generate(self, order: Order, sink: Sink) -> Running: ...
+    def generate(self, order: Order, sink: Sink) -> EngineRun: ...
 
 
 class Stopwatch:

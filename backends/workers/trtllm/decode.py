@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backends.engine.trtllm.llm_thread import Order, Outcome, Running
+from backends.engine.trtllm.llm_thread import EngineRun, Order, Outcome
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
 from backends.errors import WorkerUnavailable
 from backends.workers.config import DecodeConfig
-from backends.workers.decode_job import DecodeJob
 from backends.workers.decode_worker import DecodeWorker
-from backends.workers.driver import SAMPLES
+from backends.workers.driver import DecodeDriver, Samples
+from backends.workers.jobs import DecodeJob
 from backends.workers.trtllm.driver import TrtllmDriver
 from mooncake_store.block_keys import block_keys, chain_seed, packed_tokens
 from mooncake_store.layout import blocks_touched
@@ -42,7 +42,7 @@ class EngineAnswer:
 
     driver: TrtllmDecode
     job: DecodeJob
-    running: Running | None = None
+    running: EngineRun | None = None
     is_staged: bool = False
     ended_s: float = 0.0  # it has left its worker; 0: not yet
     pages: list[int] = field(default_factory=list)  # to be given back when it is over
@@ -54,7 +54,7 @@ class EngineAnswer:
         self.driver.ended(self.job, outcome)
 
 
-class TrtllmDecode(TrtllmDriver[DecodeWorker]):
+class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWorker, DecodeJob]):
     def __init__(
         self, worker_id: str, worker: DecodeConfig, repository: str, config: TrtllmConfig
     ) -> None:
@@ -73,7 +73,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker]):
         self._news: list[DecodeJob] = []  # who got tokens in this turn of the LLM's loop
         super().__init__(worker_id, spec, worker, config, repository)
 
-    def measure(self, budget_s: float) -> SAMPLES:
+    def measure(self, budget_s: float) -> Samples:
         return self.engine.measured_decode(budget_s)
 
     def check(self, job: DecodeJob) -> None:

@@ -11,29 +11,30 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from backends.engine.trtllm.channel import ChannelError, ConnectorHost
+from backends.engine.trtllm.channel import ChannelError
 from backends.engine.trtllm.engine import TrtllmEngine
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
 from backends.engine.trtllm.stats import EngineHealth, IterationStats
 from backends.errors import WorkerUnavailable
 from backends.workers.config import DecodeConfig, PrefillConfig, checkpoint_folder
-from backends.workers.decode_worker import DecodeWorker
-from backends.workers.driver import Series
-from backends.workers.prefill_worker import PrefillWorker
+from backends.workers.driver import Driver
+from backends.workers.worker import JobWorker
 
 log = logging.getLogger(__name__)
 UNSTAGE_S_MAX = 60.0  # nobody waits for it; an engine that is compiling something is not dead
 
-W = TypeVar("W", PrefillWorker, DecodeWorker)
+W = TypeVar("W", bound=JobWorker[Any])
+J = TypeVar("J")
 
 
-class TrtllmDriver(Generic[W]):
-    _worker: W
+class TrtllmDriver(Driver[W, J]):
+    engine: TrtllmEngine
 
     def __init__(
         self,
@@ -61,10 +62,10 @@ class TrtllmDriver(Generic[W]):
         return self.engine.hardware
 
     def begin(self, worker: W) -> None:
-        self._worker = worker
+        super().begin(worker)
         self._is_serving = True
 
-    def series(self) -> Iterable[Series]:
+    def series(self) -> Iterable[tuple[str, dict[str, str], float]]:
         stats = self.engine.stats
         return stats.series() if stats.raw else ()
 
@@ -74,11 +75,11 @@ class TrtllmDriver(Generic[W]):
 
     # -- what the engine says, in threads of its own
 
-    def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
 
-    def saved(self, request_id: str, tokens: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def saved(self, request_id: str, tokens: int) -> None: ...
 
     def broken(self, reason: str) -> None:
         """The connector does not work any more. While we start or end, that is no news."""
@@ -111,11 +112,6 @@ class TrtllmDriver(Generic[W]):
         self._worker.release(pages)
 
 
-class HasHost(Protocol):
-    @property
-    def host(self) -> ConnectorHost: ...
-
-
 class StagedPages:
     """Pages of the staging pool while TensorRT-LLM's processes may copy from or to them.
 
@@ -126,7 +122,7 @@ class StagedPages:
 
     def __init__(
         self,
-        engine: HasHost,
+        engine: TrtllmEngine,
         timeout_s: float,
         release: Callable[[list[int]], None],
         on_failed: Callable[[str], None],

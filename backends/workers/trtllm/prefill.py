@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.engine.batching.batching import Chunk
-from backends.engine.trtllm.llm_thread import Order, Outcome, Running
+from backends.engine.trtllm.llm_thread import EngineRun, Order, Outcome
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
 from backends.errors import WorkerUnavailable
 from backends.workers.config import PrefillConfig
-from backends.workers.driver import SAMPLES
-from backends.workers.prefill_job import PrefillJob
+from backends.workers.driver import Samples
+from backends.workers.jobs import PrefillJob
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.trtllm.driver import TrtllmDriver
 from mooncake_store.block_keys import chain_seed, packed_tokens
@@ -50,7 +50,7 @@ class StagedPrompt:
     job: PrefillJob
     whole_tokens: int  # of the prompt, in whole pages of the engine: all that is saved
     unsaved: range  # blocks that are not wholly in their pages yet
-    running: Running | None = None
+    running: EngineRun | None = None
     started_tokens: int = 0  # cached ones when the engine got it
     given_s: float = 0.0  # to the engine
     ended_s: float = 0.0  # by the engine
@@ -73,7 +73,7 @@ class StagedPrompt:
         self.driver.ended(self, outcome)
 
 
-class TrtllmPrefill(TrtllmDriver[PrefillWorker]):
+class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
     def __init__(
         self, worker_id: str, worker: PrefillConfig, repository: str, config: TrtllmConfig
     ) -> None:
@@ -94,7 +94,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker]):
         self._staging = threading.Lock()
         super().__init__(worker_id, spec, worker, config, repository)
 
-    def measure(self, budget_s: float) -> SAMPLES:
+    def measure(self, budget_s: float) -> Samples:
         return self.engine.measured_prefill(budget_s)
 
     def check(self, job: PrefillJob) -> None:
@@ -112,10 +112,6 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker]):
             for job in self._worker.jobs.values()
             if job.put.pages and not job.computed_at_s
         )
-
-    @property
-    def is_drained(self) -> bool:
-        return True
 
     def next_step(self, now_s: float) -> Callable[[], None] | None:
         is_busy = any(

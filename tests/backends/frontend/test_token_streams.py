@@ -14,8 +14,16 @@ import pytest
 from backends.errors import WorkerUnavailable
 from backends.frontend.token_streams import TokenStream, TokenStreams
 from backends.text.text_stream import Emission
-from backends.workers.inbox import WorkerOutbox, open_outbox
-from backends.workers.protocol import FirstToken, Heartbeat, Letter, Stop, Tokens, TokenUpdate
+from backends.workers.protocol import (
+    FirstToken,
+    Heartbeat,
+    Stop,
+    Tokens,
+    TokenUpdate,
+    WorkerMessage,
+    WorkerOutbox,
+    open_outbox,
+)
 
 LIFE = "life-1"
 
@@ -213,7 +221,7 @@ def test_any_word_of_a_worker_is_a_sign_of_life_of_the_requests_that_it_speaks_o
 ) -> None:
     """Straight into the inbox's own thread's method: what counts is who is spoken of."""
 
-    def hear(letter: Letter) -> None:
+    def hear(letter: WorkerMessage) -> None:
         assert before is not None
         streams._heard["r"].at_s = before - 100.0
         streams._on_letters([letter])

@@ -11,8 +11,7 @@ import zmq
 
 from backends.frontend.grpc_calls import GrpcCalls
 from backends.launcher import keys
-from backends.workers.inbox import open_inbox, open_outbox
-from backends.workers.protocol import Letter, Stop, encode
+from backends.workers.protocol import Stop, WorkerMessage, encode, open_inbox, open_outbox
 
 SECRET = "0123456789abcdef"
 
@@ -28,24 +27,24 @@ def test_a_secret_is_right_or_not() -> None:
 @pytest.fixture
 def came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[str, queue.SimpleQueue[Letter]]]:
-    """The address of an inbox, and the letters that it let in."""
+) -> Iterator[tuple[str, queue.SimpleQueue[WorkerMessage]]]:
+    """The address of an inbox, and the messages that it let in."""
     monkeypatch.setenv(keys.SECRET_VARIABLE, SECRET)
-    letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
 
-    def take(some: list[Letter]) -> None:
-        for letter in some:
-            letters.put(letter)
+    def take(some: list[WorkerMessage]) -> None:
+        for message in some:
+            messages.put(message)
 
     inbox = open_inbox(f"ipc://{tmp_path}/inbox", take)
-    yield inbox.address, letters
+    yield inbox.address, messages
     inbox.close()
 
 
 def test_only_messages_with_the_secret_reach_a_process(
-    came: tuple[str, queue.SimpleQueue[Letter]], monkeypatch: pytest.MonkeyPatch
+    came: tuple[str, queue.SimpleQueue[WorkerMessage]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address, letters = came
+    address, messages = came
     ours = open_outbox()
     monkeypatch.setenv(keys.SECRET_VARIABLE, "another")
     theirs = open_outbox()
@@ -55,10 +54,10 @@ def test_only_messages_with_the_secret_reach_a_process(
         stranger.send(encode(Stop(f"stranger-{number}", "")))
         theirs.send(address, Stop(f"theirs-{number}", ""))
         ours.send(address, Stop(f"ours-{number}", ""))
-    found = [letters.get(timeout=30.0) for _ in range(3)]
-    assert [letter.request_id for letter in found] == ["ours-0", "ours-1", "ours-2"]  # type: ignore[union-attr]
+    found = [messages.get(timeout=30.0) for _ in range(3)]
+    assert [message.request_id for message in found] == ["ours-0", "ours-1", "ours-2"]  # type: ignore[union-attr]
     ours.send(address, Stop("last", ""))
-    assert letters.get(timeout=30.0) == Stop("last", ""), "and nothing else came meanwhile"
+    assert messages.get(timeout=30.0) == Stop("last", ""), "and nothing else came meanwhile"
     stranger.close(linger=0)
     ours.close()
     theirs.close()

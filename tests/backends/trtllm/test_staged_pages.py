@@ -33,7 +33,7 @@ class Worker:
         self.failures: list[str] = []
         self.deaths: list[str] = []
         self.pages = StagedPages(
-            self,
+            self,  # type: ignore[arg-type]
             1.0,
             self.released.extend,
             self.failures.append,

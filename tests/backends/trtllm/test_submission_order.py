@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from backends.engine.trtllm.messages import Stage
+from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
-from backends.workers.prefill_job import PrefillJob
 from backends.workers.trtllm.prefill import TrtllmPrefill
 from tests.backends.engine.trtllm.listening import WAIT_S
 
@@ -38,7 +38,13 @@ class SlowToHear:
 def job_of(request_id: str) -> PrefillJob:
     put = BlockPut(request_id, 7, pages=[0], keys=[], first_block=0)
     request: Any = SimpleNamespace(request_id=request_id, cache_salt="")
-    return PrefillJob(request, np.arange(7), None, put, 0.0)  # type: ignore[arg-type]
+    return PrefillJob(
+        request=request,
+        client=None,
+        submitted_s=0.0,
+        token_ids=np.arange(7),
+        put=put,  # type: ignore[arg-type]
+    )
 
 
 def test_equal_prompts_are_submitted_in_the_order_of_their_stages() -> None:

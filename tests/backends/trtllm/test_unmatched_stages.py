@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
-from backends.workers.prefill_job import PrefillJob
 from backends.workers.protocol import BlockRef
 from backends.workers.trtllm.decode import EngineAnswer, TrtllmDecode
 from backends.workers.trtllm.prefill import UNCLAIMED_S_MAX, StagedPrompt, TrtllmPrefill
@@ -25,7 +25,13 @@ class Heard:
         put = BlockPut("a", 40, pages=[0, 1, 2], keys=[b"0", b"1"], first_block=1)
         put.refs = {0: REF}
         request: Any = SimpleNamespace(request_id="a", cache_salt="tenant", decode_inbox="")
-        self.job = PrefillJob(request, np.arange(40), None, put, 0.0)  # type: ignore[arg-type]
+        self.job = PrefillJob(
+            request=request,
+            client=None,
+            submitted_s=0.0,
+            token_ids=np.arange(40),
+            put=put,  # type: ignore[arg-type]
+        )
         self.said: list[Any] = []
         said, job = self.said, self.job
         self.driver: Any = object.__new__(TrtllmPrefill)

@@ -15,11 +15,11 @@ from backends.workers.protocol import (
     CallLimits,
     DecodeRequest,
     PrefillRequest,
-    decode_inbox,
+    decode_message,
     encode,
 )
 
-INBOXES = "ipc:///tmp/mine/"
+INBOXES = "ipc:///tmp/launch/"
 LIMITS = CallLimits(context_tokens_max=64, vocabulary_tokens=100, inboxes=INBOXES)
 IDS = np.arange(10, dtype=np.int32)
 PREFILL = PrefillRequest(
@@ -93,4 +93,4 @@ def test_all_reasons_are_told_at_once() -> None:
 def test_a_call_keeps_its_values_over_the_wire() -> None:
     LIMITS.check(msgspec.msgpack.decode(encode(PREFILL), type=PrefillRequest), IDS)
     with pytest.raises(msgspec.MsgspecError):
-        decode_inbox(encode(PREFILL))
+        decode_message(encode(PREFILL))

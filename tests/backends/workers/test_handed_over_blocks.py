@@ -43,7 +43,7 @@ def test_a_request_without_exactly_its_blocks_is_refused_and_leaves_nothing(
 ) -> None:
     site = Site(0, monkeypatch)
     client = Client(site, "r", [1, 2, 3, 4, 5], 3)  # 5 tokens of KV: block 0, and a part of 1
-    site.decode._on_letter(LayersReady("r", 5, 8, 0, [], []))
+    site.decode._on_message(LayersReady("r", 5, 8, 0, [], []))
     site.turn(site.decode)
     assert site.decode._pages.used_pages
     monkeypatch.setattr(site, "handed_over", lambda reply: refs(*given))
@@ -60,7 +60,7 @@ def test_a_message_that_comes_after_its_request_is_over_reserves_nothing(
     client = site.ask([1, 2, 3, 4, 5], 3)
     site.settle()
     assert client.error is None and len(client.answer) == 3
-    site.decode._on_letter(LayersReady("r0", 5, 8, 0, [], []))
+    site.decode._on_message(LayersReady("r0", 5, 8, 0, [], []))
     site.turn(site.decode)
     site.check_empty()
 
@@ -70,7 +70,7 @@ def test_a_request_that_is_stopped_keeps_its_pages_while_a_layer_is_read_into_th
 ) -> None:
     site = Site(0, monkeypatch)
     client = Client(site, "r", [1, 2, 3, 4, 5], 3)
-    site.decode._on_letter(LayersReady("r", 5, 8, 0, refs(0), [0]))
+    site.decode._on_message(LayersReady("r", 5, 8, 0, refs(0), [0]))
     site.turn(site.decode)
     used_pages = site.decode._pages.used_pages
     used_meanwhile: list[int] = []

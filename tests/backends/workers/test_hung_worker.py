@@ -129,4 +129,4 @@ def test_every_frontend_hears_now_and_then_which_of_its_requests_are_in_hand() -
     for now_s in (100.0, 101.0, 100.0 + HEARTBEAT_S):
         worker._send_heartbeats(now_s)
     beats = [("ipc://1", Heartbeat("life", ["a", "c"])), ("ipc://2", Heartbeat("life", ["b"]))]
-    assert worker.outbox.letters == beats * 2
+    assert worker.outbox.messages == beats * 2

@@ -12,8 +12,8 @@ import pytest
 from backends.engine.sampling_params import SamplingParams
 from backends.errors import InvalidRequest
 from backends.metrics.page import MetricPage, Observations
+from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
-from backends.workers.prefill_job import PrefillJob
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.protocol import FirstToken, PrefillRequest
 from tests.backends.metrics.test_page import Triton
@@ -33,8 +33,9 @@ def job(
     params = SamplingParams(**({"max_tokens": 1} | sampling))
     request = PrefillRequest("r", prompt_tokens, params, "", 0, "", inbox, 0)
     made = PrefillJob(
-        request, np.zeros(prompt_tokens + released_tokens, np.int32), Silent(),
-        BlockPut("r", prompt_tokens, [], [], first_block=0), submitted_s=100.0,
+        request=request, client=Silent(), submitted_s=100.0,
+        token_ids=np.zeros(prompt_tokens + released_tokens, np.int32),
+        put=BlockPut("r", prompt_tokens, [], [], first_block=0),
     )  # fmt: skip
     made.cached_tokens, made.fetched_blocks = cached_tokens, fetched_blocks
     made.load_s, made.compute_s, made.computed_at_s = 0.5, 1.0, 102.0
@@ -68,12 +69,12 @@ def test_waiting_is_what_was_neither_loading_nor_computing() -> None:
     assert job(300, 0, 0).queue_s == pytest.approx(0.5)
 
 
-INBOX = "ipc://front"
+INBOX = "ipc://frontend"
 
 
 def test_the_first_token_goes_ahead_when_the_answer_surely_goes_on() -> None:
-    letter = job(300, 256, 0, inbox=INBOX, max_tokens=2).first_token(7)
-    assert letter == FirstToken("r", 7, 256)
+    message = job(300, 256, 0, inbox=INBOX, max_tokens=2).first_token(7)
+    assert message == FirstToken("r", 7, 256)
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,164 @@
-"""One request inside a decode worker: its tokens, its text, what it owes its client.
+"""One request inside a worker, from submit to answer: what has become of it, what is owed for it.
 
-Only the state of one request; the batch is decode_worker.py's.
+Only the state of one request; who is computed next is the worker's and its driver's.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from backends.metrics.page import Observations
 from backends.text.text_stream import Emission, TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
 from backends.workers.arrivals import Arrival
 from backends.workers.kv_writer import BlockPut
-from backends.workers.protocol import DecodeReply, DecodeRequest, TokenUpdate
+from backends.workers.protocol import (
+    BlockRef,
+    DecodeReply,
+    DecodeRequest,
+    FirstToken,
+    PrefillReply,
+    PrefillRequest,
+    TokenUpdate,
+)
 from mooncake_store.block_keys import block_keys, chain_seed, extend_keys
 
 
-class DecodeClient(Protocol):
-    def decoded(self, token_ids: list[int], reply: DecodeReply) -> None: ...
+class Client(Protocol):
+    """Who asked; each request is answered once, from any thread."""
+
     def fail(self, error: Exception) -> None: ...
 
 
-class DecodeJob:
+class PrefillClient(Client, Protocol):
+    def prefilled(self, token_id: int, reply: PrefillReply) -> None: ...
+
+
+class DecodeClient(Client, Protocol):
+    def decoded(self, token_ids: list[int], reply: DecodeReply) -> None: ...
+
+
+R = TypeVar("R", PrefillRequest, DecodeRequest)
+C = TypeVar("C", bound=Client)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job(Generic[R, C]):
+    """What prefill and decode have in common."""
+
+    request: R
+    client: C
+    submitted_s: float
+    is_loading: bool = False  # a loader writes into its pages
+    is_stopped: bool = False
+    error: Exception | None = None  # it failed with this, and leaves
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def is_leaving(self) -> bool:
+        """Nothing more is to be done for it."""
+        return self.is_stopped or self.error is not None
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PrefillJob(Job[PrefillRequest, PrefillClient]):
+    token_ids: np.ndarray
+    put: BlockPut
+    queue_ahead: int = 0  # prompts in front of it when it came
+    cached_tokens: int = 0
+    fetched_blocks: int = 0
+    fetched_from: dict[str, int] = field(default_factory=dict)  # bytes by node
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    computed_at_s: float = 0.0
+    computed_tokens: int = 0  # so far; not the cached ones
+    # Where the engine itself hands KV over: what its other half needs.
+    native: bytes = b""
+    # False: decode computes the prompt again instead of reading blocks, or has KV natively.
+    hands_over_blocks: bool = True
+
+    @property
+    def is_leaving(self) -> bool:
+        """A put that failed has no use for further chunks."""
+        return self.is_stopped or self.error is not None or self.put.error is not None
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more is written for it."""
+        self.error = error
+        self.put.is_ended = True
+
+    @property
+    def queue_s(self) -> float:
+        """Of a computed prompt, all that was neither loading nor computing: waiting for a loader,
+        for another prompt's blocks, and, loaded, while the engine computed other prompts."""
+        waited_s = self.computed_at_s - self.submitted_s - self.load_s - self.compute_s
+        return max(0.0, waited_s)
+
+    def first_token(self, token_id: int) -> FirstToken | None:
+        """What the client may have before the reply; None when the token could end the answer."""
+        sampling = self.request.sampling
+        output_tokens = len(self.token_ids) - self.request.prompt_tokens + 1
+        is_last = output_tokens >= sampling.max_tokens or token_id in sampling.end_ids
+        if not self.request.reply_inbox or is_last or sampling.stop_words:
+            return None
+        return FirstToken(self.request_id, token_id, self.cached_tokens)
+
+    def reply(self, incarnation: str, block_bytes: int) -> PrefillReply:
+        """After its last block was committed."""
+        return PrefillReply(
+            incarnation=incarnation,
+            cached_tokens=self.cached_tokens,
+            fetched_blocks=self.fetched_blocks,
+            fetched_bytes=self.fetched_blocks * block_bytes,
+            blocks=self._handed_over(),
+            queue_s=self.queue_s,
+            load_s=self.load_s,
+            compute_s=self.compute_s,
+            put_s=time.monotonic() - self.computed_at_s,
+            queue_ahead=self.queue_ahead,
+            native=self.native,
+            fetched_from=self.fetched_from,
+        )
+
+    def _handed_over(self) -> list[BlockRef]:
+        if not self.hands_over_blocks:
+            return []
+        return [self.put.refs[index] for index in sorted(self.put.refs)]
+
+    def observe_abort(self, observations: Observations) -> None:
+        """It leaves without an answer: what was computed for it was for nothing."""
+        if self.computed_tokens:
+            observations.observe("mooncake_aborted_prefill_tokens_total", self.computed_tokens)
+
+    def observe(self, reply: PrefillReply, block_tokens: int, observations: Observations) -> None:
+        """Where its time went and how its tokens' KV came."""
+        fetched = min(self.fetched_blocks * block_tokens, self.cached_tokens)
+        for path, tokens in (
+            ("computed", len(self.token_ids) - self.cached_tokens),
+            ("fetched", fetched),
+            ("local", self.cached_tokens - fetched),
+        ):
+            observations.observe("mooncake_prompt_tokens_total", tokens, path=path)
+        observations.observe("mooncake_output_tokens_total")
+        observations.observe("mooncake_prefill_queue_seconds", reply.queue_s)
+        if self.cached_tokens:
+            observations.observe("mooncake_prefix_load_seconds", reply.load_s)
+        observations.observe("mooncake_prefill_compute_seconds", reply.compute_s)
+        observations.observe("mooncake_handover_put_seconds", reply.put_s)
+
+
+class DecodeJob(Job[DecodeRequest, DecodeClient]):
     def __init__(
         self,
         request: DecodeRequest,
@@ -35,18 +169,13 @@ class DecodeJob:
         incarnation: str,
         block_tokens: int,
     ) -> None:
+        super().__init__(request=request, client=client, submitted_s=time.monotonic())
         self._incarnation = incarnation
-        self.request = request
-        self.client = client
-        self.submitted_s = time.monotonic()
         self.token_ids: list[int] = ids.tolist()
         self.tokens_given = len(self.token_ids)  # prompt, and what the client had before
         self.prompt_ids = self.token_ids[: request.prompt_tokens]
         self.output_ids = self.token_ids[request.prompt_tokens :]
         self.arrival: Arrival | None = None
-        self.is_loading = False
-        self.is_stopped = False
-        self.error: Exception | None = None  # it failed with this, and leaves
         self.queue_s = 0.0
         self.load_s = 0.0
         self.loaded_early_blocks = 0
@@ -65,24 +194,16 @@ class DecodeJob:
             tokenizer, before, sampling.stop_words, sampling.end_ids,
             max(sampling.min_tokens - decided, 0),
         )  # fmt: skip
-        # The front has emitted what this yields, by the same pure function.
+        # The frontend has emitted what this yields, by the same pure function.
         self._text.push([self.token_ids[-1]])
         self._pending: list[Emission] = []
         self._pending_tokens = 0
         self._tokens_before = 0  # of the next message
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
     def pages(self) -> list[int]:
         assert self.arrival is not None, f"{self.request_id} has no pages yet"
         return self.arrival.pages
-
-    @property
-    def is_leaving(self) -> bool:
-        return self.is_stopped or self.error is not None
 
     @property
     def put(self) -> BlockPut:
@@ -98,9 +219,6 @@ class DecodeJob:
         """Its pages go back: nothing more is written for it."""
         if self._put is not None:
             self._put.is_ended = True
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
 
     def take_saved(self) -> list[int]:
         """Blocks that this request has filled and that can go to the store now."""
