@@ -1,1 +1,1 @@
-"""One benchmark per file; each is `python -m loadtest.bench.NAME` and ends with one JSON line."""
+"""How fast is it? One benchmark per module or room: `python -m loadtest.bench.NAME`."""

@@ -1,1 +1,1 @@
-"""Public load generators, unchanged, against a running server; their TTFT beside the server's."""
+"""Do public load generators, unchanged, see the TTFT that the server says it has?"""

@@ -1,4 +1,1 @@
-"""How long a real worker takes, measured as a client: `mooncake profile`.
-
-The file that it writes is what the simulator's table model reads (profile.py).
-"""
+"""How long does a real worker take for prompts and batches? The command `mooncake profile`."""

@@ -1,4 +1,1 @@
-"""More than fits, on the real server: what admission saves, and what it costs the others.
-
-`python -m loadtest.bench.overload` runs it; __main__.py says what it measures.
-"""
+"""What does admission save when more comes than fits, and what does it cost the others?"""

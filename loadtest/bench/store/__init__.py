@@ -1,1 +1,1 @@
-"""`python -m loadtest.bench.store`: the store's bytes per second beside memcpy, NIXL and peers."""
+"""How many bytes per second does the store move, beside memcpy, NIXL, the disk and Mooncake's?"""
