@@ -1,16 +1,22 @@
-"""What benchmarks share: the shape of the answer, counters, and the judging of rows."""
+"""What benchmarks share: turns, counters, the shape of the answer, processes, judging of rows."""
 
 from __future__ import annotations
 
 import io
 import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 
+from loadtest.bench.harness import benchmark, in_turns, moved, settled
+from loadtest.bench.processes import BenchStore, PeerProcess
 from loadtest.bench.result import Result, Target, shown
 from loadtest.bench.reuse import targets
-from loadtest.bench.server import free_addresses
+from loadtest.bench.server import ServerFailed, free_addresses
 from loadtest.client.server import Addresses, addresses_of
 
 
@@ -32,6 +38,73 @@ def test_a_result_ends_with_one_line_of_json_in_the_common_shape() -> None:
         ],
     }
     assert "not measured" in file.getvalue()
+
+
+def test_a_benchmark_prints_its_result_when_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    with benchmark("demo") as run:
+        run.rows.append({"step": "cold"})
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["name"], found["rows"], found["targets"]) == ("demo", [{"step": "cold"}], [])
+
+
+def test_what_keeps_from_measuring_ends_with_status_1_and_no_result(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(typer.Exit) as ended, benchmark("demo"):
+        raise ServerFailed("it is not ready")
+    assert ended.value.exit_code == 1
+    said = capsys.readouterr()
+    assert said.out == "" and "cannot measure: it is not ready" in said.err
+
+
+def test_ways_take_turns_and_warm_rounds_are_thrown_away() -> None:
+    calls: list[str] = []
+
+    def way(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    found = in_turns({"a": lambda: way("a"), "b": lambda: way("b")}, rounds=2, warm_rounds=1)
+    assert calls == ["a", "b"] * 3
+    assert found == {"a": [3, 5], "b": [4, 6]}
+
+
+def test_a_batch_is_shown_in_microseconds_and_in_gb_per_s() -> None:
+    assert moved(10**6, 16, 0.002) == {
+        "block_bytes": 10**6, "blocks": 16, "microseconds": 2_000.0, "gb_per_s": 8.0,
+    }  # fmt: skip
+
+
+def test_a_counter_is_read_until_it_has_stopped() -> None:
+    values = iter([1, 2, 5, 5, 9])
+    assert settled(lambda: next(values), poll_s=0.0, wait_s_max=60.0) == 5
+    assert next(values) == 9
+
+
+def test_a_script_in_another_python_is_asked_and_its_last_words_are_kept(tmp_path: Path) -> None:
+    script = tmp_path / "peer.py"
+    script.write_text(
+        "import json, sys\n"
+        "print('noise')\n"
+        "print(json.dumps({'argument': sys.argv[1]}), flush=True)\n"
+        "print(json.dumps({'asked': sys.stdin.readline()}), flush=True)\n"
+        "raise SystemExit('it was the wheel')\n"
+    )
+    with ExitStack() as stack:
+        peer = PeerProcess(stack, Path(sys.executable), script, "load.json")
+        assert peer.answer() == {"argument": "load.json"}
+        assert peer.ask("round") == {"asked": "round\n"}
+        with pytest.raises(RuntimeError, match=r"(?s)peer does not run here: .*the wheel"):
+            peer.answer()
+
+
+@pytest.mark.servers
+def test_a_process_of_the_store_that_does_not_start_says_why() -> None:
+    with ExitStack() as stack:
+        with pytest.raises(RuntimeError, match=r"(?s)directory did not start: .*no-such-policy"):
+            BenchStore(stack, "--eviction", "no-such-policy")
+        store = BenchStore(stack)
+    assert store.directory.poll() is not None, "it ends with the stack"
 
 
 @pytest.mark.parametrize(
@@ -69,11 +142,11 @@ def reuse_rows(**changes: object) -> list[dict]:
     """Five prompts: cold 100 ms, cached 20 ms, fetched 30 ms; `changes` go to the fetched ones."""
     rows = []
     for prompt in range(5):
-        for step, ms, cached, moved in (
+        for step, ms, cached, nixl_bytes in (
             ("cold", 100.0, 0, 0), ("cached", 20.0, 4_095, 0), ("fetched", 30.0, 4_095, 10**6),
         ):  # fmt: skip
             row = {"prompt": prompt, "step": step, "ttft_ms": ms + prompt, "cached_tokens": cached,
-                   "fetched_bytes": moved, "nixl_bytes": float(moved)}  # fmt: skip
+                   "fetched_bytes": nixl_bytes, "nixl_bytes": float(nixl_bytes)}  # fmt: skip
             rows.append(row | (changes if step == "fetched" else {}))
     return rows
 
