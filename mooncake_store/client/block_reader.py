@@ -20,19 +20,19 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.layout import HEADER_BYTES, Geometry, geometry
+from mooncake_store.layout import HEADER_BYTES
 from mooncake_store.memory.buffers import checksum, copy_and_sum
 from mooncake_store.memory.registrations import SCRATCH_BYTES, Scratch
 from mooncake_store.memory.slot_memory import SlotHeader, ready_prefix
 from mooncake_store.records.blocks import Copy
-from mooncake_store.records.membership import NodeInfo
-from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import Movers, parts_of
-from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
+from mooncake_store.transports.transport import ByteSpan, LocalSpan
 
 log = logging.getLogger("mooncake_store.store")
 BATCH_BYTES = 4 * 1024**2
+HEADERS_DEADLINE_S = 0.5
 ATTEMPTS_MAX = 2  # the second one only for a node that has a new incarnation
 
 
@@ -45,9 +45,13 @@ class Want(NamedTuple):
     checksums: tuple[int, ...]  # of equal consecutive parts; empty: cannot be verified
 
     @property
+    def length_bytes(self) -> int:
+        return self.target[1].length_bytes
+
+    @property
     def end_bytes(self) -> int:
         """Where it ends inside the block."""
-        return self.start_bytes + self.target[1].length_bytes
+        return self.start_bytes + self.length_bytes
 
     def is_whole(self) -> bool:
         """Are the bytes in the target the ones that were promised?"""
@@ -80,113 +84,96 @@ class BlockReader:
     def read(self, wants: Sequence[Want], deadline_s: float) -> list[bool]:
         """Which of them arrived whole. Raises only what the directory raises."""
         until_s = time.monotonic() + deadline_s
-        arrived = [False] * len(wants)
-        by_node: dict[str, list[int]] = {}
-        for index, want in enumerate(wants):
-            by_node.setdefault(want.copy.node_id, []).append(index)
-        for node_id, indices in by_node.items():
-            asked_bytes = sum(wants[index].target[1].length_bytes for index in indices)
+        missing = dict(enumerate(wants))
+        for node_id, indices in _by_node([want.copy for want in wants]).items():
+            asked_bytes = sum(wants[index].length_bytes for index in indices)
             with self._nodes.traffic.moving(node_id, asked_bytes):
                 for _ in range(ATTEMPTS_MAX):
-                    missing = [index for index in indices if not arrived[index]]
-                    if not self._read_node(node_id, wants, missing, arrived, until_s):
+                    chosen = [index for index in indices if index in missing]
+                    if not self._read_node(node_id, chosen, missing, until_s):
                         break
-        return arrived
+        return [index not in missing for index in range(len(wants))]
 
     def _read_node(
-        self,
-        node_id: str,
-        wants: Sequence[Want],
-        indices: Sequence[int],
-        arrived: list[bool],
-        until_s: float,
+        self, node_id: str, indices: Sequence[int], missing: dict[int, Want], until_s: float
     ) -> bool:
-        """Read these blocks of one node. True: it has a new incarnation, read again."""
-        info = self._nodes.usable(node_id)
-        transport = self._nodes.transport(info) if info else None
-        if info is None or transport is None or info.is_ssd:
+        """Read these blocks of one node, and take what arrives out of `missing`.
+
+        True: it has a new incarnation, read again.
+        """
+        node = self._nodes.access(node_id)
+        if node is None:
             return False  # what lies on an SSD is restored by its node first (restorer.py)
-        shape = geometry(info.segment_bytes, info.unit_bytes)
         indices = [
             index
             for index in indices
-            if shape.holds(wants[index].copy.slot, wants[index].end_bytes)
+            if node.shape.holds(missing[index].copy.slot, missing[index].end_bytes)
         ]
+
+        def read_part(part: Sequence[int]) -> None:
+            self._read_part(node, part, missing, until_s)
+
         try:
-            if isinstance(transport, MappedTransport):  # verifies as it copies: one part
-                parts, threads = [list(indices)], Movers(1)
+            if isinstance(node.transport, MappedTransport):  # verifies as it copies: one part
+                read_part(indices)
             else:
-                parts, threads = (
-                    parts_of(
-                        indices,
-                        lambda index: wants[index].target[1].length_bytes,
-                        self._part_bytes(wants, indices),
-                    ),
-                    self._movers,
+                lengths_bytes = {index: missing[index].length_bytes for index in indices}
+                part_bytes = self._part_bytes(sum(lengths_bytes.values()))
+                self._movers.each(
+                    read_part, parts_of(indices, lengths_bytes.__getitem__, part_bytes)
                 )
-
-            def read_part(part: list[int]) -> None:
-                self._read_part(transport, info, shape, wants, part, arrived, until_s)
-
-            threads.each(read_part, parts)
         except TransferFailed as error:
             log.warning("node_id=%s read failed: %s", node_id, error)
-            self._nodes.mark_bad(info)
+            self._nodes.mark_bad(node.info)
             self._nodes.refresh()
             now = self._nodes.usable(node_id)
-            return now is not None and now.incarnation != info.incarnation
+            return now is not None and now.incarnation != node.info.incarnation
         return False
 
-    def _part_bytes(self, wants: Sequence[Want], indices: Sequence[int]) -> int:
+    def _part_bytes(self, total_bytes: int) -> int:
         """So that every mover has a part, and none is longer than a batch."""
-        total_bytes = sum(wants[index].target[1].length_bytes for index in indices)
         return min(self._batch_bytes, -(-total_bytes // self._movers.threads))
 
     def _read_part(
-        self,
-        transport: Transport,
-        info: NodeInfo,
-        shape: Geometry,
-        wants: Sequence[Want],
-        part: Sequence[int],
-        arrived: list[bool],
-        until_s: float,
+        self, node: NodeAccess, part: Sequence[int], missing: dict[int, Want], until_s: float
     ) -> None:
         """Read and verify these; TransferFailed when they cannot be had."""
         left_s = until_s - time.monotonic()
         if left_s <= 0:  # slow is not dead: the caller recomputes the rest
-            log.warning("node_id=%s deadline passed, %d blocks missed", info.node_id, len(part))
+            log.warning(
+                "node_id=%s deadline passed, %d blocks missed", node.info.node_id, len(part)
+            )
             return
-        chosen = [wants[index] for index in part]
-        if isinstance(transport, MappedTransport):
-            whole = _copied(transport, info, shape, chosen, left_s)
+        wants = [missing[index] for index in part]
+        if isinstance(node.transport, MappedTransport):
+            whole = _copied(node.transport, node, wants, left_s)
         else:
             sources = [
-                ByteSpan(shape.slot_offset_bytes(copy.slot) + start_bytes, target[1].length_bytes)
-                for copy, start_bytes, target, _ in chosen
+                ByteSpan(
+                    node.shape.slot_offset_bytes(want.copy.slot) + want.start_bytes,
+                    want.length_bytes,
+                )
+                for want in wants
             ]
-            transport.read(info, sources, [want.target for want in chosen], left_s)
-            whole = [want.is_whole() for want in chosen]
+            node.transport.read(node.info, sources, [want.target for want in wants], left_s)
+            whole = [want.is_whole() for want in wants]
         for index, is_whole in zip(part, whole, strict=True):
-            arrived[index] = is_whole
-            if not is_whole:
-                self._on_bad_copy(wants[index].copy)
+            if is_whole:
+                del missing[index]
+            else:
+                self._on_bad_copy(missing[index].copy)
 
 
 def _copied(
-    transport: MappedTransport,
-    info: NodeInfo,
-    shape: Geometry,
-    wants: Sequence[Want],
-    left_s: float,
+    transport: MappedTransport, node: NodeAccess, wants: Sequence[Want], left_s: float
 ) -> list[bool]:
     """Copy out of a mapped segment, the checksum computed on the way: which blocks are whole."""
     started_s = time.monotonic()
     whole, moved_bytes = [], 0
-    with transport.owned(info) as view:
+    with transport.owned(node.info) as view:
         for want in wants:
             buffer, (start, length_bytes) = want.target
-            far = shape.slot_offset_bytes(want.copy.slot) + want.start_bytes
+            far = node.shape.slot_offset_bytes(want.copy.slot) + want.start_bytes
             near, source = buffer[start : start + length_bytes], view[far : far + length_bytes]
             if len(want.checksums) == 1:
                 whole.append(copy_and_sum(near, source) == want.checksums[0])
@@ -196,14 +183,11 @@ def _copied(
             moved_bytes += length_bytes
             if time.monotonic() - started_s > left_s:
                 raise TransferTimeout(
-                    f"node {info.node_id}: copying {moved_bytes} bytes through shared memory took "
-                    f"longer than {left_s:.3f} s: this host is short of CPU"
+                    f"node {node.info.node_id}: copying {moved_bytes} bytes through shared memory "
+                    f"took longer than {left_s:.3f} s: this host is short of CPU"
                 )
     transport.note(True, moved_bytes, started_s)
     return whole
-
-
-HEADERS_DEADLINE_S = 0.5
 
 
 class HeaderReader:
@@ -235,49 +219,35 @@ class HeaderReader:
 
     def _read_raw(self, copies: Sequence[Copy], is_whole: bool) -> list[bytes | None]:
         """The headers of the first units, or of all of them."""
-        found: list[bytes | None] = [None] * len(copies)
-        by_node: dict[str, list[int]] = {}
-        for index, copy in enumerate(copies):
-            by_node.setdefault(copy.node_id, []).append(index)
-        for node_id, indices in by_node.items():
-            self._read_node(node_id, copies, indices, is_whole, found)
-        return found
+        found: dict[int, bytes] = {}
+        for node_id, indices in _by_node(copies).items():
+            node = self._nodes.access(node_id)
+            if node is None:
+                continue
+            spans: dict[int, ByteSpan] = {}
+            for index in indices:
+                _, slot, _, _, size_bytes = copies[index]
+                if node.shape.holds(slot, size_bytes):
+                    heads = node.shape.headers(slot, size_bytes)
+                    length_bytes = heads.stop - heads.start if is_whole else HEADER_BYTES
+                    spans[index] = ByteSpan(heads.start, length_bytes)
+            with contextlib.suppress(TransferFailed):
+                self._read_node(node, spans, found)
+        return [found.get(index) for index in range(len(copies))]
 
     def _read_node(
-        self,
-        node_id: str,
-        copies: Sequence[Copy],
-        indices: Sequence[int],
-        is_whole: bool,
-        found: list[bytes | None],
+        self, node: NodeAccess, spans: dict[int, ByteSpan], found: dict[int, bytes]
     ) -> None:
-        info = self._nodes.usable(node_id)
-        transport = self._nodes.transport(info) if info else None
-        if info is None or transport is None:
-            return
-        shape = geometry(info.segment_bytes, info.unit_bytes)
-        spans: dict[int, ByteSpan] = {}
-        for index in indices:
-            _, slot, _, _, size_bytes = copies[index]
-            if shape.holds(slot, size_bytes):
-                heads = shape.headers(slot, size_bytes)
-                length_bytes = heads.stop - heads.start if is_whole else HEADER_BYTES
-                spans[index] = ByteSpan(heads.start, length_bytes)
-        if isinstance(transport, MappedTransport):
-            with contextlib.suppress(TransferFailed), transport.owned(info) as view:
+        if isinstance(node.transport, MappedTransport):
+            with node.transport.owned(node.info) as view:
                 for index, (start, length_bytes) in spans.items():
                     found[index] = view[start : start + length_bytes].tobytes()
             return
-        with contextlib.suppress(TransferFailed):
-            for part in _parts(spans):
-                self._read_part(transport, info, part, found)
+        for part in _parts(spans):
+            self._read_part(node, part, found)
 
     def _read_part(
-        self,
-        transport: Transport,
-        info: NodeInfo,
-        part: dict[int, ByteSpan],
-        found: list[bytes | None],
+        self, node: NodeAccess, part: dict[int, ByteSpan], found: dict[int, bytes]
     ) -> None:
         total_bytes = sum(span.length_bytes for span in part.values())
         with self._scratch.take(total_bytes) as buffer:
@@ -286,9 +256,17 @@ class HeaderReader:
                 (buffer, ByteSpan(end - span.length_bytes, span.length_bytes))
                 for end, span in zip(ends, part.values(), strict=True)
             ]
-            transport.read(info, list(part.values()), targets, HEADERS_DEADLINE_S)
+            node.transport.read(node.info, list(part.values()), targets, HEADERS_DEADLINE_S)
             for index, (_, (start, length_bytes)) in zip(part, targets, strict=True):
                 found[index] = buffer[start : start + length_bytes].tobytes()
+
+
+def _by_node(copies: Sequence[Copy]) -> dict[str, list[int]]:
+    """The numbers of these copies, by the node that has them."""
+    found: dict[str, list[int]] = {}
+    for index, copy in enumerate(copies):
+        found.setdefault(copy.node_id, []).append(index)
+    return found
 
 
 def _parts(spans: dict[int, ByteSpan]) -> list[dict[int, ByteSpan]]:

@@ -23,18 +23,20 @@ import numpy as np
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, TransferFailed, TransferTimeout
-from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, Geometry, geometry
+from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING
 from mooncake_store.memory.buffers import ByteArray, checksum, copy_and_sum
 from mooncake_store.memory.registrations import Registrations, Scratch
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.blocks import Allocation
 from mooncake_store.records.membership import NodeInfo
-from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import Movers, parts_of
-from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
+from mooncake_store.transports.transport import ByteSpan, LocalSpan
 
+log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
+LEASE_MARGIN_S = 5.0  # a lease outlives the deadline of what it protects
 
 
 class Write(NamedTuple):
@@ -65,26 +67,25 @@ class BlockWriter:
 
         TransferFailed: nothing of it may be committed. TransferTimeout: bytes may still arrive.
         """
-        transport = self._nodes.transport(info)
-        if transport is None:
+        node = self._nodes.access_to(info)
+        if node is None:
             raise TransferFailed(
                 f"node {info.node_id} cannot be written from this host in this mode"
             )
-        shape = geometry(info.segment_bytes, info.unit_bytes)
-        if isinstance(transport, MappedTransport):
-            return self._write_mapped(transport, info, shape, writes, deadline_s)
-        return self._write_remote(transport, info, shape, writes, deadline_s)
+        if isinstance(node.transport, MappedTransport):
+            return self._write_mapped(node.transport, node, writes, deadline_s)
+        return self._write_remote(node, writes, time.monotonic() + deadline_s)
 
     def _write_mapped(
         self,
         transport: MappedTransport,
-        info: NodeInfo,
-        shape: Geometry,
+        node: NodeAccess,
         writes: Sequence[Write],
         deadline_s: float,
     ) -> list[int]:
-        until_s = time.monotonic() + deadline_s
+        info, _, shape = node
         started_s = time.monotonic()
+        until_s = started_s + deadline_s
         digests, moved_bytes = [], 0
         with transport.owned(info) as view:
             slots = SlotMemory(view, shape)
@@ -109,15 +110,8 @@ class BlockWriter:
         transport.note(is_read=False, moved_bytes=moved_bytes, started_s=started_s)
         return digests
 
-    def _write_remote(
-        self,
-        transport: Transport,
-        info: NodeInfo,
-        shape: Geometry,
-        writes: Sequence[Write],
-        deadline_s: float,
-    ) -> list[int]:
-        until_s = time.monotonic() + deadline_s
+    def _write_remote(self, node: NodeAccess, writes: Sequence[Write], until_s: float) -> list[int]:
+        info, transport, shape = node
         slices = [shape.headers(write.slot, write.source.nbytes) for write in writes]
         positions = [ByteSpan(each.start, HEADER_BYTES) for each in slices]
         others = [ByteSpan(each.start + HEADER_BYTES, length) for each in slices
@@ -162,10 +156,6 @@ def _left(until_s: float) -> float:
     if left_s <= 0:
         raise TransferTimeout("the deadline passed before everything was written")
     return left_s
-
-
-log = logging.getLogger("mooncake_store.client")
-LEASE_MARGIN_S = 5.0  # a lease outlives the deadline of what it protects
 
 
 class Putter:

@@ -22,8 +22,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.layout import Geometry, geometry
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.segment import host_id
 from mooncake_store.records.blocks import Copy
@@ -41,6 +43,14 @@ BAD_NODE_S = 2.0
 REFRESH_S = 0.02  # the directory is not asked for unknown or bad nodes more often than this
 MODES = ("auto", "mapped", "nixl", "tcp")
 NODES_MAX = 4_096
+
+
+class NodeAccess(NamedTuple):
+    """A node, how bytes get there and back, and where its slots lie."""
+
+    info: NodeInfo
+    transport: Transport
+    shape: Geometry
 
 
 class Traffic:
@@ -122,6 +132,17 @@ class KnownNodes:
         """The node, or None when it is unknown or this incarnation has failed a moment ago."""
         info, is_bad = self._find(node_id)
         return None if is_bad else info
+
+    def access(self, node_id: str) -> NodeAccess | None:
+        """How a node that is usable is read and written; None when it cannot be from here."""
+        info = self.usable(node_id)
+        return None if info is None else self.access_to(info)
+
+    def access_to(self, info: NodeInfo) -> NodeAccess | None:
+        transport = self.transport(info)
+        if transport is None:
+            return None
+        return NodeAccess(info, transport, geometry(info.segment_bytes, info.unit_bytes))
 
     def _find(self, node_id: str) -> tuple[NodeInfo | None, bool]:
         """The node, and whether it is bad; the directory is asked when that may change it."""

@@ -18,14 +18,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.segment import Segment
 from mooncake_store.memory.segment_file import SegmentRefused
 from mooncake_store.records.membership import NodeInfo
-from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
+from mooncake_store.transports.transport import TransferBatch, Transport
 
 log = logging.getLogger("mooncake_store.store")
 LOOK_S = 0.25  # between two looks at the owners' locks; a look takes a microsecond per segment
@@ -89,24 +89,18 @@ class MappedTransport(Transport):
         self._before_close(segment)
         segment.close()
 
-    def _transfer(
-        self,
-        node: NodeInfo,
-        remote: Sequence[ByteSpan],
-        local: Sequence[LocalSpan],
-        until_s: float,
-        is_read: bool,
-    ) -> None:
+    def _transfer(self, batch: TransferBatch) -> None:
+        node, remote = batch.node, batch.remote
         segment = self.segment(node)
         view = _living_view(node, segment)
-        for there, (buffer, here) in zip(remote, local, strict=True):
+        for there, (buffer, here) in zip(remote, batch.local, strict=True):
             far = view[there.offset_bytes : there.offset_bytes + there.length_bytes]
             near = buffer[here.offset_bytes : here.offset_bytes + here.length_bytes]
-            if is_read:
+            if batch.is_read:
                 near[:] = far
             else:
                 far[:] = near
-            if time.monotonic() > until_s:
+            if time.monotonic() > batch.until_s:
                 raise TransferTimeout(
                     f"node {node.node_id}: copying {len(remote)} spans through shared memory took "
                     "longer than its deadline: this host is short of CPU"

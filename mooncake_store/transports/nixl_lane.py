@@ -28,7 +28,7 @@ from mooncake_store.errors import TransferFailed
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_agent import NixlUnavailable, make_agent, nixl_errors
-from mooncake_store.transports.transport import ByteSpan, LocalSpan
+from mooncake_store.transports.transport import LocalSpan, TransferBatch
 
 Offsets = npt.NDArray[np.uint64]
 
@@ -160,10 +160,9 @@ class AgentLane:
             with contextlib.suppress(*self._errors):
                 self._agent.remove_remote_agent(peer.agent_name)
 
-    def post(
-        self, node: NodeInfo, remote: Sequence[ByteSpan], local: Sequence[LocalSpan], is_read: bool
-    ) -> Transfer:
+    def post(self, batch: TransferBatch) -> Transfer:
         """Start a transfer; it may be done already. The spans have been checked."""
+        node, remote, local, _, is_read = batch
         peer = self.connect(node)
         far = np.array([offset for offset, _ in remote], np.uint64)
         lengths = np.array([length for _, length in remote], np.uint64)

@@ -22,7 +22,6 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_lane import AgentLane, Region, Transfer
-from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
+from mooncake_store.transports.transport import LocalSpan, TransferBatch, Transport
 
 LANES_MAX = 4
 SPIN_S = 0.002  # poll without sleeping for this long: a TCP transfer of a few MB
@@ -85,25 +84,18 @@ class NixlTransport(Transport):
         finally:
             lane.lock.release()
 
-    def _transfer(
-        self,
-        node: NodeInfo,
-        remote: Sequence[ByteSpan],
-        local: Sequence[LocalSpan],
-        until_s: float,
-        is_read: bool,
-    ) -> None:
-        lane = self._take_lane(until_s)
+    def _transfer(self, batch: TransferBatch) -> None:
+        lane = self._take_lane(batch.until_s)
         try:
             lane.reap()
-            transfer = lane.post(node, remote, local, is_read)
+            transfer = lane.post(batch)
         finally:
             lane.lock.release()
         spin_until_s = time.monotonic() + SPIN_S
         while not transfer.is_done:
             now_s = time.monotonic()
-            if now_s >= until_s:
-                self._give_up(lane, node, transfer)
+            if now_s >= batch.until_s:
+                self._give_up(lane, batch.node, transfer)
                 return
             time.sleep(0.0 if now_s < spin_until_s else POLL_S)
             with lane.lock:

@@ -23,14 +23,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameInvalid, FrameKind
-from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
+from mooncake_store.transports.transport import TransferBatch, Transport
 
 IDLE_MAX = 8  # connections kept per node
 CONNECT_S = 5.0  # for connect(); a transfer has its own deadline
@@ -62,35 +61,21 @@ class TcpTransport(Transport):
         except (OSError, FrameInvalid) as error:
             raise _failure(node, error, 0, is_read=True) from error
 
-    def _transfer(
-        self,
-        node: NodeInfo,
-        remote: Sequence[ByteSpan],
-        local: Sequence[LocalSpan],
-        until_s: float,
-        is_read: bool,
-    ) -> None:
+    def _transfer(self, batch: TransferBatch) -> None:
         """Over a pooled connection, and if that one is broken over a new one."""
-        pooled = self._take(node)
+        pooled = self._take(batch.node)
         try:
             if pooled is not None:
                 with contextlib.suppress(ConnectionError):
-                    self._ask(node, pooled, remote, local, until_s, is_read)
+                    self._ask(pooled, batch)
                     return
-            self._ask(node, _opened(node, until_s), remote, local, until_s, is_read)
+            self._ask(_opened(batch.node, batch.until_s), batch)
         except (OSError, FrameInvalid) as error:
-            raise _failure(node, error, len(remote), is_read) from error
+            raise _failure(batch.node, error, len(batch.remote), batch.is_read) from error
 
-    def _ask(
-        self,
-        node: NodeInfo,
-        connection: socket.socket,
-        remote: Sequence[ByteSpan],
-        local: Sequence[LocalSpan],
-        until_s: float,
-        is_read: bool,
-    ) -> None:
+    def _ask(self, connection: socket.socket, batch: TransferBatch) -> None:
         """The whole transfer on this connection, which is closed unless all went well."""
+        node, remote, local, until_s, is_read = batch
         try:
             for start in range(0, len(remote), frames.SPANS_MAX):
                 spans = remote[start : start + frames.SPANS_MAX]

@@ -42,6 +42,16 @@ LocalSpan = tuple[
 ]  # a registered uint8 buffer (or a view of one) and where in it
 
 
+class TransferBatch(NamedTuple):
+    """One call: remote[i] of the node's segment to local[i], or the other way round."""
+
+    node: NodeInfo
+    remote: Sequence[ByteSpan]
+    local: Sequence[LocalSpan]
+    until_s: float  # as of time.monotonic()
+    is_read: bool
+
+
 @dataclass(frozen=True, slots=True)
 class TransferCounters:
     """What a transport moved since it was made. A call is counted once, when it ends."""
@@ -129,15 +139,8 @@ class Transport:
         """Get ready for this node. Idempotent; a new incarnation replaces the old one."""
         raise NotImplementedError
 
-    def _transfer(
-        self,
-        node: NodeInfo,
-        remote: Sequence[ByteSpan],
-        local: Sequence[LocalSpan],
-        until_s: float,
-        is_read: bool,
-    ) -> None:
-        """Move all of it until time.monotonic() says until_s; the spans have been checked."""
+    def _transfer(self, batch: TransferBatch) -> None:
+        """Move all of it; the spans have been checked."""
         raise NotImplementedError
 
     def disconnect(self, node_id: str) -> None:
@@ -172,7 +175,8 @@ class Transport:
         deadline_s: float,
     ) -> None:
         """sources[i] of the node's segment -> targets[i], within `deadline_s` from now."""
-        self._move(node, sources, targets, deadline_s, is_read=True)
+        until_s = time.monotonic() + deadline_s
+        self._move(TransferBatch(node, sources, targets, until_s, is_read=True))
 
     def write(
         self,
@@ -182,22 +186,16 @@ class Transport:
         deadline_s: float,
     ) -> None:
         """sources[i] -> targets[i] of the node's segment, within `deadline_s` from now."""
-        self._move(node, targets, sources, deadline_s, is_read=False)
+        until_s = time.monotonic() + deadline_s
+        self._move(TransferBatch(node, targets, sources, until_s, is_read=False))
 
-    def _move(
-        self,
-        node: NodeInfo,
-        remote: Sequence[ByteSpan],
-        local: Sequence[LocalSpan],
-        deadline_s: float,
-        is_read: bool,
-    ) -> None:
+    def _move(self, batch: TransferBatch) -> None:
         started_s = time.monotonic()
         try:
-            moved_bytes = check_spans(node, remote, local)
+            moved_bytes = check_spans(batch.node, batch.remote, batch.local)
             if moved_bytes:
-                self._transfer(node, remote, local, started_s + deadline_s, is_read)
+                self._transfer(batch)
         except TransferFailed as error:
             self._tally.failed(isinstance(error, TransferTimeout))
             raise
-        self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
+        self._tally.moved(batch.is_read, moved_bytes, time.monotonic() - started_s)
