@@ -5,32 +5,19 @@ goes first:
 
     order_key_s = arrived_s + min(stretch * work_s, wait_s_max)
 
-`work_s` is the predicted time of its prefill, after what is cached. So a short prompt overtakes a
-long one that came a little earlier, and nobody is overtaken by a request that came more than
-`wait_s_max` later: that is the ageing. `stretch = 0` is first come, first served.
+`work_s` is the predicted time of its prefill, after what is cached. Nobody is overtaken by one that
+came more than `wait_s_max` later: that is the ageing. `stretch = 0` is first come, first
+served. A key never changes, so the worker may keep a heap, the conductor can tell which of the
+requests that it routed there will go ahead of a new one, and both agree without talking about it.
 
-Which stretch and bound hold depends on whether overload is being shed (admission.py, and
-docs/decisions/0016). A key never changes. So the worker may keep a heap, the conductor can tell
-which of the requests that it routed there will go ahead of a new one, and both agree without
-talking about it.
-
-**Sharing**: a full step keeps everybody in it waiting until its end. A step takes `overhead +
-per_token * tokens` (estimates.py: base_s and per_token_s), and all prompts in it have their first
-token when it ends. Taking one more prompt of `tokens` tokens into a step that already ends
-`sharing` prompts
-
-    costs    sharing * per_token * tokens     these wait for the tokens of the added prompt
-    spares   behind * overhead                the added prompt and those that wait behind it would
-                                              start one overhead later if it had its own step
-
-so it is taken while the cost is not above what it spares; divided by per_token, both are in tokens:
+**Sharing**: a full step keeps everybody in it waiting until its end. Taking one more prompt into a
+step that already ends `sharing` prompts costs these `sharing * per_token * tokens`, and spares the
+prompt and those behind it one overhead. So it is taken while
 
     sharing * tokens <= behind * overhead_tokens,    overhead_tokens = base_s / per_token_s
 
-Short prompts behind a deep queue share steps, which keeps throughput under load; a long prompt does
-not fill the rest of a short one's step. A chunk that does not end its prompt spares only its share
-of a step, which is the same as if it had a whole step's tokens: give that number. Ignored: requests
-that have not come yet, and that a step's time grows a little faster than linear.
+Short prompts behind a deep queue share steps; a long prompt does not fill the rest of a short one's
+step (docs/reference/conductor.md, "Sharing a prefill step").
 
 Not here: what the queue holds (prefill_queue.py; in a worker backends/engine/batching/batching.py).
 """

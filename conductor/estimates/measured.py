@@ -1,35 +1,22 @@
 """What was measured against what was estimated: three figures from the same comparison.
 
-**Speed ratio** (`SpeedRatio`): how much slower or faster a worker is than its calibration says. A
-worker measures its coefficients when it starts, alone. Later it shares cores, caches and links, so
-work takes longer by a factor that moves slowly. The conductor sees both sides (the seconds it
-estimated and the seconds that were measured) and keeps the ratio of their recent sums. Sums, not a
-mean of ratios: ten prompts that shared one step count as one piece of work. Old sums fade, and
-PRIOR keeps the ratio near 1 while little is measured. Without that, a worker whose first prompt was
-slow (a cold cache, a page fault) would never be chosen again on a quiet cluster, and so would never
-get the chance to be measured anew.
+**Speed ratio** (`SpeedRatio`): how much slower or faster a worker is than its calibration says, as
+the ratio of recent sums of measured and estimated seconds. Sums, not a mean of ratios: ten prompts
+that shared one step count as one piece of work. Old sums fade, and PRIOR keeps the ratio near 1
+while little is measured, or a worker whose first prompt was slow would never be measured anew.
 
-**Accuracy** (`RelativeErrors`): how far predictions were from what came, recently. A scheduler that
-works in predicted seconds is as good as its predictions, so their error is a figure to watch: that
-of prefill is the worker's coefficients, that of TTFT adds queue and transfer. A mean hides what a
-limit has to allow for, so there are percentiles too.
+**Accuracy** (`RelativeErrors`): how far predictions were from what came, recently, for people.
 
-**Margin** (`Margin`): how far above its limit a prediction must stay below it. A request whose
-predicted TTFT is just below the limit misses it about half the time, more often when predictions
-are too low. So a limit is divided by a quantile of `actual / predicted` as it was measured lately,
-for each class of prompt length: long prompts are overtaken by short ones after they were predicted,
-and so are off by more.
+**Margin** (`Margin`): how far below its limit a prediction must stay. A limit is divided by a
+quantile of `actual / predicted` as it was measured lately, for each class of prompt length:
 
     limit_s = ttft_slo_s / max(1, quantile of actual / predicted in this class)
 
-The quantile weighs each sample by its predicted seconds. A prompt that was predicted at 50 ms and
-took 300 ms says nothing about predictions of 9 s, and those are the ones a limit of 10 s judges.
-Samples fade with a half-life; PRIOR_SHARE of a limit's worth of seconds counts as predicted
-exactly, so that one surprise does not turn all away and an empty class comes back to 1. The ratio
-is never below 1: predictions that were too high are corrected by the speed ratio, and a promise is
-not widened because it was kept easily.
+The quantile weighs each sample by its predicted seconds, samples fade with a half-life, and
+PRIOR_SHARE of a limit's worth of seconds counts as predicted exactly.
 
-Not here: fitting coefficients (estimates.py), what the limit is for (admission.py).
+Why each is made so: docs/reference/conductor.md ("Measured against estimated"). Not here: fitting
+coefficients (estimates.py), what the limit is for (admission.py).
 """
 
 from __future__ import annotations
