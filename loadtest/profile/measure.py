@@ -149,11 +149,14 @@ class Measure:
         ]
 
     async def together(self, room: Room, rounds: int, done: Callable[[], None]) -> list[Together]:
-        """Prompts alone, the same beside decoding streams, and these with and without prompts."""
+        """Prompts alone, the same beside decoding streams, and these with and without prompts.
+
+        No round where no stream of more than one token fits.
+        """
         tokens = min(TOGETHER_PROMPT, room.context_tokens_max // 2)
         length = min(TOGETHER_TOKENS, room.context_tokens_max - TOGETHER_CONTEXT - 1)
         found = []
-        for _ in range(rounds):
+        for _ in range(rounds if length > 1 else 0):
             alone = [await self._timed(tokens) for _ in range(TOGETHER_PROMPTS)]
             contexts = [self._fresh(TOGETHER_CONTEXT) for _ in range(TOGETHER_STREAMS)]
             begun = asyncio.Event()
@@ -179,16 +182,20 @@ class Measure:
     async def _ask(
         self, prompt: TokenIds, output_tokens: int, begun: asyncio.Event | None = None
     ) -> tuple[ReceivedAnswer, float]:
-        """`begun` is set with its second token, when it decodes."""
+        """`begun` is set with its second token, when it decodes, or when it ends without one."""
         self._prompts += 1
         request = GenerateRequest(
             f"profile-{self._prompts}", input_ids=prompt, max_tokens=output_tokens,
             min_tokens=output_tokens, end_id=-1, return_decision=True, parameters=self._pins,
         )  # fmt: skip
         answer, sent_s = ReceivedAnswer(), time.perf_counter()
-        async for event in self._client.generate(request):
-            answer.add(event)
-            if begun is not None and len(answer.token_times_s) > 1:
+        try:
+            async for event in self._client.generate(request):
+                answer.add(event)
+                if begun is not None and len(answer.token_times_s) > 1:
+                    begun.set()
+        finally:
+            if begun is not None:
                 begun.set()
         if len(answer.token_times_s) != output_tokens:
             raise ServerError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -14,12 +16,13 @@ from conductor.estimates.estimates import (
 )
 from loadtest.bench.harness import together_tbt_s
 from loadtest.bench.server import PROJECT
-from loadtest.client.protocol import ServerError
+from loadtest.client.protocol import GenerateRequest, ServerError, TokenEvent
 from loadtest.client.server import addresses_of
 from loadtest.profile import command
 from loadtest.profile.command import settings_of
 from loadtest.profile.measure import (
     STEPS,
+    Measure,
     Prefill,
     Room,
     Together,
@@ -29,6 +32,7 @@ from loadtest.profile.measure import (
     split,
 )
 from loadtest.profile.profile import Profile, Serving, Sharing
+from loadtest.replay.prompts import TokenSource
 
 PREFILL = PrefillEstimate(0.01, 1e-4, 1e-7)
 DECODE = DecodeEstimate(0.004, 3e-4, 2e-7)
@@ -77,6 +81,32 @@ def test_a_long_prompt_pays_the_fixed_part_once_a_step() -> None:
                     Serving(0.0, 0.0))  # fmt: skip
     assert found.prefill.estimate.coefficients == pytest.approx(step.coefficients, rel=1e-3)
     assert found.prompt_s(4096, 0) == pytest.approx(seconds(4096, 0), rel=1e-3)
+
+
+class FailingClient:
+    """Refuses every stream."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+        raise ServerError("unavailable", "no worker")
+        yield
+
+
+def test_streams_that_fail_are_not_waited_for() -> None:
+    async def begin() -> None:
+        measure = Measure(FailingClient(), ("prefill_0", "decode_0"), TokenSource(2_048))
+        begun = asyncio.Event()
+        with pytest.raises(ServerError, match="no worker"):
+            await measure._ask(TokenSource(2_048).fresh(1, 8), 4, begun)
+        assert begun.is_set()
+
+    asyncio.run(begin())
+
+
+def test_where_no_stream_fits_nothing_is_measured_together() -> None:
+    room = Room(context_tokens_max=256, block_tokens=64, slots=8, kv_pages=64)
+    measure = Measure(FailingClient(), ("prefill_0", "decode_0"), TokenSource(2_048))
+    assert asyncio.run(measure.together(room, 3, lambda: None)) == []
+    assert sharing_of([]) == Sharing(1.0, 1.0)
 
 
 def test_the_settings_of_our_own_server_are_those_of_its_repository() -> None:
