@@ -1,92 +1,75 @@
-"""Every error that the store shows to its callers.
-
-* StoreError
-  x RequestInvalid        the request is malformed or over a limit      -> fix the caller
-  x ProtocolMismatch      the other side speaks another version         -> upgrade one of the two
-  x StoreUnavailable      the directory did not answer in time          -> compute without the store
-  x NodeUnknown           no such storage node is registered now        -> wait until it registers
-    - NodeNotAttached     it or the directory has begun anew            -> attach() again
-  x StoreFull             no room, and nothing may be evicted           -> go on without storing
-    - QuotaExceeded       a tenant's share is used up and in use        -> release, or raise it
-  x SegmentRefused        a segment cannot be had (in segment.py)       -> fewer bytes
-  x SsdRefused            the SSD tier cannot be had                    -> other folder, --ssd-reset
-    - ManifestDamaged     ... what is on it cannot be known             -> it starts empty
-    - ManifestVersion     ... another release wrote it                  -> that one, or --ssd-reset
-  x LayoutMismatch        not even one such block fits into the node    -> a larger segment
-  x FingerprintMismatch   the worker's KV does not fit its pool         -> the worker must not start
-  x TransferFailed        bytes did not arrive                          -> next copy, or recompute
-    - TransferTimeout     ... and may still arrive: quarantine targets
-  x BlockMissing          the copy is not there any more                -> a miss, never a failure
+"""Every error that the store shows to its callers: what happened, and what to do then.
 
 Each is made from one message, so that it travels over the wire as (class name, message) and is
-raised at the client as the same class.
+raised at the client as the same class. Those that one process alone can raise are where it does
+(SegmentRefused in memory/segment_file.py, for instance).
 """
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Base of everything above."""
+    """Base of all."""
 
 
 class RequestInvalid(StoreError):
-    pass
+    """The request is malformed or over a limit: fix the caller."""
 
 
 class ProtocolMismatch(StoreError):
-    pass
+    """The other side speaks another version: upgrade one of the two."""
 
 
 class StoreUnavailable(StoreError):
-    pass
+    """The directory did not answer in time: compute without the store."""
 
 
 class NodeUnknown(StoreError):
-    pass
+    """No such storage node is registered now: wait until it registers."""
 
 
 class NodeNotAttached(NodeUnknown):
-    pass
+    """The node or the directory has begun anew: attach() again."""
 
 
 class StoreFull(StoreError):
-    pass
+    """No room, and nothing may be evicted: go on without storing."""
 
 
 class QuotaExceeded(StoreFull):
-    pass
+    """A tenant's share is used up and in use: release, or raise it."""
 
 
 class SsdRefused(StoreError):
-    pass
+    """The SSD tier cannot be had: another folder, or --ssd-reset."""
 
 
 class ManifestDamaged(SsdRefused):
-    pass
+    """What is on the SSD cannot be known: it starts empty."""
 
 
 class ManifestVersion(SsdRefused):
-    pass
+    """Another release wrote what is on the SSD: use that one, or --ssd-reset."""
 
 
 class LayoutMismatch(StoreError):
-    pass
+    """Not even one such block fits into the node: give it a larger segment."""
 
 
 class FingerprintMismatch(StoreError):
-    pass
+    """The worker's KV does not fit its pool: the worker must not start."""
 
 
 class TransferFailed(StoreError):
-    pass
+    """Bytes did not arrive: read the next copy, or recompute."""
 
 
 class TransferTimeout(TransferFailed):
-    pass
+    """Bytes did not arrive, and may still arrive: quarantine the targets."""
 
 
 class BlockMissing(StoreError):
-    pass
+    """The copy is not there any more: a miss, never a failure of the request."""
 
 
 def _tree(root: type[StoreError]) -> dict[str, type[StoreError]]:

@@ -152,7 +152,7 @@ class Tiers:
             self._of(holder).add_many(keys, holder.removesuffix(SSD_SUFFIX))
 
     def remove(self, key: bytes, holder: str) -> None:
-        self._of(holder).remove(key, holder.removesuffix(SSD_SUFFIX))
+        self._of(holder).remove_many((key,), holder.removesuffix(SSD_SUFFIX))
 
     def drop_holder(self, holder: str) -> None:
         self._of(holder).drop_holder(holder.removesuffix(SSD_SUFFIX))

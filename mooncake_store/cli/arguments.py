@@ -2,8 +2,6 @@
 
 Everybody may write to /tmp, so a folder of sockets that is found there proves nothing by its name:
 it is used only if it belongs to this user and nobody else can write it.
-
-Not here: what the commands do (app.py).
 """
 
 from __future__ import annotations

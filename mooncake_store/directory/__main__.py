@@ -3,8 +3,6 @@
 Without --etcd: serve until SIGTERM. With it: wait to be elected, serve while elected, and when that
 is lost begin anew as one that waits. Each reign is a new Directory under a new epoch, which the
 storage nodes fill again with what they hold. stdout carries `ready ...` at each begin of serving.
-
-Not here: serving (server.py), who is elected (election.py).
 """
 
 from __future__ import annotations

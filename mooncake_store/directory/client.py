@@ -2,8 +2,6 @@
 
 Each call has a deadline (wire/request_reply.py). A call that ran into it may or may not have taken
 effect: leases end by themselves, and commits and registrations can be repeated.
-
-Not here: following changes (event_feed.py), moving bytes (store.py).
 """
 
 from __future__ import annotations

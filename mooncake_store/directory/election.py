@@ -12,8 +12,6 @@ and nobody has to tell it. While etcd does not answer, nobody is elected; a lead
 steps down. What a client gets is at most one answer that was under way at that moment.
 
 Addresses `etcd://HOST:PORT,HOST:PORT/PREFIX` mean whoever leads there now (`leader_at`).
-
-Not here: serving (server.py).
 """
 
 from __future__ import annotations

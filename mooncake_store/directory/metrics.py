@@ -2,8 +2,6 @@
 
 The directory lives in one thread and the page in another, so the page shows the last DirectoryStats
 that the directory's loop has handed over (once a second), and never looks into the directory.
-
-Not here: HTTP (metrics_page.py), how the numbers come about (status.py).
 """
 
 from __future__ import annotations

@@ -294,9 +294,6 @@ class PrefixIndex:
 
     # Changes
 
-    def add(self, key: bytes, holder: str) -> None:
-        self.add_many((key,), holder)
-
     def add_many(self, keys: Sequence[bytes], holder: str) -> None:
         """The holder has these blocks, perhaps had some before. Fastest in order of the chain."""
         owner = self._holders.holders.get(holder) or self._holders.new(holder)
@@ -330,9 +327,6 @@ class PrefixIndex:
         self._pages.extend(new)
         self._holders.take_blocks(owner, 1 - added)
         self._sweep_after(len(keys))
-
-    def remove(self, key: bytes, holder: str) -> None:
-        self.remove_many((key,), holder)
 
     def remove_many(self, keys: Sequence[bytes], holder: str) -> None:
         """No error for what is not there: the index may have forgotten it."""

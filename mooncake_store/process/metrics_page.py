@@ -2,8 +2,6 @@
 
 A page has a registry of its own, so that nothing of the process's other libraries is on it, and
 threads of its own. What is shown comes from collectors, which read numbers that others keep.
-
-Not here: which numbers (mooncake_store/directory/metrics.py, mooncake_store/node/metrics.py).
 """
 
 from __future__ import annotations
@@ -79,14 +77,14 @@ Rows = Iterable[tuple[Sequence[str], float]]  # (values of the labels, value)
 
 
 def gauges(name: str, meaning: str, labels: Sequence[str], rows: Rows) -> Metric:
-    family = GaugeMetricFamily(name, meaning, labels=labels)
-    for values, value in rows:
-        family.add_metric(values, value)
-    return family
+    return _with_rows(GaugeMetricFamily(name, meaning, labels=labels), rows)
 
 
 def counters(name: str, meaning: str, labels: Sequence[str], rows: Rows) -> Metric:
-    family = CounterMetricFamily(name, meaning, labels=labels)
+    return _with_rows(CounterMetricFamily(name, meaning, labels=labels), rows)
+
+
+def _with_rows(family: GaugeMetricFamily | CounterMetricFamily, rows: Rows) -> Metric:
     for values, value in rows:
         family.add_metric(values, value)
     return family

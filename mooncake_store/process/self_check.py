@@ -3,8 +3,6 @@
 Off by default: it costs time under the lock of what is checked, and a process that ends takes its
 requests along. `mooncake serve --self-check` switches it on, as the end-to-end tests and the leak
 test do; there a broken invariant must not go on as a wrong number somewhere else.
-
-Not here: the invariants (each class has its `check`), starting again what ended (the launcher).
 """
 
 from __future__ import annotations

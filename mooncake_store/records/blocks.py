@@ -2,8 +2,6 @@
 
 Slot and Copy are NamedTuples, not dataclasses: a lookup of 1,000 keys makes or decodes thousands,
 and a frozen dataclass costs five times as much to build. On the wire they are short arrays.
-
-Not here: the memory that slots are cut from (directory/core/slots.py).
 """
 
 from __future__ import annotations

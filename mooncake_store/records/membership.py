@@ -2,8 +2,6 @@
 
 An *incarnation* is one start of a process (a fresh random name each time), so a restarted node
 or a reloaded worker is never mistaken for the one before it.
-
-Not here: who is alive (workers.py, directory.py).
 """
 
 from __future__ import annotations

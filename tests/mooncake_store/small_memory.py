@@ -22,7 +22,7 @@ from mooncake_store.client.client import StoreClient
 from mooncake_store.client.store import Store
 from mooncake_store.directory.client import DirectoryClient
 from tests.mooncake_store.memory.test_dead_memory import LAYOUT, PATIENCE_S, stored, until
-from tests.mooncake_store.sites import MIB, SiteProcesses
+from tests.mooncake_store.processes import MIB, SiteProcesses
 
 
 def free_mib() -> int:

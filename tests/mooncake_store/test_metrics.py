@@ -25,8 +25,7 @@ from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.wire.node_protocol import NodeStats
 from tests.mooncake_store.in_process import InProcessDirectory
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, directory_with, node_info, put
-from tests.mooncake_store.processes import DirectoryProcess
-from tests.mooncake_store.sites import SiteProcesses
+from tests.mooncake_store.processes import DirectoryProcess, SiteProcesses
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -9,8 +9,6 @@ is void. A header that cannot be true, of a generation that nobody can have reac
 counts for nothing: neither against the others nor for the generations to come.
 
 Whether the bytes are what the header says is found out by the checksum, at the first read.
-
-Not here: reading headers (the node), what an adopted block becomes (copies.py).
 """
 
 from __future__ import annotations

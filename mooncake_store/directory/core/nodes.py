@@ -132,7 +132,7 @@ class NodeTable:
     def attach(self, node_id: str, fingerprint: str, block_bytes: int) -> Geometry:
         """Where slots lie in this node; LayoutMismatch when not one such block fits."""
         holder = self.registered(node_id)
-        if holder.pool.slots_for(holder.pool.units_for(block_bytes)) == 0:
+        if holder.pool.units < holder.pool.units_for(block_bytes):
             raise LayoutMismatch(
                 f"storage node {node_id} has {holder.info.segment_bytes} bytes, less than one "
                 f"block of {block_bytes} bytes and its header; give it a larger segment"

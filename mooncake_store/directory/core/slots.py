@@ -114,10 +114,6 @@ class SlotPool:
     def units_for(self, size_bytes: int) -> int:
         return max(1, -(-size_bytes // self.unit_bytes))
 
-    def slots_for(self, units: int) -> int:
-        """How many slots of that size would fit at once, if nothing else were there."""
-        return self.units // units
-
     def take(self, units: int) -> int | None:
         """A free slot of that many units; None when there is none."""
         slabs = self._open.get(units)

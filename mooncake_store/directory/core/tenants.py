@@ -5,8 +5,6 @@ room by losing its own coldest blocks, never another's. A block that two tenants
 block and counts for who wrote it (with a cache salt per tenant no block is shared anyway). A
 further copy of it, fetched by a node or restored from an SSD, counts for the same tenant unless its
 writer names another. Spilling takes nothing away: a copy on SSD is made while the quota has room.
-
-Not here: taking copies away (copies.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from backends.frontend.hot_copies import HotCopies
 from conductor.messages import Replicate
 from mooncake_store.client.client import StoreClient
 from tests.e2e.server import wait_until
-from tests.mooncake_store.sites import SiteProcesses
+from tests.mooncake_store.processes import SiteProcesses
 
 pytestmark = pytest.mark.servers
 

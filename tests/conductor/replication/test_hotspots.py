@@ -18,7 +18,7 @@ def setup(**config: object) -> tuple[Hotspots, PrefixIndex]:
 
 def hold(index: PrefixIndex, node_id: str, blocks: str) -> None:
     for key in keys(blocks):
-        index.add(key, node_id)
+        index.add_many([key], node_id)
 
 
 def hits_per_s(hot: Hotspots, key: bytes, now_s: float) -> float:
@@ -150,7 +150,7 @@ def test_every_limit_holds_under_random_load(seed: int) -> None:
             assert all(suggestion.source_node in names for names in holding)
             if rng.random() < 0.7:
                 for key in suggestion.block_keys:
-                    index.add(key, suggestion.target_node)
+                    index.add_many([key], suggestion.target_node)
                     hot.arrived(key, suggestion.target_node)
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from mooncake_store.cli.app import app
 from mooncake_store.client.client import key_of
-from tests.mooncake_store.sites import SiteProcesses
+from tests.mooncake_store.processes import SiteProcesses
 
 pytestmark = pytest.mark.servers
 

@@ -24,7 +24,7 @@ from mooncake_store.errors import (
 )
 from mooncake_store.memory.segment import Segment
 from tests.e2e.server import wait_until
-from tests.mooncake_store.sites import SiteProcesses
+from tests.mooncake_store.processes import SiteProcesses
 
 pytestmark = pytest.mark.servers
 

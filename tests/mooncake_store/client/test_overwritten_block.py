@@ -16,7 +16,7 @@ from mooncake_store.layout import HEADER_BYTES, STATE_WRITING, geometry
 from mooncake_store.memory.segment import Segment
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.blocks import Copy
-from tests.mooncake_store.sites import SiteProcesses
+from tests.mooncake_store.processes import SiteProcesses
 
 pytestmark = pytest.mark.servers
 

@@ -27,7 +27,7 @@ from mooncake_store.errors import StoreUnavailable
 from mooncake_store.records.events import Event, NodeUp, Snapshot
 from tests.mooncake_store.etcd_process import EtcdProcess
 from tests.mooncake_store.makers import node_info
-from tests.mooncake_store.sites import NodeProcess
+from tests.mooncake_store.processes import NodeProcess
 
 PATIENCE_S = 30.0
 

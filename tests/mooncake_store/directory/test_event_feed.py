@@ -50,7 +50,7 @@ class Replica:
         self.index.clear()
         for key, nodes in snapshot.holders:
             for node_id in nodes:
-                self.index.add(key, node_id)
+                self.index.add_many([key], node_id)
         self.snapshots += 1
 
     def on_events(self, events: Sequence[Event]) -> None:
@@ -59,9 +59,9 @@ class Replica:
             raise RuntimeError("this listener is broken for a moment")
         for event in events:
             if isinstance(event, BlockAdded):
-                self.index.add(event.key, event.node_id)
+                self.index.add_many([event.key], event.node_id)
             elif isinstance(event, BlockRemoved):
-                self.index.remove(event.key, event.node_id)
+                self.index.remove_many([event.key], event.node_id)
             elif isinstance(event, NodeDown):
                 self.index.drop_holder(event.node_id)
         with self.changed:

@@ -17,8 +17,8 @@ from mooncake_store.client.store import Store
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.layout import KvLayout
 from mooncake_store.memory.buffers import checksum
+from tests.mooncake_store.processes import NodeProcess, SiteProcesses
 from tests.mooncake_store.site import pause
-from tests.mooncake_store.sites import NodeProcess, SiteProcesses
 from tests.mooncake_store.targets import ROOT
 
 LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=64, dtype="float32", block_tokens=64)

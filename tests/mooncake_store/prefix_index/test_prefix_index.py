@@ -32,14 +32,14 @@ def test_each_holder_counts_as_far_as_it_has_every_block() -> None:
     keys = chain(5)
     for holder, blocks in {"a": [0, 1], "b": [0, 1, 2], "c": [1, 2, 3], "d": [0, 2]}.items():
         for block in blocks:
-            index.add(keys[block], holder)
+            index.add_many([keys[block]], holder)
     assert index.match(keys) == {"a": 2, "b": 3, "d": 1}
 
 
 def test_nothing_matches_an_empty_index_or_an_empty_prompt() -> None:
     index = PrefixIndex()
     assert index.match(chain(3)) == {}
-    index.add(chain(1)[0], "a")
+    index.add_many([chain(1)[0]], "a")
     assert index.match([]) == {}
     assert index.match(chain(3, "b")) == {}
 
@@ -48,10 +48,10 @@ def test_a_full_index_forgets_the_oldest_block() -> None:
     index = PrefixIndex(blocks_max=3)
     keys = chain(4)
     for key in keys:
-        index.add(key, "a")
+        index.add_many([key], "a")
         index.check()
     assert len(index) == 3 and keys[0] not in index
-    index.remove(keys[0], "a")  # its removal arrives later: no error
+    index.remove_many([keys[0]], "a")  # its removal arrives later: no error
     index.check()
 
 
@@ -59,9 +59,9 @@ def test_the_bits_of_holders_that_left_are_used_again() -> None:
     index = PrefixIndex()
     key = chain(1)[0]
     for life in range(1_000):  # a thousand restarts must not make thousand-bit maps
-        index.add(key, f"node{life}")
+        index.add_many([key], f"node{life}")
         index.drop_holder(f"node{life}")
-    index.add(key, "last")
+    index.add_many([key], "last")
     assert index.number("last") <= 1, "numbers are not used again"
     index.check()
 
@@ -76,12 +76,12 @@ def test_a_dropped_holder_counts_for_nothing_at_once_and_is_swept_a_little_at_a_
     left = len(index)
     assert left == len(keys), "dropping a holder walked its keys"
     for key in chain(20 * PAGE_KEYS, "b"):
-        index.add(key, "stays")
+        index.add_many([key], "stays")
         assert len(index) >= left - PAGE_KEYS - SWEPT_PER_CHANGE, "one change swept many keys"
         left = len(index)
     index.check()
     assert len(index) == 3 + 20 * PAGE_KEYS and index.number("new") == -1
-    index.add(keys[0], "new")
+    index.add_many([keys[0]], "new")
     assert index.number("new") == 0, "the number of the dropped holder is free again"
 
 
@@ -112,7 +112,7 @@ def test_a_full_index_forgets_without_looking_for_the_oldest() -> None:
     index = PrefixIndex(blocks_max=3 * PAGE_KEYS)
     keys = chain(20 * PAGE_KEYS)
     for key in keys:
-        index.add(key, "a")
+        index.add_many([key], "a")
     index.check()
     assert [key in index for key in keys] == [n >= 17 * PAGE_KEYS for n in range(len(keys))]
 

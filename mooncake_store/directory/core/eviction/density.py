@@ -14,8 +14,6 @@ and *again*. The block to drop is the coldest of one of them: the one of less va
   queues keep the order in which they were added: the deepest goes first, as with LRU. But a chain
   may lie half in one queue, half in the other; its start is then in `again`, which is kept longer.
 - Nothing is per block but its entry in a queue; ages are stamps that many blocks share.
-
-Not here: when room is needed, who is leased.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ reads it without asking anybody.
 Deepest first: whoever uses a chain of blocks adds or touches it from its end to its start, so among
 blocks used at once the deepest is the coldest. Dropping block 3 makes blocks 4, 5, ... unreachable,
 the reverse is not true. No depth is stored.
-
-Not here: what a policy does (lru.py, density.py).
 """
 
 from __future__ import annotations
