@@ -65,6 +65,13 @@ def test_prompts_that_wait_share_a_pass_in_their_order_and_the_last_is_cut() -> 
     assert second.prefilled_s == third.prefilled_s == full_s + prefill_pass_s(15_000 - 8_192)
 
 
+def test_what_arrives_at_the_moment_a_pass_ends_is_in_the_next_one() -> None:
+    end_s = prefill_pass_s(8_192)
+    _, waiting, late = replayed(own(8_192, 1), own(3_000, 2, 0.01), own(100, 3, end_s))
+    assert waiting.started_s == late.started_s == end_s
+    assert waiting.prefilled_s == late.prefilled_s == end_s + prefill_pass_s(3_100)
+
+
 def test_the_first_token_comes_one_decode_step_after_the_prefill() -> None:
     (alone,) = replayed(own(2_000, 1, output=3))
     step_s = Steps.of(1, 2_000, 2_048 * 512).first_s
