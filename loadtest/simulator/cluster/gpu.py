@@ -67,6 +67,15 @@ CONTEXTS = (1_024, 8_192, 32_768)
 PAIR_FLOP = 4  # per layer, unit of d and (query, key) pair: Q K^T and P V
 TOKEN_FLOP = 22  # per layer, d^2 and token: the paper's b
 
+# One node: 8x A800-SXM4-80GB.
+FLOP_PER_S, MEMORY_BYTES_PER_S, MEMORY_BYTES = 8 * 312e12, 8 * 2.039e12, 8 * 80 * 10**9
+USABLE_SHARE = 0.9  # of memory, for weights and KV: vLLM's gpu_memory_utilization
+# LLaMA3-70B.
+LAYERS, WIDTH, KV_HEADS, HEAD_DIM, SCALAR_BYTES = 80, 8_192, 8, 128, 2
+PARAMETERS = 70.6e9
+# How well it does.
+MFU, MBU, STEP_OVERHEAD_S, SEQUENCE_S = 0.5, 0.6, 0.0115, 0.003
+
 
 class GpuModel(Protocol):
     token_bytes: int  # KV of one token
@@ -113,69 +122,18 @@ def prompt_s(gpu: GpuModel, prefix_tokens: int, prompt_tokens: int, chunk_tokens
     return sum(gpu.prefill_s([(at, min(chunk_tokens, prompt_tokens - at))]) for at in starts)
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """One node's accelerators together."""
-
-    name: str
-    flop_per_s: float
-    memory_bytes_per_s: float
-    memory_bytes: int
-    usable_share: float  # of memory, for weights and KV: vLLM's gpu_memory_utilization
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    name: str
-    layers: int
-    width: int  # d
-    kv_heads: int
-    head_dim: int
-    scalar_bytes: int
-    parameters: float
-
-    @property
-    def token_bytes(self) -> int:
-        return self.layers * 2 * self.kv_heads * self.head_dim * self.scalar_bytes
-
-    @property
-    def weight_bytes(self) -> float:
-        return self.parameters * self.scalar_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    compute: float  # MFU
-    bandwidth: float  # MBU
-    step_overhead_s: float
-    sequence_s: float
-
-
-A800_X8 = Hardware("8x A800-SXM4-80GB", 8 * 312e12, 8 * 2.039e12, 8 * 80 * 10**9, 0.9)
-LLAMA3_70B = Model("LLaMA3-70B", 80, 8_192, 8, 128, 2, 70.6e9)
-AS_MEASURED = Efficiency(compute=0.5, bandwidth=0.6, step_overhead_s=0.0115, sequence_s=0.003)
-
-
 class Roofline:
     """A GpuModel of one node."""
 
-    def __init__(
-        self,
-        hardware: Hardware = A800_X8,
-        model: Model = LLAMA3_70B,
-        efficiency: Efficiency = AS_MEASURED,
-    ) -> None:
-        flop_per_s = hardware.flop_per_s * efficiency.compute
-        bytes_per_s = hardware.memory_bytes_per_s * efficiency.bandwidth
-        self.token_bytes = model.token_bytes
-        self.pages_bytes = int(hardware.memory_bytes * hardware.usable_share - model.weight_bytes)
-        assert self.pages_bytes > 0, f"{model.name} does not fit into {hardware.name}"
-        self._pair_s = model.layers * PAIR_FLOP * model.width / flop_per_s
-        self._token_s = model.layers * TOKEN_FLOP * model.width**2 / flop_per_s
-        self._weights_s = model.weight_bytes / bytes_per_s
-        self._read_token_s = model.token_bytes / bytes_per_s
-        self._overhead_s = efficiency.step_overhead_s
-        self._sequence_s = efficiency.sequence_s
+    def __init__(self) -> None:
+        flop_per_s, bytes_per_s = FLOP_PER_S * MFU, MEMORY_BYTES_PER_S * MBU
+        weight_bytes = PARAMETERS * SCALAR_BYTES
+        self.token_bytes = LAYERS * 2 * KV_HEADS * HEAD_DIM * SCALAR_BYTES
+        self.pages_bytes = int(MEMORY_BYTES * USABLE_SHARE - weight_bytes)
+        self._pair_s = LAYERS * PAIR_FLOP * WIDTH / flop_per_s
+        self._token_s = LAYERS * TOKEN_FLOP * WIDTH**2 / flop_per_s
+        self._weights_s = weight_bytes / bytes_per_s
+        self._read_token_s = self.token_bytes / bytes_per_s
 
     def _compute_s(self, spans: Sequence[Span]) -> float:
         pair_s, token_s = self._pair_s, self._token_s
@@ -186,7 +144,7 @@ class Roofline:
         return max(self._compute_s(spans), self._weights_s + read * self._read_token_s)
 
     def decode_s(self, sequences: int, context_tokens: Tokens) -> Tokens:
-        fixed_s = self._overhead_s + self._weights_s + self._sequence_s * sequences
+        fixed_s = STEP_OVERHEAD_S + self._weights_s + SEQUENCE_S * sequences
         return fixed_s + self._read_token_s * context_tokens
 
     def mixed_s(self, spans: Sequence[Span], sequences: int, context_tokens: float) -> float:
@@ -195,7 +153,7 @@ class Roofline:
         read = context_tokens + sum(there + new for there, new in spans)
         compute_s = self._compute_s(spans) + self._token_s * sequences
         pass_s = max(compute_s, self._weights_s + self._read_token_s * read)
-        return self._overhead_s + self._sequence_s * sequences + pass_s
+        return STEP_OVERHEAD_S + SEQUENCE_S * sequences + pass_s
 
 
 class Table:
