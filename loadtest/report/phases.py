@@ -107,10 +107,10 @@ def spreads(found: Sequence[Phases]) -> list[PhaseSpread]:
     return rows
 
 
-def by_ttft(found: Sequence[Phases], groups_max: int = GROUPS_MAX) -> list[Group]:
+def by_ttft(found: Sequence[Phases]) -> list[Group]:
     """Deciles: from the fastest tenth of the requests to the slowest, as equal as can be."""
     ordered = sorted(found, key=lambda phases: phases.ttft_s)
-    count = min(groups_max, len(ordered))
+    count = min(GROUPS_MAX, len(ordered))
     borders = [len(ordered) * i // count for i in range(count + 1)] if count else []
     parts = [ordered[a:b] for a, b in pairwise(borders)]
     return [

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,11 +111,10 @@ def drawn(
     alt: str,
     draw: Callable[[Figure], None],
     height_in: float = 3.1,
-    width_in: float = WIDTH_IN,
 ) -> Picture:
     """The picture that `draw` makes; `alt` says in words what is to be seen."""
     with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=(width_in, height_in), layout="constrained")
+        figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure)
         # Placed once and now: left to savefig, everything is drawn and placed twice.
@@ -150,12 +149,9 @@ def inline(svg: str, alt: str) -> str:
     )
 
 
-def stacked_axes(figure: Figure, count: int, heights: Sequence[float] | None = None) -> list[Axes]:
+def stacked_axes(figure: Figure, count: int) -> list[Axes]:
     """Axes one above the other with the same horizontal axis."""
-    axes = figure.subplots(
-        count, 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
-    )
-    return list(axes[:, 0])
+    return list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
 
 
 def label(text: str) -> str:

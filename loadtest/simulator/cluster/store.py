@@ -60,17 +60,17 @@ class SimulatedStore:
     def now_s(self) -> float:
         return self._clock.now_s
 
-    def add_node(self, node_id: str, blocks: int, incarnation: str = INCARNATION) -> None:
+    def add_node(self, node_id: str, blocks: int) -> None:
         memory_bytes = memory_bytes_for(blocks, UNIT_BYTES, UNIT_BYTES)
         info = NodeInfo(
-            node_id, incarnation, node_id, "", memory_bytes, "agent", b"", 0, unit_bytes=UNIT_BYTES
+            node_id, INCARNATION, node_id, "", memory_bytes, "agent", b"", 0, unit_bytes=UNIT_BYTES
         )
         self.directory.register_node(info, self.now_s)
         self.directory.attach(node_id, "print", UNIT_BYTES, self.now_s)
         self.announce()
 
-    def lose_node(self, node_id: str, incarnation: str = INCARNATION) -> None:
-        self.directory.deregister_node(node_id, incarnation, self.now_s)
+    def lose_node(self, node_id: str) -> None:
+        self.directory.deregister_node(node_id, INCARNATION, self.now_s)
         self.announce()
 
     def add_worker(self, info: WorkerInfo) -> None:

@@ -19,9 +19,7 @@ from loadtest.simulator.dynamo.peer import (
 )
 
 GATE_PERCENT = 1.0  # mean, p50, p90, p99 TTFT and reuse under round robin
-OVERLOAD_SPEED = 4.0
 LENGTH_SHARE_MIN = 0.5  # the conductor's default floor for each class of prompt length
-LOW_SHARE_MIN = 0.25  # a lower one, since Dynamo's routers have none
 
 Figure = Callable[[SimulationOutcome], float]
 
@@ -90,7 +88,9 @@ class Promise:
 CENTRIC = DynamoCase("kvcache_centric", "fifo", "shared", BLOCKS[0], 1.0)
 ADAPTIVE = replace(CENTRIC, policy="adaptive", queue_order="shortest_first")
 SPREAD = replace(ADAPTIVE, is_spread=True)
-OVERLOAD = replace(ADAPTIVE, speed=OVERLOAD_SPEED)
+OVERLOAD = replace(ADAPTIVE, speed=4.0)
+# With a lower floor for each class of prompt length, since Dynamo's routers have none.
+LOW_SHARE = replace(OVERLOAD, length_share_min=0.25)
 AT_RECORDED_SPEED = (
     Promise("kvcache_centric, FIFO, mean TTFT, ms", CENTRIC, _mean_ms, "<=", (765.0, 535.0), True),
     Promise("adaptive, mean TTFT, ms", ADAPTIVE, _mean_ms, "<=", (480.0, 335.0), True),
@@ -226,17 +226,16 @@ def _gate(
     return targets
 
 
-def round_robin(blocks: int, speed: float, prefills: int = 2, decodes: int = 2) -> DynamoCase:
+def round_robin(blocks: int, speed: float) -> DynamoCase:
     """Dynamo's engine with nothing of ours: what the gate compares."""
-    return DynamoCase("round_robin", "fifo", "filled", blocks, speed, False, prefills, decodes)
+    return DynamoCase("round_robin", "fifo", "filled", blocks, speed)
 
 
 def _in_overload(found: _Found, blocks: int) -> list[Target]:
     size = f"4x, {blocks} blocks"
     targets = [found.target(f"{promise.name}, {size}", promise, blocks) for promise in IN_OVERLOAD]
-    case = replace(OVERLOAD, blocks=blocks)
-    low = replace(case, length_share_min=LOW_SHARE_MIN)
-    for of, share in ((case, ""), (low, f", length_share_min {LOW_SHARE_MIN:g}")):
+    case, low = (replace(each, blocks=blocks) for each in (OVERLOAD, LOW_SHARE))
+    for of, share in ((case, ""), (low, f", length_share_min {low.length_share_min:g}")):
         targets += [
             found.beside_the_best(f"{name} over Dynamo's best router, {size}{share}", of, figure)
             for name, figure in BESIDE_DYNAMO

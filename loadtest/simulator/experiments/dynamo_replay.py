@@ -42,8 +42,9 @@ from loadtest.simulator.dynamo.peer import (
 )
 from loadtest.simulator.dynamo.targets import (
     LENGTH_SHARE_MIN,
-    LOW_SHARE_MIN,
-    OVERLOAD_SPEED,
+    LOW_SHARE,
+    OVERLOAD,
+    SPREAD,
     DynamoCase,
     DynamoRun,
     round_robin,
@@ -122,10 +123,7 @@ def all_cases() -> list[DynamoCase]:
     cases = [round_robin(blocks, speed) for speed in SPEEDS for blocks in BLOCKS]
     for blocks in BLOCKS:
         cases += conducted(blocks, 1.0)
-        adaptive = DynamoCase("adaptive", "shortest_first", "shared", blocks, 1.0)
-        cases.append(replace(adaptive, is_spread=True))
-        overload = replace(adaptive, speed=OVERLOAD_SPEED)
-        cases += [overload, replace(overload, length_share_min=LOW_SHARE_MIN)]
+        cases += [replace(case, blocks=blocks) for case in (SPREAD, OVERLOAD, LOW_SHARE)]
     return cases
 
 

@@ -59,7 +59,7 @@ def test_a_request_that_does_not_say_where_its_time_went_was_not_measured(change
 
 def test_groups_go_from_the_fastest_to_the_slowest_and_hold_every_request() -> None:
     slow_last = [answered(i, token_times_s=(i + 0.5 + i / 10,)) for i in range(25)]
-    groups = by_ttft(measured(slow_last), 10)
+    groups = by_ttft(measured(slow_last))
     assert [group.requests for group in groups] == [2, 3, 2, 3, 2, 3, 2, 3, 2, 3]
     assert [group.ttft_s for group in groups] == sorted(group.ttft_s for group in groups)
     assert by_ttft([]) == []
