@@ -12,33 +12,34 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from mooncake_store.client.block_reader import BlockReader, Want
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.layout import STATE_READY, STATE_WRITING, Geometry
-from mooncake_store.memory.buffers import ByteArray, checksum
+from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.transports.transport import ByteSpan
 
 
-@dataclass(frozen=True, slots=True)
-class OwnSegment:
+class OwnSegment(SlotMemory):
     """The segment of one incarnation of the own node, writable from here."""
 
-    info: NodeInfo
-    view: ByteArray
-    shape: Geometry
+    def __init__(self, info: NodeInfo, view: ByteArray, shape: Geometry) -> None:
+        super().__init__(view, shape)
+        self.info = info
 
-    def payload(self, slot: int, length_bytes: int) -> ByteArray:
-        start = self.shape.slot_offset_bytes(slot)
-        return self.view[start : start + length_bytes]
+    def begin(self, key: bytes, slot: Slot, size_bytes: int) -> None:
+        """The slot is about to be filled: the old block's header must not vouch for new bytes."""
+        header = SlotHeader(STATE_WRITING, slot.generation, key, 0, size_bytes)
+        self.write_header(slot.slot, header)
 
-    def write_header(self, slot: int, header: SlotHeader) -> None:
-        SlotMemory(self.view, self.shape).write_header(slot, header)
+    def finish(self, key: bytes, slot: Slot, digest: int, size_bytes: int) -> None:
+        """The slot holds its block now."""
+        header = SlotHeader(STATE_READY, slot.generation, key, digest, size_bytes)
+        self.write_header(slot.slot, header)
 
 
 class Fetcher:
@@ -123,9 +124,8 @@ class Fetcher:
         rows, bytes_from = [], Counter[str]()
         for (key, slot, copy), is_here in zip(wanted, arrived, strict=True):
             if is_here:
-                digest = copy.checksum or checksum(own.payload(slot.slot, copy.size_bytes))
-                header = SlotHeader(STATE_READY, slot.generation, key, digest, copy.size_bytes)
-                own.write_header(slot.slot, header)
+                digest = copy.checksum or own.checksum(slot.slot, copy.size_bytes)
+                own.finish(key, slot, digest, copy.size_bytes)
                 rows.append((key, slot.slot, slot.generation, digest))
                 bytes_from[copy.node_id] += copy.size_bytes
         if rows:
@@ -139,8 +139,3 @@ class Fetcher:
         if lost:
             self._directory.abandon(lost, owner)
         return bytes_from
-
-
-def writing_header(key: bytes, slot: Slot, size_bytes: int) -> SlotHeader:
-    """The header of a slot that is about to be filled: the old block's must not vouch for it."""
-    return SlotHeader(STATE_WRITING, slot.generation, key, 0, size_bytes)

@@ -92,14 +92,13 @@ class BlockWriter:
             for write in writes:  # all at once: the code for it is in the CPU's cache then
                 slots.write_header(write.slot, write.header(STATE_WRITING, 0))
             for write in writes:
-                start, length = shape.slot_offset_bytes(write.slot), write.source.nbytes
-                target = view[start : start + length]
+                target = slots.payload(write.slot, write.source.nbytes)
                 if self._is_verified:
                     digest = copy_and_sum(target, write.source)
                 else:
                     digest, target[:] = 0, write.source
                 digests.append(digest)
-                moved_bytes += length
+                moved_bytes += target.nbytes
                 if time.monotonic() > until_s:
                     raise TransferFailed(
                         f"node {info.node_id}: {len(digests)} of {len(writes)} blocks were copied "

@@ -32,15 +32,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
-from mooncake_store.client.fetcher import Fetcher, OwnSegment, writing_header
+from mooncake_store.client.fetcher import Fetcher, OwnSegment
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import LayoutMismatch, NodeUnknown, QuotaExceeded, TransferFailed
-from mooncake_store.layout import STATE_READY, Geometry, KvLayout
+from mooncake_store.layout import Geometry, KvLayout
 from mooncake_store.memory.buffers import ByteArray, checksum
 from mooncake_store.memory.registrations import Scratch
 from mooncake_store.memory.segment import Segment
-from mooncake_store.memory.slot_memory import SlotHeader
 from mooncake_store.records.blocks import GENERATION_MAX, Allocation, Copy, Slot
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
@@ -223,8 +222,7 @@ class Store:
                     continue
                 own.first_generation = min(own.first_generation, slot.generation)
                 if (here := own.now()) is not None:
-                    # The old block's header must not vouch for new bytes.
-                    here.write_header(slot.slot, writing_header(key, slot, size_bytes))
+                    here.begin(key, slot, size_bytes)
             return given
         else:
             self._check_alive(self._own)
@@ -251,10 +249,8 @@ class Store:
         own = self._own
         rows = []
         for key, slot, digest in blocks:
-            size_bytes = self.layout.block_bytes
-            header = SlotHeader(STATE_READY, slot.generation, key, digest, size_bytes)
             if (here := own.holding(slot)) is not None:
-                here.write_header(slot.slot, header)
+                here.finish(key, slot, digest, self.layout.block_bytes)
             rows.append((key, slot.slot, slot.generation, digest))
         self._check_alive(own)
         return self._directory.commit(self.node_id, rows, owner, lease_s)

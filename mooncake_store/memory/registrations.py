@@ -24,6 +24,9 @@ import numpy as np
 from mooncake_store.errors import TransferTimeout
 from mooncake_store.memory.buffers import ByteArray
 
+SCRATCH_BYTES = 128 * 1024  # 2,048 headers
+SCRATCH_KEPT_MAX = 8
+
 
 class MemoryUser(Protocol):
     """What moves bytes into and out of memory of this process: the transports of KnownNodes."""
@@ -135,10 +138,6 @@ class Registrations:
 def _address(buffer: ByteArray) -> int:
     address: int = buffer.__array_interface__["data"][0]  # half the time of buffer.ctypes.data
     return address
-
-
-SCRATCH_BYTES = 128 * 1024  # 2,048 headers
-SCRATCH_KEPT_MAX = 8
 
 
 class Scratch:

@@ -43,6 +43,7 @@ from mooncake_store.memory.segment_file import (
     unlink_if_same,
 )
 
+SEPARATOR = ":"  # between the files of one segment
 HUGE_BYTES = 2 * 2**20
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
@@ -143,9 +144,6 @@ def _bind(address: int, size_bytes: int, numa_node: int) -> None:
     if refused:
         code = ctypes.get_errno()
         raise OSError(code, f"mbind to NUMA node {numa_node}: {os.strerror(code)}")
-
-
-SEPARATOR = ":"
 
 
 class Segment:

@@ -30,6 +30,14 @@ FIELDS = struct.Struct("<4sIQ16sQQ8x")  # magic, state, generation, key, checksu
 _PREFIX = struct.Struct("<4sIQ16s")
 _SELF = struct.Struct("<Q")
 assert FIELDS.size + _SELF.size == HEADER_BYTES, FIELDS.size
+Block = tuple[bytes, int, int, int, int, int]  # key, slot, generation, checksum, bytes, state
+KEY_AT = 16
+_COLUMNS = np.dtype(
+    [("magic", "<u4"), ("state", "<u4"), ("generation", "<u8"), ("key", "V16"),
+     ("checksum", "<u8"), ("length_bytes", "<u8"), ("spare", "<u8"), ("own", "<u8")]
+)  # fmt: skip
+assert _COLUMNS.fields is not None and _COLUMNS.fields["key"][1] == KEY_AT
+assert _COLUMNS.itemsize == HEADER_BYTES == FIELDS.size + _COLUMNS["own"].itemsize
 
 
 class SlotHeader(NamedTuple):
@@ -62,16 +70,6 @@ class SlotHeader(NamedTuple):
 def ready_prefix(generation: int, key: bytes) -> bytes:
     """How the header of this use of a slot begins once it is complete: enough to recognise it."""
     return _PREFIX.pack(MAGIC, STATE_READY, generation, key)
-
-
-Block = tuple[bytes, int, int, int, int, int]  # key, slot, generation, checksum, bytes, state
-KEY_AT = 16
-_COLUMNS = np.dtype(
-    [("magic", "<u4"), ("state", "<u4"), ("generation", "<u8"), ("key", "V16"),
-     ("checksum", "<u8"), ("length_bytes", "<u8"), ("spare", "<u8"), ("own", "<u8")]
-)  # fmt: skip
-assert _COLUMNS.fields is not None and _COLUMNS.fields["key"][1] == KEY_AT
-assert _COLUMNS.itemsize == HEADER_BYTES == FIELDS.size + _COLUMNS["own"].itemsize
 
 
 def scan(view: ByteArray, shape: Geometry) -> list[Block]:
@@ -123,8 +121,11 @@ class SlotMemory:
 
     def checksum(self, slot: int, size_bytes: int) -> int:
         """xxh3_64 of the payload."""
+        return checksum(self.payload(slot, size_bytes))
+
+    def payload(self, slot: int, size_bytes: int) -> ByteArray:
         start = self.shape.slot_offset_bytes(slot)
-        return checksum(self.view[start : start + size_bytes])
+        return self.view[start : start + size_bytes]
 
     def blocks(self) -> list[Block]:
         """What all headers say."""

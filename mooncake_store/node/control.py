@@ -41,6 +41,7 @@ from mooncake_store.wire.request_reply import Responder, listening
 
 THREADS = 4
 REQUESTS_MAX = 256  # accepted and not yet answered
+GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # the directory lists a copy that is not there
 
 
 class NodeControl:
@@ -132,9 +133,6 @@ class NodeControl:
         if self._path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
-
-
-GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # the directory lists a copy that is not there
 
 
 class NodeVerbs:

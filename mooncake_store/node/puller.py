@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from mooncake_store.client.block_reader import BlockReader
-from mooncake_store.client.fetcher import Fetcher, OwnSegment, writing_header
+from mooncake_store.client.fetcher import Fetcher, OwnSegment
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, QuotaExceeded, StoreError
@@ -105,7 +105,7 @@ class Puller:
             return Allocation((None,) * len(keys), 0)
         for key, slot in zip(keys, given.slots, strict=True):
             if slot is not None:
-                self._own.write_header(slot.slot, writing_header(key, slot, size_bytes))
+                self._own.begin(key, slot, size_bytes)
         return given
 
     def close(self) -> None:

@@ -43,6 +43,10 @@ log = logging.getLogger("mooncake_store.ssd")
 IO_ALIGN_BYTES = 4096  # O_DIRECT: addresses, offsets and lengths; enough for every disk in use
 # What a disk says that is full, over quota, over a file size limit, broken, or read-only by now.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+LANES_MAX = 4  # batches of so many callers are with the disk at once
+THREADS = 8
+SPIN_S = 0.0002  # a small read is done by then; sleeping costs about 0.1 ms
+WAIT_STEP = 1 / 16  # then look again after this part of the time that has passed: 6 % late at most
 
 
 class BlockFile:
@@ -102,13 +106,6 @@ class BlockFile:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-
-
-log = logging.getLogger("mooncake_store.ssd")
-LANES_MAX = 4  # batches of so many callers are with the disk at once
-THREADS = 8
-SPIN_S = 0.0002  # a small read is done by then; sleeping costs about 0.1 ms
-WAIT_STEP = 1 / 16  # then look again after this part of the time that has passed: 6 % late at most
 
 
 class Row(NamedTuple):

@@ -31,6 +31,7 @@ MANIFEST_VERSION = 1
 PUT, DROP = 1, 2
 RECORD_BYTES = 64
 _MAGIC = b"MKSM"
+_START = b"\x01"  # of a block, in the table
 _HEADER = struct.Struct("<4sIQQ36s")  # magic, version, unit_bytes, capacity_bytes, spare
 _RECORD = struct.Struct("<B3x16sQQQQ8x")  # kind, key, slot, generation, checksum, size, spare
 _CRC = struct.Struct("<I")
@@ -126,9 +127,6 @@ def replay(raw: bytes) -> ManifestReplay:
         whole_bytes = start + RECORD_BYTES
         damaged, skipped = damaged + skipped, 0
     return ManifestReplay(records, damaged, whole_bytes)
-
-
-_START = b"\x01"
 
 
 class EntryTable:

@@ -188,34 +188,11 @@ class Stats(Verb, tag="stats", frozen=True):
 
 
 AnyRequest = (
-    RegisterNode
-    | NodeReport
-    | DeregisterNode
-    | Attach
-    | Allocate
-    | Commit
-    | Abandon
-    | Lookup
-    | Exist
-    | Remove
-    | Renew
-    | Release
-    | DropCopy
-    | Adopt
-    | TakeSpills
-    | DrainNode
-    | BlocksOn
-    | PlaceKeys
-    | PinKeys
-    | SetQuota
-    | RegisterWorker
-    | ReportWorker
-    | DeregisterWorker
-    | Nodes
-    | Workers
-    | TakeSnapshot
-    | Stats
-)
+    RegisterNode | NodeReport | DeregisterNode | Attach | Allocate | Commit | Abandon | Lookup
+    | Exist | Remove | Renew | Release | DropCopy | Adopt | TakeSpills | DrainNode | BlocksOn
+    | PlaceKeys | PinKeys | SetQuota | RegisterWorker | ReportWorker | DeregisterWorker | Nodes
+    | Workers | TakeSnapshot | Stats
+)  # fmt: skip
 
 
 class AddedMessage(msgspec.Struct, tag="added", array_like=True, frozen=True):
@@ -251,14 +228,9 @@ class ReportedMessage(msgspec.Struct, tag="reported", array_like=True, frozen=Tr
 
 
 EventMessage = (
-    AddedMessage
-    | RemovedMessage
-    | NodeUpMessage
-    | NodeDownMessage
-    | WorkerUpMessage
-    | WorkerDownMessage
-    | ReportedMessage
-)
+    AddedMessage | RemovedMessage | NodeUpMessage | NodeDownMessage | WorkerUpMessage
+    | WorkerDownMessage | ReportedMessage
+)  # fmt: skip
 
 # msgspec cannot decode a union of dataclasses, and the pure modules may not know msgspec: hence a
 # struct beside each event, with the same fields.

@@ -24,6 +24,9 @@ from mooncake_store.wire.request_reply import Requester, Verb, ZeroMqConnection
 
 BLOCKS_MAX = 4_096  # in one request
 DEADLINE_S_MAX = 600.0
+TIMEOUT_S = 2.0  # for verbs that move no bytes
+MARGIN_S = 1.0  # the node keeps its deadline by itself; this long its answer may take to get here
+Decoder = msgspec.msgpack.Decoder
 
 Deadline = Annotated[float, msgspec.Meta(gt=0.0, le=DEADLINE_S_MAX)]
 
@@ -90,11 +93,6 @@ class NodeStats(msgspec.Struct, frozen=True):
     disk_errors: int = 0
     fetched_blocks: int = 0
 
-
-Decoder = msgspec.msgpack.Decoder
-
-TIMEOUT_S = 2.0  # for verbs that move no bytes
-MARGIN_S = 1.0  # the node keeps its deadline by itself; this long its answer may take to get here
 
 _NONE = Decoder(type(None))
 _TEXT = Decoder(str)
