@@ -34,7 +34,7 @@ class StartedProcess:
         assert self.process.stdout is not None
         self.ready = self.process.stdout.readline().strip()
         said = self.log.read_text()[-2000:] if self.log else ""
-        assert self.ready.startswith("ready "), f"{self._command}: {self.ready!r} {said}"
+        assert self.ready.startswith("ready "), f"the process said {self.ready!r} {said}"
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(signal.SIGCONT)

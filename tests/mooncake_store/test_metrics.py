@@ -132,7 +132,7 @@ def test_a_directory_process_shows_what_it_says_of_itself(tmp_path: Path) -> Non
         taken = DirectoryProcess.__new__(DirectoryProcess)
         other = tmp_path / "other"
         other.mkdir()
-        with pytest.raises(AssertionError, match="the directory said ''"):
+        with pytest.raises(AssertionError, match="the process said ''"):
             DirectoryProcess.__init__(taken, other, "--metrics-port", str(port))
         assert taken.process.wait(timeout=20) == 1
 
