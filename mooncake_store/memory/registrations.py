@@ -74,18 +74,13 @@ class Registrations:
         if all(id(buffer.base) in wholes for buffer in buffers):
             return True  # numpy says so; to ask for addresses takes ten times as long
         spans = [(_address(buffer), buffer.nbytes) for buffer in buffers]
-        low, high = min(spans)[0], max(start + length for start, length in spans)
+        return self._covers(min(spans)[0], max(start + length for start, length in spans))
+
+    def _covers(self, low: int, high: int) -> bool:
+        """Do these addresses lie in one registered buffer?"""
         with self._lock:
             return any(
                 address <= low and high <= address + whole.nbytes
-                for address, whole in self._known.items()
-            )
-
-    def _covers(self, buffer: ByteArray) -> bool:
-        start = _address(buffer)
-        with self._lock:
-            return any(
-                address <= start and start + buffer.nbytes <= address + whole.nbytes
                 for address, whole in self._known.items()
             )
 
@@ -98,7 +93,8 @@ class Registrations:
         if not buffers or self._covers_all(buffers):
             yield
             return
-        new = [buffer for buffer in buffers if buffer.nbytes and not self._covers(buffer)]
+        spans = [(buffer, _address(buffer)) for buffer in buffers if buffer.nbytes]
+        new = [each for each, low in spans if not self._covers(low, low + each.nbytes)]
         for buffer in new:
             self._borrow(buffer)
         is_certain = True

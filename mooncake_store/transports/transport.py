@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
@@ -52,7 +52,7 @@ class TransferBatch(NamedTuple):
     is_read: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransferCounters:
     """What a transport moved since it was made. A call is counted once, when it ends."""
 
@@ -91,33 +91,28 @@ class TransferTally:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reads = self._writes = self._read_bytes = self._write_bytes = 0
-        self._failures = self._timeouts = 0
-        self._seconds = 0.0
+        self._counters = TransferCounters()
 
     def moved(self, is_read: bool, moved_bytes: int, seconds: float) -> None:
         with self._lock:
-            self._seconds += seconds
+            self._counters.seconds += seconds
             if is_read:
-                self._reads += 1
-                self._read_bytes += moved_bytes
+                self._counters.reads += 1
+                self._counters.read_bytes += moved_bytes
             else:
-                self._writes += 1
-                self._write_bytes += moved_bytes
+                self._counters.writes += 1
+                self._counters.write_bytes += moved_bytes
 
     def failed(self, is_timeout: bool) -> None:
         with self._lock:
             if is_timeout:
-                self._timeouts += 1
+                self._counters.timeouts += 1
             else:
-                self._failures += 1
+                self._counters.failures += 1
 
     def counters(self) -> TransferCounters:
         with self._lock:
-            return TransferCounters(
-                self._reads, self._writes, self._read_bytes, self._write_bytes,
-                self._seconds, self._failures, self._timeouts,
-            )  # fmt: skip
+            return replace(self._counters)
 
 
 class Transport:
