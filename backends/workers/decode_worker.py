@@ -60,6 +60,10 @@ class DecodeWorker(JobWorker[DecodeJob]):
             driver.engine.pages, config.block_tokens, config.slots,
             waiting_max=config.queue_requests_max,
         )  # fmt: skip
+        self._ended: list[
+            DecodeJob
+        ] = []  # these, and the updates by frontend, wait for `send_news`
+        self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)
         self._repliers = Repliers()
         driver.begin(self)
         self._serve()
@@ -211,16 +215,27 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self.batching.start(job.request_id, len(job.token_ids))
         return True
 
-    def decoded(self, job: DecodeJob, token_ids: Iterable[int]) -> None:
-        """These tokens came, one after the other; behind them `send_news` is due."""
-        for token_id in token_ids:
-            with self.lock:
-                if self.has_left(job) or job.is_leaving or job.finish_reason:
-                    return
-                job.decoded(token_id)
-                self.batching.computed([job.request_id])
-                self.tokens_generated += 1
-                self.put_saved(job)
+    def decoded(self, tokens_of: Iterable[tuple[DecodeJob, Sequence[int]]]) -> None:
+        """These tokens came, a job's one after the other; behind them `send_news` is due."""
+        computed: list[str] = []
+        with self.lock:
+            for job, token_ids in tokens_of:
+                try:
+                    for token_id in token_ids:
+                        if job.finish_reason or job.is_leaving or self.has_left(job):
+                            break
+                        job.decoded(token_id)
+                        computed.append(job.request_id)
+                except Exception as error:  # edge: it must not fail its neighbours in the batch
+                    self.fail(job, error)
+                if job.filled:
+                    self.put_saved(job)
+                if job.finish_reason:
+                    self._ended.append(job)
+                elif job.has_update:
+                    self._updates[job.request.reply_inbox].append(job.take_update())
+            self.batching.computed(computed)
+            self.tokens_generated += len(computed)
 
     def put_saved(self, job: DecodeJob) -> None:
         """Blocks that it has filled go to the store once they are in a page. With the lock held:
@@ -228,17 +243,13 @@ class DecodeWorker(JobWorker[DecodeJob]):
         if blocks := job.take_saved():
             self.writer.put_whole(job.put, blocks)
 
-    def send_news(self, jobs: Sequence[DecodeJob]) -> None:
-        """To the clients of these jobs: who has ended, and one message per frontend with the tokens
-        of those that go on."""
-        updates: dict[str, list[TokenUpdate]] = defaultdict(list)
-        for job in jobs:
-            if job.finish_reason:
-                self.end(job)
-        with self.lock:
-            for job in jobs:
-                if job.has_update and not self.has_left(job):
-                    updates[job.request.reply_inbox].append(job.take_update())
+    def send_news(self) -> None:
+        """To the clients of what was decoded: who has ended, and one message per frontend with the
+        tokens of those that go on. In the thread of `decoded`."""
+        ended, self._ended = self._ended, []
+        updates, self._updates = self._updates, defaultdict(list)
+        for job in ended:
+            self.end(job)
         for inbox, of_frontend in updates.items():
             self.process.outbox.send(inbox, Tokens(self.process.incarnation, of_frontend))
 

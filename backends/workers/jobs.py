@@ -57,10 +57,10 @@ class Job(Generic[R, C]):
     is_loading: bool = False  # a loader writes into its pages
     is_stopped: bool = False
     error: Exception | None = None  # it failed with this, and leaves
+    request_id: str = field(init=False)
 
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
 
     @property
     def is_leaving(self) -> bool:

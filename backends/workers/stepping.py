@@ -173,18 +173,20 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
         worker, started_s = self._worker, time.monotonic()
         works = [Work([job.token_ids[-1]], len(job.token_ids) - 1, job.pages) for job in jobs]
         logits = self.engine.forward(works)
+        tokens_of = []
         for row, job in enumerate(jobs):
             try:
                 token_id = sample(
                     logits[row], job.request.sampling, len(job.output_ids), job.prompt_ids,
                     job.output_ids,
                 )  # fmt: skip
-                worker.decoded(job, [token_id])
+                tokens_of.append((job, (token_id,)))
             except Exception as error:  # edge: it must not fail its neighbours in the batch
                 worker.fail(job, error)
+        worker.decoded(tokens_of)
         estimated_s = worker.estimate.step_s(len(works), sum(work.end for work in works))
         worker.process.steps.took(time.monotonic() - started_s, estimated_s)
-        worker.send_news(jobs)
+        worker.send_news()
 
     def free(self, job: DecodeJob, pages: list[int]) -> None:
         self._worker.forget(job)

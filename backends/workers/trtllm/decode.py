@@ -70,7 +70,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         self._block_tokens = worker.block_tokens
         self._answers: dict[DecodeJob, EngineAnswer] = {}
         self._staged_jobs: dict[str, DecodeJob] = {}  # also those that have left, blocks to come
-        self._news: list[DecodeJob] = []  # who got tokens in this turn of the LLM's loop
+        self._has_news = False
         super().__init__(worker_id, spec, worker, config, repository)
 
     def measure(self, budget_s: float) -> Samples:
@@ -155,17 +155,17 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
 
     def decoded(self, job: DecodeJob, token_ids: list[int]) -> None:
         self._worker.process.watch.progressed(time.monotonic())
-        self._worker.decoded(job, token_ids)
+        self._worker.decoded([(job, token_ids)])
         if job.finish_reason:
             self._health.went_well()
-        if not self._news:
+        if not self._has_news:
+            self._has_news = True
             self.engine.llm.soon(self._send_news)
-        self._news.append(job)
 
     def _send_news(self) -> None:
-        """With what this turn of the LLM's loop brought."""
-        news, self._news = self._news, []
-        self._worker.send_news(news)
+        """Of all that this turn of the LLM's loop brought."""
+        self._has_news = False
+        self._worker.send_news()
 
     def ended(self, job: DecodeJob, outcome: Outcome) -> None:
         if job.finish_reason or self._worker.has_left(job):

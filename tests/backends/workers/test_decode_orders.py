@@ -143,3 +143,29 @@ def test_pages_of_a_request_that_never_comes_are_given_back_after_its_lease(
     monkeypatch.setattr(site.decode._arrivals, "_ttl_s", -1.0)
     site.turn(site.decode)
     assert site.decode._pages.used_pages == 0
+
+
+def test_layers_in_line_before_the_request_s_own_loading_are_read_for_it(site: Site) -> None:
+    over = HandOver(site)
+    over.announce(0)
+    everything_loaded(site)  # pages are given out
+    over.announce(0)
+    over.announce(1)
+    over.submit()
+    site.turn(site.decode)  # the request has its pages, and its loading stands behind the layers
+    reads: list[int] = []
+    read = site.store.read
+    site.store.read = lambda copies, *rest: reads.append(len(copies)) or read(copies, *rest)  # type: ignore
+    everything_loaded(site)
+    assert reads == [2, 2], "two blocks of each layer, and no block as a whole"
+    site.settle()
+    assert over.client.answer == over.right
+
+
+def test_what_was_handed_over_is_released_as_soon_as_it_is_loaded(site: Site) -> None:
+    over = HandOver(site)
+    over.submit()
+    assert site.store.leases[over.client.request_id]
+    everything_loaded(site)
+    assert over.client.request_id not in site.store.leases
+    site.settle()
