@@ -128,3 +128,8 @@ def refusals(inputs: dict[str, np.ndarray]) -> list[str]:
             only = "" if neutral is None else f"; leave it out or send {neutral}"
             found.append(f"{tensor.name} is not supported by this server{only}")
     return found
+
+
+def string_tensor(data: bytes | str) -> np.ndarray:
+    """One STRING element, the way Triton wants it."""
+    return np.array([data], dtype=np.object_)

@@ -13,7 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.triton.worker_kinds import read_worker_configs
-from backends.workers.config import FrontConfig, read_configs
+from backends.workers.config import FrontendConfig, read_configs
 from conductor.config import ConductorConfig
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def test_the_conductor_takes_what_is_appended_for_it() -> None:
     config = text_format.Parse(
         text + (DEPLOY / "conductor_trtllm.pbtxt").read_text(), ModelConfig()
     )
-    _, conductor = read_configs((FrontConfig, ConductorConfig), "conductor", raw(config))
+    _, conductor = read_configs((FrontendConfig, ConductorConfig), "conductor", raw(config))
     assert not conductor.queue_preempts
     assert (conductor.admission, conductor.policy) == ("predictive_lengths", "adaptive")
     ours = ConductorConfig()

@@ -15,7 +15,7 @@ from backends import tensors
 from backends.workers.config import (
     OLD_NAMES,
     DecodeConfig,
-    FrontConfig,
+    FrontendConfig,
     PrefillConfig,
     TokenizerConfig,
     read_configs,
@@ -24,7 +24,7 @@ from conductor.config import ConductorConfig
 
 REPOSITORY = Path(__file__).parents[1] / "model_repository"
 CONFIGS = {
-    "conductor": (FrontConfig, ConductorConfig),
+    "conductor": (FrontendConfig, ConductorConfig),
     "prefill_0": (PrefillConfig,),
     "prefill_1": (PrefillConfig,),
     "decode_0": (DecodeConfig,),

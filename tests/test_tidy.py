@@ -38,7 +38,8 @@ FLOORS = {
     ],
     "backends": [
         {"cli"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"}, {"triton"},
-        {"frontend"}, {"workers/trtllm"}, {"workers"}, {"engine/torch", "engine/trtllm"},
+        {"frontend"}, {"frontend/lifecycle"}, {"workers/trtllm"}, {"workers"},
+        {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"launcher", "demo_checkpoint"},
         {"metrics"}, {"tensors", "errors"},
     ],
@@ -49,7 +50,7 @@ TIES: set[tuple[str, str]] = set()
 PURE_FOLDERS = (
     "conductor", "mooncake_store/directory/core", "mooncake_store/prefix_index",
     "mooncake_store/records", "mooncake_store/transports/paths", "backends/engine/batching",
-    "backends/metrics",
+    "backends/metrics", "backends/frontend/lifecycle",
 )  # fmt: skip
 # Rooms inside of them that read and print.
 NOT_PURE_FOLDERS = ("backends/metrics/status",)

@@ -9,14 +9,14 @@ import uuid
 
 from backends.frontend import metrics as front_metrics
 from backends.frontend.cluster_view import ClusterView
-from backends.frontend.frontend import FrontDoor
+from backends.frontend.frontend import Frontend
 from backends.frontend.grpc_calls import GrpcCalls
 from backends.frontend.store_watch import StoreWatch
 from backends.frontend.token_streams import TokenStreams, messages_per_s_affordable
 from backends.launcher.launch_files import STOPPING
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
-from backends.workers.config import FrontConfig, checkpoint_folder, read_configs
+from backends.workers.config import FrontendConfig, checkpoint_folder, read_configs
 from backends.workers.protocol import open_outbox
 from conductor.config import ConductorConfig
 
@@ -29,7 +29,7 @@ class TritonPythonModel:
         triton_io.start_logging()
         try:
             model, raw, count = triton_io.parameters(args)
-            config, deciding = read_configs((FrontConfig, ConductorConfig), model, raw, count)
+            config, deciding = read_configs((FrontendConfig, ConductorConfig), model, raw, count)
             folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
             tokenizer = Tokenizer.load(folder)
             self.outbox = open_outbox()
@@ -46,7 +46,7 @@ class TritonPythonModel:
             f"ipc://{sockets}/{model}-{uuid.uuid4().hex[:12]}",
             config.messages_per_s_max or messages_per_s_affordable(),
         )
-        self.frontend = FrontDoor(
+        self.frontend = Frontend(
             config, tokenizer, self.cluster, self.calls, self.streams, self.outbox
         )
         self.store = StoreWatch(self.cluster.client)

@@ -1,27 +1,48 @@
-"""Messages of a request as responses: one each for a stream, or all in one.
+"""Sends of a request as responses: one each for a stream, or all in one.
 
 A response has the outputs that its client asked for, because Triton takes each tensor of every
-message into its hands. Not here: what is in a message (attempt.py), the table of outputs
-(tensors.py).
+message into its hands. The `decision` output is made only for who asks for it:
+
+    policy, admission          that decided
+    prefill, decode            the pair
+    predicted                  its terms in seconds (conductor/messages.py, Prediction)
+    predicted_cached_tokens, local_blocks, restore_blocks, fetch_blocks, fetch_node,
+    second_fetch_node          where the prefix was to come from
+    queue_order, place_s       order of the queue, and how far behind its arrival it stands there
+    candidates                 the pairs that were considered, best first, each with its terms and a
+                               verdict: chosen, slower, or why it would have been rejected
+    candidates_left_out        how many more there were
+    advice                     advisory mode: the rejection that was not carried out
+    cached_tokens, fetched_blocks, fetched_bytes, queue_ahead, queue_s, load_s, prefill_s, put_s
+                               what came of prefill
+    fetched_from               bytes that each node sent for it
+    ttft_s                     from the request's arrival at the frontend to its first token there
+    decode_queue_s, decode_load_s, loaded_early_blocks, decode_read_bytes
+                               what came of the hand-over
+
+Not here: when there is a message (lifecycle/machine.py), the table of outputs (tensors.py).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Protocol
 
 import numpy as np
 
-from backends.frontend.attempt import Message
-from backends.frontend.cluster_view import Served
-from backends.frontend.request import FrontRequest, Limits
-from backends.frontend.worker_calls import as_text
-from backends.tensors import FOR_POSTPROCESSING, OUTPUTS
+from backends.frontend.cluster_view import Decided, Served
+from backends.frontend.lifecycle.events import Send
+from backends.frontend.request import ClientRequest, RequestLimits
+from backends.tensors import FOR_POSTPROCESSING, OUTPUTS, string_tensor
 from backends.text.text_stream import Emission, merge
+from backends.workers.protocol import DecodeReply, PrefillReply
+from conductor.config import ConductorConfig
+from conductor.messages import Candidate
 
 
-class Client(Protocol):
+class ReplyStream(Protocol):
     """The answer stream of one request (triton_io.Reply)."""
 
     outputs: frozenset[str]  # names that the client asked for
@@ -35,15 +56,12 @@ class Client(Protocol):
 class StreamedAnswer:
     """One response per message."""
 
-    def __init__(self, request: FrontRequest, client: Client) -> None:
+    def __init__(self, request: ClientRequest, client: ReplyStream) -> None:
         self._prompt_tokens = len(request.prompt_ids)
         self._client = client
         self._names = names_sent(client.outputs, request.wants_decision)
-        self._wants_decision = request.wants_decision
 
-    def add(self, message: Message) -> None:
-        if not self._wants_decision:
-            message.decision = None
+    def add(self, message: Send) -> None:
         self._client.send(
             outputs(message, self._prompt_tokens, self._names), bool(message.finish_reason)
         )
@@ -55,12 +73,12 @@ class StreamedAnswer:
 class WholeAnswer:
     """Everything in exactly one response, which /generate insists on."""
 
-    def __init__(self, request: FrontRequest, client: Client) -> None:
+    def __init__(self, request: ClientRequest, client: ReplyStream) -> None:
         self._request = request
         self._client = client
-        self._messages: list[Message] = []
+        self._messages: list[Send] = []
 
-    def add(self, message: Message) -> None:
+    def add(self, message: Send) -> None:
         self._messages.append(message)
 
     def finish(self) -> None:
@@ -68,22 +86,17 @@ class WholeAnswer:
         whole = merge([message.emission for message in self._messages])
         if request.includes_prompt:
             whole = with_prompt(request, whole)
-        decision: dict[str, object] = {}
+        fields: dict[str, object] = {}
         for message in self._messages:
-            decision |= message.decision or {}
+            fields |= message.fields
         last = self._messages[-1]
-        message = Message(
-            whole,
-            sum(each.output_tokens for each in self._messages),
-            last.finish_reason,
-            last.cached_tokens,
-            decision if request.wants_decision else None,
-        )
+        output_tokens = sum(each.output_tokens for each in self._messages)
+        message = Send(whole, output_tokens, last.finish_reason, last.cached_tokens, fields)
         names = names_sent(self._client.outputs, request.wants_decision)
         self._client.send(outputs(message, len(request.prompt_ids), names), is_final=True)
 
 
-def with_prompt(request: FrontRequest, emission: Emission) -> Emission:
+def with_prompt(request: ClientRequest, emission: Emission) -> Emission:
     """The emission with the prompt in front (exclude_input_in_output explicitly false)."""
     text = request.prompt_text + emission.text
     return Emission(
@@ -108,12 +121,12 @@ def names_sent(asked: frozenset[str], wants_decision: bool) -> tuple[str, ...]:
     return tuple(name for name in names if name in asked)
 
 
-EMPTY = as_text(b"")
+EMPTY = string_tensor(b"")
 ZERO = np.zeros(1, np.int32)
 
 # name of an output -> its value, from a message and the length of the prompt
-_VALUES: dict[str, Callable[[Message, int], np.ndarray]] = {
-    "text_output": lambda message, _: as_text(message.emission.text.encode()),
+_VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
+    "text_output": lambda message, _: string_tensor(message.emission.text.encode()),
     "output_ids": lambda message, _: np.array(message.emission.token_ids, np.int32),
     "context_ids": lambda message, _: np.array(message.emission.context_ids, np.int32),
     "text_cut_bytes": lambda message, _: np.array([message.emission.cut_bytes], np.int32),
@@ -121,22 +134,22 @@ _VALUES: dict[str, Callable[[Message, int], np.ndarray]] = {
     "num_output_tokens": lambda message, _: np.array([message.output_tokens], np.int32),
     "cached_tokens": lambda message, _: np.array([message.cached_tokens], np.int32),
     "finish_reason": lambda message, _: (
-        as_text(message.finish_reason.encode()) if message.finish_reason else EMPTY
+        string_tensor(message.finish_reason.encode()) if message.finish_reason else EMPTY
     ),
     "decision": lambda message, _: (
-        as_text(json.dumps(message.decision).encode()) if message.decision else EMPTY
+        string_tensor(json.dumps(message.fields).encode()) if message.fields else EMPTY
     ),
     "batch_index": lambda *_: ZERO,
     "sequence_index": lambda *_: ZERO,
 }
 
 
-def outputs(message: Message, prompt_tokens: int, names: Iterable[str]) -> dict[str, np.ndarray]:
+def outputs(message: Send, prompt_tokens: int, names: Iterable[str]) -> dict[str, np.ndarray]:
     """The tensors of one response."""
     return {name: _VALUES[name](message, prompt_tokens) for name in names}
 
 
-def describe(served: Served, limits: Limits, asked: frozenset[str]) -> dict[str, np.ndarray]:
+def describe(served: Served, limits: RequestLimits, asked: frozenset[str]) -> dict[str, np.ndarray]:
     """What is served, as JSON in text_output: for load generators and people."""
     facts = {
         "block_tokens": served.block_tokens,
@@ -145,5 +158,70 @@ def describe(served: Served, limits: Limits, asked: frozenset[str]) -> dict[str,
         "workers": list(served.workers),
         "fingerprint": served.fingerprint,
     }
-    message = Message(Emission((), json.dumps(facts)), 0, "described")
+    message = Send(Emission((), json.dumps(facts)), 0, "described", 0)
     return outputs(message, 0, names_sent(asked, wants_decision=False))
+
+
+def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]:
+    route = decided.route
+    found: dict[str, object] = {
+        "policy": config.policy,
+        "admission": config.admission,
+        "prefill": route.prefill.worker_id,
+        "decode": route.decode.worker_id,
+        "predicted": asdict(route.predicted),
+        "predicted_cached_tokens": route.cached_tokens,
+        "local_blocks": route.local_blocks,
+        "restore_blocks": route.restore_blocks,
+        "fetch_blocks": route.fetch_blocks,
+        "fetch_node": route.fetch_node,
+        "second_fetch_node": route.second_fetch_node,
+        "queue_order": config.queue_order,
+        "place_s": route.order_key_s - decided.decided_at_s,
+    }
+    if decided.candidates:
+        found["candidates"] = [candidate_fields(candidate) for candidate in decided.candidates]
+        found["candidates_left_out"] = decided.candidates_left_out
+    if (advice := route.advice) is not None:
+        found["advice"] = {
+            "kind": advice.kind,
+            "reason": advice.reason,
+            "retry_after_s": advice.retry_after_s,
+        }
+    return found
+
+
+def candidate_fields(candidate: Candidate) -> dict[str, object]:
+    return {
+        "prefill": candidate.prefill.worker_id,
+        "decode": candidate.decode.worker_id,
+        "verdict": candidate.verdict,
+        "cached_tokens": candidate.cached_tokens,
+        "local_blocks": candidate.local_blocks,
+        "fetch_blocks": candidate.fetch_blocks,
+        "fetch_node": candidate.fetch_node,
+        "predicted": asdict(candidate.predicted),
+    }
+
+
+def prefill_fields(reply: PrefillReply) -> dict[str, object]:
+    return {
+        "cached_tokens": reply.cached_tokens,
+        "fetched_blocks": reply.fetched_blocks,
+        "fetched_bytes": reply.fetched_bytes,
+        "fetched_from": reply.fetched_from,
+        "queue_ahead": reply.queue_ahead,
+        "queue_s": reply.queue_s,
+        "load_s": reply.load_s,
+        "prefill_s": reply.compute_s,
+        "put_s": reply.put_s,
+    }
+
+
+def decode_fields(end: DecodeReply) -> dict[str, object]:
+    return {
+        "decode_queue_s": end.queue_s,
+        "decode_load_s": end.load_s,
+        "loaded_early_blocks": end.loaded_early_blocks,
+        "decode_read_bytes": end.read_bytes,
+    }

@@ -1,13 +1,20 @@
 """The conductor process's view of the cluster: the directory's events, fed to the Conductor.
 
 One lock guards the Conductor and its index; everything that decides goes through here, so that a
-fleet could put this object on another host behind the same few methods. Not here: deciding
-(conductor/), serving a request (backends/frontend/frontend.py).
+fleet could put this object on another host behind the same few methods.
+
+HotCopies carries out its suggestions for hot prefixes: one more copy on another node. The node that
+shall get the copy pulls it itself, one-sided, from one that has it (StoreClient.change_replica): no
+worker takes part, so no prompt waits for it. When too many suggestions wait the newest is dropped,
+and comes again if the prefix stays hot (replicate_s_max).
+
+Not here: deciding (conductor/), serving a request (in_flight.py).
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.errors import InvalidRequest
-from backends.frontend.decision import CANDIDATES_MAX, Decided
-from backends.frontend.hot_copies import HotCopies
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
-from conductor.messages import Explanation, Reject, Request
+from conductor.messages import Candidate, Explanation, Reject, Replicate, Request, Route
+from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.event_feed import EventFeed
 from mooncake_store.errors import StoreError
@@ -29,6 +35,9 @@ from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
+CANDIDATES_MAX = 16  # a fleet has thousands of pairs
+COPIES_WAITING_MAX = 16
+COPY_S_MAX = 5.0
 UNHEARD_S_MAX = 5.0  # the directory's own lease on workers
 
 
@@ -40,6 +49,16 @@ class Served:
     block_tokens: int
     context_tokens_max: int
     workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A route and why it was taken."""
+
+    route: Route
+    decided_at_s: float  # on the clock of route.order_key_s
+    candidates: Sequence[Candidate] = ()  # the first CANDIDATES_MAX; empty unless somebody asked
+    candidates_left_out: int = 0
 
 
 class ClusterView:
@@ -227,3 +246,55 @@ class ClusterView:
         for worker in lost:
             del self._unheard_s[worker]
         return [(*worker, self._heard_s.pop(worker, now_s)) for worker in lost]
+
+
+class HotCopies:
+    """One suggestion after the other, in a thread of its own."""
+
+    def __init__(self, directory: str) -> None:
+        self._address = directory
+        self._waiting: queue.Queue[Replicate | None] = queue.Queue(COPIES_WAITING_MAX)
+        self._client: StoreClient | None = None  # made when there is something to copy
+        self._thread = threading.Thread(target=self._run, name="hot-copies", daemon=True)
+        self._thread.start()
+
+    def carry_out(self, suggestion: Replicate) -> None:
+        try:
+            self._waiting.put_nowait(suggestion)
+        except queue.Full:
+            log.info("too many copies wait, dropped: %s", suggestion.reason)
+
+    def close(self) -> None:
+        """What waits is dropped; a copy under way is finished, or given up after COPY_S_MAX."""
+        while True:
+            try:
+                self._waiting.put_nowait(None)
+                break
+            except queue.Full:
+                self._waiting.get_nowait()
+        self._thread.join(timeout=COPY_S_MAX + 1.0)
+
+    def _run(self) -> None:
+        while (suggestion := self._waiting.get()) is not None:
+            try:
+                self._copy(suggestion)
+            except StoreError as error:
+                log.warning("a hot prefix was not copied: %s", error)
+            except Exception:  # edge: one bad suggestion must not end the copying
+                log.exception("a hot prefix was not copied")
+        if self._client is not None:
+            self._client.close()
+
+    def _copy(self, suggestion: Replicate) -> None:
+        if self._client is None:
+            self._client = StoreClient(self._address)
+        started_s = time.monotonic()
+        done = self._client.change_replica(
+            suggestion.block_keys, add=[suggestion.target_node], deadline_s=COPY_S_MAX,
+            source=suggestion.source_node,
+        )  # fmt: skip
+        log.info(
+            "copied blocks=%d of %d from %s to %s in %.3f s: %s", sum(done), len(done),
+            suggestion.source_node, suggestion.target_node, time.monotonic() - started_s,
+            suggestion.reason,
+        )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Calls to worker models over their Tritons' gRPC endpoints, one stream per request.
+"""Calls to prefill and decode workers, over their Tritons' gRPC endpoints: one stream per call.
 
-A worker has a Triton of its own (docs/decisions/0017), which tells the directory its address. A
-call whose worker process died can be cancelled from here.
+Our structs become tensors, and tensors our structs. A worker has a Triton of its own
+(docs/decisions/0017), which tells the directory its address. A call whose worker process died can
+be cancelled from here.
 
-Not here: what is called and why (worker_calls.py, generation.py).
+Not here: what is called and why (in_flight.py), what the messages mean (workers/protocol.py).
 """
 
 from __future__ import annotations
@@ -12,14 +13,29 @@ import contextlib
 import itertools
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import grpc
+import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from backends.errors import from_broken_call, from_wire
+from backends.errors import WorkerUnavailable, from_broken_call, from_wire
 from backends.launcher import keys
+from backends.tensors import string_tensor
+from backends.workers.protocol import (
+    REPLY_BODY,
+    REPLY_IDS,
+    REQUEST_BODY,
+    REQUEST_IDS,
+    DecodeReply,
+    DecodeRequest,
+    PrefillReply,
+    PrefillRequest,
+    WorkerFailure,
+    encode,
+)
+from conductor.messages import WorkerRef
 
 CONNECTIONS = 4  # one HTTP/2 connection is served by one thread of Triton
 OPTIONS = [
@@ -28,6 +44,14 @@ OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 ]
+
+# (address of its Triton, model, inputs, names of outputs, request id) -> one dict of flat arrays
+# per response
+Call = Callable[
+    [str, str, Mapping[str, np.ndarray], list[str], str], Iterator[dict[str, np.ndarray]]
+]
+_prefilled = msgspec.msgpack.Decoder(PrefillReply | WorkerFailure)
+_decoded = msgspec.msgpack.Decoder(DecodeReply | WorkerFailure)
 
 
 class Connections:
@@ -45,7 +69,7 @@ class Connections:
 
 
 class GrpcCalls:
-    """Calls `(address, model, inputs, outputs, request id)` as worker_calls.Call wants them."""
+    """Calls `(address, model, inputs, outputs, request id)` as `Call` wants them."""
 
     def __init__(self) -> None:
         self._connections: dict[str, Connections] = {}
@@ -60,7 +84,7 @@ class GrpcCalls:
     ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
         """One dict of flat arrays per response. Raises ServingError; WorkerUnavailable if lost.
 
-        Leaving early waits for the worker to end the stream (it is told to stop by a letter):
+        Leaving early waits for the worker to end the stream (a message tells it to stop):
         Triton 2.51 keeps a model from unloading after a call to it was cancelled. `cancel` is for
         workers that are gone.
         """
@@ -161,3 +185,41 @@ def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, np.ndarray]:
         else:
             found[output.name] = np.frombuffer(raw, np.int32)
     return found
+
+
+def prefill(
+    call: Call, worker: WorkerRef, request: PrefillRequest, token_ids: np.ndarray
+) -> tuple[int, PrefillReply]:
+    """(the sampled token, the rest of the reply); raises ServingError."""
+    reply: tuple[int, PrefillReply] | None = None
+    for answer in _answers(call, worker, request, token_ids):
+        body = _prefilled.decode(answer[REPLY_BODY][0])
+        if isinstance(body, WorkerFailure):
+            raise from_wire(body.message, worker.worker_id)
+        reply = int(answer[REPLY_IDS][0]), body
+    if reply is None:
+        raise WorkerUnavailable(f"{worker.worker_id} ended without an answer")
+    return reply
+
+
+def decode(
+    call: Call, worker: WorkerRef, request: DecodeRequest, token_ids: np.ndarray
+) -> tuple[np.ndarray, DecodeReply]:
+    """(the last token ids, the rest of the reply); raises ServingError."""
+    reply: tuple[np.ndarray, DecodeReply] | None = None
+    for answer in _answers(call, worker, request, token_ids):
+        body = _decoded.decode(answer[REPLY_BODY][0])
+        if isinstance(body, WorkerFailure):
+            raise from_wire(body.message, worker.worker_id)
+        reply = answer[REPLY_IDS], body
+    if reply is None:
+        raise WorkerUnavailable(f"{worker.worker_id} ended in the middle of a request")
+    return reply
+
+
+def _answers(
+    call: Call, worker: WorkerRef, request: PrefillRequest | DecodeRequest, token_ids: np.ndarray
+) -> Iterator[dict[str, np.ndarray]]:
+    inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: string_tensor(encode(request))}
+    outputs = [REPLY_IDS, REPLY_BODY]
+    return call(worker.grpc_address, worker.worker_id, inputs, outputs, request.request_id)

@@ -1,8 +1,19 @@
-"""Requests in flight at the frontend, and the watch for clients that went away.
+"""Requests in flight at the frontend: who is let in, and the watch over those inside.
+
+While a tenant is alone it may have all places. As soon as another one is there, each may have a
+share of them at most, so that a flood leaves places to others. Requests that are in flight are
+left alone: a flood that came first drains, and gets no new places above its share.
+
+A tenant that was turned away counts as being there for a while. Otherwise a flood that had filled
+every place would go on doing so: whoever has nothing in flight would never be seen. And as two
+shares may be all there is, who has more than another one that was turned away may have an equal
+part at most until that one is in.
 
 Triton tells a model that its client is gone only when asked, and does not pass it on to the
-models called in turn. So one thread asks for every live request; of one that is cancelled, or
-whose own timeout has passed, the workers are told by a message. Not here: serving (frontend.py).
+models called in turn. So one thread looks after every request in flight, some times a second.
+
+Not here: what becomes of a request whose client has left (lifecycle/), shares of computing under
+overload (conductor/admission/fair_share.py), who a tenant is (request.py).
 """
 
 from __future__ import annotations
@@ -12,85 +23,76 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Mapping
 
-from backends.errors import Cancelled, ServingError, WorkerUnavailable
-from backends.frontend.attempts import CALL_SILENCE_S_MAX
-from backends.frontend.request_times import RequestTimes
-from conductor.messages import WorkerRef
+from backends.frontend.in_flight import InFlightRequest
 
 log = logging.getLogger(__name__)
+RECENT_S = 5.0  # a tenant that was turned away comes back within this time, or has gone
+TURNED_AWAY_MAX = 256  # of them are remembered
 STOOD_STILL_S = 2.0  # a turn that comes so late: this process was frozen, or its machine
 
 
-class Watched(Protocol):
-    def is_cancelled(self) -> bool: ...
+def places_of_one(requests_max: int, share: float, tenants: int) -> int:
+    """How many requests one of so many tenants may have in flight: at least one."""
+    assert requests_max >= 1 and 0 < share <= 1 and tenants >= 1, (requests_max, share, tenants)
+    return requests_max if tenants == 1 else max(1, math.floor(share * requests_max))
 
 
-class RunningRequest(Protocol):
-    """What the frontend needs of a request when a worker is lost (front_door.Running)."""
+class TenantCap:
+    """Says who is turned away. Not thread-safe."""
 
-    def fell_silent(self, now_s: float) -> tuple[str, str] | None: ...
-    def lost(self, worker_id: str, incarnation: str, heard_s: float) -> bool: ...
+    def __init__(self, requests_max: int, share: float) -> None:
+        self._requests_max = requests_max
+        self._share = share
+        self._turned_away_s: dict[str, float] = {}  # tenant -> when, the oldest first
 
+    def objection(self, tenant: str, in_flight: Mapping[str, int], now_s: float) -> tuple[str, str]:
+        """(kind of rejection, reason) for one more request of `tenant`, or ("", "").
 
-class LiveRequest:
-    """One request between arrival and answer."""
+        `in_flight`: how many each tenant has.
+        """
+        self._forget_old(now_s)
+        there = {tenant, *self._turned_away_s, *(name for name, n in in_flight.items() if n)}
+        own, total = in_flight.get(tenant, 0), sum(in_flight.values())
+        places = places_of_one(self._requests_max, self._share, len(there))
+        if any(in_flight.get(other, 0) < own for other in self._turned_away_s):
+            places = min(places, max(1, self._requests_max // len(there)))
+        kind = reason = ""
+        if total >= self._requests_max:
+            kind = "front_full"
+            reason = f"{total} requests are in flight, requests_max is {self._requests_max}"
+        elif own >= places:
+            kind = "tenant_full"
+            reason = (
+                f"tenant {tenant!r} has {own} requests in flight; one of {len(there)} tenants may "
+                f"have {places} of {self._requests_max}"
+            )
+        if kind:
+            self._turned_away_s.pop(tenant, None)  # to the end of the line
+            self._turned_away_s[tenant] = now_s
+            if len(self._turned_away_s) > TURNED_AWAY_MAX:
+                del self._turned_away_s[next(iter(self._turned_away_s))]
+        else:
+            self._turned_away_s.pop(tenant, None)
+        return kind, reason
 
-    def __init__(
-        self, request_id: str, client: Watched, times: RequestTimes, arrived_s: float,
-        tenant: str = "",
-    ) -> None:  # fmt: skip
-        self.request_id = request_id  # unique, ours; clients may repeat theirs
-        self.worker_request_id = request_id  # what its workers call it at the moment
-        self.client = client
-        self.times = times
-        self.arrived_s = arrived_s
-        self.tenant = tenant
-        self.timeout_s = math.inf  # since its arrival, if its client named one
-        self.workers: tuple[WorkerRef, ...] = ()  # who must be told to stop
-        self.run: RunningRequest | None = None  # once it is understood
-        self._ended = threading.Event()
-        self._why: ServingError | None = None
-
-    @property
-    def is_ended(self) -> bool:
-        """Nobody waits for its answer any more."""
-        return self._ended.is_set()
-
-    def end(self, why: ServingError) -> None:
-        """From outside: its client went away, or has waited long enough."""
-        self._why = why
-        self._ended.set()
-
-    def check(self) -> None:
-        """Raises why it was ended, if it was."""
-        if self._why is not None:
-            raise self._why
-
-    def pause(self, seconds: float) -> None:
-        """Until then, or until it was ended; raises then."""
-        self._ended.wait(seconds)
-        self.check()
+    def _forget_old(self, now_s: float) -> None:
+        while self._turned_away_s:
+            oldest = next(iter(self._turned_away_s))
+            if now_s - self._turned_away_s[oldest] <= RECENT_S:
+                return
+            del self._turned_away_s[oldest]
 
 
 class LiveRequests:
-    """The set of live requests; `on_cancel` is called for each that nobody waits for, `on_look`
-    for each at every turn."""
+    """The set of requests in flight, and the thread that looks after each of them."""
 
-    def __init__(
-        self,
-        poll_s: float,
-        on_cancel: Callable[[LiveRequest], None],
-        on_look: Callable[[LiveRequest, float], None] = lambda request, now_s: None,
-    ) -> None:
-        self._live: dict[str, LiveRequest] = {}
+    def __init__(self, poll_s: float) -> None:
+        self._live: dict[str, InFlightRequest] = {}
         self._of_tenant: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._poll_s = poll_s
-        self._on_cancel = on_cancel
-        self._on_look = on_look
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cancel-watch", daemon=True)
         self._thread.start()
@@ -100,23 +102,28 @@ class LiveRequests:
 
     def of_tenants(self) -> dict[str, int]:
         """How many each tenant has in flight; those with none are left out."""
-        with self._lock:
+        with self._changed:
             return dict(self._of_tenant)
 
-    def all(self) -> list[LiveRequest]:
-        with self._lock:
+    def all(self) -> list[InFlightRequest]:
+        with self._changed:
             return list(self._live.values())
 
-    def add(self, request: LiveRequest) -> None:
-        with self._lock:
+    def add(self, request: InFlightRequest) -> None:
+        with self._changed:
             self._live[request.request_id] = request
             self._of_tenant[request.tenant] += 1
 
-    def discard(self, request: LiveRequest) -> None:
-        with self._lock:
+    def discard(self, request: InFlightRequest) -> None:
+        with self._changed:
             if self._live.pop(request.request_id, None) is not None:
                 self._of_tenant[request.tenant] -= 1
                 self._of_tenant += Counter()  # drops those with none
+            self._changed.notify_all()
+
+    def wait_until_empty(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._live, timeout_s)
 
     def close(self) -> None:
         self._is_closing.set()
@@ -131,18 +138,6 @@ class LiveRequests:
             turn_s = now_s
             for request in self.all():
                 try:
-                    self._watch_one(request, now_s, now_s - awake_since_s)
+                    request.look(now_s, now_s - awake_since_s)
                 except Exception:  # edge: nobody else looks after the others
                     log.exception("looking at request %s failed", request.request_id)
-
-    def _watch_one(self, request: LiveRequest, now_s: float, awake_s: float) -> None:
-        if not request.is_ended and request.client.is_cancelled():
-            request.end(Cancelled("the client went away"))
-        if not request.is_ended and now_s - request.arrived_s > request.timeout_s:
-            limit = f"its timeout of {request.timeout_s * 1000:.0f} ms has passed"
-            request.end(WorkerUnavailable(limit))
-        # Told again at every turn: the first message may have come before the request.
-        if request.is_ended:
-            self._on_cancel(request)
-        if awake_s > CALL_SILENCE_S_MAX:  # who stood still has heard nothing, whoever spoke
-            self._on_look(request, now_s)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.frontend.frontend import FrontDoor
+from backends.frontend.frontend import Frontend
 from backends.frontend.store_watch import StoreWatch
 from backends.metrics.page import MetricPage
 
@@ -16,7 +16,7 @@ from backends.metrics.page import MetricPage
 class Front:
     """What `front` reads."""
 
-    door: FrontDoor
+    door: Frontend
     store: StoreWatch
     started_at_s: float  # Unix time
 

@@ -1,6 +1,6 @@
-"""A request as the front understands it: checked, complete, with every default filled in.
+"""A request as the frontend understands it: checked, complete, with every default filled in.
 
-`parse` either returns a FrontRequest or raises InvalidRequest with *all* problems, each with the
+`parse` either returns a ClientRequest or raises InvalidRequest with *all* problems, each with the
 limit and what to do. The rules for what is not said:
 
 | input or parameter | when it is not given |
@@ -8,7 +8,7 @@ limit and what to do. The rules for what is not said:
 | prompt | exactly one of `text_input`, `input_ids`, `messages` is needed (frontend/prompt.py) |
 | sampling, length, stop words, end | see the table in backends/frontend/sampling.py |
 | `stream` | false: one response with everything |
-| `stream_interval` | 1 token per response, or more while the front has too many to send |
+| `stream_interval` | 1 token per response, or more while the frontend has too many to send |
 | `exclude_input_in_output` | true; false puts the prompt before an answer that is not streamed |
 | `return_decision`, `return_perf_metrics` | false |
 | `return_num_input_tokens`, `return_num_output_tokens` | the counts are always there |
@@ -50,7 +50,7 @@ STREAM_INTERVAL_MAX = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What a request may ask for here; limits on sampling are in engine/sampling_params.py."""
 
     context_tokens_max: int  # prompt and output together
@@ -60,7 +60,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontRequest:
+class ClientRequest:
     """One valid request."""
 
     request_id: str
@@ -86,9 +86,9 @@ def parse(
     parameters: Mapping[str, Any],
     request_id: str,
     tokenizer: Tokenizer,
-    limits: Limits,
+    limits: RequestLimits,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
-) -> FrontRequest:
+) -> ClientRequest:
     """Raises InvalidRequest, and nothing else, whatever the inputs are."""
     reader = InputReader(inputs)
     options = _Options(parameters, reader)
@@ -107,7 +107,7 @@ def parse(
         "exclude_input_in_output"
     )
     includes_prompt = not excludes_prompt and not is_stream
-    request = FrontRequest(
+    request = ClientRequest(
         request_id=_request_id(request_id, reader) or new_id(),
         prompt_ids=prompt_ids,
         prompt_text=delta(tokenizer, [], prompt_ids.tolist(), False) if includes_prompt else "",
@@ -133,7 +133,7 @@ def parse(
 
 
 def parse_prompt(
-    inputs: Mapping[str, np.ndarray], tokenizer: Tokenizer, limits: Limits
+    inputs: Mapping[str, np.ndarray], tokenizer: Tokenizer, limits: RequestLimits
 ) -> np.ndarray:
     """Only the prompt, for the preprocessing model; raises InvalidRequest."""
     reader = InputReader(inputs)
@@ -143,7 +143,7 @@ def parse_prompt(
     return found
 
 
-def read_prompt(reader: InputReader, tokenizer: Tokenizer, limits: Limits) -> np.ndarray:
+def read_prompt(reader: InputReader, tokenizer: Tokenizer, limits: RequestLimits) -> np.ndarray:
     return front_prompt.read(reader, tokenizer, limits.vocabulary_tokens, limits.text_bytes_max)
 
 

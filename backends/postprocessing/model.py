@@ -4,7 +4,7 @@ Stateless: `context_ids` say what came before, so whole characters come out of a
 stream. Translation only; the text of tokens is backends/text/text_stream.py.
 """
 
-from backends.frontend.worker_calls import as_text
+from backends.tensors import string_tensor
 from backends.text.text_stream import delta
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
@@ -35,6 +35,6 @@ class TritonPythonModel:
                 is_final=bool(inputs["finish_reason"][0]),
                 cut_bytes=int(inputs["text_cut_bytes"][0]),
             )
-            return triton_io.response({"text_output": as_text(text.encode())})
+            return triton_io.response({"text_output": string_tensor(text.encode())})
         except Exception as error:  # edge: one bad request must not fail its neighbours
             return triton_io.error_response(error)

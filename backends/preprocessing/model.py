@@ -18,7 +18,7 @@ class TritonPythonModel:
             folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
             self.tokenizer = Tokenizer.load(folder)
             # The conductor knows the context and checks against it.
-            self.limits = front_request.Limits(2**31, self.tokenizer.vocabulary_tokens)
+            self.limits = front_request.RequestLimits(2**31, self.tokenizer.vocabulary_tokens)
         except Exception as error:  # edge: the reason goes to the operator, without a traceback
             raise triton_io.load_error(error) from None
 

@@ -2,7 +2,7 @@
 
 One frozen dataclass per model; `read_config` builds it from Triton's `parameters` or lists every
 mistake with its remedy. Not here: tensors (tensors.py), the conductor's scheduling knobs
-(conductor/config.py, which FrontConfig carries along).
+(conductor/config.py, which FrontendConfig carries along).
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _convert(kind: str, text: str) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontConfig:
+class FrontendConfig:
     """model_repository/conductor/config.pbtxt, beside the knobs of conductor/config.py."""
 
     checkpoint: str = "demo"  # whose tokenizer and chat template; the workers' checkpoint

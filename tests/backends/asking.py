@@ -10,7 +10,7 @@ import pytest
 
 from backends import tensors
 from backends.errors import InvalidRequest
-from backends.frontend.request import FrontRequest, Limits, parse
+from backends.frontend.request import ClientRequest, RequestLimits, parse
 from backends.text.tokenizer import Tokenizer
 from tests.backends.small_tokenizers import BOS, CHAT_TEMPLATE, EOS, byte_level
 
@@ -18,7 +18,7 @@ TOKENIZER = Tokenizer(
     byte_level(adds_bos=True),
     {"eos_token": EOS, "bos_token": BOS, "chat_template": CHAT_TEMPLATE},
 )
-LIMITS = Limits(context_tokens_max=512, vocabulary_tokens=TOKENIZER.vocabulary_tokens)
+LIMITS = RequestLimits(context_tokens_max=512, vocabulary_tokens=TOKENIZER.vocabulary_tokens)
 DTYPES = {tensor.name: tensor.dtype for tensor in tensors.SUPPORTED_INPUTS}
 DTYPES |= {tensor.name: tensor.dtype for tensor in tensors.UNSUPPORTED_INPUTS}
 
@@ -36,7 +36,7 @@ def array(name: str, value: Any) -> np.ndarray:
 
 def ask(
     parameters: dict[str, Any] | None = None, request_id: str = "r1", **inputs: Any
-) -> FrontRequest:
+) -> ClientRequest:
     given = inputs if {"input_ids", "messages", "text_input"} & set(inputs) else {
         "text_input": "hello", **inputs}  # fmt: skip
     arrays = {name: array(name, value) for name, value in given.items() if value is not None}

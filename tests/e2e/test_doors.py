@@ -15,8 +15,8 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.frontend.grpc_calls import GrpcCalls
-from backends.frontend.worker_calls import as_text
 from backends.launcher import keys
+from backends.tensors import string_tensor
 from backends.workers.protocol import REPLY_BODY, REPLY_IDS, REQUEST_BODY, REQUEST_IDS
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.records.membership import WorkerInfo
@@ -112,7 +112,7 @@ def test_workers_answer_to_their_own_frontend_only(
     assert {info.worker_id for info in infos} == {"prefill_0", "prefill_1", "decode_0", "decode_1"}
     assert len({info.grpc_address for info in infos}) == 4
     for info in infos:
-        inputs = {REQUEST_IDS: np.array([1, 2], np.int32), REQUEST_BODY: as_text(b"\x80")}
+        inputs = {REQUEST_IDS: np.array([1, 2], np.int32), REQUEST_BODY: string_tensor(b"\x80")}
         (answer,) = list(
             calls(info.grpc_address, info.worker_id, inputs, [REPLY_IDS, REPLY_BODY], "stranger")
         )

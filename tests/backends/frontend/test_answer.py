@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from backends.frontend.answer import StreamedAnswer, WholeAnswer, names_sent
-from backends.frontend.attempt import Message
-from backends.frontend.request import FrontRequest
+from backends.frontend.lifecycle.events import Send
+from backends.frontend.request import ClientRequest
 from backends.tensors import FOR_POSTPROCESSING, OUTPUTS
 from backends.text.text_stream import Emission
 from tests.backends.asking import ask
@@ -31,14 +31,14 @@ class Listener:
         return False
 
 
-def messages() -> list[Message]:
+def messages() -> list[Send]:
     return [
-        Message(Emission((5,), "a"), 1, "", 64, {"prefill": "prefill_0"}),
-        Message(Emission((6, 7), "bc"), 2, "length", 64, {"decode_queue_s": 0.5}),
+        Send(Emission((5,), "a"), 1, "", 64, {"prefill": "prefill_0"}),
+        Send(Emission((6, 7), "bc"), 2, "length", 64, {"decode_queue_s": 0.5}),
     ]
 
 
-def request(**inputs: object) -> FrontRequest:
+def request(**inputs: object) -> ClientRequest:
     return ask(**inputs)
 
 
@@ -77,13 +77,3 @@ def test_a_whole_answer_puts_all_messages_and_both_halves_of_the_decision_togeth
     assert only["num_output_tokens"].tolist() == [3]
     decision = json.loads(only["decision"][0])
     assert decision == {"prefill": "prefill_0", "decode_queue_s": 0.5}
-
-
-def test_a_decision_is_shown_only_to_who_wants_it_even_when_it_is_asked_for_by_name() -> None:
-    client = Listener(frozenset({"decision"}))
-    for kind in (StreamedAnswer, WholeAnswer):
-        answer = kind(request(), client)
-        for message in messages():
-            answer.add(message)
-        answer.finish()
-    assert all(sent["decision"][0] == b"" for sent, _ in client.sent)

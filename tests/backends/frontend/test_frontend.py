@@ -6,16 +6,19 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from backends.errors import Overloaded, WorkerUnavailable
-from backends.frontend.frontend import FrontDoor, Running
-from backends.frontend.live_requests import LiveRequest
-from backends.frontend.request_times import RequestTimes
-from backends.metrics.page import Observations
-from backends.workers.config import FrontConfig
-from backends.workers.protocol import Stop
-from conductor.messages import WorkerRef
+from backends.frontend.cluster_view import Decided
+from backends.frontend.frontend import Frontend
+from backends.frontend.in_flight import Assignment, InFlightRequest
+from backends.frontend.lifecycle.attempts import CALL_SILENCE_S_MAX, Attempts
+from backends.frontend.lifecycle.events import FirstText, PrefillReplied, Routed, Understood
+from backends.frontend.lifecycle.machine import step
+from backends.text.text_stream import Emission
+from backends.workers.config import FrontendConfig
+from conductor.messages import Route, WorkerRef
 from tests.backends.asking import TOKENIZER
 
 
@@ -46,13 +49,21 @@ class Site:
 
     def __init__(self, **config: Any) -> None:
         self.is_over = threading.Event()
-        self.door = FrontDoor(
-            FrontConfig(cancel_poll_s=0.01, **config), TOKENIZER,
-            cast(Any, SimpleNamespace(
-                served=self._wait, inboxes=lambda worker_id: [], grpc_addresses=set
-            )),
-            *cast(Any, [None] * 3),
+        self.stopped: list[tuple[str, str]] = []
+        self.cancelled: list[str] = []
+        cluster = SimpleNamespace(
+            served=self._wait, inboxes=lambda worker_id: [], grpc_addresses=set,
+            finished=lambda *_: None, worker_failed=lambda *_: None, release=lambda _: None,
         )  # fmt: skip
+        calls = SimpleNamespace(cancel=self.cancelled.append, keep=lambda addresses: None)
+        streams = SimpleNamespace(heard_s=lambda request_id: 0.0, forget=lambda request_id: None)
+        outbox = SimpleNamespace(
+            send=lambda inbox, message: self.stopped.append((inbox, message.request_id))
+        )
+        config = {"cancel_poll_s": 1.0, **config}
+        self.frontend = Frontend(
+            FrontendConfig(**config), TOKENIZER, *cast(Any, (cluster, calls, streams, outbox))
+        )
 
     def _wait(self) -> None:
         assert self.is_over.wait(30.0)
@@ -60,12 +71,12 @@ class Site:
 
     def ask(self, tenant: str) -> Client:
         client = Client()
-        self.door.submit({}, {"tenant": tenant} if tenant else {}, client)
+        self.frontend.submit({}, {"tenant": tenant} if tenant else {}, client)
         return client
 
     def close(self) -> None:
         self.is_over.set()
-        self.door.close(30.0)
+        self.frontend.close(30.0)
 
 
 def kinds(clients: list[Client]) -> list[str]:
@@ -97,73 +108,62 @@ def test_a_tenant_alone_may_have_all_places() -> None:
 
 def test_a_frontend_that_closes_ends_the_requests_that_wait_for_a_worker() -> None:
     site = Site(requests_max=4)
-    paused = threading.Event()
-
-    def pause() -> None:
-        [live] = site.door.live.all()
-        paused.set()
-        live.pause(3600.0)
-
-    site.door.cluster.served = pause  # type: ignore[method-assign]
+    is_waiting = threading.Event()
+    site.frontend.cluster.served = is_waiting.set  # type: ignore[method-assign]
     client = site.ask("")
-    assert paused.wait(30.0)
-    site.door.close(timeout_s=0.0)
+    assert is_waiting.wait(30.0)
+    site.frontend.close(timeout_s=0.0)
     assert client.ended.wait(30.0)
     assert str(client.error) == "the frontend is shutting down"
 
 
+def decoding(site: Site) -> InFlightRequest:
+    """One request that decode_0 has, or had until nobody heard of it any more."""
+    site.ask("")
+    [request] = site.frontend.live.all()
+    prefill = WorkerRef("prefill_0", "p", "s0", "ipc://p")
+    decode = WorkerRef("decode_0", "d", "s0", "ipc://d")
+    route = Route("r", prefill, decode, 0, 0, 0, None, cast(Any, None))
+    request._assignments[1] = Assignment("r-1", np.zeros(1, np.int32), Decided(route, 0.0), 0.0)
+    for event in (
+        Understood(Attempts(3, 0.0, 600.0), False, 0.0),
+        Routed(1, ("prefill_0", "p"), ("decode_0", "d"), 0.0),
+        PrefillReplied(1, FirstText(Emission((), ""), "", 0), 0.0, {}, 0.0),
+    ):
+        request.state, _ = step(request.state, event)
+    return request
+
+
 def test_a_worker_that_stands_still_is_told_to_stop_what_others_have_taken_over() -> None:
     """The directory has dropped it, so nobody else knows its inbox any more."""
-    site, told, cancelled = Site(requests_max=4), [], []
-    outbox = SimpleNamespace(send=lambda inbox, message: told.append((inbox, message.request_id)))
-    site.door._outbox = cast(Any, outbox)
-    site.door._call = cast(Any, SimpleNamespace(cancel=cancelled.append, keep=lambda _: None))
-    site.door._drive = lambda live: None  # type: ignore[method-assign]
-    site.ask("")
-    [live] = site.door.live.all()
-    live.worker_request_id = "r-1"
-    live.workers = (
-        WorkerRef("prefill_0", "p", "s0", "ipc://p"), WorkerRef("decode_0", "d", "s0", "ipc://d")
-    )  # fmt: skip
-    live.run = cast(Any, SimpleNamespace(
-        lost=lambda *worker: worker[:2] == ("decode_0", "d"), fell_silent=lambda now_s: None,
-    ))  # fmt: skip
-    site.door.cluster.on_worker_down("decode_1", "d", 0.0)
-    assert not told
-    site.door.cluster.on_worker_down("decode_0", "d", 0.0)
-    assert sorted(told) == [("ipc://d", "r-1"), ("ipc://p", "r-1")] and cancelled == ["r-1"]
+    site = Site(requests_max=4)
+    request = decoding(site)
+    site.frontend.cluster.on_worker_down("decode_1", "d", 0.0)
+    assert not site.stopped
+    site.frontend.cluster.on_worker_down("decode_0", "d", 0.0)
+    assert sorted(site.stopped) == [("ipc://d", "r-1"), ("ipc://p", "r-1")]
+    assert site.cancelled == [f"{request.request_id}-1"]
     site.close()
 
 
 def test_a_silent_worker_is_told_to_stop_and_its_call_ends_when_it_leaves() -> None:
     """Not before: a call that is cancelled while its worker lives keeps a model from unloading."""
     site = Site(requests_max=4)
-    cancelled: list[str] = []
-    told: list[tuple[str, Any]] = []
-    site.door._call = cast(Any, SimpleNamespace(cancel=cancelled.append, keep=lambda _: None))
-    site.door._outbox = cast(Any, SimpleNamespace(send=lambda *sent: told.append(sent)))
-    silent: list[tuple[str, str]] = [("decode_0", "d")]
-    driven = threading.Event()
-
-    def run(served: object) -> bool:
-        driven.set()
-        return False
-
-    generation = SimpleNamespace(run=run, lost=lambda *_: False, fell_silent=lambda now_s: None)
-    client = Client()
-    live = LiveRequest("r", client, RequestTimes(Observations(), 0.0), 0.0)
-    live.worker_request_id = "r-1"
-    live.workers = (WorkerRef("decode_0", "d", "s0", "ipc://d"),)
-    live.run = cast(Any, Running(cast(Any, generation), cast(Any, None), client, cast(Any, None)))
-    site.door._look(live, 0.0)
-    assert not told
-    generation.fell_silent = lambda now_s: silent.pop()
-    site.door._look(live, 0.0)
-    assert driven.wait(30.0)
-    assert told == [("ipc://d", Stop("r-1", "it goes on elsewhere"))] and not cancelled
-    site.door._worker_down("prefill_0", "p", 0.0)
-    assert not cancelled
+    request = decoding(site)
+    request.look(2 * CALL_SILENCE_S_MAX, awake_s=2 * CALL_SILENCE_S_MAX)
+    assert sorted(site.stopped) == [("ipc://d", "r-1"), ("ipc://p", "r-1")] and not site.cancelled
+    site.frontend.cluster.on_worker_down("prefill_0", "p", 0.0)
+    assert not site.cancelled
     for _ in range(2):
-        site.door._worker_down("decode_0", "d", 0.0)
-    assert cancelled == ["r-1"]
+        site.frontend.cluster.on_worker_down("decode_0", "d", 0.0)
+    assert site.cancelled == [f"{request.request_id}-1"]
+    site.close()
+
+
+def test_calls_to_silent_workers_that_never_end_take_no_memory() -> None:
+    site = Site(requests_max=4)
+    for number in range(9):
+        site.frontend._abandon(f"r-{number}", ("decode_0", "d"))
+    site.frontend.cluster.on_worker_down("decode_0", "d", 0.0)
+    assert site.cancelled == ["r-5", "r-6", "r-7", "r-8"]
     site.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from backends.frontend.hot_copies import HotCopies
+from backends.frontend.cluster_view import HotCopies
 from conductor.messages import Replicate
 from mooncake_store.client.client import StoreClient
 from tests.e2e.server import wait_until

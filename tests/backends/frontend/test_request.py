@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from backends import tensors
 from backends.errors import InvalidRequest
-from backends.frontend.request import FrontRequest, parse, parse_prompt
+from backends.frontend.request import ClientRequest, parse, parse_prompt
 from tests.backends.asking import (
     DTYPES,
     LIMITS,
@@ -253,7 +253,7 @@ def test_garbage_is_refused_or_understood_but_never_crashes(
     except InvalidRequest as error:
         assert str(error) and len(str(error)) < 20_000
     else:
-        assert isinstance(request, FrontRequest)
+        assert isinstance(request, ClientRequest)
         assert request.describe or 1 <= len(request.prompt_ids) < LIMITS.context_tokens_max
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.frontend.tenant_cap import THERE_S, TURNED_AWAY_MAX, TenantCap, places_of_one
+from backends.frontend.live_requests import (
+    RECENT_S,
+    TURNED_AWAY_MAX,
+    TenantCap,
+    places_of_one,
+)
 
 
 def test_a_tenant_that_is_alone_may_have_every_place() -> None:
@@ -46,7 +51,7 @@ def test_two_floods_leave_a_place_to_a_third_tenant() -> None:
 def test_who_does_not_come_back_is_forgotten() -> None:
     cap = TenantCap(requests_max=8, share=0.5)
     assert cap.objection("b", {"a": 8}, now_s=0.0)[0] == "front_full"
-    assert cap.objection("a", {"a": 7}, now_s=THERE_S + 0.1) == ("", "")
+    assert cap.objection("a", {"a": 7}, now_s=RECENT_S + 0.1) == ("", "")
 
 
 def test_there_is_a_place_for_each_tenant_however_small_its_share() -> None:

@@ -19,7 +19,7 @@ from backends.errors import (
     from_broken_call,
     from_wire,
 )
-from backends.frontend.attempts import (
+from backends.frontend.lifecycle.attempts import (
     PAUSE_S_MAX,
     PAUSE_S_MIN,
     RULES,
@@ -45,7 +45,7 @@ def test_every_loss_has_a_rule() -> None:
 def test_what_is_not_the_request_s_fault_is_free_until_the_deadline(loss: Loss) -> None:
     attempts = Attempts(3, 0.0, 600.0)
     for _ in range(500):
-        attempts.lost(loss, tokens=0, now_s=0.0)
+        attempts = attempts.after(loss, sent_tokens=0, now_s=0.0)
         assert not attempts.given_up(now_s=599.9)
     assert "deadline" in attempts.given_up(now_s=600.0)
 
@@ -54,17 +54,17 @@ def test_what_is_not_the_request_s_fault_is_free_until_the_deadline(loss: Loss) 
 def test_a_request_that_workers_die_of_is_given_up_at_the_third(loss: Loss) -> None:
     attempts = Attempts(3, 0.0, 600.0)
     for _ in range(2):
-        attempts.lost(loss, tokens=0, now_s=0.0)
+        attempts = attempts.after(loss, sent_tokens=0, now_s=0.0)
         assert not attempts.given_up(now_s=0.0)
-    attempts.lost(loss, tokens=0, now_s=0.0)
+    attempts = attempts.after(loss, sent_tokens=0, now_s=0.0)
     assert f"3 x {loss.value}" in attempts.given_up(now_s=0.0)
 
 
 def test_tokens_do_not_forgive_deaths() -> None:
     """Else a prompt that kills at its hundredth token would kill for ever."""
     attempts = Attempts(2, 0.0, 600.0)
-    attempts.lost(Loss.WORKER_DIED, tokens=100, now_s=0.0)
-    attempts.lost(Loss.WORKER_DIED, tokens=200, now_s=0.0)
+    attempts = attempts.after(Loss.WORKER_DIED, sent_tokens=100, now_s=0.0)
+    attempts = attempts.after(Loss.WORKER_DIED, sent_tokens=200, now_s=0.0)
     assert attempts.given_up(now_s=0.0)
 
 
@@ -74,15 +74,15 @@ def test_a_deadline_ends_nothing_that_was_not_lost() -> None:
 
 def test_a_long_answer_is_not_given_up_for_being_long() -> None:
     attempts = Attempts(3, 0.0, 600.0)
-    attempts.lost(Loss.KV_GONE, tokens=30_000, now_s=5_000.0)
+    attempts = attempts.after(Loss.KV_GONE, sent_tokens=30_000, now_s=5_000.0)
     assert not attempts.given_up(now_s=5_599.0)
-    attempts.lost(Loss.KV_GONE, tokens=30_001, now_s=5_599.0)
+    attempts = attempts.after(Loss.KV_GONE, sent_tokens=30_001, now_s=5_599.0)
     assert "deadline" in attempts.given_up(now_s=5_600.0), "a prefill's token puts nothing off"
 
 
 def test_the_client_s_own_timeout_is_put_off_by_nothing() -> None:
     attempts = Attempts(3, 10.0, 600.0, timeout_s=20.0)
-    attempts.lost(Loss.KV_GONE, tokens=50, now_s=25.0)
+    attempts = attempts.after(Loss.KV_GONE, sent_tokens=50, now_s=25.0)
     assert not attempts.given_up(now_s=29.0)
     assert "deadline" in attempts.given_up(now_s=30.0)
 
@@ -90,7 +90,7 @@ def test_the_client_s_own_timeout_is_put_off_by_nothing() -> None:
 def test_the_first_loss_costs_no_pause_and_those_in_a_row_ever_longer_ones() -> None:
     attempts, pauses_s = Attempts(3, 0.0, 600.0), []
     for _ in range(12):
-        attempts.lost(Loss.KV_GONE, tokens=0, now_s=0.0)
+        attempts = attempts.after(Loss.KV_GONE, sent_tokens=0, now_s=0.0)
         pauses_s.append(attempts.pause_s(now_s=0.0))
     assert pauses_s[:3] == [0.0, PAUSE_S_MIN, 2 * PAUSE_S_MIN]
     assert pauses_s == sorted(pauses_s) and pauses_s[-1] == PAUSE_S_MAX
@@ -99,16 +99,16 @@ def test_the_first_loss_costs_no_pause_and_those_in_a_row_ever_longer_ones() -> 
 def test_decoded_tokens_for_the_client_make_pauses_short_again() -> None:
     attempts = Attempts(3, 0.0, 600.0)
     for _ in range(5):
-        attempts.lost(Loss.STORE_LOST, tokens=7, now_s=0.0)
-    attempts.lost(Loss.STORE_LOST, tokens=8, now_s=0.0)
+        attempts = attempts.after(Loss.STORE_LOST, sent_tokens=7, now_s=0.0)
+    attempts = attempts.after(Loss.STORE_LOST, sent_tokens=8, now_s=0.0)
     assert attempts.pause_s(now_s=0.0) > 0.0, "that one was the prefill's"
-    attempts.lost(Loss.STORE_LOST, tokens=10, now_s=0.0)
+    attempts = attempts.after(Loss.STORE_LOST, sent_tokens=10, now_s=0.0)
     assert attempts.pause_s(now_s=0.0) == 0.0
 
 
 def test_who_finds_nobody_waits_before_asking_again() -> None:
     attempts = Attempts(3, 0.0, 600.0)
-    attempts.lost(Loss.NOBODY, tokens=0, now_s=0.0)
+    attempts = attempts.after(Loss.NOBODY, sent_tokens=0, now_s=0.0)
     assert attempts.pause_s(now_s=0.0) == PAUSE_S_MIN
 
 
@@ -116,16 +116,16 @@ def test_who_finds_nobody_waits_before_asking_again() -> None:
 def test_a_pause_is_bounded_and_ends_at_the_deadline(losses: list[Loss], now_s: float) -> None:
     attempts = Attempts(3, 0.0, 50.0)
     for loss in losses:
-        attempts.lost(loss, tokens=0, now_s=0.0)
+        attempts = attempts.after(loss, sent_tokens=0, now_s=0.0)
         assert 0.0 <= attempts.pause_s(now_s) <= min(PAUSE_S_MAX, max(0.0, 50.0 - now_s))
 
 
 def test_only_a_request_that_was_let_in_before_is_resumed() -> None:
     attempts = Attempts(3, 0.0, 600.0)
     assert not attempts.is_resumed
-    attempts.lost(Loss.NO_ROOM, tokens=0, now_s=0.0)
+    attempts = attempts.after(Loss.NO_ROOM, sent_tokens=0, now_s=0.0)
     assert not attempts.is_resumed
-    attempts.lost(Loss.KV_GONE, tokens=0, now_s=0.0)
+    attempts = attempts.after(Loss.KV_GONE, sent_tokens=0, now_s=0.0)
     assert attempts.is_resumed
 
 
@@ -202,9 +202,9 @@ def test_a_worker_that_may_have_been_alive_when_called_had_the_request(heard_s: 
 
 def test_a_client_reads_what_happened() -> None:
     attempts = Attempts(3, 0.0, 5.0)
-    attempts.lost(Loss.WORKER_DIED, tokens=0, now_s=0.0)
+    attempts = attempts.after(Loss.WORKER_DIED, sent_tokens=0, now_s=0.0)
     for _ in range(4):
-        attempts.lost(Loss.NOBODY, tokens=0, now_s=0.0)
+        attempts = attempts.after(Loss.NOBODY, sent_tokens=0, now_s=0.0)
     error = last_word(Overloaded("no_decode_worker", "none is there", 1.0), attempts.given_up(9.0))
     assert error.wire_message() == (
         "unavailable: none is there; its deadline has passed "

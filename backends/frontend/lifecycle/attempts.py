@@ -1,7 +1,7 @@
 """What the loss of an attempt means for its request: go on, when, elsewhere, or give up.
 
-Whatever an attempt produced is kept: the next one goes on from the tokens that the client has
-(generation.py). So a loss costs time, and the only question is whose fault it was.
+Whatever an attempt produced is kept: the next one goes on from the tokens that the client has. So
+a loss costs time, and the only question is whose fault it was.
 
     counts     it may be the request that does it: a worker that held it died, or failed at it.
                After `counted_max` of these the request is given up, or a poisonous prompt would
@@ -16,8 +16,7 @@ The first loss is followed by the next attempt at once. As long as losses follow
 a decoded token for the client, pauses between them grow: nobody is served faster by asking more
 often, and others need the workers.
 
-Pure: time is an argument. Not here: what was lost (loss_of reads errors, generation.py hears of
-deaths), who is asked next (conductor/).
+Not here: what becomes of the request then (machine.py), who is asked next (conductor/).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from backends.errors import (
@@ -116,59 +115,65 @@ def is_silent(now_s: float, heard_s: float | None) -> bool:
     return heard_s is not None and now_s - heard_s > CALL_SILENCE_S_MAX
 
 
+@dataclass(frozen=True, slots=True)
 class Attempts:
-    """The losses of one request so far. Not thread-safe."""
+    """The losses of one request so far; `after` one more of them it is another object."""
 
-    def __init__(
-        self, counted_max: int, arrived_s: float, request_s_max: float, timeout_s: float = math.inf
-    ) -> None:
-        assert counted_max >= 1 and request_s_max > 0 and timeout_s > 0
-        self._counted_max = counted_max
-        self._request_s_max = request_s_max
-        self._timeout_s = arrived_s + timeout_s
-        self._deadline_s = min(arrived_s + request_s_max, self._timeout_s)
-        self._losses: Counter[Loss] = Counter()
-        self._in_a_row = 0  # without a decoded token between them
-        self._tokens = 0
-        self._pause_s = 0.0
+    counted_max: int
+    arrived_s: float
+    request_s_max: float
+    timeout_s: float = math.inf  # the client's own, since the arrival: put off by nothing
+    losses: tuple[Loss, ...] = ()
+    in_a_row: int = 0  # of those: without a decoded token between them
+    sent_tokens: int = 0  # that the client had at the latest loss
+    decoded_at_s: float = -math.inf  # the latest loss of an attempt that had decoded tokens
+    pause_s_wanted: float = 0.0
 
-    def lost(self, loss: Loss, tokens: int, now_s: float) -> None:
+    def __post_init__(self) -> None:
+        assert self.counted_max >= 1 and self.request_s_max > 0 and self.timeout_s > 0
+
+    def after(self, loss: Loss, sent_tokens: int, now_s: float) -> Attempts:
         """An attempt was lost; the client has so many tokens by now."""
-        assert tokens >= self._tokens, (tokens, self._tokens)
-        self._losses[loss] += 1
-        self._in_a_row += 1
-        if tokens > self._tokens + 1:  # one is the prefill's: what was lost came after it
-            self._in_a_row = 1
-            self._deadline_s = min(now_s + self._request_s_max, self._timeout_s)
-        self._tokens = tokens
-        doublings = self._in_a_row - (2 if RULES[loss].is_soon else 1)
+        assert sent_tokens >= self.sent_tokens, (sent_tokens, self.sent_tokens)
+        in_a_row, decoded_at_s = self.in_a_row + 1, self.decoded_at_s
+        if sent_tokens > self.sent_tokens + 1:  # one is the prefill's: what was lost came after it
+            in_a_row, decoded_at_s = 1, now_s
+        doublings = in_a_row - (2 if RULES[loss].is_soon else 1)
         # 60 of them are more than any pause: what is too long for a float is never made.
-        self._pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(doublings, 60))
-        if doublings < 0:
-            self._pause_s = 0.0
+        pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(doublings, 60))
+        return replace(
+            self, losses=(*self.losses, loss), in_a_row=in_a_row, sent_tokens=sent_tokens,
+            decoded_at_s=decoded_at_s, pause_s_wanted=pause_s if doublings >= 0 else 0.0,
+        )  # fmt: skip
+
+    @property
+    def deadline_s(self) -> float:
+        since_s = max(self.arrived_s, self.decoded_at_s)
+        return min(since_s + self.request_s_max, self.arrived_s + self.timeout_s)
 
     def pause_s(self, now_s: float) -> float:
         """How long to wait before the next attempt; never beyond the deadline."""
-        return max(0.0, min(self._pause_s, self._deadline_s - now_s))
+        return max(0.0, min(self.pause_s_wanted, self.deadline_s - now_s))
 
     @property
     def is_resumed(self) -> bool:
         """It was let in before. A request that found no room has not been."""
-        return bool(self._tokens) or any(loss is not Loss.NO_ROOM for loss in self._losses)
+        return bool(self.sent_tokens) or any(loss is not Loss.NO_ROOM for loss in self.losses)
 
     def given_up(self, now_s: float) -> str:
         """Why there is no further attempt; empty when there is."""
-        if not self._losses:
+        if not self.losses:
             return ""
-        counted = sum(count for loss, count in self._losses.items() if RULES[loss].counts)
-        if counted >= self._counted_max:
-            return f"given up after {counted} attempts that count ({self._told()})"
-        if now_s >= self._deadline_s:
-            return f"its deadline has passed ({self._told()})"
+        counted = sum(RULES[loss].counts for loss in self.losses)
+        if counted >= self.counted_max:
+            return f"given up after {counted} attempts that count ({self._listed()})"
+        if now_s >= self.deadline_s:
+            return f"its deadline has passed ({self._listed()})"
         return ""
 
-    def _told(self) -> str:
-        return ", ".join(f"{count} x {loss.value}" for loss, count in self._losses.most_common())
+    def _listed(self) -> str:
+        counts = Counter(self.losses).most_common()
+        return ", ".join(f"{count} x {loss.value}" for loss, count in counts)
 
 
 def last_word(error: ServingError, why: str) -> ServingError:

@@ -1,0 +1,501 @@
+"""One request between arrival and answer: its mailbox, and the work that its lifecycle asks for.
+
+Whatever happens to the request is posted as an event: by the threads that call workers, by the one
+that reads messages, by the watch for clients that left, by the directory's. Events wait in one
+queue. Who puts one into an empty mailbox owns the request until the queue is empty again, and
+others leave theirs and go: so events are handled one after the other, in order, and a token that
+came costs no hand-over to another thread. The owner asks the state machine (lifecycle/machine.py)
+what to do and does it; only what blocks (a pause, a decision, a call, a release) is left to a
+thread of the pool, to which the outcome is the next event.
+
+Not here: what follows from an event (lifecycle/), who may come in and who has left
+(live_requests.py), the shape of answers (answer.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from backends.errors import (
+    Cancelled,
+    InvalidRequest,
+    Overloaded,
+    ServingError,
+    WorkerGone,
+    WorkerUnavailable,
+)
+from backends.frontend import grpc_calls
+from backends.frontend import request as client_request
+from backends.frontend.answer import (
+    ReplyStream,
+    StreamedAnswer,
+    WholeAnswer,
+    decode_fields,
+    describe,
+    prefill_fields,
+    route_fields,
+)
+from backends.frontend.cluster_view import ClusterView, Decided, Served
+from backends.frontend.lifecycle import events
+from backends.frontend.lifecycle.attempts import CALL_SILENCE_S_MAX, Attempts, is_silent
+from backends.frontend.lifecycle.events import LifecycleAction, LifecycleEvent
+from backends.frontend.lifecycle.machine import Phase, State, due_s, step
+from backends.frontend.request import ClientRequest, RequestLimits
+from backends.frontend.request_times import RequestTimes
+from backends.frontend.token_streams import TokenStreams
+from backends.text.text_stream import Emission, TextStream, merge
+from backends.text.token_bytes import CONTEXT_TOKENS
+from backends.text.tokenizer import Tokenizer
+from backends.workers.config import FrontendConfig
+from backends.workers.protocol import (
+    DecodeReply,
+    DecodeRequest,
+    FirstToken,
+    PrefillReply,
+    PrefillRequest,
+    Stop,
+    WorkerOutbox,
+)
+from conductor.messages import Reject, Request
+from mooncake_store.block_keys import block_keys, chain_seed
+
+log = logging.getLogger(__name__)
+SERVED_WAIT_S = 2.0  # a frontend that starts together with its workers waits this long for them
+
+Work = Callable[[], LifecycleEvent | None]  # blocks; its outcome is the next event
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every request needs of its frontend."""
+
+    config: FrontendConfig
+    tokenizer: Tokenizer
+    cluster: ClusterView
+    calls: grpc_calls.GrpcCalls
+    streams: TokenStreams
+    outbox: WorkerOutbox
+    start: Callable[..., None]  # a function, in a thread of the pool
+    abandon: Callable[[str, tuple[str, str]], None]  # a call that only its worker ends
+    on_end: Callable[[InFlightRequest], None]
+
+
+@dataclass(slots=True)
+class Assignment:
+    """An attempt as it was given to a pair of workers."""
+
+    request_id: str  # its own: what a lost worker still does must not touch the next attempt
+    token_ids: np.ndarray  # the prompt, and what the client had of the answer
+    decided: Decided
+    routed_s: float
+    prefilled: tuple[int, PrefillReply] | None = None
+    replied_s: float = 0.0  # when prefill did
+    first: events.FirstText | None = None  # made once, whichever brings it first
+
+
+class InFlightRequest:
+    """Events in by `post`, from any thread; everything else follows from them."""
+
+    def __init__(
+        self, services: Services, request_id: str, client: ReplyStream, times: RequestTimes,
+        arrived_s: float, tenant: str = "",
+    ) -> None:  # fmt: skip
+        self.request_id = request_id  # unique, ours; clients may repeat theirs
+        self.tenant = tenant
+        self.state = State()
+        self.times = times
+        self._services = services
+        self._client = client
+        self._arrived_s = arrived_s
+        self._timeout_s = math.inf  # since its arrival, if its client named one
+        self._events: deque[LifecycleEvent] = deque()
+        self._owned = threading.Lock()
+        self._is_done = threading.Event()
+        self._assignments: dict[int, Assignment] = {}
+        self._sent_ids: list[int] = []  # tokens that the client has
+        self._send_error: Exception | None = None
+        self._request: ClientRequest | None = None  # these three once it is understood
+        self._served: Served | None = None
+        self._answer: StreamedAnswer | WholeAnswer | None = None
+
+    # --- the mailbox
+
+    def start(self, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> None:
+        self._services.start(self._run, partial(self._understand, inputs, parameters))
+
+    def post(self, event: LifecycleEvent) -> None:
+        """Never blocks for longer than a message to the client takes."""
+        for work in self._handle(event):
+            self._services.start(self._run, work)
+
+    def _run(self, work: Work) -> None:
+        """In a thread of the pool: what blocks, and what follows from its outcome."""
+        following: Work | None = work
+        while following is not None:
+            event = self._outcome(following)
+            works = self._handle(event) if event is not None else []
+            following = works[0] if works else None
+            for other in works[1:]:
+                self._services.start(self._run, other)
+
+    def _outcome(self, work: Work) -> LifecycleEvent | None:
+        try:
+            return work()
+        except Exception as error:  # edge: one bad request must not fail its neighbours
+            return events.Failed(error)
+
+    def _handle(self, event: LifecycleEvent) -> list[Work]:
+        """What blocks is returned to the caller: to be done, here or in another thread."""
+        self._events.append(event)
+        works: list[Work] = []
+        while self._events and self._owned.acquire(blocking=False):
+            try:
+                while self._events:
+                    self._step(self._events.popleft(), works)
+            finally:
+                self._owned.release()
+        return works
+
+    def _step(self, event: LifecycleEvent, works: list[Work]) -> None:
+        try:
+            self.state, actions = step(self.state, event)
+        except Exception as error:  # edge: a mistake of ours ends one request, and no thread
+            log.exception("request %s: %s", self.request_id, event)
+            self.state, actions = step(self.state, events.Failed(error))
+        for action in actions:
+            try:
+                work = self._carry_out(action)
+            except Exception as error:  # edge: the other actions are carried out all the same
+                log.warning("request %s: %s failed: %s", self.request_id, action, error)
+                self._events.append(events.Failed(error))
+            else:
+                if work is not None:
+                    works.append(work)
+
+    def look(self, now_s: float, awake_s: float) -> None:
+        """From the watch, some times a second; this process has been awake for so long."""
+        state = self.state
+        if state.phase in (Phase.STOPPING, Phase.ENDING) or (due_s(state) or now_s) < now_s:
+            self.post(events.TimePassed(now_s))
+        if state.phase not in (Phase.STOPPING, Phase.DONE):
+            if self._client.is_cancelled():
+                self.post(events.Unwanted(Cancelled("the client went away")))
+            elif now_s - self._arrived_s > self._timeout_s:
+                limit = f"its timeout of {self._timeout_s * 1000:.0f} ms has passed"
+                self.post(events.Unwanted(WorkerUnavailable(limit)))
+        worker = state.attempt.worker
+        # Who stood still has heard nothing, whoever spoke.
+        if worker is not None and awake_s > CALL_SILENCE_S_MAX:
+            heard_s = self._services.streams.heard_s(self._id_of(state.attempt.number))
+            if is_silent(now_s, heard_s):
+                log.warning("%s says nothing of request %s", worker[0], self.request_id)
+                self.post(events.WorkerSilent(worker, now_s))
+
+    def first_token(self, attempt: int, message: FirstToken) -> None:
+        """From the thread that reads messages."""
+        if (assignment := self._assignments.get(attempt)) is not None:
+            try:
+                first = self._first_text(assignment, message.token_id, message.cached_tokens)
+                self.post(events.FirstTokenArrived(attempt, first, time.monotonic()))
+            except Exception as error:  # edge: the messages of other requests go on
+                self.post(events.Failed(error))
+
+    def _id_of(self, attempt: int) -> str:
+        return f"{self.request_id}-{attempt}"
+
+    # --- what blocks: each returns the next event
+
+    def _understand(
+        self, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]
+    ) -> LifecycleEvent:
+        services = self._services
+        served = self._wait_served()
+        limits = RequestLimits(
+            context_tokens_max=served.context_tokens_max,
+            vocabulary_tokens=services.tokenizer.vocabulary_tokens,
+            output_tokens_default=services.config.output_tokens_default,
+        )
+        request = client_request.parse(
+            inputs, parameters, self.request_id, services.tokenizer, limits
+        )
+        if request.describe:
+            described = describe(served, limits, self._client.outputs)
+            self._client.send(described, is_final=True)
+            return events.Described()
+        self._request, self._served = request, served
+        self._answer = (StreamedAnswer if request.is_stream else WholeAnswer)(request, self._client)
+        self.times.is_stream = request.is_stream
+        if request.timeout_ms:
+            self._timeout_s = request.timeout_ms / 1000
+        attempts = Attempts(
+            services.config.attempts_max, self._arrived_s, services.cluster.config.request_s_max,
+            self._timeout_s,
+        )  # fmt: skip
+        return events.Understood(attempts, request.is_paced, time.monotonic())
+
+    def _wait_served(self) -> Served:
+        give_up_s = time.monotonic() + SERVED_WAIT_S
+        while (served := self._services.cluster.served()) is None:
+            if self._is_done.wait(0.05) or time.monotonic() > give_up_s:
+                raise Overloaded("no_prefill_worker", "no worker has registered yet", 1.0)
+        return served
+
+    def _pause(self, action: events.Pause) -> LifecycleEvent:
+        self._is_done.wait(action.seconds)
+        return events.PauseOver(time.monotonic())
+
+    def _decide(self, action: events.Decide) -> LifecycleEvent | None:
+        if self.state.phase is Phase.DONE:
+            return None
+        if action.attempt > 1:
+            self.times.retried()
+        request, served = self._understood()
+        token_ids = np.concatenate([request.prompt_ids, np.array(self._sent_ids, np.int32)])
+        seed = chain_seed(served.fingerprint, cache_salt=request.cache_salt)
+        request_id = self._id_of(action.attempt)
+        try:
+            decided = self._services.cluster.decide(
+                Request(
+                    request_id=request_id,
+                    prompt_tokens=len(token_ids),
+                    block_keys=block_keys(token_ids, served.block_tokens, seed),
+                    output_tokens_max=request.sampling.max_tokens - len(self._sent_ids),
+                    priority=request.priority,
+                    tenant=request.cache_salt,
+                    excluded_workers=self._pinned_out(action.is_resumed) | action.avoided,
+                    is_resumed=action.is_resumed,
+                ),
+                wants_candidates=request.wants_decision,
+            )
+        except ServingError as error:
+            return events.NotRouted(action.attempt, error, time.monotonic())
+        if isinstance(decided, Reject):
+            log.info("decision %s", decided)
+            rejection = Overloaded(decided.kind, decided.reason, decided.retry_after_s)
+            return events.NotRouted(action.attempt, rejection, time.monotonic())
+        log.info("decision %s", decided.route)
+        now_s = time.monotonic()
+        self._assignments[action.attempt] = Assignment(request_id, token_ids, decided, now_s)
+        prefill, decode = decided.route.prefill, decided.route.decode
+        return events.Routed(
+            action.attempt,
+            (prefill.worker_id, prefill.incarnation),
+            (decode.worker_id, decode.incarnation),
+            now_s,
+        )
+
+    def _pinned_out(self, is_resumed: bool) -> frozenset[tuple[str, str]]:
+        """Every worker but those that the client named, as they live now."""
+        request, _ = self._understood()
+        cluster = self._services.cluster
+        try:
+            return cluster.excluded_by_pins(request.prefill_worker, request.decode_worker)
+        except InvalidRequest as error:  # the named one is away at the moment
+            if is_resumed:
+                raise WorkerGone(str(error)) from None
+            raise
+
+    def _prefill(self, action: events.CallPrefill, assignment: Assignment) -> LifecycleEvent:
+        request, _ = self._understood()
+        route, streams = assignment.decided.route, self._services.streams
+        call = PrefillRequest(
+            request_id=assignment.request_id,
+            prompt_tokens=len(request.prompt_ids),
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            fetch_blocks=route.fetch_blocks,
+            fetch_nodes=list(route.fetch_nodes),
+            decode_inbox=route.decode.inbox if request.sampling.max_tokens > 1 else "",
+            reserve_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
+            reply_inbox=streams.address,
+            place_s=route.order_key_s - time.monotonic(),
+            is_resumed=action.is_resumed,
+        )
+        token_ids = assignment.token_ids
+        token_id, reply = grpc_calls.prefill(self._services.calls, route.prefill, call, token_ids)
+        assignment.prefilled, assignment.replied_s = (token_id, reply), time.monotonic()
+        fields: dict[str, object] = {}
+        if request.wants_decision:
+            fields = route_fields(assignment.decided, self._services.cluster.config)
+            fields |= prefill_fields(reply)
+        first = self._first_text(assignment, token_id, reply.cached_tokens)
+        return events.PrefillReplied(
+            action.attempt, first, reply.compute_s, fields, now_s=assignment.replied_s
+        )
+
+    def _decode(self, action: events.CallDecode, assignment: Assignment) -> LifecycleEvent:
+        request, _ = self._understood()
+        assert assignment.prefilled is not None
+        token_id, prefilled = assignment.prefilled
+        slo_s = 0.0 if action.is_resumed else self._services.cluster.config.arrival_tbt_slo_s
+        call = DecodeRequest(
+            request_id=assignment.request_id,
+            prompt_tokens=len(request.prompt_ids),
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            blocks=prefilled.blocks,
+            stream_interval=request.stream_interval if request.is_stream else 0,
+            reply_inbox=self._services.streams.address,
+            tbt_slo_s=slo_s,
+            is_resumed=action.is_resumed,
+            native=prefilled.native,
+        )
+        token_ids = np.append(assignment.token_ids, np.int32(token_id))
+        worker = assignment.decided.route.decode
+        ids, reply = grpc_calls.decode(self._services.calls, worker, call, token_ids)
+        fields = decode_fields(reply) if request.wants_decision else {}
+        return events.DecodeReplied(
+            attempt=action.attempt,
+            tokens_before=reply.tokens_before,
+            last=emission_of(ids, reply),
+            finish_reason=reply.finish_reason,
+            fields=fields,
+            now_s=time.monotonic(),
+        )
+
+    def _called(
+        self,
+        call: Callable[[Any, Assignment], LifecycleEvent],
+        action: events.CallPrefill | events.CallDecode,
+    ) -> LifecycleEvent:
+        """The reply, or what the call ended with. None begins that was taken away meanwhile."""
+        state = self.state
+        try:
+            if state.attempt.number != action.attempt or state.phase is Phase.DONE:
+                raise WorkerGone("it was taken away before it was called")
+            return call(action, self._assignments[action.attempt])
+        except Exception as error:  # edge: whatever it is, the call is over
+            return events.CallFailed(action.attempt, error, time.monotonic())
+
+    def _understood(self) -> tuple[ClientRequest, Served]:
+        assert self._request is not None and self._served is not None
+        return self._request, self._served
+
+    def _first_text(
+        self, assignment: Assignment, token_id: int, cached_tokens: int
+    ) -> events.FirstText:
+        """Made once: message and reply bring the same token."""
+        if assignment.first is None:
+            request, _ = self._understood()
+            sampling = request.sampling
+            before = len(assignment.token_ids) - len(request.prompt_ids)
+            text = TextStream(
+                self._services.tokenizer, assignment.token_ids[-CONTEXT_TOKENS:].tolist(),
+                sampling.stop_words, sampling.end_ids, max(sampling.min_tokens - before, 0),
+            )  # fmt: skip
+            emission = text.push([token_id])
+            reason = "length" if before + 1 >= sampling.max_tokens else ""
+            if emission.is_stopped:
+                reason = "stop_word"
+            elif token_id in sampling.end_ids:
+                reason = "end_id"
+            if reason:
+                emission = merge([emission, text.finish()])
+            assignment.first = events.FirstText(emission, reason, cached_tokens)
+        return assignment.first
+
+    # --- carrying out actions: what blocks is returned
+
+    def _carry_out(self, action: LifecycleAction) -> Work | None:
+        services = self._services
+        match action:
+            case events.Send():
+                self._send(action)
+            case events.Pause():
+                return partial(self._pause, action)
+            case events.Decide():
+                return partial(self._decide, action)
+            case events.CallPrefill():
+                request_id = self._id_of(action.attempt)
+                services.streams.listen(request_id, self, action.attempt)
+                return partial(self._called, self._prefill, action)
+            case events.CallDecode():
+                services.streams.called(self._id_of(action.attempt))
+                return partial(self._called, self._decode, action)
+            case events.NotePrefill():
+                self._note_prefill(self._assignments[action.attempt])
+            case events.NoteLoss():
+                request_id = self._id_of(action.attempt)
+                log.warning("request %s, %s: %s", request_id, action.loss.value, action.error)
+            case events.NoteFailed():
+                services.cluster.worker_failed(*action.worker)
+            case events.NoteRefused():
+                services.cluster.worker_refused(*action.worker)
+                self.times.prefill_wasted(action.wasted_s)
+            case events.StopWorkers():
+                self._stop_workers(action)
+            case events.CancelCall():
+                services.calls.cancel(self._id_of(action.attempt))
+            case events.AbandonCall():
+                services.abandon(self._id_of(action.attempt), action.worker)
+            case events.ReleaseKv():
+                del self._assignments[action.attempt]
+                return partial(services.cluster.release, self._id_of(action.attempt))
+            case events.EndAttempt():
+                request_id = self._id_of(action.attempt)
+                services.streams.forget(request_id)
+                services.cluster.finished(request_id, action.output_tokens)
+            case events.End():
+                self._end(action.error or self._send_error)
+        return None
+
+    def _send(self, message: events.Send) -> None:
+        assert self._answer is not None
+        self._sent_ids += message.emission.token_ids
+        try:
+            self._answer.add(message)
+        except Exception as error:
+            self._send_error = error
+            raise
+        self.times.sent(message.output_tokens, time.monotonic())
+
+    def _note_prefill(self, assignment: Assignment) -> None:
+        assert assignment.prefilled is not None
+        _, reply = assignment.prefilled
+        cluster = self._services.cluster
+        cluster.prefill_finished(assignment.request_id, reply.cached_tokens, reply.compute_s)
+        took_s = assignment.replied_s - assignment.routed_s
+        self.times.prefilled(assignment.decided.route.predicted, took_s)
+
+    def _stop_workers(self, action: events.StopWorkers) -> None:
+        """Tell every process that may be at it, also one that stands still: it reads this first
+        when it goes on."""
+        assignment = self._assignments[action.attempt]
+        route = assignment.decided.route
+        for worker in (route.prefill, route.decode):
+            for inbox in {worker.inbox, *self._services.cluster.inboxes(worker.worker_id)}:
+                self._services.outbox.send(inbox, Stop(assignment.request_id, action.reason))
+
+    def _end(self, error: Exception | None) -> None:
+        """The client is told, and it is counted."""
+        try:
+            if error is None and self._answer is not None:
+                self._answer.finish()
+            elif isinstance(error, Cancelled):
+                self._client.finish()
+            elif error is not None:
+                self._client.fail(error)
+        except Exception as problem:  # edge: an answer that cannot be sent is an error
+            error = problem
+            self._client.fail(problem)
+        finally:
+            self._is_done.set()
+            self._services.on_end(self)
+            self.times.ended(error, time.monotonic())
+
+
+def emission_of(ids: np.ndarray, reply: DecodeReply) -> Emission:
+    return Emission(
+        token_ids=tuple(ids.tolist()), text=reply.text, cut_bytes=reply.cut_bytes,
+        is_stopped=reply.finish_reason == "stop_word", context_ids=tuple(reply.context_ids),
+    )  # fmt: skip

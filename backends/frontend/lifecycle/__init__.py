@@ -1,0 +1,1 @@
+"""What becomes of a request at every event: a pure state machine."""

@@ -1,0 +1,540 @@
+"""What becomes of a request at every event: the one table that says it.
+
+    reading      its tensors are checked and its prompt is tokenised
+    routing      it waits for a pair of workers, maybe after a pause
+    prefilling   a prefill worker has it: a call is under way
+    decoding     a decode worker has it: a call is under way
+    ending       decode has replied; messages with tokens before that are still to come
+    stopping     nobody waits for the answer; the worker was told so, its call has not ended yet
+    done         the client has its end; calls that were left alone may still come to theirs
+
+`step` takes a state and an event and returns the next state and the actions to carry out, in
+order: no clock, no I/O, so that every order of events can be tried (after etcd/raft). An
+attempt that is lost leads back to routing: sampling is a pure function of (logits, seed,
+position), so the next one goes on with the very tokens that the lost one would have produced, and
+finds most of their KV in the store. Which loss allows that is in attempts.py.
+
+What holds in every order of events:
+
+* each token reaches the client once and in order: a first token counts once, by message or with
+  the reply, and tokens after a gap are not sent;
+* a request ends once, and only when no call of its latest attempt is under way that this side
+  has not given up;
+* whatever pair was chosen: the conductor is told when that attempt is over, and its KV is
+  released when its call has ended, unless decode completed the answer (it releases by itself).
+
+Not here: carrying out actions (backends/frontend/in_flight.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from backends.errors import MessagesLost, Overloaded, ServingError, WorkerGone, WorkerUnavailable
+from backends.frontend.lifecycle.attempts import (
+    RULES,
+    Attempts,
+    Loss,
+    last_word,
+    loss_by_death,
+    loss_of,
+)
+from backends.frontend.lifecycle.events import (
+    AbandonCall,
+    CallDecode,
+    CallFailed,
+    CallPrefill,
+    CancelCall,
+    Decide,
+    DecodeReplied,
+    Described,
+    End,
+    EndAttempt,
+    Failed,
+    Fields,
+    FirstText,
+    FirstTokenArrived,
+    LifecycleAction,
+    LifecycleEvent,
+    NoteFailed,
+    NoteLoss,
+    NotePrefill,
+    NoteRefused,
+    NotRouted,
+    Pause,
+    PauseOver,
+    PrefillReplied,
+    ReleaseKv,
+    Routed,
+    Send,
+    StopWorkers,
+    TimePassed,
+    TokensArrived,
+    Understood,
+    Unwanted,
+    WorkerId,
+    WorkerLost,
+    WorkerSilent,
+)
+from backends.text.text_stream import Emission, merge
+
+MESSAGES_S_MAX = 5.0  # between a decode reply and the last message that it speaks of
+OVER, ELSEWHERE = "this attempt is over", "it goes on elsewhere"
+UNWANTED = "nobody waits for it any more"
+NO_FIELDS: Fields = {}
+
+
+class Phase(Enum):
+    READING = "reading"
+    ROUTING = "routing"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDING = "ending"
+    STOPPING = "stopping"
+    DONE = "done"
+
+
+class Attempt(NamedTuple):
+    """The attempt under way. A tuple, as `State`: copying one costs a fifth of a dataclass, and
+    there is a copy for each message with tokens."""
+
+    number: int = 1
+    worker: WorkerId | None = None  # who is at it: the routed process, until tokens say otherwise
+    decode: WorkerId | None = None
+    called_s: float = 0.0  # when `worker` was called
+    is_begun: bool = False  # its first token is on its way to the client
+    begun_s: float = 0.0
+    compute_s: float = 0.0  # of its prefill
+    sent_before: int = 0  # tokens that the client had before it
+    decoded: int = 0  # tokens that messages have brought
+    reply: DecodeReplied | None = None  # while messages before it are missing
+
+
+class State(NamedTuple):
+    phase: Phase = Phase.READING
+    attempt: Attempt = Attempt()
+    attempts: Attempts = Attempts(1, 0.0, 1.0)
+    is_paced: bool = False
+    started_s: float = 0.0  # when it was understood
+    sent_tokens: int = 0  # that the client has
+    cached_tokens: int = 0  # of the first prefill: what the client is told
+    avoided: frozenset[WorkerId] = frozenset()  # by the next attempt
+    error: Exception | None = None  # routing: of the latest loss; stopping: how it is to end
+    fields: Fields = NO_FIELDS  # of the decision, that no message has carried yet
+    waiting: tuple[Emission, ...] = ()  # decoded, not sent yet
+    sent_s: float = float("-inf")  # when decoded tokens were sent
+    gap_s: float = 0.0  # the least time until the next ones
+
+
+CallEnded = PrefillReplied | DecodeReplied | CallFailed
+Result = tuple[State, list[LifecycleAction]]
+
+
+def step(state: State, event: LifecycleEvent) -> Result:
+    """The next state, and what to do in this order. Raises AssertionError where the table has
+    nothing: such an event cannot come."""
+    number = getattr(event, "attempt", state.attempt.number)
+    if number != state.attempt.number:  # it was lost, and its worker speaks after all
+        return _late_end(state, event) if isinstance(event, CallEnded) else (state, [])
+    cell = TABLE.get((state.phase, type(event)))
+    assert cell is not None, f"{type(event).__name__} cannot come while {state.phase.value}"
+    return cell.handle(state, event)
+
+
+def due_s(state: State) -> float | None:
+    """When tokens that wait are to be sent; None: nothing waits for its time."""
+    is_waiting = state.phase is Phase.DECODING and state.waiting
+    return state.sent_s + state.gap_s if is_waiting else None
+
+
+# --- reading and routing
+
+
+def _understood(state: State, event: Understood) -> Result:
+    state = state._replace(
+        phase=Phase.ROUTING, attempts=event.attempts, is_paced=event.is_paced,
+        started_s=event.now_s,
+    )  # fmt: skip
+    return state, [_decide(state)]
+
+
+def _described(state: State, event: Described) -> Result:
+    return state._replace(phase=Phase.DONE), [End()]
+
+
+def _decide(state: State) -> Decide:
+    return Decide(state.attempt.number, state.avoided, state.attempts.is_resumed)
+
+
+def _routed(state: State, event: Routed) -> Result:
+    attempt = state.attempt._replace(
+        worker=event.prefill, decode=event.decode, called_s=event.now_s
+    )
+    call = CallPrefill(attempt.number, state.attempts.is_resumed)
+    return state._replace(phase=Phase.PREFILLING, attempt=attempt), [call]
+
+
+def _routed_too_late(state: State, event: Routed) -> Result:
+    return state, [EndAttempt(event.attempt)]
+
+
+def _not_routed(state: State, event: NotRouted) -> Result:
+    return _lost_to(state, event.error, event.now_s, [])
+
+
+def _pause_over(state: State, event: PauseOver) -> Result:
+    return _next_attempt(state, event.now_s)
+
+
+def _next_attempt(state: State, now_s: float) -> Result:
+    why = state.attempts.given_up(now_s)
+    if not why:
+        return state, [_decide(state)]
+    assert isinstance(state.error, ServingError)
+    return state._replace(phase=Phase.DONE), [End(last_word(state.error, why))]
+
+
+# --- prefilling
+
+
+def _first_by_message(state: State, event: FirstTokenArrived) -> Result:
+    if state.attempt.is_begun or event.first.finish_reason:  # the reply says how an answer ends
+        return state, []
+    return _begin(state, event.first, NO_FIELDS, event.now_s)
+
+
+def _begin(state: State, first: FirstText, fields: Fields, now_s: float) -> Result:
+    """Send the first token of this attempt, and what is known of the decision."""
+    cached_tokens = state.cached_tokens if state.sent_tokens else first.cached_tokens
+    state = state._replace(
+        cached_tokens=cached_tokens, attempt=state.attempt._replace(is_begun=True, begun_s=now_s)
+    )
+    if fields:
+        fields = {**fields, "ttft_s": now_s - state.started_s}
+    return _send(state._replace(fields=fields), first.emission, first.finish_reason)
+
+
+def _prefill_replied(state: State, event: PrefillReplied) -> Result:
+    reason, fields = event.first.finish_reason, event.fields
+    if state.attempt.is_begun:
+        if fields:
+            fields = {**fields, "ttft_s": state.attempt.begun_s - state.started_s}
+        actions: list[LifecycleAction] = []
+        state, reason = state._replace(fields=fields), ""
+    else:
+        state, actions = _begin(state, event.first, fields, event.now_s)
+    actions.append(NotePrefill(event.attempt))
+    if reason:
+        ending = [EndAttempt(event.attempt, _tokens_of_attempt(state)), *_released(state)]
+        return state._replace(phase=Phase.DONE), [*actions, End(), *ending]
+    assert state.attempt.decode is not None
+    attempt = state.attempt._replace(
+        worker=state.attempt.decode, called_s=event.now_s, compute_s=event.compute_s
+    )
+    actions.append(CallDecode(event.attempt, state.attempts.is_resumed))
+    return state._replace(phase=Phase.DECODING, attempt=attempt), actions
+
+
+# --- decoding
+
+
+def _tokens(state: State, event: TokensArrived) -> Result:
+    attempt = state.attempt
+    decoded, waiting = attempt.decoded, list(state.waiting)
+    for tokens_before, emission in event.updates:
+        if tokens_before != decoded:
+            return _messages_lost(
+                state, f"token {decoded} is missing, {tokens_before} came", event.now_s
+            )
+        decoded += len(emission.token_ids)
+        waiting.append(emission)
+    assert attempt.worker is not None
+    attempt = attempt._replace(decoded=decoded, worker=(attempt.worker[0], event.incarnation))
+    state = state._replace(attempt=attempt, waiting=tuple(waiting), gap_s=event.gap_s)
+    if state.phase is Phase.ENDING:
+        return _complete(state) if _is_complete(state) else (state, [])
+    return _send_due(state, event.now_s)
+
+
+def _time_while_decoding(state: State, event: TimePassed) -> Result:
+    return _send_due(state, event.now_s)
+
+
+def _send_due(state: State, now_s: float) -> Result:
+    """What waits, unless the latest message with tokens is less than the gap ago."""
+    if not state.waiting or (state.is_paced and now_s < state.sent_s + state.gap_s):
+        return state, []
+    emission = merge(state.waiting)
+    return _send(state._replace(waiting=(), sent_s=now_s), emission, "")
+
+
+def _decode_replied(state: State, event: DecodeReplied) -> Result:
+    state = state._replace(attempt=state.attempt._replace(reply=event))
+    return _complete(state) if _is_complete(state) else (state._replace(phase=Phase.ENDING), [])
+
+
+def _is_complete(state: State) -> bool:
+    reply = state.attempt.reply
+    return reply is not None and state.attempt.decoded >= reply.tokens_before
+
+
+def _complete(state: State) -> Result:
+    reply = state.attempt.reply
+    assert reply is not None
+    last = merge([*state.waiting, reply.last])
+    state = state._replace(phase=Phase.DONE, waiting=(), fields={**state.fields, **reply.fields})
+    state, actions = _send(state, last, reply.finish_reason)
+    return state, [*actions, End(), EndAttempt(reply.attempt, _tokens_of_attempt(state))]
+
+
+def _send(state: State, emission: Emission, finish_reason: str) -> Result:
+    """Nothing is sent where there is nothing to say: text that may become a stop word is held."""
+    if not (emission.token_ids or emission.text or finish_reason):
+        return state, []
+    new_tokens = len(emission.token_ids)
+    sent = Send(emission, new_tokens, finish_reason, state.cached_tokens, state.fields)
+    sent_tokens = state.sent_tokens + new_tokens
+    return state._replace(sent_tokens=sent_tokens, fields=NO_FIELDS), [sent]
+
+
+def _tokens_of_attempt(state: State) -> int:
+    return state.sent_tokens - state.attempt.sent_before
+
+
+def _overdue(state: State, event: TimePassed) -> Result:
+    """After a decode reply: messages that never come are not waited for for ever."""
+    reply = state.attempt.reply
+    assert reply is not None
+    if event.now_s <= reply.now_s + MESSAGES_S_MAX:
+        return state, []
+    found = f"{state.attempt.decoded} of {reply.tokens_before} tokens arrived"
+    return _messages_lost(state, found, event.now_s)
+
+
+# --- losses
+
+
+def _messages_lost(state: State, found: str, now_s: float) -> Result:
+    """Nothing behind the gap can be sent. The worker lives, and is told to stop."""
+    number, worker = state.attempt.number, state.attempt.worker
+    assert worker is not None
+    actions = _released(state)
+    if _is_calling(state):
+        actions = [AbandonCall(number, worker), StopWorkers(number, ELSEWHERE)]
+    return _lost_to(state, MessagesLost(found), now_s, actions)
+
+
+def _call_failed(state: State, event: CallFailed) -> Result:
+    actions = _released(state)
+    if state.phase is Phase.DECODING and isinstance(event.error, Overloaded):
+        assert state.attempt.decode is not None
+        actions.insert(0, NoteRefused(state.attempt.decode, state.attempt.compute_s))
+    return _lost_to(state, event.error, event.now_s, actions)
+
+
+def _lost_to(
+    state: State, error: Exception, now_s: float, actions: list[LifecycleAction]
+) -> Result:
+    """The attempt ended with this error, which is the answer or leads to another attempt."""
+    loss = loss_of(error, state.attempts.is_resumed) if isinstance(error, ServingError) else None
+    number, worker = state.attempt.number, state.attempt.worker
+    ended = [EndAttempt(number)] if worker is not None else []  # else nothing was reserved
+    if loss is None:
+        return state._replace(phase=Phase.DONE), [End(error), *actions, *ended]
+    assert isinstance(error, ServingError)
+    if worker is not None and isinstance(error, WorkerUnavailable):
+        actions = [*actions, NoteFailed(worker)]
+    return _again(state, loss, error, now_s, [*actions, *ended])
+
+
+def _again(
+    state: State, loss: Loss, error: ServingError, now_s: float, actions: list[LifecycleAction]
+) -> Result:
+    """The attempt is lost: another one from what the client has, maybe after a pause."""
+    lost = state.attempt
+    attempts = state.attempts.after(loss, state.sent_tokens, now_s)
+    avoided = state.avoided
+    if loss is Loss.NOBODY:
+        avoided = frozenset()  # better somebody who failed at it before than nobody
+    elif RULES[loss].avoids and lost.worker is not None:
+        avoided |= {lost.worker}
+    state = state._replace(
+        phase=Phase.ROUTING, attempts=attempts, avoided=avoided, error=error, fields=NO_FIELDS,
+        waiting=(), attempt=Attempt(lost.number + 1, sent_before=state.sent_tokens),
+    )  # fmt: skip
+    actions = [NoteLoss(lost.number, loss, error), *actions]
+    pause_s = attempts.pause_s(now_s)
+    if pause_s > 0:
+        return state, [*actions, Pause(pause_s)]
+    state, following = _next_attempt(state, now_s)
+    return state, [*actions, *following]
+
+
+def _worker_lost(state: State, event: WorkerLost) -> Result:
+    """While a config.pbtxt reloads, another process than the routed one may be at work. Then a
+    request is taken from a healthy worker, which costs time and nothing else."""
+    leave = CancelCall(state.attempt.number)
+    loss = loss_by_death(state.attempt.called_s, event.heard_s)
+    error = WorkerUnavailable(f"{event.worker[0]} is gone")
+    return _taken_away(state, event, leave, loss, error)
+
+
+def _worker_silent(state: State, event: WorkerSilent) -> Result:
+    leave = AbandonCall(state.attempt.number, event.worker)
+    error = WorkerGone(f"{event.worker[0]} says nothing of it")
+    state, actions = _taken_away(state, event, leave, Loss.WORKER_GONE, error)
+    return state, [*actions, NoteFailed(event.worker)] if actions else []
+
+
+def _taken_away(
+    state: State, event: WorkerLost | WorkerSilent, leave: LifecycleAction, loss: Loss,
+    error: ServingError,
+) -> Result:  # fmt: skip
+    """From a worker that does not answer. A call that is under way releases at its end."""
+    if state.attempt.worker != event.worker:
+        return state, []
+    number = state.attempt.number
+    leaving = [leave, StopWorkers(number, ELSEWHERE)] if _is_calling(state) else _released(state)
+    actions = [*leaving, EndAttempt(number)]
+    if state.phase is Phase.STOPPING:
+        return state._replace(phase=Phase.DONE), [End(state.error), *actions]
+    return _again(state, loss, error, event.now_s, actions)
+
+
+def _is_calling(state: State) -> bool:
+    return state.phase in (Phase.PREFILLING, Phase.DECODING, Phase.STOPPING)
+
+
+def _released(state: State) -> list[LifecycleAction]:
+    """Leases are kept, and room is reserved at the decode worker, until somebody says so."""
+    number = state.attempt.number
+    return [StopWorkers(number, OVER), ReleaseKv(number)]
+
+
+# --- the end, when it is not the answer
+
+
+def _over(state: State, event: Failed | Unwanted) -> Result:
+    """No call is under way: the request ends at once."""
+    ended = [EndAttempt(state.attempt.number)] if state.attempt.worker is not None else []
+    released = _released(state) if state.phase is Phase.ENDING else []
+    return state._replace(phase=Phase.DONE, waiting=()), [End(event.error), *ended, *released]
+
+
+def _stopping(state: State, event: Failed | Unwanted) -> Result:
+    state = state._replace(phase=Phase.STOPPING, error=event.error, waiting=())
+    return state, [StopWorkers(state.attempt.number, UNWANTED)]
+
+
+def _stop_again(state: State, event: TimePassed) -> Result:
+    """The first message may have come before the request, or been lost."""
+    return state, [StopWorkers(state.attempt.number, UNWANTED)]
+
+
+def _stopped(state: State, event: CallEnded) -> Result:
+    ended: list[LifecycleAction] = [End(state.error), EndAttempt(state.attempt.number)]
+    return state._replace(phase=Phase.DONE), [*ended, *_released(state)]
+
+
+def _late_end(state: State, event: CallEnded) -> Result:
+    """Of a call that was left alone: whatever it brings is dropped."""
+    return state, [StopWorkers(event.attempt, OVER), ReleaseKv(event.attempt)]
+
+
+def _ignore(state: State, event: LifecycleEvent) -> Result:
+    return state, []
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """How an event is handled in a phase, and which phases may follow."""
+
+    handle: Callable[[State, Any], Result]
+    to: frozenset[Phase]
+
+
+READING, ROUTING, PREFILLING, DECODING, ENDING, STOPPING, DONE = Phase
+_Row = Mapping[type, tuple[Callable[[State, Any], Result], tuple[Phase, ...]]]
+
+# phase -> event -> (handler, phases that may follow)
+_ROWS: Mapping[Phase, _Row] = {
+    READING: {
+        Understood: (_understood, (ROUTING,)),
+        Described: (_described, (DONE,)),
+        Failed: (_over, (DONE,)),
+        Unwanted: (_over, (DONE,)),
+    },
+    ROUTING: {
+        Routed: (_routed, (PREFILLING,)),
+        NotRouted: (_not_routed, (ROUTING, DONE)),
+        PauseOver: (_pause_over, (ROUTING, DONE)),
+        Failed: (_over, (DONE,)),
+        Unwanted: (_over, (DONE,)),
+    },
+    PREFILLING: {
+        FirstTokenArrived: (_first_by_message, (PREFILLING,)),
+        PrefillReplied: (_prefill_replied, (DECODING, DONE)),
+        CallFailed: (_call_failed, (ROUTING, DONE)),
+        WorkerLost: (_worker_lost, (PREFILLING, ROUTING, DONE)),
+        WorkerSilent: (_worker_silent, (PREFILLING, ROUTING, DONE)),
+        Failed: (_stopping, (STOPPING,)),
+        Unwanted: (_stopping, (STOPPING,)),
+    },
+    DECODING: {
+        TokensArrived: (_tokens, (DECODING, ROUTING, DONE)),
+        TimePassed: (_time_while_decoding, (DECODING,)),
+        DecodeReplied: (_decode_replied, (ENDING, DONE)),
+        CallFailed: (_call_failed, (ROUTING, DONE)),
+        WorkerLost: (_worker_lost, (DECODING, ROUTING, DONE)),
+        WorkerSilent: (_worker_silent, (DECODING, ROUTING, DONE)),
+        Failed: (_stopping, (STOPPING,)),
+        Unwanted: (_stopping, (STOPPING,)),
+    },
+    ENDING: {
+        TokensArrived: (_tokens, (ENDING, ROUTING, DONE)),
+        TimePassed: (_overdue, (ENDING, ROUTING, DONE)),
+        WorkerLost: (_worker_lost, (ENDING, ROUTING, DONE)),
+        WorkerSilent: (_worker_silent, (ENDING, ROUTING, DONE)),
+        Failed: (_over, (DONE,)),
+        Unwanted: (_over, (DONE,)),
+    },
+    STOPPING: {
+        PrefillReplied: (_stopped, (DONE,)),
+        DecodeReplied: (_stopped, (DONE,)),
+        CallFailed: (_stopped, (DONE,)),
+        WorkerLost: (_worker_lost, (STOPPING, DONE)),
+        WorkerSilent: (_worker_silent, (STOPPING, DONE)),
+        TimePassed: (_stop_again, (STOPPING,)),
+    },
+    DONE: {
+        Routed: (_routed_too_late, (DONE,)),
+        PrefillReplied: (_late_end, (DONE,)),
+        DecodeReplied: (_late_end, (DONE,)),
+        CallFailed: (_late_end, (DONE,)),
+    },
+}
+# What may come at such a time, and changes nothing then.
+_IGNORED: Mapping[Phase, tuple[type, ...]] = {
+    READING: (WorkerLost, WorkerSilent, TimePassed),
+    ROUTING: (WorkerLost, WorkerSilent, TimePassed),
+    PREFILLING: (TimePassed,),
+    DECODING: (FirstTokenArrived,),
+    ENDING: (FirstTokenArrived,),
+    STOPPING: (FirstTokenArrived, TokensArrived, Failed, Unwanted),
+    DONE: (
+        Understood, Described, Failed, Unwanted, NotRouted, PauseOver, FirstTokenArrived,
+        TokensArrived, WorkerLost, WorkerSilent, TimePassed,
+    ),
+}  # fmt: skip
+TABLE: Mapping[tuple[Phase, type], Cell] = {
+    (phase, kind): Cell(handle, frozenset(to))
+    for phase, row in _ROWS.items()
+    for kind, (handle, to) in row.items()
+} | {
+    (phase, kind): Cell(_ignore, frozenset({phase}))
+    for phase, kinds in _IGNORED.items()
+    for kind in kinds
+}
