@@ -7,11 +7,10 @@ import os
 import time
 import uuid
 
-from backends.frontend import metrics as front_metrics
+from backends.frontend import metrics
 from backends.frontend.cluster_view import ClusterView
 from backends.frontend.frontend import Frontend
 from backends.frontend.grpc_calls import GrpcCalls
-from backends.frontend.store_watch import StoreWatch
 from backends.frontend.token_streams import TokenStreams, messages_per_s_affordable
 from backends.launcher.launch_files import STOPPING
 from backends.text.tokenizer import Tokenizer
@@ -49,9 +48,9 @@ class TritonPythonModel:
         self.frontend = Frontend(
             config, tokenizer, self.cluster, self.calls, self.streams, self.outbox
         )
-        self.store = StoreWatch(self.cluster.client)
-        shown = front_metrics.Front(self.frontend, self.store, started_at_s)
-        self.metrics = triton_io.metrics_loop(model, "conductor", front_metrics.front, shown)
+        self.store = metrics.StoreWatch(self.cluster.client)
+        shown = metrics.Shown(self.frontend, self.store, started_at_s)
+        self.metrics = triton_io.metrics_loop(model, "conductor", metrics.show, shown)
         # Who sees this model READY sends requests, and workers load in Tritons of their own.
         stopping = os.path.join(sockets, STOPPING)
         self.cluster.wait_for_a_pair(PAIR_WAIT_S, lambda: os.path.exists(stopping))

@@ -8,7 +8,7 @@ shall get the copy pulls it itself, one-sided, from one that has it (StoreClient
 worker takes part, so no prompt waits for it. When too many suggestions wait the newest is dropped,
 and comes again if the prefix stays hot (replicate_s_max).
 
-Not here: deciding (conductor/), serving a request (in_flight.py).
+Not here: deciding (conductor/), serving a request (live_request.py).
 """
 
 from __future__ import annotations
@@ -210,8 +210,9 @@ class ClusterView:
         with self._lock:
             for event in events:
                 if isinstance(event, WorkerReported):
-                    report = event.report
-                    self._heard_s[(report.worker_id, report.incarnation)] = now_s
+                    worker = (event.report.worker_id, event.report.incarnation)
+                    if worker in self._heard_s:  # else its last report came behind its end
+                        self._heard_s[worker] = now_s
                 elif isinstance(event, WorkerUp):
                     worker = (event.info.worker_id, event.info.incarnation)
                     self._workers[worker], self._heard_s[worker] = event.info, now_s

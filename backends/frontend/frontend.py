@@ -2,7 +2,7 @@
 
 A thread of a bounded pool does what blocks for a request: tokenising, deciding, calling a worker.
 No decision is made here and no state outlives a request, so a fleet may run many frontends.
-Not here: Triton's API (triton_io.py), what happens to a request (in_flight.py).
+Not here: Triton's API (triton_io.py), what happens to a request (live_request.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from backends.errors import Overloaded, WorkerUnavailable
 from backends.frontend.answer import ReplyStream
 from backends.frontend.cluster_view import ClusterView
 from backends.frontend.grpc_calls import GrpcCalls
-from backends.frontend.in_flight import InFlightRequest, Services
 from backends.frontend.lifecycle.events import Unwanted, WorkerLost
+from backends.frontend.live_request import LiveRequest, Services
 from backends.frontend.live_requests import LiveRequests, TenantCap
 from backends.frontend.request_times import RequestTimes
 from backends.frontend.token_streams import TokenStreams
@@ -78,7 +78,7 @@ class Frontend:
         times = RequestTimes(self.observations, now_s)
         named = parameters.get("tenant", "")
         tenant = named if isinstance(named, str) else ""  # what else it may be is refused later
-        request = InFlightRequest(self._services, uuid.uuid4().hex, client, times, now_s, tenant)
+        request = LiveRequest(self._services, uuid.uuid4().hex, client, times, now_s, tenant)
         with self._entering:
             kind, reason = self._cap.objection(tenant, self.live.of_tenants(), now_s)
             if not kind:

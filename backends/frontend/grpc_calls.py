@@ -4,7 +4,7 @@ Our structs become tensors, and tensors our structs. A worker has a Triton of it
 (docs/decisions/0017), which tells the directory its address. A call whose worker process died can
 be cancelled from here.
 
-Not here: what is called and why (in_flight.py), what the messages mean (workers/protocol.py).
+Not here: what is called and why (live_request.py), what the messages mean (workers/protocol.py).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from backends.frontend.in_flight import InFlightRequest
+from backends.frontend.live_request import LiveRequest
 
 log = logging.getLogger(__name__)
 RECENT_S = 5.0  # a tenant that was turned away comes back within this time, or has gone
@@ -89,7 +89,7 @@ class LiveRequests:
     """The set of requests in flight, and the thread that looks after each of them."""
 
     def __init__(self, poll_s: float) -> None:
-        self._live: dict[str, InFlightRequest] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._of_tenant: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._poll_s = poll_s
@@ -105,16 +105,16 @@ class LiveRequests:
         with self._changed:
             return dict(self._of_tenant)
 
-    def all(self) -> list[InFlightRequest]:
+    def all(self) -> list[LiveRequest]:
         with self._changed:
             return list(self._live.values())
 
-    def add(self, request: InFlightRequest) -> None:
+    def add(self, request: LiveRequest) -> None:
         with self._changed:
             self._live[request.request_id] = request
             self._of_tenant[request.tenant] += 1
 
-    def discard(self, request: InFlightRequest) -> None:
+    def discard(self, request: LiveRequest) -> None:
         with self._changed:
             if self._live.pop(request.request_id, None) is not None:
                 self._of_tenant[request.tenant] -= 1

@@ -1,42 +1,111 @@
 """What the conductor model shows on Triton's metrics port: where each number comes from.
 
-`MetricsLoop` calls `front` a few times a second. Not here: what the names mean (metrics/table.py).
+`MetricsLoop` calls `show` a few times a second. What the directory says of the storage nodes is
+asked once a second, in a thread of its own: a directory that does not answer costs its client two
+seconds, and the other numbers should not wait for it.
+
+Not here: what the names mean (metrics/table.py).
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import dataclass
 
 from backends.frontend.frontend import Frontend
-from backends.frontend.store_watch import StoreWatch
 from backends.metrics.page import MetricPage
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import StoreError
+from mooncake_store.records.status import DirectoryStats
+
+log = logging.getLogger(__name__)
+PERIOD_S = 1.0
+
+
+class Evictions:
+    """Per node since the first look, however often node and directory begin anew. Pure.
+
+    The directory's own count is no counter for a metrics page: it restarts, and a conductor that
+    was reloaded would add all of it again. (While one reloads, both of its processes count.)
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[tuple[int, str], int]] = {}  # node -> (incarnation, its count)
+        self._is_first = True
+        self.totals: dict[str, int] = {}
+
+    def look(self, stats: DirectoryStats) -> None:
+        for node in stats.nodes:
+            incarnation = (stats.epoch, node.incarnation)
+            seen_incarnation, seen = self._last.get(node.node_id, (incarnation, 0))
+            if self._is_first:
+                seen = node.evictions  # those before were another process's to count
+            is_same = incarnation == seen_incarnation
+            new = node.evictions - seen if is_same else node.evictions
+            self._last[node.node_id] = (incarnation, node.evictions)
+            self.totals[node.node_id] = self.totals.get(node.node_id, 0) + new
+        self._is_first = False
+
+
+class StoreWatch:
+    def __init__(self, directory: DirectoryClient) -> None:
+        self.seen: DirectoryStats | None = None  # None while the directory does not answer
+        self._directory = directory
+        self._evictions = Evictions()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="store-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def evictions(self) -> dict[str, int]:
+        """Per node, as Evictions counts them."""
+        return dict(self._evictions.totals)
+
+    def close(self) -> None:
+        """Before the client is closed."""
+        self._is_closing.set()
+        self._thread.join(timeout=self._directory.timeout_s + 1.0)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                stats = self._directory.stats()
+                self._evictions.look(stats)
+                self.seen = stats
+            except StoreError as error:
+                if self.seen is not None:
+                    log.warning("the directory does not answer: %s", error)
+                self.seen = None
+            if self._is_closing.wait(PERIOD_S):
+                return
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
-    """What `front` reads."""
+class Shown:
+    """What `show` reads."""
 
-    door: Frontend
+    frontend: Frontend
     store: StoreWatch
     started_at_s: float  # Unix time
 
 
-def front(page: MetricPage, subject: Front, now_s: float) -> None:
-    door = subject.door
-    page.take(door.observations)
-    page.gauge("mooncake_start_time_seconds", subject.started_at_s, now_s)
-    page.gauge("mooncake_requests_live", len(door.live), now_s)
-    stats = door.cluster.stats()
+def show(page: MetricPage, shown: Shown, now_s: float) -> None:
+    frontend = shown.frontend
+    page.take(frontend.observations)
+    page.gauge("mooncake_start_time_seconds", shown.started_at_s, now_s)
+    page.gauge("mooncake_requests_live", len(frontend.live), now_s)
+    stats = frontend.cluster.stats()
     page.counter_to("mooncake_routed_total", stats.routed)
     page.counter_to("mooncake_fetches_total", stats.fetches)
     page.counter_to("mooncake_replicated_blocks_total", stats.replicated_blocks)
-    page.counter_to("mooncake_self_checks_total", door.cluster.self_check.passed)
+    page.counter_to("mooncake_self_checks_total", frontend.cluster.self_check.passed)
     for role in ("prefill", "decode"):
-        page.gauge("mooncake_workers_live", door.cluster.workers_live(role), now_s, role=role)
-    store(page, subject.store, now_s)
+        page.gauge("mooncake_workers_live", frontend.cluster.workers_live(role), now_s, role=role)
+    show_store(page, shown.store, now_s)
 
 
-def store(page: MetricPage, watch: StoreWatch, now_s: float) -> None:
+def show_store(page: MetricPage, watch: StoreWatch, now_s: float) -> None:
     """Nothing while the directory does not answer: its gauges go to 0 then."""
     seen = watch.seen
     if seen is None:

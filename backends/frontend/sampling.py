@@ -6,7 +6,7 @@
 | `temperature` 0, or `top_k` 1 | greedy, whatever else is set |
 | `top_k` (not 0), `top_p` or `min_p` (not 0), but no `temperature` | temperature 1, as in vLLM |
 | no `seed` (`random_seed`) | seed 0, as in TensorRT-LLM: the same request, the same answer |
-| no `max_tokens` | the front's default, or `min_tokens` if larger, but no more than fits |
+| no `max_tokens` | the frontend's default, or `min_tokens` if larger, but no more than fits |
 | `max_tokens` | exactly that; refused, with the numbers, if the context cannot hold it |
 | `min_length`, `random_seed` | older spellings; both spellings must agree |
 | `end_id` -1, or `ignore_eos` | never end at a token; the answer has max_tokens tokens |
@@ -19,23 +19,34 @@ Not here: the limits themselves (engine/sampling_params.py).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
-from backends.frontend import sampling_json
-from backends.frontend.values import InputReader
+from backends.frontend.inputs import (
+    INTEGER_MAX,
+    InputReader,
+    as_text,
+    did_you_mean,
+    from_json,
+    shown,
+)
 
 NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 NEVER_ENDS = -1
+JSON_NAME = "sampling_parameters"
+JSON_BYTES_MAX = 64 * 1024
+TRUE, FALSE = ("true", "1"), ("false", "0")
 
 
 def read(
     reader: InputReader, eos_ids: tuple[int, ...], limits: SamplingLimits, tokens_default: int
 ) -> SamplingParams:
     """Notes every broken limit in `reader`; the result counts only if there is none."""
-    said = sampling_json.read(reader)
+    said = _from_json(reader)
     said |= _tensors(reader)
     said.setdefault("temperature", 1.0 if _wants_sampling(said) else 0.0)
     if "max_tokens" not in said:
@@ -74,3 +85,88 @@ def _either(reader: InputReader, name: str, older: str) -> int | None:
 
 def _wants_sampling(said: dict[str, Any]) -> bool:
     return bool(said.get("top_k") or said.get("min_p")) or "top_p" in said
+
+
+def _from_json(reader: InputReader) -> dict[str, Any]:
+    """What `sampling_parameters` says, under our names and with their types.
+
+    Load generators for vLLM's backend write numbers as strings ({"max_tokens": "6"}), so both are
+    read. Keys that we do not support are refused by name.
+    """
+    text = reader.text(JSON_NAME, JSON_BYTES_MAX)
+    if text is None or not text.strip():
+        return {}
+    content, problem = from_json(JSON_NAME, text)
+    if not problem and not isinstance(content, dict):
+        problem = f"{JSON_NAME} is {shown(content)}; send a JSON object"
+    if problem:
+        reader.note(problem)
+        return {}
+    reader.note_some([
+        f"{JSON_NAME}: {shown(key)} is not supported{did_you_mean(key, JSON_KEYS)}"
+        for key in sorted(content.keys() - JSON_KEYS.keys())
+    ])  # fmt: skip
+    found: dict[str, Any] = {}
+    for key in JSON_KEYS:
+        if content.get(key) is None:
+            continue
+        try:
+            found[key] = JSON_KEYS[key](content[key])
+        except (ValueError, OverflowError) as error:
+            reader.note(f"{JSON_NAME}: {key} is {shown(content[key])}; {error}")
+    if found.get("top_k") == -1:  # vLLM's word for all tokens
+        found["top_k"] = 0
+    return found
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, str):
+        value = float(value) if "." in value or "e" in value.lower() else int(value)
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not is_whole or isinstance(value, bool) or abs(value) > INTEGER_MAX:
+        raise ValueError("send a whole number")
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("send a number")
+    number = float(value)
+    if math.isinf(number):
+        raise ValueError("send a finite number")
+    return number
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    lowered = str(value).strip().lower()
+    if lowered not in TRUE + FALSE:
+        raise ValueError("send true or false")
+    return lowered in TRUE
+
+
+def _words(value: Any) -> list[str]:
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list):
+        raise ValueError("send a string or a list of strings")
+    read = [as_text("a stop word", word) for word in words]
+    if problem := next((problem for _, problem in read if problem), ""):
+        raise ValueError(problem)
+    return [text for text, _ in read if text is not None]
+
+
+JSON_KEYS: dict[str, Callable[[Any], Any]] = {
+    "max_tokens": _integer,
+    "min_tokens": _integer,
+    "temperature": _number,
+    "top_p": _number,
+    "top_k": _integer,
+    "min_p": _number,
+    "seed": _integer,
+    "stop": _words,
+    "ignore_eos": _flag,
+    "presence_penalty": _number,
+    "frequency_penalty": _number,
+    "repetition_penalty": _number,
+}

@@ -11,7 +11,7 @@ Messages to clients cost as well, on both sides of the network. A frontend sends
 `messages_per_s_max`: when its streams bring more tokens than that, tokens of a stream that come
 close together share a message. A stream whose client chose a `stream_interval` is left alone.
 
-Not here: what a request does with its tokens (lifecycle/machine.py, in_flight.py).
+Not here: what a request does with its tokens (lifecycle/machine.py, live_request.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MESSAGES_PER_S_AND_CORE, MESSAGES_PER_S_MAX = 250, 4_000
 
 
 class Receiver(Protocol):
-    """A request (in_flight.InFlightRequest)."""
+    """A request (live_request.LiveRequest)."""
 
     state: State
 

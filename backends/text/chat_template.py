@@ -3,7 +3,7 @@
 Templates are Jinja programs written for transformers, so they get the environment that
 transformers gives them: sandboxed and immutable, block lines trimmed, the loop controls, and the
 helpers `raise_exception`, `strftime_now` and a `tojson` that leaves HTML alone. Not here: which
-file holds the template (tokenizer.py), what a client may send as messages (frontend/prompt.py).
+file holds the template (tokenizer.py), what a client may send as messages (frontend/request.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An `attempt` is the number of one try at the rest of the request by one pair of workers; whatever
 concerns a call says whose it was, because a worker may still talk about an attempt that was given
 up. A worker is (worker id, incarnation). Not here: which event leads to which action (machine.py),
-where events come from and who carries out actions (backends/frontend/in_flight.py).
+where events come from and who carries out actions (backends/frontend/live_request.py).
 """
 
 from __future__ import annotations

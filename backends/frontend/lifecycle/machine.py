@@ -23,7 +23,7 @@ What holds in every order of events:
 * whatever pair was chosen: the conductor is told when that attempt is over, and its KV is
   released when its call has ended, unless decode completed the answer (it releases by itself).
 
-Not here: carrying out actions (backends/frontend/in_flight.py).
+Not here: carrying out actions (backends/frontend/live_request.py).
 """
 
 from __future__ import annotations

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from backends.errors import InvalidRequest
 from backends.frontend import cluster_view
 from backends.frontend.cluster_view import ClusterView
 from conductor.config import ConductorConfig
+from mooncake_store.errors import StoreUnavailable
 from mooncake_store.records.events import Snapshot, WorkerDown, WorkerReported, WorkerUp
 from tests.conductor.fleet import report, worker
 
@@ -54,6 +57,43 @@ def test_a_worker_that_is_gone_was_heard_of_with_its_last_report(
     clock.now_s = 112.5
     view._on_events([WorkerDown("d0", info.incarnation)])
     assert gone == [("d0", info.incarnation, 107.0)]
+
+
+def test_a_report_that_comes_behind_the_end_of_its_worker_is_not_kept(view: ClusterView) -> None:
+    info = worker("d0", "decode", "s0")
+    down = WorkerDown("d0", info.incarnation)
+    view._on_events([WorkerUp(info), down, WorkerReported(report("d0", info.incarnation))])
+    assert not view._heard_s
+
+
+def test_workers_that_serve_are_known_by_what_they_have_in_common(view: ClusterView) -> None:
+    assert view.served() is None
+    workers = [worker("p0", "prefill", "s0"), worker("d0", "decode", "s0")]
+    view._on_events([WorkerUp(each) for each in workers])
+    served = view.served()
+    assert served is not None and served.workers == ("d0", "p0")
+    assert served.fingerprint == workers[0].fingerprint
+    assert view.workers_live("prefill") == view.workers_live("decode") == 1
+    assert view.inboxes("p0") == [workers[0].inbox]
+    assert view.grpc_addresses() == {each.grpc_address for each in workers}
+    assert view.excluded_by_pins("", "") == frozenset()
+    with pytest.raises(InvalidRequest, match=r"prefill_worker 'p7' is not serving"):
+        view.excluded_by_pins("p7", "")
+
+
+def test_a_named_worker_leaves_out_all_others_of_its_role(view: ClusterView) -> None:
+    names = ("p0", "p1", "p2")
+    view._on_events([WorkerUp(worker(name, "prefill", "s0")) for name in names])
+    excluded = {name for name, _ in view.excluded_by_pins("p1", "")}
+    assert excluded == {"p0", "p2"}
+
+
+def test_leases_are_left_to_run_out_where_no_directory_answers(view: ClusterView) -> None:
+    def fail(owner: str) -> None:
+        raise StoreUnavailable("the directory is down")
+
+    view.client = SimpleNamespace(release=fail, close=lambda: None)  # type: ignore[assignment]
+    view.release("r-1")
 
 
 def test_a_worker_that_a_new_directory_never_hears_of_was_heard_of_before_that(

@@ -12,10 +12,10 @@ import pytest
 from backends.errors import Overloaded, WorkerUnavailable
 from backends.frontend.cluster_view import Decided
 from backends.frontend.frontend import Frontend
-from backends.frontend.in_flight import Assignment, InFlightRequest
 from backends.frontend.lifecycle.attempts import CALL_SILENCE_S_MAX, Attempts
 from backends.frontend.lifecycle.events import FirstText, PrefillReplied, Routed, Understood
 from backends.frontend.lifecycle.machine import step
+from backends.frontend.live_request import Assignment, LiveRequest
 from backends.text.text_stream import Emission
 from backends.workers.config import FrontendConfig
 from conductor.messages import Route, WorkerRef
@@ -117,7 +117,7 @@ def test_a_frontend_that_closes_ends_the_requests_that_wait_for_a_worker() -> No
     assert str(client.error) == "the frontend is shutting down"
 
 
-def decoding(site: Site) -> InFlightRequest:
+def decoding(site: Site) -> LiveRequest:
     """One request that decode_0 has, or had until nobody heard of it any more."""
     site.ask("")
     [request] = site.frontend.live.all()

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from backends.frontend.in_flight import InFlightRequest
+from backends.frontend.live_request import LiveRequest
 from backends.frontend.live_requests import LiveRequests
 
 
 def made(
     name: str = "r", tenant: str = "", look: Callable[[float, float], None] = lambda *_: None
-) -> InFlightRequest:
+) -> LiveRequest:
     return cast(Any, SimpleNamespace(request_id=name, tenant=tenant, look=look))
 
 

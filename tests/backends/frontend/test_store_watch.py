@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import fields
 
-from backends.frontend.store_watch import Evictions, StoreWatch
+from backends.frontend.metrics import Evictions, StoreWatch
 from mooncake_store.errors import StoreUnavailable
 from mooncake_store.records.status import DirectoryStats, HolderStats
 from tests.e2e.server import wait_until
@@ -57,7 +57,7 @@ class Directory:
 
 
 def test_a_directory_that_does_not_answer_shows_nothing(monkeypatch) -> None:
-    monkeypatch.setattr("backends.frontend.store_watch.PERIOD_S", 0.01)
+    monkeypatch.setattr("backends.frontend.metrics.PERIOD_S", 0.01)
     directory = Directory()
     watch = StoreWatch(directory)  # type: ignore[arg-type]
     try:

@@ -27,10 +27,10 @@ from backends.errors import (
     WorkerUnavailable,
 )
 from backends.frontend.cluster_view import Decided, Served
-from backends.frontend.in_flight import InFlightRequest, Services
 from backends.frontend.lifecycle.attempts import CALL_SILENCE_S_MAX
 from backends.frontend.lifecycle.events import TokensArrived, Unwanted, WorkerLost
 from backends.frontend.lifecycle.machine import UNWANTED, Phase
+from backends.frontend.live_request import LiveRequest, Services
 from backends.frontend.request_times import RequestTimes
 from backends.metrics.page import Observations
 from backends.tensors import string_tensor
@@ -212,7 +212,7 @@ class Case:
         self.pauses_s: list[float] = []
         self.stopped: list[tuple[str, Stop]] = []
         self.abandoned: list[tuple[str, tuple[str, str]]] = []
-        self.ended: list[InFlightRequest] = []
+        self.ended: list[LiveRequest] = []
         self.works: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.observations = Observations()
         services = Services(
@@ -227,7 +227,7 @@ class Case:
             on_end=self.ended.append,
         )
         times = RequestTimes(self.observations, 0.0)
-        self.request = InFlightRequest(services, "r", self.client, times, time.monotonic())
+        self.request = LiveRequest(services, "r", self.client, times, time.monotonic())
         self.request._is_done = cast(Any, SimpleNamespace(wait=self._wait, set=lambda: None))
         asked = {"input_ids": PROMPT, "max_tokens": TOKENS, "end_id": -1, "stream": True, **inputs}
         arrays = {name: array(name, value) for name, value in asked.items()}

@@ -87,7 +87,7 @@ class Services:
     outbox: WorkerOutbox
     start: Callable[..., None]  # a function, in a thread of the pool
     abandon: Callable[[str, tuple[str, str]], None]  # a call that only its worker ends
-    on_end: Callable[[InFlightRequest], None]
+    on_end: Callable[[LiveRequest], None]
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class Assignment:
     first: events.FirstText | None = None  # made once, whichever brings it first
 
 
-class InFlightRequest:
+class LiveRequest:
     """Events in by `post`, from any thread; everything else follows from them."""
 
     def __init__(

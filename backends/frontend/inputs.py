@@ -1,7 +1,7 @@
 """Reading a request's tensors: one value each, of the right type, valid UTF-8.
 
 Reading never raises: what is wrong is noted in `problems`, so that a client learns of all mistakes
-at once, and the value counts as not given. Not here: what the values mean (frontend/request.py).
+at once, and the value counts as not given. Not here: what the values mean (request.py).
 """
 
 from __future__ import annotations
