@@ -87,7 +87,9 @@ UNWANTED = "nobody waits for it any more"
 NO_FIELDS: Fields = {}
 
 
-class Phase(Enum):
+class Phase(str, Enum):
+    """A text, because the hash of one is made once: there is a look into the table per event."""
+
     READING = "reading"
     ROUTING = "routing"
     PREFILLING = "prefilling"
@@ -267,8 +269,7 @@ def _send_due(state: State, now_s: float) -> Result:
     """What waits, unless the latest message with tokens is less than the gap ago."""
     if not state.waiting or (state.is_paced and now_s < state.sent_s + state.gap_s):
         return state, []
-    emission = merge(state.waiting)
-    return _send(state._replace(waiting=(), sent_s=now_s), emission, "")
+    return _send(state, merge(state.waiting), "", waiting=(), sent_s=now_s)
 
 
 def _decode_replied(state: State, event: DecodeReplied) -> Result:
@@ -290,14 +291,15 @@ def _complete(state: State) -> Result:
     return state, [*actions, End(), EndAttempt(reply.attempt, _tokens_of_attempt(state))]
 
 
-def _send(state: State, emission: Emission, finish_reason: str) -> Result:
-    """Nothing is sent where there is nothing to say: text that may become a stop word is held."""
+def _send(state: State, emission: Emission, finish_reason: str, **changes: Any) -> Result:
+    """Nothing is sent where there is nothing to say: text that may become a stop word is held.
+    `changes` of the state come along, as every copy costs."""
     if not (emission.token_ids or emission.text or finish_reason):
-        return state, []
+        return state._replace(**changes), []
     new_tokens = len(emission.token_ids)
     sent = Send(emission, new_tokens, finish_reason, state.cached_tokens, state.fields)
     sent_tokens = state.sent_tokens + new_tokens
-    return state._replace(sent_tokens=sent_tokens, fields=NO_FIELDS), [sent]
+    return state._replace(sent_tokens=sent_tokens, fields=NO_FIELDS, **changes), [sent]
 
 
 def _tokens_of_attempt(state: State) -> int:
