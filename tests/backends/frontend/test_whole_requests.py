@@ -24,7 +24,6 @@ from backends.frontend.token_streams import TokenStreams
 from backends.tensors import string_tensor
 from backends.text.tokenizer import Tokenizer
 from backends.workers.config import FrontendConfig
-from backends.workers.inbox import open_outbox
 from backends.workers.protocol import (
     REPLY_BODY,
     REPLY_IDS,
@@ -36,6 +35,7 @@ from backends.workers.protocol import (
     PrefillRequest,
     WorkerFailure,
     encode,
+    open_outbox,
 )
 from conductor.config import ConductorConfig
 from tests.backends.asking import array
