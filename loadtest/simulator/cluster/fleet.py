@@ -281,7 +281,7 @@ class SimulatedFleet(SimulatedCluster):
             self.clock.after(self.settings.tick_s, self._tick)
 
     def _copy(self, suggestion: Replicate) -> None:
-        """The target node brings the blocks there itself (backends/frontend/hot_copies.py)."""
+        """The target node brings the blocks there itself (backends/frontend/cluster_view.py)."""
         self._copies += 1
         owner, site = f"copy-{self._copies}", self.site
         found = site.store.find(suggestion.block_keys, suggestion.target_node, owner)
