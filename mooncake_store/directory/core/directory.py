@@ -253,8 +253,9 @@ class Directory:
         totals.lookups += 1
         totals.lookup_blocks += len(keys)
         totals.hit_blocks += len(hits)
-        firsts = (copies_of(held)[0] for held in hits)
-        totals.hit_ssd_blocks += sum(copy.size_class.holder.info.is_ssd for copy in firsts)
+        totals.hit_ssd_blocks += sum(
+            copies_of(held)[0].size_class.holder.info.is_ssd for held in hits
+        )
         if lease_s > 0 and not owner:
             raise RequestInvalid("a lease needs an owner: name the request that will release it")
         if lease_s > 0 and hits:
