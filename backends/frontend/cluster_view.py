@@ -163,7 +163,7 @@ class ClusterView:
             self._conductor.on_finished(request_id, time.monotonic(), output_tokens)
 
     def release(self, owner: str) -> None:
-        """Nobody reads the blocks of this try any more; without a directory its leases run out."""
+        """Nobody reads this attempt's blocks any more; without a directory its leases run out."""
         try:
             self.client.release(owner)
         except StoreError as error:

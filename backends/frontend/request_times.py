@@ -1,4 +1,4 @@
-"""One request on the clock of the front: when it came, when its tokens left, how it ended.
+"""One request on the clock of the frontend: when it came, when its tokens left, how it ended.
 
 What of that is worth a metric goes into `Observations`. A message of a stream pays a subtraction
 and an append for it. Pure; time is an argument.
@@ -38,7 +38,7 @@ class RequestTimes:
         self._observe("mooncake_retries_total")
 
     def prefilled(self, predicted: Prediction, actual_s: float) -> None:
-        """The first token of a try came `actual_s` after the conductor had decided."""
+        """The first token of an attempt came `actual_s` after the conductor had decided."""
         self._predicted_tbt_s = predicted.tbt_s
         predicted_s = predicted.ttft_s - predicted.handover_s  # which the first token does not need
         self._observe("mooncake_ttft_prediction_error_ratio", _error(predicted_s, actual_s))

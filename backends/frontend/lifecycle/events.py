@@ -1,15 +1,18 @@
 """What a request hears of (events) and what is to be done about it (actions): records only.
 
-An `attempt` is the number of one try at the rest of the request by one pair of workers; whatever
+An `attempt` is the number of one pair of workers' attempt at the rest of the request; whatever
 concerns a call says whose it was, because a worker may still talk about an attempt that was given
-up. A worker is (worker id, incarnation). Not here: which event leads to which action (machine.py),
-where events come from and who carries out actions (backends/frontend/live_request.py).
+up. A worker is (worker id, incarnation). Tuples, because there are some of them for each message
+with tokens, and they cost a quarter of a frozen dataclass.
+
+Not here: which event leads to which action (machine.py), where events come from and who carries out
+actions (backends/frontend/live_request.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from backends.errors import ServingError
 from backends.frontend.lifecycle.attempts import Attempts, Loss
@@ -17,12 +20,12 @@ from backends.text.text_stream import Emission
 
 WorkerId = tuple[str, str]
 Fields = Mapping[str, object]  # of the `decision` output
+NO_FIELDS: Fields = {}
 
 # --- events
 
 
-@dataclass(frozen=True, slots=True)
-class Understood:
+class Understood(NamedTuple):
     """The request was checked and its prompt tokenised."""
 
     attempts: Attempts  # how much it may lose
@@ -30,27 +33,23 @@ class Understood:
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
+class Described(NamedTuple):
     """It only asked what is served, and was told."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(NamedTuple):
     """It failed on this side: a request that breaks limits, a message that cannot be sent."""
 
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
-class Unwanted:
+class Unwanted(NamedTuple):
     """Nobody waits any more: the client left, its timeout has passed, or the frontend closes."""
 
     error: ServingError
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
+class Routed(NamedTuple):
     """The conductor chose a pair."""
 
     attempt: int
@@ -59,8 +58,7 @@ class Routed:
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class NotRouted:
+class NotRouted(NamedTuple):
     """The conductor rejected it, or a worker that the client named is not there."""
 
     attempt: int
@@ -68,15 +66,13 @@ class NotRouted:
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class PauseOver:
+class PauseOver(NamedTuple):
     """The pause before the next attempt."""
 
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class FirstText:
+class FirstText(NamedTuple):
     """The token that prefill sampled, as text."""
 
     emission: Emission
@@ -84,8 +80,7 @@ class FirstText:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class FirstTokenArrived:
+class FirstTokenArrived(NamedTuple):
     """By message, ahead of the reply or behind it. Messages may be lost; the reply is the truth."""
 
     attempt: int
@@ -93,8 +88,7 @@ class FirstTokenArrived:
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillReplied:
+class PrefillReplied(NamedTuple):
     attempt: int
     first: FirstText
     compute_s: float
@@ -102,8 +96,7 @@ class PrefillReplied:
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokensArrived:
+class TokensArrived(NamedTuple):
     """Decoded tokens by message: (decoded tokens before it, what is new) for each."""
 
     attempt: int
@@ -113,8 +106,7 @@ class TokensArrived:
     gap_s: float  # the least time between two messages to this client
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeReplied:
+class DecodeReplied(NamedTuple):
     """The end of the answer. So many tokens came, or will come, by message before it."""
 
     attempt: int
@@ -125,8 +117,7 @@ class DecodeReplied:
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class CallFailed:
+class CallFailed(NamedTuple):
     """The call to the worker ended without a reply."""
 
     attempt: int
@@ -134,8 +125,7 @@ class CallFailed:
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(NamedTuple):
     """The directory says that this process is gone; it was last heard of at `heard_s`."""
 
     worker: WorkerId
@@ -143,16 +133,14 @@ class WorkerLost:
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSilent:
+class WorkerSilent(NamedTuple):
     """The process that is at the request has said nothing of it for too long."""
 
     worker: WorkerId
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TimePassed:
+class TimePassed(NamedTuple):
     """Something that waits may be due."""
 
     now_s: float
@@ -167,15 +155,13 @@ LifecycleEvent = (
 # --- actions
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(NamedTuple):
     """Wait so long, then PauseOver."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Decide:
+class Decide(NamedTuple):
     """Ask the conductor for a pair, for the prompt and what the client has of the answer."""
 
     attempt: int
@@ -183,38 +169,33 @@ class Decide:
     is_resumed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CallPrefill:
+class CallPrefill(NamedTuple):
     attempt: int
     is_resumed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CallDecode:
+class CallDecode(NamedTuple):
     attempt: int
     is_resumed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """A message to the client."""
 
     emission: Emission  # what is new
     output_tokens: int  # generated ones in this message
     finish_reason: str = ""
     cached_tokens: int = 0
-    fields: Fields = field(default_factory=dict)  # of the decision, what is known by now
+    fields: Fields = NO_FIELDS  # of the decision, what is known by now
 
 
-@dataclass(frozen=True, slots=True)
-class NotePrefill:
+class NotePrefill(NamedTuple):
     """The conductor learns from how long it took."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class NoteLoss:
+class NoteLoss(NamedTuple):
     """For the log."""
 
     attempt: int
@@ -222,38 +203,33 @@ class NoteLoss:
     error: ServingError
 
 
-@dataclass(frozen=True, slots=True)
-class NoteFailed:
+class NoteFailed(NamedTuple):
     """The conductor leaves this worker alone for a while."""
 
     worker: WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class NoteRefused:
+class NoteRefused(NamedTuple):
     """The decode worker had no time for it after all: it counts as full for a while."""
 
     worker: WorkerId
     wasted_s: float  # of prefill
 
 
-@dataclass(frozen=True, slots=True)
-class StopWorkers:
+class StopWorkers(NamedTuple):
     """Both workers of the attempt drop what they have of it."""
 
     attempt: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class CancelCall:
+class CancelCall(NamedTuple):
     """Its worker is gone, so nobody else would end the call."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class AbandonCall:
+class AbandonCall(NamedTuple):
     """Its worker lives and ends the call when it has read that it shall stop; or it dies. A call
     that is cancelled while its worker lives keeps a model of Triton 2.51 from unloading."""
 
@@ -261,23 +237,20 @@ class AbandonCall:
     worker: WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseKv:
+class ReleaseKv(NamedTuple):
     """Nobody reads the blocks of this attempt any more."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndAttempt:
+class EndAttempt(NamedTuple):
     """Nobody listens for its tokens any more, and the conductor drops what it reserved for it."""
 
     attempt: int
     output_tokens: int | None = None  # of an answer that is complete
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """The answer is complete, or ends with this error."""
 
     error: Exception | None = None

@@ -43,6 +43,7 @@ from backends.frontend.lifecycle.attempts import (
     loss_of,
 )
 from backends.frontend.lifecycle.events import (
+    NO_FIELDS,
     AbandonCall,
     CallDecode,
     CallFailed,
@@ -84,7 +85,6 @@ from backends.text.text_stream import Emission, merge
 MESSAGES_S_MAX = 5.0  # between a decode reply and the last message that it speaks of
 OVER, ELSEWHERE = "this attempt is over", "it goes on elsewhere"
 UNWANTED = "nobody waits for it any more"
-NO_FIELDS: Fields = {}
 
 
 class Phase(str, Enum):

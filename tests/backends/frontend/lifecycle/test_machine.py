@@ -324,7 +324,9 @@ CELLS = [
 
 
 def matches(action: LifecycleAction, expected: Any) -> bool:
-    return isinstance(action, expected) if isinstance(expected, type) else action == expected
+    if isinstance(expected, type):
+        return isinstance(action, expected)
+    return type(action) is type(expected) and action == expected
 
 
 @pytest.mark.parametrize(("phase", "sample"), CELLS)
@@ -367,6 +369,7 @@ def test_whatever_an_older_attempt_says_changes_nothing_and_its_kv_is_released_a
     found, actions = step(state, event)
     is_end = isinstance(event, PrefillReplied | DecodeReplied | CallFailed)
     assert found == state and actions == (RELEASED if is_end else [])
+    assert [type(action) for action in actions] == ([StopWorkers, ReleaseKv] if is_end else [])
 
 
 def sends(*events: LifecycleEvent, is_paced: bool = False) -> tuple[State, list[Send]]:
