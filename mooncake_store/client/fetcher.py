@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from mooncake_store.client.block_reader import BlockReader, Want
-from mooncake_store.client.restorer import Restorer
+from mooncake_store.client.restorer import LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.layout import STATE_READY, STATE_WRITING, Geometry
 from mooncake_store.memory.buffers import ByteArray
@@ -67,20 +67,16 @@ class Fetcher:
         own: Callable[[], OwnSegment | None],
         keys: Sequence[bytes],
         copies: Sequence[Copy],
-        owner: str,
-        lease_s: float,
-        deadline_s: float,
+        terms: LeaseTerms,
     ) -> dict[str, int]:
         """How many bytes came from each node. Afterwards look up which blocks the own node has;
         `copies` may be local already."""
-        until_s = time.monotonic() + deadline_s
         from_ssd = [i for i, copy in enumerate(copies) if copy.node_id.endswith(SSD_SUFFIX)]
         ready = {i: copy for i, copy in enumerate(copies) if i not in set(from_ssd)}
         if from_ssd:
             groups = self._restorer.restore(
-                [keys[i] for i in from_ssd], [copies[i] for i in from_ssd], owner, lease_s,
-                deadline_s,
-            )  # fmt: skip
+                [keys[i] for i in from_ssd], [copies[i] for i in from_ssd], terms
+            )
             for group in groups:
                 ready.update({from_ssd[at]: copy for at, copy in group})
         here = own()
@@ -93,7 +89,9 @@ class Fetcher:
             if ready[index].node_id != node_id:
                 by_size.setdefault(ready[index].size_bytes, []).append(index)
         for size_bytes, indices in by_size.items():
-            given = self._allocate([keys[i] for i in indices], owner, lease_s, size_bytes)
+            given = self._allocate(
+                [keys[i] for i in indices], terms.owner, terms.lease_s, size_bytes
+            )
             wanted = [
                 (keys[i], slot, ready[i])
                 for i, slot in zip(indices, given.slots, strict=True)
@@ -101,17 +99,11 @@ class Fetcher:
             ]
             here = own()  # another incarnation may have been attached
             if wanted and here is not None:
-                left_s = until_s - time.monotonic()
-                bytes_from.update(self._pull(here, wanted, owner, lease_s, left_s))
+                bytes_from.update(self._pull(here, wanted, terms))
         return dict(bytes_from)
 
     def _pull(
-        self,
-        own: OwnSegment,
-        wanted: Sequence[tuple[bytes, Slot, Copy]],
-        owner: str,
-        lease_s: float,
-        deadline_s: float,
+        self, own: OwnSegment, wanted: Sequence[tuple[bytes, Slot, Copy]], terms: LeaseTerms
     ) -> Counter[str]:
         wants, starts = [], []
         for _, slot, copy in wanted:
@@ -120,7 +112,7 @@ class Fetcher:
             # Stored without a checksum (0), it gets one here: the lease kept it as it was.
             digests = (copy.checksum,) if copy.checksum else ()
             wants.append(Want(copy, 0, (own.view, span), digests))
-        arrived = self._reader.read(wants, deadline_s)
+        arrived = self._reader.read(wants, terms.until_s - time.monotonic())
         rows, bytes_from = [], Counter[str]()
         for (key, slot, copy), is_here in zip(wanted, arrived, strict=True):
             if is_here:
@@ -129,7 +121,7 @@ class Fetcher:
                 rows.append((key, slot.slot, slot.generation, digest))
                 bytes_from[copy.node_id] += copy.size_bytes
         if rows:
-            self._directory.commit(own.info.node_id, rows, owner, lease_s)
+            self._directory.commit(own.info.node_id, rows, terms.owner, terms.lease_s)
         late = {span.offset_bytes for span in self._pending_in(own.view)}
         lost = [
             slot
@@ -137,5 +129,5 @@ class Fetcher:
             if not is_here and start not in late
         ]
         if lost:
-            self._directory.abandon(lost, owner)
+            self._directory.abandon(lost, terms.owner)
         return bytes_from

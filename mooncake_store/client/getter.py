@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
-from mooncake_store.client.restorer import Restorer
+from mooncake_store.client.restorer import LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.blocks import Copy
@@ -109,9 +109,10 @@ class Getter:
             ]
 
     def _read_from_ssd(self, request: _Request, chosen: dict[int, Copy], owner: str) -> None:
-        indices, left_s = list(chosen), request.left_s
+        indices = list(chosen)
         keys, copies = [request.keys[i] for i in indices], [chosen[i] for i in indices]
-        for group in self._restorer.restore(keys, copies, owner, left_s + LEASE_MARGIN_S, left_s):
+        terms = LeaseTerms(owner, request.left_s + LEASE_MARGIN_S, request.until_s)
+        for group in self._restorer.restore(keys, copies, terms):
             self._read(request, {indices[at]: copy for at, copy in group})
 
     def _read(self, request: _Request, chosen: dict[int, Copy]) -> None:
@@ -149,7 +150,7 @@ class _Request:
     ) -> None:
         self.keys, self.targets, self.offset_bytes = keys, targets, offset_bytes
         self.arrived = [False] * len(keys)
-        self._until_s = until_s
+        self.until_s = until_s
 
     def fits(self, index: int, copy: Copy) -> bool:
         """Is the block as large as it was thought to be?"""
@@ -158,4 +159,4 @@ class _Request:
 
     @property
     def left_s(self) -> float:
-        return self._until_s - time.monotonic()
+        return self.until_s - time.monotonic()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, QuotaExceeded, StoreError, StoreFull
@@ -26,6 +27,14 @@ log = logging.getLogger("mooncake_store.store")
 GROUP_BYTES = 32 * 1024**2  # smaller ones leave the disk's queue empty and were slower
 ANOTHERS_POLL_S = 0.005  # a block that somebody else is restoring is looked up this often
 Group = list[tuple[int, Restore]]  # index of the block, and what to do
+
+
+class LeaseTerms(NamedTuple):
+    """In whose name blocks are moved, how long what is moved is leased, and when to give up."""
+
+    owner: str
+    lease_s: float
+    until_s: float  # as of time.monotonic()
 
 
 class Restorer:
@@ -49,15 +58,12 @@ class Restorer:
         self,
         keys: Sequence[bytes],
         copies: Sequence[Copy],
-        owner: str,
-        lease_s: float,
-        deadline_s: float,
+        terms: LeaseTerms,
     ) -> Iterator[list[tuple[int, Copy]]]:
         """Groups of (index, the copy in DRAM), as they arrive; `copies` are on SSDs.
 
-        What is not yielded could not be had. The copies are leased to `owner`.
+        What is not yielded could not be had. The copies are leased to the owner.
         """
-        until_s = time.monotonic() + deadline_s
         by_node: dict[tuple[str, int], list[int]] = {}
         for index, copy in enumerate(copies):
             by_node.setdefault((copy.node_id, copy.size_bytes), []).append(index)
@@ -67,26 +73,26 @@ class Restorer:
             if info is None or not info.control:
                 continue
             chosen = [keys[index] for index in indices]
-            given = self._allocate(node_id, chosen, owner, lease_s, size_bytes)
+            given = self._allocate(node_id, chosen, size_bytes, terms)
             todo = [
                 (index, _restore(keys[index], copies[index], slot))
                 for index, slot in zip(indices, given.slots, strict=True)
                 if slot is not None
             ]
             client = self.client(info.control)
-            yield from self._load(client, node_id, todo, owner, lease_s, until_s)
+            yield from self._load(client, node_id, todo, terms)
             covered = zip(indices[: given.covered], given.slots, strict=False)
             others = [index for index, slot in covered if slot is None]
             if others:
-                yield self._await_others(node_id, keys, others, owner, lease_s, until_s)
+                yield self._await_others(node_id, keys, others, terms)
 
     def _allocate(
-        self, node_id: str, keys: list[bytes], owner: str, lease_s: float, size_bytes: int
+        self, node_id: str, keys: list[bytes], size_bytes: int, terms: LeaseTerms
     ) -> Allocation:
         for _ in range(2):
             try:
                 return self._directory.allocate(
-                    node_id, keys, owner, lease_s, size_bytes=size_bytes
+                    node_id, keys, terms.owner, terms.lease_s, size_bytes=size_bytes
                 )
             except NodeUnknown:  # this incarnation is not attached yet
                 try:
@@ -99,37 +105,31 @@ class Restorer:
         return Allocation((None,) * len(keys), 0)
 
     def _load(
-        self,
-        client: NodeClient,
-        node_id: str,
-        todo: Group,
-        owner: str,
-        lease_s: float,
-        until_s: float,
+        self, client: NodeClient, node_id: str, todo: Group, terms: LeaseTerms
     ) -> Iterator[list[tuple[int, Copy]]]:
         groups = _grouped(todo)
         loaded: Group = []
-        coming = self._begin(client, groups, 0, until_s)
+        coming = self._begin(client, groups, 0, terms.until_s)
         try:
             for at, group in enumerate(groups):
                 assert coming is not None
                 whole = coming.result()
                 # Only now: two at once would share the disk and both come late.
-                coming = self._begin(client, groups, at + 1, until_s)
+                coming = self._begin(client, groups, at + 1, terms.until_s)
                 if whole is None:
                     continue  # bytes may still arrive: the lease on those slots must run out
                 arrived = [each for each, is_whole in zip(group, whole, strict=True) if is_whole]
                 failed = [each for each, is_whole in zip(group, whole, strict=True) if not is_whole]
                 if failed:
                     slots = [Slot(node_id, each.slot, each.generation) for _, each in failed]
-                    self._directory.abandon(slots, owner)
+                    self._directory.abandon(slots, terms.owner)
                 loaded += arrived
                 if arrived:
                     yield [(index, _copy(node_id, restore)) for index, restore in arrived]
         finally:
             rows = [(each.key, each.slot, each.generation, each.checksum) for _, each in loaded]
             if rows:
-                self._directory.commit(node_id, rows, owner, lease_s)
+                self._directory.commit(node_id, rows, terms.owner, terms.lease_s)
 
     def _begin(
         self, client: NodeClient, groups: list[Group], at: int, until_s: float
@@ -151,20 +151,16 @@ class Restorer:
             return None
 
     def _await_others(
-        self,
-        node_id: str,
-        keys: Sequence[bytes],
-        indices: list[int],
-        owner: str,
-        lease_s: float,
-        until_s: float,
+        self, node_id: str, keys: Sequence[bytes], indices: list[int], terms: LeaseTerms
     ) -> list[tuple[int, Copy]]:
         """Blocks that need no slot: in DRAM by now, or being restored by somebody else."""
         found: dict[int, Copy] = {}
-        while len(found) < len(indices) and time.monotonic() < until_s:
+        while len(found) < len(indices) and time.monotonic() < terms.until_s:
             missing = [index for index in indices if index not in found]
             chosen = [keys[index] for index in missing]
-            looked_up = self._directory.lookup(chosen, owner, lease_s, prefix_only=False)
+            looked_up = self._directory.lookup(
+                chosen, terms.owner, terms.lease_s, prefix_only=False
+            )
             for index, copies in zip(missing, looked_up, strict=True):
                 here = [copy for copy in copies if copy.node_id == node_id]
                 if here:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ import numpy as np
 
 from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
 from mooncake_store.client.fetcher import Fetcher, OwnSegment
-from mooncake_store.client.restorer import Restorer
+from mooncake_store.client.restorer import LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import LayoutMismatch, NodeUnknown, QuotaExceeded, TransferFailed
 from mooncake_store.layout import Geometry, KvLayout
@@ -327,9 +328,8 @@ class Store:
 
         `copies[i]` may be a local one already.
         """
-        bytes_from = self._fetcher.fetch(
-            lambda: self._own.now(), keys, copies, owner, lease_s, deadline_s
-        )
+        terms = LeaseTerms(owner, lease_s, time.monotonic() + deadline_s)
+        bytes_from = self._fetcher.fetch(lambda: self._own.now(), keys, copies, terms)
         found = self._directory.lookup(keys, owner, lease_s)
         local = [any(copy.node_id == self.node_id for copy in copies) for copies in found]
         return Fetched(local.index(False) if False in local else len(local), bytes_from)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from mooncake_store.client.block_reader import BlockReader
 from mooncake_store.client.fetcher import Fetcher, OwnSegment
-from mooncake_store.client.restorer import Restorer
+from mooncake_store.client.restorer import LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, QuotaExceeded, StoreError
 from mooncake_store.memory.slot_memory import SlotMemory
@@ -61,11 +61,11 @@ class Puller:
             nodes.pending_in,
         )  # fmt: skip
         owner = f"fetch {self._own.info.incarnation} {next(self._numbers)}"
-        deadline_s = max(0.001, until_s - time.monotonic())
-        lease_s = deadline_s + LEASE_MARGIN_S
+        left_s = max(0.001, until_s - time.monotonic())
+        terms = LeaseTerms(owner, left_s + LEASE_MARGIN_S, until_s)
         try:
             before = self._here(keys, owner)
-            fetcher.fetch(lambda: self._own, keys, copies, owner, lease_s, deadline_s)
+            fetcher.fetch(lambda: self._own, keys, copies, terms)
             here = self._here(keys, owner)
         finally:
             with contextlib.suppress(StoreError):  # else its leases run out
