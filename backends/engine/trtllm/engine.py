@@ -31,12 +31,13 @@ from backends.engine.trtllm.kv_shape import (
     read_kv_dtype,
     read_kv_shape,
 )
-from backends.engine.trtllm.llm_arguments import is_connected, llm_arguments
 from backends.engine.trtllm.llm_thread import EngineRun, LlmThread, Order, Sink
 from backends.engine.trtllm.messages import Site
 from backends.engine.trtllm.package import (
     choose_gpus,
     gpu_names,
+    is_connected,
+    llm_arguments,
     remove_mpi_leftovers,
     turn_to_start,
 )

@@ -14,7 +14,7 @@ own). So the default is: it is part of the fingerprint. The lists name what is k
 a key that is missing there costs a cold cache or a refused worker, one too many would cost wrong
 answers.
 
-Not here: the weights (../checkpoint.py), which settings the engine gets (llm_arguments.py).
+Not here: the weights (../checkpoint.py), which settings the engine gets (package.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ parameter says and what cannot work together with KV that comes from and goes to
 wrong prefix or a crash deep inside the engine would be the answer, so it is refused by name, with
 the reason, when the model loads.
 
-Not here: the keywords that the engine gets in the end (llm_arguments.py).
+Not here: the keywords that the engine gets in the end (package.py).
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ import pytest
 
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.trtllm import llm_thread, package
-from backends.engine.trtllm.llm_arguments import llm_arguments
 from backends.engine.trtllm.llm_thread import LlmThread, Order, Outcome
-from backends.engine.trtllm.package import PackageProblem
+from backends.engine.trtllm.package import PackageProblem, llm_arguments
 from backends.engine.trtllm.sampling import GOLDEN, Sampler, llm_sampling
 from backends.engine.trtllm.settings import OBJECTS, TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
