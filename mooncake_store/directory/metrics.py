@@ -28,6 +28,11 @@ _PER_HOLDER: tuple[tuple[str, str, Callable[[HolderStats], float]], ...] = (
      lambda node: node.is_open),
     ("is_draining", "1 while its blocks are moved away.", lambda node: node.is_draining),
 )  # fmt: skip
+_COUNTED_PER_HOLDER: tuple[tuple[str, str, Callable[[HolderStats], float]], ...] = (
+    ("evictions", "Copies dropped here for room.", lambda node: node.evictions),
+    ("adopted_blocks", "Blocks taken over from before this directory began.",
+     lambda node: node.adopted),
+)  # fmt: skip
 
 
 class DirectoryCollector(Collector):
@@ -100,11 +105,6 @@ def _holder_families(nodes: tuple[HolderStats, ...]) -> Iterator[Metric]:
             )
         ],
     )  # fmt: skip
-    for name, meaning, counted in (
-        ("evictions", "Copies dropped here for room.", [node.evictions for node in nodes]),
-        ("adopted_blocks", "Blocks taken over from before this directory began.",
-         [node.adopted for node in nodes]),
-    ):  # fmt: skip
-        pairs = zip(nodes, counted, strict=True)
-        rows = [((node.node_id, node.tier), float(value)) for node, value in pairs]
+    for name, meaning, value in _COUNTED_PER_HOLDER:
+        rows = [((node.node_id, node.tier), float(value(node))) for node in nodes]
         yield counters(at + name, meaning, HOLDER, rows)

@@ -20,9 +20,6 @@ Purity: no clock, no I/O, no randomness. Every verb takes `now_s`; leases that a
 looks at anything; silent nodes and workers go at `tick`. So a simulator drives this very class, and
 the same calls give the same answers. Memory is bounded by the units and by DirectoryConfig.
 
-The verbs are in sections: storage nodes, blocks, leases, workers, what others are shown, admin
-(storage nodes and operators ask these; requests never come here), time.
-
 Not here: how a copy comes and goes (copies.py), the rules behind each verb (leases.py, tenants.py,
 inventory.py), which copy to drop (eviction/), who is alive (nodes.py, workers.py), sockets.
 """
@@ -64,6 +61,7 @@ class Directory:
         self._copies = CopyTable(epoch, self.config)
 
     # ---- storage nodes
+    # A node registers, reports every second, and is gone when it is silent for node_ttl_s.
 
     def register_node(self, info: NodeInfo, now_s: float) -> None:
         """A holder is up. A new incarnation replaces the old one and starts empty."""
@@ -101,6 +99,7 @@ class Directory:
         return self._nodes.attach(node_id, fingerprint, block_bytes)
 
     # ---- blocks
+    # What requests ask: slots to write, their commit, lookups, and to drop a copy that is bad.
 
     def allocate(
         self,
@@ -312,6 +311,7 @@ class Directory:
         return gone
 
     # ---- leases
+    # An owner is one request in one process; its leases share one deadline and end together.
 
     def renew(self, owner: str, lease_s: float, now_s: float) -> bool:
         """Keep all that `owner` leases for longer. False: it leases nothing (any more)."""
@@ -327,6 +327,7 @@ class Directory:
         return is_known
 
     # ---- workers
+    # They register and report here, so that all who follow the events hear of them.
 
     def register_worker(self, info: WorkerInfo, now_s: float) -> None:
         self._copies.advance(now_s)
@@ -350,6 +351,7 @@ class Directory:
         return self._workers.infos
 
     # ---- what others are shown
+    # A snapshot and then events for replicas of the index, and numbers for operators.
 
     @property
     def sequence(self) -> int:
@@ -384,6 +386,7 @@ class Directory:
         )  # fmt: skip
 
     # ---- admin
+    # Storage nodes and operators ask these, requests never do: rare, so they may look at more.
 
     def adopt(
         self,
@@ -504,6 +507,7 @@ class Directory:
         self._copies.tenants.set_quota(tenant, quota_bytes)
 
     # ---- time
+    # Nothing happens by itself: whoever owns the directory calls `tick`.
 
     def tick(self, now_s: float) -> None:
         """End what is due: leases, quarantines, silent nodes and workers. Ten times a second."""
