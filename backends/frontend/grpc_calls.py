@@ -14,6 +14,7 @@ import itertools
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import grpc
 import msgspec
@@ -50,8 +51,8 @@ OPTIONS = [
 Call = Callable[
     [str, str, Mapping[str, np.ndarray], list[str], str], Iterator[dict[str, np.ndarray]]
 ]
-_prefilled = msgspec.msgpack.Decoder(PrefillReply | WorkerFailure)
-_decoded = msgspec.msgpack.Decoder(DecodeReply | WorkerFailure)
+R = TypeVar("R", PrefillReply, DecodeReply)
+_replies = msgspec.msgpack.Decoder(PrefillReply | DecodeReply | WorkerFailure)
 
 
 class Connections:
@@ -187,39 +188,22 @@ def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, np.ndarray]:
     return found
 
 
-def prefill(
-    call: Call, worker: WorkerRef, request: PrefillRequest, token_ids: np.ndarray
-) -> tuple[int, PrefillReply]:
-    """(the sampled token, the rest of the reply); raises ServingError."""
-    reply: tuple[int, PrefillReply] | None = None
-    for answer in _answers(call, worker, request, token_ids):
-        body = _prefilled.decode(answer[REPLY_BODY][0])
+def ask(
+    call: Call,
+    worker: WorkerRef,
+    request: PrefillRequest | DecodeRequest,
+    token_ids: np.ndarray,
+    kind: type[R],
+) -> tuple[np.ndarray, R]:
+    """(Sampled token ids, the rest of the reply); raises ServingError."""
+    inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: string_tensor(encode(request))}
+    outputs, reply = [REPLY_IDS, REPLY_BODY], None
+    for answer in call(worker.grpc_address, worker.worker_id, inputs, outputs, request.request_id):
+        body = _replies.decode(answer[REPLY_BODY][0])
         if isinstance(body, WorkerFailure):
             raise from_wire(body.message, worker.worker_id)
-        reply = int(answer[REPLY_IDS][0]), body
+        assert isinstance(body, kind), f"{worker.worker_id} answers with {type(body).__name__}"
+        reply = answer[REPLY_IDS], body
     if reply is None:
         raise WorkerUnavailable(f"{worker.worker_id} ended without an answer")
     return reply
-
-
-def decode(
-    call: Call, worker: WorkerRef, request: DecodeRequest, token_ids: np.ndarray
-) -> tuple[np.ndarray, DecodeReply]:
-    """(the last token ids, the rest of the reply); raises ServingError."""
-    reply: tuple[np.ndarray, DecodeReply] | None = None
-    for answer in _answers(call, worker, request, token_ids):
-        body = _decoded.decode(answer[REPLY_BODY][0])
-        if isinstance(body, WorkerFailure):
-            raise from_wire(body.message, worker.worker_id)
-        reply = answer[REPLY_IDS], body
-    if reply is None:
-        raise WorkerUnavailable(f"{worker.worker_id} ended in the middle of a request")
-    return reply
-
-
-def _answers(
-    call: Call, worker: WorkerRef, request: PrefillRequest | DecodeRequest, token_ids: np.ndarray
-) -> Iterator[dict[str, np.ndarray]]:
-    inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: string_tensor(encode(request))}
-    outputs = [REPLY_IDS, REPLY_BODY]
-    return call(worker.grpc_address, worker.worker_id, inputs, outputs, request.request_id)

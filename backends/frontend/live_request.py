@@ -321,8 +321,10 @@ class LiveRequest:
             place_s=route.order_key_s - time.monotonic(),
             is_resumed=action.is_resumed,
         )
-        token_ids = assignment.token_ids
-        token_id, reply = grpc_calls.prefill(self._services.calls, route.prefill, call, token_ids)
+        ids, reply = grpc_calls.ask(
+            self._services.calls, route.prefill, call, assignment.token_ids, PrefillReply
+        )
+        token_id = int(ids[0])
         assignment.prefilled, assignment.replied_s = (token_id, reply), time.monotonic()
         fields: dict[str, object] = {}
         if request.wants_decision:
@@ -352,7 +354,7 @@ class LiveRequest:
         )
         token_ids = np.append(assignment.token_ids, np.int32(token_id))
         worker = assignment.decided.route.decode
-        ids, reply = grpc_calls.decode(self._services.calls, worker, call, token_ids)
+        ids, reply = grpc_calls.ask(self._services.calls, worker, call, token_ids, DecodeReply)
         fields = decode_fields(reply) if request.wants_decision else {}
         return events.DecodeReplied(
             attempt=action.attempt,
