@@ -85,8 +85,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     computed_tokens: int = 0  # so far; not the cached ones
     # Where the engine itself hands KV over: what its other half needs.
     native: bytes = b""
-    # False: decode computes the prompt again instead of reading blocks, or has KV natively.
-    hands_over_blocks: bool = True
+    hands_over_blocks: bool = True  # False: decode computes the prompt again
 
     @property
     def is_leaving(self) -> bool:
@@ -132,7 +131,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
         )
 
     def _handed_over(self) -> list[BlockRef]:
-        if not self.hands_over_blocks:
+        if self.native or not self.hands_over_blocks:
             return []
         return [self.put.refs[index] for index in sorted(self.put.refs)]
 

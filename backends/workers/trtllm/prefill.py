@@ -228,9 +228,9 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
                 self._failed(error)
                 self._worker.fail(job, error)
             return
-        job.native, prompt.has_native = outcome.native, True
-        if job.native:
-            job.hands_over_blocks = False
+        # In this order: from then on another thread may answer.
+        job.native = outcome.native
+        prompt.has_native = True
         self._go_on(prompt)
 
     def saved(self, request_id: str, tokens: int) -> None:

@@ -15,7 +15,7 @@ from backends.metrics.page import MetricPage, Observations
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.prefill_worker import PrefillWorker
-from backends.workers.protocol import FirstToken, PrefillRequest
+from backends.workers.protocol import BlockRef, FirstToken, PrefillRequest
 from tests.backends.metrics.test_page import Triton
 
 BLOCK_TOKENS, BLOCK_BYTES = 64, 1000
@@ -67,6 +67,17 @@ def test_each_token_came_by_one_path(
 
 def test_waiting_is_what_was_neither_loading_nor_computing() -> None:
     assert job(300, 0, 0).queue_s == pytest.approx(0.5)
+
+
+def test_blocks_are_handed_over_unless_the_engines_do_it_or_decode_computes_again() -> None:
+    prompt = job(300, 0, 0)
+    ref = BlockRef(0, "s0", 1, 1, 0)
+    prompt.put.refs = {0: ref}
+    assert prompt.reply("life", BLOCK_BYTES).blocks == [ref]
+    prompt.native = b"where it lies"
+    assert prompt.reply("life", BLOCK_BYTES).blocks == []
+    prompt.native, prompt.hands_over_blocks = b"", False
+    assert prompt.reply("life", BLOCK_BYTES).blocks == []
 
 
 INBOX = "ipc://frontend"
