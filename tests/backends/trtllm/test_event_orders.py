@@ -221,3 +221,18 @@ def test_pages_that_no_connector_knows_are_released_at_once() -> None:
     decode.answer.is_staged = False
     decode.driver.free(decode.job, [4])
     assert decode.said == ["forgotten", [4]] and decode.driver.is_drained
+
+
+def test_pages_of_a_staged_prompt_go_back_by_the_connector_and_behind_the_writer() -> None:
+    heard = Prefill("store")
+    heard.driver._staged = SimpleNamespace(give_back=lambda name, pages: heard.said.append(pages))
+    heard.driver._worker.release = lambda pages: heard.said.append(f"released {pages}")
+    line: list[Any] = []
+    heard.driver._worker.writer.then = line.append
+    heard.driver.free(heard.job, [4, 5])
+    assert heard.said == [], "the writer may still copy from them"
+    for action in line:
+        action()
+    assert heard.said == [[4, 5]]
+    heard.driver.free(heard.job, [6])  # as one that was never staged
+    assert heard.said[-1] == "released [6]"

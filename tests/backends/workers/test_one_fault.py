@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from backends.errors import WorkerUnavailable
 from tests.backends.stepped_site import Client, Site, answer_of
 
 SHARED = [2, 7, 1, 8, 2, 8, 1, 8, 2]  # two whole blocks that both prompts begin with
@@ -145,3 +146,42 @@ def test_reads_miss_their_deadline_and_arrive_later(make_scene: Callable[[], Sce
         return end
 
     at_every_moment(make_scene, late)
+
+
+@pytest.mark.parametrize("role", [0, 1])
+def test_who_was_in_a_step_that_failed_fails_with_it(
+    make_scene: Callable[[], Scene], role: int
+) -> None:
+    scene, number = make_scene(), 0
+    worker = scene.site.workers[role]
+    while not worker.batching.next_step():
+        scene.move(number)
+        number += 1
+    in_step = {getattr(each, "request_id", each) for each in worker.batching.next_step()}
+    worker.driver.engine.fault_share = 1.0
+    scene.site.turn(worker)
+    worker.driver.engine.fault_share = 0.0
+    scene.finish()
+    failed = {client.request_id for client in scene.clients if client.error is not None}
+    assert failed == in_step
+    assert all("the engine failed" in str(c.error) for c in scene.clients if c.error is not None)
+
+
+def test_kv_that_could_not_be_written_fails_its_prompt_and_no_reply_names_its_blocks(
+    make_scene: Callable[[], Scene],
+) -> None:
+    scene = make_scene()
+    prefill, store = scene.site.prefill, scene.site.store
+    while prefill.writer.is_idle or not prefill.batching.next_step():  # type: ignore[attr-defined]
+        scene.site.turn(prefill)
+        while prefill._loading.waiting:  # type: ignore[attr-defined]
+            prefill._loading.step()  # type: ignore[attr-defined]
+    while not prefill.jobs["r0"].computed_at_s:
+        scene.site.turn(prefill)
+    store.fault_share = 1.0  # while the writer has everything of the first prompt before it
+    while not prefill.writer.is_idle:  # type: ignore[attr-defined]
+        prefill.writer.step()  # type: ignore[attr-defined]
+    store.fault_share = 0.0
+    assert not scene.clients[0].answer, "it was answered all the same"
+    scene.finish()
+    assert isinstance(scene.clients[0].error, WorkerUnavailable)
