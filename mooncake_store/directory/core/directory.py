@@ -459,11 +459,9 @@ class Directory:
         holder = self._nodes.registered(node_id)
 
         def is_elsewhere(key: bytes) -> bool:
-            others = (other for other in self._nodes if other is not holder)
-            return any(
-                other.info.tier == holder.info.tier and table.blocks.on(key, other) is not None
-                for other in others
-            )
+            others = (copy.holder for copy in copies_of(table.blocks.held[key]))
+            tier = holder.info.tier
+            return any(other is not holder and other.info.tier == tier for other in others)
 
         found = (
             (copy.key, copy.record)
