@@ -35,7 +35,7 @@ import numpy as np
 from mooncake_store.block_keys import KEY_BYTES, check_keys
 from mooncake_store.client.block_reader import BATCH_BYTES, BlockReader, HeaderReader
 from mooncake_store.client.getter import Getter
-from mooncake_store.client.putter import BlockWriter, Putter
+from mooncake_store.client.putter import Putter
 from mooncake_store.client.replicas import Replicas
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
@@ -91,8 +91,10 @@ class StoreClient:
         self._registrations = Registrations(self.nodes)
         scratch = Scratch(self.nodes)
         self._movers = Movers(threads)
-        writer = BlockWriter(self.nodes, scratch, is_verified, self._movers)
-        self._putter = Putter(self.directory, self.nodes, self._registrations, writer, tenant)
+        self._putter = Putter(
+            self.directory, self.nodes, self._registrations, scratch, self._movers, is_verified,
+            tenant,
+        )  # fmt: skip
         batch_bytes = BATCH_BYTES if is_verified else UNVERIFIED_BATCH_BYTES
         reader = BlockReader(self.nodes, self._report_bad, batch_bytes, self._movers)
         self._headers = HeaderReader(self.nodes, scratch)

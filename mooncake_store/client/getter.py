@@ -13,15 +13,13 @@ import time
 from collections.abc import Sequence
 
 from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
-from mooncake_store.client.restorer import LeaseTerms, Restorer
+from mooncake_store.client.restorer import LEASE_MARGIN_S, LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import SSD_SUFFIX
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.transport import ByteSpan
-
-LEASE_MARGIN_S = 5.0
 
 
 class Getter:

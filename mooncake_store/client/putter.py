@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mooncake_store.client.restorer import LEASE_MARGIN_S
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, TransferFailed, TransferTimeout
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING
@@ -36,7 +37,6 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan
 
 log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
-LEASE_MARGIN_S = 5.0  # a lease outlives the deadline of what it protects
 
 
 class Write(NamedTuple):
@@ -51,18 +51,112 @@ class Write(NamedTuple):
         return SlotHeader(state, self.generation, self.key, digest, self.source.nbytes)
 
 
-class BlockWriter:
+class Putter:
     """Thread-safe."""
 
     def __init__(
-        self, nodes: KnownNodes, scratch: Scratch, is_verified: bool, movers: Movers
+        self,
+        directory: DirectoryClient,
+        nodes: KnownNodes,
+        registrations: Registrations,
+        scratch: Scratch,
+        movers: Movers,
+        is_verified: bool,
+        tenant: str,
     ) -> None:
+        self._directory = directory
         self._nodes = nodes
-        self._movers = movers
+        self._registrations = registrations
         self._scratch = scratch
+        self._movers = movers
         self._is_verified = is_verified
+        self._tenant = tenant
+        self._attached: dict[str, str] = {}  # node_id -> the incarnation that was attached
 
-    def write(self, info: NodeInfo, writes: Sequence[Write], deadline_s: float) -> list[int]:
+    def put(
+        self,
+        node_id: str,
+        keys: Sequence[bytes],
+        sources: Sequence[ByteArray],
+        owner: str,
+        deadline_s: float,
+    ) -> list[bool]:
+        """`sources` have one size. True: it is in the store, by now or from before."""
+        info, given = self._allocate(node_id, keys, sources[0].nbytes, owner, deadline_s)
+        done = [slot is None and at < given.covered for at, slot in enumerate(given.slots)]
+        try:
+            return self._fill(info, given, keys, sources, owner, deadline_s, done)
+        finally:
+            if None in given.slots:  # blocks that were there already are leased to `owner` now
+                self._directory.release_later(owner)
+
+    def _fill(
+        self,
+        info: NodeInfo,
+        given: Allocation,
+        keys: Sequence[bytes],
+        sources: Sequence[ByteArray],
+        owner: str,
+        deadline_s: float,
+        done: list[bool],
+    ) -> list[bool]:
+        node_id = info.node_id
+        taken = [(at, slot) for at, slot in enumerate(given.slots) if slot is not None]
+        writes = [Write(keys[at], slot.slot, slot.generation, sources[at]) for at, slot in taken]
+        if not writes:
+            return done
+        try:
+            with self._registrations.covering([write.source for write in writes]):
+                digests = self._write(info, writes, deadline_s)
+        except TransferTimeout as error:
+            log.warning("put on node_id=%s: %s", node_id, error)
+            return done
+        except TransferFailed as error:
+            log.warning("put on node_id=%s: %s", node_id, error)
+            self._nodes.mark_bad(info)
+            self._directory.abandon([slot for _, slot in taken], owner)
+            return done
+        rows = [
+            (write.key, write.slot, write.generation, digest)
+            for write, digest in zip(writes, digests, strict=True)
+        ]
+        stored = self._directory.commit(node_id, rows, owner, 0.0)
+        for (at, _), is_stored in zip(taken, stored, strict=True):
+            done[at] = is_stored
+        return done
+
+    def _allocate(
+        self, node_id: str, keys: Sequence[bytes], size_bytes: int, owner: str, deadline_s: float
+    ) -> tuple[NodeInfo, Allocation]:
+        lease_s = deadline_s + LEASE_MARGIN_S
+        for is_last in (False, True):
+            info = self._attach(node_id, size_bytes)
+            try:
+                return info, self._directory.allocate(
+                    node_id, keys, owner, lease_s, size_bytes=size_bytes, tenant=self._tenant
+                )
+            except NodeUnknown:  # it began anew a moment ago
+                self._attached.pop(node_id, None)
+                if is_last:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _attach(self, node_id: str, size_bytes: int) -> NodeInfo:
+        info = self._nodes.find(node_id)
+        if info is not None and self._attached.get(node_id) == info.incarnation:
+            return info
+        self._nodes.refresh()
+        info = self._nodes.find(node_id)
+        if info is None:
+            known = ", ".join(sorted(node.node_id for node in self._nodes.all()))
+            raise NodeUnknown(f"storage node {node_id} is not registered; known: {known or 'none'}")
+        self._directory.attach(node_id, "store", size_bytes)
+        self._attached[node_id] = info.incarnation
+        return info
+
+    # ---- bytes
+
+    def _write(self, info: NodeInfo, writes: Sequence[Write], deadline_s: float) -> list[int]:
         """The checksum of each block written (0 when this store computes none).
 
         TransferFailed: nothing of it may be committed. TransferTimeout: bytes may still arrive.
@@ -155,103 +249,3 @@ def _left(until_s: float) -> float:
     if left_s <= 0:
         raise TransferTimeout("the deadline passed before everything was written")
     return left_s
-
-
-class Putter:
-    """Thread-safe."""
-
-    def __init__(
-        self,
-        directory: DirectoryClient,
-        nodes: KnownNodes,
-        registrations: Registrations,
-        writer: BlockWriter,
-        tenant: str,
-    ) -> None:
-        self._directory = directory
-        self._nodes = nodes
-        self._registrations = registrations
-        self._writer = writer
-        self._tenant = tenant
-        self._attached: dict[str, str] = {}  # node_id -> the incarnation that was attached
-
-    def put(
-        self,
-        node_id: str,
-        keys: Sequence[bytes],
-        sources: Sequence[ByteArray],
-        owner: str,
-        deadline_s: float,
-    ) -> list[bool]:
-        """`sources` have one size. True: it is in the store, by now or from before."""
-        info, given = self._allocate(node_id, keys, sources[0].nbytes, owner, deadline_s)
-        done = [slot is None and at < given.covered for at, slot in enumerate(given.slots)]
-        try:
-            return self._fill(info, given, keys, sources, owner, deadline_s, done)
-        finally:
-            if None in given.slots:  # blocks that were there already are leased to `owner` now
-                self._directory.release_later(owner)
-
-    def _fill(
-        self,
-        info: NodeInfo,
-        given: Allocation,
-        keys: Sequence[bytes],
-        sources: Sequence[ByteArray],
-        owner: str,
-        deadline_s: float,
-        done: list[bool],
-    ) -> list[bool]:
-        node_id = info.node_id
-        taken = [(at, slot) for at, slot in enumerate(given.slots) if slot is not None]
-        writes = [Write(keys[at], slot.slot, slot.generation, sources[at]) for at, slot in taken]
-        if not writes:
-            return done
-        try:
-            with self._registrations.covering([write.source for write in writes]):
-                digests = self._writer.write(info, writes, deadline_s)
-        except TransferTimeout as error:
-            log.warning("put on node_id=%s: %s", node_id, error)
-            return done
-        except TransferFailed as error:
-            log.warning("put on node_id=%s: %s", node_id, error)
-            self._nodes.mark_bad(info)
-            self._directory.abandon([slot for _, slot in taken], owner)
-            return done
-        rows = [
-            (write.key, write.slot, write.generation, digest)
-            for write, digest in zip(writes, digests, strict=True)
-        ]
-        stored = self._directory.commit(node_id, rows, owner, 0.0)
-        for (at, _), is_stored in zip(taken, stored, strict=True):
-            done[at] = is_stored
-        return done
-
-    def _allocate(
-        self, node_id: str, keys: Sequence[bytes], size_bytes: int, owner: str, deadline_s: float
-    ) -> tuple[NodeInfo, Allocation]:
-        lease_s = deadline_s + LEASE_MARGIN_S
-        for is_last in (False, True):
-            info = self._attach(node_id, size_bytes)
-            try:
-                return info, self._directory.allocate(
-                    node_id, keys, owner, lease_s, size_bytes=size_bytes, tenant=self._tenant
-                )
-            except NodeUnknown:  # it began anew a moment ago
-                self._attached.pop(node_id, None)
-                if is_last:
-                    raise
-        raise AssertionError("unreachable")
-
-    def _attach(self, node_id: str, size_bytes: int) -> NodeInfo:
-        info = self._nodes.find(node_id)
-        if info is not None and self._attached.get(node_id) == info.incarnation:
-            return info
-        self._nodes.refresh()
-        info = self._nodes.find(node_id)
-        if info is None:
-            known = ", ".join(sorted(node.node_id for node in self._nodes.all()))
-            raise NodeUnknown(f"storage node {node_id} is not registered; known: {known or 'none'}")
-        self._directory.attach(node_id, "store", size_bytes)
-        self._attached[node_id] = info.incarnation
-        return info

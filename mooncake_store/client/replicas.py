@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from mooncake_store.client.restorer import Restorer
+from mooncake_store.client.restorer import LEASE_MARGIN_S, Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, RequestInvalid
 from mooncake_store.records.blocks import Copy
@@ -20,7 +20,6 @@ from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.wire.node_protocol import BLOCKS_MAX
 
 DRAIN_BLOCKS = 256  # moved at once
-LEASE_MARGIN_S = 5.0
 
 
 class Replicas:

@@ -24,6 +24,7 @@ from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.wire.node_protocol import NodeClient, Restore
 
 log = logging.getLogger("mooncake_store.store")
+LEASE_MARGIN_S = 5.0  # a lease outlives the deadline of what it protects
 GROUP_BYTES = 32 * 1024**2  # smaller ones leave the disk's queue empty and were slower
 ANOTHERS_POLL_S = 0.005  # a block that somebody else is restoring is looked up this often
 Group = list[tuple[int, Restore]]  # index of the block, and what to do

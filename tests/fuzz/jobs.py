@@ -1,6 +1,6 @@
 """What takes several steps, so that anything may come between two of them.
 
-A writer does as BlockWriter does: header "writing", the bytes, header "ready", commit. Where its
+A writer does as Putter does: header "writing", the bytes, header "ready", commit. Where its
 bytes come from is its source: they are computed, or read from another copy (a copy to another node,
 a restore from SSD) and then verified before they are committed. A spill does as Spiller does.
 
