@@ -113,7 +113,7 @@ class WorkerProcess:
     def _info(
         self, role: str, description: str, slots_max: int, profile: machine_profile.MachineProfile
     ) -> WorkerInfo:
-        """What the directory is told of this worker; measures how far its nodes are."""
+        """What the directory hears of this worker; measures how far its nodes are."""
         config, layout = self.config, self.engine.layout
         return WorkerInfo(
             worker_id=self.worker_id,

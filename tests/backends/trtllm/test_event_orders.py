@@ -236,3 +236,12 @@ def test_pages_of_a_staged_prompt_go_back_by_the_connector_and_behind_the_writer
     assert heard.said == [[4, 5]]
     heard.driver.free(heard.job, [6])  # as one that was never staged
     assert heard.said[-1] == "released [6]"
+
+
+@pytest.mark.parametrize("finish_reason", ["", "cancelled", "stop_word", "length", "end_id"])
+def test_the_engine_hears_of_an_end_that_only_we_know(finish_reason: str) -> None:
+    decode, aborted = Decode(), []
+    decode.answer.running = SimpleNamespace(abort=lambda: aborted.append(0))  # type: ignore[assignment]
+    decode.job.finish_reason = finish_reason
+    decode.driver.abort(decode.job)
+    assert bool(aborted) == (finish_reason not in ("length", "end_id"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +14,11 @@ from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.engine.trtllm import staging_pool
 from backends.engine.trtllm.messages import ENVIRONMENT
-from backends.errors import Cancelled
+from backends.errors import Cancelled, WorkerGone, WorkerUnavailable
+from backends.workers import steps, worker_process
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.trtllm.conftest import fake_package  # noqa: F401  (a fixture)
-from tests.backends.workers.pair import Pair, pairs
+from tests.backends.workers.pair import WAIT_S, Pair, pairs
 from tests.e2e.trtllm import expected
 
 BLOCK = 64
@@ -137,3 +140,39 @@ def test_a_worker_that_closes_finishes_what_it_has(
         pair.wait_for_decode()
     assert asked.wait() == wanted("torch", prompt(8, 100), 50)
     assert not pair.directory.workers(), "both have left the cluster"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_whose_engine_hangs_leaves_and_its_clients_hear_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    ended, goes_on = threading.Event(), threading.Event()
+
+    def end(*steps: Callable[[], None]) -> None:
+        for step in steps:
+            step()
+        ended.set()
+
+    monkeypatch.setattr(worker_process, "end_process", end)
+    monkeypatch.setattr(worker_process, "WATCH_S", 0.02)
+    monkeypatch.setattr(steps, "HUNG_S_MIN", 0.3)
+    for pair in pairs(tmp_path, monkeypatch):
+        hung = getattr(pair, role)
+        forward = hung.driver.engine.forward
+
+        def hang(*given: Any, forward: Any = forward) -> Any:
+            assert goes_on.wait(WAIT_S)
+            return forward(*given)
+
+        monkeypatch.setattr(hung.driver.engine, "forward", hang)
+        error = pair.ask(prompt(9, 100)).wait_failed()
+        assert isinstance(error, WorkerUnavailable) and "an engine step" in str(error)
+        assert ended.wait(WAIT_S)
+        left = [info.worker_id for info in pair.directory.workers()]
+        assert left == ["decode_0" if role == "prefill" else "prefill_0"]
+        with pytest.raises(WorkerGone):
+            if role == "prefill":
+                pair.ask(prompt(10, 10))
+            else:
+                raise pair.ask(prompt(10, 10)).wait_failed()
+        goes_on.set()
