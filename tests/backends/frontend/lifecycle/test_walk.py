@@ -16,7 +16,7 @@ from backends.errors import (
     WorkerGone,
     WorkerUnavailable,
 )
-from backends.frontend.lifecycle.attempts import Attempts
+from backends.frontend.lifecycle.attempts import RULES, Attempts
 from backends.frontend.lifecycle.events import (
     CallDecode,
     CallFailed,
@@ -30,6 +30,7 @@ from backends.frontend.lifecycle.events import (
     FirstTokenArrived,
     LifecycleAction,
     LifecycleEvent,
+    NoteLoss,
     NotePrefill,
     NotRouted,
     Pause,
@@ -98,7 +99,8 @@ class World:
     firsts: list[FirstTokenArrived] = field(default_factory=list)  # on their way, in any order
     messages: dict[int, list[tuple[int, Emission]]] = field(default_factory=dict)  # in order
     attempts: dict[int, Told] = field(default_factory=dict)
-    fields: Counter[str] = field(default_factory=Counter)
+    counted: int = 0  # losses that may be the request's fault
+    fields: set[str] = field(default_factory=set)  # of the decision, that its attempt has sent
     seen: Counter[tuple[Phase, type]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -106,7 +108,8 @@ class World:
         self.is_paced = self.chance.random() < 0.5
         self.holds_first = self.chance.random() < 0.2
         limit_s = self.chance.choice([5.0, 60.0])
-        attempts = Attempts(self.chance.randint(1, 3), 0.0, 60.0, limit_s)
+        self.attempts_max = self.chance.randint(1, 3)
+        attempts = Attempts(self.attempts_max, 0.0, 60.0, limit_s)
         self.hear(Understood(attempts, self.is_paced, 0.0))
 
     # --- what may happen
@@ -217,6 +220,8 @@ class World:
     def hear(self, event: LifecycleEvent) -> None:
         before = self.state
         self.state, actions = step(before, event)
+        if isinstance(event, WorkerLost | WorkerSilent) and event.worker != before.attempt.worker:
+            assert self.state == before and not actions, "it was another one's worker"
         number = getattr(event, "attempt", before.attempt.number)
         if number == before.attempt.number:
             self.seen[before.phase, type(event)] += 1
@@ -229,6 +234,8 @@ class World:
         told = self.attempts.get(getattr(action, "attempt", 0))
         if isinstance(action, Pause | Decide):
             assert not self.waits, "one thing at a time"
+            is_pause = isinstance(action, Pause)  # behind it there may be no further attempt
+            assert is_pause or self.counted < self.attempts_max, "the last that counts ends it"
             self.waits.append(action)
         elif isinstance(action, CallPrefill | CallDecode):
             assert told is not None and told.calls == 0 and told.ended == 0
@@ -240,7 +247,11 @@ class World:
             assert not self.ends, "nothing is sent behind the end"
             assert action.output_tokens == len(action.emission.token_ids)
             self.sent += action.emission.token_ids
-            self.fields.update(action.fields.keys())
+            assert not self.fields & action.fields.keys(), "a field is sent once"
+            self.fields |= action.fields.keys()
+        elif isinstance(action, NoteLoss):
+            self.fields.clear()
+            self.counted += RULES[action.loss].counts
         elif isinstance(action, End):
             self.ends.append(action.error)
         elif isinstance(action, EndAttempt):
