@@ -45,7 +45,7 @@ from backends.metrics.table import METRICS
 from loadtest.bench.harness import benchmark, console
 from loadtest.bench.processes import Look, Looks, ProcessWatch
 from loadtest.bench.result import Cell, Target
-from loadtest.bench.server import PROJECT, started
+from loadtest.bench.server import PROJECT, CannotMeasure, started
 from loadtest.client.metrics_page import fetch_page, series_key, series_of
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
 from loadtest.client.server import Addresses, describe_server
@@ -326,7 +326,10 @@ async def send_mixed(
 
 def run_mixed(addresses: Addresses, count: int, seed: int, in_flight_max: int) -> MixedEndings:
     """`send_mixed` for a process that does nothing else."""
-    return asyncio.run(send_mixed(addresses, count, seed, in_flight_max))
+    try:
+        return asyncio.run(send_mixed(addresses, count, seed, in_flight_max))
+    except ServerError as error:  # it cannot be handed from one process to another
+        raise CannotMeasure(str(error)) from None
 
 
 @dataclass(slots=True)

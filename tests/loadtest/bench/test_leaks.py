@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -14,8 +16,11 @@ from loadtest.bench.leaks import (
     load_rows,
     rest_rows,
     rss_target,
+    run_mixed,
 )
 from loadtest.bench.processes import Look, ProcessWatch
+from loadtest.bench.server import CannotMeasure
+from loadtest.client.server import addresses_of
 
 WINDOWS = ComparedMinutes(second=(60.0, 120.0), last=(240.0, 300.0))
 KEY = ("decode_0", 7)
@@ -91,3 +96,11 @@ def test_the_watch_sees_this_process_with_its_threads_and_descriptors() -> None:
     (seen,) = [looks for (_, pid), looks in watch.looks.items() if pid == os.getpid()]
     assert seen[0].rss_bytes > 2**20
     assert seen[0].threads >= 1 and seen[0].descriptors >= 1
+
+
+def test_a_server_that_is_not_there_is_said_by_the_process_that_sends() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as process:
+        sent = process.submit(run_mixed, addresses_of("127.0.0.1:1"), 3, 1, 2)
+        with pytest.raises(CannotMeasure, match=r"127\.0\.0\.1:1"):
+            sent.result()
