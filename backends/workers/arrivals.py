@@ -23,6 +23,7 @@ class Arrival:
     layers_of: dict[int, set[int]] = field(default_factory=dict)  # block -> layers that are here
     identity: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # block -> its slot
     is_loading: bool = False  # the loader writes into the pages
+    since_s: float | None = None  # announced, and not submitted; None: it was submitted first
     read_bytes: dict[str, int] = field(default_factory=dict)  # by transport
 
     def note(self, ref: BlockRef, layers: Sequence[int]) -> None:
@@ -47,7 +48,6 @@ class Arrivals:
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._arrivals: dict[str, Arrival] = {}
-        self._since_s: dict[str, float] = {}  # announced and not submitted
         self._refused: dict[str, float] = {}  # request -> when it was stopped, in this order
 
     def __len__(self) -> int:
@@ -68,19 +68,16 @@ class Arrivals:
         return self._arrivals.get(request_id)
 
     def expect(self, request_id: str, now_s: float) -> None:
-        self._arrivals[request_id] = Arrival(request_id, [])
-        self._since_s[request_id] = now_s
+        self._arrivals[request_id] = Arrival(request_id, [], since_s=now_s)
 
     def give_pages(self, request_id: str, pages: list[int]) -> None:
         self._arrivals.setdefault(request_id, Arrival(request_id, [])).pages = pages
 
     def pop(self, request_id: str) -> Arrival:
         """The request is here: its arrival is its own now."""
-        self._since_s.pop(request_id, None)
         return self._arrivals.pop(request_id)
 
     def discard(self, request_id: str) -> None:
-        self._since_s.pop(request_id, None)
         self._arrivals.pop(request_id, None)
 
     def refuse(self, request_id: str, now_s: float) -> None:
@@ -101,9 +98,10 @@ class Arrivals:
                 break
             del self._refused[oldest]
         reaped = []
-        for request_id, since_s in list(self._since_s.items()):
-            arrival = self._arrivals[request_id]
-            is_over = now_s - since_s > self._ttl_s or request_id in self._refused
+        for request_id, arrival in list(self._arrivals.items()):
+            if arrival.since_s is None:
+                continue
+            is_over = now_s - arrival.since_s > self._ttl_s or request_id in self._refused
             if is_over and request_id not in submitted and not arrival.is_loading:
                 self.discard(request_id)
                 reaped.append((request_id, arrival.pages))

@@ -125,17 +125,12 @@ class DecodeWorker(JobWorker[DecodeJob]):
         with self.lock:
             running, context_tokens = self.batching.running, self.batching.context_tokens
             speed = self.process.steps.speed
-            return WorkerReport(
-                worker_id=self.process.worker_id,
-                incarnation=self.process.incarnation,
+            return self._report(
                 queue_requests=len(self.jobs) - running,
                 queue_tokens=0,
                 running=running,
-                pages_used=self._pages.used_pages,
                 context_tokens=context_tokens,
                 step_s=speed * self.estimate.step_s(running, context_tokens),
-                is_draining=self.is_closing or self.process.is_lost,
-                oldest_step_s=self.process.watch.age_s(time.monotonic()),
             )
 
     def _replied(self, give_up_s: float) -> None:

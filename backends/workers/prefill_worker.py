@@ -88,17 +88,12 @@ class PrefillWorker(JobWorker[PrefillJob]):
 
     def report(self) -> WorkerReport:
         with self.lock:
-            return WorkerReport(
-                worker_id=self.process.worker_id,
-                incarnation=self.process.incarnation,
+            return self._report(
                 queue_requests=len(self.jobs),
                 queue_tokens=self.batching.queue_tokens,
                 running=self.batching.admitted,
-                pages_used=self._pages.used_pages,
                 context_tokens=0,
                 step_s=self.process.steps.recent_s,
-                is_draining=self.is_closing or self.process.is_lost,
-                oldest_step_s=self.process.watch.age_s(time.monotonic()),
             )
 
     def check(self) -> None:

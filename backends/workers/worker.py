@@ -94,6 +94,17 @@ class JobWorker(ABC, Generic[J]):
     @abstractmethod
     def report(self) -> WorkerReport: ...
 
+    def _report(self, **of_role: Any) -> WorkerReport:
+        """With what the role says of its queue and its batch; with the lock held."""
+        return WorkerReport(
+            worker_id=self.process.worker_id,
+            incarnation=self.process.incarnation,
+            pages_used=self._pages.used_pages,
+            is_draining=self.is_closing or self.process.is_lost,
+            oldest_step_s=self.process.watch.age_s(time.monotonic()),
+            **of_role,
+        )
+
     def check(self) -> None:
         """Prove the invariants of everything that this worker owns."""
         with self.lock:
