@@ -11,9 +11,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from backends.config_pbtxt import FrontendConfig, read_configs
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.triton.worker_kinds import read_worker_configs
-from backends.workers.config import FrontendConfig, read_configs
 from conductor.config import ConductorConfig
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
 from backends import tensors
-from backends.workers.config import (
+from backends.config_pbtxt import (
     OLD_NAMES,
     DecodeConfig,
     FrontendConfig,

@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 
+from backends.config_pbtxt import FrontendConfig, checkpoint_folder, read_configs
 from backends.frontend import metrics
 from backends.frontend.cluster_view import ClusterView
 from backends.frontend.frontend import Frontend
@@ -15,7 +16,6 @@ from backends.frontend.token_streams import TokenStreams, messages_per_s_afforda
 from backends.launcher.launch_files import STOPPING
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
-from backends.workers.config import FrontendConfig, checkpoint_folder, read_configs
 from backends.workers.protocol import open_outbox
 from conductor.config import ConductorConfig
 

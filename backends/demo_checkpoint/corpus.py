@@ -127,6 +127,6 @@ def _split_chapters(paragraphs: list[str]) -> list[Chapter]:
     for paragraph in paragraphs:
         if _is_heading(paragraph):
             chapters.append([])
-        elif any(letter.isalpha() for letter in paragraph):
+        elif any(character.isalpha() for character in paragraph):
             chapters[-1].append(paragraph)
     return [chapter for chapter in chapters if len(chapter) >= 3]

@@ -235,10 +235,10 @@ def train(arguments: argparse.Namespace) -> None:
     )
     write_tokenizer(arguments.out, tokenizer)
     write_model(arguments.out, model)
-    Run(arguments, model, training, held_out, held_out_bytes).loop()
+    TrainingRun(arguments, model, training, held_out, held_out_bytes).loop()
 
 
-class Run:
+class TrainingRun:
     """One training run: the loop, its clock, and the rows of loss.csv."""
 
     def __init__(

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from backends.config_pbtxt import FrontendConfig
 from backends.errors import Overloaded, WorkerUnavailable
 from backends.frontend.answer import ReplyStream
 from backends.frontend.cluster_view import ClusterView
@@ -28,7 +29,6 @@ from backends.frontend.request_times import RequestTimes
 from backends.frontend.token_streams import TokenStreams
 from backends.metrics.page import Observations
 from backends.text.tokenizer import Tokenizer
-from backends.workers.config import FrontendConfig
 from backends.workers.protocol import WorkerOutbox
 
 log = logging.getLogger(__name__)

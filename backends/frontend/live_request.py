@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from backends.config_pbtxt import FrontendConfig
 from backends.errors import (
     Cancelled,
     InvalidRequest,
@@ -56,7 +57,6 @@ from backends.frontend.token_streams import TokenStreams
 from backends.text.text_stream import Emission, TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
-from backends.workers.config import FrontendConfig
 from backends.workers.protocol import (
     DecodeReply,
     DecodeRequest,

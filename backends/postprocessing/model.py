@@ -4,11 +4,11 @@ Stateless: `context_ids` say what came before, so whole characters come out of a
 stream. Translation only; the text of tokens is backends/text/text_stream.py.
 """
 
+from backends.config_pbtxt import TokenizerConfig, checkpoint_folder, read_config
 from backends.tensors import string_tensor
 from backends.text.text_stream import delta
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
-from backends.workers.config import TokenizerConfig, checkpoint_folder, read_config
 
 
 class TritonPythonModel:

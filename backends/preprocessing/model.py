@@ -4,10 +4,10 @@ Translation only; the tokenizer is backends/text/tokenizer.py. A text that canno
 here with the same message as the conductor's own.
 """
 
+from backends.config_pbtxt import TokenizerConfig, checkpoint_folder, read_config
 from backends.frontend import request as front_request
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
-from backends.workers.config import TokenizerConfig, checkpoint_folder, read_config
 
 
 class TritonPythonModel:

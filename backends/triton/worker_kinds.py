@@ -1,6 +1,6 @@
 """Makes the worker of a role with the driver of its engine; which parameters it may have.
 
-Not here: the parameters themselves (backends/workers/config.py, engine/trtllm/settings.py), Triton.
+Not here: the parameters themselves (backends/config_pbtxt.py, engine/trtllm/settings.py), Triton.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from backends.config_pbtxt import DecodeConfig, PrefillConfig, read_configs
 from backends.engine.trtllm import settings as trtllm_settings
-from backends.workers.config import DecodeConfig, PrefillConfig, read_configs
 
 if TYPE_CHECKING:  # Triton tries a wrong config.pbtxt again every second: import late
     from backends.workers.decode_worker import DecodeWorker

@@ -21,11 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
+from backends.config_pbtxt import DecodeConfig, checkpoint_folder
 from backends.engine.batching.batching import DecodeBatching
 from backends.errors import Cancelled, KvMissing, Overloaded
 from backends.text.tokenizer import Tokenizer
 from backends.workers.arrivals import Arrivals
-from backends.workers.config import DecodeConfig, checkpoint_folder
 from backends.workers.driver import DecodeDriver
 from backends.workers.jobs import DecodeClient, DecodeJob
 from backends.workers.protocol import DecodeRequest, LayersReady, Tokens, TokenUpdate, WorkerMessage

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import PrefillBatching
 from backends.errors import Cancelled
-from backends.workers.config import PrefillConfig
 from backends.workers.driver import Driver
 from backends.workers.jobs import PrefillClient, PrefillJob
 from backends.workers.kv_writer import BlockPut

@@ -18,11 +18,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from backends.config_pbtxt import WorkerConfig, checkpoint_folder
 from backends.engine import calibration
 from backends.engine.batching.batching import Chunk
 from backends.engine.interface import Engine, Work
 from backends.engine.sampling import sample
-from backends.workers.config import WorkerConfig, checkpoint_folder
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Driver, Samples
 from backends.workers.jobs import DecodeJob, PrefillJob

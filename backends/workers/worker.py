@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
+from backends.config_pbtxt import DecodeConfig, PrefillConfig
 from backends.engine.batching.batching import Admission
 from backends.errors import (
     InvalidRequest,
@@ -25,7 +26,6 @@ from backends.errors import (
     WorkerGone,
     WorkerUnavailable,
 )
-from backends.workers.config import DecodeConfig, PrefillConfig
 from backends.workers.driver import Driver
 from backends.workers.jobs import Job
 from backends.workers.kv_loader import KvLoader, PageGuard

@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from backends.config_pbtxt import WorkerConfig, checkpoint_folder
 from backends.engine.batching.pages import Occupation
 from backends.errors import ConfigError, WorkerUnavailable
 from backends.metrics.page import Observations
 from backends.workers import machine_profile
-from backends.workers.config import WorkerConfig, checkpoint_folder
 from backends.workers.driver import Driver
 from backends.workers.jobs import Job
 from backends.workers.protocol import (

@@ -37,12 +37,12 @@ import typer
 
 from backends.engine.trtllm import connector
 from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.block_pages import BlockPages, Move, Run
+from backends.engine.trtllm.block_pages import BlockPages, Move, PageRun
 from backends.engine.trtllm.channel import SCHEDULER, ConnectorHost, ConnectorLink
 from backends.engine.trtllm.copier import make_copier, map_pool
 from backends.engine.trtllm.scheduler import StageScheduler
-from loadtest.bench.harness import benchmark, best_s, timed_s
-from loadtest.bench.result import Cell, Target
+from loadtest.harness.benchmark import benchmark, best_s, timed_s
+from loadtest.harness.result import Cell, Target
 from mooncake_store.block_keys import block_keys, chain_seed
 
 BLOCK_TOKENS, TOKENS_PER_BLOCK = 256, 32
@@ -331,7 +331,7 @@ class PageCopies:
         chance = random.Random(2)
         block_ids = chance.sample(range(pages), pages)
         pool_pages = chance.sample(range(blocks), blocks)
-        self.runs: list[Run] = geometry.runs([Move("a", 1, 0, block_ids, pool_pages)])
+        self.runs: list[PageRun] = geometry.runs([Move("a", 1, 0, block_ids, pool_pages)])
 
     def load(self, stream: Any) -> None:
         event = self.copier.load(self.runs, stream)

@@ -23,9 +23,9 @@ import numpy as np
 import psutil
 import typer
 
-from loadtest.bench.harness import benchmark, console, median_s, timed_s
-from loadtest.bench.processes import BenchStore
-from loadtest.bench.result import Cell, Target
+from loadtest.harness.benchmark import benchmark, console, median_s, timed_s
+from loadtest.harness.processes import BenchStore
+from loadtest.harness.result import Cell, Target
 from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.eviction import POLICIES

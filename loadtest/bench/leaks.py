@@ -15,7 +15,7 @@ when one is broken. Storage nodes are small, so that they are full and evict aft
 
 After each phase no request, page, slot or lease may be held, by the server's own metrics.
 
-Not here: reading processes (processes.py).
+Not here: reading processes (loadtest/harness/processes.py).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ import requests
 import typer
 
 from backends.metrics.table import METRICS
-from loadtest.bench.harness import benchmark, console
-from loadtest.bench.processes import Look, Looks, ProcessWatch
-from loadtest.bench.result import Cell, Target
-from loadtest.bench.server import PROJECT, CannotMeasure, started
 from loadtest.client.metrics_page import fetch_page, series_key, series_of
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
 from loadtest.client.server import Addresses, describe_server
 from loadtest.client.triton_client import TritonClient
+from loadtest.harness.benchmark import benchmark, console
+from loadtest.harness.processes import Look, Looks, ProcessWatch
+from loadtest.harness.result import Cell, Target
+from loadtest.harness.server import PROJECT, CannotMeasure, started
 
 RSS_RATIO_GOAL = 1.03
 WINDOW_S = 60.0

@@ -33,7 +33,10 @@ from backends.engine.interface import Work
 from backends.engine.sampling import sample
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
-from loadtest.bench.harness import (
+from loadtest.client.protocol import GenerateRequest
+from loadtest.client.server import describe_server
+from loadtest.client.triton_client import TritonClient
+from loadtest.harness.benchmark import (
     FreshSeed,
     ServerUrl,
     benchmark,
@@ -41,12 +44,9 @@ from loadtest.bench.harness import (
     served,
     together_tbt_s,
 )
-from loadtest.bench.processes import CpuTime
-from loadtest.bench.result import Cell, Target
-from loadtest.bench.server import PROJECT
-from loadtest.client.protocol import GenerateRequest
-from loadtest.client.server import describe_server
-from loadtest.client.triton_client import TritonClient
+from loadtest.harness.processes import CpuTime
+from loadtest.harness.result import Cell, Target
+from loadtest.harness.server import PROJECT
 from loadtest.replay.prompts import TokenIds, TokenSource
 
 TTFT_ADDED_S_GOAL = 0.010

@@ -24,13 +24,13 @@ from typing import Annotated
 
 import typer
 
-from loadtest.bench.harness import FreshSeed, ServerUrl, benchmark, console, served, settled
-from loadtest.bench.result import Cell, Target
 from loadtest.client.answer import ReceivedAnswer
 from loadtest.client.metrics_page import counter_sum, fetch_page
 from loadtest.client.protocol import GenerateRequest
 from loadtest.client.server import Addresses, describe_server
 from loadtest.client.triton_client import TritonClient
+from loadtest.harness.benchmark import FreshSeed, ServerUrl, benchmark, console, served, settled
+from loadtest.harness.result import Cell, Target
 from loadtest.replay.prompts import TokenIds, TokenSource
 
 RATIO_GOAL = 0.35

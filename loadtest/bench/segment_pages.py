@@ -24,8 +24,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from loadtest.bench.harness import benchmark, median_s, moved, timed_s
-from loadtest.bench.result import Cell
+from loadtest.harness.benchmark import benchmark, median_s, moved, timed_s
+from loadtest.harness.result import Cell
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.segment import Segment
 

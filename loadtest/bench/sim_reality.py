@@ -33,14 +33,14 @@ from typing import Annotated
 import typer
 
 from conductor import ConductorConfig
-from loadtest.bench.harness import FreshSeed, benchmark, console, served
 from loadtest.bench.overload.load import send_planned
-from loadtest.bench.result import Cell, Target
-from loadtest.bench.server import PROJECT, Parameters, own_repository
 from loadtest.client.metrics_page import counter_sum, fetch_page
 from loadtest.client.protocol import ServerError
 from loadtest.client.server import Addresses, ServerDescription, describe_server
 from loadtest.client.triton_client import TritonClient
+from loadtest.harness.benchmark import FreshSeed, benchmark, console, served
+from loadtest.harness.result import Cell, Target
+from loadtest.harness.server import PROJECT, Parameters, own_repository
 from loadtest.profile.command import measure as measure_profile
 from loadtest.profile.profile import Profile
 from loadtest.replay.prompts import PlannedRequest, TokenSource, plan, too_long

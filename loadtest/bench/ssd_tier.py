@@ -33,9 +33,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from loadtest.bench.harness import BatchRounds, BlocksSeed, benchmark, in_turns, median_s, moved
-from loadtest.bench.result import Cell
 from loadtest.bench.store.ways import BATCH, MB, Pattern, get_s, pages
+from loadtest.harness.benchmark import BatchRounds, BlocksSeed, benchmark, in_turns, median_s, moved
+from loadtest.harness.result import Cell
 from mooncake_store.client.client import StoreClient
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.ssd.block_file import NixlLane

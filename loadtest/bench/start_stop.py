@@ -20,10 +20,10 @@ from typing import Annotated
 import psutil
 import typer
 
-from loadtest.bench.harness import benchmark, console
-from loadtest.bench.processes import process_name, process_tree
-from loadtest.bench.result import Cell, Target
-from loadtest.bench.server import started
+from loadtest.harness.benchmark import benchmark, console
+from loadtest.harness.processes import process_name, process_tree
+from loadtest.harness.result import Cell, Target
+from loadtest.harness.server import started
 
 START_S_GOAL, STOP_S_GOAL = 15.0, 10.0
 

@@ -20,9 +20,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from loadtest.bench.harness import BlocksSeed, benchmark, console, median_s, moved
-from loadtest.bench.processes import BenchStore
-from loadtest.bench.result import Cell
+from loadtest.harness.benchmark import BlocksSeed, benchmark, console, median_s, moved
+from loadtest.harness.processes import BenchStore
+from loadtest.harness.result import Cell
 from mooncake_store.client.store import Store, checksum
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.layout import KvLayout, memory_bytes_for

@@ -18,8 +18,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadtest.bench.harness import ServerUrl, benchmark
-from loadtest.bench.server import PROJECT, serving
 from loadtest.client.server import Addresses
 from loadtest.clients import aiperf, curl, genai_perf, replay, tensorrt_llm
 from loadtest.clients.agreement import (
@@ -31,6 +29,8 @@ from loadtest.clients.agreement import (
 )
 from loadtest.clients.environment import ENVIRONMENTS, environment
 from loadtest.clients.replay import ScaledTrace
+from loadtest.harness.benchmark import ServerUrl, benchmark
+from loadtest.harness.server import PROJECT, serving
 
 REQUIREMENTS = {
     aiperf.NAME: aiperf.REQUIREMENTS,

@@ -20,10 +20,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from loadtest.bench.harness import settled
-from loadtest.bench.result import Cell, Target
 from loadtest.client.metrics_page import counter_sum, fetch_page
 from loadtest.client.server import Addresses
+from loadtest.harness.benchmark import settled
+from loadtest.harness.result import Cell, Target
 from loadtest.replay.prompts import TokenSource
 
 DISAGREEMENT_GOAL = 0.15

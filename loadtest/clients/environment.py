@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.bench.server import PROJECT, CannotMeasure
+from loadtest.harness.server import PROJECT, CannotMeasure
 
 ENVIRONMENTS = PROJECT / ".venv-clients"
 INSTALL_S_MAX = 900.0

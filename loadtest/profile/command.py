@@ -29,12 +29,12 @@ from rich.table import Table
 from tritonclient.grpc import model_config_pb2
 
 from backends.workers.machine_profile import cpu_model
-from loadtest.bench.harness import FreshSeed, ServerUrl, console, measuring, served
-from loadtest.bench.server import PROJECT
 from loadtest.client.metrics_page import counter_sum, fetch_page
 from loadtest.client.protocol import ServerError
 from loadtest.client.server import Addresses, describe_server
 from loadtest.client.triton_client import TritonClient
+from loadtest.harness.benchmark import FreshSeed, ServerUrl, console, measuring, served
+from loadtest.harness.server import PROJECT
 from loadtest.profile.measure import (
     DECODE_POINTS,
     PREFILL_POINTS,

@@ -21,10 +21,10 @@ from itertools import pairwise
 import numpy as np
 
 from conductor.estimates.estimates import DecodeSample, PrefillSample
-from loadtest.bench.harness import together_tbt_s
 from loadtest.client.answer import ReceivedAnswer
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.triton_client import TritonClient
+from loadtest.harness.benchmark import together_tbt_s
 from loadtest.profile.profile import Serving, Sharing
 from loadtest.replay.prompts import TokenIds, TokenSource
 

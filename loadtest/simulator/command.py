@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from loadtest.bench.result import Result
+from loadtest.harness.result import Result
 from loadtest.replay.trace import TraceError
 from loadtest.simulator.experiments import (
     coupled_baselines,

@@ -16,9 +16,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from backends.workers.config import OLD_NAMES
+from backends.config_pbtxt import OLD_NAMES
 from conductor import ConductorConfig
-from loadtest.bench.result import Cell, Target
+from loadtest.harness.result import Cell, Target
 from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.simulator.cluster.job import Offered, offered_of
 from loadtest.simulator.cluster.site import ClusterSettings

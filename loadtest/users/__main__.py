@@ -17,8 +17,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from loadtest.bench.server import PROJECT, ServerFailed, models_waiting, serving
 from loadtest.client.server import Addresses, addresses_of
+from loadtest.harness.server import PROJECT, ServerFailed, models_waiting, serving
 from loadtest.users.settings import HOST, add_options, address
 
 LOCUSTFILE = PROJECT / "loadtest" / "locustfile.py"

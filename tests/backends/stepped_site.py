@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backends.config_pbtxt import DecodeConfig, PrefillConfig
 from backends.engine.batching.pages import PagePool
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
@@ -22,7 +23,6 @@ from backends.errors import ServingError
 from backends.metrics.page import Observations
 from backends.workers import decode_worker
 from backends.workers import worker as worker_module
-from backends.workers.config import DecodeConfig, PrefillConfig
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.kv_writer import KvWriter, object_key
 from backends.workers.prefill_worker import PrefillWorker

@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 import tritonclient.grpc as triton
 
-from loadtest.bench import server as bench_server
+from loadtest.harness import server as bench_server
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S_MAX = 120.0

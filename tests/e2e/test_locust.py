@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.bench.server import free_addresses
+from loadtest.harness.server import free_addresses
 from loadtest.results.metrics import COMPLETED, REJECTED
 from loadtest.results.recording import read_report
 from tests.e2e import locusts

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from loadtest.bench.server import PROJECT
 from loadtest.clients import aiperf, curl, genai_perf, tensorrt_llm
 from loadtest.clients.agreement import ClientLoad
 from loadtest.clients.environment import ENVIRONMENTS
 from loadtest.clients.replay import ScaledTrace
 from loadtest.clients.tensorrt_llm import OUTPUTS, TimedResponse, text_of
+from loadtest.harness.server import PROJECT
 from tests.e2e.server import Server, wait_until
 
 MODELS = ["conductor", "ensemble"]

@@ -19,7 +19,7 @@ import tritonclient.grpc as triton
 
 from loadtest.bench.overload.load import COUNTER as COMPUTED
 from loadtest.bench.overload.load import OverloadClient, OverloadShape
-from loadtest.bench.server import set_parameters
+from loadtest.harness.server import set_parameters
 from loadtest.replay.prompts import TokenSource
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED
 from tests.e2e.load import B, Load, ask, assert_all_answered, prompt

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from loadtest.bench.server import set_parameters
+from loadtest.harness.server import set_parameters
 from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.client import DirectoryClient

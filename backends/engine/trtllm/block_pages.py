@@ -36,7 +36,7 @@ class Orders(NamedTuple):
     error: str = ""  # rank 0 cannot go on, so nobody does: every rank raises it
 
 
-class Run(NamedTuple):
+class PageRun(NamedTuple):
     """One contiguous copy, in bytes from the start of the engine's pages and of the pool."""
 
     pages_offset: int
@@ -59,11 +59,11 @@ class BlockPages(NamedTuple):
         rank_bytes = page_bytes * (block_tokens // tokens_per_block)
         return cls(rank, rank_bytes, page_bytes, rank_bytes * tp_size)
 
-    def runs(self, moves: Iterable[Move]) -> list[Run]:
+    def runs(self, moves: Iterable[Move]) -> list[PageRun]:
         """Neighbouring pages that are neighbours in the pool too become one copy."""
         per_block = self.rank_bytes // self.page_bytes
         page_bytes, rank_offset = self.page_bytes, self.rank * self.rank_bytes
-        found: list[Run] = []
+        found: list[PageRun] = []
         for move in moves:
             for page, block_id in enumerate(move.block_ids, move.first_page):
                 block, part = divmod(page, per_block)
@@ -78,11 +78,11 @@ class BlockPages(NamedTuple):
                         last.pages_offset + size_bytes == pages_offset
                         and last.pool_offset + size_bytes == pool_offset
                     ):
-                        found[-1] = Run(
+                        found[-1] = PageRun(
                             last.pages_offset, last.pool_offset, size_bytes + page_bytes
                         )
                         continue
-                found.append(Run(pages_offset, pool_offset, page_bytes))
+                found.append(PageRun(pages_offset, pool_offset, page_bytes))
         return found
 
 

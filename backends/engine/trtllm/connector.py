@@ -199,7 +199,7 @@ class MooncakeConnectorWorker(WorkerBase):
 
     def start_load_kv(self, stream: Any) -> None:
         orders, self._orders = self._orders, None
-        with self._told():
+        with self._saying_why():
             self._ready_copies.start(orders or Orders([], [], []), stream)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
@@ -209,13 +209,13 @@ class MooncakeConnectorWorker(WorkerBase):
         """Nothing: pages are saved whole, after the last layer."""
 
     def wait_for_save(self, stream: Any) -> None:
-        with self._told():
+        with self._saying_why():
             self._ready_copies.after_forward(stream)
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        with self._told():
+        with self._saying_why():
             copies = self._ready_copies
             return copies.finished(finished_gen_req_ids), copies.loaded(started_loading_req_ids)
 
@@ -225,7 +225,7 @@ class MooncakeConnectorWorker(WorkerBase):
             self._copies.close()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _saying_why(self) -> Iterator[None]:
         """What one rank raises leaves the others in a collective: the worker must end them all."""
         try:
             yield

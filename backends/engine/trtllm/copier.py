@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.engine.trtllm.block_pages import Run
+from backends.engine.trtllm.block_pages import PageRun
 
 
 class Event(Protocol):
@@ -42,14 +42,14 @@ class Event(Protocol):
 class Copier(Protocol):
     """One rank's. `load` and `record` come from the executor's thread, the others from another."""
 
-    def load(self, runs: Sequence[Run], stream: Any) -> Event | None:
+    def load(self, runs: Sequence[PageRun], stream: Any) -> Event | None:
         """Pool -> pages, after what `stream` has to do so far and before what it gets next.
 
         The event is reached when the pool is not read any more; None: already.
         """
         ...
 
-    def load_aside(self, runs: Sequence[Run], after: Event | None) -> None:
+    def load_aside(self, runs: Sequence[PageRun], after: Event | None) -> None:
         """Pool -> pages, once `after` is reached; returns when the bytes are there."""
         ...
 
@@ -57,7 +57,7 @@ class Copier(Protocol):
         """Reached when `stream` has done what it has to do so far; None: already."""
         ...
 
-    def save(self, runs: Sequence[Run], after: Event | None) -> None:
+    def save(self, runs: Sequence[PageRun], after: Event | None) -> None:
         """Pages -> pool, once `after` is reached; returns when the bytes are there."""
         ...
 
@@ -96,10 +96,10 @@ class HostCopier:
         self._pages: NDArray[np.uint8] = kv.view(torch.uint8).reshape(-1).numpy()
         self._pool = pool
 
-    def load(self, runs: Sequence[Run], stream: Any) -> None:
+    def load(self, runs: Sequence[PageRun], stream: Any) -> None:
         self.load_aside(runs, self.record(stream))
 
-    def load_aside(self, runs: Sequence[Run], after: Event | None) -> None:
+    def load_aside(self, runs: Sequence[PageRun], after: Event | None) -> None:
         if after is not None:
             after.synchronize()
         for pages_at, pool_at, size_bytes in runs:
@@ -110,7 +110,7 @@ class HostCopier:
     def record(self, stream: Any) -> Event | None:
         return None if stream is None else stream.record_event()
 
-    def save(self, runs: Sequence[Run], after: Event | None) -> None:
+    def save(self, runs: Sequence[PageRun], after: Event | None) -> None:
         if after is not None:
             after.synchronize()
         for pages_at, pool_at, size_bytes in runs:
@@ -188,7 +188,7 @@ class CudaCopier:
             )  # on `_load_stream` it would hold up loads
             self._save_stream = self._torch.cuda.Stream()
 
-    def load(self, runs: Sequence[Run], stream: Any) -> Event | None:
+    def load(self, runs: Sequence[PageRun], stream: Any) -> Event | None:
         with self._torch.cuda.device(self._device):
             self._load_stream.wait_event(self.record(stream))
             pages, pool, copy = self._pages_at, self._pool_at, self._driver.copy
@@ -205,14 +205,14 @@ class CudaCopier:
         event.record(stream)
         return event
 
-    def load_aside(self, runs: Sequence[Run], after: Event | None) -> None:
+    def load_aside(self, runs: Sequence[PageRun], after: Event | None) -> None:
         self._copy_and_wait(self._aside_stream, runs, after, is_load=True)
 
-    def save(self, runs: Sequence[Run], after: Event | None) -> None:
+    def save(self, runs: Sequence[PageRun], after: Event | None) -> None:
         self._copy_and_wait(self._save_stream, runs, after, is_load=False)
 
     def _copy_and_wait(
-        self, stream: Any, runs: Sequence[Run], after: Event | None, is_load: bool
+        self, stream: Any, runs: Sequence[PageRun], after: Event | None, is_load: bool
     ) -> None:
         with self._torch.cuda.device(self._device):
             # Always an event: a thread's first call must be one of the runtime, which gives it the

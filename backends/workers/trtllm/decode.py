@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from backends.config_pbtxt import DecodeConfig
 from backends.engine.trtllm.llm_thread import EngineRun, Order, Outcome
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
 from backends.errors import WorkerUnavailable
-from backends.workers.config import DecodeConfig
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Samples
 from backends.workers.jobs import DecodeJob

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from backends.config_pbtxt import DecodeConfig, PrefillConfig, checkpoint_folder
 from backends.engine.trtllm.channel import ChannelError
 from backends.engine.trtllm.engine import TrtllmEngine
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
 from backends.engine.trtllm.stats import EngineHealth, IterationStats
 from backends.errors import WorkerUnavailable
-from backends.workers.config import DecodeConfig, PrefillConfig, checkpoint_folder
 from backends.workers.driver import Driver
 from backends.workers.worker import JobWorker
 

@@ -23,12 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
 from backends.engine.trtllm.llm_thread import EngineRun, Order, Outcome
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
 from backends.errors import WorkerUnavailable
-from backends.workers.config import PrefillConfig
 from backends.workers.driver import Samples
 from backends.workers.jobs import PrefillJob
 from backends.workers.prefill_worker import PrefillWorker

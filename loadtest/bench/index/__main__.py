@@ -29,7 +29,6 @@ import numpy as np
 import typer
 
 from conductor.routing.policies import POLICIES
-from loadtest.bench.harness import benchmark, best_s, console
 from loadtest.bench.index import decision
 from loadtest.bench.index.indexes import IndexedTrace, memory_per_block, placed, requests_of
 from loadtest.bench.index.lookups import (
@@ -40,7 +39,8 @@ from loadtest.bench.index.lookups import (
     LookupTimes,
     contenders,
 )
-from loadtest.bench.result import Cell, Target
+from loadtest.harness.benchmark import benchmark, best_s, console
+from loadtest.harness.result import Cell, Target
 from loadtest.replay.trace import read_trace
 from mooncake_store.block_keys import Tokens, block_keys, chain_seed
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from conductor import Conductor, ConductorConfig, Request, Route
 from loadtest.bench.index.indexes import block_key
-from loadtest.bench.result import Cell
+from loadtest.harness.result import Cell
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
 from mooncake_store.records.events import BlockAdded, Event, NodeUp, WorkerReported, WorkerUp
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport

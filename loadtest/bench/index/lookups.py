@@ -27,7 +27,7 @@ from loadtest.bench.index.indexes import (
     PyDict,
     block_key,
 )
-from loadtest.bench.processes import PeerProcess
+from loadtest.harness.processes import PeerProcess
 
 IDS, BYTES = "trace ids", "16 bytes"  # kinds of keys
 COMPARED = 300  # requests of which answers are compared

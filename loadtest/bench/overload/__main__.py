@@ -31,12 +31,12 @@ from typing import Annotated
 
 import typer
 
-from loadtest.bench.harness import benchmark, console, served
 from loadtest.bench.overload import decode_bound
 from loadtest.bench.overload.load import OverloadClient, OverloadPhase, OverloadShape, reload
-from loadtest.bench.result import Target
-from loadtest.bench.server import Parameters, own_repository
 from loadtest.client.server import Addresses
+from loadtest.harness.benchmark import benchmark, console, served
+from loadtest.harness.result import Target
+from loadtest.harness.server import Parameters, own_repository
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED
 
 OVERLOAD = 4.0

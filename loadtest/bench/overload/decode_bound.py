@@ -38,11 +38,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.bench.harness import console
 from loadtest.bench.overload.load import OverloadClient, OverloadPhase, OverloadShape, reload
-from loadtest.bench.result import Cell, Target
-from loadtest.bench.server import Parameters
 from loadtest.client.server import Addresses
+from loadtest.harness.benchmark import console
+from loadtest.harness.result import Cell, Target
+from loadtest.harness.server import Parameters
 from loadtest.results.metrics import COMPLETED, REJECTED, RequestRecord
 
 POLICIES = ("reserved", "baseline", "early", "predictive", "predictive_lengths")

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtest.bench.result import Cell
-from loadtest.bench.server import Parameters, set_parameters
 from loadtest.client.metrics_page import counter_sum, fetch_page
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
 from loadtest.client.server import Addresses, describe_server
 from loadtest.client.triton_client import TritonClient
+from loadtest.harness.result import Cell
+from loadtest.harness.server import Parameters, set_parameters
 from loadtest.replay.open_loop import ReplayRun, SendOptions, WallClock, send_all
 from loadtest.replay.prompts import PlannedRequest, TokenSource
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, spread

@@ -32,16 +32,6 @@ import numpy as np
 import typer
 
 from loadtest.bench import ssd_tier
-from loadtest.bench.harness import (
-    BatchRounds,
-    BlocksSeed,
-    benchmark,
-    console,
-    median_s,
-    moved,
-)
-from loadtest.bench.processes import BenchStore, PeerProcess
-from loadtest.bench.result import Cell, Target
 from loadtest.bench.store.ways import (
     BATCH,
     MB,
@@ -56,6 +46,16 @@ from loadtest.bench.store.ways import (
     putting,
     together,
 )
+from loadtest.harness.benchmark import (
+    BatchRounds,
+    BlocksSeed,
+    benchmark,
+    console,
+    median_s,
+    moved,
+)
+from loadtest.harness.processes import BenchStore, PeerProcess
+from loadtest.harness.result import Cell, Target
 from mooncake_store.client.client import StoreClient
 from mooncake_store.memory.segment import Segment
 

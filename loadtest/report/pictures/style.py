@@ -57,7 +57,7 @@ PHASES = {
     "queue": NAMED["slate"], "transfer": NAMED["sky"], "prefill": NAMED["blue"],
     "hand-over": NAMED["orange"], "decode": NAMED["pink"], "elsewhere": NAMED["pale"],
 }  # fmt: skip
-LABEL_LETTERS_MAX = 24
+LABEL_CHARACTERS_MAX = 24
 STEPS = (1, 2, 2.5, 5, 10)  # of ticks on ordinary axes
 
 SETTINGS: dict[str, Any] = {
@@ -156,9 +156,9 @@ def stacked_axes(figure: Figure, count: int) -> list[Axes]:
 
 def label(text: str) -> str:
     """A name that came from somewhere, fit for a picture: short, printable, never empty."""
-    clean = "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
-    if len(clean) > LABEL_LETTERS_MAX:
-        clean = clean[: LABEL_LETTERS_MAX - 3] + "..."
+    clean = "".join(char if char.isascii() and char.isprintable() else "?" for char in text)
+    if len(clean) > LABEL_CHARACTERS_MAX:
+        clean = clean[: LABEL_CHARACTERS_MAX - 3] + "..."
     return clean.lstrip("_") or "unnamed"  # matplotlib hides labels that begin with "_"
 
 

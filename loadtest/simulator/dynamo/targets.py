@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from loadtest.bench.result import Target
+from loadtest.harness.result import Target
 from loadtest.simulator.cluster.outcome import SimulationOutcome
 from loadtest.simulator.dynamo.peer import (
     BLOCKS,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loadtest.bench.result import Cell
+from loadtest.harness.result import Cell
 from loadtest.simulator.cluster.coupled import CoupledFleet, CoupledSettings
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline

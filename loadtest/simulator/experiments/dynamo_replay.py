@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from conductor import ConductorConfig
 from conductor.queue_order import ALWAYS
-from loadtest.bench.result import Cell
+from loadtest.harness.result import Cell
 from loadtest.replay.trace import TraceRow
 from loadtest.simulator.cluster.job import Offered, offered_of, spread_ticks
 from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from loadtest.bench.result import Target
+from loadtest.harness.result import Target
 from loadtest.simulator.block_cache import BlockCache, DirectoryCache, Hits, best_hits, key_of, play
 from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions, SimulationRefused
 from mooncake_store.directory.core.eviction import POLICIES

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from loadtest.bench.result import Cell
+from loadtest.harness.result import Cell
 from loadtest.report.pictures.style import MANY, NAMED
 
 HEIGHT_IN, DOTS_PER_INCH = 3.8, 150

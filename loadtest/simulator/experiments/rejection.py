@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from conductor import ConductorConfig
-from loadtest.bench.result import Target
+from loadtest.harness.result import Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import Offered

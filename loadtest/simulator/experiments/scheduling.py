@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from conductor import ConductorConfig
-from loadtest.bench.result import Target
+from loadtest.harness.result import Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import Offered

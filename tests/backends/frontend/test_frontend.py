@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from backends.config_pbtxt import FrontendConfig
 from backends.errors import Overloaded, WorkerUnavailable
 from backends.frontend.cluster_view import Decided
 from backends.frontend.frontend import Frontend
@@ -17,7 +18,6 @@ from backends.frontend.lifecycle.events import FirstText, PrefillReplied, Routed
 from backends.frontend.lifecycle.machine import step
 from backends.frontend.live_request import Assignment, LiveRequest
 from backends.text.text_stream import Emission
-from backends.workers.config import FrontendConfig
 from conductor.messages import Route, WorkerRef
 from tests.backends.asking import TOKENIZER
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from backends.config_pbtxt import FrontendConfig
 from backends.errors import (
     Cancelled,
     InvalidRequest,
@@ -35,7 +36,6 @@ from backends.frontend.request_times import RequestTimes
 from backends.metrics.page import Observations
 from backends.tensors import string_tensor
 from backends.text.text_stream import Emission
-from backends.workers.config import FrontendConfig
 from backends.workers.protocol import (
     REPLY_BODY,
     REPLY_IDS,

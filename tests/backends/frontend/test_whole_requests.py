@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from backends.config_pbtxt import FrontendConfig
 from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
@@ -23,7 +24,6 @@ from backends.frontend.frontend import Frontend
 from backends.frontend.token_streams import TokenStreams
 from backends.tensors import string_tensor
 from backends.text.tokenizer import Tokenizer
-from backends.workers.config import FrontendConfig
 from backends.workers.protocol import (
     REPLY_BODY,
     REPLY_IDS,

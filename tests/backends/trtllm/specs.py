@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from backends.config_pbtxt import DecodeConfig, PrefillConfig
 from backends.engine.trtllm.settings import EngineSpec
-from backends.workers.config import DecodeConfig, PrefillConfig
 
 COMMON = ("dtype", "block_tokens", "kv_pages", "context_tokens_max")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from backends.config_pbtxt import DTYPES
 from backends.engine.trtllm.settings import (
     OBJECTS,
     ONLY,
@@ -17,7 +18,6 @@ from backends.engine.trtllm.settings import (
 )
 from backends.errors import ConfigError
 from backends.triton.worker_kinds import read_worker_configs
-from backends.workers.config import DTYPES
 
 USABLE = {"engine": "tensorrt_llm", "dtype": "bfloat16", "block_tokens": "256"}
 

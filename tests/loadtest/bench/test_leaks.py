@@ -18,9 +18,9 @@ from loadtest.bench.leaks import (
     rss_target,
     run_mixed,
 )
-from loadtest.bench.processes import Look, ProcessWatch
-from loadtest.bench.server import CannotMeasure
 from loadtest.client.server import addresses_of
+from loadtest.harness.processes import Look, ProcessWatch
+from loadtest.harness.server import CannotMeasure
 
 WINDOWS = ComparedMinutes(second=(60.0, 120.0), last=(240.0, 300.0))
 KEY = ("decode_0", 7)

@@ -15,7 +15,7 @@ from loadtest.bench.overload.decode_bound import (
     order_of,
 )
 from loadtest.bench.overload.load import OverloadPhase
-from loadtest.bench.result import Target
+from loadtest.harness.result import Target
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
 
 LIMITS = PromisedLimits(ttft_s=1.0, tbt_s=0.02)

@@ -14,10 +14,10 @@ from conductor.estimates.estimates import (
     PrefillEstimate,
     PrefillSample,
 )
-from loadtest.bench.harness import together_tbt_s
-from loadtest.bench.server import PROJECT
 from loadtest.client.protocol import GenerateRequest, ServerError, TokenEvent
 from loadtest.client.server import addresses_of
+from loadtest.harness.benchmark import together_tbt_s
+from loadtest.harness.server import PROJECT
 from loadtest.profile import command
 from loadtest.profile.command import settings_of
 from loadtest.profile.measure import (

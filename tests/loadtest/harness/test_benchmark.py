@@ -12,12 +12,12 @@ import pytest
 import typer
 from rich.console import Console
 
-from loadtest.bench.harness import benchmark, in_turns, moved, settled
-from loadtest.bench.processes import BenchStore, PeerProcess
-from loadtest.bench.result import Result, Target, shown
 from loadtest.bench.reuse import targets
-from loadtest.bench.server import ServerFailed, free_addresses
 from loadtest.client.server import Addresses, addresses_of
+from loadtest.harness.benchmark import benchmark, in_turns, moved, settled
+from loadtest.harness.processes import BenchStore, PeerProcess
+from loadtest.harness.result import Result, Target, shown
+from loadtest.harness.server import ServerFailed, free_addresses
 
 
 def test_a_result_ends_with_one_line_of_json_in_the_common_shape() -> None:

@@ -4,7 +4,7 @@ A store's own (a directory and nodes) and scripts in another project's Python ar
 stack or the block that started them. Memory, threads, descriptors and CPU time are read through
 psutil; CPU times come in the 10 ms steps of the kernel's accounting, so measure seconds of work.
 
-Not here: what is flat and what leaks (leaks.py), Triton (server.py).
+Not here: what is flat and what leaks (loadtest/bench/leaks.py), Triton (server.py).
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from typing import Annotated, TypeVar
 import typer
 from rich.console import Console
 
-from loadtest.bench.result import Cell, Result, Target
-from loadtest.bench.server import CannotMeasure, serving
 from loadtest.client.protocol import ServerError
 from loadtest.client.server import Addresses
+from loadtest.harness.result import Cell, Result, Target
+from loadtest.harness.server import CannotMeasure, serving
 
 ServerUrl = Annotated[
     str | None, typer.Option(help="gRPC address of a running server; default: start one.")

@@ -228,7 +228,7 @@ class FrontendConfig:
 def checkpoint_folder(checkpoint: str, repository: str) -> Path:
     """The folder that `checkpoint` names; relative paths start beside the model repository."""
     if checkpoint == "demo":
-        return Path(__file__).parents[1] / "demo_checkpoint"
+        return Path(__file__).parent / "demo_checkpoint"
     path = Path(checkpoint).expanduser()
     if not path.is_absolute():
         path = Path(repository).resolve().parent / path

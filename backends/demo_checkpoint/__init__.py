@@ -1,0 +1,1 @@
+"""The checkpoint that is served by default, and how it was trained."""
