@@ -67,16 +67,30 @@ def answer_of(prompt: Sequence[int], tokens: int) -> list[int]:
 
 
 class Line:
-    """Stands where an executor would: what is submitted waits for `step`."""
+    """Stands where an executor would: what is submitted waits for `step`.
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    A step may be taken in the middle of another one, but no more at once than there are threads.
+    """
+
+    def __init__(self, threads: int, **_: Any) -> None:
         self.waiting: list[Callable[[], Any]] = []
+        self._free_threads = threads
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> None:
         self.waiting.append(lambda: work(*arguments))
 
+    @property
+    def has_work(self) -> bool:
+        """Something waits, and a thread for it."""
+        return bool(self.waiting) and self._free_threads > 0
+
     def step(self, index: int = 0) -> None:
-        self.waiting.pop(index)()
+        assert self._free_threads > 0, "more at once than there are threads"
+        self._free_threads -= 1
+        try:
+            self.waiting.pop(index)()
+        finally:
+            self._free_threads += 1
 
     def shutdown(self, **_: Any) -> None: ...
 
@@ -278,10 +292,11 @@ class Site:
         for worker in self.workers:
             if not worker.writer.is_idle:
                 found.append(worker.writer.step)
-        if waiting := self.prefill._loading.waiting:  # type: ignore[attr-defined]
+        if self.prefill._loading.has_work:  # type: ignore[attr-defined]
+            waiting = self.prefill._loading.waiting  # type: ignore[attr-defined]
             index = self.rng.randrange(min(2, len(waiting)))
             found.append(lambda: self.prefill._loading.step(index))  # type: ignore[attr-defined]
-        if self.decode._loading.waiting:  # type: ignore[attr-defined]
+        if self.decode._loading.has_work:  # type: ignore[attr-defined]
             found.append(self.decode._loading.step)  # type: ignore[attr-defined]
         if self.outbox.messages:
             found.append(self._deliver)
