@@ -33,7 +33,7 @@ def make_driver(role: str, model: str, repository: str, config: Any, *of_engine:
 
         kind = TrtllmPrefill if role == "prefill" else TrtllmDecode
         return kind(model, config, repository, *of_engine)
-    from backends.workers.stepping import StepDecode, StepPrefill, load_engine
+    from backends.workers.step_driver import StepDecode, StepPrefill, load_engine
 
     return (StepPrefill if role == "prefill" else StepDecode)(load_engine(config, repository))
 

@@ -7,7 +7,7 @@ writer puts generated blocks, the repliers end requests. Tokens come in the one 
 driver says them in, and leave as one message per frontend and step.
 
 Not here: Triton (decode/model.py), the text of tokens (text_stream.py), steps and engines
-(stepping.py, trtllm/decode.py).
+(step_driver.py, trtllm/decode.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a worker asks of its engine's driver.
 
 A worker brings KV in, decides who gets pages, takes KV out and answers. Between, its driver runs
-the engine in the engine's own way: one computes step by step (stepping.py), another batches by
+the engine in the engine's own way: one computes step by step (step_driver.py), another batches by
 itself (trtllm/). A driver says what came of a job by calling the worker's own verbs, which
 `PrefillWorker` and `DecodeWorker` name.
 

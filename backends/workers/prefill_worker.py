@@ -5,7 +5,7 @@ driver together with others, and leaves: its KV goes to the store meanwhile (kv_
 answer behind it. Threads: the engine's thread takes the turns (worker.py), loaders move prefixes
 in, the writer moves KV out.
 
-Not here: Triton (prefill/model.py), steps and engines (stepping.py, trtllm/prefill.py).
+Not here: Triton (prefill/model.py), steps and engines (step_driver.py, trtllm/prefill.py).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from backends.workers.protocol import (
     open_inbox,
     open_outbox,
 )
-from backends.workers.steps import StepTimes, StepWatch
+from backends.workers.step_times import StepTimes, StepWatch
 from mooncake_store import layout as kv_layout
 from mooncake_store.client.store import Store
 from mooncake_store.directory.client import DirectoryClient

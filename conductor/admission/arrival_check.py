@@ -9,7 +9,7 @@ it would miss the limit, and its prefill is wasted (the second check of the Moon
     step = speed * estimate(sequences + 1, context + its tokens)        refused above tbt_slo_s
 
 `speed` is measured / estimated of the worker's steps, at least 1 / RATIO_MAX and at most RATIO_MAX
-(measured.py), over as many of them as a short answer has (backends/workers/steps.py). The
+(measured.py), over as many of them as a short answer has (backends/workers/step_times.py). The
 conductor looks at such a mean too; whoever is refused for a few slow steps had its prefill for
 nothing. Whoever is asked and not yet running counts in full. An empty worker takes whatever comes:
 nobody else is harmed.

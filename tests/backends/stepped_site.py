@@ -34,8 +34,8 @@ from backends.workers.protocol import (
     PrefillRequest,
     Stop,
 )
-from backends.workers.stepping import StepDecode, StepPrefill
-from backends.workers.steps import StepTimes, StepWatch
+from backends.workers.step_driver import StepDecode, StepPrefill
+from backends.workers.step_times import StepTimes, StepWatch
 from backends.workers.worker_process import LeaseKeeper
 from tests.backends.stepped_store import (
     FINGERPRINT,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backends.engine.batching.batching import DecodeBatching
-from backends.workers.steps import StepTimes
+from backends.workers.step_times import StepTimes
 from conductor.admission.arrival_check import BatchOnArrival, refusal
 from conductor.estimates.estimates import DecodeEstimate
 from loadtest.simulator.cluster.job import SimulatedJob

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from backends.engine.batching.batching import Chunk, PrefillBatching
 from backends.workers.prefix_loading import SingleFlight
-from backends.workers.steps import StepTimes
+from backends.workers.step_times import StepTimes
 from conductor.estimates.estimates import PrefillEstimate
 from loadtest.simulator.cluster.job import SimulatedJob
 from loadtest.simulator.cluster.site import SimulatedSite, SimulatedWorker

@@ -9,7 +9,7 @@ import pytest
 
 from backends.engine.sampling import sample
 from backends.engine.sampling_params import SamplingParams
-from backends.workers import stepping
+from backends.workers import step_driver
 from tests.backends.stepped_site import Site, answer_of
 
 BAD_SEED = 13
@@ -27,7 +27,7 @@ def test_a_request_whose_sampling_fails_is_alone_with_it(
             raise FloatingPointError("no token has a probability")
         return sample(logits, params, position, *rest)
 
-    monkeypatch.setattr(stepping, "sample", failing)
+    monkeypatch.setattr(step_driver, "sample", failing)
     seeds = (0, BAD_SEED, 0)
     clients = [site.ask(prompt, 6, seed) for prompt, seed in zip(PROMPTS, seeds, strict=True)]
     site.settle()

@@ -11,7 +11,7 @@ import pytest
 from backends.errors import WorkerUnavailable
 from backends.workers import worker_process
 from backends.workers.protocol import HEARTBEAT_S, Heartbeat
-from backends.workers.steps import HUNG_S_MIN, StepWatch
+from backends.workers.step_times import HUNG_S_MIN, StepWatch
 from backends.workers.worker_process import WATCH_S, WorkerProcess
 from tests.backends.stepped_site import Outbox, Site
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backends.workers.steps import GAP_S_MAX, HUNG_RATIO, HUNG_S_MIN, StepWatch, limit_s
+from backends.workers.step_times import GAP_S_MAX, HUNG_RATIO, HUNG_S_MIN, StepWatch, limit_s
 
 
 def look(watch: StepWatch, from_s: float, to_s: float) -> float | None:

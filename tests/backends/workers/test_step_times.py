@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backends.workers.steps import StepTimes
+from backends.workers.step_times import StepTimes
 
 
 def test_the_first_step_is_the_recent_mean_and_not_a_fifth_of_it() -> None:
