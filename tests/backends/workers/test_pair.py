@@ -155,7 +155,7 @@ def test_a_worker_whose_engine_hangs_leaves_and_its_clients_hear_of_it(
 
     monkeypatch.setattr(worker_process, "end_process", end)
     monkeypatch.setattr(worker_process, "WATCH_S", 0.02)
-    monkeypatch.setattr(steps, "HUNG_S_MIN", 0.3)
+    monkeypatch.setattr(step_times, "HUNG_S_MIN", 0.3)
     for pair in pairs(tmp_path, monkeypatch):
         hung = getattr(pair, role)
         forward = hung.driver.engine.forward
