@@ -53,6 +53,7 @@ class Frontend:
         # Threads beyond requests_max wait for the last word of workers that fell silent.
         self._pool = ThreadPoolExecutor(2 * config.requests_max, thread_name_prefix="request")
         self._abandoned: dict[str, tuple[str, str]] = {}  # a call, and the worker it waits for
+        self._abandoning = threading.Lock()  # requests are owned by many threads
         self._running: set[Future[None]] = set()
         self._cap = TenantCap(config.requests_max, config.tenant_requests_share)
         self._entering = threading.Lock()
@@ -118,12 +119,15 @@ class Frontend:
         lost = WorkerLost((worker_id, incarnation), heard_s, time.monotonic())
         for request in self.live.all():
             request.post(lost)
-        for request_id, worker in list(self._abandoned.items()):
-            if worker == lost.worker:
-                self._abandoned.pop(request_id, None)
-                self._calls.cancel(request_id)
+        with self._abandoning:
+            left = [name for name, worker in self._abandoned.items() if worker == lost.worker]
+            for request_id in left:
+                del self._abandoned[request_id]
+        for request_id in left:
+            self._calls.cancel(request_id)
 
     def _abandon(self, request_id: str, worker: tuple[str, str]) -> None:
-        self._abandoned[request_id] = worker
-        if len(self._abandoned) > self._config.requests_max:  # the oldest has ended long ago
-            self._abandoned.pop(next(iter(self._abandoned)), None)
+        with self._abandoning:
+            self._abandoned[request_id] = worker
+            if len(self._abandoned) > self._config.requests_max:  # the oldest has ended long ago
+                del self._abandoned[next(iter(self._abandoned))]

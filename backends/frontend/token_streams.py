@@ -56,6 +56,7 @@ class TokenStream:
     receiver: Receiver
     attempt: int
     heard_s: float  # when its worker last said anything of it, or was called
+    is_decoding: bool = False  # a decode worker has it: tokens will come
 
 
 class TokenStreams:
@@ -73,9 +74,9 @@ class TokenStreams:
         self._streams[request_id] = TokenStream(receiver, attempt, time.monotonic())
 
     def called(self, request_id: str) -> None:
-        """Another worker has it now."""
+        """A decode worker has it now."""
         if (stream := self._streams.get(request_id)) is not None:
-            stream.heard_s = time.monotonic()
+            stream.heard_s, stream.is_decoding = time.monotonic(), True
 
     def forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
@@ -103,7 +104,8 @@ class TokenStreams:
             elif isinstance(message, Heartbeat):
                 for request_id in message.request_ids:
                     self._heard(request_id, now_s)
-        gap_s = min(len(self._streams) / self._messages_per_s_max, GAP_S_MAX)
+        decoding = sum(stream.is_decoding for stream in list(self._streams.values()))
+        gap_s = min(decoding / self._messages_per_s_max, GAP_S_MAX)
         for (request_id, incarnation), found in updates.items():
             # Tokens of a request that is over, or goes on elsewhere, are nobody's.
             if (stream := self._heard(request_id, now_s)) is not None:

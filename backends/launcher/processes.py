@@ -1,4 +1,4 @@
-"""ChildProcess processes that end with us, whatever happens.
+"""Child processes that end with us, whatever happens.
 
 Each child gets its own session (so that a Ctrl-C in the terminal reaches only the launcher, which
 then stops things in order), writes to a log file, and dies when the launcher dies, by the kernel's

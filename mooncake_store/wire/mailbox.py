@@ -48,6 +48,7 @@ class Inbox(Generic[M]):
         secret: str = "",
         messages_max: int = MESSAGES_MAX,
         turn_s: float | None = None,
+        thread_name: str = "inbox",
     ) -> None:
         """`turn_s`: call `on_messages` at least so often, with no messages if there are none.
 
@@ -64,7 +65,7 @@ class Inbox(Generic[M]):
             self._socket.close(linger=0)
             raise
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:

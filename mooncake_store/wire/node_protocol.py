@@ -8,7 +8,7 @@ When no answer came in time the call raises StoreUnavailable; what the node was 
 happen. For `load` that means bytes may still arrive in the segment: let the lease on those slots
 run out, do not abandon them.
 
-Not here: the answering side (node/py), which blocks to ask for (client/).
+Not here: the answering side (node/control.py), which blocks to ask for (client/).
 """
 
 from __future__ import annotations

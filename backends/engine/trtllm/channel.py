@@ -75,7 +75,10 @@ def _listen(
 
     decode = msgspec.msgpack.Decoder(kinds).decode
     try:
-        return Inbox(address, decode, on_messages, messages_max=MESSAGES_MAX, turn_s=TURN_S)
+        return Inbox(
+            address, decode, on_messages, messages_max=MESSAGES_MAX, turn_s=TURN_S,
+            thread_name="kv-channel",
+        )  # fmt: skip
     except zmq.ZMQError as error:
         raise ChannelError(f"cannot listen at {address}: {error}") from error
 

@@ -48,7 +48,7 @@ class TrtllmDriver(Driver[W, J]):
         self.is_native = config.handoff == "native"
         self._is_serving = False
         self._transfer_s_max = worker.transfer_s_max
-        self._health = EngineHealth(lambda reason: self._worker.process.lose(reason))
+        self._health = EngineHealth(self._lost)
         folder = checkpoint_folder(worker.checkpoint, repository)
         self.engine = TrtllmEngine(
             worker_id, spec, config, folder, repository, self, self._on_stats
@@ -85,6 +85,11 @@ class TrtllmDriver(Driver[W, J]):
         """The connector does not work any more. While we start or end, that is no news."""
         if self._is_serving and not self._worker.is_closing:
             self._health.lose(reason)
+
+    def _lost(self, reason: str) -> None:
+        """Who closes leaves in order: what fails then ends its own request and no more."""
+        if not self._worker.is_closing:
+            self._worker.process.lose(reason)
 
     def _on_stats(self, stats: IterationStats) -> None:
         if self._is_serving:  # else it is being measured

@@ -199,3 +199,25 @@ def test_any_word_of_a_worker_is_a_sign_of_life_of_the_requests_that_it_speaks_o
     assert streams.heard_s("r") >= before  # type: ignore[operator]
     streams.forget("r")
     assert streams.heard_s("r") is None and streams.heard_s("q") is None
+
+
+def test_requests_that_are_still_in_prefill_do_not_slow_the_streams_that_decode(
+    streams: TokenStreams,
+) -> None:
+    decoding = Receiver()
+    streams.listen("r0", decoding, 1)
+    streams.called("r0")
+    for number in range(1, 40):
+        streams.listen(f"r{number}", Receiver(), 1)
+    streams._on_messages([Tokens(INCARNATION, [update("r0", 0, 7)])])
+    arrived = decoding.events[-1]
+    assert isinstance(arrived, TokensArrived) and arrived.gap_s == 1 / 500
+    for number in range(1, 5):
+        streams.called(f"r{number}")
+    streams.called("r4")  # a worker may be called again
+    streams.forget("r1")
+    streams.forget("r1")
+    streams.forget("r39")
+    streams._on_messages([Tokens(INCARNATION, [update("r0", 1, 8)])])
+    arrived = decoding.events[-1]
+    assert isinstance(arrived, TokensArrived) and arrived.gap_s == 4 / 500

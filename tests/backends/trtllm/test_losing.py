@@ -1,0 +1,22 @@
+"""What fails while a TensorRT-LLM worker closes does not end its process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from backends.engine.trtllm.stats import FAILURES_MAX, EngineHealth
+from backends.workers.trtllm.driver import TrtllmDriver
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+def test_stagings_that_fail_lose_the_worker_unless_it_closes(is_closing: bool) -> None:
+    lost: list[str] = []
+    worker = SimpleNamespace(is_closing=is_closing, process=SimpleNamespace(lose=lost.append))
+    driver: Any = SimpleNamespace(_worker=worker)
+    health = EngineHealth(lambda reason: TrtllmDriver._lost(driver, reason))
+    for number in range(FAILURES_MAX):
+        health.failed(f"the connector did not answer ({number})")
+    assert len(lost) == (0 if is_closing else 1)
