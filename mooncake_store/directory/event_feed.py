@@ -31,6 +31,7 @@ from mooncake_store.wire.request_reply import set_reconnecting
 SILENCE_S_MAX = 3.5  # three heartbeats and a half
 POLL_S = 0.1  # bounds how long close() takes
 RETRY_S = 0.5
+GREETING_S_MAX = 1.5  # from a directory that it listens to
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,10 @@ class EventFeed:
         that is down) the snapshot is tried anyway.
         """
         stream.connect(self.events_address)
-        stream.poll(1_500)
+        until_s = time.monotonic() + GREETING_S_MAX
+        while not stream.poll(int(POLL_S * 1000)):
+            if self._closing.is_set() or time.monotonic() > until_s:
+                return
 
     def _take_snapshot(self) -> None:
         try:
