@@ -69,7 +69,7 @@ def mooncake() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `mooncake ARGUMENTS` (default: those of the process), and exit."""
-    app(None if arguments is None else list(arguments))
+    app(None if arguments is None else list(arguments), prog_name="mooncake")
 
 
 if __name__ == "__main__":

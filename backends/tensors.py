@@ -75,7 +75,7 @@ UNSUPPORTED_INPUTS = (
     Tensor("use_draft_logits", "BOOL", neutral=False),
 )
 
-# A response has those that its client asked for (front_answer.names_sent).
+# A response has those that its client asked for (frontend/answer.py, names_sent).
 OUTPUTS = (
     Tensor("text_output", "STRING", (-1,)),
     Tensor("output_ids", "INT32", (-1,)),

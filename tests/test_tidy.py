@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,11 @@ def tracked(suffix: str) -> list[Path]:
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
@@ -164,7 +170,7 @@ def floor_problems(path: Path, modules: set[str]) -> Iterator[str]:
 @pytest.mark.parametrize("path", tracked(".py"), ids=str)
 def test_a_python_file_keeps_the_house_rules(path: Path) -> None:
     text = (ROOT / path).read_text()
-    tree = ast.parse(text)
+    tree = tree_of(path)
     problems = [*shape_problems(path, text, tree), *import_problems(path, tree)]
     assert not problems, "\n".join(problems)
 
@@ -175,7 +181,7 @@ def test_the_packages_have_no_import_cycle() -> None:
              for p in tracked(".py") if p.parts[0] in PACKAGES}  # fmt: skip
     for name, path in names.items():
         top_level = ast.Module(
-            [node for node in ast.parse((ROOT / path).read_text()).body
+            [node for node in tree_of(path).body
              if isinstance(node, ast.Import | ast.ImportFrom)], [])  # fmt: skip
         graph[name] = {m for m in imported_modules(top_level) if m in names and m != name}
         graph[name] -= {name.rsplit(".", 1)[0]}
@@ -236,7 +242,7 @@ def test_a_class_name_is_there_once() -> None:
     places: dict[str, list[str]] = {}
     for path in tracked(".py"):
         if path.parts[0] in PACKAGES:
-            for node in ast.parse((ROOT / path).read_text()).body:
+            for node in tree_of(path).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places.setdefault(node.name, []).append(str(path))
     del places["TritonPythonModel"]  # Triton wants this name of every model
@@ -249,7 +255,7 @@ def test_identifiers_use_the_words_of_the_field() -> None:
         f"{path}: {name}"
         for path in tracked(".py")
         if path.parts[0] in PACKAGES
-        for name in names_in(ast.parse((ROOT / path).read_text()))
+        for name in names_in(tree_of(path))
         if DIALECT & set(name.lower().strip("_").split("_"))
     ]
     assert not found, "\n".join(found)

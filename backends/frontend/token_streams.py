@@ -56,13 +56,13 @@ class TokenStream:
     receiver: Receiver
     attempt: int
     heard_s: float  # when its worker last said anything of it, or was called
-    is_decoding: bool = False  # a decode worker has it: tokens will come
 
 
 class TokenStreams:
     def __init__(self, address: str, messages_per_s_max: float) -> None:
         self._messages_per_s_max = messages_per_s_max
         self._streams: dict[str, TokenStream] = {}
+        self._decoding: set[str] = set()  # those of them that a decode worker has
         self._inbox = open_inbox(address, self._on_messages)
 
     @property
@@ -76,10 +76,12 @@ class TokenStreams:
     def called(self, request_id: str) -> None:
         """A decode worker has it now."""
         if (stream := self._streams.get(request_id)) is not None:
-            stream.heard_s, stream.is_decoding = time.monotonic(), True
+            stream.heard_s = time.monotonic()
+            self._decoding.add(request_id)
 
     def forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
+        self._decoding.discard(request_id)
 
     def heard_s(self, request_id: str) -> float | None:
         """When its worker last said anything of it, or was called; None: nobody waits for it."""
@@ -104,8 +106,7 @@ class TokenStreams:
             elif isinstance(message, Heartbeat):
                 for request_id in message.request_ids:
                     self._heard(request_id, now_s)
-        decoding = sum(stream.is_decoding for stream in list(self._streams.values()))
-        gap_s = min(decoding / self._messages_per_s_max, GAP_S_MAX)
+        gap_s = min(len(self._decoding) / self._messages_per_s_max, GAP_S_MAX)
         for (request_id, incarnation), found in updates.items():
             # Tokens of a request that is over, or goes on elsewhere, are nobody's.
             if (stream := self._heard(request_id, now_s)) is not None:

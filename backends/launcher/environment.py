@@ -120,14 +120,16 @@ def problems(
         )
 
 
-def free_ports(count: int, promised: Collection[int]) -> list[int]:
+def free_ports(
+    count: int, promised: Collection[int], port_min: int = PORT_MIN, port_max: int = PORT_MAX
+) -> list[int]:
     """Ports of loopback that nobody has now, nor is going to take; they differ."""
     chance = random.SystemRandom()
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         while len(ports) < count:
             listener = held.enter_context(socket.socket())
-            port = chance.randrange(PORT_MIN, PORT_MAX)
+            port = chance.randrange(port_min, port_max)
             if port in promised:
                 continue
             with contextlib.suppress(OSError):

@@ -5,7 +5,7 @@ here with the same message as the conductor's own.
 """
 
 from backends.config_pbtxt import TokenizerConfig, checkpoint_folder, read_config
-from backends.frontend import request as front_request
+from backends.frontend.request import RequestLimits, parse_prompt
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
 
@@ -18,7 +18,7 @@ class TritonPythonModel:
             folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
             self.tokenizer = Tokenizer.load(folder)
             # The conductor knows the context and checks against it.
-            self.limits = front_request.RequestLimits(2**31, self.tokenizer.vocabulary_tokens)
+            self.limits = RequestLimits(2**31, self.tokenizer.vocabulary_tokens)
         except Exception as error:  # edge: the reason goes to the operator, without a traceback
             raise triton_io.load_error(error) from None
 
@@ -27,9 +27,7 @@ class TritonPythonModel:
 
     def answer(self, request):
         try:
-            ids = front_request.parse_prompt(
-                triton_io.inputs_of(request), self.tokenizer, self.limits
-            )
+            ids = parse_prompt(triton_io.inputs_of(request), self.tokenizer, self.limits)
             return triton_io.response({"input_ids": ids})
         except Exception as error:  # edge: one bad request must not fail its neighbours
             return triton_io.error_response(error)

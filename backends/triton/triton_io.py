@@ -30,7 +30,7 @@ from backends.errors import (
 from backends.launcher import keys
 from backends.metrics.page import MetricPage
 from backends.metrics.table import Metric
-from backends.tensors import UNBATCHED_OUTPUTS
+from backends.tensors import UNBATCHED_OUTPUTS, string_tensor
 from backends.triton.metrics_loop import MetricsLoop, Publish
 from backends.workers.protocol import (
     REPLY_BODY,
@@ -120,7 +120,7 @@ class Reply:
                 self._sender.send(flags=FINAL)
 
     def fail(self, error: Exception) -> None:
-        self._send(pb.InferenceResponse(error=triton_error(error)), True)
+        self._send(error_response(error), True)
 
     def is_cancelled(self) -> bool:
         """Has the client gone away? False once the reply is closed.
@@ -173,19 +173,15 @@ class WorkerReply(Reply):
 
     def prefilled(self, token_id: int, reply: PrefillReply) -> None:
         ids = np.array([token_id], np.int32)
-        self.send({REPLY_IDS: ids, REPLY_BODY: _text(encode(reply))}, is_final=True)
+        self.send({REPLY_IDS: ids, REPLY_BODY: string_tensor(encode(reply))}, is_final=True)
 
     def decoded(self, token_ids: list[int], reply: DecodeReply) -> None:
         ids = np.array(token_ids, np.int32)
-        self.send({REPLY_IDS: ids, REPLY_BODY: _text(encode(reply))}, is_final=True)
+        self.send({REPLY_IDS: ids, REPLY_BODY: string_tensor(encode(reply))}, is_final=True)
 
     def fail(self, error: Exception) -> None:
-        body = _text(encode(WorkerFailure(error_message(error))))
+        body = string_tensor(encode(WorkerFailure(error_message(error))))
         self.send({REPLY_IDS: np.zeros(0, np.int32), REPLY_BODY: body}, is_final=True)
-
-
-def _text(data: bytes) -> np.ndarray:
-    return np.array([data], dtype=np.object_)
 
 
 def response(outputs: Mapping[str, np.ndarray]) -> Any:

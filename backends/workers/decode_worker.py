@@ -60,9 +60,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
             driver.engine.pages, config.block_tokens, config.slots,
             waiting_max=config.queue_requests_max,
         )  # fmt: skip
-        self._ended: list[
-            DecodeJob
-        ] = []  # these, and the updates by frontend, wait for `send_news`
+        # These, and the updates by frontend, wait for `send_news`.
+        self._ended: list[DecodeJob] = []
         self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)
         self._repliers = Repliers()
         driver.begin(self)

@@ -12,11 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.launcher.environment import free_ports
 from loadtest.client.server import Addresses, addresses_of
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -81,20 +80,12 @@ def started(arguments: Sequence[str] = ()) -> Iterator[OwnServer]:
 
 
 def free_addresses() -> Addresses:
-    """Three ports that nobody has now; all are held until all are known, so they differ.
+    """Three ports that nobody has now.
 
     Below the kernel's ephemeral range: there any outgoing connection could take one of them before
-    the server listens.
+    the server listens. And above the ports that a launcher chooses for its own Tritons.
     """
-    chance = random.Random()
-    with contextlib.ExitStack() as held:
-        ports: list[int] = []
-        while len(ports) < 3:
-            listener = held.enter_context(socket.socket())
-            port = chance.randrange(PORT_MIN, PORT_MAX)
-            with contextlib.suppress(OSError):
-                listener.bind(("127.0.0.1", port))
-                ports.append(port)
+    ports = free_ports(3, (), PORT_MIN, PORT_MAX)
     return Addresses(*(f"127.0.0.1:{port}" for port in ports))
 
 

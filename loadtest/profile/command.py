@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -192,16 +191,3 @@ def show(found: Profile) -> None:
 def _compared(measured_s: float, fitted_s: float) -> tuple[str, str, str]:
     error = fitted_s / measured_s - 1.0
     return f"{measured_s * 1e3:.2f}", f"{fitted_s * 1e3:.2f}", f"{error:+.1%}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `mooncake profile ARGUMENTS`; the CLI calls this so that it imports nothing early."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(profile)
-    command = typer.main.get_command(app)
-    command.main(None if arguments is None else list(arguments), prog_name="mooncake profile")
-    return 0
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,10 @@
-"""`python -m loadtest.replay`: the same as `mooncake replay`."""
+"""`python -m loadtest.replay` is `mooncake replay`."""
 
-from loadtest.replay.command import main
+from __future__ import annotations
+
+import sys
+
+from backends.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(["replay", *sys.argv[1:]])

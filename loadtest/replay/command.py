@@ -322,12 +322,3 @@ def sampled_url(chosen: str | None, grpc_url: str) -> str | None:
         return addresses_of(grpc_url).metrics_url
     except ValueError as error:
         raise typer.BadParameter(f"--url: {error}") from None
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `mooncake replay ARGUMENTS`."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(replay)
-    command = typer.main.get_command(app)
-    command.main(arguments and list(arguments), prog_name="mooncake replay")
-    return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Variant:
 
 
 VARIANTS = {"tp1": Variant(), "tp2 small pages": Variant("bfloat16", 16, 2, "1.2")}
+handed_over_tokens: Counter[str] = Counter()  # by `ask`, to the decode workers of each server
 # For what has nothing to do with ranks and sizes of pages: it takes long enough once.
 only_tp1 = pytest.mark.parametrize("case", ["tp1"], indirect=True)
 
@@ -48,6 +50,8 @@ def ask(server: Server, ids: list[int], tokens: int = TOKENS, **parameters: str)
         input_ids=ids, max_tokens=tokens, end_id=-1, return_decision=True, parameters=parameters
     )
     assert not answer.error, answer.error
+    if tokens > 1:
+        handed_over_tokens[server.addresses.http] += len(ids) + 1  # the prompt and token 0
     return answer
 
 
@@ -108,10 +112,15 @@ def test_decode_computes_only_the_end_of_the_last_page(case: tuple[Server, Varia
     def tokens(path: str) -> float:
         return server.metric("mooncake_handover_tokens_total", path=path)
 
+    def all_are_counted() -> bool:  # a worker tells its metrics only once a second
+        counted = sum(tokens(path) for path in ("loaded", "local", "computed"))
+        return counted == handed_over_tokens[server.addresses.http]
+
+    wait_until(all_are_counted, "earlier requests on the metrics page")
     before = {path: tokens(path) for path in ("loaded", "local", "computed")}
     ids = prompt(77, 6 * B + page + 5)
     ask(server, ids, tenant="counted")
-    wait_until(lambda: tokens("computed") > before["computed"], "the metrics page")
+    wait_until(all_are_counted, "this one on the metrics page")
     assert tokens("loaded") - before["loaded"] == 6 * B + page
     assert tokens("computed") - before["computed"] == 5 + 1, "and the first token"
     assert tokens("local") == before["local"]

@@ -22,7 +22,7 @@ import numpy as np
 from backends.config_pbtxt import DecodeConfig
 from backends.engine.trtllm.llm_thread import EngineRun, Order, Outcome
 from backends.engine.trtllm.messages import Stage
-from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
+from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import WorkerUnavailable
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Samples
@@ -58,20 +58,10 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
     def __init__(
         self, worker_id: str, worker: DecodeConfig, repository: str, config: TrtllmConfig
     ) -> None:
-        """Raises ConfigError; takes minutes with real weights."""
-        spec = EngineSpec(
-            role="decode",
-            dtype=worker.dtype,
-            block_tokens=worker.block_tokens,
-            kv_pages=worker.kv_pages,
-            context_tokens_max=worker.context_tokens_max,
-            requests_max=worker.slots,
-        )
-        self._block_tokens = worker.block_tokens
         self._answers: dict[DecodeJob, EngineAnswer] = {}
         self._staged_jobs: dict[str, DecodeJob] = {}  # also those that have left, blocks to come
         self._has_news = False
-        super().__init__(worker_id, spec, worker, config, repository)
+        super().__init__("decode", worker_id, worker, config, repository, worker.slots)
 
     def measure(self, budget_s: float) -> Samples:
         return self.engine.measured_decode(budget_s)

@@ -38,23 +38,37 @@ class TrtllmDriver(Driver[W, J]):
 
     def __init__(
         self,
+        role: str,
         worker_id: str,
-        spec: EngineSpec,
         worker: PrefillConfig | DecodeConfig,
         config: TrtllmConfig,
         repository: str,
+        requests_max: int,
+        chunk_tokens: int = 0,
     ) -> None:
+        """The last two: what one step may have. Raises ConfigError; takes minutes with real
+        weights."""
         self.config = config
         self.is_native = config.handoff == "native"
         self._is_serving = False
         self._transfer_s_max = worker.transfer_s_max
-        self._health = EngineHealth(self._lost)
+        self._health = EngineHealth(lambda reason: self._worker.process.lose(reason))
+        self._block_tokens = worker.block_tokens
         folder = checkpoint_folder(worker.checkpoint, repository)
+        spec = EngineSpec(
+            role=role,
+            dtype=worker.dtype,
+            block_tokens=worker.block_tokens,
+            kv_pages=worker.kv_pages,
+            context_tokens_max=worker.context_tokens_max,
+            requests_max=requests_max,
+            chunk_tokens=chunk_tokens,
+        )
         self.engine = TrtllmEngine(
             worker_id, spec, config, folder, repository, self, self._on_stats
         )
         self._staged = StagedPages(
-            self.engine, worker.transfer_s_max, self._release, self._health.failed, self.broken
+            self.engine, worker.transfer_s_max, self._release, self._failed_for, self.broken
         )
 
     @property
@@ -86,11 +100,6 @@ class TrtllmDriver(Driver[W, J]):
         if self._is_serving and not self._worker.is_closing:
             self._health.lose(reason)
 
-    def _lost(self, reason: str) -> None:
-        """Who closes leaves in order: what fails then ends its own request and no more."""
-        if not self._worker.is_closing:
-            self._worker.process.lose(reason)
-
     def _on_stats(self, stats: IterationStats) -> None:
         if self._is_serving:  # else it is being measured
             self._worker.process.steps.took(stats.step_s, self._estimated_s())
@@ -102,8 +111,13 @@ class TrtllmDriver(Driver[W, J]):
 
     def _failed(self, error: Exception) -> None:
         """One generation failed; through no fault of its own, the engine may be gone."""
-        if isinstance(error, WorkerUnavailable) and not self._worker.is_closing:
-            self._health.failed(str(error))
+        if isinstance(error, WorkerUnavailable):
+            self._failed_for(str(error))
+
+    def _failed_for(self, reason: str) -> None:
+        """Who closes leaves in order: what fails then ends its own request and no more."""
+        if not self._worker.is_closing:
+            self._health.failed(reason)
 
     # -- turns
 

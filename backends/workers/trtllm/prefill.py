@@ -27,7 +27,7 @@ from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
 from backends.engine.trtllm.llm_thread import EngineRun, Order, Outcome
 from backends.engine.trtllm.messages import Stage
-from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
+from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import WorkerUnavailable
 from backends.workers.driver import Samples
 from backends.workers.jobs import PrefillJob
@@ -77,22 +77,14 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
     def __init__(
         self, worker_id: str, worker: PrefillConfig, repository: str, config: TrtllmConfig
     ) -> None:
-        """Raises ConfigError; takes minutes with real weights."""
-        spec = EngineSpec(
-            role="prefill",
-            dtype=worker.dtype,
-            block_tokens=worker.block_tokens,
-            kv_pages=worker.kv_pages,
-            context_tokens_max=worker.context_tokens_max,
-            requests_max=worker.queue_requests_max,
-            chunk_tokens=worker.chunk_tokens,
-        )
-        self._block_tokens = worker.block_tokens
         self._tokens_ahead_max = STEPS_AHEAD * worker.chunk_tokens
         self._prompts: dict[PrefillJob, StagedPrompt] = {}
         self._step_began_s = self._step_ended_s = 0.0
         self._staging = threading.Lock()
-        super().__init__(worker_id, spec, worker, config, repository)
+        super().__init__(
+            "prefill", worker_id, worker, config, repository, worker.queue_requests_max,
+            worker.chunk_tokens,
+        )  # fmt: skip
 
     def measure(self, budget_s: float) -> Samples:
         return self.engine.measured_prefill(budget_s)

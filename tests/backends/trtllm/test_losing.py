@@ -15,8 +15,7 @@ from backends.workers.trtllm.driver import TrtllmDriver
 def test_stagings_that_fail_lose_the_worker_unless_it_closes(is_closing: bool) -> None:
     lost: list[str] = []
     worker = SimpleNamespace(is_closing=is_closing, process=SimpleNamespace(lose=lost.append))
-    driver: Any = SimpleNamespace(_worker=worker)
-    health = EngineHealth(lambda reason: TrtllmDriver._lost(driver, reason))
+    driver: Any = SimpleNamespace(_worker=worker, _health=EngineHealth(worker.process.lose))
     for number in range(FAILURES_MAX):
-        health.failed(f"the connector did not answer ({number})")
+        TrtllmDriver._failed_for(driver, f"the connector did not answer ({number})")
     assert len(lost) == (0 if is_closing else 1)

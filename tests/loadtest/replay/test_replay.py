@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from backends.cli import main
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError, TokenEvent
 from loadtest.client.server import ServerDescription, description
 from loadtest.client.triton_client import TritonClient
@@ -23,7 +24,6 @@ from loadtest.replay.command import (
     TraceSettings,
     ideal_of,
     json_line,
-    main,
     prepare,
     recording_of,
     sampled_url,
@@ -187,14 +187,14 @@ def test_a_wrong_trace_ends_the_command_before_it_asks_for_a_server(
     path = tmp_path / "trace.jsonl"
     path.write_text("{}\n")
     with pytest.raises(SystemExit) as ended:
-        main([str(path)])
+        main(["replay", str(path)])
     assert ended.value.code == 1
     assert f"{path}:1: timestamp must be" in capsys.readouterr().err
 
 
 def test_a_scale_of_zero_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([str(SETTINGS.path), "--length-scale", "0"])
+        main(["replay", str(SETTINGS.path), "--length-scale", "0"])
     assert ended.value.code == 2
     assert "must be a positive number" in capsys.readouterr().err
 
@@ -245,7 +245,7 @@ def test_an_option_that_makes_no_sense_is_refused(
     options: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([str(SETTINGS.path), *options])
+        main(["replay", str(SETTINGS.path), *options])
     assert ended.value.code == 2
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert why in said
