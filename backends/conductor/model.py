@@ -16,7 +16,7 @@ from backends.frontend.token_streams import TokenStreams, messages_per_s_afforda
 from backends.launcher.launch_files import STOPPING
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
-from backends.workers.protocol import open_outbox
+from backends.workers.protocol import inbox_address, open_outbox
 from conductor.config import ConductorConfig
 
 PAIR_WAIT_S = 60.0  # it loads without workers after that, and rejects until they come
@@ -40,9 +40,8 @@ class TritonPythonModel:
         except Exception as error:  # edge: the reason goes to the operator, without a traceback
             raise triton_io.load_error(error) from None
         self.calls = GrpcCalls()
-        sockets = os.environ["MOONCAKE_SOCKETS"]
         self.streams = TokenStreams(
-            f"ipc://{sockets}/{model}-{uuid.uuid4().hex[:12]}",
+            inbox_address(f"{model}-{uuid.uuid4().hex[:12]}"),
             config.messages_per_s_max or messages_per_s_affordable(),
         )
         self.frontend = Frontend(
@@ -52,7 +51,7 @@ class TritonPythonModel:
         shown = metrics.Shown(self.frontend, self.store, started_at_s)
         self.metrics = triton_io.metrics_loop(model, "conductor", metrics.show, shown)
         # Who sees this model READY sends requests, and workers load in Tritons of their own.
-        stopping = os.path.join(sockets, STOPPING)
+        stopping = os.path.join(os.environ["MOONCAKE_SOCKETS"], STOPPING)
         self.cluster.wait_for_a_pair(PAIR_WAIT_S, lambda: os.path.exists(stopping))
 
     def execute(self, requests):

@@ -38,12 +38,24 @@ from backends.workers.protocol import (
 )
 from conductor.messages import WorkerRef
 
+LOOPBACK = "127."
 CONNECTIONS = 4  # one HTTP/2 connection is served by one thread of Triton
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # or all channels would share one connection
     ("grpc.enable_http_proxy", 0),  # workers are near, whatever http_proxy says
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
+]
+OTHER_HOST_OPTIONS = [
+    # A host that is cut off says nothing: without these a call to it would wait for minutes. Its
+    # Triton allows such pings (launcher/triton_arguments.py).
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A worker of another host comes back at the address that it had, and is wanted at once.
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # of it one attempt to connect may take so long
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
 # (address of its Triton, model, inputs, names of outputs, request id) -> one dict of flat arrays
@@ -59,7 +71,8 @@ class Connections:
     """To one Triton, used in turn. `in_use` counts the calls; with GrpcCalls' lock held."""
 
     def __init__(self, address: str) -> None:
-        self._channels = [grpc.insecure_channel(address, OPTIONS) for _ in range(CONNECTIONS)]
+        options = OPTIONS if address.startswith(LOOPBACK) else OPTIONS + OTHER_HOST_OPTIONS
+        self._channels = [grpc.insecure_channel(address, options) for _ in range(CONNECTIONS)]
         stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._channels]
         self.stubs = itertools.cycle(stubs)
         self.in_use = 0

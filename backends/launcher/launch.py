@@ -111,7 +111,11 @@ class Launcher:
         self._admin_key.write()
         env = self._environment(triton)
         checked = ["--self-check"] if options.is_self_checked else []
-        directory = self._child("directory", directory_command(self.socket_dir, *checked), env)
+        directory = self._child(
+            "directory",
+            directory_command(self.directory_address, self.events_address, *checked),
+            env,
+        )
         directory.wait_for_line("ready", 20.0)
         nodes = [self._child(f"node-{node}", self._node_command(node), env)
                  for node in options.nodes]  # fmt: skip
@@ -168,7 +172,13 @@ class Launcher:
         ssd_folder = (options.ssd_path or self.state_dir / "ssd").resolve()
         segment = ["--segment-path", str(self._files.path(node))]
         return node_command(
-            self.socket_dir, node, options.store_bytes, ssd_folder, options.ssd_bytes, *segment
+            self.directory_address,
+            node,
+            options.store_bytes,
+            f"ipc://{self.socket_dir}/{node}",
+            ssd_folder,
+            options.ssd_bytes,
+            *segment,
         )
 
     def wait_ready(self) -> list[ModelState]:

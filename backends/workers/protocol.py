@@ -17,6 +17,7 @@ Not here: the store's protocol (mooncake_store/wire/directory_protocol.py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
 REPLY_IDS, REPLY_BODY = "output_ids", "reply"
 
 REQUEST_ID_CHARACTERS_MAX = 256
+ADDRESS_VARIABLE = "MOONCAKE_ADDRESS"  # where other hosts reach this one; unset: one host only
+PEERS_VARIABLE = "MOONCAKE_PEERS"  # addresses of all hosts of the deployment, comma separated
 HEARTBEAT_S = 5.0  # between the signs of life of a request that waits or is computed
 
 
@@ -196,6 +199,22 @@ def decode_message(data: bytes) -> WorkerMessage:
     return _decode_message.decode(data)
 
 
+def inbox_address(name: str) -> str:
+    """Where an inbox of this process listens: a socket of this launch, or, where the deployment has
+    other hosts, any free port of this host's address."""
+    if host := os.environ.get(ADDRESS_VARIABLE):
+        return f"tcp://{host}:0"
+    return f"ipc://{os.environ['MOONCAKE_SOCKETS']}/{name}"
+
+
+def inboxes_known() -> tuple[str, ...]:
+    """What the addresses of this launch's or deployment's inboxes begin with."""
+    if not os.environ.get(ADDRESS_VARIABLE):
+        return (f"ipc://{os.environ['MOONCAKE_SOCKETS']}/",)
+    hosts = {os.environ[ADDRESS_VARIABLE], *os.environ.get(PEERS_VARIABLE, "").split(",")} - {""}
+    return tuple(f"tcp://{host}:" for host in sorted(hosts))
+
+
 def open_inbox(
     address: str, on_messages: Callable[[list[WorkerMessage]], float | None]
 ) -> WorkerInbox:
@@ -216,7 +235,7 @@ class CallLimits:
 
     context_tokens_max: int
     vocabulary_tokens: int
-    inboxes: str = ""  # what addresses of this launch's inboxes begin with
+    inboxes: tuple[str, ...] = ("",)  # what addresses of inboxes of ours begin with
 
     def check(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray) -> None:
         """Raises InvalidRequest with every reason."""
@@ -250,4 +269,4 @@ def _problems(
         yield f"stream_interval is {request.stream_interval}"
     for inbox in inboxes:
         if inbox and not inbox.startswith(limits.inboxes):
-            yield f"{inbox!r} is no inbox of this launch"
+            yield f"{inbox!r} is no inbox of this deployment"

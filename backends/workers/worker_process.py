@@ -30,6 +30,8 @@ from backends.workers.protocol import (
     CallLimits,
     Heartbeat,
     WorkerMessage,
+    inbox_address,
+    inboxes_known,
     open_inbox,
     open_outbox,
 )
@@ -81,17 +83,14 @@ class WorkerProcess:
         )
         self.store.register_buffer(self.engine.kv_pool)
         self.outbox = open_outbox()
-        sockets = os.environ["MOONCAKE_SOCKETS"]
         self._on_message = on_message
-        self.inbox = open_inbox(
-            f"ipc://{sockets}/{worker_id}-{self.incarnation}", self._on_messages
-        )
+        self.inbox = open_inbox(inbox_address(f"{worker_id}-{self.incarnation}"), self._on_messages)
         profile = machine_profile.load_or_measure(
             driver, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )
         self.info = self._info(role, kv_layout.describe(*print_fields), slots_max, profile)
         self.call_limits = CallLimits(
-            self.context_tokens_max, self.engine.vocabulary_tokens, f"ipc://{sockets}/"
+            self.context_tokens_max, self.engine.vocabulary_tokens, inboxes_known()
         )
         self.owners = LeaseKeeper(self.store, config.lease_s)
         self.started_at_s = time.time()

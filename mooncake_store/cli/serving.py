@@ -52,19 +52,23 @@ def directory_address(folder: Path) -> str:
     return f"ipc://{folder}/directory"
 
 
-def directory_command(folder: Path, *options: str) -> list[str]:
-    """Of a directory with its sockets in `folder`."""
+def events_address(folder: Path) -> str:
+    return f"ipc://{folder}/events"
+
+
+def directory_command(address: str, events: str, *options: str) -> list[str]:
     return [
-        sys.executable, "-m", "mooncake_store.directory", "--address", directory_address(folder),
-        "--events", f"ipc://{folder}/events", *options,
+        sys.executable, "-m", "mooncake_store.directory", "--address", address,
+        "--events", events, *options,
     ]  # fmt: skip
 
 
 def node_command(
-    folder: Path, node: str, dram_bytes: int, ssd_folder: Path | None, ssd_bytes: int, *options: str
-) -> list[str]:
-    """Of a storage node of the directory in `folder`; `ssd_bytes` 0: without an SSD. Its blocks on
-    SSD outlive the process: `ssd_folder` is the node's, not the run's."""
+    directory: str, node: str, dram_bytes: int, control: str, ssd_folder: Path | None,
+    ssd_bytes: int, *options: str,
+) -> list[str]:  # fmt: skip
+    """Of a storage node; `directory` and `control` are addresses. `ssd_bytes` 0: without an SSD.
+    Its blocks on SSD outlive the process: `ssd_folder` is the node's, not the run's."""
     ssd: list[str] = []
     if ssd_folder is not None and ssd_bytes:
         (ssd_folder / node).mkdir(parents=True, exist_ok=True)
@@ -72,8 +76,8 @@ def node_command(
         ssd = ["--ssd-path", str(ssd_folder / node), "--ssd-bytes", str(size_bytes)]
     return [
         sys.executable, "-m", "mooncake_store.node", "--node-id", node,
-        "--directory", directory_address(folder), "--segment-bytes", str(dram_bytes),
-        "--unit-bytes", str(UNIT_BYTES), "--control", f"ipc://{folder}/{node}",
+        "--directory", directory, "--segment-bytes", str(dram_bytes),
+        "--unit-bytes", str(UNIT_BYTES), "--control", control,
         "--die-with-parent", *ssd, *options,
     ]  # fmt: skip
 
@@ -93,10 +97,13 @@ class StoreProcesses:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.address = directory_address(folder)
-        command = directory_command(folder, *directory_options)
+        command = directory_command(self.address, events_address(folder), *directory_options)
         self.processes = [StoreProcess("directory", command, folder / "directory.log")]
         for node in nodes:
-            command = node_command(folder, node, dram_bytes, ssd_folder, ssd_bytes, *node_options)
+            command = node_command(
+                self.address, node, dram_bytes, f"ipc://{folder}/{node}", ssd_folder, ssd_bytes,
+                *node_options,
+            )  # fmt: skip
             self.processes.append(StoreProcess(f"node {node}", command, folder / f"{node}.log"))
 
     def start(self) -> None:

@@ -25,6 +25,7 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.events import Event, Snapshot
 from mooncake_store.wire import directory_protocol as protocol
+from mooncake_store.wire.addresses import notice_silence
 from mooncake_store.wire.framing import MessageKind, unpack_header
 from mooncake_store.wire.request_reply import set_reconnecting
 
@@ -142,6 +143,7 @@ class EventFeed:
         """The directory greets each subscriber; without the greeting (an old proxy, a directory
         that is down) the snapshot is tried anyway.
         """
+        notice_silence(stream, self.events_address)
         stream.connect(self.events_address)
         until_s = time.monotonic() + GREETING_S_MAX
         while not stream.poll(int(POLL_S * 1000)):

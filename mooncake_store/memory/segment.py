@@ -44,6 +44,7 @@ from mooncake_store.memory.segment_file import (
 )
 
 SEPARATOR = ":"  # between the files of one segment
+IDENTITY_VARIABLE = "MOONCAKE_HOST_IDENTITY"
 HUGE_BYTES = 2 * 2**20
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
@@ -273,11 +274,14 @@ class Segment:
 def host_id(path: str) -> str:
     """Names what can map a segment at `path`: this boot of this host, and this very tmpfs.
 
-    Two containers of one host have the same boot but usually two different /dev/shm.
+    Two containers of one host have the same boot but usually two different /dev/shm. What a
+    deployment calls two hosts may share both all the same (network namespaces, containers that
+    share /dev/shm): an operator tells them apart by the variable MOONCAKE_HOST_IDENTITY.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     device = os.stat(os.path.dirname(path.split(SEPARATOR)[0]) or ".").st_dev
-    return f"{os.uname().nodename}/{boot[:13]}/{device}"
+    name = os.environ.get(IDENTITY_VARIABLE) or os.uname().nodename
+    return f"{name}/{boot[:13]}/{device}"
 
 
 def _share_bytes(size_bytes: int, files: int, at: int) -> int:

@@ -1,6 +1,7 @@
 """One-way messages between processes: an inbox of one's own, and the way into those of others.
 
-An inbox is a ZeroMQ PULL socket with a thread of its own; an outbox has a PUSH socket for each
+An inbox is a ZeroMQ PULL socket with a thread of its own, on this host (ipc://) or for others too
+(tcp://HOST:0, any free port); an outbox has a PUSH socket for each
 inbox that it writes to, so no socket is shared between threads that wait and threads that send.
 Sending never blocks: what a peer lets wait beyond `messages_max` is lost, and the sender knows it.
 So a message is something that may be lost, or whose answer somebody waits for with a deadline.
@@ -23,6 +24,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 import zmq
+
+from mooncake_store.wire.addresses import bindable, notice_silence, with_port
 
 log = logging.getLogger(__name__)
 MESSAGES_MAX = 10_000  # queued per peer
@@ -54,16 +57,17 @@ class Inbox(Generic[M]):
 
         zmq.ZMQError when nothing can listen at the address.
         """
-        self.address = address
         self._decode, self._on_messages = decode, on_messages
         self._secret, self._turn_s = secret, turn_s
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(messages_max)
+        notice_silence(self._socket, address)
         try:
-            self._socket.bind(address)
+            self._socket.bind(bindable(address))
         except zmq.ZMQError:
             self._socket.close(linger=0)
             raise
+        self.address = with_port(address, self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
@@ -133,6 +137,7 @@ class Outbox(Generic[M]):
             self._sockets.pop(next(iter(self._sockets))).close(linger=0)
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         socket.set_hwm(self._messages_max)
+        notice_silence(socket, address)
         socket.connect(address)
         self._sockets[address] = socket
         return socket

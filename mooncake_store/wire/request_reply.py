@@ -25,6 +25,7 @@ import msgspec
 import zmq
 
 from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable, named
+from mooncake_store.wire.addresses import bindable, notice_silence
 from mooncake_store.wire.framing import (
     REQUEST_BYTES_MAX,
     MessageKind,
@@ -94,8 +95,9 @@ def listening(context: zmq.Context[Any], kind: int, address: str) -> zmq.Socket[
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.linger = 0
     socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+    notice_silence(socket, address)
     try:
-        socket.bind(address)
+        socket.bind(bindable(address))
     except zmq.ZMQError:
         socket.close()
         raise
@@ -134,6 +136,7 @@ class ZeroMqConnection:
         self._has_moved = has_moved
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         set_reconnecting(self._socket)
+        notice_silence(self._socket, address)
         try:
             self._socket.connect(address)
         except zmq.ZMQError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,10 +18,12 @@ from backends.workers.protocol import (
     PrefillRequest,
     decode_message,
     encode,
+    inbox_address,
+    inboxes_known,
 )
 
 INBOXES = "ipc:///tmp/launch/"
-LIMITS = CallLimits(context_tokens_max=64, vocabulary_tokens=100, inboxes=INBOXES)
+LIMITS = CallLimits(context_tokens_max=64, vocabulary_tokens=100, inboxes=(INBOXES,))
 IDS = np.arange(10, dtype=np.int32)
 PREFILL = PrefillRequest(
     "r1", 10, SamplingParams(max_tokens=8), "", 0, f"{INBOXES}decode_0-1", f"{INBOXES}conductor-1",
@@ -61,7 +64,7 @@ def test_what_a_frontend_sends_is_taken(request_: Any) -> None:
         ({"prompt_tokens": 11}, "prompt_tokens is 11"),
         ({"prompt_tokens": -1}, "prompt_tokens is -1"),
         ({"request_id": ""}, "request_id has 0 characters"),
-        ({"reply_inbox": "tcp://elsewhere:1"}, "no inbox of this launch"),
+        ({"reply_inbox": "tcp://elsewhere:1"}, "no inbox of this deployment"),
     ],
 )
 def test_values_that_an_engine_cannot_take_are_refused(
@@ -94,3 +97,20 @@ def test_a_call_keeps_its_values_over_the_wire() -> None:
     LIMITS.check(msgspec.msgpack.decode(encode(PREFILL), type=PrefillRequest), IDS)
     with pytest.raises(msgspec.MsgspecError):
         decode_message(encode(PREFILL))
+
+
+def test_inboxes_of_the_deployment_s_hosts_are_taken_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOONCAKE_SOCKETS", "/tmp/launch")
+    assert inboxes_known() == ("ipc:///tmp/launch/",)
+    assert inbox_address("decode_0-1") == "ipc:///tmp/launch/decode_0-1"
+    monkeypatch.setenv("MOONCAKE_ADDRESS", "10.77.0.1")
+    monkeypatch.setenv("MOONCAKE_PEERS", "10.77.0.1,10.77.0.2")
+    limits = replace(LIMITS, inboxes=inboxes_known())
+    assert inbox_address("decode_0-1") == "tcp://10.77.0.1:0"
+    ours = {"decode_inbox": "tcp://10.77.0.2:40001", "reply_inbox": "tcp://10.77.0.1:40002"}
+    limits.check(msgspec.structs.replace(PREFILL, **ours), IDS)
+    for foreign in ("tcp://10.77.0.21:40001", "tcp://10.77.0.3:1", "ipc:///tmp/launch/decode_0-1"):
+        with pytest.raises(InvalidRequest, match="no inbox of this deployment"):
+            limits.check(msgspec.structs.replace(PREFILL, **{**ours, "decode_inbox": foreign}), IDS)

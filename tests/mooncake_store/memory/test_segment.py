@@ -150,6 +150,19 @@ def test_the_host_id_is_the_same_for_one_filesystem_and_differs_between_two(path
     assert host_id(path) == host_id("/dev/shm/other") != host_id("/proc/x")
 
 
+def test_hosts_that_share_a_kernel_are_told_apart_by_their_identity(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_machine = host_id(path)
+    monkeypatch.setenv("MOONCAKE_HOST_IDENTITY", "a")
+    identity_a = host_id(path)
+    assert identity_a == host_id("/dev/shm/other") != host_id("/proc/x")
+    monkeypatch.setenv("MOONCAKE_HOST_IDENTITY", "b")
+    assert len({one_machine, identity_a, host_id(path)}) == 3
+    monkeypatch.setenv("MOONCAKE_HOST_IDENTITY", "")
+    assert host_id(path) == one_machine
+
+
 def test_a_header_survives_packing_and_anything_else_is_no_header(seed: int) -> None:
     chance = np.random.default_rng(seed)
     for state in (STATE_WRITING, STATE_READY):

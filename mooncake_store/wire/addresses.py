@@ -1,0 +1,59 @@
+"""ZeroMQ addresses of other hosts: where a name is bound, and when a peer counts as gone.
+
+ZeroMQ binds numbers only, hosts are named too. And TCP alone notices a cut link after minutes: what
+was sent meanwhile is sent again later and later, so messages would stay out long after the link is
+back. A heartbeat ends such a connection, and a fresh one is made.
+
+Not here: who may speak over a socket (keys/).
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Any
+
+import zmq
+
+TCP = "tcp://"
+HEARTBEAT_MS = 1_000
+SILENCE_MS_MAX = 3_000
+CONNECT_MS_MAX = 2_000
+
+
+class NameUnknown(zmq.ZMQError):  # to who binds, as a port that is taken
+    """A host name has no address; the message says which."""
+
+
+def bindable(address: str) -> str:
+    """The same address with the number of its host; others than tcp:// are left as they are."""
+    if not address.startswith(TCP):
+        return address
+    host, _, port = address.removeprefix(TCP).rpartition(":")
+    return f"{TCP}{number_of_host(host)}:{port}"
+
+
+def number_of_host(host: str) -> str:
+    """An IP address as it is, `*` and interface names too; a name by its first IPv4 address."""
+    bare = host.strip("[]")
+    if bare == "*" or ":" in bare or bare.replace(".", "").isdigit():
+        return host
+    try:
+        return str(socket.getaddrinfo(bare, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise NameUnknown(errno.EADDRNOTAVAIL, f"{host!r} has no address: {error}") from error
+
+
+def with_port(address: str, bound: str) -> str:
+    """`address` with the port that `bound` has: what others connect to when any port was free."""
+    if not address.startswith(TCP):
+        return address
+    return f"{address.rpartition(':')[0]}:{bound.rpartition(':')[2]}"
+
+
+def notice_silence(a_socket: zmq.Socket[Any], address: str) -> None:
+    """Before it is bound or connected: a peer of another host that is silent is let go."""
+    if address.startswith(TCP):
+        a_socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        a_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS_MAX)
+        a_socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS_MAX)

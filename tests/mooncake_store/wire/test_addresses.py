@@ -1,0 +1,55 @@
+"""Addresses of other hosts: any free port, names, and those that nobody has."""
+
+from __future__ import annotations
+
+import queue
+
+import msgspec
+import pytest
+import zmq
+
+from mooncake_store.wire.addresses import NameUnknown, bindable, number_of_host, with_port
+from mooncake_store.wire.mailbox import Inbox, Outbox
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(int).decode
+
+
+@pytest.mark.parametrize(
+    ("address", "bound"),
+    [
+        ("ipc:///tmp/inbox", "ipc:///tmp/inbox"),
+        ("tcp://10.77.0.1:7001", "tcp://10.77.0.1:7001"),
+        ("tcp://*:0", "tcp://*:0"),
+        ("tcp://localhost:7001", "tcp://127.0.0.1:7001"),
+        ("tcp://[::1]:7001", "tcp://[::1]:7001"),
+    ],
+)
+def test_names_become_numbers_and_all_else_stays(address: str, bound: str) -> None:
+    assert bindable(address) == bound
+
+
+def test_a_name_that_nobody_has_is_named() -> None:
+    with pytest.raises(NameUnknown, match=r"nobody\.invalid"):
+        number_of_host("nobody.invalid")
+    with pytest.raises(zmq.ZMQError, match=r"nobody\.invalid"):
+        Inbox("tcp://nobody.invalid:0", decode, lambda _: None)
+
+
+def test_others_connect_to_the_name_with_the_port_that_was_free() -> None:
+    assert with_port("tcp://host-a:0", "tcp://10.0.0.1:41234") == "tcp://host-a:41234"
+    assert with_port("ipc:///tmp/inbox", "ipc:///tmp/inbox") == "ipc:///tmp/inbox"
+
+
+def test_an_inbox_on_any_free_port_is_reached_by_its_address() -> None:
+    came: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    inboxes = [Inbox("tcp://localhost:0", decode, came.put) for _ in range(2)]
+    assert len({inbox.address for inbox in inboxes}) == 2
+    outbox: Outbox[int] = Outbox(encode)
+    for number, inbox in enumerate(inboxes):
+        assert inbox.address.startswith("tcp://localhost:")
+        outbox.send(inbox.address, number)
+    assert sorted(came.get(timeout=30.0) + came.get(timeout=30.0)) == [0, 1]
+    outbox.close()
+    for inbox in inboxes:
+        inbox.close()
