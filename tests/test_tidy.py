@@ -39,11 +39,12 @@ FLOORS = {
         {"config"}, {"queue_order", "messages"},
     ],
     "backends": [
-        {"cli"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"}, {"triton"},
+        {"cli"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
+        {"launcher"}, {"triton"},
         {"frontend"}, {"frontend/lifecycle"}, {"workers/trtllm"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
-        {"engine", "text"}, {"engine/batching"}, {"launcher", "demo_checkpoint"},
-        {"metrics"}, {"config_pbtxt", "tensors"}, {"errors"},
+        {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
+        {"metrics"}, {"config_pbtxt", "tensors", "launch_secret"}, {"errors"},
     ],
     "loadtest": [
         {"locustfile"}, {"bench", "clients"}, {"users", "simulator", "profile"}, {"harness"},

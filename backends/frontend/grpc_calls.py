@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from backends import launch_secret
 from backends.errors import WorkerUnavailable, from_broken_call, from_wire
-from backends.launcher import keys
 from backends.tensors import string_tensor
 from backends.workers.protocol import (
     REPLY_BODY,
@@ -47,8 +47,8 @@ OPTIONS = [
     ("grpc.max_send_message_length", -1),
 ]
 OTHER_HOST_OPTIONS = [
-    # A host that is cut off says nothing: without these a call to it would wait for minutes. Its
-    # Triton allows such pings (launcher/triton_arguments.py).
+    # A host that is cut off says nothing: without these a call to it would wait for minutes. The
+    # launcher has workers' Tritons allow such pings.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -90,7 +90,7 @@ class GrpcCalls:
         self._retired: set[str] = set()  # of those: to be closed behind their last call
         self._running: dict[str, grpc.Call] = {}
         self._lock = threading.Lock()
-        self._secret = keys.secret_of_launch()
+        self._secret = launch_secret.secret_of_launch()
 
     def __call__(
         self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
@@ -103,7 +103,7 @@ class GrpcCalls:
         workers that are gone.
         """
         request = _request(model, inputs, outputs, request_id)
-        request.parameters[keys.SECRET_PARAMETER].string_param = self._secret
+        request.parameters[launch_secret.SECRET_PARAMETER].string_param = self._secret
         with self._connected(address) as stub:
             call = stub.ModelStreamInfer(iter([request]))
             with self._lock:

@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from backends.launcher import environment, keys
-from backends.launcher.keys import AdminKey
+from backends import launch_secret
+from backends.launcher import admin_key, environment
+from backends.launcher.admin_key import AdminKey
 from backends.launcher.launch_files import LaunchFiles, remove_leftovers
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
 from backends.launcher.processes import ChildProcess, Command
@@ -83,7 +84,7 @@ class Launcher:
         self.options = options
         self._files = LaunchFiles()
         self.name = self._files.name
-        self._secret = keys.make_secret()
+        self._secret = launch_secret.make_secret()
         self.children: list[ChildProcess] = []
         self.state_dir = options.state_dir.resolve()
         self._admin_key = AdminKey(self.state_dir / f"admin-key-{options.http_port}")
@@ -310,7 +311,7 @@ class Launcher:
             "metrics": (options.metrics_address, options.metrics_port),
         }
         needed = options.store_bytes * len(options.nodes) + TRITON_SHM_BYTES
-        found = keys.problems(options.open_apis)
+        found = admin_key.problems(options.open_apis)
         found += environment.problems(triton, ports, needed, threads_wanted=500)
         if found:
             raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
@@ -334,7 +335,7 @@ class Launcher:
         env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
         env["MOONCAKE_STATE"] = str(self.state_dir)
         env[self_check.VARIABLE] = "1" if self.options.is_self_checked else "0"
-        env[keys.SECRET_VARIABLE] = self._secret
+        env[launch_secret.SECRET_VARIABLE] = self._secret
         env["MOONCAKE_REPOSITORY"] = str(self.repository)
         return env
 

@@ -21,13 +21,13 @@ import msgspec
 import numpy as np
 import triton_python_backend_utils as pb  # provided by Triton's stub
 
+from backends import launch_secret
 from backends.errors import (
     InvalidRequest,
     Overloaded,
     ServingError,
     WorkerUnavailable,
 )
-from backends.launcher import keys
 from backends.metrics.page import MetricPage
 from backends.metrics.table import Metric
 from backends.tensors import UNBATCHED_OUTPUTS, string_tensor
@@ -152,8 +152,8 @@ class StopCall:
 
 def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | StopCall:
     """A call to a prefill or decode worker; raises InvalidRequest for anything else."""
-    given = parameters_of(request).get(keys.SECRET_PARAMETER)
-    if not keys.is_right(given, keys.secret_of_launch()):
+    given = parameters_of(request).get(launch_secret.SECRET_PARAMETER)
+    if not launch_secret.is_right(given, launch_secret.secret_of_launch()):
         raise InvalidRequest("workers answer to their own frontend; clients call `conductor`")
     inputs = inputs_of(request)
     stop = inputs.get(REQUEST_STOP)

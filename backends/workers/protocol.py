@@ -10,7 +10,7 @@ progress from prefill to decode, the tokens of all streams that a frontend has a
 one message per step (token_streams.py), and which of its requests a worker has in hand. Losing one
 is harmless: hand-over progress only saves time, a stop is sent again while the request lives, and
 lost tokens are noticed. What comes from outside this launch is dropped: it does not know its secret
-(launcher/keys.py).
+(launch_secret.py).
 
 Not here: the store's protocol (mooncake_store/wire/directory_protocol.py).
 """
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from backends import launch_secret
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
 from backends.errors import InvalidRequest
-from backends.launcher import keys
 from mooncake_store.wire.mailbox import Inbox, Outbox
 
 # Tensors of the worker models.
@@ -218,11 +218,11 @@ def inboxes_known() -> tuple[str, ...]:
 def open_inbox(
     address: str, on_messages: Callable[[list[WorkerMessage]], float | None]
 ) -> WorkerInbox:
-    return Inbox(address, decode_message, on_messages, keys.secret_of_launch())
+    return Inbox(address, decode_message, on_messages, launch_secret.secret_of_launch())
 
 
 def open_outbox() -> WorkerOutbox:
-    return Outbox(encode, keys.secret_of_launch())
+    return Outbox(encode, launch_secret.secret_of_launch())
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from backends import launch_secret
 from backends.frontend.grpc_calls import GrpcCalls
-from backends.launcher import keys
 from backends.tensors import string_tensor
 from backends.workers.protocol import REPLY_BODY, REPLY_IDS, REQUEST_BODY, REQUEST_IDS
 from mooncake_store.directory.client import DirectoryClient
@@ -106,7 +106,7 @@ def workers(server: Server) -> Sequence[WorkerInfo]:
 def test_workers_answer_to_their_own_frontend_only(
     demo: Server, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(keys.SECRET_VARIABLE, secret)
+    monkeypatch.setenv(launch_secret.SECRET_VARIABLE, secret)
     calls = GrpcCalls()
     infos = workers(demo)
     assert {info.worker_id for info in infos} == {"prefill_0", "prefill_1", "decode_0", "decode_1"}
@@ -137,7 +137,7 @@ def test_a_worker_s_triton_has_no_other_door(demo: Server) -> None:
 
 def test_the_secret_of_the_launch_is_in_no_argument_and_no_log(demo: Server) -> None:
     family = psutil.Process(demo.process.pid).children(recursive=True)
-    secrets = {process.environ().get(keys.SECRET_VARIABLE, "") for process in family}
+    secrets = {process.environ().get(launch_secret.SECRET_VARIABLE, "") for process in family}
     assert len(secrets) == 1
     (secret,) = secrets
     assert len(secret) >= 32

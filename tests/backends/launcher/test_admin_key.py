@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from backends.launcher import keys
-from backends.launcher.keys import AdminKey
+from backends.launcher import admin_key
+from backends.launcher.admin_key import AdminKey
 
 
 @pytest.fixture
@@ -46,11 +46,11 @@ def test_dangerous_apis_ask_for_it_on_both_ports_unless_the_operator_opens_them(
     ]  # fmt: skip
     some = key.for_clients(("trace", "logging"))
     assert all("=shared-memory,model-repository:" in argument for argument in some)
-    assert key.for_clients(keys.RESTRICTED_APIS) == []
+    assert key.for_clients(admin_key.RESTRICTED_APIS) == []
     (worker,) = key.for_worker()
     assert "statistics" in worker and "inference" not in worker and "health" not in worker
 
 
 def test_an_api_that_does_not_exist_is_refused_by_name() -> None:
-    (problem,) = keys.problems(["trace", "tracing"])
+    (problem,) = admin_key.problems(["trace", "tracing"])
     assert "--open-api tracing" in problem and "shared-memory" in problem

@@ -1,11 +1,6 @@
-"""Who may call what: the secret of a launch, and the operator's admin key.
+"""The operator's admin key: who may call what on the public ports of Triton.
 
-**The secret** is by what the processes of a launch know calls and messages of each other.
-`mooncake serve` makes one at each start and puts it into the environment of its processes; it is in
-no argument list and no log. A process without one (started by hand) knows those without one. It is
-asked for in triton_io.py and workers/protocol.py.
-
-**The admin key** opens the APIs of Triton that are closed to clients. Who may register shared
+The admin key opens the APIs of Triton that are closed to clients. Who may register shared
 memory with Triton can read and write the storage nodes' segments; who may unload models, trace or
 log can end serving or fill a disk. So on the public ports these ask for a key, made at each start
 and kept in a file of the operator's; health, metadata, configuration, inference and statistics stay
@@ -16,29 +11,11 @@ processes of this host.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
-import secrets
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-SECRET_VARIABLE = "MOONCAKE_SECRET"
-SECRET_PARAMETER = "launch_secret"  # of a request to a worker model
-
-
-def make_secret() -> str:
-    return secrets.token_hex(16)
-
-
-def secret_of_launch() -> str:
-    return os.environ.get(SECRET_VARIABLE, "")
-
-
-def is_right(given: object, secret: str) -> bool:
-    """In the same time whatever is given."""
-    text = given if isinstance(given, str) else ""
-    return hmac.compare_digest(text.encode(), secret.encode())
-
+from backends.launch_secret import make_secret
 
 RESTRICTED_APIS = ("shared-memory", "model-repository", "trace", "logging")
 # A worker's Triton is asked whether it is ready, and called by its frontend; nothing else.

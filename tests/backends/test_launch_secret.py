@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import zmq
 
+from backends import launch_secret
 from backends.frontend.grpc_calls import GrpcCalls
-from backends.launcher import keys
 from backends.workers.protocol import Stop, WorkerMessage, encode, open_inbox, open_outbox
 
 SECRET = "0123456789abcdef"
 
 
 def test_a_secret_is_right_or_not() -> None:
-    made = keys.make_secret()
-    assert made != keys.make_secret() and len(made) >= 32
-    assert keys.is_right(made, made)
+    made = launch_secret.make_secret()
+    assert made != launch_secret.make_secret() and len(made) >= 32
+    assert launch_secret.is_right(made, made)
     for wrong in ("", made[:-1], made + "0", None, 7, made.encode()):
-        assert not keys.is_right(wrong, made)
+        assert not launch_secret.is_right(wrong, made)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, queue.SimpleQueue[WorkerMessage]]]:
     """The address of an inbox, and the messages that it let in."""
-    monkeypatch.setenv(keys.SECRET_VARIABLE, SECRET)
+    monkeypatch.setenv(launch_secret.SECRET_VARIABLE, SECRET)
     messages: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
 
     def take(some: list[WorkerMessage]) -> None:
@@ -46,7 +46,7 @@ def test_only_messages_with_the_secret_reach_a_process(
 ) -> None:
     address, messages = came
     ours = open_outbox()
-    monkeypatch.setenv(keys.SECRET_VARIABLE, "another")
+    monkeypatch.setenv(launch_secret.SECRET_VARIABLE, "another")
     theirs = open_outbox()
     stranger = zmq.Context.instance().socket(zmq.PUSH)
     stranger.connect(address)
@@ -64,7 +64,7 @@ def test_only_messages_with_the_secret_reach_a_process(
 
 
 def test_the_secret_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(keys.SECRET_VARIABLE, SECRET)
+    monkeypatch.setenv(launch_secret.SECRET_VARIABLE, SECRET)
     calls = GrpcCalls()
     assert SECRET not in repr(calls) + repr(open_outbox())
     calls.close()
