@@ -69,7 +69,7 @@ class ServeOptions:
     state_dir: Path = Path(".mooncake")
     ready_s_max: float = 300.0
     is_self_checked: bool = False
-    open_apis: tuple[str, ...] = ()  # that need no admin key (keys.py)
+    open_apis: tuple[str, ...] = ()  # that need no admin key (admin_key.py)
     triton_args: tuple[str, ...] = field(default=())
 
 
