@@ -143,17 +143,29 @@ def read_configs(
 
     `together`: what is wrong with all of them side by side.
     """
-    known = {f.name: f for cls in classes for f in fields(cls)}  # type: ignore[arg-type]
-    raw = _by_new_names(model, raw)
-    found = [
-        f"unknown parameter {name!r}; known: {', '.join(sorted(known))}"
-        for name in sorted(raw.keys() - known.keys())
-    ]
+    configs, found = check_configs(classes, _by_new_names(model, raw), together)
     if count != 1:
         found.append(
             f"instance_group count is {count}; use 1. To add a worker copy its folder: a second "
             "instance would be a second engine that the conductor cannot see"
         )
+    if found:
+        lines = "\n".join(f"  - {line}" for line in found)
+        raise ConfigError(f"{model}/config.pbtxt has {len(found)} mistake(s):\n{lines}")
+    return configs
+
+
+def check_configs(
+    classes: Sequence[type[Config]],
+    raw: Mapping[str, str],
+    together: Callable[..., Iterable[str]] = lambda *configs: (),
+) -> tuple[list[Any], list[str]]:
+    """The objects, with defaults where a value cannot be read, and every mistake."""
+    known = {f.name: f for cls in classes for f in fields(cls)}  # type: ignore[arg-type]
+    found = [
+        f"unknown parameter {name!r}; known: {', '.join(sorted(known))}"
+        for name in sorted(raw.keys() - known.keys())
+    ]
     values: dict[str, object] = {}
     for name in sorted(raw.keys() & known.keys()):
         kind = str(known[name].type)
@@ -168,10 +180,7 @@ def read_configs(
         configs.append(cls(**{name: value for name, value in values.items() if name in own}))
         found += configs[-1].problems()
     found += together(*configs)
-    if found:
-        lines = "\n".join(f"  - {line}" for line in found)
-        raise ConfigError(f"{model}/config.pbtxt has {len(found)} mistake(s):\n{lines}")
-    return configs
+    return configs, found
 
 
 def _by_new_names(model: str, raw: Mapping[str, str]) -> dict[str, str]:

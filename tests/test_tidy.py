@@ -40,7 +40,7 @@ FLOORS = {
     ],
     "backends": [
         {"cli"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
-        {"launcher"}, {"triton"},
+        {"launcher"}, {"cluster"}, {"triton"},
         {"frontend"}, {"frontend/lifecycle"}, {"workers/trtllm"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
@@ -61,6 +61,7 @@ PURE_FOLDERS = (
 NOT_PURE_FOLDERS = ("backends/metrics/status",)
 PURE_FILES = {
     "mooncake_store/block_keys.py", "mooncake_store/errors.py", "mooncake_store/layout.py",
+    "backends/cluster/deployment.py", "backends/cluster/host_plan.py",
 }  # fmt: skip
 ONE_FILE_ONLY = {
     "nixl": {

@@ -1,0 +1,1 @@
+"""What does a deployment consist of? Its one file, and what each of its hosts runs."""

@@ -1,0 +1,550 @@
+"""Makes a `Deployment` of the text of a cluster file, or names every mistake of it.
+
+Each section has a reader; `_Checks` then looks at what must fit together. Parameters of models are
+checked as the models themselves do when they load (config_pbtxt.py), and get the line that they
+are written in.
+
+Not here: what the words mean (deployment.py), YAML itself (yaml_tree.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from backends.cluster.deployment import (
+    ClusterFileInvalid,
+    Deployment,
+    Directories,
+    Elastic,
+    EtcdCluster,
+    Frontends,
+    Host,
+    NodeSpec,
+    PoolSpec,
+    WorkerSpec,
+    is_loopback,
+)
+from backends.cluster.section import FileSection, Mistakes, did_you_mean
+from backends.cluster.yaml_tree import CHARACTERS_MAX, YamlEntry, YamlInvalid, read_tree
+from backends.config_pbtxt import (
+    DecodeConfig,
+    FrontendConfig,
+    PrefillConfig,
+    WorkerConfig,
+    check_configs,
+)
+from backends.engine.trtllm.settings import TrtllmConfig, problems_together
+from conductor.config import ConductorConfig
+
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", re.ASCII)
+NAME_WANTED = "small letters, digits and '-' (at most 40, beginning with a letter)"
+DNS_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9])?"
+                      r"(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*", re.ASCII)  # fmt: skip
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+INTERFACE = re.compile(r"[^\s/,:]{1,15}")
+ROLES = ("prefill", "decode")
+ROLE_CONFIGS: dict[str, type[Any]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
+POOL_KEYS = ("role", "workers", "grpc_port", "elastic")
+FINGERPRINT = ("checkpoint", "dtype", "block_tokens")  # what all workers must agree on
+WORKERS_MAX = 64  # of one pool on one host
+HOSTS_MAX = 1_000
+PORT_STEP = 100  # between the default ports of two pools
+SLO = {"ttft_s": "ttft_slo_s", "tbt_s": "tbt_slo_s"}
+NODE_BYTES_MIN = 1 << 20
+
+
+def load(path: Path) -> Deployment:
+    """ClusterFileInvalid with every mistake; also when there is no such file."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(4 * CHARACTERS_MAX + 1)
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror}): name the cluster file with --cluster"
+        raise ClusterFileInvalid(str(path), (problem,)) from None
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        problem = f"line {line}: byte 0x{content[error.start]:02x} is not UTF-8: save it as UTF-8"
+        raise ClusterFileInvalid(str(path), (problem,)) from None
+    return parse(text, str(path))
+
+
+def parse(text: str, path: str = "cluster.yaml") -> Deployment:
+    """ClusterFileInvalid with every mistake, and nothing else, whatever the text is."""
+    try:
+        tree, problems = read_tree(text)
+    except YamlInvalid as error:
+        raise ClusterFileInvalid(path, (str(error),)) from None
+    mistakes = Mistakes()
+    for line, what in problems:
+        mistakes.note(line, "", what)
+    deployment = _ClusterFile(tree, path, mistakes).read()
+    if mistakes.found:
+        raise ClusterFileInvalid(path, mistakes.lines())
+    return deployment
+
+
+class _ClusterFile:
+    """Reads section after section; the later ones look up what the earlier ones found."""
+
+    def __init__(self, tree: YamlEntry, path: str, mistakes: Mistakes) -> None:
+        self.path = path
+        self.top = FileSection(tree, "", mistakes)
+        self.mistakes = mistakes
+        self.hosts: dict[str, Host] = {}
+        self.nodes: list[NodeSpec] = []
+
+    def read(self) -> Deployment:
+        top = self.top
+        name = top.word("name", "", NAME.fullmatch, NAME_WANTED)
+        if not top.has("name"):
+            top.note("name", "is missing: give the deployment a name")
+        self.hosts = dict(self._hosts(top.section("hosts")))
+        if not self.hosts:
+            top.note("hosts", "is missing: name at least one, like a: {address: 10.0.0.1}")
+        etcd = self._etcd(top.section("etcd")) if top.has("etcd") else None
+        directories = self._directories(top.section("directories"))
+        self.nodes = list(self._nodes(top.section("storage_nodes")))
+        frontends = self._frontends(top.section("frontends"))
+        pools = self._pools(top.section("pools"), top.section("defaults"))
+        checkpoint = _agreed(pools, top)
+        deployment = Deployment(
+            name=name, path=self.path, hosts=self.hosts, etcd=etcd, directories=directories,
+            storage_nodes=tuple(self.nodes), frontends=frontends, pools=tuple(pools),
+            conductor=self._conductor(checkpoint), checkpoint=checkpoint,
+            **self._keys(top.section("keys")),
+        )  # fmt: skip
+        top.close()
+        _check_together(deployment, top)
+        return deployment
+
+    def _hosts(self, section: FileSection) -> Iterator[tuple[str, Host]]:
+        if len(section.names()) > HOSTS_MAX:
+            section.mistakes.note(section.line, "hosts", f"more than {HOSTS_MAX}")
+            return
+        for name, host in section.sections():
+            if not NAME.fullmatch(name):
+                section.note(name, f"is no name of a host; use {NAME_WANTED}")
+            if not host.has("address"):
+                section.note(name, "has no address: say where other hosts reach it (address: IP)")
+            unread = f"{name}.invalid"  # as far as other mistakes are concerned
+            address = host.word("address", unread, _is_address, "an IP address or a DNS name")
+            default = address if _is_ip(address) else "0.0.0.0"
+            if address == "localhost":
+                default = "127.0.0.1"
+            yield name, Host(
+                name=name, address=address,
+                listen=host.word("listen", default, _is_ip, "an IP address of the host"),
+                identity=host.text("identity") or "",
+                state_dir=host.text("state_dir") or f".mooncake/{name}",
+                rack=host.text("rack") or "",
+                environment=self._environment(host.section("environment")),
+            )  # fmt: skip
+            host.close()
+
+    def _environment(self, section: FileSection) -> dict[str, str]:
+        found = section.others()
+        for name in found:
+            if not VARIABLE.fullmatch(name):
+                section.note(name, "is no name of an environment variable")
+            elif name.startswith("MOONCAKE_"):
+                section.note(name, "is set by `mooncake serve`, out of this file: remove it")
+            elif "\0" in found[name]:
+                section.note(name, "has a zero byte in it")
+        return found
+
+    def _named_hosts(self, section: FileSection, default: tuple[str, ...]) -> tuple[str, ...]:
+        """The list `hosts` of a section."""
+        found = section.words("hosts")
+        for name, line in found:
+            self._look_up_host(name, line, section.path_of("hosts"))
+        return tuple(name for name, _ in found if name in self.hosts) or default
+
+    def _look_up_host(self, name: str, line: int, path: str) -> bool:
+        if name in self.hosts:
+            return True
+        what = f"there is no host {name!r}{did_you_mean(name, set(self.hosts))}"
+        self.mistakes.note(line, path, what)
+        return False
+
+    def _first_host(self) -> tuple[str, ...]:
+        return tuple(list(self.hosts)[:1])
+
+    def _etcd(self, section: FileSection) -> EtcdCluster:
+        endpoints = section.words("endpoints")
+        for endpoint, line in endpoints:
+            host, _, port = endpoint.rpartition(":")
+            if not _is_address(host.strip("[]")) or not _is_port(port):
+                self.mistakes.note(line, section.path_of("endpoints"),
+                                   f"{endpoint!r} is no HOST:PORT")  # fmt: skip
+        found = EtcdCluster(
+            hosts=self._named_hosts(section, ()),
+            endpoints=tuple(endpoint for endpoint, _ in endpoints),
+            client_port=section.port("client_port", 2379),
+            peer_port=section.port("peer_port", 2380),
+        )
+        if section.has("hosts") == section.has("endpoints"):
+            what = "name either hosts (whose members we start) or endpoints (that others run)"
+            self.mistakes.note(section.line, section.path, what)
+        section.close()
+        return found
+
+    def _directories(self, section: FileSection) -> Directories:
+        found = Directories(
+            hosts=self._named_hosts(section, self._first_host()),
+            port=section.port("port", 7001),
+            events_port=section.port("events_port", 7002),
+            ttl_s=section.number("ttl_s", 3, 1, 60),
+        )
+        if len(found.hosts) > 1 and not self.top.has("etcd"):
+            section.note("hosts", "several directories elect a leader in etcd: add a section etcd")
+        section.close()
+        return found
+
+    def _nodes(self, section: FileSection) -> Iterator[NodeSpec]:
+        seen: dict[str, int] = {}
+        for name, node in section.sections():
+            if not NAME.fullmatch(name):
+                section.note(name, f"is no name of a storage node; use {NAME_WANTED}")
+            host = node.text("host") or ""
+            if not host:
+                section.note(name, "has no host: say on which host it is (host: NAME)")
+            elif not self._look_up_host(host, node.line_of("host"), node.path_of("host")):
+                host = ""
+            number = seen[host] = seen.get(host, -1) + 1
+            if not node.has("dram"):
+                section.note(name, "has no dram: say how much memory it has (dram: 4G)")
+            spec = NodeSpec(
+                name=name, host=host,
+                dram_bytes=node.size_bytes("dram", NODE_BYTES_MIN),
+                ssd_bytes=node.size_bytes("ssd", 0),
+                ssd_path=node.text("ssd_path") or "ssd",
+                segment_path=node.text("segment_path") or "",
+                control_port=node.port("control_port", 7010 + 2 * number),
+                data_port=node.port("data_port", 7011 + 2 * number),
+            )  # fmt: skip
+            if spec.dram_bytes < NODE_BYTES_MIN:
+                node.note("dram", f"is {spec.dram_bytes} bytes; use 1M or more")
+            node.close()
+            if host:
+                yield spec
+
+    def _frontends(self, section: FileSection) -> Frontends:
+        found = Frontends(
+            hosts=self._named_hosts(section, self._first_host() if self.top.has("pools") else ()),
+            address=section.word("address", "127.0.0.1", _is_ip, "an IP address, or 0.0.0.0"),
+            http_port=section.port("http_port", 8000),
+            grpc_port=section.port("grpc_port", 8001),
+            metrics_port=section.port("metrics_port", 8002),
+            metrics_address=section.word(
+                "metrics_address", "127.0.0.1", _is_ip, "an IP address, or 0.0.0.0"
+            ),
+        )
+        section.close()
+        return found
+
+    def _pools(self, section: FileSection, defaults: FileSection) -> list[PoolSpec]:
+        common = defaults.others()
+        known = {name for role in ROLES for name in _known(role, common)}
+        for name in common.keys() - known:
+            defaults.note(name, f"unknown parameter{did_you_mean(name, known)}")
+        found = []
+        for number, (name, pool) in enumerate(section.sections()):
+            if not NAME.fullmatch(name):
+                section.note(name, f"is no name of a pool; use {NAME_WANTED}")
+            reader = _PoolReader(self, name, pool, defaults, common)
+            found.append(reader.read(7100 + PORT_STEP * number))
+        return found
+
+    def _conductor(self, checkpoint: str) -> dict[str, str]:
+        """With `slo`, and with the checkpoint of the workers, whose tokenizer it is."""
+        section, slo = self.top.section("conductor"), self.top.section("slo")
+        given = section.others()
+        lines = dict.fromkeys(given, section)
+        for short, name in SLO.items():
+            if (text := slo.text(short)) is not None:
+                if name in given:
+                    slo.note(short, f"is said by conductor.{name} too: remove one")
+                given[name] = text
+                lines[name] = slo
+        slo.close()
+        given.setdefault("checkpoint", checkpoint)
+        if given["checkpoint"] != checkpoint:
+            section.note("checkpoint", f"is not that of the workers ({checkpoint}): remove it")
+        known = {each.name for cls in (FrontendConfig, ConductorConfig) for each in fields(cls)}
+        for name in given.keys() - known:
+            section.note(name, f"unknown parameter{did_you_mean(name, known)}")
+        known_given = {name: value for name, value in given.items() if name in known}
+        _, problems = check_configs((FrontendConfig, ConductorConfig), known_given)
+        short_names = {long: short for short, long in SLO.items()}
+        for problem in problems:
+            name = _parameter_of(problem, given)
+            place = lines.get(name, section)
+            key = short_names.get(name, name) if place is slo else name
+            if name:
+                place.note(key, _below_its_name(problem, name))
+            else:
+                self.mistakes.note(section.line, "conductor", problem)
+        return given
+
+    def _keys(self, section: FileSection) -> dict[str, Any]:
+        folder = section.text("folder") or ""
+        is_insecure = section.truth("insecure", False)
+        if section.is_there and bool(folder) == is_insecure:
+            self.mistakes.note(section.line, "keys", "say either folder: NAME or insecure: true")
+        section.close()
+        found = self.top.words("trusted_data_network")
+        for name, line in found:
+            if not INTERFACE.fullmatch(name):
+                what = f"{name!r} is no name of a network interface"
+                self.mistakes.note(line, "trusted_data_network", what)
+        is_named = self.top.has("trusted_data_network") or bool(folder)
+        return {
+            "keys_folder": folder, "is_insecure": is_insecure,
+            "trusted_data_network": tuple(name for name, _ in found) if is_named else None,
+        }  # fmt: skip
+
+
+class _PoolReader:
+    """One pool, with what `defaults` says of all."""
+
+    def __init__(
+        self, file: _ClusterFile, name: str, section: FileSection, defaults: FileSection,
+        common: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self.file, self.name, self.section, self.defaults = file, name, section, defaults
+        self.common = common
+
+    def read(self, grpc_port: int) -> PoolSpec:
+        section, name = self.section, self.name
+        guess = next((role for role in ROLES if name.startswith(role)), "")
+        role = section.choice("role", ROLES, guess)
+        if not role and not section.has("role"):
+            self.file.mistakes.note(
+                section.line, section.path, "has no role: say role: prefill or role: decode"
+            )
+        own = section.others(*POOL_KEYS)
+        known = _known(role or "prefill", {**self.common, **own})
+        parameters = {key: self.common[key] for key in self.common if key in known} | own
+        if role:
+            self._check(role, parameters, section)
+        port = section.port("grpc_port", grpc_port)
+        workers = tuple(self._workers(role, parameters, port))
+        elastic = self._elastic()
+        if not section.has("workers") and elastic is None:
+            self.file.mistakes.note(
+                section.line, section.path, "has no workers: say how many where, workers: {a: 1}"
+            )
+        section.close()
+        return PoolSpec(
+            name=name, role=role, grpc_port=port, parameters=parameters, workers=workers,
+            elastic=elastic,
+        )  # fmt: skip
+
+    def _elastic(self) -> Elastic | None:
+        section = self.section.section("elastic")
+        if not section.is_there:
+            return None
+        least = section.number("least", 1, 0, HOSTS_MAX)
+        most = section.number("most", max(1, least), 1, HOSTS_MAX)
+        if most < least:
+            section.note("most", f"is {most}, which is below least ({least})")
+        section.close()
+        return Elastic(least, most)
+
+    def _workers(self, role: str, parameters: Mapping[str, str], port: int) -> Iterator[WorkerSpec]:
+        """Of each host a number of them, or a list with parameters of each."""
+        section = self.section.section("workers")
+        for host in section.names():
+            entry = section.entry(host)
+            if not self.file._look_up_host(host, section.line_of(host), section.path_of(host)):
+                continue
+            own: list[dict[str, str]] = []
+            if entry is not None and entry.items is not None:
+                for number, item in enumerate(entry.items[:WORKERS_MAX]):
+                    each = FileSection(
+                        item, f"{section.path_of(host)}[{number}]", self.file.mistakes
+                    )
+                    own.append(each.others())
+                    if role:
+                        self._check(role, {**parameters, **own[-1]}, each, only=own[-1])
+                    for name in FINGERPRINT:
+                        if name in own[-1]:
+                            each.note(name, "must be the same in every worker: set it in defaults")
+            else:
+                own = [{}] * section.number(host, 0, 0, WORKERS_MAX)
+            for number, each_own in enumerate(own):
+                node = each_own.get("store_node") or parameters.get("store_node") or ""
+                yield WorkerSpec(
+                    model=f"{self.name}_{host}_{number}", host=host, grpc_port=port + number,
+                    store_node=node or self._nearest_node(host, number), parameters=each_own,
+                )  # fmt: skip
+
+    def _nearest_node(self, host: str, number: int) -> str:
+        """A node of this host, in turns, else one of its rack, else any."""
+        return nearest_node(self.file.hosts, self.file.nodes, host, number)
+
+    def _check(
+        self, role: str, raw: Mapping[str, str], section: FileSection,
+        only: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """`only`: parameters beside these have been looked at."""
+        known = _known(role, raw)
+        for name in (raw if only is None else only).keys() - known:
+            section.note(name, f"unknown parameter{did_you_mean(name, known)}")
+        known_raw = {name: value for name, value in raw.items() if name in known}
+        for problem in parameter_problems(role, known_raw):
+            name = _parameter_of(problem, known_raw)
+            if only is not None and name not in only:
+                continue
+            if name in section.names() or name not in self.defaults.names():
+                if name:
+                    section.note(name, _below_its_name(problem, name))
+                else:
+                    self.file.mistakes.note(section.line, section.path, problem)
+            else:
+                self.defaults.note(name, _below_its_name(problem, name))
+
+
+def nearest_node(hosts: Mapping[str, Host], nodes: list[NodeSpec], host: str, number: int) -> str:
+    """A storage node for the worker of this number: of its host, else of its rack, else any."""
+    rack = hosts[host].rack if host in hosts else ""
+    own = [node.name for node in nodes if node.host == host]
+    near = [node.name for node in nodes if rack and hosts[node.host].rack == rack]
+    choice = own or near or [node.name for node in nodes]
+    return choice[number % len(choice)] if choice else ""
+
+
+def parameter_problems(role: str, raw: Mapping[str, str]) -> list[str]:
+    """What a worker would say when it loads with these parameters."""
+    if raw.get("engine") == "tensorrt_llm":
+        classes = (ROLE_CONFIGS[role], TrtllmConfig)
+        return check_configs(classes, raw, problems_together)[1]
+    return check_configs((ROLE_CONFIGS[role],), raw)[1]
+
+
+def _known(role: str, raw: Mapping[str, str]) -> set[str]:
+    classes = [ROLE_CONFIGS[role]]
+    if raw.get("engine") == "tensorrt_llm":
+        classes.append(TrtllmConfig)
+    return {each.name for cls in classes for each in fields(cls)}
+
+
+def _parameter_of(problem: str, raw: Mapping[str, str]) -> str:
+    """The parameter that a complaint speaks of first; "" when it is none that was given."""
+    words = re.findall(r"[A-Za-z_][A-Za-z0-9_]*", problem)
+    return next((word for word in words if word in raw), "")
+
+
+def _below_its_name(problem: str, name: str) -> str:
+    """The path says the name already."""
+    return problem.removeprefix(f"{name} ")
+
+
+def _agreed(pools: list[PoolSpec], top: FileSection) -> str:
+    """The checkpoint of all workers."""
+    for name in FINGERPRINT:
+        default = str(getattr(WorkerConfig(), name))
+        values = {pool.name: pool.parameters.get(name, default) for pool in pools}
+        if len(set(values.values())) > 1:
+            said = ", ".join(f"{pool} {value}" for pool, value in values.items())
+            what = f"all workers need the same {name}, or none finds what others stored: {said}"
+            top.note("pools", f"{what}; set it in defaults")
+    found = [pool.parameters.get("checkpoint", "demo") for pool in pools]
+    return found[0] if found else "demo"
+
+
+def _check_together(deployment: Deployment, top: FileSection) -> None:
+    """What each section allows and all of them side by side do not."""
+    nodes = {node.name for node in deployment.storage_nodes}
+    if deployment.pools and not nodes:
+        top.note("storage_nodes", "is missing: workers need a storage node for their KV")
+    for worker in deployment.workers:
+        if nodes and worker.store_node not in nodes:
+            what = f"{worker.model}: there is no storage node {worker.store_node!r}"
+            top.note("pools", what + did_you_mean(worker.store_node, nodes))
+    roles = {pool.role for pool in deployment.pools}
+    for role in ROLES:
+        if deployment.pools and roles <= set(ROLES) and role not in roles:
+            top.note("pools", f"no pool has the role {role}: requests need both roles")
+    _check_addresses(deployment, top)
+    for (address, port), users in sorted(_ports(deployment).items()):
+        if len(users) > 1:
+            said = " and ".join(user for _, user in users)
+            top.note(users[-1][0], f"port {port} of {address} is wanted by {said}: change one")
+
+
+def _check_addresses(deployment: Deployment, top: FileSection) -> None:
+    hosts = deployment.hosts.values()
+    local = [host.name for host in hosts if is_loopback(host.address)]
+    if local and len(local) < len(hosts):
+        for name in local:
+            what = f"host {name} has a loopback address, which the other hosts cannot reach"
+            top.note("hosts", what)
+    identities = [host.identity for host in hosts if host.identity]
+    for identity in {each for each in identities if identities.count(each) > 1}:
+        top.note("hosts", f"two hosts have the identity {identity!r}: each needs its own")
+    shown = [host.address for host in hosts] + [host.listen for host in hosts]
+    if deployment.frontends.hosts:
+        shown += [deployment.frontends.address, deployment.frontends.metrics_address]
+    is_open = not all(is_loopback(address) for address in shown)
+    if is_open and not deployment.keys_folder and not deployment.is_insecure:
+        what = (
+            "is missing: ports are open to other machines; say folder: keys (`mooncake keys` makes "
+            "it), or insecure: true if everybody who reaches them may use them"
+        )
+        top.note("keys", what)
+
+
+def _ports(deployment: Deployment) -> dict[tuple[str, int], list[tuple[str, str]]]:
+    """Who listens where (the section and what it is); hosts may share an address."""
+    found: dict[tuple[str, int], list[tuple[str, str]]] = {}
+
+    def listen(section: str, host: str, port: int, user: str) -> None:
+        address = deployment.hosts[host].address
+        found.setdefault((address, port), []).append((section, f"{user} of host {host}"))
+
+    if etcd := deployment.etcd:
+        for host in etcd.hosts:
+            listen("etcd", host, etcd.client_port, "etcd's clients")
+            listen("etcd", host, etcd.peer_port, "etcd's peers")
+    for host in deployment.directories.hosts:
+        listen("directories", host, deployment.directories.port, "the directory")
+        listen("directories", host, deployment.directories.events_port, "the directory's events")
+    for node in deployment.storage_nodes:
+        listen("storage_nodes", node.host, node.control_port, f"storage node {node.name}")
+        listen("storage_nodes", node.host, node.data_port, f"the data of storage node {node.name}")
+    frontends = deployment.frontends
+    for host in frontends.hosts:
+        listen("frontends", host, frontends.http_port, "the frontend's HTTP")
+        listen("frontends", host, frontends.grpc_port, "the frontend's gRPC")
+    for host in deployment.hosts:
+        listen("frontends", host, frontends.metrics_port, "the metrics page")
+    for worker in deployment.workers:
+        listen("pools", worker.host, worker.grpc_port, f"worker {worker.model}")
+    return found
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text
+
+
+def _is_address(text: str) -> bool:
+    """Where somebody else can be reached."""
+    if _is_ip(text):
+        return not ip_address(text).is_unspecified and not ip_address(text).is_multicast
+    is_number = re.fullmatch(r"[\d.]+", text, re.ASCII)  # 10.0.0.300, 10.1
+    return bool(DNS_NAME.fullmatch(text)) and not is_number
+
+
+def _is_port(text: str) -> bool:
+    return bool(re.fullmatch(r"[1-9]\d{0,4}", text, re.ASCII)) and int(text) <= 65_535

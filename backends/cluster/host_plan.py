@@ -1,0 +1,273 @@
+"""What one host of a deployment runs: addresses, sizes and the environment of its processes.
+
+Everything is derived from the `Deployment`; nothing is looked up. Where two addresses are named,
+`listen` is what the process binds and the other one what it tells others.
+
+Not here: how these are started (backends/launcher), what is rendered for Triton (rendering.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from backends.cluster.deployment import (
+    Deployment,
+    Host,
+    NodeSpec,
+    PoolSpec,
+    WorkerSpec,
+    bracketed,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdMember:
+    """A member that this host starts; URLs as etcd wants them."""
+
+    name: str  # the host's
+    listen_client_url: str
+    advertised_client_url: str
+    listen_peer_url: str
+    advertised_peer_url: str
+    members: Mapping[str, str]  # name -> peer URL of all members
+    token: str  # of this cluster, so that another deployment's member does not join
+
+    @property
+    def initial_cluster(self) -> str:
+        return ",".join(f"{name}={url}" for name, url in self.members.items())
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryPlan:
+    """A directory that this host starts; with etcd it serves while it is elected there."""
+
+    listen: str  # tcp://...
+    listen_events: str
+    advertised: str
+    advertised_events: str
+    etcd: str  # etcd://...; "": no election
+    ttl_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """A storage node that this host starts."""
+
+    name: str
+    control: str  # tcp://HOST:PORT
+    listen_control: str
+    data: str  # HOST:PORT
+    listen_data: str
+    dram_bytes: int
+    ssd_bytes: int
+    ssd_path: str  # relative to state_dir
+    segment_path: str  # "": one of the launcher's
+    rack: str
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendPlan:
+    """Where clients call this host; each HOST:PORT."""
+
+    http: str
+    grpc: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """A worker's Triton."""
+
+    model: str
+    pool: str
+    role: str
+    grpc: str  # HOST:PORT that frontends call
+    listen_grpc: str
+    store_node: str
+    parameters: Mapping[str, str]  # of its config.pbtxt, without store_node
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """Everything that one host runs. Relative paths start in `folder`."""
+
+    deployment: str
+    host: str
+    address: str
+    listen: str
+    folder: str  # of the cluster file
+    state_dir: str
+    model_repository: str
+    directory_address: str  # for everyone who asks the directory
+    events_address: str  # "": with an election the leader says where
+    metrics: str  # HOST:PORT of this host's metrics page
+    etcd: EtcdMember | None = None
+    directory: DirectoryPlan | None = None
+    storage_nodes: tuple[NodePlan, ...] = ()
+    frontend: FrontendPlan | None = None
+    workers: tuple[WorkerPlan, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)  # of all processes
+
+    @property
+    def is_idle(self) -> bool:
+        parts = (self.etcd, self.directory, self.storage_nodes, self.frontend, self.workers)
+        return not any(parts)
+
+
+def host_plan(deployment: Deployment, name: str) -> HostPlan:
+    """Of a host of the file; KeyError for another one."""
+    host = deployment.hosts[name]
+    is_frontend = name in deployment.frontends.hosts
+    frontends = deployment.frontends
+    return HostPlan(
+        **_common(deployment, host),
+        etcd=_etcd_member(deployment, host),
+        directory=_directory(deployment, host),
+        storage_nodes=tuple(_node(node, host) for node in deployment.nodes_of(name)),
+        frontend=FrontendPlan(
+            http=_at(frontends.address, frontends.http_port),
+            grpc=_at(frontends.address, frontends.grpc_port),
+        ) if is_frontend else None,
+        workers=tuple(
+            _worker(worker, deployment.pool_of(worker), host)
+            for worker in deployment.workers if worker.host == name
+        ),
+    )  # fmt: skip
+
+
+def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: str) -> HostPlan:
+    """Of a host that is not in the file: one worker of an elastic pool, called by `address`.
+
+    KeyError when there is no such pool. Its KV goes to a storage node that its name chooses, so
+    that many such hosts spread over the nodes.
+    """
+    pool = {pool.name: pool for pool in deployment.pools}[pool_name]
+    host = Host(name=name, address=address, listen=address, state_dir=f".mooncake/{name}")
+    nodes = [node.name for node in deployment.storage_nodes]
+    spread = sum(name.encode()) % max(1, len(nodes))
+    worker = WorkerSpec(
+        model=f"{pool.name}_{name}_0", host=name, grpc_port=pool.grpc_port,
+        store_node=pool.parameters.get("store_node") or (nodes[spread] if nodes else ""),
+    )  # fmt: skip
+    return HostPlan(**_common(deployment, host), workers=(_worker(worker, pool, host),))
+
+
+def election_address(deployment: Deployment) -> str:
+    """Where directories elect their leader; "" without etcd."""
+    endpoints = deployment.etcd_endpoints()
+    if not endpoints:
+        return ""
+    return f"etcd://{','.join(endpoints)}/mooncake/{deployment.name}/directory"
+
+
+def directory_address(deployment: Deployment) -> str:
+    """MOONCAKE_DIRECTORY of every process and command."""
+    if elected := election_address(deployment):
+        return elected
+    host = deployment.hosts[deployment.directories.hosts[0]]
+    return _tcp(host.address, deployment.directories.port)
+
+
+def _events_address(deployment: Deployment) -> str:
+    if deployment.etcd is not None:
+        return ""
+    host = deployment.hosts[deployment.directories.hosts[0]]
+    return _tcp(host.address, deployment.directories.events_port)
+
+
+def _common(deployment: Deployment, host: Host) -> dict[str, Any]:
+    frontends = deployment.frontends
+    return {
+        "deployment": deployment.name, "host": host.name, "address": host.address,
+        "listen": host.listen, "folder": deployment.folder, "state_dir": host.state_dir,
+        "model_repository": f"rendered/{host.name}/model_repository",
+        "directory_address": directory_address(deployment),
+        "events_address": _events_address(deployment),
+        "metrics": _at(frontends.metrics_address, frontends.metrics_port),
+        "environment": _environment(deployment, host),
+    }  # fmt: skip
+
+
+def _environment(deployment: Deployment, host: Host) -> dict[str, str]:
+    found = dict(host.environment)
+    found["MOONCAKE_DIRECTORY"] = directory_address(deployment)
+    found["MOONCAKE_EVENTS"] = _events_address(deployment)
+    found["MOONCAKE_ADDRESS"] = host.address
+    if host.listen != host.address:
+        found["MOONCAKE_LISTEN"] = host.listen
+    if host.identity:
+        found["MOONCAKE_HOST_IDENTITY"] = host.identity
+    if deployment.is_insecure:
+        found["MOONCAKE_INSECURE"] = "1"
+    if deployment.keys_folder:
+        found["MOONCAKE_KEYS"] = _below(deployment.folder, deployment.keys_folder)
+    if deployment.trusted_data_network is not None:
+        found["MOONCAKE_TRUSTED_NICS"] = ",".join(deployment.trusted_data_network)
+    return found
+
+
+def _etcd_member(deployment: Deployment, host: Host) -> EtcdMember | None:
+    etcd = deployment.etcd
+    if etcd is None or host.name not in etcd.hosts:
+        return None
+    return EtcdMember(
+        name=host.name,
+        listen_client_url=f"http://{_at(host.listen, etcd.client_port)}",
+        advertised_client_url=f"http://{_at(host.address, etcd.client_port)}",
+        listen_peer_url=f"http://{_at(host.listen, etcd.peer_port)}",
+        advertised_peer_url=f"http://{_at(host.address, etcd.peer_port)}",
+        members={
+            name: f"http://{_at(deployment.hosts[name].address, etcd.peer_port)}"
+            for name in etcd.hosts
+        },
+        token=f"mooncake-{deployment.name}",
+    )
+
+
+def _directory(deployment: Deployment, host: Host) -> DirectoryPlan | None:
+    directories = deployment.directories
+    if host.name not in directories.hosts:
+        return None
+    return DirectoryPlan(
+        listen=_tcp(host.listen, directories.port),
+        listen_events=_tcp(host.listen, directories.events_port),
+        advertised=_tcp(host.address, directories.port),
+        advertised_events=_tcp(host.address, directories.events_port),
+        etcd=election_address(deployment),
+        ttl_s=directories.ttl_s,
+    )
+
+
+def _node(node: NodeSpec, host: Host) -> NodePlan:
+    return NodePlan(
+        name=node.name,
+        control=_tcp(host.address, node.control_port),
+        listen_control=_tcp(host.listen, node.control_port),
+        data=_at(host.address, node.data_port),
+        listen_data=_at(host.listen, node.data_port),
+        dram_bytes=node.dram_bytes, ssd_bytes=node.ssd_bytes, ssd_path=node.ssd_path,
+        segment_path=node.segment_path, rack=host.rack,
+    )  # fmt: skip
+
+
+def _worker(worker: WorkerSpec, pool: PoolSpec, host: Host) -> WorkerPlan:
+    parameters = {**pool.parameters, **worker.parameters}
+    parameters.pop("store_node", None)
+    return WorkerPlan(
+        model=worker.model, pool=pool.name, role=pool.role,
+        grpc=_at(host.address, worker.grpc_port), listen_grpc=_at(host.listen, worker.grpc_port),
+        store_node=worker.store_node, parameters=parameters,
+    )  # fmt: skip
+
+
+def _tcp(address: str, port: int) -> str:
+    return f"tcp://{_at(address, port)}"
+
+
+def _at(address: str, port: int) -> str:
+    return f"{bracketed(address)}:{port}"
+
+
+def _below(folder: str, path: str) -> str:
+    return path if path.startswith("/") else f"{folder}/{path}"

@@ -1,0 +1,96 @@
+"""What one host runs follows from the deployment."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends.cluster.cluster_file import parse
+from backends.cluster.host_plan import host_plan, pool_host_plan
+from tests.backends.cluster.fleet_text import ONE_HOST, THREE_HOSTS
+
+ELECTION = "etcd://10.77.0.1:2379,10.77.0.2:2379,10.77.0.3:2379/mooncake/demo/directory"
+
+
+def test_a_host_of_a_fleet_runs_its_part() -> None:
+    deployment = parse(THREE_HOSTS, "/fleet/cluster.yaml")
+    b, c = host_plan(deployment, "b"), host_plan(deployment, "c")
+    assert b.etcd is not None and b.etcd.listen_peer_url == "http://10.77.0.2:2380"
+    assert b.etcd.initial_cluster == (
+        "a=http://10.77.0.1:2380,b=http://10.77.0.2:2380,c=http://10.77.0.3:2380"
+    )
+    assert b.directory is not None
+    assert (b.directory.listen, b.directory.listen_events, b.directory.etcd) == (
+        "tcp://10.77.0.2:7001", "tcp://10.77.0.2:7002", ELECTION,
+    )  # fmt: skip
+    (node,) = b.storage_nodes
+    assert (node.control, node.data) == ("tcp://10.77.0.2:7010", "10.77.0.2:7011")
+    assert b.frontend is not None and b.frontend.grpc == "0.0.0.0:8001"
+    assert [(w.model, w.grpc) for w in b.workers] == [
+        ("prefill_b_0", "10.77.0.2:7100"), ("decode_b_0", "10.77.0.2:7200"),
+    ]  # fmt: skip
+    assert c.directory is None and c.frontend is None and c.etcd is not None
+    assert [w.parameters["threads"] for w in c.workers] == ["1", "3"]
+    assert (c.folder, c.model_repository) == ("/fleet", "rendered/c/model_repository")
+
+
+def test_the_nodes_of_a_host_differ_in_their_ports() -> None:
+    plan = host_plan(parse(THREE_HOSTS), "a")
+    assert [node.control for node in plan.storage_nodes] == [
+        "tcp://10.77.0.1:7010", "tcp://10.77.0.1:7012",
+    ]  # fmt: skip
+    assert [node.data for node in plan.storage_nodes] == ["10.77.0.1:7011", "10.77.0.1:7013"]
+
+
+def test_the_environment_says_where_everything_is() -> None:
+    deployment = parse(THREE_HOSTS, "/fleet/cluster.yaml")
+    assert host_plan(deployment, "b").environment == {
+        "UCX_TLS": "tcp", "UCX_NET_DEVICES": "e0", "MOONCAKE_DIRECTORY": ELECTION,
+        "MOONCAKE_EVENTS": "", "MOONCAKE_ADDRESS": "10.77.0.2",
+        "MOONCAKE_KEYS": "/fleet/keys", "MOONCAKE_TRUSTED_NICS": "e0",
+    }  # fmt: skip
+    assert host_plan(deployment, "c").environment["MOONCAKE_HOST_IDENTITY"] == "c"
+
+
+def test_with_keys_and_no_trusted_network_no_interface_is_trusted() -> None:
+    text = THREE_HOSTS.replace("trusted_data_network: [e0]\n", "")
+    environment = host_plan(parse(text), "a").environment
+    assert environment["MOONCAKE_TRUSTED_NICS"] == ""
+    environment = host_plan(
+        parse(text.replace("{folder: keys}", "{insecure: true}")), "a"
+    ).environment
+    assert "MOONCAKE_TRUSTED_NICS" not in environment and "MOONCAKE_KEYS" not in environment
+    assert environment["MOONCAKE_INSECURE"] == "1"
+
+
+def test_one_host_without_etcd_has_one_directory_that_all_know() -> None:
+    plan = host_plan(parse(ONE_HOST), "here")
+    assert plan.etcd is None and plan.directory is not None and plan.directory.etcd == ""
+    assert plan.directory_address == "tcp://127.0.0.1:7001"
+    assert plan.events_address == "tcp://127.0.0.1:7002"
+
+
+def test_a_host_with_a_dns_name_listens_on_every_address() -> None:
+    text = THREE_HOSTS.replace("address: 10.77.0.1", "address: a.fleet.svc")
+    plan = host_plan(parse(text), "a")
+    assert plan.directory is not None
+    assert plan.directory.listen == "tcp://0.0.0.0:7001"
+    assert plan.directory.advertised == "tcp://a.fleet.svc:7001"
+    assert plan.environment["MOONCAKE_LISTEN"] == "0.0.0.0"
+
+
+def test_an_ipv6_address_is_put_into_brackets() -> None:
+    text = THREE_HOSTS.replace("address: 10.77.0.1", "address: 'fd00::1'")
+    plan = host_plan(parse(text), "a")
+    assert plan.directory_address.startswith("etcd://[fd00::1]:2379,")
+    assert plan.workers[0].grpc == "[fd00::1]:7100"
+
+
+def test_a_host_that_is_not_in_the_file_may_serve_a_pool() -> None:
+    deployment = parse(THREE_HOSTS)
+    plan = pool_host_plan(deployment, "decode", "decode-7f9c-x2x", "10.77.3.9")
+    (worker,) = plan.workers
+    assert (worker.model, worker.grpc) == ("decode_decode-7f9c-x2x_0", "10.77.3.9:7200")
+    assert worker.store_node in {"a0", "a1", "b0"} and worker.parameters["slots"] == "16"
+    assert plan.directory_address == ELECTION and not plan.storage_nodes and plan.etcd is None
+    with pytest.raises(KeyError):
+        pool_host_plan(deployment, "encode", "x", "10.77.3.9")
