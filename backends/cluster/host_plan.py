@@ -3,7 +3,7 @@
 Everything is derived from the `Deployment`; nothing is looked up. Where two addresses are named,
 `listen` is what the process binds and the other one what it tells others.
 
-Not here: how these are started (backends/launcher), what is rendered for Triton (rendering.py).
+Not here: how these are started (backends/launcher).
 """
 
 from __future__ import annotations
