@@ -20,12 +20,13 @@ from types import FrameType
 
 from mooncake_store.directory.core.config import HELP, DirectoryConfig
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.election import TTL_S, Leader, campaign, parse_address
+from mooncake_store.directory.election import MARGIN, TTL_S, Leader, campaign, parse_address
 from mooncake_store.directory.server import AddressTaken, DirectoryServer
 from mooncake_store.errors import RequestInvalid
 from mooncake_store.process.metrics_page import LOOPBACK, PortTaken
 
 log = logging.getLogger("mooncake_store.directory")
+ETCD_S_MIN = 0.3  # is waited for an answer of one endpoint, however short the TTL
 
 
 class StopSignal:
@@ -123,7 +124,8 @@ def serve_when_elected(
     options: argparse.Namespace, config: DirectoryConfig, stop: StopSignal
 ) -> None:
     """Wait, serve, wait again, until `stop`."""
-    etcd, prefix = parse_address(options.etcd)
+    # An endpoint that hangs must not cost the lead while others answer.
+    etcd, prefix = parse_address(options.etcd, max(ETCD_S_MIN, MARGIN * options.ttl_s))
     address, _, events = (options.advertise or f"{options.address},{options.events}").partition(",")
     unusable = [name for name in (address, events) if not name or "*" in name or "0.0.0.0" in name]
     if unusable:

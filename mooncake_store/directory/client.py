@@ -24,7 +24,7 @@ from mooncake_store.wire.request_reply import Connection, Requester, ZeroMqConne
 from mooncake_store.wire.unix_socket import UnixConnection, direct_path
 
 if TYPE_CHECKING:
-    from mooncake_store.directory.election import ElectedAddress
+    from mooncake_store.directory.election import ElectedAddress, Leader
 
 T = TypeVar("T")
 ELECTED = "etcd://"  # an address that names an election (election.py)
@@ -235,6 +235,15 @@ class DirectoryClient:
     def is_elected(self) -> bool:
         """Is it for an election to say where the directory is?"""
         return self._elected is not None
+
+    def leader(self) -> Leader:
+        """Who leads now, where an election says it; NoLeader, EtcdFailed. Not cached."""
+        assert self._elected is not None, f"nobody is elected at {self.address}"
+        return self._elected.leader()
+
+    def disconnect(self) -> None:
+        """Connect anew for the next request, to whoever leads then."""
+        self._requester.disconnect()
 
     def _ask(self, request: protocol.AnyRequest, decoder: Decoder[T]) -> T:
         try:

@@ -5,137 +5,44 @@
     PREFIX/epoch    the epoch of the latest leader, written in the same transaction, so that epochs
                     (and with them generations) grow whatever the clocks of the hosts say
 
-A leader believes in itself for a shorter time than etcd does: until the lease's TTL, less a margin,
-has passed since it *asked* for the last renewal that came back. So when etcd hangs, or the network
-is cut, or this process was stopped for a while, `may_serve` is false before another can be elected,
-and nobody has to tell it. While etcd does not answer, nobody is elected; a leader that cannot renew
-steps down. What a client gets is at most one answer that was under way at that moment.
+A leader believes in itself for a shorter time than etcd does: until the TTL that was wished for,
+less a margin, has passed since it *asked* for the last renewal that came back, also when etcd lets
+the lease last longer (it has a minimum). So when etcd hangs, or the network is cut, or this process
+was stopped for a while, `may_serve` is false before another can be elected, and nobody has to tell
+it. Time is CLOCK_BOOTTIME, which goes on while a machine sleeps. A machine whose clocks stood still
+(a paused VM) finds out at its next renewal; until then only epochs tell its answers from those of
+the next leader. While etcd does not answer, nobody is elected; a leader that
+cannot renew steps down. What a client gets is at most one answer that was under way at that moment.
 
 Addresses `etcd://HOST:PORT,HOST:PORT/PREFIX` mean whoever leads there now (`leader_at`).
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
-import requests
 from msgspec import structs
 
+from mooncake_store.directory.etcd import EtcdClient, EtcdFailed
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 
 log = logging.getLogger("mooncake_store.election")
 SCHEME = "etcd://"
 PREFIX = "mooncake/directory"
-TTL_S = 5
+TTL_S = 3
 MARGIN = 0.2  # of the TTL: the leader stops that much before etcd could give its lead away
 RENEWALS = 4  # in a TTL
-POLL_S = 0.3  # how often one that waits looks whether the lead is free
+POLL_S = 0.2  # how often one that waits looks whether the lead is free
 STEP_S = 0.05  # how soon a stop is noticed
-
-
-class EtcdFailed(StoreUnavailable):
-    """etcd did not answer, or refused; the message says which endpoints were asked."""
 
 
 class NoLeader(StoreUnavailable):
     """Nobody leads there now."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeyValue:
-    value: bytes
-    mod_revision: int  # changes with each write of the key; 0: there is no such key
-
-
-MISSING = KeyValue(b"", 0)
-
-
-class EtcdClient:
-    """The few calls of etcd v3 that an election needs, over its HTTP gateway.
-
-    Keys and values travel as base64 in JSON, 64-bit numbers as decimal strings. Several endpoints
-    of one cluster may be given: each call goes to the one that answered last, then to the others.
-    No user names, no TLS. Thread-safe. Each call ends within about `timeout_s` for each endpoint.
-    """
-
-    def __init__(self, endpoints: Sequence[str], timeout_s: float = 1.0) -> None:
-        assert endpoints and timeout_s > 0
-        self.endpoints = [endpoint.rstrip("/") for endpoint in endpoints]
-        self.timeout_s = timeout_s
-        self._local = threading.local()  # a requests.Session is for one thread
-
-    def grant(self, ttl_s: int) -> tuple[int, float]:
-        """A new lease and the seconds it really lasts, which may be more than asked for."""
-        answer = self._post("/v3/lease/grant", {"TTL": str(ttl_s)})
-        return int(answer["ID"]), float(answer["TTL"])
-
-    def keep_alive(self, lease: int) -> float:
-        """Seconds that the lease lasts from now on; 0 when it has ended."""
-        answer = self._post("/v3/lease/keepalive", {"ID": str(lease)})
-        return float(answer.get("result", {}).get("TTL", 0))
-
-    def revoke(self, lease: int) -> None:
-        """End the lease, and with it every key that was written under it."""
-        self._post("/v3/lease/revoke", {"ID": str(lease)})
-
-    def get(self, key: str) -> KeyValue:
-        found = self._post("/v3/kv/range", {"key": _packed(key)}).get("kvs")
-        return _key_value(found[0]) if found else MISSING
-
-    def write_unless_changed(
-        self, expected: Mapping[str, int], values: Mapping[str, bytes], leases: Mapping[str, int]
-    ) -> bool:
-        """Write all values if every key of `expected` still has that mod_revision, else nothing."""
-        compare = [
-            {"key": _packed(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
-            for key, revision in expected.items()
-        ]
-        puts = [
-            {"request_put": {"key": _packed(key), "value": _packed(value),
-                             "lease": str(leases.get(key, 0))}}
-            for key, value in values.items()
-        ]  # fmt: skip
-        answer = self._post("/v3/kv/txn", {"compare": compare, "success": puts})
-        return bool(answer.get("succeeded", False))
-
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        failures = []
-        for endpoint in list(self.endpoints):
-            try:
-                answer = self._session().post(endpoint + path, json=body, timeout=self.timeout_s)
-                if answer.status_code == 200:
-                    if endpoint != self.endpoints[0]:  # ask this one first from now on
-                        others = [other for other in self.endpoints if other != endpoint]
-                        self.endpoints = [endpoint, *others]
-                    return answer.json()
-                failures.append(f"{endpoint}: {answer.status_code} {answer.text.strip()[:200]}")
-            except (requests.RequestException, ValueError) as error:
-                failures.append(f"{endpoint}: {error}")
-        raise EtcdFailed("etcd does not carry out " + path + ": " + "; ".join(failures))
-
-    def _session(self) -> requests.Session:
-        session: requests.Session | None = getattr(self._local, "session", None)
-        if session is None:
-            session = self._local.session = requests.Session()
-            session.trust_env = False  # etcd is near; a proxy for the internet does not know it
-        return session
-
-
-def _packed(text: str | bytes) -> str:
-    raw = text.encode() if isinstance(text, str) else text
-    return base64.b64encode(raw).decode()
-
-
-def _key_value(found: Mapping[str, str]) -> KeyValue:
-    return KeyValue(base64.b64decode(found.get("value", "")), int(found["mod_revision"]))
 
 
 class Leader(msgspec.Struct, frozen=True):
@@ -147,23 +54,43 @@ class Leader(msgspec.Struct, frozen=True):
     epoch: int = 0  # of its reign; the election sets it
 
 
+def boot_s() -> float:
+    """Seconds since this machine was started, those in which it slept included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Leadership:
     """A won election. Renews itself in a thread; once lost it stays lost."""
 
     def __init__(
-        self, etcd: EtcdClient, lease: int, epoch: int, asked_s: float, ttl_s: float
+        self,
+        etcd: EtcdClient,
+        lease: int,
+        epoch: int,
+        asked_s: float,
+        ttl_s: float,
+        revision: int = 0,
+        clock: Callable[[], float] = boot_s,
     ) -> None:
-        """`asked_s`: when (monotonic) the lease of `ttl_s` was asked for."""
-        self.epoch = epoch
-        self._etcd, self._lease, self._ttl_s = etcd, lease, ttl_s
-        self._valid_until_s = _valid_until_s(asked_s, ttl_s)
+        """`asked_s`: when (by `clock`) the lease of at least `ttl_s` was asked for.
+
+        `revision`: of the leader's key in etcd, which stays for as long as this leads.
+        """
+        self.epoch, self.revision = epoch, revision
+        self._etcd, self._lease, self._ttl_s, self._clock = etcd, lease, ttl_s, clock
+        self._valid_until_s = self._valid_from(asked_s)
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="election", daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_over, name="election", daemon=True)
         self._thread.start()
 
     def may_serve(self) -> bool:
         """May this process still act as the leader? Cheap: ask before each act."""
-        return time.monotonic() < self._valid_until_s and not self._is_over.is_set()
+        return self._clock() < self._valid_until_s and not self._is_over.is_set()
+
+    @property
+    def margin_s(self) -> float:
+        """At least so long after `may_serve` has become false nobody else leads."""
+        return MARGIN * self._ttl_s
 
     def close(self) -> None:
         """Give the lead away now, for a clean end. Twice is harmless."""
@@ -174,21 +101,29 @@ class Leadership:
             with contextlib.suppress(EtcdFailed):  # then it ends with its TTL
                 self._etcd.revoke(self._lease)
 
-    def _renew(self) -> None:
+    def _renew_until_over(self) -> None:
         wait_s = self._ttl_s / RENEWALS
         while not self._is_over.wait(wait_s):
-            asked_s = time.monotonic()
-            ttl_s = -1.0
-            try:
-                ttl_s = self._etcd.keep_alive(self._lease)
-            except EtcdFailed as error:
-                log.warning("leadership not renewed: %s", error)
-            if ttl_s == 0 or time.monotonic() >= self._valid_until_s:  # lost is lost
-                log.warning("leadership ended: its lease was not renewed in time")
-                self._is_over.set()
-            elif ttl_s > 0:
-                self._valid_until_s = _valid_until_s(asked_s, ttl_s)
-            wait_s = STEP_S if ttl_s < 0 else ttl_s / RENEWALS
+            wait_s = self._ttl_s / RENEWALS if self._renew() else STEP_S
+
+    def _renew(self) -> bool:
+        """False: etcd did not answer, ask again soon."""
+        asked_s = self._clock()
+        left_s = -1.0
+        try:
+            left_s = self._etcd.keep_alive(self._lease)
+        except EtcdFailed as error:
+            log.warning("leadership not renewed: %s", error)
+        if left_s == 0 or self._clock() >= self._valid_until_s:  # lost is lost
+            log.warning("leadership ended: its lease was not renewed in time")
+            self._is_over.set()
+        elif left_s > 0:
+            self._valid_until_s = self._valid_from(asked_s)
+        return left_s >= 0
+
+    def _valid_from(self, asked_s: float) -> float:
+        """Until when a lease that was asked for then is believed in."""
+        return asked_s + self._ttl_s * (1.0 - MARGIN)
 
 
 def campaign(
@@ -229,10 +164,15 @@ def _try_once(
         return None
     last = etcd.get(epoch_key)
     epoch = max(now_ms(), _epoch(last.value) + 1)
-    asked_s = time.monotonic()
-    lease, really_s = etcd.grant(ttl_s)
+    asked_s = boot_s()
+    lease, granted_s = etcd.grant(ttl_s)
+    if granted_s > ttl_s:
+        log.warning(
+            "etcd makes a lease of %d s last %g s: a leader that dies is replaced only then (its "
+            "least TTL is 1.5 times its --election-timeout)", ttl_s, granted_s,
+        )  # fmt: skip
     try:
-        has_won = etcd.write_unless_changed(
+        revision = etcd.write_unless_changed(
             {key: 0, epoch_key: last.mod_revision},
             {
                 key: msgspec.json.encode(structs.replace(leader, epoch=epoch)),
@@ -244,15 +184,11 @@ def _try_once(
         with contextlib.suppress(EtcdFailed):
             etcd.revoke(lease)
         raise
-    if not has_won:
+    if not revision:
         with contextlib.suppress(EtcdFailed):
             etcd.revoke(lease)
         return None
-    return Leadership(etcd, lease, epoch, asked_s, really_s)
-
-
-def _valid_until_s(asked_s: float, ttl_s: float) -> float:
-    return asked_s + ttl_s * (1.0 - MARGIN)
+    return Leadership(etcd, lease, epoch, asked_s, min(granted_s, ttl_s), revision)
 
 
 def _epoch(value: bytes) -> int:
@@ -290,10 +226,14 @@ class ElectedAddress:
         self._leader = _leader_of(self._etcd, self._prefix)
         return self._leader.address
 
+    def leader(self) -> Leader:
+        """Who leads now; NoLeader, EtcdFailed. It does not become the one that was found."""
+        return _leader_of(self._etcd, self._prefix)
+
     def has_moved(self) -> bool:
         """Does somebody else lead by now, or nobody, or the same under another epoch?"""
         try:
-            return _leader_of(self._etcd, self._prefix) != self._leader
+            return self.leader() != self._leader
         except EtcdFailed:
             return False  # nobody can be elected meanwhile
         except StoreUnavailable:

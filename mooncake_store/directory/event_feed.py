@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -29,9 +30,14 @@ from mooncake_store.wire.addresses import notice_silence
 from mooncake_store.wire.framing import MessageKind, unpack_header
 from mooncake_store.wire.request_reply import set_reconnecting
 
+if TYPE_CHECKING:
+    from mooncake_store.directory.election import Leader
+
 SILENCE_S_MAX = 3.5  # three heartbeats and a half
+LOOK_S = 1.25  # silent for so long: an elected directory may have been replaced, etcd knows
+LOOK_AGAIN_S = 0.2
 POLL_S = 0.1  # bounds how long close() takes
-RETRY_S = 0.5
+RETRY_S = 0.25
 GREETING_S_MAX = 1.5  # from a directory that it listens to
 
 log = logging.getLogger(__name__)
@@ -59,7 +65,8 @@ class EventFeed:
         self._epoch, self._sequence = -1, 0  # of the last event that was handed on
         self._is_current = False
         self._needs_snapshot = True
-        self._heard_s = self._retry_s = time.monotonic()
+        self._heard_s = self._retry_s = self._look_s = time.monotonic()
+        self._leader: Leader | None = None  # whom it listens to, where one is elected
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="event-feed", daemon=True)
         self._thread.start()
@@ -112,26 +119,43 @@ class EventFeed:
                 "event feed: nothing from %s for %.1f s", self.events_address, SILENCE_S_MAX
             )
             self._lost(now_s)
+        if self._is_replaced(now_s):
+            log.info("event feed: another directory leads than %s", self.events_address)
+            self._lost(now_s)
         if self._needs_snapshot and now_s >= self._retry_s and self._is_aimed(stream):
             self._take_snapshot()
         if stream.poll(int(POLL_S * 1000)):
             self._heard_s = time.monotonic()
             self._hear(stream.recv_multipart())
 
+    def _is_replaced(self, now_s: float) -> bool:
+        """Does somebody else lead than the one that has been silent for longer than a heartbeat?
+
+        Asked of etcd in a silence only, so that it costs nothing while events come.
+        """
+        if self._leader is None or self._needs_snapshot or now_s < self._look_s:
+            return False
+        if now_s - self._heard_s < LOOK_S:
+            return False
+        self._look_s = now_s + LOOK_AGAIN_S
+        try:
+            return self._client.leader() != self._leader
+        except StoreError:
+            return False  # nobody leads yet
+
     def _is_aimed(self, stream: zmq.Socket[bytes]) -> bool:
         """Listen to who leads now, when that is for an election to say."""
         if not self._client.is_elected:
             return True
-        from mooncake_store.directory.election import (
-            leader_at,  # with etcd only: it needs `requests`
-        )
-
         try:
-            leader = leader_at(self._client.address, self._client.timeout_s)
+            leader = self._client.leader()
         except StoreError as error:
             log.debug("event feed: %s", error)
             self._retry_s = time.monotonic() + RETRY_S
             return False
+        if leader != self._leader:
+            self._leader = leader
+            self._client.disconnect()  # or it would wait for the one before
         if leader.events != self.events_address:
             if self.events_address:
                 stream.disconnect(self.events_address)

@@ -27,6 +27,7 @@ from mooncake_store.records.membership import UNIT_BYTES
 
 log = logging.getLogger("mooncake_store.node")
 REPORT_S = 1.0
+SILENT_RETRY_S = 0.2  # after a report that nobody answered: the next leader must hear of us soon
 ROOM_LOOK_S = 0.1  # between two looks whether there is room by now
 INVENTORY_S_MAX = 60.0  # for one message of an inventory; the last of a million blocks takes 10 s
 _PR_SET_PDEATHSIG = 1
@@ -233,14 +234,15 @@ def run(address: str, options: NodeOptions, stop: StopSignals, room_s_max: float
         is_announced = False
         try:
             while True:
-                if node.report() and not is_announced:
+                is_heard = node.report()
+                if is_heard and not is_announced:
                     is_announced = True
                     print(
                         f"ready node_id={node_id} incarnation={node.info.incarnation} "
                         f"segment_bytes={node.info.segment_bytes}",
                         flush=True,
                     )
-                if stop.wait(REPORT_S):
+                if stop.wait(REPORT_S if is_heard else SILENT_RETRY_S):
                     return 0
         except RequestInvalid as error:
             log.error("node_id=%s ends: %s", node_id, error)

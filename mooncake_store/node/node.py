@@ -96,6 +96,7 @@ class StorageNode:
         self._registrations: list[Registration] = []
         self._tier: SsdTier | None = None
         self._tier_retry_s = 0.0  # when to try again to get it
+        self._is_unheard = False  # the last report had no answer
         try:
             self._open(leave)
         except BaseException:
@@ -275,8 +276,13 @@ class StorageNode:
         except RequestInvalid:
             raise
         except StoreError as error:
-            log.warning("node_id=%s directory silent: %s", self.info.node_id, error)
+            level = logging.DEBUG if self._is_unheard else logging.WARNING  # once, not at each try
+            log.log(level, "node_id=%s directory silent: %s", self.info.node_id, error)
+            self._is_unheard = True
             return False
+        if self._is_unheard:
+            log.info("node_id=%s the directory answers again", self.info.node_id)
+            self._is_unheard = False
         return True
 
     def stats(self) -> NodeStats:

@@ -35,7 +35,7 @@ from mooncake_store.wire.framing import (
 )
 
 CONNECTIONS_IDLE_MAX = 4
-MOVED_CHECK_S = 1.0  # a silent server that was elected may have been replaced
+MOVED_CHECK_S = 0.25  # a silent server that was elected may have been replaced
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -132,7 +132,7 @@ class ZeroMqConnection:
         address: str,
         has_moved: Callable[[], bool] | None = None,
     ) -> None:
-        """`has_moved`: does somebody else answer now? Asked once a second while none comes."""
+        """`has_moved`: does somebody else answer now? Asked while no reply comes."""
         self._has_moved = has_moved
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         set_reconnecting(self._socket)

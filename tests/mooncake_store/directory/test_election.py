@@ -16,16 +16,15 @@ import pytest
 from msgspec.structs import replace
 
 from mooncake_store.directory.election import (
-    MISSING,
-    EtcdClient,
-    EtcdFailed,
     Leader,
     Leadership,
     NoLeader,
+    boot_s,
     campaign,
     leader_at,
     parse_address,
 )
+from mooncake_store.directory.etcd import MISSING, EtcdClient, EtcdFailed
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 from tests.mooncake_store.etcd_process import EtcdProcess
 
@@ -108,7 +107,7 @@ def test_a_hung_etcd_makes_the_leader_stop_before_its_ttl_and_nobody_else_lead(
     first = win(client, prefix, A)
     etcd.freeze()
     try:
-        frozen_s = time.monotonic()
+        frozen_s = boot_s()
         wait_until_invalid(first)
         assert first._valid_until_s - frozen_s < TTL_S  # whenever this process got to see it
         assert campaign(client, prefix, B, _soon(1.0), ttl_s=TTL_S) is None
@@ -134,6 +133,90 @@ def test_a_lease_that_somebody_revoked_ends_the_leadership_for_good(
     leader._thread.join(timeout=20.0)
     assert not leader._thread.is_alive() and not leader.may_serve()
     leader.close()
+
+
+class PausedClock:
+    """The clock of a machine that may be paused, or jump."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class GrantedLease(EtcdClient):
+    """An etcd that says of every renewal how long the lease lasts; None: it does not answer."""
+
+    def __init__(self, left_s: float | None) -> None:
+        super().__init__(["http://127.0.0.1:1"])
+        self.left_s, self.asked, self.revoked = left_s, threading.Event(), False
+
+    def keep_alive(self, lease: int) -> float:
+        self.asked.set()
+        if self.left_s is None:
+            raise EtcdFailed("silent")
+        return self.left_s
+
+    def revoke(self, lease: int) -> None:
+        self.revoked = True
+
+
+def test_a_machine_that_slept_over_its_ttl_leads_no_more_and_renews_nothing() -> None:
+    clock, lease = PausedClock(), GrantedLease(3.0)
+    leader = Leadership(lease, 1, 7, clock(), ttl_s=3.0, clock=clock)
+    clock.now_s += 2.39
+    assert leader.may_serve()
+    clock.now_s += 0.02  # 0.8 of the TTL
+    assert not leader.may_serve()
+    assert lease.asked.wait(20.0), "it asks all the same: perhaps nobody has noticed"
+    leader._thread.join(timeout=20.0)
+    clock.now_s -= 1.0  # a clock that is set back does not bring the lead back
+    assert not leader.may_serve()
+    leader.close()
+    assert not lease.revoked, "the lead may be somebody else's by now"
+
+
+def test_a_paused_machine_whose_clock_stood_still_stops_at_its_next_renewal() -> None:
+    clock, lease = PausedClock(), GrantedLease(0.0)  # etcd gave the lead away meanwhile
+    leader = Leadership(lease, 1, 7, clock(), ttl_s=0.2, clock=clock)
+    assert lease.asked.wait(20.0)
+    leader._thread.join(timeout=20.0)
+    assert not leader.may_serve()
+    leader.close()
+
+
+def test_a_longer_lease_than_was_asked_for_is_believed_in_no_longer() -> None:
+    clock, lease = PausedClock(), GrantedLease(60.0)
+    leader = Leadership(lease, 1, 7, clock(), ttl_s=0.2, clock=clock)
+    assert lease.asked.wait(20.0)
+    lease.asked.clear()
+    assert lease.asked.wait(20.0), "it renews as often as its own TTL wants"
+    assert leader.may_serve() and leader.margin_s == pytest.approx(0.04)
+    lease.left_s = None  # etcd hangs
+    clock.now_s += 0.2
+    assert not leader.may_serve()
+    leader.close()
+
+
+def test_etcd_gives_a_short_lease_its_own_least_time_and_the_leader_keeps_to_the_short_one(
+    etcd: EtcdProcess, client: EtcdClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Generous(EtcdClient):
+        def grant(self, ttl_s: int) -> tuple[int, float]:
+            lease, _ = super().grant(10 * ttl_s)
+            return lease, 10.0 * ttl_s
+
+    won = win(Generous([etcd.url], timeout_s=0.5), etcd.fresh_prefix())
+    assert "makes a lease of 1 s last 10 s" in caplog.text
+    etcd.freeze()
+    try:
+        frozen_s = boot_s()
+        wait_until_invalid(won)
+        assert won._valid_until_s - frozen_s < TTL_S
+    finally:
+        etcd.thaw()
+    won.close()
 
 
 def test_never_two_leaders_while_etcd_freezes_and_leaders_are_cut_off_at_random(
