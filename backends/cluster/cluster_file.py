@@ -32,13 +32,11 @@ from backends.cluster.deployment import (
 from backends.cluster.section import FileSection, Mistakes, did_you_mean
 from backends.cluster.yaml_tree import CHARACTERS_MAX, YamlEntry, YamlInvalid, read_tree
 from backends.config_pbtxt import (
-    DecodeConfig,
     FrontendConfig,
-    PrefillConfig,
     WorkerConfig,
     check_configs,
 )
-from backends.engine.trtllm.settings import TrtllmConfig, problems_together
+from backends.triton.worker_kinds import config_classes
 from conductor.config import ConductorConfig
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", re.ASCII)
@@ -48,7 +46,6 @@ DNS_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9])?"
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 INTERFACE = re.compile(r"[^\s/,:]{1,15}")
 ROLES = ("prefill", "decode")
-ROLE_CONFIGS: dict[str, type[Any]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 POOL_KEYS = ("role", "workers", "grpc_port", "elastic")
 FINGERPRINT = ("checkpoint", "dtype", "block_tokens")  # what all workers must agree on
 WORKERS_MAX = 64  # of one pool on one host
@@ -422,16 +419,12 @@ def nearest_node(hosts: Mapping[str, Host], nodes: list[NodeSpec], host: str, nu
 
 def parameter_problems(role: str, raw: Mapping[str, str]) -> list[str]:
     """What a worker would say when it loads with these parameters."""
-    if raw.get("engine") == "tensorrt_llm":
-        classes = (ROLE_CONFIGS[role], TrtllmConfig)
-        return check_configs(classes, raw, problems_together)[1]
-    return check_configs((ROLE_CONFIGS[role],), raw)[1]
+    classes, together = config_classes(role, raw.get("engine", ""))
+    return check_configs(classes, raw, together)[1]
 
 
 def _known(role: str, raw: Mapping[str, str]) -> set[str]:
-    classes = [ROLE_CONFIGS[role]]
-    if raw.get("engine") == "tensorrt_llm":
-        classes.append(TrtllmConfig)
+    classes, _ = config_classes(role, raw.get("engine", ""))
     return {each.name for cls in classes for each in fields(cls)}
 
 

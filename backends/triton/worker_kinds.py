@@ -5,7 +5,7 @@ Not here: the parameters themselves (backends/config_pbtxt.py, engine/trtllm/set
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, read_configs
@@ -16,13 +16,20 @@ if TYPE_CHECKING:  # Triton tries a wrong config.pbtxt again every second: impor
     from backends.workers.prefill_worker import PrefillWorker
 
 
+def config_classes(
+    role: str, engine: str
+) -> tuple[tuple[type[Any], ...], Callable[..., Iterable[str]]]:
+    """What a worker's parameters are read into, and what is wrong with them side by side."""
+    config_class: Any = PrefillConfig if role == "prefill" else DecodeConfig
+    if engine != "tensorrt_llm":
+        return (config_class,), lambda *configs: ()
+    return (config_class, trtllm_settings.TrtllmConfig), trtllm_settings.problems_together
+
+
 def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: int) -> list[Any]:
     """The worker's config, and that of its engine where it has one of its own."""
-    config_class: Any = PrefillConfig if role == "prefill" else DecodeConfig
-    if raw.get("engine") != "tensorrt_llm":
-        return read_configs((config_class,), model, raw, count)
-    classes = (config_class, trtllm_settings.TrtllmConfig)
-    return read_configs(classes, model, raw, count, trtllm_settings.problems_together)
+    classes, together = config_classes(role, raw.get("engine", ""))
+    return read_configs(classes, model, raw, count, together)
 
 
 def make_driver(role: str, model: str, repository: str, config: Any, *of_engine: Any) -> Any:

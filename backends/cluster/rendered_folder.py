@@ -1,0 +1,151 @@
+"""The rendered model repository of a host, and a manifest of what was rendered into it.
+
+The manifest tells an operator's edit from an older rendering: a file that is no more what was
+rendered was edited, and such a file is left as it is while serving starts; only `mooncake cluster
+render models` writes it again.
+
+Not here: what a file says (model_rendering.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends.cluster.deployment import Deployment
+from backends.cluster.host_plan import HostPlan
+from backends.cluster.model_rendering import TemplateMissing, parameters_of, rendered_models
+
+MANIFEST = "manifest.json"
+CONFIG = "config.pbtxt"
+BYTES = "surrogateescape"  # a comment may be in any encoding
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How a model on disk differs from what the cluster file says now."""
+
+    model: str
+    kind: str  # edited | outdated | removed | added | missing
+    changes: tuple[str, ...] = ()  # "threads: 2, rendered 1"
+
+    def __str__(self) -> str:
+        remedy = {
+            "edited": "edited by hand; that wins until it is rendered again",
+            "outdated": "the cluster file has changed since; a start or a rendering takes it over",
+            "removed": "removed by hand; the next start or rendering brings it back",
+            "added": "added by hand; it is left alone",
+            "missing": "not rendered yet; a start or a rendering does it",
+        }[self.kind]
+        said = f" ({'; '.join(self.changes)})" if self.changes else ""
+        return f"{self.model}: {remedy}{said}"
+
+
+class RenderedFolder:
+    """Of one host; `base` is the model repository that we ship, or one like it."""
+
+    def __init__(self, deployment: Deployment, plan: HostPlan, base: Path) -> None:
+        self.repository = Path(plan.folder) / plan.model_repository
+        self._manifest_path = self.repository.parent / MANIFEST
+        self._deployment = deployment
+        self._host = plan.host
+        self._models = rendered_models(deployment, plan, _templates(base))
+
+    def write(self, keeps_edits: bool) -> list[str]:
+        """Bring it up to date; the models that were written. An edit is kept if `keeps_edits`."""
+        before = self._manifest()
+        written = []
+        self.repository.mkdir(parents=True, exist_ok=True)
+        for model in before.keys() - self._models.keys():
+            is_edited = _digest(self._on_disk(model)) != before[model]
+            if not (keeps_edits and is_edited):
+                shutil.rmtree(self.repository / model, ignore_errors=True)
+        for model, text in self._models.items():
+            now = self._on_disk(model)
+            is_edited = now is not None and _digest(now) != before.get(model)
+            if now == text or (is_edited and keeps_edits):
+                continue
+            self._write_model(model, text)
+            written.append(model)
+        self._write_manifest()
+        return written
+
+    def differences(self) -> list[Difference]:
+        """What is not as the cluster file says, and why."""
+        rendered = self._manifest()
+        found = []
+        for model, text in sorted(self._models.items()):
+            now = self._on_disk(model)
+            if now is None:
+                kind = "removed" if model in rendered else "missing"
+                found.append(Difference(model, kind))
+            elif now != text:
+                kind = "outdated" if _digest(now) == rendered.get(model) else "edited"
+                found.append(Difference(model, kind, _changes(text, now)))
+        folders = {path.parent.name for path in self.repository.glob(f"*/{CONFIG}")}
+        found += [Difference(model, "added") for model in sorted(folders - self._models.keys())]
+        return found
+
+    def _write_model(self, model: str, text: str) -> None:
+        """The version folder first: Triton loads a folder as soon as it has a config."""
+        folder = self.repository / model
+        (folder / "1").mkdir(parents=True, exist_ok=True)
+        partial = self.repository.parent / f".{model}.{CONFIG}"
+        partial.write_text(text, encoding="utf-8", errors=BYTES)
+        partial.replace(folder / CONFIG)
+
+    def _on_disk(self, model: str) -> str | None:
+        """None when it is not there."""
+        try:
+            return (self.repository / model / CONFIG).read_text("utf-8", BYTES)
+        except OSError:
+            return None
+
+    def _manifest(self) -> dict[str, str]:
+        """Model -> digest of what was rendered; {} when nothing was, or nobody can read it."""
+        try:
+            found = json.loads(self._manifest_path.read_text())["models"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+        if not isinstance(found, dict):
+            return {}
+        return {str(model): str(digest) for model, digest in found.items()
+                if "/" not in str(model) and not str(model).startswith(".")}  # fmt: skip
+
+    def _write_manifest(self) -> None:
+        said = {
+            "deployment": self._deployment.name, "host": self._host,
+            "models": {model: _digest(text) for model, text in sorted(self._models.items())},
+        }  # fmt: skip
+        partial = self._manifest_path.with_suffix(".partial")
+        partial.write_text(json.dumps(said, indent=2) + "\n")
+        partial.replace(self._manifest_path)
+
+
+def _templates(base: Path) -> dict[str, str]:
+    if not base.is_dir():
+        raise TemplateMissing(
+            f"there is no model repository at {base} to render from: run from the project's root, "
+            "or name one with --model-repository"
+        )
+    return {
+        path.parent.name: path.read_text("utf-8", BYTES)
+        for path in sorted(base.glob(f"*/{CONFIG}"))
+    }
+
+
+def _digest(text: str | None) -> str:
+    return "" if text is None else hashlib.sha256(text.encode("utf-8", BYTES)).hexdigest()
+
+
+def _changes(rendered: str, now: str) -> tuple[str, ...]:
+    ours: Mapping[str, str] = parameters_of(rendered)
+    theirs = parameters_of(now)
+    names = sorted(name for name in ours.keys() | theirs.keys()
+                   if ours.get(name) != theirs.get(name))  # fmt: skip
+    return tuple(f"{name}: {theirs.get(name, 'not there')}, the cluster file says "
+                 f"{ours.get(name, 'nothing')}" for name in names)  # fmt: skip
