@@ -194,6 +194,9 @@ def _environment(deployment: Deployment, host: Host) -> dict[str, str]:
     found["MOONCAKE_DIRECTORY"] = directory_address(deployment)
     found["MOONCAKE_EVENTS"] = _events_address(deployment)
     found["MOONCAKE_ADDRESS"] = host.address
+    is_elastic = any(pool.elastic for pool in deployment.pools)
+    peers = [each.address for each in deployment.hosts.values()]
+    found["MOONCAKE_PEERS"] = "*" if is_elastic else ",".join(peers)
     if host.listen != host.address:
         found["MOONCAKE_LISTEN"] = host.listen
     if host.identity:

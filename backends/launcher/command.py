@@ -5,27 +5,31 @@ Not here: what serving consists of (launch.py).
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from backends.cluster.deployment import ClusterFileInvalid
+from backends.cluster.host_plan import HostPlan, host_plan, pool_host_plan
 from backends.launcher.environment import EnvironmentProblem
 from backends.launcher.launch import (
     Launcher,
-    ServeOptions,
     Stopped,
     ignore_signals,
     signals_as_exceptions,
 )
+from backends.launcher.launch_plan import HostOptions, ServeOptions
 from backends.launcher.processes import ChildDied
 from mooncake_store.cli.arguments import parse_bytes
 
 console = Console(stderr=True, highlight=False)
+READY_S_MAX = 300.0  # on one machine; a host of a deployment waits for the others
 
 
 def serve(
@@ -52,7 +56,12 @@ def serve(
     state_dir: Annotated[
         Path, typer.Option(help="Logs, staged backends and this machine's measured speeds.")
     ] = Path(".mooncake"),
-    ready_s_max: Annotated[float, typer.Option(help="Give up when not ready after this.")] = 300.0,
+    ready_s_max: Annotated[
+        float | None,
+        typer.Option(
+            help="Give up when not ready after this (default: 300; with --cluster never)."
+        ),
+    ] = None,
     self_check: Annotated[
         bool, typer.Option(help="Every process proves its invariants each second, or ends.")
     ] = False,
@@ -67,21 +76,80 @@ def serve(
         list[str] | None,
         typer.Option(help="Passed as it is to the tritonserver that clients call; repeatable."),
     ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="A cluster file: serve the part of --host. It says all ports and sizes."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Which host of the cluster file this is.")] = "",
+    pool: Annotated[
+        str,
+        typer.Option(
+            help="Serve one worker of this elastic pool on a host, named by --host and "
+            "--address, that is not in the file."
+        ),
+    ] = "",
 ) -> None:
-    """Start directory, storage nodes and Tritons on this machine, until Ctrl-C."""
+    """Start directory, storage nodes and Tritons on this machine, until Ctrl-C; with --cluster
+    those that the file gives to --host."""
+    more = {
+        "is_self_checked": self_check, "open_apis": tuple(open_api or ()),
+        "triton_args": tuple(triton_arg or ()),
+    }  # fmt: skip
+    if cluster is not None:
+        plan = plan_in_file(cluster, host, pool, address, model_repository)
+        ready = {} if ready_s_max is None else {"ready_s_max": ready_s_max}
+        sys.exit(serve_until_stopped(HostOptions(plan, **ready, **more)))
+    if host or pool:
+        refuse("--host and --pool say what of a cluster file: name it with --cluster")
     sys.exit(serve_until_stopped(ServeOptions(
         model_repository=model_repository, address=address, http_port=http_port,
         grpc_port=grpc_port, metrics_port=metrics_port, metrics_address=metrics_address,
         nodes=tuple(filter(None, nodes.split(","))), store_bytes=parse_bytes(store_bytes),
-        ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path,
-        state_dir=state_dir, ready_s_max=ready_s_max, is_self_checked=self_check,
-        open_apis=tuple(open_api or ()), triton_args=tuple(triton_arg or ()),
+        ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path, state_dir=state_dir,
+        ready_s_max=READY_S_MAX if ready_s_max is None else ready_s_max, **more,
     )))  # fmt: skip
 
 
-def serve_until_stopped(options: ServeOptions) -> int:
+def refuse(reason: str) -> NoReturn:
+    console.print(f"[bold red]cannot serve[/]: {escape(reason)}", markup=True, soft_wrap=True)
+    raise SystemExit(2)
+
+
+def plan_in_file(
+    path: Path, host: str, pool: str, address: str, model_repository: Path
+) -> HostPlan:
+    """What the cluster file gives to this host; ends the process with every mistake of the file."""
+    from backends.cluster.cluster_file import load  # here: it knows the parameters of all engines
+    from backends.cluster.model_rendering import TemplateMissing
+    from backends.cluster.rendered_folder import RenderedFolder
+
+    try:
+        deployment = load(path)
+    except ClusterFileInvalid as error:
+        refuse(str(error))
+    try:
+        plan = (
+            pool_host_plan(deployment, pool, host, address) if pool else host_plan(deployment, host)
+        )
+    except KeyError:
+        there = ", ".join(each.name for each in deployment.pools) if pool else (
+            ", ".join(deployment.hosts)
+        )  # fmt: skip
+        what = f"pool {pool!r}" if pool else f"host {host!r}"
+        refuse(f"{path} has no {what}: {'--pool' if pool else '--host'} takes one of {there}")
+    if plan.is_idle:
+        refuse(f"{path} gives host {host!r} nothing to run")
+    try:
+        RenderedFolder(deployment, plan, model_repository).write(keeps_edits=True)
+    except TemplateMissing as error:
+        refuse(str(error))
+    os.environ.update(plan.environment)  # this process asks etcd and the directory as well
+    return plan
+
+
+def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
     """The exit status."""
-    launcher = Launcher(options)
+    launcher = Launcher(options, lambda line: console.print(line, markup=False, soft_wrap=True))
     status = 0
     with signals_as_exceptions():
         try:
@@ -107,18 +175,23 @@ def run_until_stopped(launcher: Launcher) -> None:
     with console.status(f"loading models (logs: {launcher.log_dir}) ..."):
         states = launcher.wait_ready()
     seconds = time.monotonic() - started_s
-    console.print(f"ready after {seconds:.1f} s: {', '.join(state.name for state in states)}")
-    console.print("try:", style="bold")
     console.print(
-        f"  curl -sN {launcher.http_url}/v2/models/conductor/generate_stream -d "
-        '\'{"text_input": "It is a truth", "max_tokens": 32, "stream": true}\'',
-        soft_wrap=True,
+        f"ready after {seconds:.1f} s: {', '.join(state.name for state in states)}", soft_wrap=True
     )
+    if launcher.http_url:
+        console.print("try:", style="bold")
+        console.print(
+            f"  curl -sN {launcher.http_url}/v2/models/conductor/generate_stream -d "
+            '\'{"text_input": "It is a truth", "max_tokens": 32, "stream": true}\'',
+            soft_wrap=True,
+        )
     launcher.news()  # what was logged before we were ready is not news
     while True:
         for restart in launcher.supervise():
-            when = f" in {restart.pause_s:.0f} s" if restart.pause_s else ""
-            console.print(f"[bold yellow]{escape(restart.name)} died, starting it again{when}[/]")
+            console.print(f"[bold yellow]{escape(restart.said)}[/]")
+        for change in launcher.deployment_news():
+            style = "green" if change.is_well else "bold yellow"
+            console.print(f"[{style}]{escape(change.said)}[/]")
         for load in launcher.news():
             if load.reason:
                 console.print(f"[bold yellow]kept the old settings of {escape(load.model)}[/]:")

@@ -93,8 +93,11 @@ def problems(
     ports: Mapping[str, tuple[str, int]],
     shared_memory_bytes: int,
     threads_wanted: int,
+    sizes_said: str = "--store-bytes",
+    ports_said: str = "--{}-port",
 ) -> Iterator[str]:
-    """Every reason why serving would fail; `ports` maps a name to (address, port)."""
+    """Every reason why serving would fail; `ports` maps a name to (address, port). The last two:
+    where the operator says sizes and ports."""
     for path in (triton.server, triton.python_backend / "libtriton_python.so", triton.stub):
         if not path.exists():
             yield f"{path} is missing: this Triton has no Python backend for {sys.version[:6]}"
@@ -104,12 +107,12 @@ def problems(
             f"numpy {numpy_major}.x is installed, but the Triton inside nvidia-pytriton loses the "
             "bytes of tensors with it. Install 'numpy<2' in this environment."
         )
-    yield from _port_problems(ports)
+    yield from _port_problems(ports, ports_said)
     free_bytes = _free_bytes(Path("/dev/shm"))
     if shared_memory_bytes > free_bytes:
         yield (
             f"/dev/shm has {free_bytes / 2**20:.0f} MiB free, but the storage nodes and Triton "
-            f"need {shared_memory_bytes / 2**20:.0f} MiB. Lower --store-bytes, free something "
+            f"need {shared_memory_bytes / 2**20:.0f} MiB. Lower {sizes_said}, free something "
             "there, or enlarge it (docker: --shm-size)."
         )
     pids_max = _pids_max()
@@ -144,7 +147,7 @@ def _numpy_major() -> int:
     return int(version("numpy").split(".")[0])
 
 
-def _port_problems(ports: Mapping[str, tuple[str, int]]) -> Iterator[str]:
+def _port_problems(ports: Mapping[str, tuple[str, int]], said: str) -> Iterator[str]:
     seen: dict[int, str] = {}
     for name, (address, port) in ports.items():
         if port in seen:
@@ -160,7 +163,7 @@ def _port_problems(ports: Mapping[str, tuple[str, int]]) -> Iterator[str]:
             except OSError as error:
                 yield (
                     f"{name} port {address}:{port} cannot be used ({error.strerror}). Stop what "
-                    f"listens there, or choose another with --{name}-port."
+                    f"listens there, or choose another with {said.format(name)}."
                 )
 
 

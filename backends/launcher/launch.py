@@ -1,15 +1,17 @@
-"""`mooncake serve`: everything on one machine, started in order, stopped in order.
+"""`mooncake serve`: what one host runs, started in order, stopped in order.
 
-Directory, then storage nodes, then the Tritons: one for the models that clients call and one for
-each worker folder; ready when every model is. Whatever ends the launcher (Ctrl-C, SIGTERM, a child
-that keeps dying, a model that does not load at the start), its processes end too and its files in
-/dev/shm and its sockets are removed.
-Triton wants `<backend-directory>/python/` with real copies of its Python backend (a symbolic link
-is refused) and one folder per backend of ours beside it: `stage` makes that folder.
+etcd's member, directory, storage nodes, then the Tritons: one for the models that clients call and
+one for each worker folder; ready when every model of this host is. A plan says what of this there
+is (launch_plan.py): on one machine everything but etcd. Whatever ends the launcher (Ctrl-C,
+SIGTERM, a child that keeps dying, a model that does not load at the start), its processes end too
+and its files in /dev/shm and its sockets are removed.
+
+Hosts of a deployment start in any order. Each waits until etcd has a quorum and a directory leads,
+and says so; what the others serve is not its business.
 
 Not here: checks of the machine (environment.py), child processes (processes.py), its files and
-those of dead launchers (launch_files.py), one Triton (triton_process.py), the metrics port
-(metrics_server.py).
+those of dead launchers (launch_files.py), one Triton (triton_process.py) and its arguments
+(triton_arguments.py), the metrics port (metrics_server.py).
 """
 
 from __future__ import annotations
@@ -18,21 +20,29 @@ import contextlib
 import os
 import shutil
 import signal
-import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
 from backends import launch_secret
+from backends.cluster.host_plan import NodePlan
 from backends.launcher import admin_key, environment
 from backends.launcher.admin_key import AdminKey
+from backends.launcher.deployment_watch import DeploymentState, DeploymentWatch, state
+from backends.launcher.etcd_member import MISSING, etcd_binary, etcd_command, etcd_environment
 from backends.launcher.launch_files import LaunchFiles, remove_leftovers
+from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
 from backends.launcher.processes import ChildProcess, Command
 from backends.launcher.repository import ModelLoad, ModelState, RepositoryMirror, WorkerFolders
+from backends.launcher.triton_arguments import (
+    common_arguments,
+    frontend_arguments,
+    stage,
+    worker_arguments,
+)
 from backends.launcher.triton_process import (
     FRONTEND,
     PROMISED,
@@ -43,34 +53,15 @@ from backends.launcher.triton_process import (
     WorkerTriton,
     end_orphans,
 )
-from mooncake_store.cli.serving import directory_address, directory_command, node_command
+from mooncake_store.cli.serving import directory_command, node_command
 from mooncake_store.process import self_check
 
 TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
 STOP_S_MAX = 9.0  # of it at most so much for the frontend's Triton, so much after the workers':
 FRONTEND_STOP_S, OTHERS_STOP_S = 5.0, 1.0
-FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # that a Triton waits for requests and models to end
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """What `mooncake serve` can be asked for: paths, ports and sizes of one machine."""
-
-    model_repository: Path
-    address: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    metrics_address: str = "127.0.0.1"
-    nodes: tuple[str, ...] = ("s0", "s1")
-    store_bytes: int = 1 << 30  # of each storage node, in DRAM
-    ssd_bytes: int = 0  # of each storage node; 0: no SSD tier
-    ssd_path: Path | None = None  # default: in state_dir
-    state_dir: Path = Path(".mooncake")
-    ready_s_max: float = 300.0
-    is_self_checked: bool = False
-    open_apis: tuple[str, ...] = ()  # that need no admin key (admin_key.py)
-    triton_args: tuple[str, ...] = field(default=())
+FLEET_OTHERS_STOP_S = 4.0  # one after the other: nodes, the directory, etcd's member
+WAIT_S = 0.5  # between two looks at what other hosts do
+SAY_AGAIN_S = 15.0  # that it still waits for the same
 
 
 class Stopped(Exception):
@@ -80,18 +71,26 @@ class Stopped(Exception):
 class Launcher:
     """The processes of one `mooncake serve` and what they leave on disk."""
 
-    def __init__(self, options: ServeOptions) -> None:
+    def __init__(
+        self, options: ServeOptions | HostOptions, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """`say` hears what the start waits for, where other hosts take part."""
         self.options = options
+        self._say = say
         self._files = LaunchFiles()
         self.name = self._files.name
-        self._secret = launch_secret.make_secret()
-        self.children: list[ChildProcess] = []
-        self.state_dir = options.state_dir.resolve()
-        self._admin_key = AdminKey(self.state_dir / f"admin-key-{options.http_port}")
-        self.log_dir = self.state_dir / f"logs-{options.http_port}"
         self.socket_dir = self._files.socket_dir
-        self.repository = options.model_repository.resolve()
-        self._mirrors = self.state_dir / f"repository-{options.http_port}"
+        self.plan = plan = options.plan(self.socket_dir)
+        self._secret = self._shared_secret() if plan.deployment else launch_secret.make_secret()
+        self._etcd: ChildProcess | None = None
+        self._directory: ChildProcess | None = None
+        self._nodes: list[ChildProcess] = []
+        base = Path(plan.folder)
+        self.state_dir = (base / plan.state_dir).resolve()
+        self._admin_key = AdminKey(self.state_dir / f"admin-key-{plan.host}")
+        self.log_dir = self.state_dir / f"logs-{plan.host}"
+        self.repository = (base / plan.model_repository).resolve()
+        self._mirrors = self.state_dir / f"repository-{plan.host}"
         self._worker_folders = WorkerFolders(self.repository)
         self._worker_names: set[str] = set()
         self.frontend: Triton | None = None
@@ -99,50 +98,81 @@ class Launcher:
         self._leaving: list[WorkerTriton] = []  # their folders are gone
         self._stubs = Stubs()
         self._metrics: MetricsServer | None = None
-        self.directory_address = directory_address(self.socket_dir)
-        self.events_address = f"ipc://{self.socket_dir}/events"
+        self._watch: DeploymentWatch | None = None
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        """Besides the Tritons, in the order of their start."""
+        first = [each for each in (self._etcd, self._directory) if each is not None]
+        return [*first, *self._nodes]
 
     def start(self) -> None:
-        """Start directory, storage nodes and Tritons; returns when all of them run."""
+        """Start what the plan names; returns when all of it runs, though models still load."""
         triton = environment.find_triton()
-        options = self.options
+        options, plan = self.options, self.plan
         end_orphans(remove_leftovers())
         self._check(triton)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._admin_key.write()
-        env = self._environment(triton)
+        self._env = env = self._environment(triton)
         checked = ["--self-check"] if options.is_self_checked else []
-        directory = self._child(
-            "directory",
-            directory_command(self.directory_address, self.events_address, *checked),
-            env,
-        )
-        directory.wait_for_line("ready", 20.0)
-        nodes = [self._child(f"node-{node}", self._node_command(node), env)
-                 for node in options.nodes]  # fmt: skip
-        for node in nodes:
-            node.wait_for_line("ready", 60.0)
-        self._staged = stage(triton, self.state_dir / f"backends-{options.http_port}")
-        self._server, self._env = triton.server, env
+        if plan.etcd is not None:
+            command = etcd_command(plan.etcd, self.state_dir / f"etcd-{plan.host}")
+            self._etcd = self._child("etcd", command, env | etcd_environment())
+        if plan.directory is not None:
+            self._directory = self._child("directory", self._directory_command(*checked), env)
+            if not plan.directory.etcd:
+                self._directory.wait_for_line("ready", 20.0)
+        if plan.deployment:
+            self._deployment = self._wait_for_directory()
+        for node in plan.storage_nodes:
+            self._nodes.append(self._child(f"node-{node.name}", self._node_command(node), env))
+        for child in self._nodes:
+            child.wait_for_line("ready", 60.0)
+        self._staged = stage(triton, self.state_dir / f"backends-{plan.host}")
+        self._server = triton.server
         shutil.rmtree(self._mirrors, ignore_errors=True)
-        PROMISED["clients"] = [options.http_port, options.grpc_port, options.metrics_port]
+        PROMISED["clients"] = [port for _, port in fixed_ports(plan).values()]
         self._start_tritons()
+        if plan.deployment:
+            self._watch = DeploymentWatch(plan.directory_address, self._deployment)
+        host, _, port = plan.metrics.rpartition(":")
         try:
-            self._metrics = MetricsServer(
-                (options.metrics_address, options.metrics_port), self._sources, self.states
-            )
+            self._metrics = MetricsServer((host, int(port)), self._sources, self.states)
         except OSError as error:
             raise environment.EnvironmentProblem(
-                f"metrics port {options.metrics_address}:{options.metrics_port} cannot be used "
+                f"metrics port {plan.metrics} cannot be used "
                 f"({error.strerror}); choose another with --metrics-port"
             ) from None
+
+    def _wait_for_directory(self) -> DeploymentState:
+        """Until a directory answers; with etcd, until its members have elected one.
+
+        The others' hosts may come much later, so this waits for ever, unless a child of ours ends.
+        """
+        give_up_s = time.monotonic() + self.options.ready_s_max
+        said, said_s = "", 0.0
+        while not (now := state(self.plan.directory_address)).is_well:
+            for child in self.children:
+                child.check_alive()
+            if time.monotonic() > give_up_s:
+                raise environment.EnvironmentProblem(
+                    f"not ready after {self.options.ready_s_max:.0f} s: {now.said}"
+                )
+            if now.said != said or time.monotonic() - said_s > SAY_AGAIN_S:
+                said, said_s = now.said, time.monotonic()
+                self._say(f"waits: {said}")
+            time.sleep(WAIT_S)
+        self._say(now.said)
+        return now
 
     def _start_tritons(self) -> None:
         """All at once: they need each other only when requests come."""
         self._worker_names = self._worker_folders.names()
-        self.frontend = self._frontend()
-        self.frontend.mirror.sync(is_first=True)
-        self.frontend.start()
+        if self.plan.frontend is not None:
+            self.frontend = self._frontend()
+            self.frontend.mirror.sync(is_first=True)
+            self.frontend.start()
         for name in sorted(self._worker_names):
             self._add_worker(name)
             self.workers[name].mirror.sync(is_first=True)
@@ -150,7 +180,8 @@ class Launcher:
                 self.workers[name].start()
 
     def _frontend(self) -> Triton:
-        options = self.options
+        plan = self.plan.frontend
+        assert plan is not None
         return Triton(
             FRONTEND,
             RepositoryMirror(
@@ -158,32 +189,41 @@ class Launcher:
                 lambda name: name not in self._worker_names,
             ),
             self.log_dir / f"{FRONTEND}.log", self.socket_dir, self._triton_command,
-            Endpoints(f"{options.address}:{options.grpc_port}", "",
-                      f"{options.address}:{options.http_port}"),
+            Endpoints(plan.grpc, http=plan.http),
         )  # fmt: skip
 
     def _add_worker(self, name: str) -> None:
+        """A folder that the plan does not name, because it was copied, gets any free port."""
+        planned = {worker.model: worker for worker in self.plan.workers}.get(name)
+        fixed = Endpoints(planned.listen_grpc, called_grpc=planned.grpc) if planned else None
         self.workers[name] = WorkerTriton(
             name, self.repository, self._mirrors / name, self.log_dir / f"{name}.log",
-            self.socket_dir, self._triton_command,
+            self.socket_dir, self._triton_command, fixed, self.plan.address,
         )  # fmt: skip
 
-    def _node_command(self, node: str) -> list[str]:
-        options = self.options
-        ssd_folder = (options.ssd_path or self.state_dir / "ssd").resolve()
-        segment = ["--segment-path", str(self._files.path(node))]
+    def _directory_command(self, *options: str) -> list[str]:
+        plan = self.plan.directory
+        assert plan is not None
+        if plan.etcd:
+            options = (*options, "--etcd", plan.etcd, "--ttl-s", str(plan.ttl_s),
+                       "--advertise", f"{plan.advertised},{plan.advertised_events}")  # fmt: skip
+        return directory_command(plan.listen, plan.listen_events, *options)
+
+    def _node_command(self, node: NodePlan) -> list[str]:
+        segment = node.segment_path or str(self._files.path(node.name))
+        options = ["--segment-path", segment]
+        if node.data:
+            options += ["--data", node.listen_data, "--rack", node.rack]
+            options += ["--advertise", f"{node.control},{node.data}"]
         return node_command(
-            self.directory_address,
-            node,
-            options.store_bytes,
-            f"ipc://{self.socket_dir}/{node}",
-            ssd_folder,
-            options.ssd_bytes,
-            *segment,
-        )
+            self.plan.directory_address, node.name, node.dram_bytes, node.listen_control,
+            self.state_dir / node.ssd_path, node.ssd_bytes, *options,
+        )  # fmt: skip
 
     def wait_ready(self) -> list[ModelState]:
         """Until every model of the repository serves; raises with what the models said if not."""
+        if self.plan.deployment:
+            return self._wait_ready_among_others()
         give_up_s = time.monotonic() + self.options.ready_s_max
         refusals: dict[str, None] = {}  # in order, each once: Triton tries again and again
         while True:
@@ -212,6 +252,34 @@ class Launcher:
                     f"not ready after {self.options.ready_s_max:.0f} s, still waiting for "
                     f"{waiting or 'Triton'}; see {self.log_dir}"
                 )
+            time.sleep(0.1)
+
+    def _wait_ready_among_others(self) -> list[ModelState]:
+        """The same where other hosts take part. What does not load may wait for one of them, or for
+        an edit, so nothing ends the start but a child that does not stay up."""
+        give_up_s = time.monotonic() + self.options.ready_s_max
+        said_s = time.monotonic()
+        while True:
+            for restart in self.supervise():
+                self._say(restart.said)
+            for load in self.news():
+                if load.reason:
+                    self._say(f"{load.model} does not load yet: {load.reason}")
+            for change in self.deployment_news():
+                self._say(change.said)
+            states = self.states()
+            if all(each.is_ready for each in states) and (states or not self._serves_models()):
+                return states
+            waiting = ", ".join(each.name for each in states if not each.is_ready) or "Triton"
+            if time.monotonic() > give_up_s:
+                raise environment.EnvironmentProblem(
+                    f"not ready after {self.options.ready_s_max:.0f} s, still waiting for "
+                    f"{waiting}; see {self.log_dir}"
+                )
+            if time.monotonic() - said_s > SAY_AGAIN_S:
+                said_s = time.monotonic()
+                hint = " (which waits for workers of any host)" if "conductor" in waiting else ""
+                self._say(f"still loads: {waiting}{hint}")
             time.sleep(0.1)
 
     def supervise(self) -> list[Restart]:
@@ -248,6 +316,10 @@ class Launcher:
         """Loads and refusals since the last call."""
         return [load for triton in self._tritons() for load in triton.take_loads()]
 
+    def deployment_news(self) -> list[DeploymentState]:
+        """What changed of etcd and the directory since the last call."""
+        return self._watch.news() if self._watch is not None else []
+
     def states(self) -> list[ModelState]:
         """Of every model; one whose Triton does not answer is not ready. From any thread."""
         return _all_states([(triton, triton.states()) for triton in self._tritons()])
@@ -270,12 +342,18 @@ class Launcher:
         self._files.say_stopping()
         if self._metrics is not None:
             self._metrics.close()
+        if self._watch is not None:
+            self._watch.close()
         first = [self.frontend] if self.frontend is not None else []
         self._end([each.child for each in first], FRONTEND_STOP_S)
         workers = [*self.workers.values(), *self._leaving]
         left_s = give_up_s - time.monotonic()
         self._end([each.child for each in workers], left_s - OTHERS_STOP_S)
-        self._end(self.children[::-1], give_up_s - time.monotonic())
+        if self.plan.deployment:  # each says goodbye to the next
+            give_up_s = time.monotonic() + FLEET_OTHERS_STOP_S
+            self._end([*self._nodes], give_up_s - time.monotonic() - 2.0)
+            self._end([self._directory], give_up_s - time.monotonic() - 1.0)
+        self._end([*self.children[::-1]], give_up_s - time.monotonic())
         self._admin_key.remove()
         self._files.remove()
 
@@ -290,34 +368,45 @@ class Launcher:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self.options.address}:{self.options.http_port}"
+        """Where clients call; "" on a host without a frontend."""
+        if self.plan.frontend is None:
+            return ""
+        return f"http://{self.plan.frontend.http}".replace(
+            "//0.0.0.0", f"//{self.plan.address}" if self.plan.deployment else "//0.0.0.0"
+        )
+
+    def _shared_secret(self) -> str:
+        """The same on all hosts of a deployment. Without keys it only keeps two of them apart."""
+        return f"insecure-{self.plan.deployment}"
+
+    def _serves_models(self) -> bool:
+        """A host may have storage nodes or a directory alone."""
+        return bool(self.plan.frontend or self._worker_names)
 
     def _child(self, name: str, command: list[str], env: dict[str, str]) -> ChildProcess:
         log_path = self.log_dir / f"{name}.log"
-        child = ChildProcess(name, lambda: Command(command, env), log_path, self.socket_dir)
-        self.children.append(child)
-        return child
+        return ChildProcess(name, lambda: Command(command, env), log_path, self.socket_dir)
 
     def _check(self, triton: environment.TritonInstall) -> None:
-        options = self.options
-        if not options.model_repository.is_dir():
+        plan = self.plan
+        if not self.repository.is_dir():
+            remedy = "`mooncake cluster render` makes it" if plan.deployment else (
+                "run from the project's root or name one with --model-repository"
+            )  # fmt: skip
             raise environment.EnvironmentProblem(
-                f"there is no model repository at {options.model_repository}; run from the "
-                "project's root or name one with --model-repository"
+                f"there is no model repository at {self.repository}; {remedy}"
             )
-        ports = {
-            "http": (options.address, options.http_port),
-            "grpc": (options.address, options.grpc_port),
-            "metrics": (options.metrics_address, options.metrics_port),
-        }
-        needed = options.store_bytes * len(options.nodes) + TRITON_SHM_BYTES
-        found = admin_key.problems(options.open_apis)
-        found += environment.problems(triton, ports, needed, threads_wanted=500)
+        needed = sum(node.dram_bytes for node in plan.storage_nodes) + TRITON_SHM_BYTES
+        found = admin_key.problems(self.options.open_apis)
+        said = ("dram in the cluster file", "the cluster file") if plan.deployment else ()
+        found += environment.problems(triton, fixed_ports(plan), needed, 500, *said)
+        if plan.etcd is not None and etcd_binary() is None:
+            found.append(MISSING)
         if found:
             raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
 
     def _environment(self, triton: environment.TritonInstall) -> dict[str, str]:
-        env = dict(os.environ)
+        env = {**os.environ, **self.plan.environment}
         # Folders where the linker looks anyway are left out: put first, they would hide what the
         # image put before them.
         folders = [environment.libpython_folder(), *triton.library_folders]
@@ -330,8 +419,8 @@ class Launcher:
         # glibc gives each of many threads an arena of its own, whose free memory stays there.
         env.setdefault("MALLOC_ARENA_MAX", "2")
         env.pop("PYTHONHOME", None)
-        env["MOONCAKE_DIRECTORY"] = self.directory_address
-        env["MOONCAKE_EVENTS"] = self.events_address
+        env["MOONCAKE_DIRECTORY"] = self.plan.directory_address
+        env["MOONCAKE_EVENTS"] = self.plan.events_address
         env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
         env["MOONCAKE_STATE"] = str(self.state_dir)
         env[self_check.VARIABLE] = "1" if self.options.is_self_checked else "0"
@@ -344,27 +433,16 @@ class Launcher:
         part = f"triton{triton.number}-"  # of a name, another could be the beginning
         self._files.remove_part(part)
         prefix = f"{self.name}-{part}"
-        is_public = triton is self.frontend
-        backends = ("python", *OUR_BACKENDS)
-        arguments = [
-            str(self._server),
-            f"--model-repository={triton.mirror.target}",
-            f"--backend-directory={self._staged}",
-            *listening("grpc", endpoints.grpc), *listening("metrics", endpoints.metrics),
-            *(listening("http", endpoints.http) if endpoints.http else ["--allow-http=false"]),
-            "--model-control-mode=poll", "--repository-poll-secs=1",
-            f"--exit-timeout-secs={FRONTEND_EXIT_S if is_public else WORKER_EXIT_S}",
-            "--exit-on-error=false", "--disable-auto-complete-config",
-            "--strict-readiness=false", "--allow-gpu-metrics=false",
-            f"--allow-cpu-metrics={str(is_public).lower()}",
-            *(f"--backend-config={name},shm-region-prefix-name={prefix}{name}"
-              for name in backends),
-            *(self._admin_key.for_clients(self.options.open_apis) if is_public
-              else self._admin_key.for_worker()),
-            *(self.options.triton_args if is_public else ()),
-        ]  # fmt: skip
+        arguments = common_arguments(
+            self._server, triton.mirror.target, self._staged, endpoints, prefix
+        )
+        if triton is self.frontend:
+            options = self.options
+            arguments += frontend_arguments(self._admin_key, options.open_apis, options.triton_args)
+        else:
+            arguments += worker_arguments(self._admin_key)
         # Workers tell the directory where they are called.
-        return Command(arguments, self._env | {"MOONCAKE_GRPC": endpoints.grpc})
+        return Command(arguments, self._env | {"MOONCAKE_GRPC": endpoints.called})
 
 
 def _all_states(answers: Iterable[tuple[Triton, list[ModelState] | None]]) -> list[ModelState]:
@@ -372,11 +450,6 @@ def _all_states(answers: Iterable[tuple[Triton, list[ModelState] | None]]) -> li
     for triton, answer in answers:
         found += answer or [ModelState(model, False) for model in triton.mirror.models()]
     return sorted(found, key=lambda state: state.name)
-
-
-def listening(service: str, address: str) -> list[str]:
-    host, _, port = address.rpartition(":")
-    return [f"--{service}-address={host}", f"--{service}-port={port}"]
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -402,25 +475,3 @@ def signals_as_exceptions() -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-
-
-OUR_BACKENDS = ("preprocessing", "postprocessing", "conductor", "prefill", "decode")
-
-
-def stage(triton: environment.TritonInstall, folder: Path) -> Path:
-    """Fill `folder` with the Python backend and ours; returns it, for --backend-directory."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    python = folder / "python"
-    python.mkdir(parents=True)
-    for source in triton.python_backend.iterdir():
-        if source.suffix in (".so", ".py"):
-            shutil.copyfile(source, python / source.name)
-    stub = python / "triton_python_backend_stub"
-    shutil.copyfile(triton.stub, stub)
-    stub.chmod(stub.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP)
-    ours = Path(__file__).parents[1]
-    for name in OUR_BACKENDS:
-        (folder / name).mkdir()
-        shutil.copyfile(ours / name / "model.py", folder / name / "model.py")
-    return folder

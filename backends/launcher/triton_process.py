@@ -1,8 +1,9 @@
 """One tritonserver of `mooncake serve`: its part of the repository, ports, log, start and death.
 
 The models that clients call share one, the *frontend's*, on the public ports. Each prefill and
-decode worker has one of its own on loopback, so that a process of it that is frozen, aborted or
-killed takes nobody along (docs/decisions/0017).
+decode worker has one of its own, on loopback or, where a deployment has several hosts, where their
+frontends call it; so a process of it that is frozen, aborted or killed takes nobody along
+(docs/decisions/0017).
 
 Each model instance runs in a process of its own (Triton's Python stub), a child of tritonserver.
 That one died is noticed here (`Stubs`, `StubWatch`), because Triton does not notice: it reports the
@@ -18,11 +19,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends.launcher.environment import free_ports
-from backends.launcher.processes import ChildProcess, Command, GrowingPauses, LimitedRestarts
+from backends.launcher.processes import (
+    ChildProcess,
+    Command,
+    GrowingPauses,
+    LimitedRestarts,
+    RestartPolicy,
+)
 from backends.launcher.repository import (
     Ask,
     ModelLoad,
@@ -102,8 +109,13 @@ class Endpoints:
     """Where one incarnation of a Triton listens, each as HOST:PORT; "" where it does not."""
 
     grpc: str
-    metrics: str
+    metrics: str = ""
     http: str = ""
+    called_grpc: str = ""  # where others call it, when that is not where it listens
+
+    @property
+    def called(self) -> str:
+        return self.called_grpc or self.grpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +125,19 @@ class Restart:
     name: str
     pause_s: float = 0.0  # it keeps dying, so not before this
 
+    @property
+    def said(self) -> str:
+        when = f" in {self.pause_s:.0f} s" if self.pause_s else ""
+        return f"{self.name} died, starting it again{when}"
+
 
 Plan = Callable[["Triton", Endpoints], Command]
 
 
 class Triton:
     """The frontend's, and what a worker's has in common with it."""
+
+    make_policy: Callable[[], RestartPolicy] = LimitedRestarts
 
     def __init__(
         self,
@@ -127,15 +146,16 @@ class Triton:
         log_path: Path,
         cwd: Path,
         plan: Plan,
-        public: Endpoints | None,
+        fixed: Endpoints | None,
+        host: str = LOOPBACK,
     ) -> None:
-        """`public`: fixed addresses for clients; without, it gets ports of its own at each start.
-        Nothing is started yet."""
+        """`fixed`: addresses that others know; without, it gets ports of its own on `host` at each
+        start. Its metrics are on loopback always. Nothing is started yet."""
         self.name = name
         self.number = next(NUMBERS)
         self.mirror = mirror
         self.log_path = log_path
-        self._cwd, self._plan, self._public = cwd, plan, public
+        self._cwd, self._plan, self._fixed, self._host = cwd, plan, fixed, host
         self._log = TritonLog(log_path)
         self.endpoints: Endpoints | None = None  # of the running incarnation
         self.incarnation = 0  # its number
@@ -146,8 +166,9 @@ class Triton:
         self._loads: list[ModelLoad] = []
 
     def start(self) -> None:
-        policy = LimitedRestarts() if self._public else GrowingPauses()
-        self.child = ChildProcess(self.name, self._command, self.log_path, self._cwd, policy)
+        self.child = ChildProcess(
+            self.name, self._command, self.log_path, self._cwd, self.make_policy()
+        )
         self._began()
 
     def _began(self) -> None:
@@ -161,10 +182,10 @@ class Triton:
         ports = free_ports(2, {port for pair in PROMISED.values() for port in pair})
         PROMISED[self.name] = ports
         metrics = f"{LOOPBACK}:{ports[1]}"
-        if self._public:
-            self.endpoints = Endpoints(self._public.grpc, metrics, self._public.http)
+        if self._fixed:
+            self.endpoints = replace(self._fixed, metrics=metrics)
         else:
-            self.endpoints = Endpoints(f"{LOOPBACK}:{ports[0]}", metrics)
+            self.endpoints = Endpoints(f"{self._host}:{ports[0]}", metrics)
         self._read_log()
         self._log.service_problem = ""
         self.incarnation = next(INCARNATIONS)
@@ -221,7 +242,7 @@ class Triton:
             self.mirror.sync()
             return ""
         problem = self.service_problem()  # that of gRPC ends Triton, that of metrics does not
-        if problem and (self._public is None or "Metrics" in problem):
+        if problem and (self._fixed is None or "Metrics" in problem):
             self.child.start_again()
             self._began()
             return ""
@@ -259,19 +280,22 @@ class Triton:
         endpoints = self.endpoints
         if endpoints is None:
             return None
-        return ask_http(endpoints.http) if endpoints.http else ask_grpc(endpoints.grpc)
+        return ask_http(endpoints.http) if endpoints.http else ask_grpc(endpoints.called)
 
 
 class WorkerTriton(Triton):
     """A worker's own: started when its folder is complete, ended when it is gone."""
 
+    make_policy = GrowingPauses
+
     def __init__(
-        self, worker: str, repository: Path, target: Path, log_path: Path, cwd: Path, plan: Plan
-    ) -> None:
+        self, worker: str, repository: Path, target: Path, log_path: Path, cwd: Path, plan: Plan,
+        fixed: Endpoints | None = None, host: str = LOOPBACK,
+    ) -> None:  # fmt: skip
         mirror = RepositoryMirror(
             repository, target, lambda name: name == worker and self._draining_from_s is None
         )
-        super().__init__(worker, mirror, log_path, cwd, plan, public=None)
+        super().__init__(worker, mirror, log_path, cwd, plan, fixed, host)
         self._draining_from_s: float | None = None
         self._ending_from_s: float | None = None
 

@@ -35,7 +35,9 @@ REPLY_IDS, REPLY_BODY = "output_ids", "reply"
 
 REQUEST_ID_CHARACTERS_MAX = 256
 ADDRESS_VARIABLE = "MOONCAKE_ADDRESS"  # where other hosts reach this one; unset: one host only
-PEERS_VARIABLE = "MOONCAKE_PEERS"  # addresses of all hosts of the deployment, comma separated
+LISTEN_VARIABLE = "MOONCAKE_LISTEN"  # which of its addresses it binds, when that is another one
+PEERS_VARIABLE = "MOONCAKE_PEERS"  # addresses of all hosts of the deployment, comma separated ...
+ANY_PEER = "*"  # ... or this: hosts that no file names may join
 HEARTBEAT_S = 5.0  # between the signs of life of a request that waits or is computed
 
 
@@ -211,14 +213,21 @@ def inboxes_known() -> tuple[str, ...]:
     """What the addresses of this launch's or deployment's inboxes begin with."""
     if not os.environ.get(ADDRESS_VARIABLE):
         return (f"ipc://{os.environ['MOONCAKE_SOCKETS']}/",)
-    hosts = {os.environ[ADDRESS_VARIABLE], *os.environ.get(PEERS_VARIABLE, "").split(",")} - {""}
+    peers = os.environ.get(PEERS_VARIABLE, "").split(",")
+    if ANY_PEER in peers:
+        return ("tcp://",)
+    hosts = {os.environ[ADDRESS_VARIABLE], *peers} - {""}
     return tuple(f"tcp://{host}:" for host in sorted(hosts))
 
 
 def open_inbox(
     address: str, on_messages: Callable[[list[WorkerMessage]], float | None]
 ) -> WorkerInbox:
-    return Inbox(address, decode_message, on_messages, launch_secret.secret_of_launch())
+    listen = address
+    if (listening_host := os.environ.get(LISTEN_VARIABLE)) and address.startswith("tcp://"):
+        listen = f"tcp://{listening_host}:{address.rpartition(':')[2]}"
+    secret = launch_secret.secret_of_launch()
+    return Inbox(address, decode_message, on_messages, secret, listen=listen)
 
 
 def open_outbox() -> WorkerOutbox:

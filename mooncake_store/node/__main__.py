@@ -86,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
         help="serve the segment over plain TCP too, for clients without NIXL; port 0 for any",
     )
     parser.add_argument(
+        "--advertise",
+        default="",
+        metavar="CONTROL,DATA",
+        help="what clients are told, where --control and --data listen on other addresses",
+    )
+    parser.add_argument(
         "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
     )
     parser.add_argument(
@@ -142,6 +148,7 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         must_reset_ssd=arguments.ssd_reset,
         control=control,
         data=arguments.data,
+        advertised=arguments.advertise,
         rack=arguments.rack,
         metrics_port=arguments.metrics_port,
         metrics_address=arguments.metrics_address,

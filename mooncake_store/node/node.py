@@ -66,6 +66,7 @@ class NodeOptions:
     must_reset_ssd: bool = False
     control: str = ""  # "": no control socket
     data: str = ""  # host:port of a plain TCP server of the segment; "" for none
+    advertised: str = ""  # "CONTROL,DATA" as clients see them; "": what is bound
     rack: str = ""
     metrics_port: int = 0  # 0: no page for Prometheus
     metrics_address: str = LOOPBACK
@@ -155,6 +156,10 @@ class StorageNode:
         if options.control:
             self._control = NodeControl(options.control)
             self._closers.append(self._control.close)
+        bound = f"{self._control.address if self._control else ''}," + (
+            self._data.address if self._data else ""
+        )
+        control, _, data = (options.advertised or bound).partition(",")
         return NodeInfo(
             node_id=options.node_id,
             incarnation=self._incarnation,
@@ -165,8 +170,8 @@ class StorageNode:
             agent_metadata=agent_metadata,
             base_address=segment.address,
             unit_bytes=options.unit_bytes,
-            control=self._control.address if self._control else "",
-            data_address=self._data.address if self._data else "",
+            control=control,
+            data_address=data,
             rack=options.rack,
             topology=topology_json(),
             has_inventory=True,

@@ -52,8 +52,10 @@ class Inbox(Generic[M]):
         messages_max: int = MESSAGES_MAX,
         turn_s: float | None = None,
         thread_name: str = "inbox",
+        listen: str = "",
     ) -> None:
         """`turn_s`: call `on_messages` at least so often, with no messages if there are none.
+        `listen`: what is bound, when that is not what others use.
 
         zmq.ZMQError when nothing can listen at the address.
         """
@@ -63,7 +65,7 @@ class Inbox(Generic[M]):
         self._socket.set_hwm(messages_max)
         notice_silence(self._socket, address)
         try:
-            self._socket.bind(bindable(address))
+            self._socket.bind(bindable(listen or address))
         except zmq.ZMQError:
             self._socket.close(linger=0)
             raise

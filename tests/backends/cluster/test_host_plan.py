@@ -46,6 +46,7 @@ def test_the_environment_says_where_everything_is() -> None:
     assert host_plan(deployment, "b").environment == {
         "UCX_TLS": "tcp", "UCX_NET_DEVICES": "e0", "MOONCAKE_DIRECTORY": ELECTION,
         "MOONCAKE_EVENTS": "", "MOONCAKE_ADDRESS": "10.77.0.2",
+        "MOONCAKE_PEERS": "10.77.0.1,10.77.0.2,10.77.0.3",
         "MOONCAKE_KEYS": "/fleet/keys", "MOONCAKE_TRUSTED_NICS": "e0",
     }  # fmt: skip
     assert host_plan(deployment, "c").environment["MOONCAKE_HOST_IDENTITY"] == "c"

@@ -1,0 +1,109 @@
+"""What can be asked of a launch, and the plan that follows: of one machine, or of a fleet's host.
+
+There is one launcher (launch.py), and it carries out a `HostPlan`. That of one machine has Unix
+sockets, no etcd, and workers as they lie in the model repository; that of a host of a deployment
+comes out of its cluster file (cluster/host_plan.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backends.cluster.host_plan import DirectoryPlan, FrontendPlan, HostPlan, NodePlan
+from mooncake_store.cli.serving import directory_address, events_address
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `mooncake serve` can be asked for: paths, ports and sizes of one machine."""
+
+    model_repository: Path
+    address: str = LOOPBACK
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    metrics_address: str = LOOPBACK
+    nodes: tuple[str, ...] = ("s0", "s1")
+    store_bytes: int = 1 << 30  # of each storage node, in DRAM
+    ssd_bytes: int = 0  # of each storage node; 0: no SSD tier
+    ssd_path: Path | None = None  # default: in state_dir
+    state_dir: Path = Path(".mooncake")
+    ready_s_max: float = 300.0
+    is_self_checked: bool = False
+    open_apis: tuple[str, ...] = ()  # that need no admin key (admin_key.py)
+    triton_args: tuple[str, ...] = field(default=())
+
+    def plan(self, socket_dir: Path) -> HostPlan:
+        directory, events = directory_address(socket_dir), events_address(socket_dir)
+        return HostPlan(
+            deployment="",
+            host=str(self.http_port),  # what its folders are called by
+            address=LOOPBACK,
+            listen=LOOPBACK,
+            folder=".",
+            state_dir=str(self.state_dir.resolve()),
+            model_repository=str(self.model_repository.resolve()),
+            directory_address=directory,
+            events_address=events,
+            metrics=f"{self.metrics_address}:{self.metrics_port}",
+            directory=DirectoryPlan(
+                listen=directory, listen_events=events, advertised=directory,
+                advertised_events=events, etcd="", ttl_s=0,
+            ),
+            storage_nodes=tuple(self._node(node, socket_dir) for node in self.nodes),
+            frontend=FrontendPlan(
+                http=f"{self.address}:{self.http_port}", grpc=f"{self.address}:{self.grpc_port}"
+            ),
+        )  # fmt: skip
+
+    def _node(self, name: str, socket_dir: Path) -> NodePlan:
+        control = f"ipc://{socket_dir}/{name}"
+        return NodePlan(
+            name=name, control=control, listen_control=control, data="", listen_data="",
+            dram_bytes=self.store_bytes, ssd_bytes=self.ssd_bytes,
+            ssd_path=str(self.ssd_path.resolve()) if self.ssd_path else "ssd",
+            segment_path="", rack="",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """What `mooncake serve --cluster FILE --host NAME` can be asked for besides its file."""
+
+    host_plan: HostPlan
+    ready_s_max: float = float("inf")  # the other hosts may come much later
+    is_self_checked: bool = False
+    open_apis: tuple[str, ...] = ()
+    triton_args: tuple[str, ...] = field(default=())
+
+    def plan(self, socket_dir: Path) -> HostPlan:
+        return self.host_plan
+
+
+def fixed_ports(plan: HostPlan) -> dict[str, tuple[str, int]]:
+    """Where this host's processes will listen over TCP, by what for."""
+    found = {"metrics": plan.metrics}
+    if plan.frontend is not None:
+        found |= {"http": plan.frontend.http, "grpc": plan.frontend.grpc}
+    if plan.etcd is not None:
+        found |= {"etcd": plan.etcd.listen_client_url, "etcd peer": plan.etcd.listen_peer_url}
+    if plan.directory is not None:
+        found["directory"] = plan.directory.listen
+        found["directory events"] = plan.directory.listen_events
+    for node in plan.storage_nodes:
+        found[f"{node.name} control"], found[f"{node.name} data"] = (
+            node.listen_control, node.listen_data,
+        )  # fmt: skip
+    found |= {worker.model: worker.listen_grpc for worker in plan.workers}
+    return {
+        name: _host_and_port(address) for name, address in found.items()
+        if address and not address.startswith("ipc://")
+    }  # fmt: skip
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    return host.strip("[]"), int(port)
