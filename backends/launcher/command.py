@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
 
@@ -32,7 +33,42 @@ console = Console(stderr=True, highlight=False)
 READY_S_MAX = 300.0  # on one machine; a host of a deployment waits for the others
 
 
+# Options of one machine, which a cluster file says for each of its hosts.
+OF_ONE_MACHINE = (
+    "http_port", "grpc_port", "metrics_port", "metrics_address", "nodes", "store_bytes",
+    "ssd_bytes", "ssd_path", "state_dir",
+)  # fmt: skip
+ReadySMax = Annotated[
+    float | None,
+    typer.Option(help="Give up when not ready after this; 300, or never with --cluster."),
+]
+OpenApis = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="An API of Triton that needs no admin key: shared-memory, model-repository, "
+        "trace or logging; repeatable."
+    ),
+]
+TritonArguments = Annotated[
+    list[str] | None,
+    typer.Option(help="Passed as it is to the tritonserver that clients call; repeatable."),
+]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option(help="A cluster file: serve the part of --host. It says all ports and sizes."),
+]
+HostName = Annotated[str, typer.Option(help="Which host of the cluster file this is.")]
+PoolName = Annotated[
+    str,
+    typer.Option(
+        help="Serve one worker of this elastic pool on a host that is not in the file, named by "
+        "--host and --address."
+    ),
+]
+
+
 def serve(
+    context: typer.Context,
     model_repository: Annotated[
         Path, typer.Option(help="Folder of Triton models; edit its config.pbtxt files freely.")
     ] = Path("model_repository"),
@@ -56,38 +92,15 @@ def serve(
     state_dir: Annotated[
         Path, typer.Option(help="Logs, staged backends and this machine's measured speeds.")
     ] = Path(".mooncake"),
-    ready_s_max: Annotated[
-        float | None,
-        typer.Option(
-            help="Give up when not ready after this (default: 300; with --cluster never)."
-        ),
-    ] = None,
+    ready_s_max: ReadySMax = None,
     self_check: Annotated[
         bool, typer.Option(help="Every process proves its invariants each second, or ends.")
     ] = False,
-    open_api: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="An API of Triton that needs no admin key: shared-memory, model-repository, "
-            "trace or logging; repeatable."
-        ),
-    ] = None,
-    triton_arg: Annotated[
-        list[str] | None,
-        typer.Option(help="Passed as it is to the tritonserver that clients call; repeatable."),
-    ] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(help="A cluster file: serve the part of --host. It says all ports and sizes."),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Which host of the cluster file this is.")] = "",
-    pool: Annotated[
-        str,
-        typer.Option(
-            help="Serve one worker of this elastic pool on a host, named by --host and "
-            "--address, that is not in the file."
-        ),
-    ] = "",
+    open_api: OpenApis = None,
+    triton_arg: TritonArguments = None,
+    cluster: ClusterFile = None,
+    host: HostName = "",
+    pool: PoolName = "",
 ) -> None:
     """Start directory, storage nodes and Tritons on this machine, until Ctrl-C; with --cluster
     those that the file gives to --host."""
@@ -96,6 +109,7 @@ def serve(
         "triton_args": tuple(triton_arg or ()),
     }  # fmt: skip
     if cluster is not None:
+        refuse_options_of_one_machine(context)
         plan = plan_in_file(cluster, host, pool, address, model_repository)
         ready = {} if ready_s_max is None else {"ready_s_max": ready_s_max}
         sys.exit(serve_until_stopped(HostOptions(plan, **ready, **more)))
@@ -108,6 +122,13 @@ def serve(
         ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path, state_dir=state_dir,
         ready_s_max=READY_S_MAX if ready_s_max is None else ready_s_max, **more,
     )))  # fmt: skip
+
+
+def refuse_options_of_one_machine(context: typer.Context) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in OF_ONE_MACHINE
+             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]  # fmt: skip
+    if given:
+        refuse(f"{', '.join(given)}: with --cluster the file says this; change it there")
 
 
 def refuse(reason: str) -> NoReturn:
