@@ -126,6 +126,17 @@ class TokenizerConfig:
         return [] if self.checkpoint else ["checkpoint must be 'demo' or a Hugging Face folder"]
 
 
+MORE_WORKERS = (
+    "To add a worker copy its folder: a second instance would be a second engine that the "
+    "conductor cannot see"
+)
+MORE_FRONTENDS = (
+    "To add a frontend start another Triton with this model and the same directory, on this host "
+    "or another one: they tell each other what they route. Of two instances in one Triton every "
+    "second request would fail for good once one of their processes died"
+)
+
+
 def read_config(cls: type[C], model: str, raw: Mapping[str, str], count: int = 1) -> C:
     """Build `cls` from config.pbtxt `parameters`; raises ConfigError with every mistake."""
     (config,) = read_configs((cls,), model, raw, count)
@@ -145,10 +156,8 @@ def read_configs(
     """
     configs, found = check_configs(classes, _by_new_names(model, raw), together)
     if count != 1:
-        found.append(
-            f"instance_group count is {count}; use 1. To add a worker copy its folder: a second "
-            "instance would be a second engine that the conductor cannot see"
-        )
+        more = MORE_FRONTENDS if FrontendConfig in classes else MORE_WORKERS
+        found.append(f"instance_group count is {count}; use 1. {more}")
     if found:
         lines = "\n".join(f"  - {line}" for line in found)
         raise ConfigError(f"{model}/config.pbtxt has {len(found)} mistake(s):\n{lines}")

@@ -11,6 +11,7 @@ threads may read their clock before they get the lock, so an older `now_s` count
     on_finished                                done, failed or cancelled: nothing is left reserved
     on_worker_failed                           a call failed: avoided until it reports again
     on_worker_refused                          a decode worker was too full: the same, for new ones
+    on_routed_elsewhere, take_notes            what other frontends routed; what to tell them
     on_tick                                    housekeeping, and suggestions for hot prefixes
 
 Not here: the formulas (routing.py, estimates.py), the limits (admission.py).
@@ -37,6 +38,7 @@ from conductor.admission.admission import (
 from conductor.config import ConductorConfig
 from conductor.estimates.measured import RelativeErrors
 from conductor.load.cluster import Cluster, InFlightRequest
+from conductor.load.other_frontends import OtherFrontends
 from conductor.messages import (
     Candidate,
     ConductorStats,
@@ -47,6 +49,7 @@ from conductor.messages import (
     Route,
     WorkerStatus,
 )
+from conductor.notes import EndedNote, NoteBatch, OutgoingNotes, PrefilledNote, RoutedNote
 from conductor.replication.hotspots import Hotspots
 from conductor.routing.routing import Options, Pair
 from conductor.routing.tiers import Tiers
@@ -55,6 +58,7 @@ from mooncake_store.records.events import (
     BlockAdded,
     BlockRemoved,
     Event,
+    FrontendNoted,
     NodeDown,
     NodeUp,
     Snapshot,
@@ -80,12 +84,17 @@ class _Totals:
 class Conductor:
     """Decides; never sleeps, never sends, never asks what time it is. Not thread-safe."""
 
-    def __init__(self, config: ConductorConfig, index: PrefixIndex | None = None) -> None:
+    def __init__(
+        self, config: ConductorConfig, index: PrefixIndex | None = None, frontend: str = ""
+    ) -> None:
+        """`frontend`: one incarnation of it, where there may be several."""
         problems = config.problems()
         assert not problems, "the shell checks the config first: " + "; ".join(problems)
         self.config = config
         self._tiers = Tiers(PrefixIndex(config.index_blocks_max) if index is None else index)
         self._cluster = Cluster(config)
+        self._others = OtherFrontends(self._cluster, config.frontend_silent_s_max)
+        self._noted = OutgoingNotes(frontend)
         self._hotspots = Hotspots(config)
         self._prefill_errors, self._ttft_errors = RelativeErrors(), RelativeErrors()
         self._gate = Gate(config)
@@ -145,6 +154,8 @@ class Conductor:
                 self._cluster.node_up(event.info)
             elif isinstance(event, NodeDown):
                 self._node_down(event.node_id, event.incarnation)
+            elif isinstance(event, FrontendNoted):
+                pass  # the shell reads its bytes: on_routed_elsewhere
             else:
                 raise TypeError(f"{type(event).__name__} is not a directory event")
         self._tiers.add_many(added, node_id)
@@ -160,7 +171,7 @@ class Conductor:
         """Where this request goes, or why not. A retry replaces the attempt before it."""
         assert request.prompt_tokens > 0 and request.output_tokens_max >= 0, request
         now_s = self._advance(now_s)
-        self._cluster.drop(request.request_id, now_s)
+        self._drop(request.request_id, now_s)
         self._totals.requests += 1
         options = self._options(request, now_s)
         if isinstance(options, Reject):
@@ -252,6 +263,8 @@ class Conductor:
         )
         workers = (prefill.worker, decode.worker)
         self._cluster.reserve(route, workers, request, prefill.fetch_s, now_s)
+        if self._others:
+            self._note_routed(route, request, prefill.fetch_s, now_s)
         reused_blocks = prefill.local_blocks + prefill.fetch_blocks
         self._hotspots.note(request.block_keys, reused_blocks, now_s)
         totals = self._totals
@@ -272,11 +285,9 @@ class Conductor:
         if routed is None or routed.prefill_done:
             return
         self._learn(routed, cached_tokens, seconds, now_s)
-        # No answer takes longer than max_tokens steps, and a typical one takes the usual time.
-        longest_s = routed.request.output_tokens_max * routed.route.predicted.tbt_s
-        self._cluster.prefill_finished(
-            routed, now_s + min(self._cluster.decode_s, longest_s), now_s
-        )
+        self._cluster.prefill_finished(routed, now_s)
+        if self._others:
+            self._noted.add(PrefilledNote(routed.number, now_s, cached_tokens, seconds or 0.0))
 
     def _learn(
         self, routed: InFlightRequest, cached_tokens: int, seconds: float | None, now_s: float
@@ -286,14 +297,9 @@ class Conductor:
         predicted_s, took_s = predicted.ttft_s - predicted.handover_s, now_s - routed.routed_at_s
         self._ttft_errors.add(predicted_s, took_s)
         self._gate.learn_ttft(routed.request.prompt_tokens, predicted_s, took_s, now_s)
-        if seconds is None or seconds <= 0:
-            return
-        self._prefill_errors.add(predicted.prefill_s, seconds)
-        # The ratio is about computing, so a cache that was colder than predicted must not count.
-        new_tokens = max(1, routed.request.prompt_tokens - cached_tokens)
-        estimated_s = routed.prefill.prefill_estimate.seconds(new_tokens, cached_tokens)
-        began_s = routed.routed_at_s + predicted.transfer_s
-        self._cluster.prefilled(routed, began_s, seconds, estimated_s, now_s)
+        if seconds is not None and seconds > 0:
+            self._prefill_errors.add(predicted.prefill_s, seconds)
+            self._cluster.learn_prefill(routed, cached_tokens, seconds, now_s)
 
     def on_finished(self, request_id: str, now_s: float, output_tokens: int | None = None) -> None:
         """Done, failed or cancelled: drop all that is reserved for it. Again is harmless.
@@ -301,9 +307,19 @@ class Conductor:
         `output_tokens`: how long the answer was, when the caller knows; for predictive_lengths.
         """
         now_s = self._advance(now_s)
-        routed = self._cluster.drop(request_id, now_s)
+        routed = self._drop(request_id, now_s, output_tokens)
         if routed is not None:
             self._cluster.learn_decode(routed, output_tokens, now_s)
+
+    def _drop(
+        self, request_id: str, now_s: float, output_tokens: int | None = None
+    ) -> InFlightRequest | None:
+        """Nothing is left of it here, and the other frontends will hear of that."""
+        routed = self._cluster.drop(request_id, now_s)
+        if routed is not None and self._others and not routed.is_elsewhere:
+            length = -1 if output_tokens is None else output_tokens
+            self._noted.add(EndedNote(routed.number, now_s, length))
+        return routed
 
     def on_worker_failed(self, worker_id: str, incarnation: str, now_s: float) -> None:
         """A call to it failed. The mark lasts until its next report or failed_mark_s."""
@@ -317,6 +333,42 @@ class Conductor:
         self._cluster.worker_refused((worker_id, incarnation), now_s)
         self._gate.decode_was_short()
 
+    # Other frontends: what was routed there, and what to tell them
+
+    def on_routed_elsewhere(self, batch: NoteBatch, now_s: float) -> None:
+        """Notes of another frontend, about requests at the workers that we share."""
+        now_s = self._advance(now_s)
+        if batch.frontend != self._noted.frontend:
+            self._others.on_batch(batch, now_s)
+
+    def take_notes(self, now_s: float, count_max: int, is_last: bool = False) -> NoteBatch:
+        """What this frontend has to tell, or that it lives; a batch that is not sent is lost."""
+        now_s = self._advance(now_s)
+        return self._noted.take(now_s, count_max, is_last)
+
+    @property
+    def notes_waiting(self) -> int:
+        """None while nobody else is known, who could want them."""
+        return len(self._noted)
+
+    @property
+    def frontends_known(self) -> int:
+        """Others than this one, which were heard of lately."""
+        return len(self._others)
+
+    def _note_routed(self, route: Route, request: Request, send_s: float, now_s: float) -> None:
+        predicted, prefill, decode = route.predicted, route.prefill, route.decode
+        self._noted.add(RoutedNote(
+            number=self._cluster.in_flight[route.request_id].number, at_s=now_s,
+            prefill=(prefill.worker_id, prefill.incarnation),
+            decode=(decode.worker_id, decode.incarnation),
+            new_tokens=request.prompt_tokens - route.cached_tokens,
+            cached_tokens=route.cached_tokens, output_tokens_max=request.output_tokens_max,
+            order_key_s=route.order_key_s, queue_s=predicted.queue_s,
+            transfer_s=predicted.transfer_s, prefill_s=predicted.prefill_s, tbt_s=predicted.tbt_s,
+            send_s=send_s, fetch_node=route.fetch_node or "", tenant=request.tenant,
+        ))  # fmt: skip
+
     # Housekeeping and views
 
     def on_tick(self, now_s: float) -> list[Replicate]:
@@ -325,7 +377,8 @@ class Conductor:
         self._gate.tick(now_s)
         self._cluster.prepare(now_s)
         for request_id in self._cluster.overdue(now_s):
-            self._cluster.drop(request_id, now_s)
+            self._drop(request_id, now_s)
+        self._others.expire(now_s)
         if not self.config.replicate:
             return []
         targets = {worker.info.node_id for worker in self._cluster.takers("prefill", now_s)}
@@ -339,11 +392,15 @@ class Conductor:
             **asdict(self._totals),
             rejected=dict(self._rejected),
             advised=dict(self._advised),
-            in_flight=len(self._cluster.in_flight),
+            in_flight=sum(not r.is_elsewhere for r in self._cluster.in_flight.values()),
             prefill_error=self._prefill_errors.mean,
             ttft_error=self._ttft_errors.mean,
             prefill_errors=self._prefill_errors.percentiles(),
             ttft_errors=self._ttft_errors.percentiles(),
+            frontends_known=len(self._others),
+            routed_elsewhere=self._others.requests,
+            note_batches_received=self._others.batches_received,
+            note_batches_missed=self._others.batches_missed,
         )
 
     def status(self, now_s: float) -> list[WorkerStatus]:
@@ -369,6 +426,8 @@ class Conductor:
         """Prove the invariants of everything below."""
         self._cluster.check(self._now_s)
         self._hotspots.check()
+        self._others.check()
+        self._noted.check()
         self._gate.check()
         self._tiers.check()
         routed_or_not = self._totals.routed + sum(self._rejected.values())

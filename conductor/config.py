@@ -96,6 +96,9 @@ class ConductorConfig:
     # Liveness. Workers report every second and at changes.
     report_s_max: float = 3.0  # three missed reports: not routed to
     report_lag_s: float = 0.2  # a report cannot know requests routed less than this before it
+    # Another frontend that tells nothing for so long is gone: its requests are known from reports
+    # only. Each says something every second.
+    frontend_silent_s_max: float = 3.0
     failed_mark_s: float = 10.0  # after a failed call; lifted earlier by the next report
     # A request that nobody finished is forgotten after this time, and known from reports only. A
     # request that lost its workers goes on so long without a decoded token, unless its client set

@@ -170,3 +170,7 @@ class ConductorStats:
     ttft_error: float  # the same, from routing to the end of prefill
     prefill_errors: ErrorPercentiles
     ttft_errors: ErrorPercentiles
+    frontends_known: int = 0  # a gauge: others than this one, heard of lately
+    routed_elsewhere: int = 0  # a gauge: their requests, as far as they said
+    note_batches_received: int = 0
+    note_batches_missed: int = 0

@@ -20,6 +20,7 @@ from backends.config_pbtxt import (
     TokenizerConfig,
     read_configs,
 )
+from backends.errors import ConfigError
 from conductor.config import ConductorConfig
 
 REPOSITORY = Path(__file__).parents[1] / "model_repository"
@@ -106,6 +107,16 @@ def test_every_parameter_is_known_valid_and_explained(model: str) -> None:
     for above, line in itertools.pairwise(lines):
         if line.startswith("parameters"):
             assert above.startswith("# "), f"{model}: say what this does: {line}"
+
+
+@pytest.mark.parametrize(
+    ("model", "remedy"),
+    [("conductor", "start another Triton with this model"), ("prefill_0", "copy its folder")],
+)
+def test_a_second_instance_is_refused_with_what_to_do_instead(model: str, remedy: str) -> None:
+    raw = {name: value.string_value for name, value in parsed(model).parameters.items()}
+    with pytest.raises(ConfigError, match=f"instance_group count is 2; use 1. .*{remedy}"):
+        read_configs(CONFIGS[model], model, raw, 2)
 
 
 def test_a_renamed_parameter_keeps_its_old_name_with_a_warning(

@@ -36,7 +36,7 @@ FLOORS = {
     ],
     "conductor": [
         {"conductor"}, {"admission", "replication"}, {"routing"}, {"load"}, {"estimates"},
-        {"config"}, {"queue_order", "messages"},
+        {"config"}, {"queue_order", "messages", "notes"},
     ],
     "backends": [
         {"cli"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},

@@ -17,20 +17,23 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from backends.errors import InvalidRequest
+from backends.frontend.routing_notes import NOTES_MAX, NoteSender, unpack_notes
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
 from conductor.messages import Candidate, Explanation, Reject, Replicate, Request, Route
+from conductor.notes import NoteBatch
 from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.event_feed import EventFeed
 from mooncake_store.errors import StoreError
 from mooncake_store.process.self_check import SelfCheck, is_switched_on
-from mooncake_store.records.events import WorkerDown, WorkerReported, WorkerUp
+from mooncake_store.records.events import FrontendNoted, WorkerDown, WorkerReported, WorkerUp
 from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -69,7 +72,7 @@ class ClusterView:
         self.on_worker_down: Callable[[str, str, float], None] = lambda *_: None
         self.config = config
         self._lock = threading.Lock()
-        self._conductor = Conductor(config)
+        self._conductor = Conductor(config, frontend=uuid.uuid4().hex[:12])
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
         self._unheard_s: dict[tuple[str, str], float] = {}
         self._heard_s: dict[tuple[str, str], float] = {}  # its latest report, or its registration
@@ -77,6 +80,7 @@ class ClusterView:
         self.self_check = SelfCheck(self._check, is_switched_on())
         self._is_closing = threading.Event()
         self.client = DirectoryClient(directory)
+        self.notes = NoteSender(directory, self)
         self._feed = EventFeed(directory, events, self._on_snapshot, self._on_events)
         self._ticker = threading.Thread(target=self._tick_loop, name="conductor-tick", daemon=True)
         self._ticker.start()
@@ -147,6 +151,9 @@ class ClusterView:
             if wants_candidates:
                 explained = self._conductor.explain(request, now_s, CANDIDATES_MAX)
             decision = self._conductor.on_request(request, now_s)
+            notes_waiting = self._conductor.notes_waiting
+        if notes_waiting >= NOTES_MAX:
+            self.notes.hurry()
         if isinstance(decision, Reject):
             return decision
         return Decided(decision, now_s, explained.candidates, explained.left_out)
@@ -177,6 +184,15 @@ class ClusterView:
         with self._lock:
             self._conductor.on_worker_refused(worker_id, incarnation, time.monotonic())
 
+    def notes_waiting(self) -> tuple[int, int]:
+        """How many notes wait, and how many other frontends would hear of them."""
+        with self._lock:
+            return self._conductor.notes_waiting, self._conductor.frontends_known
+
+    def take_notes(self, count_max: int, is_last: bool = False) -> NoteBatch:
+        with self._lock:
+            return self._conductor.take_notes(time.monotonic(), count_max, is_last)
+
     def stats(self) -> Any:
         """ConductorStats."""
         with self._lock:
@@ -190,6 +206,7 @@ class ClusterView:
         self._is_closing.set()
         self._feed.close()
         self._ticker.join(timeout=2.0)
+        self.notes.close()
         self._copies.close()
         self.client.close()
 
@@ -207,6 +224,7 @@ class ClusterView:
 
     def _on_events(self, events: Sequence[Any]) -> None:
         gone, now_s = [], time.monotonic()
+        noted = [unpack_notes(event) for event in events if isinstance(event, FrontendNoted)]
         with self._lock:
             for event in events:
                 if isinstance(event, WorkerReported):
@@ -221,6 +239,9 @@ class ClusterView:
                     self._workers.pop(worker, None)
                     gone.append((*worker, self._heard_s.pop(worker, now_s)))
             self._conductor.on_events(events, now_s)
+            for batch in noted:
+                if batch is not None:
+                    self._conductor.on_routed_elsewhere(batch, now_s)
         for worker_id, incarnation, heard_s in gone:
             self.on_worker_down(worker_id, incarnation, heard_s)
 

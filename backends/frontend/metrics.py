@@ -99,6 +99,15 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
     page.counter_to("mooncake_routed_total", stats.routed)
     page.counter_to("mooncake_fetches_total", stats.fetches)
     page.counter_to("mooncake_replicated_blocks_total", stats.replicated_blocks)
+    page.gauge("mooncake_frontends_known", stats.frontends_known, now_s)
+    page.gauge("mooncake_routed_elsewhere", stats.routed_elsewhere, now_s)
+    notes = frontend.cluster.notes
+    batches = {
+        "sent": notes.batches_sent, "unsent": notes.batches_unsent,
+        "received": stats.note_batches_received, "missed": stats.note_batches_missed,
+    }  # fmt: skip
+    for result, count in batches.items():
+        page.counter_to("mooncake_routing_note_batches_total", count, result=result)
     page.counter_to("mooncake_self_checks_total", frontend.cluster.self_check.passed)
     for role in ("prefill", "decode"):
         page.gauge("mooncake_workers_live", frontend.cluster.workers_live(role), now_s, role=role)

@@ -35,6 +35,7 @@ REASONS = (
     "no_decode_worker", "fair_share", "front_full", "prefill_queue_full", "decode_queue_full",
     "decode_overload", "store_full", "tenant_full", "other",
 )  # fmt: skip
+NOTE_RESULTS = ("sent", "unsent", "received", "missed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,15 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Attempts whose prefix was to be fetched from another node (Algorithm 1)."),
         counter("mooncake_replicated_blocks_total", "blocks", (FRONTEND,),
                 "Blocks of hot prefixes that a node was asked to copy."),
+        gauge("mooncake_frontends_known", "frontends", (FRONTEND,),
+              "Other frontends of this deployment that were heard of lately."),
+        gauge("mooncake_routed_elsewhere", "requests", (FRONTEND,),
+              "Requests of other frontends whose work is reserved here, because they said so.",
+              is_use=True),
+        counter("mooncake_routing_note_batches_total", "batches", (FRONTEND,),
+                "Notes to and of other frontends about what they routed. unsent: the directory did "
+                "not take them; missed: they never came here, and reports have to do.",
+                Label("result", NOTE_RESULTS)),
     ),
     "Latency": (
         seconds("mooncake_ttft_seconds", FRONTEND,

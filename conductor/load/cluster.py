@@ -51,7 +51,9 @@ class InFlightRequest:
     request: Request
     routed_at_s: float
     answer: ExpectedAnswer
+    number: int  # of its routing: grows, and no other has it
     joined_at_s: float | None = None  # when its prefill ended
+    is_elsewhere: bool = False  # another frontend routed it (other_frontends.py)
 
     @property
     def prefill_done(self) -> bool:
@@ -270,12 +272,16 @@ class Cluster:
             request=request,
             routed_at_s=now_s,
             answer=answer,
+            number=self._routed,
         )
 
-    def prefill_finished(self, routed: InFlightRequest, leave_s: float, now_s: float) -> None:
+    def prefill_finished(self, routed: InFlightRequest, now_s: float) -> None:
         """The reservation moves from the prefill queue to the decode batch."""
         assert not routed.prefill_done, f"{routed.route.request_id} was prefilled twice"
         routed.joined_at_s = now_s
+        # No answer takes longer than max_tokens steps, and a typical one takes the usual time.
+        longest_s = routed.request.output_tokens_max * routed.route.predicted.tbt_s
+        leave_s = now_s + min(self.decode_s, longest_s)
         self._drop_send(routed.route)
         routed.prefill.queue.drop(routed.route.request_id, now_s)
         routed.decode.batch.join(routed.route.request_id, now_s, leave_s)
@@ -291,19 +297,38 @@ class Cluster:
             self._refresh(routed)
         return routed
 
+    def attribute(self, routed: InFlightRequest, since_s: float, now_s: float) -> None:
+        """It was routed (or joined its batch) elsewhere at `since_s`, and only now is that known
+        here: a report that came in between has counted it as unattributed."""
+        if not routed.prefill_done and since_s < routed.prefill.reported_at_s:
+            routed.prefill.queue.attribute(now_s)
+        if since_s < routed.decode.reported_at_s:
+            routed.decode.batch.attribute()
+        self._refresh(routed)
+
+    def disown(self, request_id: str, now_s: float) -> None:
+        """It may go on, and nobody will say when it ends: from now on only reports know it."""
+        routed = self.in_flight.pop(request_id, None)
+        if routed is not None:
+            self._drop_send(routed.route)
+            routed.prefill.queue.disown(request_id, now_s)
+            routed.decode.batch.disown(request_id)
+            self._refresh(routed)
+
     def _refresh(self, routed: InFlightRequest) -> None:
         self.prefills.refresh(routed.prefill)
         self.decodes.refresh(routed.decode)
 
-    def prefilled(
-        self,
-        routed: InFlightRequest,
-        began_s: float,
-        seconds: float,
-        estimated_s: float,
-        now_s: float,
+    def learn_prefill(
+        self, routed: InFlightRequest, cached_tokens: int, seconds: float, now_s: float
     ) -> None:
-        """Learn how fast the worker was."""
+        """Learn how fast the worker was; `seconds` <= 0: it did not say."""
+        if seconds <= 0:
+            return
+        # The ratio is about computing, so a cache that was colder than predicted must not count.
+        new_tokens = max(1, routed.request.prompt_tokens - cached_tokens)
+        estimated_s = routed.prefill.prefill_estimate.seconds(new_tokens, cached_tokens)
+        began_s = routed.routed_at_s + routed.route.predicted.transfer_s
         routed.prefill.prefilled(began_s, seconds, estimated_s, now_s)
         self.prefills.measured(routed.prefill, now_s)
 

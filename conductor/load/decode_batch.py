@@ -131,6 +131,42 @@ class DecodeBatch:
             self._settle()
         return True
 
+    def attribute(self) -> None:
+        """What was now reserved or joined, the last report may have counted already."""
+        beyond, unattributed = self._beyond_ours(), self._unattributed
+        self._unattributed = Tally(
+            min(beyond.sequences, unattributed.sequences),
+            min(beyond.context_tokens, unattributed.context_tokens),
+            min(beyond.pages, unattributed.pages),
+        )
+        if self.forecast is not None:
+            self._settle()
+
+    def disown(self, request_id: str) -> None:
+        """Nobody will say when this one ends: it counts as unattributed until the next report."""
+        before = self.load_reserved()
+        self.drop(request_id)
+        after, unattributed = self.load_reserved(), self._unattributed
+        self._unattributed = Tally(
+            unattributed.sequences + int(before.sequences - after.sequences),
+            unattributed.context_tokens + int(before.context_tokens - after.context_tokens),
+            unattributed.pages + int(before.pages - after.pages),
+        )
+        if self.forecast is not None:
+            self._settle()
+
+    def _beyond_ours(self) -> Tally:
+        """What the last report counted and the reservations do not account for."""
+        confirmed, fresh = self._tallies["confirmed"], self._tallies["fresh"]
+        # A worker reserves pages for a request while its prefill still runs.
+        pages = confirmed.pages + fresh.pages + self._tallies["coming"].pages
+        reported = self._reported
+        return Tally(
+            max(0, reported.sequences - confirmed.sequences - fresh.sequences),
+            max(0, reported.context_tokens - confirmed.context_tokens - fresh.context_tokens),
+            max(0, reported.pages - pages),
+        )
+
     def _settle(self) -> None:
         """Tell the forecast what the report left of the reservations, and what else it counted."""
         assert self.forecast is not None
@@ -161,14 +197,7 @@ class DecodeBatch:
         self._reported = Tally(
             report.running + report.queue_requests, report.context_tokens, report.pages_used
         )
-        confirmed, fresh = self._tallies["confirmed"], self._tallies["fresh"]
-        # A worker reserves pages for a request while its prefill still runs.
-        pages = confirmed.pages + fresh.pages + self._tallies["coming"].pages
-        self._unattributed = Tally(
-            max(0, self._reported.sequences - confirmed.sequences - fresh.sequences),
-            max(0, self._reported.context_tokens - confirmed.context_tokens - fresh.context_tokens),
-            max(0, self._reported.pages - pages),
-        )
+        self._unattributed = self._beyond_ours()
         self._reported_at_s = now_s
         is_running = report.running > 0 and report.step_s > 0
         self._tokens_per_s = 1 / report.step_s if is_running else 0.0

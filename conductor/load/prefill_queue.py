@@ -179,6 +179,21 @@ class PrefillQueue:
         self._line.remove(work)
         return True
 
+    def attribute(self, now_s: float) -> None:
+        """The last report had counted, without knowing whose it is, what was now reserved."""
+        if self._unattributed_requests:
+            self._settle(now_s)
+            self._unattributed_s *= 1.0 - 1.0 / self._unattributed_requests
+            self._unattributed_requests -= 1
+
+    def disown(self, request_id: str, now_s: float) -> None:
+        """Nobody will say when this one ends: what is left of it becomes unattributed work."""
+        self._settle(now_s)
+        work = self._reservations.get(request_id)
+        if work is not None and self.drop(request_id, now_s) and work.done_tokens < work.new_tokens:
+            self._unattributed_requests += 1
+            self._unattributed_s += work.remaining_s
+
     def on_report(
         self, queue_tokens: int, requests: int, now_s: float, report_lag_s: float
     ) -> None:

@@ -212,6 +212,12 @@ class DirectoryClient:
     def workers(self) -> list[WorkerInfo]:
         return self._ask(protocol.Workers(), _WORKERS)
 
+    # ---- frontends
+
+    def note_routed(self, frontend: str, number: int, notes: bytes) -> None:
+        """Tell all who follow the events what this frontend routed."""
+        self._ask(protocol.NoteRouted(frontend, number, notes), _NONE)
+
     # ---- the outside view
 
     def snapshot(self) -> Snapshot:

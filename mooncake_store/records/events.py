@@ -59,7 +59,20 @@ class WorkerReported:
     report: WorkerReport
 
 
-Event = BlockAdded | BlockRemoved | NodeUp | NodeDown | WorkerUp | WorkerDown | WorkerReported
+@dataclass(frozen=True, slots=True)
+class FrontendNoted:
+    """What a frontend tells the others of the requests that it routed: its notes number `number`.
+    Only they read `notes` (backends/frontend/routing_notes.py), and no snapshot repeats it."""
+
+    frontend: str
+    number: int
+    notes: bytes
+
+
+Event = (
+    BlockAdded | BlockRemoved | NodeUp | NodeDown | WorkerUp | WorkerDown | WorkerReported
+    | FrontendNoted
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from mooncake_store.records.events import (
     BlockAdded,
     BlockRemoved,
     Event,
+    FrontendNoted,
     NodeDown,
     NodeUp,
     WorkerDown,
@@ -32,6 +33,7 @@ from mooncake_store.wire.request_reply import Verb
 
 T = TypeVar("T")
 KEYS_MAX = 65_536  # in one request
+NOTES_BYTES_MAX = 32_768  # a few hundred requests; the log keeps thousands of events
 
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -171,6 +173,12 @@ class DeregisterWorker(Verb, tag="deregister_worker", frozen=True):
     incarnation: Name
 
 
+class NoteRouted(Verb, tag="note_routed", frozen=True):
+    frontend: Name
+    number: Count
+    notes: Annotated[bytes, msgspec.Meta(max_length=NOTES_BYTES_MAX)]
+
+
 class Nodes(Verb, tag="nodes", frozen=True):
     pass
 
@@ -190,8 +198,8 @@ class Stats(Verb, tag="stats", frozen=True):
 AnyRequest = (
     RegisterNode | NodeReport | DeregisterNode | Attach | Allocate | Commit | Abandon | Lookup
     | Exist | Remove | Renew | Release | DropCopy | Adopt | TakeSpills | DrainNode | BlocksOn
-    | PlaceKeys | PinKeys | SetQuota | RegisterWorker | ReportWorker | DeregisterWorker | Nodes
-    | Workers | TakeSnapshot | Stats
+    | PlaceKeys | PinKeys | SetQuota | RegisterWorker | ReportWorker | DeregisterWorker
+    | NoteRouted | Nodes | Workers | TakeSnapshot | Stats
 )  # fmt: skip
 
 
@@ -227,9 +235,15 @@ class ReportedMessage(msgspec.Struct, tag="reported", array_like=True, frozen=Tr
     report: WorkerReport
 
 
+class NotedMessage(msgspec.Struct, tag="noted", array_like=True, frozen=True):
+    frontend: str
+    number: int
+    notes: bytes
+
+
 EventMessage = (
     AddedMessage | RemovedMessage | NodeUpMessage | NodeDownMessage | WorkerUpMessage
-    | WorkerDownMessage | ReportedMessage
+    | WorkerDownMessage | ReportedMessage | NotedMessage
 )  # fmt: skip
 
 # msgspec cannot decode a union of dataclasses, and the pure modules may not know msgspec: hence a
@@ -242,6 +256,7 @@ _MESSAGE_OF: dict[type[Event], type[EventMessage]] = {
     WorkerUp: WorkerUpMessage,
     WorkerDown: WorkerDownMessage,
     WorkerReported: ReportedMessage,
+    FrontendNoted: NotedMessage,
 }
 _EVENT_OF = {message: event for event, message in _MESSAGE_OF.items()}
 

@@ -41,7 +41,7 @@ from mooncake_store.directory.core.workers import WorkerTable
 from mooncake_store.errors import NodeUnknown, QuotaExceeded, RequestInvalid
 from mooncake_store.layout import STATE_READY, Geometry
 from mooncake_store.records.blocks import Allocation, Copy, Slot, Spill
-from mooncake_store.records.events import Event, NodeUp, Snapshot
+from mooncake_store.records.events import Event, FrontendNoted, NodeUp, Snapshot
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.records.status import DirectoryStats
 
@@ -349,6 +349,14 @@ class Directory:
     def workers(self, now_s: float) -> list[WorkerInfo]:
         self._copies.advance(now_s)
         return self._workers.infos
+
+    # ---- frontends
+    # They tell each other what they routed. Nothing of it is kept here.
+
+    def note_routed(self, frontend: str, number: int, notes: bytes, now_s: float) -> None:
+        """Pass a frontend's notes on to all who follow the events."""
+        self._copies.advance(now_s)
+        self._copies.events.append(FrontendNoted(frontend, number, notes))
 
     # ---- what others are shown
     # A snapshot and then events for replicas of the index, and numbers for operators.

@@ -85,7 +85,7 @@ def test_other_bytes_are_no_header(frame: bytes) -> None:
 
 def test_another_version_is_refused_with_both_numbers() -> None:
     frame = pack_header(MessageKind.REQUEST, 5, version=9)
-    with pytest.raises(errors.ProtocolMismatch, match=r"version 9 .* this side 3"):
+    with pytest.raises(errors.ProtocolMismatch, match=r"version 9 .* this side 4"):
         unpack_header(frame)
     assert number_of(frame) == 5, "the refusal must reach the request that it is for"
 
@@ -100,6 +100,7 @@ def test_every_event_arrives_as_it_was_sent() -> None:
         events.WorkerUp(worker_info()),
         events.WorkerDown("prefill_0", "w1"),
         events.WorkerReported(report()),
+        events.FrontendNoted("f1", 7, b"notes"),
     ]
     assert {type(event) for event in sent} == set(get_args(events.Event))
     raw = msgspec.msgpack.encode(protocol.Events(3, 10, protocol.to_messages(sent)))

@@ -1,0 +1,182 @@
+"""Telling the other frontends what this one routed: bytes for notes, and the thread that sends.
+
+While others are known, notes leave every NOTES_S, or as soon as NOTES_MAX wait; alone, a frontend
+only says once a second that it lives, so a single one pays for nothing. No request ever waits for
+this: the conductor collects the notes, the thread fetches and sends them, and a batch that the
+directory does not take in time is dropped. The others see from its number that it is missing.
+
+Not here: what is noted and what it is good for (conductor/notes.py), reading the events
+(cluster_view.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Annotated, Protocol, TypeVar
+
+import msgspec
+
+from conductor.notes import EndedNote, NoteBatch, PrefilledNote, RoutedNote
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import StoreError
+from mooncake_store.records.events import FrontendNoted
+from mooncake_store.wire.directory_protocol import NOTES_BYTES_MAX
+
+NOTES_S = 0.02
+NOTES_MAX = 64  # in one batch
+SEND_S_MAX = 0.5  # later than that they are worth nothing
+ALIVE_S = 1.0  # conductor parameter frontend_silent_s_max is a few times as much
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Text = Annotated[str, msgspec.Meta(max_length=256)]
+Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]  # on the clock of who sent it
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class RoutedMessage(msgspec.Struct, array_like=True, frozen=True):
+    """RoutedNote on the wire: the pure records know no msgspec, and these know their bounds."""
+
+    number: Number
+    at_s: Moment
+    prefill: tuple[Text, Text]
+    decode: tuple[Text, Text]
+    new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+    cached_tokens: Tokens
+    output_tokens_max: Tokens
+    order_key_s: Moment
+    queue_s: Seconds
+    transfer_s: Seconds
+    prefill_s: Seconds
+    tbt_s: Seconds
+    send_s: Seconds
+    fetch_node: Text
+    tenant: Text
+
+
+class PrefilledMessage(msgspec.Struct, array_like=True, frozen=True):
+    number: Number
+    at_s: Moment
+    cached_tokens: Tokens
+    seconds: Seconds
+
+
+class EndedMessage(msgspec.Struct, array_like=True, frozen=True):
+    number: Number
+    at_s: Moment
+    output_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
+
+
+class NotesMessage(msgspec.Struct, array_like=True, frozen=True):
+    """All of a NoteBatch but what the event says beside it: frontend and number."""
+
+    sent_s: Moment
+    routed: list[RoutedMessage]
+    prefilled: list[PrefilledMessage]
+    ended: list[EndedMessage]
+    is_last: bool
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(NotesMessage).decode
+
+
+def pack_notes(batch: NoteBatch) -> bytes:
+    return _encode(
+        NotesMessage(
+            sent_s=batch.sent_s,
+            routed=[RoutedMessage(*astuple(note)) for note in batch.routed],
+            prefilled=[PrefilledMessage(*astuple(note)) for note in batch.prefilled],
+            ended=[EndedMessage(*astuple(note)) for note in batch.ended],
+            is_last=batch.is_last,
+        )
+    )
+
+
+def unpack_notes(event: FrontendNoted) -> NoteBatch | None:
+    """None for bytes that are no notes: then this batch counts as missing."""
+    try:
+        message = _decode(event.notes)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        log.warning("unreadable notes of frontend %s: %s", event.frontend, error)
+        return None
+    return NoteBatch(
+        frontend=event.frontend,
+        number=event.number,
+        sent_s=message.sent_s,
+        routed=tuple(_note(one, RoutedNote) for one in message.routed),
+        prefilled=tuple(_note(one, PrefilledNote) for one in message.prefilled),
+        ended=tuple(_note(one, EndedNote) for one in message.ended),
+        is_last=message.is_last,
+    )
+
+
+def _note(message: msgspec.Struct, kind: type[T]) -> T:
+    return kind(*msgspec.structs.astuple(message))
+
+
+class NoteSource(Protocol):
+    """Where the notes come from: ClusterView."""
+
+    def notes_waiting(self) -> tuple[int, int]:
+        """How many notes wait, and how many other frontends would hear of them."""
+
+    def take_notes(self, count_max: int, is_last: bool = False) -> NoteBatch: ...
+
+
+class NoteSender:
+    """One batch after the other, in a thread of its own."""
+
+    def __init__(self, directory: str, source: NoteSource) -> None:
+        self._client, self._source = DirectoryClient(directory, SEND_S_MAX), source
+        self.batches_sent = self.batches_unsent = 0
+        self._is_closing = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="routing-notes", daemon=True)
+        self._thread.start()
+
+    def hurry(self) -> None:
+        """Many notes wait: send them now."""
+        self._wake.set()
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join(timeout=self._client.timeout_s + 1.0)
+        self._client.close()
+
+    def _run(self) -> None:
+        alive_due_s, others = time.monotonic(), 0
+        while not self._is_closing:
+            waiting, others = self._source.notes_waiting()
+            now_s = time.monotonic()
+            if waiting or now_s >= alive_due_s:
+                alive_due_s = now_s + ALIVE_S
+                self._send(lambda: self._source.take_notes(NOTES_MAX))
+            if waiting <= NOTES_MAX:
+                self._wake.wait(NOTES_S if others else max(0.0, alive_due_s - time.monotonic()))
+                self._wake.clear()
+        if others:
+            self._send(lambda: self._source.take_notes(NOTES_MAX, is_last=True))
+
+    def _send(self, take: Callable[[], NoteBatch]) -> None:
+        try:
+            batch = take()
+            packed = pack_notes(batch)
+            if len(packed) > NOTES_BYTES_MAX:  # names of hundreds of characters
+                raise StoreError(f"{len(packed)} bytes of notes, at most {NOTES_BYTES_MAX}")
+            self._client.note_routed(batch.frontend, batch.number, packed)
+            self.batches_sent += 1
+        except StoreError as error:
+            self.batches_unsent += 1
+            log.debug("notes to the other frontends are lost: %s", error)
+        except Exception:  # edge: one bad batch must not end the telling
+            self.batches_unsent += 1
+            log.exception("notes to the other frontends are lost")
