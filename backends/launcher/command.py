@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
 
@@ -126,7 +125,7 @@ def serve(
 
 def refuse_options_of_one_machine(context: typer.Context) -> None:
     given = [f"--{name.replace('_', '-')}" for name in OF_ONE_MACHINE
-             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]  # fmt: skip
+             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]  # fmt: skip
     if given:
         refuse(f"{', '.join(given)}: with --cluster the file says this; change it there")
 
