@@ -124,8 +124,9 @@ def serve(
 
 
 def refuse_options_of_one_machine(context: typer.Context) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in OF_ONE_MACHINE
-             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]  # fmt: skip
+    sources = {name: context.get_parameter_source(name) for name in OF_ONE_MACHINE}
+    given = [f"--{name.replace('_', '-')}" for name, source in sources.items()
+             if source is not None and source.name == "COMMANDLINE"]  # fmt: skip
     if given:
         refuse(f"{', '.join(given)}: with --cluster the file says this; change it there")
 
