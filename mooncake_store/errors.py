@@ -24,6 +24,10 @@ class StoreUnavailable(StoreError):
     """The directory did not answer in time: compute without the store."""
 
 
+class AccessRefused(StoreError):
+    """The other side does not let this process in, or is not who it should be: keys, or no keys."""
+
+
 class NodeUnknown(StoreError):
     """No such storage node is registered now: wait until it registers."""
 

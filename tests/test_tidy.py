@@ -31,7 +31,7 @@ STANDARD_PURE = {
 FLOORS = {
     "mooncake_store": [
         {"cli", "node"}, {"client", "ssd"}, {"transports"}, {"transports/paths", "prefix_index"},
-        {"directory", "memory"}, {"wire", "process", "directory/core"}, {"records"},
+        {"directory", "memory"}, {"wire", "process", "directory/core"}, {"keys"}, {"records"},
         {"block_keys", "layout"}, {"errors"},
     ],
     "conductor": [

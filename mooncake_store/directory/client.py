@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from mooncake_store.block_keys import check_keys
-from mooncake_store.errors import RequestInvalid, StoreUnavailable
+from mooncake_store.errors import AccessRefused, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import Geometry
 from mooncake_store.records.blocks import Allocation, Copy, Slot, Spill
 from mooncake_store.records.events import Snapshot
@@ -254,7 +254,7 @@ class DirectoryClient:
     def _ask(self, request: protocol.AnyRequest, decoder: Decoder[T]) -> T:
         try:
             return self._requester.ask(request, decoder, self.timeout_s)
-        except StoreUnavailable:  # also the answer of one that does not lead any more
+        except (StoreUnavailable, AccessRefused):  # or it does not lead any more
             self._requester.disconnect()
             raise
 
@@ -264,7 +264,7 @@ class DirectoryClient:
         address = self._elected.find() if self._elected else self.address
         has_moved = self._elected.has_moved if self._elected else None
         try:
-            return ZeroMqConnection(context, address, has_moved)
+            return ZeroMqConnection(context, address, has_moved, f"the directory at {address}")
         except zmq.ZMQError as error:
             raise RequestInvalid(
                 f"{address!r} is no address of a directory ({error}): use ipc:///path/to/it "

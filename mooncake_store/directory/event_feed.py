@@ -13,6 +13,7 @@ Not here: what to do with events (the conductor, prefix_index.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,7 +24,8 @@ import msgspec
 import zmq
 
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.errors import StoreError
+from mooncake_store.errors import AccessRefused, StoreError
+from mooncake_store.keys.curve import PeerAccess
 from mooncake_store.records.events import Event, Snapshot
 from mooncake_store.wire import directory_protocol as protocol
 from mooncake_store.wire.addresses import notice_silence
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 SILENCE_S_MAX = 3.5  # three heartbeats and a half
 LOOK_S = 1.25  # silent for so long: an elected directory may have been replaced, etcd knows
 LOOK_AGAIN_S = 0.2
+REFUSED_S = 1.0  # before it asks again who refused it
 POLL_S = 0.1  # bounds how long close() takes
 RETRY_S = 0.25
 GREETING_S_MAX = 1.5  # from a directory that it listens to
@@ -67,6 +70,7 @@ class EventFeed:
         self._needs_snapshot = True
         self._heard_s = self._retry_s = self._look_s = time.monotonic()
         self._leader: Leader | None = None  # whom it listens to, where one is elected
+        self._refused, self._refused_until_s = "", float("-inf")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="event-feed", daemon=True)
         self._thread.start()
@@ -100,6 +104,7 @@ class EventFeed:
 
     def _run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.SUB) as stream, self._client:
+            self._access = PeerAccess(self.events_address, self._who())
             set_reconnecting(stream)
             stream.setsockopt(zmq.RCVHWM, 100_000)
             stream.subscribe(b"")
@@ -127,6 +132,25 @@ class EventFeed:
         if stream.poll(int(POLL_S * 1000)):
             self._heard_s = time.monotonic()
             self._hear(stream.recv_multipart())
+        elif self._access.monitor is not None and now_s >= self._refused_until_s:
+            self._look_for_refusal(stream)
+
+    def _who(self) -> str:
+        return f"the event stream of the directory at {self.events_address}"
+
+    def _look_for_refusal(self, stream: zmq.Socket[bytes]) -> None:
+        """Connects anew with other keys, or the same ones after a while."""
+        try:
+            must_redial, self._refused = self._access.must_redial() or bool(self._refused), ""
+        except AccessRefused as error:
+            if str(error) != self._refused:
+                log.warning("event feed: %s", error)
+            self._refused, must_redial = str(error), False
+            self._refused_until_s = time.monotonic() + REFUSED_S
+        if must_redial:
+            with contextlib.suppress(zmq.ZMQError):  # the socket gave it up by itself
+                stream.disconnect(self.events_address)
+            self._access.connect(stream)
 
     def _is_replaced(self, now_s: float) -> bool:
         """Does somebody else lead than the one that has been silent for longer than a heartbeat?
@@ -158,8 +182,11 @@ class EventFeed:
             self._client.disconnect()  # or it would wait for the one before
         if leader.events != self.events_address:
             if self.events_address:
-                stream.disconnect(self.events_address)
+                self._access.close()
+                with contextlib.suppress(zmq.ZMQError):  # refused: the socket gave it up by itself
+                    stream.disconnect(self.events_address)
             self.events_address = leader.events
+            self._access = PeerAccess(leader.events, self._who())
             self._listen(stream)
         return True
 
@@ -168,7 +195,7 @@ class EventFeed:
         that is down) the snapshot is tried anyway.
         """
         notice_silence(stream, self.events_address)
-        stream.connect(self.events_address)
+        self._access.connect(stream)
         until_s = time.monotonic() + GREETING_S_MAX
         while not stream.poll(int(POLL_S * 1000)):
             if self._closing.is_set() or time.monotonic() > until_s:

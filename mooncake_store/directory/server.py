@@ -24,6 +24,7 @@ import zmq
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.metrics import DirectoryCollector
 from mooncake_store.errors import StoreError, StoreUnavailable
+from mooncake_store.keys.curve import AddressUnguarded, DirectoryKey
 from mooncake_store.process.metrics_page import Latencies, MetricsPage
 from mooncake_store.process.self_check import SelfCheck
 from mooncake_store.records.events import Event, NodeDown, NodeUp, WorkerDown, WorkerUp
@@ -91,18 +92,20 @@ class DirectoryServer:
         self._context = zmq.Context()
         self._paths: list[str] = []
         self._direct: UnixListener | None = None
-        self._requests = self._bound(zmq.ROUTER, address)
+        self._requests, self.address = self._bound(zmq.ROUTER, address)
         path = direct_path(address)
         self._direct = UnixListener(path, self.answer) if path else None
         # XPUB is PUB that also tells about new subscribers.
-        self._subscribers = self._bound(zmq.XPUB, events_address)
-        self.address = self._requests.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.events_address = self._subscribers.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._subscribers, self.events_address = self._bound(zmq.XPUB, events_address)
+        self._key = DirectoryKey([self._requests, self._subscribers])
 
-    def _bound(self, kind: int, address: str) -> zmq.Socket[bytes]:
+    def _bound(self, kind: int, address: str) -> tuple[zmq.Socket[bytes], str]:
         try:
             refuse_second_server(address)
-            bound = listening(self._context, kind, address)
+            bound, where = listening(self._context, kind, address, is_directory=True)
+        except AddressUnguarded:
+            self.close()
+            raise
         except (zmq.ZMQError, AddressTaken) as error:
             self.close()
             raise AddressTaken(f"cannot listen at {address}: {error}") from error
@@ -110,7 +113,7 @@ class DirectoryServer:
             bound.setsockopt(zmq.XPUB_VERBOSE, 1)
         if address.startswith("ipc://"):
             self._paths.append(address.removeprefix("ipc://"))
-        return bound
+        return bound, where
 
     def show_metrics(self, port: int, host: str) -> MetricsPage:
         """Show this directory's numbers to Prometheus, as they are once a second."""
@@ -164,6 +167,7 @@ class DirectoryServer:
         self._publish()
         if self._has_new_subscriber() or now_s >= self._heartbeat_due_s:
             self._heartbeat_due_s = now_s + HEARTBEAT_S
+            self._key.renew()
             beat = protocol.EventHeartbeat(self.directory.epoch, self.directory.sequence)
             self._send_event(MessageKind.HEARTBEAT, beat)
             if self._collector is not None:

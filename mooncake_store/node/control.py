@@ -52,14 +52,16 @@ class NodeControl:
         self._responder: Responder[AnyControl] = Responder(AnyControl, "node")
         self._context = zmq.Context()
         try:
-            self._socket = listening(self._context, zmq.ROUTER, address)
+            self._socket, self.address = listening(self._context, zmq.ROUTER, address)
+        except StoreError:
+            self._context.destroy(linger=0)
+            raise
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise RequestInvalid(
                 f"cannot listen at --control {address}: {error}; use ipc://PATH with a path of at "
                 "most 107 characters, or tcp://HOST:PORT"
             ) from error
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._path = address.removeprefix("ipc://") if address.startswith("ipc:///") else ""
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
         self._answers: deque[list[bytes]] = deque()

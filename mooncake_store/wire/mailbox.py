@@ -6,8 +6,9 @@ inbox that it writes to, so no socket is shared between threads that wait and th
 Sending never blocks: what a peer lets wait beyond `messages_max` is lost, and the sender knows it.
 So a message is something that may be lost, or whose answer somebody waits for with a deadline.
 
-With a secret only those who know it are heard. It stands in front of each message: a receiver has
-nothing but the bytes.
+With a secret only those who know it are heard. It stands in front of each message, with the version
+of the protocol: a receiver has nothing but the bytes. Over tcp:// an inbox of a process with keys
+also takes connections of known hosts only, and its address carries its own key (keys/curve.py).
 
 Not here: requests that are answered (request_reply.py), what the messages say.
 """
@@ -19,20 +20,27 @@ import hmac
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
 import zmq
 
+from mooncake_store.errors import AccessRefused, ProtocolMismatch, RequestInvalid, StoreError
+from mooncake_store.keys.curve import PeerAccess, is_tcp, secured_server
 from mooncake_store.wire.addresses import bindable, notice_silence, with_port
 
 log = logging.getLogger(__name__)
 MESSAGES_MAX = 10_000  # queued per peer
 READ_AT_ONCE_MAX = 256
 OUTBOX_SOCKETS_MAX = 256
+REFUSED_S = 1.0  # before an inbox that refused is asked again
 POLL_MS = 200  # how late it may notice that it is closed
 CLOSE_S_MAX = 5.0  # for messages under way
+MESSAGE_BYTES_MAX = 16 * 2**20  # from another host
+MESSAGE_VERSION = 1
+_MARK = b"MM" + MESSAGE_VERSION.to_bytes(2, "little")  # ahead of each message
 M = TypeVar("M")
 
 
@@ -57,19 +65,26 @@ class Inbox(Generic[M]):
         """`turn_s`: call `on_messages` at least so often, with no messages if there are none.
         `listen`: what is bound, when that is not what others use.
 
-        zmq.ZMQError when nothing can listen at the address.
+        `address`: ipc://PATH or tcp://HOST:PORT, * for any free port. zmq.ZMQError when nothing
+        can listen there, AddressUnguarded when others reach it and there are no keys.
         """
         self._decode, self._on_messages = decode, on_messages
         self._secret, self._turn_s = secret, turn_s
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(messages_max)
+        if is_tcp(address):
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         notice_silence(self._socket, address)
         try:
-            self._socket.bind(bindable(listen or address))
-        except zmq.ZMQError:
+            numbered = bindable(listen or address)
+            key = secured_server(self._socket, zmq.Context.instance(), numbered)
+            self._socket.bind(numbered)
+        except (zmq.ZMQError, StoreError):
             self._socket.close(linger=0)
             raise
-        self.address = with_port(address, self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        # The port that was free, and the key, as others need them.
+        bound: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = with_port(address, bound) + key
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
@@ -97,13 +112,10 @@ class Inbox(Generic[M]):
         messages: list[M] = []
         with contextlib.suppress(zmq.Again):
             for _ in range(READ_AT_ONCE_MAX):
-                data = opened(self._socket.recv(zmq.NOBLOCK), self._secret)
-                if data is None:
-                    log.warning("dropped a message of somebody who does not know our secret")
-                    continue
                 try:
+                    data = opened(self._socket.recv(zmq.NOBLOCK), self._secret)
                     messages.append(self._decode(data))
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, StoreError) as error:
                     log.warning("dropped a message that cannot be read: %s", error)
         return messages
 
@@ -117,46 +129,99 @@ class Outbox(Generic[M]):
         self._encode = encode
         self._secret = secret
         self._messages_max = messages_max
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._ways: dict[str, _Way] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
     def send(self, address: str, message: M) -> bool:
-        """False: the peer lets too many wait, and this one is lost. After close() all are."""
+        """False: the peer lets too many wait or refuses us, and this one is lost. After close()
+        all are.
+        """
         data = sealed(self._encode(message), self._secret)
         with self._lock:
             if self._is_closed:
                 return True  # nobody waits for what is said after the goodbye
-            socket = self._sockets.get(address) or self._connected(address)
+            way = self._ways.get(address) or self._opened(address)
+            if way.access.monitor is not None:
+                if way.is_refused():
+                    return False
+                if way.must_redial:
+                    way = self._opened(address)
             try:
-                socket.send(data, flags=zmq.NOBLOCK)
+                way.socket.send(data, flags=zmq.NOBLOCK)
             except zmq.Again:
                 return False
         return True
 
-    def _connected(self, address: str) -> zmq.Socket[bytes]:
-        if len(self._sockets) >= OUTBOX_SOCKETS_MAX:  # workers come and go
-            self._sockets.pop(next(iter(self._sockets))).close(linger=0)
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        socket.set_hwm(self._messages_max)
-        notice_silence(socket, address)
-        socket.connect(address)
-        self._sockets[address] = socket
-        return socket
+    def _opened(self, address: str) -> _Way:
+        """A fresh socket to this inbox."""
+        if address in self._ways:
+            self._ways.pop(address).close()
+        if len(self._ways) >= OUTBOX_SOCKETS_MAX:  # workers come and go
+            self._ways.pop(next(iter(self._ways))).close()
+        way = self._ways[address] = _Way(address, self._messages_max)
+        return way
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            for socket in self._sockets.values():
-                socket.close(linger=200)
-            self._sockets.clear()
+            for way in self._ways.values():
+                way.close(linger_ms=200)
+            self._ways.clear()
+
+
+class _Way:
+    """Into one inbox."""
+
+    def __init__(self, address: str, messages_max: int) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self.socket.set_hwm(messages_max)
+        notice_silence(self.socket, address)
+        self.access = PeerAccess(address, f"the inbox at {address.partition('#')[0]}")
+        self.must_redial = False
+        self._refused_until_s = float("-inf")
+        try:
+            self.access.connect(self.socket)
+        except (zmq.ZMQError, StoreError):
+            self.close()
+            raise
+
+    def is_refused(self) -> bool:
+        """The inbox does not let this process in: what waits for it is lost, as with a dead one.
+
+        For a while it is not asked again; then `must_redial`.
+        """
+        if time.monotonic() < self._refused_until_s:
+            return True
+        try:
+            self.must_redial |= self.access.must_redial()
+        except AccessRefused as error:
+            log.warning("messages are lost: %s", error)
+            self._refused_until_s = time.monotonic() + REFUSED_S
+            self.must_redial = True
+            return True
+        return False
+
+    def close(self, linger_ms: int = 0) -> None:
+        self.access.close()
+        self.socket.close(linger=linger_ms)
 
 
 def sealed(data: bytes, secret: str) -> bytes:
-    return secret.encode() + data
+    return secret.encode() + _MARK + data
 
 
-def opened(data: bytes, secret: str) -> bytes | None:
-    """What was sealed with this secret; None for anything else."""
-    mark = secret.encode()
-    return data[len(mark) :] if hmac.compare_digest(data[: len(mark)], mark) else None
+def opened(data: bytes, secret: str) -> bytes:
+    """What was sealed with this secret; RequestInvalid or ProtocolMismatch for anything else."""
+    known = secret.encode()
+    if not hmac.compare_digest(data[: len(known)], known):
+        raise RequestInvalid("its sender does not know our secret")
+    mark = data[len(known) : len(known) + len(_MARK)]
+    if len(mark) != len(_MARK) or mark[:2] != _MARK[:2]:
+        raise RequestInvalid("it is no message of a mooncake process")
+    if mark != _MARK:
+        raise ProtocolMismatch(
+            f"its sender speaks version {int.from_bytes(mark[2:], 'little')} of the messages "
+            f"between processes, this side {MESSAGE_VERSION}; run the same release on both"
+        )
+    return data[len(known) + len(_MARK) :]

@@ -105,10 +105,11 @@ class NodeClient:
 
     def __init__(self, address: str) -> None:
         self.address = address
+        who = f"the storage node at {address.partition('#')[0]}"
         self._requester = Requester(
-            f"the storage node at {address}",
+            who,
             "is it running, and can this host reach the address?",
-            lambda context: ZeroMqConnection(context, address),
+            lambda context: ZeroMqConnection(context, address, who=who),
         )
 
     def ping(self, timeout_s: float = TIMEOUT_S) -> str:

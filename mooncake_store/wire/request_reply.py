@@ -8,6 +8,9 @@ queued, so a server that comes back does not carry out requests that nobody wait
 The side that answers has a Responder, which reads a request, has it carried out and frames the
 reply. Nothing that arrives can stop it: bytes that are no request are answered with an error.
 
+Over tcp:// both sides ask for keys when the process has some (keys/curve.py): whoever is refused
+hears it at once, as AccessRefused.
+
 Not here: what the requests are (directory_protocol.py, node_protocol.py).
 """
 
@@ -25,6 +28,7 @@ import msgspec
 import zmq
 
 from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable, named
+from mooncake_store.keys.curve import PeerAccess, secured_server
 from mooncake_store.wire.addresses import bindable, notice_silence
 from mooncake_store.wire.framing import (
     REQUEST_BYTES_MAX,
@@ -90,18 +94,24 @@ class Responder(Generic[R]):
             raise RequestInvalid(f"the request cannot be read: {error}") from error
 
 
-def listening(context: zmq.Context[Any], kind: int, address: str) -> zmq.Socket[bytes]:
-    """A ZeroMQ socket of a server, bound there; zmq.ZMQError when that cannot be."""
+def listening(
+    context: zmq.Context[Any], kind: int, address: str, is_directory: bool = False
+) -> tuple[zmq.Socket[bytes], str]:
+    """A ZeroMQ socket of a server, bound there, and its address as clients need it.
+
+    zmq.ZMQError when that cannot be, StoreError when it may not be (keys/curve.py).
+    """
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.linger = 0
     socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
     notice_silence(socket, address)
     try:
+        key = secured_server(socket, context, address, is_directory)
         socket.bind(bindable(address))
-    except zmq.ZMQError:
+    except (zmq.ZMQError, StoreError):
         socket.close()
         raise
-    return socket
+    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT) + key
 
 
 def set_reconnecting(socket: zmq.Socket[bytes]) -> None:
@@ -131,36 +141,59 @@ class ZeroMqConnection:
         context: zmq.Context[Any],
         address: str,
         has_moved: Callable[[], bool] | None = None,
+        who: str = "",
     ) -> None:
         """`has_moved`: does somebody else answer now? Asked while no reply comes."""
-        self._has_moved = has_moved
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        set_reconnecting(self._socket)
-        notice_silence(self._socket, address)
+        self._context, self._has_moved = context, has_moved
+        self._address, self._access = address, PeerAccess(address, who)
+        self._socket = self._connected()
+
+    def _connected(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        set_reconnecting(socket)
+        notice_silence(socket, self._address)
         try:
-            self._socket.connect(address)
-        except zmq.ZMQError:
-            self._socket.close()
+            self._access.connect(socket)
+        except (zmq.ZMQError, StoreError):
+            self._access.close()
+            socket.close()
             raise
+        return socket
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
+        """AccessRefused when the other side does not let this process in."""
         with contextlib.suppress(zmq.ContextTerminated):  # closed by another thread
             self._socket.send_multipart(frames)
             while (left_s := deadline_s - time.monotonic()) > 0:
                 step_s = min(left_s, MOVED_CHECK_S) if self._has_moved else left_s
-                if self._socket.poll(math.ceil(step_s * 1000)):
+                has_come, has_changed = self._poll(math.ceil(step_s * 1000))
+                if has_come:
                     reply = self._socket.recv_multipart()
                     if number_of(reply[0]) == number:
                         return reply
+                elif has_changed:
+                    if self._access.must_redial():
+                        self.close()
+                        self._socket = self._connected()
+                        self._socket.send_multipart(frames)
                 elif self._has_moved is not None and self._has_moved():
                     break  # who answers now has not heard of this request
         return None
+
+    def _poll(self, wait_ms: int) -> tuple[bool, bool]:
+        """(Something has come, something happened to the connection.)"""
+        monitor = self._access.monitor
+        if monitor is None:
+            return bool(self._socket.poll(wait_ms)), False
+        ready = dict(zmq.zmq_poll([(self._socket, zmq.POLLIN), (monitor, zmq.POLLIN)], wait_ms))
+        return self._socket in ready, monitor in ready
 
     def send(self, frames: list[bytes]) -> None:
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
+        self._access.close()
         self._socket.close(linger=0)
 
 

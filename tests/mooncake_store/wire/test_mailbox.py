@@ -135,5 +135,5 @@ def test_an_outbox_forgets_its_oldest_peer_when_it_writes_to_too_many(
         for inbox, came in made:
             outbox.send(inbox.address, number)
             assert taken(came, 1) == [number]
-    assert len(outbox._sockets) == 2
+    assert len(outbox._ways) == 2
     outbox.close()

@@ -65,7 +65,7 @@ class Server:
         self._responder: Responder[Double | Fail] = Responder(Double | Fail, "test")
         self._listener = UnixListener(self.path, self.reply)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = listening(self._context, zmq.ROUTER, self.address)
+        self._socket, _ = listening(self._context, zmq.ROUTER, self.address)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -1,0 +1,289 @@
+"""Makes a cluster's keys: where it stands, its hosts, and the renewal that nobody notices.
+
+    keys/authority/state.json   the step of the renewal, the hosts, every key of every host (0600)
+    keys/authority/ca-N.pem, ca-N.key   the certificate authority of generation N
+    keys/HOST/                  what is copied to a host, and nothing else (folder.py)
+
+The folder `authority` stays where keys are made. A renewal takes three steps, between which the
+hosts' folders are copied and what reads certificates at its start is started again:
+
+    1. prepare   the next generation is made and believed; the one of now is used
+    2. switch    the next one is used; the old one is still believed
+    3. retire    the old one is believed no more
+
+so that at each moment two hosts, one of which has the folder of a step before, trust each other.
+
+Not here: what a process reads of its folder (folder.py), the commands (command.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import secrets
+from pathlib import Path
+
+import msgspec
+import zmq
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from mooncake_store.errors import RequestInvalid
+from mooncake_store.keys import folder as host_folder
+from mooncake_store.keys.folder import MEMBER, CurveGeneration, CurveKeys
+
+FOLDER, STATE = "authority", "state.json"
+DAYS = 365  # a certificate is valid for so long, and its authority for ten times that
+BACKDATED = datetime.timedelta(hours=1)  # clocks of hosts differ
+NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+STEPS = ("prepare", "switch", "retire")
+
+
+class KeyPair(msgspec.Struct, frozen=True):
+    public: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.public})"
+
+
+class ClusterGeneration(msgspec.Struct):
+    number: int
+    directory: KeyPair
+    hosts: dict[str, KeyPair]
+
+
+class AuthorityState(msgspec.Struct):
+    """`used`: the generation that servers present and certificates are made by."""
+
+    used: int
+    secret: str
+    hosts: dict[str, bool]  # whether a directory may run there
+    generations: list[ClusterGeneration]
+
+    def __repr__(self) -> str:
+        return f"AuthorityState({self.used}, {list(self.hosts)})"
+
+    @property
+    def next_step(self) -> str:
+        """Of a renewal: what `rotate` does."""
+        if len(self.generations) == 1:
+            return "prepare"
+        return "switch" if self.used == self.generations[0].number else "retire"
+
+
+class Authority:
+    """Of one cluster, in the folder where its keys are made."""
+
+    def __init__(self, path: Path, state: AuthorityState) -> None:
+        self.path, self.state = path, state
+
+    @classmethod
+    def begun(cls, path: Path) -> Authority:
+        """A cluster without hosts. RequestInvalid when there is one."""
+        if (path / FOLDER).exists():
+            raise RequestInvalid(
+                f"{path} has keys: add hosts (mooncake keys add-host) or renew them (mooncake "
+                "keys rotate)"
+            )
+        (path / FOLDER).mkdir(parents=True, mode=0o700)
+        made = cls(path, AuthorityState(1, secrets.token_hex(16), {}, []))
+        made._add_generation(1)
+        made._write()
+        return made
+
+    @classmethod
+    def read(cls, path: Path) -> Authority:
+        try:
+            raw = (path / FOLDER / STATE).read_bytes()
+            return cls(path, msgspec.json.decode(raw, type=AuthorityState))
+        except FileNotFoundError:
+            raise RequestInvalid(
+                f"no keys are made in {path}: begin with `mooncake keys init {path}`"
+            ) from None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise RequestInvalid(f"{path / FOLDER / STATE} cannot be read: {error}") from error
+
+    # ---- hosts
+
+    def add_host(self, host: str, may_direct: bool = True, days: float = DAYS) -> None:
+        """Keys for one more host, or a fresh certificate for one that is there."""
+        if not NAME.fullmatch(host) or host == FOLDER:
+            raise RequestInvalid(f"{host!r} is no name of a host: use a-z, 0-9, - and .")
+        self.state.hosts[host] = may_direct
+        for generation in self.state.generations:
+            if host not in generation.hosts:
+                generation.hosts[host] = _key_pair()
+        self._write(days, [host])
+
+    def remove_host(self, host: str) -> None:
+        """It is let in nowhere once the folders are copied; renew the keys to make sure."""
+        if host not in self.state.hosts:
+            raise RequestInvalid(
+                f"there is no host {host}; there are {', '.join(self.state.hosts)}"
+            )
+        del self.state.hosts[host]
+        for generation in self.state.generations:
+            generation.hosts.pop(host, None)
+        for name in host_folder.FILES:
+            (self.path / host / name).unlink(missing_ok=True)
+        (self.path / host).rmdir()
+        self._write(hosts=[])
+
+    # ---- renewal
+
+    def rotate(self, days: float = DAYS) -> str:
+        """Take the next step, and say which it was."""
+        step, state = self.state.next_step, self.state
+        if step == "prepare":
+            self._add_generation(state.used + 1)
+        elif step == "switch":
+            state.used = state.generations[1].number
+        else:
+            old = state.generations.pop(0)
+            (self.path / FOLDER / f"ca-{old.number}.key").unlink(missing_ok=True)
+        self._write(days)
+        return step
+
+    def _add_generation(self, number: int) -> None:
+        hosts = {host: _key_pair() for host in self.state.hosts}
+        self.state.generations.append(ClusterGeneration(number, _key_pair(), hosts))
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = _name(f"mooncake authority {number} {secrets.token_hex(4)}")
+        certificate = (
+            _builder(name, name, key.public_key(), 10 * DAYS)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(is_authority=True), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        _write(self.path / FOLDER / f"ca-{number}.key", _private_bytes(key), is_private=True)
+        _write(self._authority(number), certificate.public_bytes(serialization.Encoding.PEM))
+
+    def _authority(self, number: int) -> Path:
+        return self.path / FOLDER / f"ca-{number}.pem"
+
+    # ---- the folders of the hosts
+
+    def _write(self, days: float = DAYS, hosts: list[str] | None = None) -> None:
+        """The state, and everybody's folder; certificates of `hosts` (None: of all)."""
+        raw = msgspec.json.format(msgspec.json.encode(self.state))
+        _write(self.path / FOLDER / STATE, raw, is_private=True)
+        numbers = [each.number for each in self.state.generations]
+        bundle = b"".join(self._authority(number).read_bytes() for number in numbers)
+        for host in self.state.hosts:
+            place = self.path / host
+            place.mkdir(mode=0o700, exist_ok=True)
+            curve = msgspec.json.encode(self._curve(host))
+            _write(place / host_folder.SECRET, self.state.secret.encode(), is_private=True)
+            _write(place / host_folder.AUTHORITIES, bundle)
+            _write(place / host_folder.ZEROMQ, msgspec.json.format(curve), is_private=True)
+            if hosts is None or host in hosts:
+                self._certify(host, days)
+
+    def _curve(self, host: str) -> CurveKeys:
+        may_direct = self.state.hosts[host]
+        return CurveKeys(
+            host,
+            self.state.used,
+            [
+                CurveGeneration(
+                    number=each.number,
+                    directory_public=each.directory.public,
+                    own_public=each.hosts[host].public,
+                    own_secret=each.hosts[host].secret,
+                    hosts={name: pair.public for name, pair in each.hosts.items()},
+                    directory_secret=each.directory.secret if may_direct else "",
+                )
+                for each in self.state.generations
+            ],
+        )
+
+    def _certify(self, host: str, days: float) -> None:
+        """A key and a certificate for it, by the authority in use."""
+        authority = x509.load_pem_x509_certificate(self._authority(self.state.used).read_bytes())
+        signing = serialization.load_pem_private_key(
+            (self.path / FOLDER / f"ca-{self.state.used}.key").read_bytes(), None
+        )
+        assert isinstance(signing, ec.EllipticCurvePrivateKey)
+        key = ec.generate_private_key(ec.SECP256R1())
+        uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        certificate = (
+            _builder(_name(host), authority.subject, key.public_key(), days)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(is_authority=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(MEMBER)]), critical=False)
+            .sign(signing, hashes.SHA256())
+        )
+        place = self.path / host
+        _write(place / host_folder.PRIVATE_KEY, _private_bytes(key), is_private=True)
+        pem = certificate.public_bytes(serialization.Encoding.PEM)
+        _write(place / host_folder.CERTIFICATE, pem)
+
+
+def _key_pair() -> KeyPair:
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        # One that is made expired, as tests do, must still begin before it ends.
+        .not_valid_before(
+            now - BACKDATED + min(datetime.timedelta(days=days), datetime.timedelta())
+        )
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _usage(is_authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_authority,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _private_bytes(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def _write(path: Path, raw: bytes, is_private: bool = False) -> None:
+    """Whole or not at all, and never readable by others for a moment."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.chmod(0o600 if is_private else 0o644)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

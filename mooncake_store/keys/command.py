@@ -1,0 +1,154 @@
+"""`mooncake keys`: make a cluster's keys, add hosts, renew them, look whether a folder is usable.
+
+No command prints what is private.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mooncake_store.errors import StoreError
+
+WARN_DAYS = 30
+NEXT = {
+    "prepare": "The next generation is believed, the one of now is used.",
+    "switch": "The next generation is used, the old one is still believed.",
+    "retire": "The old generation is believed no more.",
+}
+COPY = (
+    "Copy to each host its folder ({folder}/HOST). ZeroMQ and KV over TCP read it again by "
+    "themselves; start each host's Tritons again one after the other (a drained one loses nothing)"
+)
+
+app = typer.Typer(
+    name="keys",
+    help="Keys and certificates by which the hosts of a cluster know each other.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Folder = Annotated[Path, typer.Argument(help="where keys are made, as `keys`")]
+Names = Annotated[
+    list[str] | None,
+    typer.Option("--address", help="an IP address or DNS name it is reached by; repeatable"),
+]
+Days = Annotated[int, typer.Option(min=1, help="its certificate is valid for so long")]
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except (StoreError, OSError) as error:
+        typer.echo(f"mooncake keys: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def init(
+    folder: Folder,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=ADDRESS of a host, as a=10.77.0.1; repeatable"),
+    ] = None,
+) -> None:
+    """Begin a cluster's keys, with these hosts."""
+    from mooncake_store.keys.authority import Authority
+
+    with _refusals():
+        wanted = [each.partition("=") for each in host or []]
+        authority = Authority.begun(folder)
+        for name, _, address in wanted:
+            authority.add_host(name, [address] if address else [])
+        typer.echo(f"made keys of {len(wanted)} hosts in {folder}")
+        typer.echo(f"Keep {folder}/authority where it is; copy {folder}/HOST to each host.")
+
+
+@app.command("add-host")
+def add_host(
+    folder: Folder,
+    host: Annotated[str, typer.Argument(help="its name in the cluster file")],
+    address: Names = None,
+    days: Days = 365,
+    directory: Annotated[
+        bool, typer.Option(help="whether a directory may run there: it gets the directory's key")
+    ] = True,
+) -> None:
+    """Keys for one more host, or new addresses and a fresh certificate for one that is there."""
+    from mooncake_store.keys.authority import Authority
+
+    with _refusals():
+        Authority.read(folder).add_host(host, address or [], directory, days)
+        typer.echo(f"made keys of host {host} in {folder / host}")
+        typer.echo(COPY.format(folder=folder) + ", if its certificate changed.")
+
+
+@app.command("remove-host")
+def remove_host(folder: Folder, host: str) -> None:
+    """Let a host in no more. Its folder may have been copied: renew the keys afterwards."""
+    from mooncake_store.keys.authority import Authority
+
+    with _refusals():
+        Authority.read(folder).remove_host(host)
+        typer.echo(f"removed host {host}. {COPY.format(folder=folder)}.")
+        typer.echo("It still has a valid certificate and the cluster's keys: rotate three times.")
+
+
+@app.command()
+def rotate(folder: Folder, days: Days = 365) -> None:
+    """Renew all keys, in three steps that overlap: prepare, switch, retire."""
+    from mooncake_store.keys.authority import Authority
+
+    with _refusals():
+        authority = Authority.read(folder)
+        step = authority.rotate(days)
+        typer.echo(f"{step}: {NEXT[step]}")
+        typer.echo(f"{COPY.format(folder=folder)}.")
+        if step != "retire":
+            typer.echo(
+                f"Then `mooncake keys rotate {folder}` again: it will {authority.state.next_step}."
+            )
+
+
+@app.command()
+def show(folder: Folder) -> None:
+    """The hosts, the generations and how long certificates are valid."""
+    from mooncake_store.keys.authority import Authority
+    from mooncake_store.keys.tls import certificate_facts
+
+    with _refusals():
+        state = Authority.read(folder).state
+        numbers = ", ".join(str(each.number) for each in state.generations)
+        typer.echo(f"generations believed: {numbers}; used: {state.used}")
+        typer.echo(f"`mooncake keys rotate` would {state.next_step}")
+        for host, entry in sorted(state.hosts.items()):
+            facts = certificate_facts(folder / host)
+            role = "" if entry.may_direct else ", no directory"
+            typer.echo(f"{host}: {', '.join(entry.names)}; until {facts.until:%Y-%m-%d}{role}")
+
+
+@app.command()
+def check(folder: Folder) -> None:
+    """Every problem of a host's folder, or of all hosts' folders; ends with 1 if there is one."""
+    from mooncake_store.keys.folder import ZEROMQ, Keys
+    from mooncake_store.keys.tls import certificate_problems
+
+    hosts = sorted(each.parent for each in folder.glob(f"*/{ZEROMQ}")) or [folder]
+    found = []
+    for host in hosts:
+        try:
+            keys = Keys(host)
+            found += certificate_problems(keys, datetime.timedelta(days=WARN_DAYS))
+        except StoreError as error:
+            found.append(str(error))
+    for line in found:
+        typer.echo(f"- {line}")
+    if found:
+        raise typer.Exit(1)
+    typer.echo(f"{len(hosts)} folder{'s' * (len(hosts) > 1)} of keys: no problem")

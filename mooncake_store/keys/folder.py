@@ -1,0 +1,193 @@
+"""A host's folder of keys: what is in it, and what a process reads of it, live.
+
+    zeromq.json  CURVE keys: the directory's, this host's own, the public ones of all hosts
+    host.pem     the certificate of this host, for gRPC and for KV over TCP;   host.key  its key
+    ca.pem       the authorities whose certificates are believed: one, or two while they overlap
+    secret       by what the processes of the cluster know calls and messages of each other
+
+`zeromq.json`, `host.key` and `secret` are private: a folder in which others may read them is
+refused. `MOONCAKE_KEYS` names the folder; the environment never has what is in it.
+
+The files are read again when they change, so that keys can be renewed under a running process. A
+folder that is being copied is half old and half new for a moment: what cannot be read then is not
+taken, and the process goes on with what it has.
+
+Not here: making keys (authority.py), CURVE on sockets (curve.py), TLS contexts (tls.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from mooncake_store.errors import StoreError
+
+VARIABLE = "MOONCAKE_KEYS"
+ZEROMQ, CERTIFICATE, PRIVATE_KEY = "zeromq.json", "host.pem", "host.key"
+AUTHORITIES, SECRET = "ca.pem", "secret"
+FILES = (ZEROMQ, CERTIFICATE, PRIVATE_KEY, AUTHORITIES, SECRET)
+PRIVATE_FILES = (ZEROMQ, PRIVATE_KEY, SECRET)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class KeysInvalid(StoreError):
+    """The folder of keys cannot be used: the message says which file, and what to do."""
+
+
+class CurveGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One generation of the cluster's CURVE keys, as one host has it. Two may overlap."""
+
+    number: int
+    directory_public: str
+    own_public: str
+    own_secret: str
+    hosts: dict[str, str]  # the public key of each host
+    directory_secret: str = ""  # "": no directory may run on this host
+
+    def __repr__(self) -> str:  # a secret must not come into a log by way of its holder
+        return f"CurveGeneration({self.number}, {len(self.hosts)} hosts)"
+
+
+class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All generations that are valid now; `active` is the number of the one that servers use."""
+
+    host: str
+    active: int
+    generations: list[CurveGeneration]
+
+    def __repr__(self) -> str:
+        return f"CurveKeys({self.host}, {self.active} of {len(self.generations)})"
+
+    def ordered(self) -> list[CurveGeneration]:
+        """The active one, then the others."""
+        return sorted(self.generations, key=lambda each: each.number != self.active)
+
+    def host_of(self, public: str) -> str:
+        """Whose public key that is; "" for a stranger's."""
+        for generation in self.generations:
+            for host, known in generation.hosts.items():
+                if known == public:
+                    return host
+        return ""
+
+
+class LiveFiles(Generic[T]):
+    """What `read` makes of some files, made anew when they change. For several threads."""
+
+    def __init__(self, paths: list[Path], read: Callable[[], T]) -> None:
+        self._paths, self._read = paths, read
+        self._held: tuple[object, T] | None = None
+
+    def get(self) -> T:
+        """KeysInvalid only when they could never be read; else the last that were whole."""
+        held = self._held
+        try:
+            stamp = [_stamp(path) for path in self._paths]
+            if held is not None and held[0] == stamp:
+                return held[1]
+            value = self._read()
+        except (OSError, ValueError, StoreError) as error:
+            if held is None:
+                if isinstance(error, StoreError):
+                    raise
+                raise KeysInvalid(f"cannot read {self._paths[0]}: {error}") from error
+            log.warning("keys are not read again: %s", error)
+            return held[1]
+        self._held = (stamp, value)
+        return value
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+class Keys:
+    """The keys of one host, from its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """KeysInvalid when something is missing in it, or others may read what is private."""
+        self.folder = folder
+        if found := problems(folder):
+            raise KeysInvalid("; ".join(found))
+        self._curve = LiveFiles([folder / ZEROMQ], self._read_curve)
+        self._curve.get()
+
+    def __repr__(self) -> str:
+        return f"Keys({str(self.folder)!r})"
+
+    @property
+    def curve(self) -> CurveKeys:
+        return self._curve.get()
+
+    @property
+    def secret(self) -> str:
+        return (self.folder / SECRET).read_text().strip()
+
+    @property
+    def certificate(self) -> Path:
+        return self.folder / CERTIFICATE
+
+    @property
+    def private_key(self) -> Path:
+        return self.folder / PRIVATE_KEY
+
+    @property
+    def authorities(self) -> Path:
+        return self.folder / AUTHORITIES
+
+    def _read_curve(self) -> CurveKeys:
+        path = self.folder / ZEROMQ
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=CurveKeys)
+        except msgspec.MsgspecError as error:
+            raise KeysInvalid(f"{path} cannot be read ({error}): copy the folder again") from error
+        if found.active not in [each.number for each in found.generations]:
+            raise KeysInvalid(f"{path} lacks its generation {found.active}: copy the folder again")
+        return found
+
+
+_made: dict[str, Keys] = {}
+
+
+def of_process() -> Keys | None:
+    """The keys of this process; None where it has none. KeysInvalid when they cannot be used."""
+    named = os.environ.get(VARIABLE, "")
+    if not named:
+        return None
+    if named not in _made:
+        _made[named] = Keys(Path(named))
+    return _made[named]
+
+
+def problems(folder: Path) -> list[str]:
+    """Why this folder cannot be used."""
+    if not folder.is_dir():
+        return [
+            f"there is no folder of keys at {folder}: make keys with `mooncake keys init`, copy "
+            "this host's folder here, and name it"
+        ]
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        hosts = sorted(each.parent.name for each in folder.glob(f"*/{ZEROMQ}"))
+        hint = f"; name the folder of one host ({', '.join(hosts)})" if hosts else ""
+        return [f"{folder} has no {', '.join(missing)}{hint}"]
+    return [
+        f"others may read {folder / name}: chmod 600 {folder / name}"
+        for name in PRIVATE_FILES
+        if (folder / name).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    ]
+
+
+def folder_of_host(folder: Path, host: str) -> Path:
+    """Where the keys of `host` are: in its folder inside of this one, or, as on a host to which
+    nothing else was copied, here."""
+    inside = folder / host
+    return inside if inside.is_dir() else folder

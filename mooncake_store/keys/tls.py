@@ -1,0 +1,121 @@
+"""Mutual TLS from a folder of keys: contexts of Python's ssl, and what is wrong with a certificate.
+
+Both sides show the certificate of their host, and believe the authorities in the folder. A client
+also looks whether the certificate is that of the address it called. Contexts are made again when
+the files change, so new connections have the new certificate; those that are open go on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from mooncake_store.keys.folder import (
+    AUTHORITIES,
+    CERTIFICATE,
+    PRIVATE_KEY,
+    Keys,
+    KeysInvalid,
+    LiveFiles,
+)
+
+
+class TlsContexts:
+    """Of one host. The server's asks clients for a certificate."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        paths = [keys.certificate, keys.private_key, keys.authorities]
+        self._contexts = LiveFiles(paths, self._made)
+
+    @property
+    def server(self) -> ssl.SSLContext:
+        return self._contexts.get()[0]
+
+    @property
+    def client(self) -> ssl.SSLContext:
+        return self._contexts.get()[1]
+
+    def _made(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.verify_mode = ssl.CERT_REQUIRED
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        for context in (server, client):
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            try:
+                context.load_cert_chain(self._keys.certificate, self._keys.private_key)
+                context.load_verify_locations(self._keys.authorities)
+            except ssl.SSLError as error:
+                raise KeysInvalid(
+                    f"the certificate in {self._keys.folder} cannot be used ({error.reason}): "
+                    "copy the whole folder again"
+                ) from error
+        server.num_tickets = 0  # a client connects seldom, and each time shows who it is
+        return server, client
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFacts:
+    host: str
+    names: tuple[str, ...]
+    begins: datetime.datetime
+    until: datetime.datetime
+
+
+def certificate_facts(folder: Path) -> CertificateFacts:
+    certificate = _certificate(folder / CERTIFICATE)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return CertificateFacts(
+        certificate.subject.rfc4514_string().removeprefix("CN="),
+        tuple(str(each.value) for each in names),
+        certificate.not_valid_before_utc,
+        certificate.not_valid_after_utc,
+    )
+
+
+def certificate_problems(keys: Keys, warn_before: datetime.timedelta) -> list[str]:
+    """Why others will not believe this host, or will soon not."""
+    try:
+        facts = certificate_facts(keys.folder)
+        certificate = _certificate(keys.certificate)
+        authorities = x509.load_pem_x509_certificates(keys.authorities.read_bytes())
+        private = serialization.load_pem_private_key(keys.private_key.read_bytes(), None)
+    except (ValueError, OSError, x509.ExtensionNotFound) as error:
+        return [f"the certificate in {keys.folder} cannot be read: {error}"]
+    found = []
+    now = datetime.datetime.now(datetime.timezone.utc)
+    renew = "renew it (mooncake keys rotate, or add-host again) and copy the folder"
+    if now < facts.begins:
+        found.append(f"{keys.certificate} begins {facts.begins:%Y-%m-%d}: the clock is wrong")
+    if now > facts.until:
+        found.append(f"{keys.certificate} expired on {facts.until:%Y-%m-%d}: {renew}")
+    elif now > facts.until - warn_before:
+        found.append(f"{keys.certificate} expires on {facts.until:%Y-%m-%d}: {renew}")
+    encoded = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    if private.public_key().public_bytes(*encoded) != certificate.public_key().public_bytes(
+        *encoded
+    ):
+        found.append(f"{keys.folder / PRIVATE_KEY} is not the key of its certificate: copy again")
+    if not any(_has_signed(authority, certificate) for authority in authorities):
+        found.append(
+            f"{keys.certificate} is by none of the authorities in {AUTHORITIES}: copy the whole "
+            "folder again"
+        )
+    return found
+
+
+def _certificate(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def _has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except Exception:  # cryptography names several: not of this issuer, or a wrong signature
+        return False
+    return True
