@@ -23,6 +23,8 @@ from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.election import MARGIN, TTL_S, Leader, campaign, parse_address
 from mooncake_store.directory.server import AddressTaken, DirectoryServer
 from mooncake_store.errors import RequestInvalid
+from mooncake_store.keys.curve import INSECURE_VARIABLE
+from mooncake_store.keys.folder import VARIABLE, KeysInvalid
 from mooncake_store.process.metrics_page import LOOPBACK, PortTaken
 
 log = logging.getLogger("mooncake_store.directory")
@@ -59,6 +61,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--address", required=True, help="for requests: ipc://... or tcp://...")
     parser.add_argument("--events", required=True, help="for the event stream, likewise")
+    parser.add_argument(
+        "--insecure", action="store_true",
+        help=f"listen where other hosts reach it although there are no keys ({VARIABLE})",
+    )  # fmt: skip
     parser.add_argument(
         "--self-check", action="store_true", help="prove the invariants every second, or end"
     )
@@ -162,6 +168,8 @@ def with_huge_tables() -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     logging.basicConfig(level=options.log_level, format="%(asctime)s directory %(message)s")
+    if options.insecure:
+        os.environ[INSECURE_VARIABLE] = "1"
     config = DirectoryConfig(**{f.name: getattr(options, f.name) for f in fields(DirectoryConfig)})
     if problems := config.problems():
         print("\n".join(f"directory: {problem}" for problem in problems), file=sys.stderr)
@@ -176,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             # Milliseconds since 1970: later ones have larger epochs, and new generations.
             serve(options, Directory(time.time_ns() // 1_000_000, config), stop)
-    except (AddressTaken, PortTaken, RequestInvalid) as error:
+    except (AddressTaken, PortTaken, RequestInvalid, KeysInvalid) as error:
         print(f"directory: {error}", file=sys.stderr)
         return 1
     return 0

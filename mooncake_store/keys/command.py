@@ -34,10 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Folder = Annotated[Path, typer.Argument(help="where keys are made, as `keys`")]
-Names = Annotated[
-    list[str] | None,
-    typer.Option("--address", help="an IP address or DNS name it is reached by; repeatable"),
-]
 Days = Annotated[int, typer.Option(min=1, help="its certificate is valid for so long")]
 
 
@@ -55,18 +51,17 @@ def init(
     folder: Folder,
     host: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=ADDRESS of a host, as a=10.77.0.1; repeatable"),
+        typer.Option(help="a host as the cluster file names it; repeatable"),
     ] = None,
 ) -> None:
     """Begin a cluster's keys, with these hosts."""
     from mooncake_store.keys.authority import Authority
 
     with _refusals():
-        wanted = [each.partition("=") for each in host or []]
         authority = Authority.begun(folder)
-        for name, _, address in wanted:
-            authority.add_host(name, [address] if address else [])
-        typer.echo(f"made keys of {len(wanted)} hosts in {folder}")
+        for name in host or []:
+            authority.add_host(name)
+        typer.echo(f"made keys of {len(host or [])} hosts in {folder}")
         typer.echo(f"Keep {folder}/authority where it is; copy {folder}/HOST to each host.")
 
 
@@ -74,17 +69,16 @@ def init(
 def add_host(
     folder: Folder,
     host: Annotated[str, typer.Argument(help="its name in the cluster file")],
-    address: Names = None,
     days: Days = 365,
     directory: Annotated[
         bool, typer.Option(help="whether a directory may run there: it gets the directory's key")
     ] = True,
 ) -> None:
-    """Keys for one more host, or new addresses and a fresh certificate for one that is there."""
+    """Keys for one more host, or a fresh certificate for one that is there."""
     from mooncake_store.keys.authority import Authority
 
     with _refusals():
-        Authority.read(folder).add_host(host, address or [], directory, days)
+        Authority.read(folder).add_host(host, directory, days)
         typer.echo(f"made keys of host {host} in {folder / host}")
         typer.echo(COPY.format(folder=folder) + ", if its certificate changed.")
 
@@ -127,10 +121,10 @@ def show(folder: Folder) -> None:
         numbers = ", ".join(str(each.number) for each in state.generations)
         typer.echo(f"generations believed: {numbers}; used: {state.used}")
         typer.echo(f"`mooncake keys rotate` would {state.next_step}")
-        for host, entry in sorted(state.hosts.items()):
-            facts = certificate_facts(folder / host)
-            role = "" if entry.may_direct else ", no directory"
-            typer.echo(f"{host}: {', '.join(entry.names)}; until {facts.until:%Y-%m-%d}{role}")
+        for host, may_direct in sorted(state.hosts.items()):
+            until = certificate_facts(folder / host).until
+            role = "" if may_direct else ", no directory may run there"
+            typer.echo(f"{host}: certificate until {until:%Y-%m-%d}{role}")
 
 
 @app.command()

@@ -31,6 +31,9 @@ from mooncake_store.errors import StoreError
 VARIABLE = "MOONCAKE_KEYS"
 ZEROMQ, CERTIFICATE, PRIVATE_KEY = "zeromq.json", "host.pem", "host.key"
 AUTHORITIES, SECRET = "ca.pem", "secret"
+# Every certificate of a cluster has this name, and clients ask for it: it says that a host takes
+# part, not which one, so that addresses may change and elastic hosts may share a folder.
+MEMBER = "member.mooncake"
 FILES = (ZEROMQ, CERTIFICATE, PRIVATE_KEY, AUTHORITIES, SECRET)
 PRIVATE_FILES = (ZEROMQ, PRIVATE_KEY, SECRET)
 

@@ -27,25 +27,25 @@ LOG_PAUSE_S = 10.0  # between two lines about refusals: a stranger must not fill
 
 log = logging.getLogger(__name__)
 _lock = threading.Lock()
-_guarded: weakref.WeakSet[zmq.Context[Any]] = weakref.WeakSet()
+_gates: weakref.WeakKeyDictionary[zmq.Context[Any], Gate] = weakref.WeakKeyDictionary()
 
 
 def guard(context: zmq.Context[Any], keys: Keys) -> None:
     """From here on the CURVE sockets of this context let known hosts in, and nobody else.
 
-    Ends by itself with the context. A second call does nothing.
+    Ends by itself with the context. A second call gives it other keys.
     """
     with _lock:
-        if context in _guarded:
+        if context in _gates:
+            _gates[context].keys = keys
             return
-        _guarded.add(context)
+        gate = _gates[context] = Gate(keys)
         # A shadow: whoever destroys the context closes the sockets that it made, and this one is
         # another thread's.
         shadow: zmq.Context[Any] = zmq.Context.shadow(context.underlying)
         questions = shadow.socket(zmq.REP)
         questions.linger = 0
         questions.bind(ADDRESS)
-        gate = Gate(keys)
         thread = threading.Thread(target=gate.run, args=(questions,), name="zap", daemon=True)
         thread.start()
 
@@ -54,7 +54,7 @@ class Gate:
     """Who comes in, by the keys of one folder."""
 
     def __init__(self, keys: Keys) -> None:
-        self._keys = keys
+        self.keys = keys
         self._logged_s = float("-inf")
         self._refused = 0  # since that line
 
@@ -81,7 +81,7 @@ class Gate:
         if len(frames) != 7 or frames[5] != b"CURVE" or len(frames[6]) != 32:
             return ""
         try:
-            return self._keys.curve.host_of(z85.encode(frames[6]).decode())
+            return self.keys.curve.host_of(z85.encode(frames[6]).decode())
         except StoreError:  # the folder went away before it was ever read: let nobody in
             return ""
 

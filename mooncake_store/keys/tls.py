@@ -1,8 +1,7 @@
 """Mutual TLS from a folder of keys: contexts of Python's ssl, and what is wrong with a certificate.
 
-Both sides show the certificate of their host, and believe the authorities in the folder. A client
-also looks whether the certificate is that of the address it called. Contexts are made again when
-the files change, so new connections have the new certificate; those that are open go on.
+Both sides show the certificate of their host, and believe the authorities in the folder. Contexts
+are made again when the files change: new connections have the new certificate, open ones go on.
 """
 
 from __future__ import annotations
@@ -62,17 +61,14 @@ class TlsContexts:
 @dataclass(frozen=True, slots=True)
 class CertificateFacts:
     host: str
-    names: tuple[str, ...]
     begins: datetime.datetime
     until: datetime.datetime
 
 
 def certificate_facts(folder: Path) -> CertificateFacts:
     certificate = _certificate(folder / CERTIFICATE)
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return CertificateFacts(
         certificate.subject.rfc4514_string().removeprefix("CN="),
-        tuple(str(each.value) for each in names),
         certificate.not_valid_before_utc,
         certificate.not_valid_after_utc,
     )
@@ -85,7 +81,7 @@ def certificate_problems(keys: Keys, warn_before: datetime.timedelta) -> list[st
         certificate = _certificate(keys.certificate)
         authorities = x509.load_pem_x509_certificates(keys.authorities.read_bytes())
         private = serialization.load_pem_private_key(keys.private_key.read_bytes(), None)
-    except (ValueError, OSError, x509.ExtensionNotFound) as error:
+    except (ValueError, OSError) as error:
         return [f"the certificate in {keys.folder} cannot be read: {error}"]
     found = []
     now = datetime.datetime.now(datetime.timezone.utc)

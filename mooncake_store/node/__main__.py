@@ -19,6 +19,8 @@ from collections.abc import Sequence
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
+from mooncake_store.keys.curve import INSECURE_VARIABLE
+from mooncake_store.keys.folder import VARIABLE
 from mooncake_store.memory.segment import numa_nodes
 from mooncake_store.memory.segment_file import NoRoom
 from mooncake_store.node.node import Clients, NodeOptions, StorageNode
@@ -106,6 +108,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=("nixl", "threads"),
         default="nixl",
         help="NIXL's POSIX plugin (threads where it does not work), or always threads",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help=f"listen where other hosts reach it although there are no keys ({VARIABLE})",
     )
     parser.add_argument(
         "--die-with-parent",
@@ -264,6 +271,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(argv)
     options = _options(parser, arguments)
+    if arguments.insecure:
+        os.environ[INSECURE_VARIABLE] = "1"
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
     )

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from mooncake_store.errors import ProtocolMismatch, RequestInvalid
 from mooncake_store.wire import mailbox
 from mooncake_store.wire.mailbox import Inbox, Outbox, opened, sealed
 
@@ -46,9 +47,19 @@ def taken(came: Came, count: int) -> list[int]:
 
 def test_what_was_sealed_is_opened_by_the_same_secret_only() -> None:
     assert opened(sealed(b"data", SECRET), SECRET) == b"data"
-    assert opened(sealed(b"data", SECRET), SECRET[::-1]) is None
-    assert opened(b"data", SECRET) is None
-    assert opened(b"", SECRET) is None
+    for stranger in (sealed(b"data", SECRET[::-1]), sealed(b"data", ""), b"data", b""):
+        with pytest.raises(RequestInvalid, match="does not know our secret"):
+            opened(stranger, SECRET)
+    with pytest.raises(RequestInvalid, match="no message of a mooncake process"):
+        opened(SECRET.encode() + b"garbage", SECRET)
+
+
+def test_a_message_of_another_version_is_refused_with_both_named() -> None:
+    sealed_now = sealed(b"data", SECRET)
+    later = sealed_now.replace(b"MM\x01", b"MM\x07")
+    assert later != sealed_now
+    with pytest.raises(ProtocolMismatch, match=r"speaks version 7 .* this side 1"):
+        opened(later, SECRET)
 
 
 def test_messages_arrive_in_the_order_in_which_they_were_sent(open_inbox: OpenInbox) -> None:
