@@ -106,8 +106,9 @@ def listening(
     socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
     notice_silence(socket, address)
     try:
-        key = secured_server(socket, context, address, is_directory)
-        socket.bind(bindable(address))
+        numbered = bindable(address)
+        key = secured_server(socket, context, numbered, is_directory)
+        socket.bind(numbered)
     except (zmq.ZMQError, StoreError):
         socket.close()
         raise
