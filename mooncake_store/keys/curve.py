@@ -121,6 +121,11 @@ def set_directory_key(socket: zmq.Socket[Any], keys: Keys) -> int:
     return active.number
 
 
+def with_key_of(bound: str, advertised: str) -> str:
+    """The address as others see it, with the key of the one that is bound."""
+    return advertised.partition("#")[0] + "".join(bound.partition("#")[1:])
+
+
 class DirectoryKey:
     """Keeps the directory's sockets at the active generation of its key, while they are open.
 

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
+from mooncake_store.keys.curve import with_key_of
 from mooncake_store.layout import STATE_READY, geometry
 from mooncake_store.memory.segment import Segment, host_id
 from mooncake_store.memory.slot_memory import Block, SlotMemory
@@ -170,7 +171,7 @@ class StorageNode:
             agent_metadata=agent_metadata,
             base_address=segment.address,
             unit_bytes=options.unit_bytes,
-            control=control,
+            control=with_key_of(self._control.address, control) if self._control else "",
             data_address=data,
             rack=options.rack,
             topology=topology_json(),
