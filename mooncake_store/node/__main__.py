@@ -99,16 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--metrics-address", default=LOOPBACK, help=f"address of that port ({LOOPBACK})"
     )
-    ssd = parser.add_argument_group("SSD tier")
-    ssd.add_argument("--ssd-path", help="a folder for the blocks and their manifest")
-    ssd.add_argument("--ssd-bytes", type=int, default=0, help="size of the file of blocks")
-    ssd.add_argument("--ssd-reset", action="store_true", help="forget the blocks that are there")
-    ssd.add_argument(
-        "--ssd-io",
-        choices=("nixl", "threads"),
-        default="nixl",
-        help="NIXL's POSIX plugin (threads where it does not work), or always threads",
-    )
+    _add_ssd_options(parser)
     parser.add_argument(
         "--insecure",
         action="store_true",
@@ -120,6 +111,19 @@ def _parser() -> argparse.ArgumentParser:
         help="end when the thread that started this process ends",
     )
     return parser
+
+
+def _add_ssd_options(parser: argparse.ArgumentParser) -> None:
+    ssd = parser.add_argument_group("SSD tier")
+    ssd.add_argument("--ssd-path", help="a folder for the blocks and their manifest")
+    ssd.add_argument("--ssd-bytes", type=int, default=0, help="size of the file of blocks")
+    ssd.add_argument("--ssd-reset", action="store_true", help="forget the blocks that are there")
+    ssd.add_argument(
+        "--ssd-io",
+        choices=("nixl", "threads"),
+        default="nixl",
+        help="NIXL's POSIX plugin (threads where it does not work), or always threads",
+    )
 
 
 def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> NodeOptions:
