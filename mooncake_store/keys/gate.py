@@ -27,7 +27,7 @@ LOG_PAUSE_S = 10.0  # between two lines about refusals: a stranger must not fill
 
 log = logging.getLogger(__name__)
 _lock = threading.Lock()
-_gates: weakref.WeakKeyDictionary[zmq.Context[Any], Gate] = weakref.WeakKeyDictionary()
+_gates: weakref.WeakKeyDictionary[zmq.Context[Any], KeyGate] = weakref.WeakKeyDictionary()
 
 
 def guard(context: zmq.Context[Any], keys: Keys) -> None:
@@ -39,7 +39,7 @@ def guard(context: zmq.Context[Any], keys: Keys) -> None:
         if context in _gates:
             _gates[context].keys = keys
             return
-        gate = _gates[context] = Gate(keys)
+        gate = _gates[context] = KeyGate(keys)
         # A shadow: whoever destroys the context closes the sockets that it made, and this one is
         # another thread's.
         shadow: zmq.Context[Any] = zmq.Context.shadow(context.underlying)
@@ -50,7 +50,7 @@ def guard(context: zmq.Context[Any], keys: Keys) -> None:
         thread.start()
 
 
-class Gate:
+class KeyGate:
     """Who comes in, by the keys of one folder."""
 
     def __init__(self, keys: Keys) -> None:
