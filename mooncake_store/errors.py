@@ -28,6 +28,14 @@ class AccessRefused(StoreError):
     """The other side does not let this process in, or is not who it should be: keys, or no keys."""
 
 
+class StateNotSaved(StoreError):
+    """A pin or a quota could not be written where it outlives the directory: nothing changed."""
+
+
+class EpochPassed(StoreError):
+    """An earlier directory granted this: what was written counts for nothing, allocate again."""
+
+
 class NodeUnknown(StoreError):
     """No such storage node is registered now: wait until it registers."""
 

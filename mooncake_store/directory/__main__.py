@@ -20,7 +20,9 @@ from types import FrameType
 
 from mooncake_store.directory.core.config import HELP, DirectoryConfig
 from mooncake_store.directory.core.directory import Directory
+from mooncake_store.directory.durable_verbs import DurableVerbs, restore
 from mooncake_store.directory.election import MARGIN, TTL_S, Leader, campaign, parse_address
+from mooncake_store.directory.journal import LeadLost, StateJournal
 from mooncake_store.directory.server import AddressTaken, DirectoryServer
 from mooncake_store.errors import RequestInvalid
 from mooncake_store.keys.curve import INSECURE_VARIABLE
@@ -103,10 +105,11 @@ def serve(
     directory: Directory,
     stop: StopSignal,
     may_serve: Callable[[], bool] = lambda: True,
+    durable: DurableVerbs | None = None,
 ) -> None:
     """Until `stop` or `may_serve` says so; AddressTaken, PortTaken."""
     server = DirectoryServer(
-        directory, options.address, options.events, options.self_check, may_serve
+        directory, options.address, options.events, options.self_check, may_serve, durable
     )
     page = None
     try:
@@ -144,9 +147,17 @@ def serve_when_elected(
         won = campaign(etcd, prefix, leader, lambda: stop.is_set, ttl_s=options.ttl_s)
         if won is None:
             return
+        journal = StateJournal(etcd, prefix, won.epoch, won.revision, won.may_serve)
         try:
-            serve(options, Directory(won.epoch, config), stop, won.may_serve)
+            directory = Directory(won.epoch, config)
+            known = restore(directory, journal.begin(), now_s=0.0)
+            durable = DurableVerbs(directory, journal, known)
+            serve(options, directory, stop, won.may_serve, durable)
+        except LeadLost as error:
+            log.warning("lost the lead before serving: %s", error)
         finally:
+            if won.may_serve():  # what was granted a moment ago must be begun before the next leads
+                time.sleep(won.margin_s)
             won.close()
         if not stop.is_set:
             log.warning("does not lead any more; waits for the next election")

@@ -3,7 +3,7 @@
 Keys and values travel as base64 in JSON, 64-bit numbers as decimal strings. Several endpoints of
 one cluster may be given: each call goes to the one that answered last, then to the others.
 
-Not here: what the keys mean (election.py).
+Not here: what the keys mean (election.py, journal.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from mooncake_store.errors import StoreUnavailable
 
 class EtcdFailed(StoreUnavailable):
     """etcd did not answer, or refused; the message says which endpoints were asked."""
+
+
+class EtcdRefused(EtcdFailed):
+    """Every endpoint answered that it will not: it has not been, and will not be, carried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,7 @@ class EtcdClient:
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         failures = []
+        is_refused = True
         for endpoint in list(self.endpoints):
             try:
                 answer = self._session().post(endpoint + path, json=body, timeout=self.timeout_s)
@@ -123,10 +128,13 @@ class EtcdClient:
                         others = [other for other in self.endpoints if other != endpoint]
                         self.endpoints = [endpoint, *others]
                     return answer.json()
+                is_refused &= 400 <= answer.status_code < 500
                 failures.append(f"{endpoint}: {answer.status_code} {answer.text.strip()[:200]}")
             except (requests.RequestException, ValueError) as error:
+                is_refused = False
                 failures.append(f"{endpoint}: {error}")
-        raise EtcdFailed("etcd does not carry out " + path + ": " + "; ".join(failures))
+        kind = EtcdRefused if is_refused else EtcdFailed
+        raise kind("etcd does not carry out " + path + ": " + "; ".join(failures))
 
     def _session(self) -> requests.Session:
         session: requests.Session | None = getattr(self._local, "session", None)

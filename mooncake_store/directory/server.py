@@ -17,11 +17,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import zmq
 
 from mooncake_store.directory.core.directory import Directory
+from mooncake_store.directory.durable_verbs import DurableVerb, DurableVerbs
 from mooncake_store.directory.metrics import DirectoryCollector
 from mooncake_store.errors import StoreError, StoreUnavailable
 from mooncake_store.keys.curve import AddressUnguarded, DirectoryKey
@@ -30,7 +32,7 @@ from mooncake_store.process.self_check import SelfCheck
 from mooncake_store.records.events import Event, NodeDown, NodeUp, WorkerDown, WorkerUp
 from mooncake_store.wire import directory_protocol as protocol
 from mooncake_store.wire.framing import MessageKind, pack_header
-from mooncake_store.wire.request_reply import Responder, listening
+from mooncake_store.wire.request_reply import Later, Responder, listening
 from mooncake_store.wire.unix_socket import UnixListener, direct_path
 
 TICK_S = 0.1
@@ -75,10 +77,15 @@ class DirectoryServer:
         events_address: str,
         is_self_checked: bool = False,
         may_serve: Callable[[], bool] = lambda: True,
+        durable: DurableVerbs | None = None,
     ) -> None:
-        """`may_serve`: asked before each act; once it is false this server ends (election.py)."""
+        """`may_serve`: asked before each act; once it is false this server ends (election.py).
+
+        `durable` carries out what must outlive this directory; this server closes it.
+        """
         self.directory = directory
         self._may_serve = may_serve
+        self._durable = durable
         self._self_check = SelfCheck(directory.check, is_self_checked)
         self._clock = TurnClock()
         self._responder: Responder[protocol.AnyRequest]
@@ -142,6 +149,7 @@ class DirectoryServer:
             (self._requests, zmq.POLLIN),
             (self._subscribers, zmq.POLLIN),
             *((fd, zmq.POLLIN | (zmq.POLLOUT * writes)) for fd, writes in files.items()),
+            *([(self._durable.wakeup, zmq.POLLIN)] if self._durable else []),
         ]
 
     def turn(self, ready: Sequence[int] = ()) -> None:
@@ -156,9 +164,15 @@ class DirectoryServer:
                 frames = self._requests.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._requests.send_multipart([frames[0], *self.answer(frames[1:])])
+            reply = self.answer(frames[1:])
+            if isinstance(reply, Later):
+                reply.then(partial(self._send_reply, frames[0]))
+            else:
+                self._requests.send_multipart([frames[0], *reply])
         if not self._may_serve():
             return
+        if self._durable is not None and self._durable.wakeup in ready:
+            self._durable.turn(self._responder, self._clock.now_s())
         now_s = self._clock.now_s()
         if now_s >= self._tick_due_s:
             self.directory.tick(now_s)
@@ -173,18 +187,23 @@ class DirectoryServer:
             if self._collector is not None:
                 self._collector.update(self.directory.stats(now_s))
 
-    def answer(self, frames: list[bytes]) -> list[bytes]:
-        """The reply to a request: its result, or what was wrong with it."""
+    def _send_reply(self, sender: bytes, reply: list[bytes]) -> None:
+        self._requests.send_multipart([sender, *reply])
+
+    def answer(self, frames: list[bytes]) -> list[bytes] | Later:
+        """The reply to a request: its result, or what was wrong with it; Later: not known yet."""
         if not self._may_serve():
             moved = StoreUnavailable("this directory does not lead any more: ask who does")
             return self._responder.refusal(frames, moved)
-        return self._responder.reply(frames, self._carry_out)
+        return self._responder.reply_or_later(frames, self._carry_out)
 
     def _carry_out(self, request: protocol.AnyRequest) -> object:
         arguments = {name: getattr(request, name) for name in request.__struct_fields__}
         name = str(request.__struct_config__.tag)
         verb, started_s = getattr(self.directory, name), time.perf_counter()
         try:
+            if self._durable is not None and isinstance(request, DurableVerb):
+                return self._durable.take(request, self._clock.now_s())
             return verb(**arguments, now_s=self._clock.now_s())
         finally:
             if self._latencies is not None:
@@ -219,6 +238,9 @@ class DirectoryServer:
 
     def close(self) -> None:
         """Close the sockets and remove their files."""
+        if self._durable is not None:
+            self._durable.close(self._responder)
+            self._durable = None
         if self._direct is not None:
             self._direct.close()
         self._context.destroy(linger=0)

@@ -57,6 +57,22 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
 
+class Later:
+    """In the place of a result or of a reply: it will be given when it is known."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the request; the Responder sets it
+        self._give: Callable[[list[bytes]], None] | None = None
+
+    def then(self, give: Callable[[list[bytes]], None]) -> None:
+        """Who asked gets the frames of the reply by this."""
+        self._give = give
+
+    def give(self, reply: list[bytes]) -> None:
+        assert self._give is not None, "nobody waits for it"
+        self._give(reply)
+
+
 class Responder(Generic[R]):
     """The frames of a reply for the frames of a request. Thread-safe."""
 
@@ -68,17 +84,34 @@ class Responder(Generic[R]):
 
     def reply(self, frames: Sequence[bytes], carry_out: Callable[[R], object]) -> list[bytes]:
         """The result of the request, or what was wrong with it."""
+        reply = self.reply_or_later(frames, carry_out)
+        assert not isinstance(reply, Later), "nobody here waits for a later reply"
+        return reply
+
+    def reply_or_later(
+        self, frames: Sequence[bytes], carry_out: Callable[[R], object]
+    ) -> list[bytes] | Later:
+        """The same, where `carry_out` may answer Later."""
+        number = number_of(frames[0]) if frames else 0
         try:
-            body = self._encode(carry_out(self._read(frames)))
+            result = carry_out(self._read(frames))
+            if isinstance(result, Later):
+                result.number = number
+                return result
+            return self.answered(number, result)
         except StoreError as error:
-            return self.refusal(frames, error)
+            return self.refused(number, error)
         except Exception as error:  # edge: one request must not end the server of all others
             log.exception("request failed inside the %s", self._who)
-            return self.refusal(frames, StoreError(f"bug in the {self._who}: {error!r}"))
-        return [pack_header(MessageKind.REPLY, number_of(frames[0])), body]
+            return self.refused(number, StoreError(f"bug in the {self._who}: {error!r}"))
+
+    def answered(self, number: int, result: object) -> list[bytes]:
+        return [pack_header(MessageKind.REPLY, number), self._encode(result)]
 
     def refusal(self, frames: Sequence[bytes], error: StoreError) -> list[bytes]:
-        number = number_of(frames[0]) if frames else 0
+        return self.refused(number_of(frames[0]) if frames else 0, error)
+
+    def refused(self, number: int, error: StoreError) -> list[bytes]:
         body = self._encode(Failure(type(error).__name__, str(error)))
         return [pack_header(MessageKind.FAILURE, number), body]
 

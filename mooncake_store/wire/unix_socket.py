@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from mooncake_store.wire.framing import REQUEST_BYTES_MAX, from_stream, number_of, to_stream
+from mooncake_store.wire.request_reply import Later
 
 SUFFIX = ".direct"
 CONNECTIONS_MAX = 4_096
@@ -26,7 +27,7 @@ PATH_BYTES_MAX = 107  # of the kernel
 RETRY_S = 0.02
 
 log = logging.getLogger(__name__)
-Reply = Callable[[list[bytes]], list[bytes]]  # the frames of a request to those of its reply
+Reply = Callable[[list[bytes]], list[bytes] | Later]  # the frames of a request -> of its reply
 
 
 def direct_path(address: str) -> str:
@@ -54,6 +55,12 @@ class _Client:
             return False
         self.incoming += data
         return bool(data)
+
+    def give(self, reply: list[bytes]) -> None:
+        """A reply that is known only now; lost when the client is gone."""
+        self.outgoing += to_stream(reply)
+        with contextlib.suppress(OSError):
+            self.send()
 
     def send(self) -> None:
         while self.outgoing:
@@ -108,7 +115,11 @@ class UnixListener:
         try:
             is_there = client.receive()
             while (frames := from_stream(client.incoming, REQUEST_BYTES_MAX)) is not None:
-                client.outgoing += to_stream(self._reply(frames))
+                reply = self._reply(frames)
+                if isinstance(reply, Later):
+                    reply.then(client.give)
+                else:
+                    client.outgoing += to_stream(reply)
             client.send()
             if len(client.outgoing) > UNREAD_BYTES_MAX:
                 raise ValueError("answers are not fetched")

@@ -36,7 +36,9 @@ from mooncake_store.directory.core import inventory
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.copies import CopyTable, Held, copies_of, records_of
 from mooncake_store.directory.core.holder import CopyKind, CopyState, HeldCopy, Pin
+from mooncake_store.directory.core.leases import PinTable
 from mooncake_store.directory.core.nodes import NodeTable
+from mooncake_store.directory.core.tenants import TenantTable
 from mooncake_store.directory.core.workers import WorkerTable
 from mooncake_store.errors import NodeUnknown, QuotaExceeded, RequestInvalid
 from mooncake_store.layout import STATE_READY, Geometry
@@ -495,17 +497,31 @@ class Directory:
         """
         table = self._copies
         table.advance(now_s)
-        if kind not in {pin.value for pin in Pin}:
-            raise RequestInvalid(f"a pin is none, soft or hard, not {kind!r}")
-        pin = Pin(kind)
-        if pin is Pin.SOFT and ttl_s <= 0:
-            raise RequestInvalid("a soft pin needs ttl_s > 0: it ends by itself")
-        table.pins.refuse_too_many(len(keys) if pin is not Pin.NONE else 0)
+        pin = self.check_pin(keys, kind, ttl_s)
         done = []
         for key in keys:
             table.pins.set(key, pin, now_s + ttl_s)
             done.append(table.set_pin(key, pin))
         return done
+
+    def check_pin(self, keys: Sequence[bytes], kind: str, ttl_s: float) -> Pin:
+        """RequestInvalid or StoreFull when `pin` would raise it; nothing changes."""
+        if kind not in {pin.value for pin in Pin}:
+            raise RequestInvalid(f"a pin is none, soft or hard, not {kind!r}")
+        pin = Pin(kind)
+        if pin is Pin.SOFT and ttl_s <= 0:
+            raise RequestInvalid("a soft pin needs ttl_s > 0: it ends by itself")
+        self._copies.pins.refuse_too_many(len(keys) if pin is not Pin.NONE else 0)
+        return pin
+
+    @property
+    def pins(self) -> PinTable:
+        """Which keys are pinned, for whoever keeps that beyond this directory."""
+        return self._copies.pins
+
+    @property
+    def tenants(self) -> TenantTable:
+        return self._copies.tenants
 
     def set_quota(self, tenant: str, quota_bytes: int, now_s: float) -> None:
         """The most that `tenant` may store, over all holders; 0 takes the quota away."""

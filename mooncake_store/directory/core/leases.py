@@ -15,9 +15,10 @@ Not here: what becomes of a copy when its last lease ends (copies.py), what a pi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import repeat
 
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.holder import CopyState, HeldCopy, Pin
@@ -203,6 +204,25 @@ class PinTable:
 
     def get(self, key: bytes) -> Pin:
         return self._pins[key][0] if key in self._pins else Pin.NONE
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._pins
+
+    def of(self, pin: Pin) -> Iterator[tuple[bytes, float]]:
+        """(key, until_s) of all keys that are pinned so."""
+        return ((key, until_s) for key, (kind, until_s) in self._pins.items() if kind is pin)
+
+    def restore(self, keys: Sequence[bytes], pin: Pin, until_s: Sequence[float]) -> None:
+        """Many at once, of keys that have no copy yet. `until_s`: one for all of them, or each."""
+        if pin is Pin.HARD:
+            self._pins.update(dict.fromkeys(keys, (pin, float("inf"))))
+        elif pin is Pin.NONE:
+            for key in keys:
+                self._pins.pop(key, None)
+        else:
+            every = until_s if len(until_s) == len(keys) else repeat(until_s[0], len(keys))
+            for key, end_s in zip(keys, every, strict=True):
+                self.set(key, pin, end_s)
 
     def refuse_too_many(self, more: int) -> None:
         if len(self._pins) + more > PINS_MAX:

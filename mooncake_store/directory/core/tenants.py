@@ -40,18 +40,22 @@ class TenantTable:
     def set_quota(self, name: str, quota_bytes: int) -> None:
         """0 takes the quota away. What the tenant stored before it had one is not counted."""
         known = self._tenants.get(name)
+        self.check_quota(name, quota_bytes)
         if quota_bytes == 0:
             gone = self._tenants.pop(name, None)
             for copy in gone.copies if gone else ():
                 del self._tenant_of[copy]
         elif known is not None:
             known.quota_bytes = quota_bytes
-        elif len(self._tenants) >= TENANTS_MAX:
+        else:
+            self._tenants[name] = Tenant(name, quota_bytes)
+
+    def check_quota(self, name: str, quota_bytes: int) -> None:
+        """RequestInvalid when `set_quota` would raise it; nothing changes."""
+        if quota_bytes and name not in self._tenants and len(self._tenants) >= TENANTS_MAX:
             raise RequestInvalid(
                 f"{TENANTS_MAX} tenants have a quota, the most there can be: set one to 0 first"
             )
-        else:
-            self._tenants[name] = Tenant(name, quota_bytes)
 
     def usage(self) -> list[tuple[str, int, int]]:
         """(tenant, used bytes, quota bytes), by name."""

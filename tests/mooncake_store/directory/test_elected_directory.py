@@ -174,6 +174,32 @@ def test_blocks_outlive_the_leader_that_stored_them(
         node.close()
 
 
+def test_pins_and_quotas_outlive_the_leader_that_was_told_of_them(
+    start: Callable[[str], Elected], election: str
+) -> None:
+    hard, soft, taken_back = (bytes([number]) * 16 for number in range(3))
+    first = start("a")
+    epoch = first.wait_ready()
+    second = start("b")
+    with DirectoryClient(election, timeout_s=5.0) as client:
+        assert client.pin([hard, taken_back], "hard") == [True, True]
+        assert client.pin([soft], "soft", 600.0) == [True]
+        assert client.pin([taken_back], "none") == [True]
+        client.set_quota("acme", 5_000_000)
+        client.set_quota("gone", 1_000)
+        client.set_quota("gone", 0)
+        for one, _ in ((first, second), (second, first)):
+            one.process.send_signal(signal.SIGKILL)
+            epoch = until_answered(client, epoch)
+            stats = client.stats()
+            assert stats.pins == 2 and stats.tenants == (("acme", 0, 5_000_000),)
+            start(f"c{epoch}")
+        client.pin([hard, soft], "none")
+        client.set_quota("acme", 0)
+        stats = client.stats()
+        assert stats.pins == 0 and stats.tenants == ()
+
+
 def test_a_leader_that_ends_cleanly_hands_over_at_once(
     start: Callable[[str], Elected], election: str
 ) -> None:

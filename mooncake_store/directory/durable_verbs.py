@@ -1,0 +1,223 @@
+"""Pins and quotas of an elected directory: written to etcd first, then carried out and answered.
+
+One after another, in a thread of its own, while the directory goes on answering everybody else. A
+verb that cannot be written is refused with StateNotSaved and changes nothing; one whose write was
+under way when this directory stopped leading is refused as everything is then, and may count for
+the next one (pins and quotas may be set again).
+
+Where no directory is elected there is nothing of this: pins and quotas end with the directory.
+
+Not here: what is written (core/durable_log.py) and how (journal.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.directory.core.directory import Directory
+from mooncake_store.directory.core.durable_log import DurableLog, LogChange
+from mooncake_store.directory.core.holder import Pin
+from mooncake_store.directory.journal import SavedState, StateJournal
+from mooncake_store.errors import StoreError, StoreUnavailable
+from mooncake_store.wire.directory_protocol import PinKeys, SetQuota
+from mooncake_store.wire.request_reply import Later, Responder
+
+log = logging.getLogger("mooncake_store.directory")
+WAITING_MAX = 1_024  # verbs
+DurableVerb = PinKeys | SetQuota
+
+
+class Waiting(NamedTuple):
+    verb: DurableVerb
+    later: Later
+
+
+def wall_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def restore(
+    directory: Directory, state: SavedState, now_s: float, now_ms: Callable[[], int] = wall_ms
+) -> DurableLog:
+    """Give a new directory what the ones before it left; the log that goes on from there."""
+    known, at_ms = DurableLog(), now_ms()
+    for number, record in state.pins:
+        known.found(number, record)
+        keys = struct.unpack(f"{KEY_BYTES}s" * record.entries, record.keys)
+        until_s = [now_s + (until - at_ms) / 1_000 for until in record.until_ms]
+        directory.pins.restore(keys, Pin(record.kind), until_s)
+    for tenant, quota_bytes in state.quotas.items():
+        directory.set_quota(tenant, quota_bytes, now_s)
+    known.outnumber(state.number)
+    if state.pins or state.quotas:
+        log.info(
+            "took over %d pins and %d quotas of the directory before",
+            len(directory.pins), len(state.quotas),
+        )  # fmt: skip
+    return known
+
+
+class DurableVerbs:
+    """For the thread of the server, which polls `wakeup` and calls `turn` when it is readable."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        journal: StateJournal,
+        known: DurableLog,
+        now_ms: Callable[[], int] = wall_ms,
+    ) -> None:
+        self.log = known
+        self._directory, self._journal, self._now_ms = directory, journal, now_ms
+        self._waiting: deque[Waiting] = deque()
+        self._rewriting: Iterator[LogChange] | None = None
+        self._is_rewriting_in_vain = False  # it failed, and nothing has been written since
+        self._writing: LogChange | None = None
+        self._is_verb = False  # ... of the first that waits, else a part of the rewritten log
+        self._asked: SimpleQueue[LogChange | None] = SimpleQueue()
+        self._outcomes: SimpleQueue[StoreError | None] = SimpleQueue()
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def take(self, verb: DurableVerb, now_s: float) -> object:
+        """Its result, Later when it must be written first; a StoreError when it is refused."""
+        if len(self._waiting) >= WAITING_MAX:
+            raise StoreUnavailable(f"{WAITING_MAX} pins and quotas wait to be saved: try later")
+        if not self._waiting:
+            self._check(verb)
+            if self._writing is None and not self._changes_anything(verb):
+                return self._carry_out(verb, now_s)
+        later = Later()
+        self._waiting.append(Waiting(verb, later))
+        if self._writing is None:
+            self._write(self._change(verb), is_verb=True)
+        return later
+
+    def turn(self, responder: Responder[Any], now_s: float) -> None:
+        """Something was written, or could not be."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wakeup)
+        while not self._outcomes.empty():
+            error, change, self._writing = self._outcomes.get(), self._writing, None
+            assert change is not None
+            if error is None:
+                self.log.written(change)
+            if self._is_verb:
+                self._answer(self._waiting.popleft(), error, responder, now_s)
+            if error is None:
+                self._is_rewriting_in_vain &= not self._is_verb
+            elif not self._is_verb:  # what is written so far is as good as the old log
+                log.warning("the log of pins is not written anew: %s", error)
+                self._rewriting, self._is_rewriting_in_vain = None, True
+            self._write_next(responder, now_s)
+
+    def _answer(
+        self, asked: Waiting, error: StoreError | None, responder: Responder[Any], now_s: float
+    ) -> None:
+        number = asked.later.number
+        try:
+            if error is not None:
+                raise error
+            reply = responder.answered(number, self._carry_out(asked.verb, now_s))
+        except StoreError as refused:
+            reply = responder.refused(number, refused)
+        asked.later.give(reply)
+
+    def _write_next(self, responder: Responder[Any], now_s: float) -> None:
+        """The rest of a rewritten log, which nothing may come between; else the next verb."""
+        is_too_long = self.log.is_too_long(len(self._directory.pins))
+        if self._rewriting is None and is_too_long and not self._is_rewriting_in_vain:
+            self._rewriting = self.log.rewritten(self._all_pins(now_s))
+        if self._rewriting is not None:
+            change = next(self._rewriting, None)
+            if change is not None:
+                self._write(change, is_verb=False)
+                return
+            self._rewriting = None
+        while self._waiting:
+            verb, later = self._waiting[0]
+            try:  # what came before it may have used up the room
+                self._check(verb)
+            except StoreError as refused:
+                self._waiting.popleft()
+                later.give(responder.refused(later.number, refused))
+            else:
+                self._write(self._change(verb), is_verb=True)
+                return
+
+    def _write(self, change: LogChange, is_verb: bool) -> None:
+        assert self._writing is None, "one change at a time"
+        self._writing, self._is_verb = change, is_verb
+        self._asked.put(change)
+
+    def _change(self, verb: DurableVerb) -> LogChange:
+        if isinstance(verb, SetQuota):
+            return self.log.set_quota(verb.tenant, verb.quota_bytes)
+        return self.log.pin(verb.keys, verb.kind, self._now_ms() + int(verb.ttl_s * 1_000))
+
+    def _all_pins(self, now_s: float) -> dict[str, Iterable[tuple[bytes, int]]]:
+        offset_ms = self._now_ms() - int(now_s * 1_000)
+        pins = self._directory.pins
+        # Lists: pins come and go while the log is written, and their times are computed then.
+        hard, soft = list(pins.of(Pin.HARD)), list(pins.of(Pin.SOFT))
+        return {
+            Pin.HARD.value: ((key, 0) for key, _ in hard),
+            Pin.SOFT.value: ((key, offset_ms + int(until_s * 1_000)) for key, until_s in soft),
+        }
+
+    def _check(self, verb: DurableVerb) -> None:
+        """Refuse what the directory would refuse, before it is written."""
+        if isinstance(verb, SetQuota):
+            self._directory.tenants.check_quota(verb.tenant, verb.quota_bytes)
+        else:
+            self._directory.check_pin(verb.keys, verb.kind, verb.ttl_s)
+
+    def _changes_anything(self, verb: DurableVerb) -> bool:
+        """Taking pins away where there are none need not be written."""
+        if isinstance(verb, SetQuota) or verb.kind != Pin.NONE.value:
+            return True
+        return any(key in self._directory.pins for key in verb.keys)
+
+    def _carry_out(self, verb: DurableVerb, now_s: float) -> object:
+        if isinstance(verb, SetQuota):
+            self._directory.set_quota(verb.tenant, verb.quota_bytes, now_s)
+            return None
+        return self._directory.pin(verb.keys, verb.kind, verb.ttl_s, now_s)
+
+    # ---- the thread that waits for etcd
+
+    def _run(self) -> None:
+        while (change := self._asked.get()) is not None:
+            error: StoreError | None = None
+            try:
+                self._journal.write(change)
+            except StoreError as failed:
+                error = failed
+            except Exception as failed:  # edge: a bug here must not leave everybody waiting
+                log.exception("writing the log of pins failed")
+                error = StoreUnavailable(f"bug in the directory: {failed!r}")
+            self._outcomes.put(error)
+            with contextlib.suppress(OSError):  # closed meanwhile
+                os.eventfd_write(self.wakeup, 1)
+
+    def close(self, responder: Responder[Any]) -> None:
+        """Whoever waits is refused. The write under way may still be carried out."""
+        self._journal.close()
+        gone = StoreUnavailable("this directory does not lead any more: ask who does")
+        while self._waiting:
+            later = self._waiting.popleft().later
+            later.give(responder.refused(later.number, gone))
+        self._asked.put(None)
+        self._thread.join()
+        os.close(self.wakeup)

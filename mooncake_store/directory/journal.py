@@ -1,0 +1,192 @@
+"""The log of pins and quotas in etcd: written by the leader, read by the next one.
+
+    PREFIX/state/head          epoch and number of the latest change, written with every change
+    PREFIX/state/pins/NUMBER   a record of pins (16 hexadecimal digits; MessagePack)
+    PREFIX/state/quota/TENANT  its quota in bytes
+
+A leader begins by writing the head, so that nothing of an earlier one's can be written after it has
+read the rest. Every change compares the head and the leader's own key: one that does not lead any
+more changes nothing. When etcd does not say whether a change was written, it is found out before
+anything else is done: the head tells; and where it was not written it is made impossible that it
+comes later, by writing the head.
+
+Calls wait for etcd. Not here: what is written (core/durable_log.py), when (durable_verbs.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from mooncake_store.directory.core.durable_log import LogChange, PinRecord
+from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, EtcdRefused, KeyValue
+from mooncake_store.errors import StateNotSaved, StoreUnavailable
+
+log = logging.getLogger("mooncake_store.directory")
+RETRY_S = 0.05
+T = TypeVar("T")
+PAGE_KEYS = 8  # records in one answer of etcd, a megabyte each at most
+
+
+class Head(msgspec.Struct, frozen=True):
+    epoch: int
+    number: int  # of the change; 0 with a new epoch: this leader begins
+    seal: int = 0  # counts heads that were written to rule out a late change
+
+
+@dataclass
+class SavedState:
+    """What the directories before this one left."""
+
+    pins: list[tuple[int, PinRecord]] = field(default_factory=list)  # by number
+    quotas: dict[str, int] = field(default_factory=dict)
+    number: int = 0  # of the latest change
+
+
+class LeadLost(StoreUnavailable):
+    """This directory does not lead any more; the change may have been written or not."""
+
+
+class StateJournal:
+    """For one thread at a time. Raises LeadLost once `may_serve` is false."""
+
+    def __init__(
+        self,
+        etcd: EtcdClient,
+        prefix: str,
+        epoch: int,
+        leader_revision: int,
+        may_serve: Callable[[], bool],
+    ) -> None:
+        """`prefix`: of the election; `leader_revision`: of the key that this leader wrote there."""
+        self._etcd, self._epoch, self._may_serve = etcd, epoch, may_serve
+        self._prefix = f"{prefix}/state"
+        self._leader_key, self._leader_revision = f"{prefix}/leader", leader_revision
+        self._head_key = f"{self._prefix}/head"
+        self._revision = 0  # of the head, as far as this leader knows
+        self._seals = 0
+        self._is_closed = False
+
+    def begin(self) -> SavedState:
+        """Take the log over from the directory before, and read it."""
+        state = SavedState()
+        while True:
+            found = self._find_head()
+            self._revision = found.mod_revision
+            if found.mod_revision:
+                state.number = (head := _head(found)).number
+                if head.epoch == self._epoch:  # our own, written without an answer
+                    break
+            if self._seal(state.number):
+                break
+            self._rest()
+        self._patiently(lambda: self._read(state))
+        return state
+
+    def close(self) -> None:
+        """Whatever waits for etcd gives up soon."""
+        self._is_closed = True
+
+    def _read(self, state: SavedState) -> None:
+        state.pins.clear()
+        for key, found in self._etcd.under(f"{self._prefix}/pins/", PAGE_KEYS):
+            try:
+                record = msgspec.msgpack.decode(found.value, type=PinRecord)
+                state.pins.append((int(key.rpartition("/")[2], 16), record))
+            except (msgspec.DecodeError, ValueError) as error:
+                log.error("%s in etcd is damaged, its pins are lost: %s", key, error)
+        quotas = f"{self._prefix}/quota/"
+        state.quotas = {
+            key.removeprefix(quotas): int(found.value)
+            for key, found in self._etcd.under(quotas, 1_000)
+            if found.value.isdigit()
+        }
+
+    def write(self, change: LogChange) -> None:
+        """It is in etcd when this returns. StateNotSaved: it is not, and will never be."""
+        head = Head(self._epoch, change.number, self._seals)
+        values = {self._head_key: msgspec.json.encode(head)}
+        gone: list[tuple[str, str]] = []
+        if change.pins is not None:
+            values[self._record_key(change.number)] = msgspec.msgpack.encode(change.pins)
+        if change.tenant:
+            key = f"{self._prefix}/quota/{change.tenant}"
+            if change.quota_bytes:
+                values[key] = str(change.quota_bytes).encode()
+            else:
+                gone.append((key, key + "\0"))
+        if change.drops_older:
+            gone.append((self._record_key(0), self._record_key(change.drops_older)))
+        try:
+            self._change(values, gone)
+            return
+        except EtcdRefused as error:
+            raise StateNotSaved(f"not saved, and nothing changed: {error}") from error
+        except EtcdFailed as error:
+            why = str(error)
+        if not self._was_written(values[self._head_key], change.number):
+            raise StateNotSaved(f"not saved, and nothing changed: {why}")
+
+    def _change(self, values: Mapping[str, bytes], gone: list[tuple[str, str]]) -> None:
+        """EtcdFailed, too, when somebody has changed the head or leads in our place."""
+        expected = {self._head_key: self._revision, self._leader_key: self._leader_revision}
+        revision = self._etcd.change_unless_changed(expected, values, gone)
+        if not revision:
+            raise EtcdFailed("the state in etcd was changed by somebody else")
+        self._revision = revision
+
+    def _was_written(self, head: bytes, number: int) -> bool:
+        """After a write without an answer: find out, and rule out that it comes later."""
+        while True:
+            found = self._find_head()
+            if found.value == head or found.mod_revision != self._revision:
+                self._revision = found.mod_revision
+                if _head(found).epoch != self._epoch:
+                    raise LeadLost("another directory leads by now: ask who does")
+                return found.value == head  # else a seal of ours, written late
+            if self._seal(number):
+                return False
+            self._rest()
+
+    def _seal(self, number: int) -> bool:
+        """Write the head, so that nothing that compares the one before can be written any more.
+
+        False: perhaps.
+        """
+        self._seals += 1
+        head = Head(self._epoch, number, self._seals)
+        try:
+            self._change({self._head_key: msgspec.json.encode(head)}, [])
+        except EtcdFailed as error:
+            log.warning("the state of the directory is not written: %s", error)
+            return False
+        return True
+
+    def _find_head(self) -> KeyValue:
+        return self._patiently(lambda: self._etcd.get(self._head_key))
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        """Ask etcd until it answers, for as long as this leads."""
+        while True:
+            try:
+                return ask()
+            except EtcdFailed as error:
+                log.warning("the state of the directory: %s", error)
+                self._rest()
+
+    def _rest(self) -> None:
+        if self._is_closed or not self._may_serve():
+            raise LeadLost("this directory does not lead any more: ask who does")
+        time.sleep(RETRY_S)
+
+    def _record_key(self, number: int) -> str:
+        return f"{self._prefix}/pins/{number:016x}"
+
+
+def _head(found: KeyValue) -> Head:
+    return msgspec.json.decode(found.value, type=Head)

@@ -1,0 +1,172 @@
+"""The journal against a real etcd that loses requests, answers, and carries some out much later.
+
+Not here: what the log says (core/test_durable_log.py), directories as processes
+(test_elected_directory.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mooncake_store.directory.core.durable_log import DurableLog, LogChange, PinRecord
+from mooncake_store.directory.etcd import EtcdClient, EtcdFailed
+from mooncake_store.directory.journal import LeadLost, SavedState, StateJournal
+from mooncake_store.errors import StateNotSaved
+from tests.mooncake_store.etcd_process import EtcdProcess
+
+Quotas = dict[str, int]
+
+
+class LossyEtcd(EtcdClient):
+    """Loses what `chance` says: the request, the answer, or the request until `deliver`."""
+
+    def __init__(self, url: str, chance: random.Random, loss: float = 0.0) -> None:
+        super().__init__([url], timeout_s=5.0)
+        self.chance, self.loss = chance, loss
+        self.late: list[tuple[str, Any]] = []
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        how = self.chance.random()
+        if how < self.loss / 3:
+            raise EtcdFailed("the request is lost")
+        if how < 2 * self.loss / 3:
+            self.late.append((path, body))
+            raise EtcdFailed("the request is late")
+        answer = super()._post(path, body)
+        if how < self.loss:
+            raise EtcdFailed("the answer is lost")
+        return answer
+
+    def deliver(self) -> None:
+        """What was late arrives now."""
+        late, self.late = self.late, []
+        for path, body in late:
+            super()._post(path, body)
+
+
+class Reigns:
+    """One leader after another at one prefix."""
+
+    def __init__(self, etcd: EtcdProcess) -> None:
+        self.prefix, self.epoch = etcd.fresh_prefix(), 0
+        self._etcd = EtcdClient([etcd.url], timeout_s=5.0)
+
+    def begin(
+        self, etcd: EtcdClient, may_serve: Callable[[], bool] = lambda: True
+    ) -> tuple[StateJournal, SavedState]:
+        self.epoch += 1
+        lead = {f"{self.prefix}/leader": str(self.epoch).encode()}
+        revision = self._etcd.write_unless_changed({}, lead, {})
+        assert revision
+        journal = StateJournal(etcd, self.prefix, self.epoch, revision, may_serve)
+        return journal, journal.begin()
+
+
+def quotas_of(log: DurableLog, chance: random.Random) -> LogChange:
+    return log.set_quota(chance.choice("abc/ü"), chance.choice([0, 5, 7]))
+
+
+def test_what_was_answered_is_there_and_what_was_refused_is_not_whatever_etcd_loses(
+    etcd: EtcdProcess, seed: int
+) -> None:
+    chance, reigns = random.Random(seed), Reigns(etcd)
+    lossy = LossyEtcd(etcd.url, chance)
+    quotas: Quotas = {}
+    outcomes = {"written": 0, "refused": 0, "lost": 0}
+    for _ in range(12):
+        lossy.loss = 0.0
+        journal, saved = reigns.begin(lossy)
+        assert saved.quotas == quotas
+        lossy.deliver()  # of the leader before: it must change nothing now
+        log = DurableLog()
+        log.outnumber(saved.number)
+        lossy.loss = chance.choice([0.0, 0.3, 0.6])
+        for _ in range(12):
+            change = quotas_of(log, chance)
+            try:
+                journal.write(change)
+            except StateNotSaved:
+                outcomes["refused"] += 1
+            else:
+                outcomes["written"] += 1
+                quotas.pop(change.tenant, None)
+                if change.quota_bytes:
+                    quotas[change.tenant] = change.quota_bytes
+            if chance.random() < 0.3:
+                loss, lossy.loss = lossy.loss, 0.0
+                lossy.deliver()  # of this leader: what it refused must not come true
+                lossy.loss = loss
+    assert outcomes["written"] > 30 and outcomes["refused"] > 5, outcomes
+    assert reigns.begin(EtcdClient([etcd.url]))[1].quotas == quotas
+
+
+def test_a_leader_that_was_replaced_writes_nothing_and_does_not_wait_for_ever(
+    etcd: EtcdProcess,
+) -> None:
+    reigns, client = Reigns(etcd), EtcdClient([etcd.url], timeout_s=5.0)
+    believes = [True, True, True, False]
+    first, _ = reigns.begin(client, lambda: believes.pop(0))
+    second, _ = reigns.begin(client)
+    log = DurableLog()
+    second.write(log.set_quota("t", 7))
+    with pytest.raises(LeadLost):
+        first.write(log.set_quota("t", 1))
+    assert reigns.begin(client)[1].quotas == {"t": 7}
+
+
+def test_a_lead_that_went_without_a_successor_cannot_be_used_any_more(etcd: EtcdProcess) -> None:
+    reigns, client = Reigns(etcd), EtcdClient([etcd.url], timeout_s=5.0)
+    believes = [True] * 3 + [False]
+    journal, _ = reigns.begin(client, lambda: believes.pop(0))
+    client.change_unless_changed({}, {}, [(f"{reigns.prefix}/leader", f"{reigns.prefix}/leadex")])
+    with pytest.raises(LeadLost):
+        journal.write(DurableLog().set_quota("t", 1))
+    assert reigns.begin(client)[1].quotas == {}
+
+
+def test_more_than_etcd_takes_at_once_is_refused_and_changes_nothing(etcd: EtcdProcess) -> None:
+    reigns, client = Reigns(etcd), EtcdClient([etcd.url], timeout_s=5.0)
+    journal, _ = reigns.begin(client)
+    log = DurableLog()
+    with pytest.raises(StateNotSaved, match=r"too large|larger than max"):
+        journal.write(LogChange(1, PinRecord("hard", (), bytes(16 * 200_000))))
+    largest = log.pin([number.to_bytes(16, "big") for number in range(65_536)], "hard", 0)
+    journal.write(largest)
+    assert largest.pins is not None
+    assert reigns.begin(client)[1].pins == [(largest.number, largest.pins)]
+
+
+def test_a_rewritten_log_replaces_the_records_before_it_in_one_piece(etcd: EtcdProcess) -> None:
+    reigns, client = Reigns(etcd), EtcdClient([etcd.url], timeout_s=5.0)
+    journal, _ = reigns.begin(client)
+    log = DurableLog()
+    for number in range(20):
+        change = log.pin([number.to_bytes(16, "big")], "soft", until_ms=number)
+        journal.write(change)
+        log.written(change)
+    soft = [(number.to_bytes(16, "big"), number) for number in range(20)]
+    for part in log.rewritten({"hard": [], "soft": soft}):
+        journal.write(part)
+        log.written(part)
+    ((number, record),) = reigns.begin(client)[1].pins
+    assert (record.until_ms, record.entries, number) == (tuple(range(20)), 20, 21)
+
+
+def test_a_damaged_record_costs_its_own_pins_only(
+    etcd: EtcdProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    reigns, client = Reigns(etcd), EtcdClient([etcd.url], timeout_s=5.0)
+    journal, _ = reigns.begin(client)
+    log = DurableLog()
+    changes = [log.pin([bytes([number]) * 16], "hard", 0) for number in range(3)]
+    for change in changes:
+        journal.write(change)
+    broken = f"{reigns.prefix}/state/pins/{changes[1].number:016x}"
+    client.write_unless_changed({}, {broken: b"\xff\x00nonsense"}, {})
+    found = reigns.begin(client)[1].pins
+    assert [number for number, _ in found] == [changes[0].number, changes[2].number]
+    assert f"{broken} in etcd is damaged" in caplog.text
