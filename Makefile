@@ -9,7 +9,7 @@ SECONDS ?= 60
 SEEDS ?= 100
 STEPS ?= 5000
 
-.PHONY: serve test test-quick test-long fuzz chaos lint format bench leaks clients loadtest setup clean
+.PHONY: serve test test-quick test-long fuzz chaos lint format bench leaks clients loadtest setup kubernetes-check clean
 
 serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
 	@exec $(BIN)/mooncake serve $(ARGS)
@@ -55,6 +55,17 @@ clients: $(READY)  ## public load generators, unchanged (ARGS="curl --url 127.0.
 loadtest: $(READY)  ## users for a while, and a report (USERS=20 SECONDS=60 ARGS="--workload chat")
 	@exec $(BIN)/python -m loadtest.users --users $(USERS) --seconds $(SECONDS) $(ARGS)
 
+# kubernetes-validate and its schemas (108 MB) are for this check only, so they have an environment
+# of their own.
+.venv-kubernetes/.installed:
+	@$(PYTHON) -m venv .venv-kubernetes
+	@.venv-kubernetes/bin/pip install --quiet --disable-pip-version-check kubernetes-validate==1.34.1
+	@touch $@
+
+kubernetes-check: .venv-kubernetes/.installed  ## deploy/kubernetes against Kubernetes' schemas; needs kubectl
+	@exec .venv-kubernetes/bin/python deploy/kubernetes/check_manifests.py \
+		deploy/kubernetes/base deploy/kubernetes/overlays/*
+
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -68,4 +79,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-clients .mooncake build *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-kubernetes .mooncake build *.egg-info

@@ -1,0 +1,1 @@
+"""What do other engines read to run a deployment? systemd, nftables, Compose, Kubernetes."""

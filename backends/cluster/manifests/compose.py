@@ -1,0 +1,108 @@
+"""A Compose file with one service for each host of a deployment.
+
+For a fleet in containers of one machine: each host is a container with its own network stack and
+its own /dev/shm, so nothing is mapped between them. Hosts with IP addresses get exactly those on a
+network of their own; hosts with DNS names get them as aliases.
+"""
+
+from __future__ import annotations
+
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+import yaml
+
+from backends.cluster.deployment import ClusterFileInvalid, Deployment, Host, is_loopback
+from backends.cluster.host_plan import HostPlan, host_plan
+
+IMAGE = "mooncake"
+FOLDER = "/var/lib/mooncake"  # of the cluster file, in every container
+SHM_EXTRA_BYTES = 1 << 30  # what Tritons need beside the segments of storage nodes
+STOP_S = 30
+
+
+def compose(deployment: Deployment) -> str:
+    """The text of compose.yaml, which lies two folders below the cluster file."""
+    file = deployment.path.rpartition("/")[2]
+    services = {
+        name: _service(deployment, host_plan(deployment, name), number)
+        for number, name in enumerate(deployment.hosts)
+    }
+    said = {
+        "name": f"mooncake-{deployment.name}",
+        "services": services,
+        "networks": {"fleet": _network(deployment)},
+        "volumes": {f"state-{name}": {} for name in deployment.hosts},
+    }
+    head = f"# Rendered from {file} by `mooncake cluster render compose`.\n"
+    return head + yaml.safe_dump(said, sort_keys=False, width=100)
+
+
+def _service(deployment: Deployment, plan: HostPlan, number: int) -> dict[str, Any]:
+    file = deployment.path.rpartition("/")[2]
+    volumes = [f"../../{file}:{FOLDER}/{file}:ro", f"state-{plan.host}:{FOLDER}/{plan_state(plan)}"]
+    if deployment.keys_folder:
+        keys = f"{deployment.keys_folder}/{plan.host}"
+        volumes.append(f"../../{keys}:{FOLDER}/{keys}:ro")
+    dram_bytes = sum(node.dram_bytes for node in plan.storage_nodes)
+    service: dict[str, Any] = {
+        "image": IMAGE,
+        "command": ["mooncake", "serve", "--cluster", f"{FOLDER}/{file}", "--host", plan.host],
+        "hostname": plan.host,
+        "networks": {"fleet": _place(deployment.hosts[plan.host])},
+        "volumes": volumes,
+        "shm_size": dram_bytes + SHM_EXTRA_BYTES,
+        "ulimits": {"memlock": -1, "nofile": 65_536},
+        "stop_grace_period": f"{STOP_S}s",
+        "restart": "on-failure",
+        "healthcheck": {
+            "test": ["CMD", "python3", "-c", _ask(plan)],
+            "interval": "10s", "timeout": "5s", "start_period": "120s",
+        },
+    }  # fmt: skip
+    if plan.frontend is not None and not is_loopback(deployment.frontends.address):
+        # Every frontend gets ports of its own on the machine: the first one those of the file.
+        ports = (deployment.frontends.http_port, deployment.frontends.grpc_port)
+        service["ports"] = [f"127.0.0.1:{port + 10 * number}:{port}" for port in ports]
+    return service
+
+
+def plan_state(plan: HostPlan) -> str:
+    """Its state folder, below that of the cluster file."""
+    if plan.state_dir.startswith("/"):
+        what = f"hosts.{plan.host}.state_dir: must be relative, to be a volume of a container"
+        raise ClusterFileInvalid(plan.folder, (what,))
+    return plan.state_dir
+
+
+def _ask(plan: HostPlan) -> str:
+    port = plan.metrics.rpartition(":")[2]
+    return f"import urllib.request as u; u.urlopen('http://127.0.0.1:{port}/ready', timeout=4)"
+
+
+def _place(host: Host) -> dict[str, Any]:
+    return {"aliases": [host.address]} if _is_name(host) else {"ipv4_address": host.address}
+
+
+def _network(deployment: Deployment) -> dict[str, Any]:
+    """One that has all addresses: the smallest, but room for the gateway and its neighbours."""
+    addresses = [ip_address(each.address) for each in deployment.hosts.values()
+                 if not _is_name(each)]  # fmt: skip
+    if not addresses:
+        return {}
+    if any(each.version == 6 or each.is_loopback for each in addresses):
+        what = "hosts: containers need IPv4 addresses that are not loopback, or DNS names"
+        raise ClusterFileInvalid(deployment.path, (what,))
+    network = ip_network(f"{addresses[0]}/24", strict=False)
+    while not all(each in network for each in addresses):
+        network = network.supernet()
+    gateway = next(each for each in reversed(list(network.hosts())[-300:]) if each not in addresses)
+    return {"ipam": {"config": [{"subnet": str(network), "gateway": str(gateway)}]}}
+
+
+def _is_name(host: Host) -> bool:
+    try:
+        ip_address(host.address)
+    except ValueError:
+        return True
+    return False

@@ -1,0 +1,228 @@
+"""A Kustomize base for a deployment whose hosts are pods.
+
+A host of the cluster file is a pod of a StatefulSet: it is named NAME-NUMBER, and its address is
+NAME-NUMBER.NAME, which the headless service NAME gives it. An elastic pool is a Deployment; each of
+its pods is a host that is not in the file. All pods read the same cluster file, out of a ConfigMap
+whose name changes with its content, so that an edit rolls through the pods.
+
+    hosts NAME-0, NAME-1 ...  StatefulSet, headless Service, PodDisruptionBudget
+    of them, frontends        a Service for clients
+    pools with `elastic`      Deployment, PodDisruptionBudget
+    ports (doors.py)          NetworkPolicies
+
+Not here: Secrets (secrets.py), what depends on other operators (deploy/kubernetes/components).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from backends.cluster.deployment import ClusterFileInvalid, Deployment, PoolSpec, is_loopback
+from backends.cluster.host_plan import HostPlan, host_plan
+from backends.cluster.manifests.pods import (
+    GRPC,
+    HTTP,
+    METRICS,
+    Document,
+    labels,
+    metadata,
+    pod,
+    selector,
+)  # fmt: skip
+
+POD_HOST = re.compile(r"(?P<group>[a-z][a-z0-9-]*?)-(?P<number>\d+)")
+STATE_BYTES = 8 << 30  # of a volume, beside its SSD tier: logs, and etcd's data
+
+
+def kustomize_base(deployment: Deployment, text: str) -> dict[str, str]:
+    """Files of the base by name; `text` is the cluster file itself."""
+    groups = _groups(deployment)
+    files = {"cluster.yaml": text}
+    for name, plans in groups.items():
+        files[f"{name}.yaml"] = _text(_group(deployment, name, plans))
+    for pool in deployment.pools:
+        if pool.elastic is not None:
+            if pool.name in groups:
+                what = f"pools.{pool.name}: is also a group of hosts ({pool.name}-0): rename one"
+                raise ClusterFileInvalid(deployment.path, (what,))
+            files[f"{pool.name}.yaml"] = _text(_pool(deployment, pool))
+    files["network-policies.yaml"] = _text(_network_policies(deployment, groups))
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [name for name in files if name != "cluster.yaml"],
+        "configMapGenerator": [{"name": "cluster-file", "files": ["cluster.yaml"]}],
+    }
+    return files | {"kustomization.yaml": _text([kustomization])}
+
+
+def _text(documents: list[Document]) -> str:
+    head = (
+        "# Rendered by `mooncake cluster render kubernetes`; change cluster.yaml or an overlay.\n"
+    )
+    return head + yaml.safe_dump_all(documents, sort_keys=False, width=100)
+
+
+def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
+    """Hosts by their StatefulSets; ClusterFileInvalid with every host that cannot be in one."""
+    found: dict[str, list[HostPlan]] = {}
+    problems = []
+    for name, host in deployment.hosts.items():
+        match = POD_HOST.fullmatch(name)
+        if match is None:
+            problems.append(f"hosts.{name}: pods of a StatefulSet are named NAME-0, NAME-1 ...")
+            continue
+        group, number = match["group"], int(match["number"])
+        address = f"{name}.{group}"
+        if host.address != address and not host.address.startswith(address + "."):
+            problems.append(f"hosts.{name}.address: is {host.address}; a pod's is {address}")
+        if host.state_dir.startswith("/"):
+            problems.append(f"hosts.{name}.state_dir: must be relative, to be a volume")
+        members = found.setdefault(group, [])
+        if number != len(members):
+            problems.append(f"hosts.{name}: is number {len(members)} of {group}: begin with 0, "
+                            "leave none out")  # fmt: skip
+        members.append(host_plan(deployment, name))
+    if is_loopback(deployment.frontends.metrics_address):
+        problems.append("frontends.metrics_address: must be 0.0.0.0: probes ask there")
+    problems += [f"{group}: {what}" for group, plans in found.items() for what in _unlike(plans)]
+    if problems:
+        raise ClusterFileInvalid(deployment.path, tuple(problems))
+    return found
+
+
+def _unlike(plans: list[HostPlan]) -> list[str]:
+    """Pods of one StatefulSet are made of one template."""
+
+    def shape(plan: HostPlan) -> tuple[object, ...]:
+        nodes = [(node.dram_bytes, node.ssd_bytes) for node in plan.storage_nodes]
+        return (nodes, plan.frontend is None, plan.directory is None, plan.etcd is None,
+                [(worker.pool, worker.parameters) for worker in plan.workers])  # fmt: skip
+
+    odd = [plan.host for plan in plans if shape(plan) != shape(plans[0])]
+    return [f"{', '.join(odd)} runs other things than {plans[0].host}: give them a name of their "
+            "own"] if odd else []  # fmt: skip
+
+
+def _group(deployment: Deployment, name: str, plans: list[HostPlan]) -> list[Document]:
+    plan = plans[0]
+    template = pod(deployment, name, plan, ["--host", "$(POD_NAME)"])
+    ssd_bytes = sum(node.ssd_bytes for node in plan.storage_nodes)
+    spec: Document = {
+        "serviceName": name,
+        "replicas": len(plans),
+        # All at once: members of etcd and directories need each other to become ready.
+        "podManagementPolicy": "Parallel",
+        "selector": {"matchLabels": selector(deployment, name)},
+        "template": template,
+    }
+    if ssd_bytes or plan.etcd is not None:
+        spec["volumeClaimTemplates"] = [{
+            "metadata": {"name": "state"},
+            "spec": {
+                "accessModes": ["ReadWriteOnce"],
+                "resources": {"requests": {"storage": str(ssd_bytes + STATE_BYTES)}},
+            },
+        }]  # fmt: skip
+        template["spec"]["volumes"] = [
+            volume for volume in template["spec"]["volumes"] if volume["name"] != "state"
+        ]
+    documents = [
+        {
+            "apiVersion": "v1", "kind": "Service", "metadata": metadata(deployment, name),
+            "spec": {
+                "clusterIP": "None",
+                # Directories and etcd find each other before they are ready.
+                "publishNotReadyAddresses": True,
+                "selector": selector(deployment, name),
+                "ports": [{"name": "metrics", "port": deployment.frontends.metrics_port,
+                           "targetPort": METRICS}],
+            },
+        },
+        {"apiVersion": "apps/v1", "kind": "StatefulSet",
+         "metadata": metadata(deployment, name), "spec": spec},
+        _budget(deployment, name),
+    ]  # fmt: skip
+    if plan.frontend is not None:
+        documents.append(_clients(deployment, name))
+    return documents
+
+
+def _clients(deployment: Deployment, group: str) -> Document:
+    """Where clients call: whichever frontend is ready."""
+    frontends = deployment.frontends
+    return {
+        "apiVersion": "v1", "kind": "Service", "metadata": metadata(deployment, f"{group}-clients"),
+        "spec": {
+            "selector": selector(deployment, group),
+            "ports": [
+                {"name": "http", "port": frontends.http_port, "targetPort": HTTP},
+                {"name": "grpc", "port": frontends.grpc_port, "targetPort": GRPC},
+            ],
+        },
+    }  # fmt: skip
+
+
+def _pool(deployment: Deployment, pool: PoolSpec) -> list[Document]:
+    from backends.cluster.host_plan import pool_host_plan
+
+    assert pool.elastic is not None
+    plan = pool_host_plan(deployment, pool.name, "pod", "192.0.2.1")  # any name and address
+    arguments = ["--pool", pool.name, "--host", "$(POD_NAME)", "--address", "$(POD_IP)"]
+    return [
+        {
+            "apiVersion": "apps/v1", "kind": "Deployment",
+            "metadata": metadata(deployment, pool.name),
+            "spec": {
+                "replicas": max(1, pool.elastic.least),
+                "selector": {"matchLabels": selector(deployment, pool.name)},
+                # A new worker takes over before an old one leaves.
+                "strategy": {"type": "RollingUpdate",
+                             "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+                "template": pod(deployment, pool.name, plan, arguments),
+            },
+        },
+        _budget(deployment, pool.name),
+    ]  # fmt: skip
+
+
+def _budget(deployment: Deployment, name: str) -> Document:
+    return {
+        "apiVersion": "policy/v1", "kind": "PodDisruptionBudget",
+        "metadata": metadata(deployment, name),
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector(deployment, name)}},
+    }  # fmt: skip
+
+
+def _network_policies(deployment: Deployment, groups: dict[str, list[HostPlan]]) -> list[Document]:
+    """Pods of the deployment reach each other; clients reach frontends, monitors the metrics."""
+    frontends = deployment.frontends
+    ours = labels(deployment)
+    found = [
+        _policy(deployment, "fleet", ours, [{"from": [{"podSelector": {"matchLabels": ours}}]}]),
+        _policy(deployment, "metrics", ours, [{
+            # The namespace where Prometheus runs has this label; kubelet's probes need no rule.
+            "from": [{"namespaceSelector": {"matchLabels": {"mooncake/monitors": "true"}}}],
+            "ports": [{"protocol": "TCP", "port": frontends.metrics_port}],
+        }]),
+    ]  # fmt: skip
+    for name, plans in groups.items():
+        if plans[0].frontend is not None:
+            ports = (frontends.http_port, frontends.grpc_port)
+            rule = {"ports": [{"protocol": "TCP", "port": port} for port in ports]}
+            found.append(_policy(deployment, f"{name}-clients", selector(deployment, name), [rule]))
+    return found
+
+
+def _policy(
+    deployment: Deployment, name: str, pods: dict[str, str], ingress: list[Any]
+) -> Document:
+    return {
+        "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy",
+        "metadata": metadata(deployment, name),
+        "spec": {"podSelector": {"matchLabels": pods}, "policyTypes": ["Ingress"],
+                 "ingress": ingress},
+    }  # fmt: skip

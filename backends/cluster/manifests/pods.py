@@ -1,0 +1,150 @@
+"""The template of a pod: one host of a deployment in a container.
+
+The folder of the cluster file is made inside of the pod, because models are rendered there: the
+file itself comes from a ConfigMap, the host's keys are copied out of a Secret (a mounted one is
+readable by a group, which keys must not be), and state is a volume.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backends.cluster.deployment import Deployment
+from backends.cluster.host_plan import HostPlan
+
+IMAGE = "mooncake"  # an overlay names the real one (`images:`)
+FOLDER = "/var/lib/mooncake"
+HTTP, GRPC, METRICS = "http", "grpc", "metrics"  # names of ports
+USER = 1_000
+BASE_MEMORY_BYTES = 2 << 30  # a host that serves the demo needs 1 GiB; engines need their KV
+SHM_EXTRA_BYTES = 1 << 30  # what Tritons need in /dev/shm beside the segments
+STOP_S = 60
+
+Document = dict[str, Any]
+
+
+def labels(deployment: Deployment) -> dict[str, str]:
+    """Of every pod of the deployment."""
+    return {"app.kubernetes.io/name": "mooncake", "app.kubernetes.io/instance": deployment.name}
+
+
+def selector(deployment: Deployment, component: str) -> dict[str, str]:
+    """Of the pods of one StatefulSet or Deployment."""
+    return labels(deployment) | {"app.kubernetes.io/component": component}
+
+
+def metadata(deployment: Deployment, name: str) -> Document:
+    return {"name": name, "labels": labels(deployment)}
+
+
+def pod(deployment: Deployment, name: str, plan: HostPlan, arguments: list[str]) -> Document:
+    """`arguments` say which host `mooncake serve` is."""
+    chosen = selector(deployment, name)
+    dram_bytes = sum(node.dram_bytes for node in plan.storage_nodes)
+    volumes: list[Document] = [
+        {"name": "cluster-file", "configMap": {"name": "cluster-file"}},
+        {"name": "folder", "emptyDir": {}},
+        {"name": "state", "emptyDir": {}},
+        {"name": "shm",
+         "emptyDir": {"medium": "Memory", "sizeLimit": str(dram_bytes + SHM_EXTRA_BYTES)}},
+    ]  # fmt: skip
+    spec: Document = {
+        "terminationGracePeriodSeconds": STOP_S,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname",
+             "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {"matchLabels": chosen}},
+        ],
+        "containers": [_container(deployment, plan, arguments, dram_bytes)],
+        "volumes": volumes,
+    }  # fmt: skip
+    if deployment.keys_folder:
+        volumes += [
+            {"name": "secret", "secret": {"secretName": f"keys-{name}", "defaultMode": 0o440}},
+            {"name": "keys", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
+        ]
+        spec["initContainers"] = [_keys_copier(plan)]
+    return {"metadata": {"labels": chosen}, "spec": spec}
+
+
+def _container(
+    deployment: Deployment, plan: HostPlan, arguments: list[str], dram_bytes: int
+) -> Document:
+    file = deployment.path.rpartition("/")[2]
+    threads = sum(int(worker.parameters.get("threads", 1)) for worker in plan.workers)
+    memory = str(BASE_MEMORY_BYTES + dram_bytes + SHM_EXTRA_BYTES)
+    mounts: list[Document] = [
+        {"name": "folder", "mountPath": FOLDER},
+        {"name": "cluster-file", "mountPath": f"{FOLDER}/{file}", "subPath": "cluster.yaml"},
+        {"name": "state", "mountPath": f"{FOLDER}/.mooncake"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if deployment.keys_folder:
+        mounts.append(
+            {"name": "keys", "mountPath": f"{FOLDER}/{deployment.keys_folder}", "readOnly": True}
+        )
+    return {
+        "name": "mooncake",
+        "image": IMAGE,
+        "args": ["mooncake", "serve", "--cluster", f"{FOLDER}/{file}", *arguments],
+        "env": _environment(),
+        "ports": _ports(deployment, plan),
+        # /ready says 200 once every model of the host serves; a launcher starts again what dies
+        # below it, so only one that answers nothing at all is started again.
+        "startupProbe": _probe("/ready", period_s=5, failures=120),
+        "readinessProbe": _probe("/ready", period_s=5, failures=2),
+        "livenessProbe": _probe("/metrics", period_s=10, failures=6),
+        "resources": {
+            "requests": {"cpu": str(threads + 1), "memory": memory},
+            "limits": {"memory": memory},
+        },
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": mounts,
+    }
+
+
+def _environment() -> list[Document]:
+    fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
+    return [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in fields.items()
+    ]
+
+
+def _ports(deployment: Deployment, plan: HostPlan) -> list[Document]:
+    found = {METRICS: deployment.frontends.metrics_port}
+    if plan.frontend is not None:
+        found[HTTP], found[GRPC] = deployment.frontends.http_port, deployment.frontends.grpc_port
+    return [{"name": name, "containerPort": port} for name, port in found.items()]
+
+
+def _probe(path: str, period_s: int, failures: int) -> Document:
+    return {
+        "httpGet": {"path": path, "port": METRICS}, "periodSeconds": period_s,
+        "timeoutSeconds": 4, "failureThreshold": failures,
+    }  # fmt: skip
+
+
+def _keys_copier(plan: HostPlan) -> Document:
+    """Files of a pod in the Secret begin with its own name, or with none (a pool's pods share)."""
+    script = (
+        'cd /secret; for file in *; do case "$file" in "$POD_NAME".*) '
+        'install -m 600 "$file" "/keys/${file#"$POD_NAME".}";; '
+        '*-[0-9]*.*) ;; *) install -m 600 "$file" "/keys/$file";; esac; done'
+    )
+    return {
+        "name": "keys",
+        "image": IMAGE,
+        "command": ["sh", "-ec", script],
+        "env": _environment(),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [
+            {"name": "secret", "mountPath": "/secret", "readOnly": True},
+            {"name": "keys", "mountPath": "/keys"},
+        ],
+    }

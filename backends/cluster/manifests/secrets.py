@@ -1,0 +1,55 @@
+"""Secrets of Kubernetes with the keys that `mooncake keys` made, one for each group of pods.
+
+A pod mounts only the Secret of its group, so whoever breaks into a storage node has no key of a
+directory. Pods of an elastic pool share the keys of a host that is named like the pool.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from backends.cluster.deployment import ClusterFileInvalid, Deployment
+from backends.cluster.manifests.kubernetes import POD_HOST
+from backends.cluster.manifests.pods import Document, metadata
+
+
+def secrets(deployment: Deployment, folder: Path) -> str:
+    """The manifest; ClusterFileInvalid when keys of a host are missing in `folder`."""
+    groups: dict[str, dict[str, Path]] = {}
+    for host in deployment.hosts:
+        match = POD_HOST.fullmatch(host)
+        group = match["group"] if match else host
+        groups.setdefault(group, {}).update(_files(folder / host, f"{host}."))
+    for pool in deployment.pools:
+        if pool.elastic is not None:
+            groups[pool.name] = dict(_files(folder / pool.name, ""))
+    missing = [host for host in (*deployment.hosts, *_pools(deployment))
+               if not any(_files(folder / host, ""))]  # fmt: skip
+    if missing:
+        what = f"there are no keys of {', '.join(missing)}: mooncake keys add-host {folder} NAME"
+        raise ClusterFileInvalid(str(folder), (what,))
+    documents: list[Document] = [
+        {
+            "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
+            "metadata": metadata(deployment, f"keys-{group}"),
+            "data": {name: base64.b64encode(path.read_bytes()).decode()
+                     for name, path in sorted(files.items())},
+        }
+        for group, files in groups.items()
+    ]  # fmt: skip
+    return yaml.safe_dump_all(documents, sort_keys=False, width=100)
+
+
+def _pools(deployment: Deployment) -> list[str]:
+    return [pool.name for pool in deployment.pools if pool.elastic is not None]
+
+
+def _files(folder: Path, prefix: str) -> Iterator[tuple[str, Path]]:
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if path.is_file():
+                yield prefix + path.name, path

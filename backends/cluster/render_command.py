@@ -1,0 +1,119 @@
+"""`mooncake cluster render`: what hosts and other engines read, below rendered/ beside the file.
+
+Not here: what is in the files (rendered_folder.py, manifests/).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from backends.cluster.cluster_file import load
+from backends.cluster.deployment import Deployment
+from backends.cluster.manifests import autoscaling
+from backends.cluster.manifests import compose as compose_file
+from backends.cluster.manifests import firewall as firewall_rules
+from backends.cluster.manifests import kubernetes as kustomize
+from backends.cluster.manifests import secrets as secrets_manifest
+from backends.cluster.manifests import systemd as systemd_unit
+from backends.cluster.options import Base, ClusterFile, OneHost, plans_of, say, shown_mistakes
+from backends.cluster.rendered_folder import RenderedFolder
+
+render = typer.Typer(
+    name="render", no_args_is_help=True,
+    help="Write what hosts and other engines read, below rendered/ beside the cluster file.",
+)  # fmt: skip
+
+
+@render.command()
+def models(
+    cluster: ClusterFile = Path("cluster.yaml"),
+    host: OneHost = "",
+    model_repository: Base = Path("model_repository"),
+) -> None:
+    """Triton's model repositories of hosts. Live edits are overwritten."""
+    with shown_mistakes():
+        deployment = load(cluster)
+        for plan in plans_of(deployment, host):
+            folder = RenderedFolder(deployment, plan, model_repository)
+            written = folder.write(keeps_edits=False)
+            say(f"{folder.repository}: {', '.join(written) or 'nothing new'}")
+
+
+@render.command()
+def firewall(cluster: ClusterFile = Path("cluster.yaml"), host: OneHost = "") -> None:
+    """nftables rules of hosts: each of our ports, and who may open it."""
+    with shown_mistakes():
+        deployment = load(cluster)
+        for plan in plans_of(deployment, host):
+            text = firewall_rules.firewall(deployment, plan.host)
+            path = _write(deployment, f"{plan.host}/firewall.nft", text)
+            say(f"{path}: load it on {plan.host} with nft -f")
+
+
+@render.command()
+def systemd(
+    cluster: ClusterFile = Path("cluster.yaml"),
+    host: OneHost = "",
+    program: Annotated[
+        str, typer.Option(help="Where `mooncake` is on the hosts.")
+    ] = "/opt/mooncake/.venv/bin/mooncake",
+    folder: Annotated[
+        str, typer.Option(help="Where cluster file and model_repository are on the hosts.")
+    ] = "/opt/mooncake",
+    user: Annotated[str, typer.Option(help="Whom it runs as.")] = "mooncake",
+) -> None:
+    """systemd units of hosts."""
+    with shown_mistakes():
+        deployment = load(cluster)
+        name = systemd_unit.unit_name(deployment)
+        for plan in plans_of(deployment, host):
+            text = systemd_unit.unit(deployment, plan, program, folder, user)
+            path = _write(deployment, f"{plan.host}/{name}", text)
+            say(f"{path}: copy it to /etc/systemd/system of {plan.host}, systemctl enable --now")
+
+
+@render.command()
+def compose(cluster: ClusterFile = Path("cluster.yaml")) -> None:
+    """A Compose file: every host a container of one machine."""
+    with shown_mistakes():
+        deployment = load(cluster)
+        path = _write(deployment, "compose/compose.yaml", compose_file.compose(deployment))
+        say(f"{path}: docker build -f deploy/Dockerfile -t mooncake . && docker compose -f it up")
+
+
+@render.command()
+def kubernetes(cluster: ClusterFile = Path("cluster.yaml")) -> None:
+    """A Kustomize base, a component for monitoring, and Secrets of the keys if there are any."""
+    with shown_mistakes():
+        deployment = load(cluster)
+        files = kustomize.kustomize_base(deployment, cluster.read_text())
+        for name, text in files.items():
+            path = _write(deployment, f"kubernetes/base/{name}", text)
+        say(f"{path.parent}: {', '.join(files)}")
+        for name, text in autoscaling.monitoring_component(deployment).items():
+            path = _write(deployment, f"kubernetes/monitoring/{name}", text)
+        say(f"{path.parent}: for Prometheus Operator and an adapter of its series")
+        keys = Path(deployment.folder) / deployment.keys_folder
+        if deployment.keys_folder and keys.is_dir():
+            text = secrets_manifest.secrets(deployment, keys)
+            path = _write(deployment, "kubernetes/secrets.yaml", text, mode=0o600)
+            say(f"{path}: kubectl apply -f it, and keep it as the keys")
+        elif deployment.keys_folder:
+            say(f"no Secrets: there is no {keys}; `mooncake keys init` makes it")
+
+
+def _write(deployment: Deployment, name: str, text: str, mode: int = 0o644) -> Path:
+    """Below rendered/, whole or not at all."""
+    path = Path(deployment.folder) / "rendered" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with open(descriptor, "w") as file:
+        file.write(text)
+    partial.replace(path)
+    return path

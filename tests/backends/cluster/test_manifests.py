@@ -1,0 +1,356 @@
+"""What is rendered for other engines is what they take, and starts what exists."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from backends.cluster.cluster_file import load, parse
+from backends.cluster.command import app
+from backends.cluster.deployment import ClusterFileInvalid
+from backends.cluster.host_plan import host_plan
+from backends.cluster.manifests import autoscaling
+from backends.cluster.manifests.compose import compose
+from backends.cluster.manifests.doors import CLIENTS, FLEET, FRONTENDS, doors
+from backends.cluster.manifests.firewall import firewall
+from backends.cluster.manifests.kubernetes import kustomize_base
+from backends.cluster.manifests.secrets import secrets
+from backends.cluster.manifests.systemd import unit
+from backends.launcher.command import serve
+from backends.metrics.table import METRICS
+from loadtest.harness.fleet import Namespaces, why_no_namespaces
+from tests.backends.cluster.fleet_text import ONE_HOST, THREE_HOSTS
+
+ROOT = Path(__file__).parents[3]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+CHECKER = KUBERNETES / "check_manifests.py"
+VALIDATOR = ROOT / ".venv-kubernetes" / "bin" / "python"
+POD_FILE = (KUBERNETES / "base" / "cluster.yaml").read_text()
+
+
+def options_of_serve() -> set[str]:
+    import typer
+
+    made = typer.Typer()
+    made.command()(serve)
+    command = typer.main.get_command(made)
+    return {option for parameter in command.params for option in parameter.opts}
+
+
+def assert_serves(command: list[str]) -> None:
+    """`mooncake serve` has every option that a manifest gives it."""
+    assert command[:2] == ["mooncake", "serve"] or command[0].endswith("/mooncake"), command
+    given = {word for word in command if word.startswith("--")}
+    assert given and given <= options_of_serve(), command
+
+
+def test_every_port_of_a_host_is_a_door_with_somebody_who_may_open_it() -> None:
+    deployment = parse(THREE_HOSTS)
+    found = {door.port: door.who for door in doors(deployment, "a")}
+    assert found == {
+        2379: FLEET, 2380: "members", 7001: FLEET, 7002: FLEET, 7010: FLEET, 7011: FLEET,
+        7012: FLEET, 7013: FLEET, 7100: FRONTENDS, 7101: FRONTENDS, 7102: FRONTENDS,
+        8000: CLIENTS, 8001: CLIENTS, 32768: FLEET,
+    }  # fmt: skip
+    assert all(door.who != CLIENTS for door in doors(parse(ONE_HOST), "here")), "on loopback"
+
+
+@pytest.mark.servers
+@pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces())
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft")
+def test_the_rules_open_a_port_to_hosts_and_to_nobody_else(tmp_path: Path) -> None:
+    listen = (
+        "import socket\nfor port in (7001, 40000, 8000, 9999):\n"
+        "    s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        "    s.bind(('0.0.0.0', port)); s.listen(9); globals()[f's{port}'] = s\n"
+        "print('ready', flush=True); input()\n"
+    )
+    ask = (
+        "import socket, sys\nfor port in (7001, 40000, 8000, 9999):\n"
+        "    try: socket.create_connection((sys.argv[1], port), timeout=1).close()\n"
+        "    except OSError: continue\n    print(port)\n"
+    )
+    with Namespaces(("a", "b", "c")) as hosts:
+        text = (
+            f"name: demo\nhosts: {{a: {{address: {hosts.address('a')}}}, "
+            f"b: {{address: {hosts.address('b')}}}}}\n"
+            "storage_nodes: {a0: {host: a, dram: 64M}}\nfrontends: {address: 0.0.0.0}\n"
+            "pools: {prefill: {workers: {a: 1}}, decode: {workers: {b: 1}}}\n"
+            "keys: {insecure: true}\n"
+        )
+        rules = tmp_path / "rules.nft"
+        rules.write_text(firewall(parse(text), "a"))
+        for _ in range(2):  # a second load replaces the first
+            subprocess.run(hosts.command("a", ["nft", "-f", str(rules)]), check=True)
+        python = shutil.which("python3") or "python3"
+        listener = subprocess.Popen(
+            hosts.command("a", [python, "-c", listen]), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert listener.stdout is not None and listener.stdout.readline() == "ready\n"
+            seen = {
+                name: subprocess.run(
+                    hosts.command(name, [python, "-c", ask, hosts.address("a")]),
+                    capture_output=True, text=True, check=True,
+                ).stdout.split()
+                for name in ("b", "c")
+            }  # fmt: skip
+        finally:
+            listener.kill()
+            listener.wait()
+    assert seen["b"] == ["7001", "40000", "8000", "9999"], "a host of the deployment"
+    assert seen["c"] == ["8000", "9999"], "a stranger: clients' port, and what is not ours"
+
+
+def test_rules_need_addresses() -> None:
+    text = THREE_HOSTS.replace("address: 10.77.0.3", "address: c.example")
+    with pytest.raises(ClusterFileInvalid, match="c have DNS names"):
+        firewall(parse(text), "a")
+
+
+def test_a_unit_starts_the_host_and_systemd_finds_no_fault(tmp_path: Path) -> None:
+    deployment = parse(THREE_HOSTS, "cluster.yaml")
+    program = shutil.which("true") or "true"
+    text = unit(deployment, host_plan(deployment, "b"), program, str(tmp_path), "root")
+    command = next(line for line in text.splitlines() if line.startswith("ExecStart="))
+    words = shlex.split(command.removeprefix("ExecStart="))
+    assert words[1:] == ["serve", "--cluster", f"{tmp_path}/cluster.yaml", "--host", "b"]
+    assert_serves(["mooncake", *words[1:]])
+    if shutil.which("systemd-analyze"):
+        path = tmp_path / "mooncake-demo.service"
+        path.write_text(text)
+        checked = subprocess.run(
+            ["systemd-analyze", "verify", str(path)], capture_output=True, text=True
+        )
+        assert checked.returncode == 0 and "mooncake" not in checked.stderr, checked.stderr
+
+
+def test_every_host_is_a_service_with_its_own_address_and_memory() -> None:
+    made = yaml.safe_load(compose(parse(THREE_HOSTS, "fleet/cluster.yaml")))
+    assert set(made["services"]) == {"a", "b", "c"}
+    subnet = made["networks"]["fleet"]["ipam"]["config"][0]
+    assert subnet["subnet"] == "10.77.0.0/24" and subnet["gateway"] == "10.77.0.254"
+    for name, service in made["services"].items():
+        assert_serves(service["command"])
+        assert service["command"][-1] == name
+        assert any(volume.startswith(f"../../keys/{name}:") for volume in service["volumes"])
+    a = made["services"]["a"]
+    assert a["networks"]["fleet"]["ipv4_address"] == "10.77.0.1"
+    assert a["shm_size"] == (256 << 20) + (1 << 30) + (1 << 30)
+    assert a["ports"] == ["127.0.0.1:8000:8000", "127.0.0.1:8001:8001"]
+    assert made["services"]["b"]["ports"][0] == "127.0.0.1:8010:8000"
+    assert "ports" not in made["services"]["c"]
+    with pytest.raises(ClusterFileInvalid, match="that are not loopback"):
+        compose(parse(ONE_HOST))
+
+
+def containers(documents: list[Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (each["metadata"]["name"], container)
+        for each in documents if each["kind"] in ("StatefulSet", "Deployment")
+        for container in each["spec"]["template"]["spec"]["containers"]
+    ]  # fmt: skip
+
+
+def base_documents(text: str = POD_FILE) -> list[Any]:
+    files = kustomize_base(parse(text), text)
+    return [document for name, content in files.items()
+            if name not in ("cluster.yaml", "kustomization.yaml")
+            for document in yaml.safe_load_all(content)]  # fmt: skip
+
+
+def test_the_committed_base_is_what_its_cluster_file_renders() -> None:
+    deployment = load(KUBERNETES / "base" / "cluster.yaml")
+    rendered = {
+        "base": kustomize_base(deployment, POD_FILE),
+        "monitoring": autoscaling.monitoring_component(deployment),
+    }
+    for folder, files in rendered.items():
+        there = {path.name: path.read_text() for path in (KUBERNETES / folder).iterdir()}
+        assert there == files, "mooncake cluster render kubernetes, and copy rendered/kubernetes"
+
+
+def test_pods_start_what_exists_and_all_hosts_of_the_file_are_pods() -> None:
+    deployment = parse(POD_FILE)
+    documents = base_documents()
+    found = dict(containers(documents))
+    assert set(found) == {"directory", "storage", "frontend", "prefill", "decode"}
+    for container in found.values():
+        assert_serves(container["args"])
+        names = {port["name"] for port in container["ports"]}
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"]["port"] in names
+    pods = {
+        f"{each['metadata']['name']}-{number}"
+        for each in documents if each["kind"] == "StatefulSet"
+        for number in range(each["spec"]["replicas"])
+    }  # fmt: skip
+    assert pods == set(deployment.hosts)
+
+
+def test_every_group_and_pool_has_a_budget_and_a_selector_that_finds_its_pods() -> None:
+    documents = base_documents()
+    pods = {
+        each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"]
+        for each in documents if each["kind"] in ("StatefulSet", "Deployment")
+    }  # fmt: skip
+    budgets = {
+        each["metadata"]["name"]: each["spec"]["selector"]["matchLabels"]
+        for each in documents if each["kind"] == "PodDisruptionBudget"
+    }  # fmt: skip
+    assert budgets == pods
+    for each in documents:
+        chosen = each["spec"].get("selector") or each["spec"].get("podSelector")
+        chosen = chosen.get("matchLabels", chosen)
+        assert any(chosen.items() <= labels.items() for labels in pods.values()), each["metadata"]
+
+
+def test_pools_scale_by_metrics_that_are_on_our_page() -> None:
+    files = autoscaling.monitoring_component(parse(POD_FILE))
+    scalers = list(yaml.safe_load_all(files["autoscaling.yaml"]))
+    names = {
+        metric[metric["type"].lower()]["metric"]["name"]
+        for scaler in scalers for metric in scaler["spec"]["metrics"]
+    }  # fmt: skip
+    assert names == {autoscaling.LIVE, autoscaling.WAITING}
+    assert names <= set(METRICS)
+    assert [(s["spec"]["minReplicas"], s["spec"]["maxReplicas"]) for s in scalers] == [(2, 8)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"storage-1": "storage-2"}, "leave none out"),
+        ({"storage-1:": "disk-0:", "host: storage-1": "host: disk-0"}, "a pod's is disk-0"),
+        ({"frontend-1": "front"}, "are named NAME-0"),
+        ({"metrics_address: 0.0.0.0": "metrics_address: 127.0.0.1"}, "probes ask there"),
+        ({"storage-1, dram: 4G": "storage-1, dram: 5G"}, "storage-1 runs other things"),
+        ({"  prefill: {role": "  storage: {role"}, "is also a group of hosts"),
+    ],
+)
+def test_hosts_that_cannot_be_pods_are_named(changes: dict[str, str], said: str) -> None:
+    text = POD_FILE
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    with pytest.raises(ClusterFileInvalid, match=said):
+        kustomize_base(parse(text), text)
+
+
+def test_a_group_of_pods_gets_the_keys_of_its_own_hosts_only(tmp_path: Path) -> None:
+    deployment = parse(POD_FILE, str(tmp_path / "cluster.yaml"))
+    keys = tmp_path / "keys"
+    with pytest.raises(ClusterFileInvalid, match=r"no keys of directory-0, .*, prefill, decode"):
+        secrets(deployment, keys)
+    for name in (*deployment.hosts, "prefill", "decode", "authority"):
+        (keys / name).mkdir(parents=True)
+        (keys / name / "host.key").write_text(f"secret of {name}")
+    made = {each["metadata"]["name"]: each["data"]
+            for each in yaml.safe_load_all(secrets(deployment, keys))}  # fmt: skip
+    assert set(made) == {f"keys-{g}" for g in ("directory", "storage", "frontend", "prefill",
+                                               "decode")}  # fmt: skip
+    assert set(made["keys-storage"]) == {"storage-0.host.key", "storage-1.host.key"}
+    assert base64.b64decode(made["keys-prefill"]["host.key"]) == b"secret of prefill"
+
+
+@pytest.mark.parametrize(
+    ("pod", "files", "taken"),
+    [
+        ("storage-1", ("storage-0.host.key", "storage-1.host.key"), "storage-1.host.key"),
+        ("decode-7f9-x2", ("host.key",), "host.key"),
+    ],
+)
+def test_the_keys_of_a_pod_are_copied_out_of_its_secret_readable_by_nobody_else(
+    tmp_path: Path, pod: str, files: tuple[str, ...], taken: str
+) -> None:
+    document = next(each for each in base_documents() if each["metadata"]["name"] == "storage"
+                    and each["kind"] == "StatefulSet")  # fmt: skip
+    (copier,) = document["spec"]["template"]["spec"]["initContainers"]
+    script = copier["command"][2].replace("/secret", str(tmp_path / "secret"))
+    script = script.replace("/keys/", f"{tmp_path}/keys/")
+    for name in ("secret", "keys"):
+        (tmp_path / name).mkdir()
+    for name in files:
+        (tmp_path / "secret" / name).write_text(name)
+    subprocess.run([*copier["command"][:2], script], env=os.environ | {"POD_NAME": pod}, check=True)
+    (path,) = (tmp_path / "keys").iterdir()
+    assert (path.name, path.read_text()) == ("host.key", taken)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_render_writes_below_the_cluster_file_and_secrets_for_the_owner_only(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(POD_FILE)
+    for name in (*parse(POD_FILE).hosts, "prefill", "decode"):
+        (tmp_path / "keys" / name).mkdir(parents=True)
+        (tmp_path / "keys" / name / "ca.pem").write_text("x")
+    ran = CliRunner().invoke(app, ["render", "kubernetes", "--cluster", str(path)])
+    assert ran.exit_code == 0, ran.output
+    rendered = tmp_path / "rendered" / "kubernetes"
+    assert (rendered / "base" / "cluster.yaml").read_text() == POD_FILE
+    assert stat.S_IMODE((rendered / "secrets.yaml").stat().st_mode) == 0o600
+    path.write_text(THREE_HOSTS)
+    for kind in ("compose", "systemd", "firewall"):
+        ran = CliRunner().invoke(app, ["render", kind, "--cluster", str(path)])
+        assert ran.exit_code == 0, ran.output
+    assert (tmp_path / "rendered" / "compose" / "compose.yaml").exists()
+    assert (tmp_path / "rendered" / "c" / "mooncake-demo.service").exists()
+    assert (tmp_path / "rendered" / "b" / "firewall.nft").exists()
+    ran = CliRunner().invoke(app, ["render", "kubernetes", "--cluster", str(path)])
+    assert ran.exit_code == 1 and "pods of a StatefulSet" in ran.output
+
+
+def checked(*folders: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(VALIDATOR), str(CHECKER), *map(str, folders)], capture_output=True, text=True
+    )
+
+
+needs_validator = pytest.mark.skipif(
+    not VALIDATOR.exists() or shutil.which("kubectl") is None,
+    reason="needs kubectl and `make kubernetes-check`",
+)
+
+
+@needs_validator
+def test_kubernetes_takes_the_base_and_every_overlay() -> None:
+    folders = [KUBERNETES / "base", *sorted((KUBERNETES / "overlays").iterdir())]
+    assert len(folders) >= 4
+    ran = checked(*folders)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@needs_validator
+@pytest.mark.parametrize(
+    ("resource", "said"),
+    [
+        ({"apiVersion": "example.com/v1", "kind": "Wonder", "metadata": {"name": "x"}},
+         "nobody knows the kind Wonder"),
+        ({"apiVersion": "monitoring.coreos.com/v1", "kind": "ServiceMonitor",
+          "metadata": {"name": "x"}, "spec": {"selector": {}, "endpoint": []}}, "endpoint"),
+        ({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"},
+          "spec": {"port": []}}, "port"),
+    ],
+)  # fmt: skip
+def test_an_unknown_kind_or_field_fails(
+    tmp_path: Path, resource: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(resource))
+    (tmp_path / "kustomization.yaml").write_text(
+        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources: [x.yaml]\n"
+    )
+    ran = checked(tmp_path)
+    assert ran.returncode == 1 and said in ran.stdout, ran.stdout
