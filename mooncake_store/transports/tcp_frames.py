@@ -11,6 +11,8 @@ A connection begins with HELLO and its token. Then the client asks, one request 
 A header has 16 bytes, little-endian: magic "MKTB", version, kind (two bytes each), count (eight).
 A span is two numbers of eight bytes: where in the segment, how long.
 
+The same frames go through TLS where a process has keys (tcp_tls.py).
+
 Not here: the two ends (tcp_server.py, tcp_transport.py).
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Sequence
@@ -82,7 +85,7 @@ def send(connection: socket.socket, pieces: Sequence[memoryview], until_s: float
     left = Pieces(pieces)
     while batch := left.next():
         connection.settimeout(_left_s(until_s))
-        left.moved(connection.sendmsg(batch))
+        left.moved(_sent(connection, batch))
 
 
 def receive(connection: socket.socket, pieces: Sequence[memoryview], until_s: float) -> None:
@@ -99,9 +102,25 @@ def receive_bytes(connection: socket.socket, length_bytes: int, until_s: float) 
     return raw
 
 
+def _sent(connection: socket.socket, pieces: Sequence[memoryview]) -> int:
+    """One call of sendmsg, which TLS does not have."""
+    if not isinstance(connection, ssl.SSLSocket):
+        return connection.sendmsg(pieces)
+    try:
+        return connection.send(pieces[0])
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+        raise PeerClosed("the connection was closed by the other side") from error
+
+
 def received(connection: socket.socket, pieces: Sequence[memoryview]) -> int:
-    """One call of recvmsg_into; PeerClosed instead of nothing."""
-    moved_bytes = connection.recvmsg_into(pieces)[0]
+    """One call of recvmsg_into, which TLS does not have; PeerClosed instead of nothing."""
+    if isinstance(connection, ssl.SSLSocket):
+        try:
+            moved_bytes = connection.recv_into(pieces[0])
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            moved_bytes = 0
+    else:
+        moved_bytes = connection.recvmsg_into(pieces)[0]
     if moved_bytes == 0:
         raise PeerClosed("the connection was closed by the other side")
     return moved_bytes

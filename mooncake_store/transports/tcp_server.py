@@ -1,8 +1,10 @@
 """A storage node's plain TCP side: spans of its segment, read and written for who knows its token.
 
-For hosts where NIXL cannot load. The bytes go straight from and to the mapped segment: the kernel
-copies them into and out of the socket, outside the GIL. One thread accepts and each connection has
-its own, because a client keeps a connection per thread that moves bytes.
+For hosts where NIXL cannot load, and for networks that are not trusted: with keys, clients show a
+certificate of the cluster, and nothing goes in plain (tcp_tls.py). Without, the bytes go straight
+from and to the mapped segment: the kernel copies them into and out of the socket, outside the GIL.
+One thread accepts and each connection has its own, because a client keeps a connection per thread
+that moves bytes.
 
 The token is what the directory says of this incarnation of the node, so neither a
 stranger nor a client that still means an earlier one behind a port that was taken again touches
@@ -23,13 +25,24 @@ import hmac
 import logging
 import select
 import socket
+import ssl
 import threading
 import time
 
 from mooncake_store.errors import StoreError
+from mooncake_store.keys import folder
+from mooncake_store.keys.curve import refuse_unguarded
+from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameInvalid, FrameKind, PeerClosed, Pieces
+from mooncake_store.transports.tcp_tls import (
+    PLAIN_CLIENT,
+    contexts_of_process,
+    is_plain_client,
+    shake_hands,
+    wrapped_by_server,
+)
 from mooncake_store.transports.transport import TransferCounters, TransferTally
 
 log = logging.getLogger("mooncake_store.tcp")
@@ -58,6 +71,10 @@ class TcpServer:
                 f"plain TCP at {host or 'no host'}: clients get this address, so give the one "
                 "of this host as they see it"
             )
+        refuse_unguarded(f"{host}:{port}", folder.of_process())
+        self._tls = contexts_of_process()
+        if self._tls is not None:
+            _ = self._tls.server  # KeysInvalid now rather than at the first client
         self._memory = memory
         self._token = token
         self._lock = threading.Lock()
@@ -96,8 +113,7 @@ class TcpServer:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self._listener.close()
         for connection in threads:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _wake(connection)
         for thread in [self._acceptor, *threads.values()]:
             thread.join()
         self._memory = self._memory[:0].copy()  # so that the owner can unmap it
@@ -129,12 +145,15 @@ class TcpServer:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+            if self._tls is not None:
+                connection = self._wrapped(connection, self._tls)
+                shake_hands(connection, time.monotonic() + HELLO_S)
             self._greet(connection)
             while True:
                 connection.settimeout(None)  # a client may be idle for as long as it likes
-                if not connection.recv(1, socket.MSG_PEEK):
+                if not (first := connection.recv(1)):
                     return
-                self._answer(connection, time.monotonic())
+                self._answer(connection, first, time.monotonic())
         except (RequestRefused, FrameInvalid) as error:
             self._tally.failed(is_timeout=False)
             log.warning("TCP connection refused: %s", error)
@@ -142,11 +161,25 @@ class TcpServer:
                 _send_text(connection, str(error))
         except OSError as error:  # timeouts and closed peers are among them
             self._tally.failed(isinstance(error, TimeoutError))
-            log.debug("TCP connection ended: %s", error)
+            is_refusal = isinstance(error, ssl.SSLError) and not isinstance(error, TimeoutError)
+            level = logging.WARNING if is_refusal else logging.DEBUG
+            log.log(level, "TCP connection ended: %s", error)
         finally:
             with self._lock:
                 del self._open[connection]
             connection.close()
+
+    def _wrapped(self, connection: socket.socket, tls: TlsContexts) -> ssl.SSLSocket:
+        """The same connection with TLS on it; close() finds it as what it is then."""
+        if is_plain_client(connection, time.monotonic() + HELLO_S):
+            raise RequestRefused(PLAIN_CLIENT)
+        with self._lock:
+            wrapped = wrapped_by_server(connection, tls)
+            self._open[wrapped] = self._open.pop(connection)
+            is_closing = self._is_closing
+        if is_closing:
+            _wake(wrapped)
+        return wrapped
 
     def _greet(self, connection: socket.socket) -> None:
         until_s = time.monotonic() + HELLO_S
@@ -162,9 +195,10 @@ class TcpServer:
             )
         frames.send(connection, [memoryview(frames.pack(FrameKind.DONE, 0))], until_s)
 
-    def _answer(self, connection: socket.socket, started_s: float) -> None:
+    def _answer(self, connection: socket.socket, first: bytes, started_s: float) -> None:
+        """The rest of the request that begins with this byte, and its answer."""
         until_s = started_s + SILENCE_S
-        header = frames.receive_bytes(connection, frames.HEADER.size, until_s)
+        header = first + frames.receive_bytes(connection, frames.HEADER.size - 1, until_s)
         kind, count = frames.unpack(header)
         if kind not in (FrameKind.READ, FrameKind.WRITE) or count > frames.SPANS_MAX:
             raise RequestRefused(f"{kind.name} of {count} spans cannot be asked for")
@@ -189,6 +223,12 @@ class TcpServer:
         return [memory[offset : offset + length] for offset, length in spans]
 
 
+def _wake(connection: socket.socket) -> None:
+    """Have whatever waits for it end, in whichever thread: TLS's own shutdown must not meet it."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
 def _receive_unless_given_up(connection: socket.socket, pieces: list[memoryview]) -> None:
     """Fill the pieces, but no further than until the client closed the connection."""
     watch = select.poll()
@@ -196,12 +236,15 @@ def _receive_unless_given_up(connection: socket.socket, pieces: list[memoryview]
     connection.settimeout(0.0)
     left = Pieces(pieces)
     while batch := left.next():
-        events = watch.poll(SILENCE_S * 1000)
-        if not events:
+        # What TLS has decrypted already does not make the socket readable.
+        is_pending = isinstance(connection, ssl.SSLSocket) and connection.pending() > 0
+        events = watch.poll(0 if is_pending else SILENCE_S * 1000)
+        if not events and not is_pending:
             raise TimeoutError("a client fell silent in the middle of a write")
-        if events[0][1] & _GIVEN_UP:
+        if events and events[0][1] & _GIVEN_UP:
             raise PeerClosed("a client gave up in the middle of a write")
-        left.moved(frames.received(connection, batch))
+        with contextlib.suppress(ssl.SSLWantReadError):  # not a whole record yet
+            left.moved(frames.received(connection, batch))
 
 
 def _send_text(connection: socket.socket, text: str) -> None:

@@ -20,15 +20,24 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import struct
 import threading
 import time
 from dataclasses import dataclass, field
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
+from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameInvalid, FrameKind
+from mooncake_store.transports.tcp_tls import (
+    PLAIN_CLIENT,
+    TransferRefused,
+    called,
+    contexts_of_process,
+    refusal_of,
+)
 from mooncake_store.transports.transport import TransferBatch, Transport
 
 IDLE_MAX = 8  # connections kept per node
@@ -53,11 +62,12 @@ class TcpTransport(Transport):
         self._lock = threading.Lock()
         self._pools: dict[str, _Pool] = {}  # from node_id
         self._is_closed = False
+        self._tls = contexts_of_process()
 
     def connect(self, node: NodeInfo) -> None:
         until_s = time.monotonic() + CONNECT_S
         try:
-            self._give(node, self._take(node) or _opened(node, until_s))
+            self._give(node, self._take(node) or _opened(node, until_s, self._tls))
         except (OSError, FrameInvalid) as error:
             raise _failure(node, error, 0, is_read=True) from error
 
@@ -69,7 +79,7 @@ class TcpTransport(Transport):
                 with contextlib.suppress(ConnectionError):
                     self._ask(pooled, batch)
                     return
-            self._ask(_opened(batch.node, batch.until_s), batch)
+            self._ask(_opened(batch.node, batch.until_s, self._tls), batch)
         except (OSError, FrameInvalid) as error:
             raise _failure(batch.node, error, len(batch.remote), batch.is_read) from error
 
@@ -130,7 +140,7 @@ class TcpTransport(Transport):
             _close(pool.idle)
 
 
-def _opened(node: NodeInfo, until_s: float) -> socket.socket:
+def _opened(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket.socket:
     """A new connection that has shown its token; OSError, FrameInvalid or TransferFailed."""
     if not node.data_address:
         raise TransferFailed(f"node {node.node_id} serves no plain TCP; start it with --data")
@@ -142,6 +152,8 @@ def _opened(node: NodeInfo, until_s: float) -> socket.socket:
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if tls is not None:
+            connection = called(connection, tls, until_s)
         token = node.incarnation.encode()
         hello = memoryview(frames.pack(FrameKind.HELLO, len(token)) + token)
         frames.send(connection, [hello], until_s)
@@ -158,7 +170,9 @@ def _expect_done(
     kind, count = frames.unpack(frames.receive_bytes(connection, frames.HEADER.size, until_s))
     if kind is FrameKind.REFUSED:
         text = frames.receive_bytes(connection, min(count, frames.TEXT_BYTES_MAX), until_s)
-        raise TransferFailed(f"node {node.node_id} refuses: {text.decode(errors='replace')}")
+        said = text.decode(errors="replace")
+        kind_of_error = TransferRefused if said == PLAIN_CLIENT else TransferFailed
+        raise kind_of_error(f"node {node.node_id} at {node.data_address} refuses: {said}")
     if kind is not FrameKind.DONE or count != follows_bytes:
         raise FrameInvalid(
             f"DONE and {follows_bytes} bytes were expected, {kind.name} {count} came"
@@ -167,6 +181,8 @@ def _expect_done(
 
 def _failure(node: NodeInfo, error: Exception, spans: int, is_read: bool) -> TransferFailed:
     where = f"node {node.node_id} at {node.data_address}"
+    if isinstance(error, ssl.SSLError) and not isinstance(error, TimeoutError):
+        return refusal_of(where, error)
     if isinstance(error, TimeoutError):
         late = "nothing more will arrive" if is_read else "the node may still write some of them"
         return TransferTimeout(

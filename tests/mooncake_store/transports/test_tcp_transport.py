@@ -272,7 +272,10 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch, server: TcpSer
     greeted(server).close()
 
 
-def test_an_address_that_cannot_be_had_is_an_error_with_a_remedy(server: TcpServer) -> None:
+def test_an_address_that_cannot_be_had_is_an_error_with_a_remedy(
+    server: TcpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_INSECURE", "1")
     port = int(server.address.rpartition(":")[2])
     with pytest.raises(TcpServerRefused, match="choose an address of this host and a free port"):
         TcpServer(np.zeros(8, np.uint8), "127.0.0.1", port, token=b"x")

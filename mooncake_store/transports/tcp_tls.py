@@ -1,0 +1,98 @@
+"""Mutual TLS on the connections of the TCP transport, where a process has keys.
+
+Each side shows its host's certificate before the first frame. A side that is refused gets a word it
+can read: a client without TLS a frame in plain, one with a wrong certificate TLS's alert, which
+`refusal_of` turns into an error that names the likely causes.
+
+Not here: the certificates (keys/tls.py), the frames (tcp_frames.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+
+from mooncake_store.errors import AccessRefused, TransferFailed
+from mooncake_store.keys import folder
+from mooncake_store.keys.folder import MEMBER
+from mooncake_store.keys.tls import TlsContexts
+from mooncake_store.transports import tcp_frames as frames
+
+LEFTOVER_BYTES_MAX = 64 * 1024  # of a refused client, thrown away so that it reads why
+LEFTOVER_S_MAX = 1.0
+PLAIN_CLIENT = (
+    "this storage node asks for a certificate, and the client speaks plain TCP: set "
+    f"{folder.VARIABLE} to the folder of the client's host (mooncake keys add-host)"
+)
+
+
+class TransferRefused(AccessRefused, TransferFailed):
+    """No bytes move, because one side does not believe the other."""
+
+
+def contexts_of_process() -> TlsContexts | None:
+    """None where this process has no keys: then connections are plain."""
+    keys = folder.of_process()
+    return TlsContexts(keys) if keys is not None else None
+
+
+def is_plain_client(connection: socket.socket, until_s: float) -> bool:
+    """Does it begin with a frame, where a TLS handshake is due?"""
+    connection.settimeout(max(0.001, until_s - time.monotonic()))
+    return connection.recv(len(frames.MAGIC), socket.MSG_PEEK) == frames.MAGIC
+
+
+def wrapped_by_server(connection: socket.socket, contexts: TlsContexts) -> ssl.SSLSocket:
+    """`connection` is used up."""
+    return contexts.server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+
+
+def shake_hands(secured: ssl.SSLSocket, until_s: float) -> None:
+    """Until the client has shown its certificate; OSError when it has none that we believe."""
+    secured.settimeout(max(0.001, until_s - time.monotonic()))
+    try:
+        secured.do_handshake()
+    except ssl.SSLError:
+        _hang_up(secured)
+        raise
+
+
+def called(connection: socket.socket, contexts: TlsContexts, until_s: float) -> ssl.SSLSocket:
+    """The client's side; OSError closes it. A server that refuses us says so at the first read."""
+    connection.settimeout(max(0.001, until_s - time.monotonic()))
+    return contexts.client.wrap_socket(connection, server_hostname=MEMBER)
+
+
+def _hang_up(secured: ssl.SSLSocket) -> None:
+    """Close so that the alert arrives: unread bytes would make the kernel reset the connection."""
+    with contextlib.suppress(OSError):
+        secured.settimeout(LEFTOVER_S_MAX)
+        secured.shutdown(socket.SHUT_WR)  # of the socket below: what is read from here on is raw
+        until_s, left_bytes = time.monotonic() + LEFTOVER_S_MAX, LEFTOVER_BYTES_MAX
+        while left_bytes > 0 and time.monotonic() < until_s:
+            if not (data := secured.recv(4096)):
+                break
+            left_bytes -= len(data)
+    secured.close()
+
+
+def refusal_of(who: str, error: ssl.SSLError) -> TransferRefused:
+    """What a failed handshake means, from the client's side."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return TransferRefused(
+            f"{who} is not believed: {error.verify_message}. Its host's certificate is of another "
+            "cluster or generation, or has expired (`mooncake keys check` there), or a clock is "
+            "wrong"
+        )
+    reason = (error.reason or str(error)).replace("_", " ").lower()
+    if "wrong version number" in reason or "record layer failure" in reason:
+        return TransferRefused(
+            f"{who} speaks plain TCP, and this process has keys: give the storage node "
+            f"{folder.VARIABLE} too and start it again"
+        )
+    return TransferRefused(
+        f"{who} refuses this host's certificate ({reason}). It is of another cluster or "
+        "generation, or has expired (`mooncake keys check` here), or a clock is wrong"
+    )
