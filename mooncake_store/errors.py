@@ -80,6 +80,10 @@ class TransferTimeout(TransferFailed):
     """Bytes did not arrive, and may still arrive: quarantine the targets."""
 
 
+class WriteGivenUp(TransferTimeout):
+    """One of several network paths got stuck while it wrote: write anew, into fresh slots."""
+
+
 class BlockMissing(StoreError):
     """The copy is not there any more: a miss, never a failure of the request."""
 

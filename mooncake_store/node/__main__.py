@@ -161,6 +161,7 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         data=arguments.data,
         advertised=arguments.advertise,
         rack=arguments.rack,
+        has_other_hosts=not arguments.directory.startswith("ipc://"),
         metrics_port=arguments.metrics_port,
         metrics_address=arguments.metrics_address,
     )

@@ -34,6 +34,7 @@ from mooncake_store.keys.curve import with_key_of
 from mooncake_store.layout import STATE_READY, geometry
 from mooncake_store.memory.segment import Segment, host_id
 from mooncake_store.memory.slot_memory import Block, SlotMemory
+from mooncake_store.node.agents import OpenAgents, open_agents
 from mooncake_store.node.control import NodeControl, NodeVerbs
 from mooncake_store.node.metrics import NodeCollector, ReaderCollector, timed
 from mooncake_store.node.puller import Puller
@@ -44,6 +45,7 @@ from mooncake_store.records.membership import SSD_SUFFIX, UNIT_BYTES, NodeInfo
 from mooncake_store.ssd.entries import SsdShape
 from mooncake_store.ssd.ssd_tier import RETRY_S, SsdTier
 from mooncake_store.transports.host_topology import topology_json
+from mooncake_store.transports.nixl_agent import NixlUnavailable
 from mooncake_store.transports.tcp_server import TcpServer
 from mooncake_store.transports.transport import TransferCounters
 from mooncake_store.wire.node_protocol import NodeStats
@@ -69,6 +71,7 @@ class NodeOptions:
     data: str = ""  # host:port of a plain TCP server of the segment; "" for none
     advertised: str = ""  # "CONTROL,DATA" as clients see them; "": what is bound
     rack: str = ""
+    has_other_hosts: bool = False  # the directory can be reached from elsewhere
     metrics_port: int = 0  # 0: no page for Prometheus
     metrics_address: str = LOOPBACK
 
@@ -151,7 +154,7 @@ class StorageNode:
     def _describe(self) -> NodeInfo:
         """Start what others reach this node by, and say what it is."""
         options, segment = self.options, self._segment
-        agent_name, agent_metadata = self._open_agent()
+        agents = self._open_agents()
         self._data = self._open_data()
         self._control: NodeControl | None = None
         if options.control:
@@ -167,8 +170,8 @@ class StorageNode:
             host_id=host_id(options.segment_path),
             segment_path=options.segment_path,
             segment_bytes=options.segment_bytes,
-            agent_name=agent_name,
-            agent_metadata=agent_metadata,
+            agent_name=agents.name,
+            agent_metadata=agents.metadata,
             base_address=segment.address,
             unit_bytes=options.unit_bytes,
             control=with_key_of(self._control.address, control) if self._control else "",
@@ -176,25 +179,26 @@ class StorageNode:
             rack=options.rack,
             topology=topology_json(),
             has_inventory=True,
+            nics=agents.nics,
+            is_agent_local=agents.is_local,
         )
 
-    def _open_agent(self) -> tuple[str, bytes]:
-        """Offer the segment to NIXL; name and metadata of the agent, or nothing."""
+    def _open_agents(self) -> OpenAgents:
+        """Offer the segment to NIXL, by the agents of this host's network cards too."""
         options = self.options
         if options.is_mapped_only:
-            return "", b""
-        from mooncake_store.transports.nixl_agent import NixlUnavailable, NodeAgent
-
+            return OpenAgents()
         name = f"{options.node_id}#{self._incarnation}"  # a peer refuses a name that it knows
+        segment = self._segment.address, options.segment_bytes
         try:
-            agent = NodeAgent(name, self._segment.address, options.segment_bytes)
+            agents = open_agents(name, *segment, options.has_other_hosts)
         except NixlUnavailable as error:
             if not options.data:
                 raise
             log.warning("node_id=%s serves plain TCP only: %s", options.node_id, error)
-            return "", b""
-        self._closers.append(agent.close)
-        return name, agent.metadata
+            return OpenAgents()
+        self._closers.append(agents.close)
+        return agents
 
     def _open_data(self) -> TcpServer | None:
         if not self.options.data:

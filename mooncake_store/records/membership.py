@@ -13,6 +13,18 @@ SSD_SUFFIX = "/ssd"  # the SSD holder of node "s0" is "s0/ssd"
 
 
 @dataclass(frozen=True, slots=True)
+class NicAgent:
+    """A NIXL agent of a node that moves bytes over one network card (NIC) of its host only."""
+
+    nic: str  # the name of the interface there
+    agent_name: str
+    agent_metadata: bytes
+    addresses: tuple[str, ...] = ()  # IP addresses of the card
+    networks: tuple[str, ...] = ()  # their networks, as in "10.78.0.0/24"
+    has_rdma: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class NodeInfo:
     """One incarnation of a holder, as its storage node registers it with the directory.
 
@@ -34,6 +46,8 @@ class NodeInfo:
     rack: str = ""  # a label of the operator's; nodes with one label are near each other
     topology: str = ""  # what host_topology.py found, as JSON
     has_inventory: bool = False  # it will say what it holds (adopt) before it takes blocks
+    nics: tuple[NicAgent, ...] = ()  # agents for other hosts; empty: agent_name serves those too
+    is_agent_local: bool = False  # agent_name serves this host only, as the operator wishes
 
     @property
     def is_ssd(self) -> bool:

@@ -3,23 +3,33 @@
 Prints the topology as JSON; with --record the tree itself, as the recorded ones in tests/data are.
 Only a few hundred small files are read, and one that cannot be read counts as missing.
 
-Not here: what they mean (topology.py).
+The interfaces of nic_choice.py are read here too, with the addresses that the kernel has for them.
+
+Not here: what they mean (topology.py, nic_choice.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
+import ipaddress
 import json
 import os
+import socket
+import struct
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from mooncake_store.transports.paths.nic_choice import DataNetwork, Interface, data_network
 from mooncake_store.transports.paths.topology import LINK, NETS, NODES, PCIS, RDMAS, Topology, parse
 
+TRUSTED_NICS = "MOONCAKE_TRUSTED_NICS"
 SYS = "/sys"
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_LOOPBACK_TYPE = "772"  # ARPHRD_LOOPBACK
 WANTED = (  # (folder, files of each entry; its own link is read too)
     (NODES, ("cpulist", "meminfo", "distance")),
     (NETS, ("operstate", "speed", "device/numa_node")),
@@ -64,6 +74,65 @@ def host_topology() -> Topology:
 def preferred_ucx_devices() -> str:
     """UCX_NET_DEVICES for this process on this host; "" when there is nothing to prefer."""
     return host_topology().ucx_net_devices(os.sched_getaffinity(0))
+
+
+def host_interfaces(root: str = SYS) -> list[Interface]:
+    """This host's, but the loopback; of this network namespace, where it is in one."""
+    by_interface = {nic.interface: nic for nic in host_topology().nics if nic.has_rdma}
+    found = []
+    with contextlib.suppress(OSError):
+        for folder in sorted(Path(root, NETS).iterdir()):
+            if not folder.is_dir() or _text(folder / "type") == _LOOPBACK_TYPE:
+                continue
+            name = folder.name
+            here = [ip for ip in _addresses(name) if not ip.is_link_local and not ip.is_loopback]
+            rdma = by_interface.get(name)
+            found.append(
+                Interface(
+                    name=name,
+                    addresses=tuple(str(ip.ip) for ip in here),
+                    networks=tuple(str(ip.network) for ip in here),
+                    is_up=_text(folder / "operstate") in ("up", "unknown"),
+                    is_physical=(folder / "device").exists(),
+                    is_part=(folder / "master").exists(),
+                    is_bridge=(folder / "bridge").exists(),
+                    rdma_devices=tuple(f"{rdma.name}:{port}" for port in rdma.rdma_ports)
+                    if rdma
+                    else (),
+                )
+            )
+    return found
+
+
+def _addresses(name: str) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
+    """The interface's first IPv4 address and all its IPv6 ones."""
+    found: list[ipaddress.IPv4Interface | ipaddress.IPv6Interface] = []
+    request = struct.pack("256s", name.encode()[:15])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        address, mask = (
+            socket.inet_ntoa(fcntl.ioctl(asked, question, request)[20:24])
+            for question in (_SIOCGIFADDR, _SIOCGIFNETMASK)
+        )
+        found.append(ipaddress.IPv4Interface(f"{address}/{mask}"))
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            raw, _, prefix, _, _, owner = line.split()
+            if owner == name:
+                address6 = ipaddress.IPv6Address(bytes.fromhex(raw))
+                found.append(ipaddress.IPv6Interface((address6, int(prefix, 16))))
+    return found
+
+
+def host_data_network() -> DataNetwork:
+    """Which cards of this host move KV by NIXL to other hosts, as the environment says now."""
+    return data_network(
+        host_interfaces(), os.environ.get(TRUSTED_NICS), os.environ.get("UCX_NET_DEVICES", "")
+    )
+
+
+def has_carrier(interface: str) -> bool:
+    """Is the card up, as far as this host can see? False: nothing comes through it."""
+    return _text(Path(SYS, NETS, interface, "operstate")) in ("up", "unknown")
 
 
 def topology_json() -> str:

@@ -9,6 +9,8 @@ Which transport serves a node is decided per node, by `mode`:
     tcp     every node by plain TCP, the own one too
 
 The directory is asked rarely: at start, for a name that is not known, and after a transfer failed.
+A node of another host is reached by one NIXL agent per network card, where nic_choice.py says so.
+
 A node whose transfer failed is left alone for BAD_NODE_S, so that one dead node costs one deadline
 and not one per request; a new incarnation of it is used at once.
 
@@ -30,7 +32,9 @@ from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.segment import host_id
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
+from mooncake_store.transports.host_topology import host_data_network
 from mooncake_store.transports.mapped_transport import MappedTransport
+from mooncake_store.transports.nic_transport import MultiNicTransport
 from mooncake_store.transports.nixl_agent import NixlUnavailable
 from mooncake_store.transports.nixl_transport import NixlTransport
 from mooncake_store.transports.paths.path_cost import CopyRoute, best_copies, distance, named_copy
@@ -106,7 +110,7 @@ class KnownNodes:
         self._host_id = host_id("/dev/shm/segment")  # while the own node is not registered
         self.mapped = MappedTransport(before_close=lambda segment: self.unregister(segment.view))
         self.tcp = TcpTransport()
-        self.nixl = _nixl(mode)
+        self.nixl = self._nixl()
         self.traffic = Traffic()
         self.bytes_per_s: dict[str, float] = {}  # from node_id; as rates.py measured last
         self.refresh()
@@ -165,7 +169,7 @@ class KnownNodes:
         """How bytes of this node get here; None when they cannot in this mode."""
         if info.is_ssd:
             return None  # its node restores what lies there first
-        has_nixl = self.nixl is not None and bool(info.agent_name)
+        has_nixl = self.nixl is not None and self.nixl.reaches(info, self.is_same_host(info))
         has_tcp = bool(info.data_address)
         if self._mode == "tcp":
             return self.tcp if has_tcp else None
@@ -259,15 +263,17 @@ class KnownNodes:
         for transport in self.transports():
             transport.close()
 
-
-def _nixl(mode: str) -> NixlTransport | None:
-    """NIXL where the mode wants it; without it `auto` goes on, and says so."""
-    if mode in ("mapped", "tcp"):
-        return None
-    try:
-        return NixlTransport()
-    except NixlUnavailable as error:
-        if mode == "nixl":
-            raise
-        log.warning("goes on without NIXL, by plain TCP to other hosts: %s", error)
-        return None
+    def _nixl(self) -> NixlTransport | MultiNicTransport | None:
+        """NIXL where the mode wants it; without it `auto` goes on, and says so."""
+        if self._mode in ("mapped", "tcp"):
+            return None
+        network = host_data_network()
+        try:
+            if network.nics or network.is_closed:
+                return MultiNicTransport(network, self.is_same_host)
+            return NixlTransport()
+        except NixlUnavailable as error:
+            if self._mode == "nixl":
+                raise
+            log.warning("goes on without NIXL, by plain TCP to other hosts: %s", error)
+            return None

@@ -11,8 +11,10 @@ The stock wrapper, as measured with nixl 1.5.1 on a machine without RDMA:
 * it dies with a filesystem error when HOME is unreadable, and with a segmentation fault at exit
   when Debian's libibverbs is installed too (UCX_MODULES=^ib, or os._exit on RDMA hosts).
 
-UCX reads its settings when the first agent is made: this file sets them before it imports nixl.
-Everything set here can be overridden from outside (setdefault).
+UCX reads its settings when an agent is made: this file sets most of them before it imports nixl.
+Everything set there can be overridden from outside (setdefault). An agent for certain network cards
+gets its own UCX_NET_DEVICES for the moment in which it is made, and without RDMA UCX_TLS=tcp, so
+that it never copies through the kernel between what only look like two hosts.
 
 Not here: moving bytes (nixl_transport.py).
 """
@@ -27,10 +29,10 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +49,37 @@ _making = threading.Lock()
 
 class NixlUnavailable(StoreError):
     """NIXL cannot be used here; the message says why and what to do."""
+
+
+class AgentDevices(NamedTuple):
+    """The network cards of one agent; none named: as the environment says."""
+
+    net_devices: str = ""  # as in UCX_NET_DEVICES
+    is_tcp_only: bool = False
+
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        """Settings that UCX reads while this block makes an agent."""
+        wished = {"UCX_NET_DEVICES": self.net_devices} if self.net_devices else {}
+        if self.is_tcp_only and "UCX_TLS" not in os.environ:
+            wished["UCX_TLS"] = "tcp"
+        before = {name: os.environ.get(name) for name in wished}
+        os.environ.update(wished)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    @property
+    def remedy(self) -> str:
+        return f"; is the network card {self.net_devices} up?" if self.net_devices else ""
+
+
+ALL_DEVICES = AgentDevices()
 
 
 def has_rdma() -> bool:
@@ -126,7 +159,7 @@ def nixl_errors() -> tuple[type[Exception], ...]:
     return (*found, NixlUnavailable)
 
 
-def make_agent(name: str, has_progress_thread: bool) -> Any:
+def make_agent(name: str, has_progress_thread: bool, devices: AgentDevices = ALL_DEVICES) -> Any:
     """A nixl_agent with the UCX backend, not thread-safe (SYNC_NONE): its owner has a lock.
 
     `name` must be unique in time too: a peer refuses a name that it already knows.
@@ -137,11 +170,13 @@ def make_agent(name: str, has_progress_thread: bool) -> Any:
     """
     agent = _bare_agent(name, has_progress_thread)
     try:
-        agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "num_workers": "1"})
+        with _making, devices.environment():
+            agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "num_workers": "1"})
     except nixl_errors() as error:
         raise NixlUnavailable(
             f"NIXL's UCX backend does not start ({error}); UCX_TLS={os.environ.get('UCX_TLS')}: "
             "leave UCX_TLS unset, or name tcp in it (errors of a peer are seen over tcp only)"
+            f"{devices.remedy}"
         ) from error
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
     return agent
@@ -175,9 +210,11 @@ def _with_progress_delay(stock: Any) -> Any:
 class NodeAgent:
     """A storage node's side: registers its segment once and answers without the GIL."""
 
-    def __init__(self, name: str, address: int, size_bytes: int) -> None:
+    def __init__(
+        self, name: str, address: int, size_bytes: int, devices: AgentDevices = ALL_DEVICES
+    ) -> None:
         self.name = name
-        self._agent = make_agent(name, has_progress_thread=True)
+        self._agent = make_agent(name, has_progress_thread=True, devices=devices)
         self._memory: Any = self._agent.register_memory([(address, size_bytes, 0, "")], "DRAM")
         self.metadata: bytes = self._agent.get_agent_metadata()
 

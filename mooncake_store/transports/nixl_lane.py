@@ -27,7 +27,13 @@ import numpy.typing as npt
 from mooncake_store.errors import TransferFailed
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
-from mooncake_store.transports.nixl_agent import NixlUnavailable, make_agent, nixl_errors
+from mooncake_store.transports.nixl_agent import (
+    ALL_DEVICES,
+    AgentDevices,
+    NixlUnavailable,
+    make_agent,
+    nixl_errors,
+)
 from mooncake_store.transports.transport import LocalSpan, TransferBatch
 
 Offsets = npt.NDArray[np.uint64]
@@ -72,13 +78,15 @@ class Transfer:
 class AgentLane:
     """An agent, its lock and everything that hangs on it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, devices: AgentDevices = ALL_DEVICES) -> None:
         self.lock = threading.Lock()
+        self.devices = devices
         self.orphans: list[Transfer] = []
         self.has_failed = False  # a connection broke once: do not hand this lane on
+        self.is_frozen = False  # never to be called again, so that nothing of it moves any more
         self._errors = nixl_errors()
         self._failures: tuple[type[Exception], ...] = (*self._errors, TransferFailed)
-        self._agent = make_agent(name, has_progress_thread=False)
+        self._agent = make_agent(name, has_progress_thread=False, devices=devices)
         self._registered: dict[Region, Any] = {}
         self._busy: Counter[Region] = Counter()  # transfers under way in it, orphans included
         self._leaving: set[Region] = set()  # to be unregistered when the last of these has ended
@@ -159,6 +167,21 @@ class AgentLane:
                 self._release(self._prepared.pop(key))
             with contextlib.suppress(*self._errors):
                 self._agent.remove_remote_agent(peer.agent_name)
+
+    def has_transfers(self, node_id: str) -> bool:
+        """Is anything with this node under way, orphans included?"""
+        peer = self._peers.get(node_id)
+        return peer is not None and peer.transfers > 0
+
+    def freeze(self) -> None:
+        """Nothing calls this agent ever again.
+
+        It has no thread of its own, so nothing is read from its connections any more and no byte of
+        its transfers reaches local memory: the memory that they were given may be used again.
+        """
+        self.is_frozen = True
+        self.orphans.clear()
+        self._registered.clear()
 
     def post(self, batch: TransferBatch) -> Transfer:
         """Start a transfer; it may be done already. The spans have been checked."""

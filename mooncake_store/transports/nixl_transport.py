@@ -12,7 +12,14 @@ handle is released and the peer removed (measured). So its handle and buffers be
 polled until it resolves; pending_targets() says which local memory is not safe meanwhile. Agents
 here have no progress thread, so bytes over TCP arrive only while somebody polls.
 
-Not here: making agents (nixl_agent.py), one lane's calls (nixl_lane.py).
+Therefore a transfer over TCP can be revoked after all, at a price: its lane is *frozen*, which means
+that nobody calls its agent again, and another lane takes its position. An agent cannot be destroyed
+(nixl_agent.py), so a frozen one stays, with its connections, until the process ends; a process
+freezes FROZEN_MAX at most. Only the local side is safe then: what a write has handed to the kernel
+may still reach the node when the network is there again.
+
+Not here: making agents (nixl_agent.py), one lane's calls (nixl_lane.py), several network cards
+(nic_transport.py).
 """
 
 from __future__ import annotations
@@ -22,35 +29,68 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
+from mooncake_store.transports.nixl_agent import ALL_DEVICES, AgentDevices
 from mooncake_store.transports.nixl_lane import AgentLane, Region, Transfer
 from mooncake_store.transports.transport import LocalSpan, TransferBatch, Transport
 
 LANES_MAX = 4
+FROZEN_MAX = 16
 SPIN_S = 0.002  # poll without sleeping for this long: a TCP transfer of a few MB
 POLL_S = 0.0001  # then this often: a silent peer must not cost a core
 
 _keeping = threading.Lock()
 _spare: list[AgentLane] = []  # closed in good health: the next transport uses them
 _abandoned: list[AgentLane] = []  # closed with orphans: their memory must outlive them
+_frozen: list[AgentLane] = []  # of transports that gave a path up
+
+
+class LaneFrozen(TransferFailed):
+    """Another transfer of this lane was given up, and the lane with it; nothing more will arrive."""
+
+
+class PostedTransfer(NamedTuple):
+    """A transfer under way, and the lane that it is on."""
+
+    batch: TransferBatch
+    lane: AgentLane
+    transfer: Transfer
+
+    @property
+    def is_done(self) -> bool:
+        return self.transfer.is_done
+
+
+def frozen_agents() -> int:
+    """How many agents of this process were given up for good."""
+    return len(_frozen)
+
+
+def pause(idle_since_s: float) -> None:
+    """Between two polls of something that has not moved since then (time.monotonic())."""
+    time.sleep(0.0 if time.monotonic() < idle_since_s + SPIN_S else POLL_S)
 
 
 class NixlTransport(Transport):
-    """See transport.Transport."""
+    """See transport.Transport. `devices`: the network cards that its agents use."""
 
     name = "nixl"
 
-    def __init__(self) -> None:
+    def __init__(self, devices: AgentDevices = ALL_DEVICES) -> None:
         super().__init__()
+        self._devices = devices
         self._lock = threading.Lock()  # of the two lists and of making lanes
         self._regions: list[Region] = []
         self._names = itertools.count()
         self._prefix = f"client-{os.getpid()}-{secrets.token_hex(4)}"
+        self._is_closed = False
         self._lanes = [self._new_lane()]
 
     def register(self, buffer: ByteArray) -> None:
@@ -63,7 +103,7 @@ class NixlTransport(Transport):
         """Have so many now, and not in the middle of a request: each has some ten descriptors."""
         assert 1 <= count <= LANES_MAX, count
         with self._lock:
-            while 0 < len(self._lanes) < count:
+            while not self._is_closed and len(self._lanes) < count:
                 self._lanes.append(self._new_lane())
 
     def unregister(self, buffer: ByteArray) -> None:
@@ -71,11 +111,18 @@ class NixlTransport(Transport):
         with self._lock:
             gone = [region for region in self._regions if region.address == address]
             self._regions = [region for region in self._regions if region.address != address]
+        for lane in self._each_lane():
+            for region in gone:
+                lane.unregister(region)
+
+    def _each_lane(self) -> Iterator[AgentLane]:
+        """Each lane that is not frozen, with its lock held meanwhile."""
+        with self._lock:
             lanes = list(self._lanes)
         for lane in lanes:
             with lane.lock:
-                for region in gone:
-                    lane.unregister(region)
+                if not lane.is_frozen:
+                    yield lane
 
     def connect(self, node: NodeInfo) -> None:
         lane = self._take_lane(time.monotonic() + 60.0)
@@ -84,39 +131,93 @@ class NixlTransport(Transport):
         finally:
             lane.lock.release()
 
+    def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
+        """Can NIXL move bytes between this process and the node?"""
+        return bool(node.agent_name) and (is_same_host or not node.is_agent_local)
+
     def _transfer(self, batch: TransferBatch) -> None:
+        self.move(batch)
+
+    def move(self, batch: TransferBatch) -> None:
+        """Move all of it; the spans have been checked, and somebody else counts."""
+        posted = self.begin(batch)
+        began_s = time.monotonic()
+        while not posted.is_done:
+            if time.monotonic() >= batch.until_s:
+                self.leave(posted)
+                return
+            pause(began_s)
+            self.poll(posted)
+
+    def begin(self, batch: TransferBatch) -> PostedTransfer:
+        """Start a transfer, whose spans have been checked; it may be done already."""
         lane = self._take_lane(batch.until_s)
         try:
             lane.reap()
-            transfer = lane.post(batch)
+            return PostedTransfer(batch, lane, lane.post(batch))
         finally:
             lane.lock.release()
-        spin_until_s = time.monotonic() + SPIN_S
-        while not transfer.is_done:
-            now_s = time.monotonic()
-            if now_s >= batch.until_s:
-                self._give_up(lane, batch.node, transfer)
-                return
-            time.sleep(0.0 if now_s < spin_until_s else POLL_S)
-            with lane.lock:
-                lane.poll(transfer)
 
-    def _give_up(self, lane: AgentLane, node: NodeInfo, transfer: Transfer) -> None:
-        with lane.lock:
-            lane.poll(transfer)
-            if transfer.is_done:
-                return  # at the last moment
-            lane.orphans.append(transfer)
+    def poll(self, posted: PostedTransfer) -> bool:
+        """Is it done? TransferFailed when it failed; LaneFrozen when it cannot end any more."""
+        with posted.lane.lock:
+            if posted.lane.is_frozen and not posted.is_done:
+                raise LaneFrozen("the path was given up")
+            posted.lane.poll(posted.transfer)
+        return posted.is_done
+
+    def leave(self, posted: PostedTransfer) -> None:
+        """Its deadline has passed: it becomes an orphan, and TransferTimeout says so.
+
+        Nothing happens when it ends at this last moment.
+        """
+        if self.poll(posted):
+            return
+        with posted.lane.lock:
+            posted.lane.orphans.append(posted.transfer)
         raise TransferTimeout(
-            f"node {node.node_id} did not move the bytes within the deadline: it is frozen, cut "
-            "off or overloaded; they may still arrive, so the targets stay quarantined"
+            f"node {posted.batch.node.node_id} did not move the bytes within the deadline: it is "
+            "frozen, cut off or overloaded; they may still arrive, so the targets stay quarantined"
         )
+
+    def freeze(self, node_id: str) -> bool:
+        """Give up all that is under way with this node, and forget its connections.
+
+        Nothing of it arrives in local memory after this. False: FROZEN_MAX agents are given up
+        already, so nothing was done.
+        """
+        for lane in self._each_lane():
+            if not lane.has_transfers(node_id):
+                lane.disconnect(node_id)
+                continue
+            with _keeping:
+                if len(_frozen) >= FROZEN_MAX:
+                    return False
+                _frozen.append(lane)
+            lane.freeze()
+        with self._lock:
+            self._lanes = [lane for lane in self._lanes if not lane.is_frozen]
+        return True
 
     def _take_lane(self, until_s: float) -> AgentLane:
         """A lane with its lock held and every buffer registered."""
+        lane = self._locked_lane(until_s)
+        while lane.is_frozen:  # by somebody who had its lock a moment ago
+            lane.lock.release()
+            lane = self._locked_lane(until_s)
+        try:
+            lane.register(self._regions)  # read under the lane's lock: what is taken out meanwhile
+            # is unregistered by whoever did it, as soon as he gets that lock
+        except BaseException:
+            lane.lock.release()
+            raise
+        return lane
+
+    def _locked_lane(self, until_s: float) -> AgentLane:
         with self._lock:
+            self._lanes = [lane for lane in self._lanes if not lane.is_frozen]
             lane = next((lane for lane in self._lanes if lane.lock.acquire(False)), None)
-            if lane is None and 0 < len(self._lanes) < LANES_MAX:
+            if lane is None and not self._is_closed and len(self._lanes) < LANES_MAX:
                 lane = self._new_lane()
                 lane.lock.acquire()
                 self._lanes.append(lane)
@@ -127,45 +228,40 @@ class NixlTransport(Transport):
             lane = lanes[threading.get_ident() % len(lanes)]
             if not lane.lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
                 raise TransferTimeout("every NIXL lane of this process is busy; nothing was moved")
-        try:
-            lane.register(self._regions)  # read under the lane's lock: what is taken out meanwhile
-            # is unregistered by whoever did it, as soon as he gets that lock
-        except BaseException:
-            lane.lock.release()
-            raise
         return lane
 
     def _new_lane(self) -> AgentLane:
         with _keeping:
-            if _spare:
-                return _spare.pop()
-        return AgentLane(f"{self._prefix}-{next(self._names)}")
+            for lane in _spare:
+                if lane.devices == self._devices:
+                    _spare.remove(lane)
+                    return lane
+        return AgentLane(f"{self._prefix}-{next(self._names)}", self._devices)
 
     def pending_targets(self) -> list[LocalSpan]:
         found: list[LocalSpan] = []
         with self._lock:
-            lanes = list(self._lanes)
+            lanes = [lane for lane in self._lanes if lane.orphans]
         for lane in lanes:
-            if not lane.orphans:
-                continue
             with lane.lock:
-                lane.reap()
-                for orphan in lane.orphans:
-                    found += orphan.targets
+                if not lane.is_frozen:
+                    lane.reap()
+                    for orphan in lane.orphans:
+                        found += orphan.targets
         return found
 
     def disconnect(self, node_id: str) -> None:
-        with self._lock:
-            lanes = list(self._lanes)
-        for lane in lanes:
-            with lane.lock:
-                lane.disconnect(node_id)
+        for lane in self._each_lane():
+            lane.disconnect(node_id)
 
     def close(self) -> None:
         with self._lock:
+            self._is_closed = True
             lanes, self._lanes = self._lanes, []
         for lane in lanes:
             with lane.lock:
+                if lane.is_frozen:
+                    continue
                 is_empty = lane.close()
             with _keeping:
                 if not is_empty:

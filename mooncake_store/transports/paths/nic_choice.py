@@ -1,0 +1,118 @@
+"""Which network cards (NICs) of a host move KV, and which card of one host talks to which of another.
+
+UCX does not fail over: an agent that uses two cards hangs when one of them is cut in the middle of
+a transfer. So where a host has several cards to other hosts, each gets a NIXL agent of its own, in
+storage nodes and in clients. One agent more, *shared*, is that of a host with one card: it serves
+the processes of its own host (which copy through the kernel), and where no card has an agent, all.
+
+What is chosen:
+
+* the operator names cards (MOONCAKE_TRUSTED_NICS): each of them gets an agent, be it only one, and
+  the shared agent keeps to the loopback and to them. None named: NIXL moves nothing between hosts;
+* UCX_NET_DEVICES names several interfaces: each of them gets an agent. It names one, or devices of
+  RDMA: UCX does as it is told, with one agent;
+* the host has RDMA: UCX chooses among its cards, with one agent;
+* else each card that is up and has an address, if there are at least two.
+
+Two cards make a *pair* when they share a network. Cards that share none with any card of the other
+side are paired in order, since there is a router between them; so that the cards of a rail, which
+have the same position on each host, meet.
+
+Not here: reading cards (host_topology.py), using pairs (nic_paths.py, nic_transport.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mooncake_store.records.membership import NicAgent
+
+LOOPBACK_DEVICE = "lo"
+PAIRS_MAX = 16  # of two hosts
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One network interface of this host."""
+
+    name: str
+    addresses: tuple[str, ...] = ()  # without those that reach this link or this host only
+    networks: tuple[str, ...] = ()  # of these addresses, as in "10.78.0.0/24"
+    is_up: bool = True
+    is_physical: bool = True  # a device is behind it (also one that a hypervisor shows)
+    is_part: bool = False  # of a bridge or bond, which is used in its stead
+    is_bridge: bool = False
+    rdma_devices: tuple[str, ...] = ()  # as UCX names them, "mlx5_0:1"; () without RDMA
+
+    @property
+    def ucx_devices(self) -> str:
+        """UCX_NET_DEVICES for this card alone."""
+        return ",".join([*self.rdma_devices, self.name])
+
+
+@dataclass(frozen=True, slots=True)
+class DataNetwork:
+    """How this host's KV reaches other hosts by NIXL."""
+
+    nics: tuple[Interface, ...] = ()  # each with an agent of its own, for other hosts
+    shared_devices: str = ""  # UCX_NET_DEVICES of the shared agent; "": as the environment says
+    is_closed: bool = False  # other hosts are reached by `nics` only, or by NIXL not at all
+    missing: tuple[str, ...] = ()  # named by the operator, and not there
+
+
+def data_network(
+    interfaces: Sequence[Interface], trusted: str | None, ucx_net_devices: str
+) -> DataNetwork:
+    """`trusted` as in MOONCAKE_TRUSTED_NICS, None where it is not set; and UCX_NET_DEVICES."""
+    by_name = {each.name: each for each in interfaces}
+    if trusted is not None:
+        names = _names(trusted)
+        nics = tuple(by_name[name] for name in names if name in by_name)
+        devices = ",".join([LOOPBACK_DEVICE, *(nic.ucx_devices for nic in nics)])
+        missing = tuple(name for name in names if name not in by_name)
+        return DataNetwork(nics, devices, is_closed=True, missing=missing)
+    if ucx_net_devices:
+        names = [name for name in _names(ucx_net_devices) if name != LOOPBACK_DEVICE]
+        if all(name in by_name for name in names) and len(names) > 1:
+            return DataNetwork(tuple(by_name[name] for name in names))
+        return DataNetwork()
+    if any(each.rdma_devices for each in interfaces):
+        return DataNetwork()
+    usable = [
+        each for each in interfaces
+        if each.is_up and each.addresses and not each.is_part and not each.is_bridge
+    ]  # fmt: skip
+    usable = [each for each in usable if each.is_physical] or usable
+    return DataNetwork(tuple(usable)) if len(usable) > 1 else DataNetwork()
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def nic_pairs(own: Sequence[Interface], theirs: Sequence[NicAgent]) -> list[tuple[int, int]]:
+    """Positions in `own` and in `theirs` of the cards that talk with each other.
+
+    Each card that reaches one of the other side is in a pair, the first pairs use different cards.
+    """
+    pairs: list[tuple[int, int]] = []
+    networks = dict.fromkeys(network for each in own for network in each.networks)
+    for network in networks:
+        here = [i for i, each in enumerate(own) if network in each.networks]
+        there = [i for i, each in enumerate(theirs) if network in each.networks]
+        pairs += _in_turn(here, there)
+    paired_here, paired_there = {here for here, _ in pairs}, {there for _, there in pairs}
+    pairs += _in_turn(
+        [i for i in range(len(own)) if i not in paired_here],
+        [i for i in range(len(theirs)) if i not in paired_there],
+    )
+    return list(dict.fromkeys(pairs))[:PAIRS_MAX]
+
+
+def _in_turn(here: Sequence[int], there: Sequence[int]) -> list[tuple[int, int]]:
+    """Each of both at least once; none where one side is empty."""
+    if not here or not there:
+        return []
+    count = max(len(here), len(there))
+    return [(here[i % len(here)], there[i % len(there)]) for i in range(count)]
