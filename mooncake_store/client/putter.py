@@ -7,7 +7,8 @@ computed on the way; elsewhere it goes through the transport of the node.
 
 What follows a failure is what may still happen: after a failed transfer nothing is in flight, and
 the slots go back at once; after a timeout bytes may still arrive, so the slots rest until the lease
-ends.
+ends. Where one of several network paths got stuck (WriteGivenUp) they begin to rest at once, and
+the blocks are written once more, into other slots.
 
 Not here: the caller's arguments and which node (client.py), who may write where (the directory).
 """
@@ -23,7 +24,7 @@ import numpy as np
 
 from mooncake_store.client.restorer import LEASE_MARGIN_S
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.errors import NodeUnknown, TransferFailed, TransferTimeout
+from mooncake_store.errors import NodeUnknown, TransferFailed, TransferTimeout, WriteGivenUp
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING
 from mooncake_store.memory.buffers import ByteArray, checksum, copy_and_sum
 from mooncake_store.memory.registrations import Registrations, Scratch
@@ -37,6 +38,7 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan
 
 log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
+ATTEMPTS_MAX = 3  # each but the last has found a network path stuck
 
 
 class Write(NamedTuple):
@@ -82,6 +84,26 @@ class Putter:
         deadline_s: float,
     ) -> list[bool]:
         """`sources` have one size. True: it is in the store, by now or from before."""
+        until_s = time.monotonic() + deadline_s
+        for attempt in range(ATTEMPTS_MAX):
+            name = f"{owner}+{attempt}" if attempt else owner
+            try:
+                return self._put(node_id, keys, sources, name, _left(until_s))
+            except WriteGivenUp as error:
+                log.warning("put on node_id=%s: %s", node_id, error)
+                self._directory.release(name)
+            except TransferTimeout:  # no time was left for another attempt
+                break
+        return [False] * len(keys)
+
+    def _put(
+        self,
+        node_id: str,
+        keys: Sequence[bytes],
+        sources: Sequence[ByteArray],
+        owner: str,
+        deadline_s: float,
+    ) -> list[bool]:
         info, given = self._allocate(node_id, keys, sources[0].nbytes, owner, deadline_s)
         done = [slot is None and at < given.covered for at, slot in enumerate(given.slots)]
         try:
@@ -108,6 +130,8 @@ class Putter:
         try:
             with self._registrations.covering([write.source for write in writes]):
                 digests = self._write(info, writes, deadline_s)
+        except WriteGivenUp:
+            raise
         except TransferTimeout as error:
             log.warning("put on node_id=%s: %s", node_id, error)
             return done

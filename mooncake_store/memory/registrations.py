@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mooncake_store.errors import TransferTimeout
+from mooncake_store.errors import TransferTimeout, WriteGivenUp
 from mooncake_store.memory.buffers import ByteArray
 
 SCRATCH_BYTES = 128 * 1024  # 2,048 headers
@@ -100,6 +100,8 @@ class Registrations:
         is_certain = True
         try:
             yield
+        except WriteGivenUp:  # nothing reads the memory any more
+            raise
         except TransferTimeout:
             is_certain = False
             raise
@@ -157,6 +159,8 @@ class Scratch:
         is_safe = True
         try:
             yield buffer
+        except WriteGivenUp:
+            raise
         except TransferTimeout:
             is_safe = False
             raise

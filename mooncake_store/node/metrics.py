@@ -16,6 +16,8 @@ from prometheus_client.registry import Collector
 
 from mooncake_store.process.metrics_page import Latencies, counter, counters, gauge, gauges
 from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.nixl_transport import frozen_agents
+from mooncake_store.transports.paths.nic_paths import NicCounters
 from mooncake_store.transports.transport import TransferCounters
 from mooncake_store.wire.node_protocol import AnyControl, NodeStats
 
@@ -50,6 +52,7 @@ class ReaderCollector(Collector):
             return
         counted = {transport.name: transport.counters for transport in nodes.transports()}
         yield from transfer_families("mooncake_reader_", counted)
+        yield from nic_families("mooncake_reader_", nodes.nic_counters(), frozen_agents())
         asked, routes = nodes.traffic.asked_bytes(), nodes.routes()
         rows, rates = [], []
         for info in nodes.all():
@@ -103,6 +106,38 @@ def transfer_families(prefix: str, counted: Mapping[str, TransferCounters]) -> I
         ["transport", "kind"],
         [((name, kind), value) for name, c in items
          for kind, value in (("failed", c.failures), ("timeout", c.timeouts))],
+    )  # fmt: skip
+
+
+def nic_families(
+    prefix: str, counted: Mapping[str, NicCounters], agents_given_up: int
+) -> Iterator[Metric]:
+    """What went over each network card that has a NIXL agent of its own; nothing without such."""
+    if not counted:
+        return
+    items = sorted(counted.items())
+    yield counters(
+        prefix + "nic_bytes", "Bytes moved to and from other hosts.", ["nic", "direction"],
+        [((name, way), value) for name, c in items
+         for way, value in (("read", c.read_bytes), ("write", c.write_bytes))],
+    )  # fmt: skip
+    yield counters(
+        prefix + "nic_failures", "Parts that failed, or were overdue and moved elsewhere.",
+        ["nic", "kind"],
+        [((name, kind), value) for name, c in items
+         for kind, value in (("failed", c.failures), ("given_up", c.given_up))],
+    )  # fmt: skip
+    yield counters(
+        prefix + "nic_rests", "Times that a path of this card began to rest.", ["nic"],
+        [((name,), c.rests) for name, c in items],
+    )  # fmt: skip
+    yield gauges(
+        prefix + "nic_resting_paths", "Paths of this card that rest now.", ["nic"],
+        [((name,), c.resting) for name, c in items],
+    )  # fmt: skip
+    yield counter(
+        prefix + "nixl_agents_given_up", "NIXL agents that stay unused until the process ends.",
+        agents_given_up,
     )  # fmt: skip
 
 

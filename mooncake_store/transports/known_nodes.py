@@ -37,6 +37,7 @@ from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.nic_transport import MultiNicTransport
 from mooncake_store.transports.nixl_agent import NixlUnavailable
 from mooncake_store.transports.nixl_transport import NixlTransport
+from mooncake_store.transports.paths.nic_paths import NicCounters
 from mooncake_store.transports.paths.path_cost import CopyRoute, best_copies, distance, named_copy
 from mooncake_store.transports.tcp_transport import TcpTransport
 from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
@@ -244,6 +245,10 @@ class KnownNodes:
     def transports(self) -> list[Transport]:
         found: list[Transport] = [self.mapped, self.tcp]
         return found if self.nixl is None else [*found, self.nixl]
+
+    def nic_counters(self) -> dict[str, NicCounters]:
+        """By network card of this host that has a NIXL agent of its own; see nic_transport.py."""
+        return self.nixl.nic_counters() if isinstance(self.nixl, MultiNicTransport) else {}
 
     def pending_targets(self) -> list[LocalSpan]:
         """Local memory into which a read that timed out may still write."""

@@ -1,4 +1,4 @@
-"""Transport over NIXL with an agent for each network card, so that one cut card costs a moment only.
+"""Transport over NIXL with an agent for each network card: one that is cut costs a moment only.
 
 Nodes of this host are reached by the shared agent, as ever. A transfer with another host is cut
 into parts, and each goes over one pair of cards (nic_paths.py says over which, and when it is given
@@ -26,7 +26,6 @@ Not here: which cards there are (nic_choice.py), one agent's transfers (nixl_tra
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
@@ -89,9 +88,7 @@ class MultiNicTransport(Transport):
 
     name = "nixl"
 
-    def __init__(
-        self, network: DataNetwork, is_same_host: Callable[[NodeInfo], bool]
-    ) -> None:
+    def __init__(self, network: DataNetwork, is_same_host: Callable[[NodeInfo], bool]) -> None:
         super().__init__()
         self.lock = threading.Lock()  # of every NicPath
         self._network = network
@@ -163,11 +160,18 @@ class MultiNicTransport(Transport):
                 try:
                     made = NixlTransport(devices)
                     for buffer in [self.scratch, *self._buffers]:
-                        made.register(buffer)
+                        made.remember(buffer)
                 except NixlUnavailable as error:
                     raise TransferFailed(f"network card {nic.name}: {error}") from error
                 self._cards[nic.name] = made
             return made
+
+    def begin(self, route: NicRoute, batch: TransferBatch) -> PostedTransfer:
+        """TransferFailed, too, while the card is down."""
+        try:
+            return self.card(route.nic).begin(batch)
+        except NixlUnavailable as error:  # it wanted a further agent
+            raise TransferFailed(f"network card {route.nic.name}: {error}") from error
 
     def _made(self) -> list[NixlTransport]:
         with self._making:
@@ -179,8 +183,9 @@ class MultiNicTransport(Transport):
         with self._making:
             self._buffers = [*self._buffers, buffer]
             cards = list(self._cards.values())
-        for transport in [self._shared, *cards]:
-            transport.register(buffer)
+        self._shared.register(buffer)
+        for card in cards:
+            card.remember(buffer)  # it may be down at this moment
 
     def unregister(self, buffer: ByteArray) -> None:
         address = int(buffer.ctypes.data)
@@ -274,14 +279,15 @@ class MultiNicTransport(Transport):
     def _probe(self, route: NicRoute) -> None:
         """One step: begin a probe, or look after the one that is under way."""
         try:
-            card = self.card(route.nic)
             if route.probe is None:
+                if not has_carrier(route.nic.name):
+                    raise TransferFailed(f"network card {route.nic.name} is down")
                 route.probes += 1
                 is_blind = route.probes % BLIND_PROBES == 0
                 if not is_blind and not _is_reached(route.nic.addresses, route.addresses):
                     raise TransferFailed("the card there is not reached")
-                route.probe = card.begin(self.hello(route.node))
-            is_done = card.poll(route.probe)
+                route.probe = self.begin(route, self.hello(route.node))
+            is_done = self.card(route.nic).poll(route.probe)
         except TransferFailed as error:
             log.debug("%s to %s: %s", route.nic.name, route.path.peer, error)
             route.probe = None
@@ -401,7 +407,7 @@ class SplitTransfer:
     def _post(self, at: int, pieces: list[Piece], batch: TransferBatch) -> bool:
         route, size_bytes = self._routes[at], sum(span.length_bytes for span in batch.remote)
         try:
-            posted = self._owner.card(route.nic).begin(batch)
+            posted = self._owner.begin(route, batch)
         except TransferTimeout as error:  # every lane is busy until the deadline
             self._error = error
             return False

@@ -12,8 +12,8 @@ handle is released and the peer removed (measured). So its handle and buffers be
 polled until it resolves; pending_targets() says which local memory is not safe meanwhile. Agents
 here have no progress thread, so bytes over TCP arrive only while somebody polls.
 
-Therefore a transfer over TCP can be revoked after all, at a price: its lane is *frozen*, which means
-that nobody calls its agent again, and another lane takes its position. An agent cannot be destroyed
+Therefore a transfer over TCP can be revoked after all, at a price: its lane is *frozen*, so that
+nobody calls its agent again, and another lane takes its position. An agent cannot be destroyed
 (nixl_agent.py), so a frozen one stays, with its connections, until the process ends; a process
 freezes FROZEN_MAX at most. Only the local side is safe then: what a write has handed to the kernel
 may still reach the node when the network is there again.
@@ -53,7 +53,7 @@ _frozen: list[AgentLane] = []  # of transports that gave a path up
 
 
 class LaneFrozen(TransferFailed):
-    """Another transfer of this lane was given up, and the lane with it; nothing more will arrive."""
+    """Another transfer of this lane was given up, and the lane with it: nothing more arrives."""
 
 
 class PostedTransfer(NamedTuple):
@@ -94,10 +94,14 @@ class NixlTransport(Transport):
         self._lanes = [self._new_lane()]
 
     def register(self, buffer: ByteArray) -> None:
+        self.remember(buffer)
+        self._take_lane(time.monotonic() + 60.0).lock.release()  # complain now if it cannot be
+
+    def remember(self, buffer: ByteArray) -> None:
+        """Register it with the next transfer."""
         assert buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.flags.c_contiguous
         with self._lock:
             self._regions = [*self._regions, Region(buffer)]
-        self._take_lane(time.monotonic() + 60.0).lock.release()  # complain now if it cannot be
 
     def make_lanes(self, count: int) -> None:
         """Have so many now, and not in the middle of a request: each has some ten descriptors."""

@@ -1,4 +1,4 @@
-"""Which network cards (NICs) of a host move KV, and which card of one host talks to which of another.
+"""Which network cards (NICs) of a host move KV, and which card here talks to which card there.
 
 UCX does not fail over: an agent that uses two cards hangs when one of them is cut in the middle of
 a transfer. So where a host has several cards to other hosts, each gets a NIXL agent of its own, in

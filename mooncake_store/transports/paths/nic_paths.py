@@ -30,7 +30,7 @@ from typing import NamedTuple
 PART_BYTES_MIN = 256 * 1024  # below, a second path costs more than it gives
 PART_BYTES_MAX = 2 * 1024**2
 PARTS_PER_PATH_MAX = 2  # of one call: one moves, one waits, so that the path never idles
-ALLOWANCE_S, ALLOWANCE_S_MIN = 1.0, 0.25
+ALLOWANCE_S, ALLOWANCE_S_MIN = 1.5, 0.25  # TCP asks again for a connection after 1 s
 UNKNOWN_BYTES_PER_S = 50e6  # assumed until a path has moved a part; a slow card
 SLOWER_MAX = 4.0  # so many times slower than lately is not stuck
 LOOK_S = 0.05
@@ -41,7 +41,7 @@ _SMOOTHING = 0.2
 class Piece(NamedTuple):
     """Some bytes of one span of a call."""
 
-    index: int  # of the span
+    span: int  # its position
     start_bytes: int  # in the span
     length_bytes: int
 
@@ -68,14 +68,14 @@ def cut(lengths_bytes: Sequence[int], part_bytes: int) -> list[list[Piece]]:
 
 
 def part_bytes_for(total_bytes: int, paths: int) -> int:
-    """How large the parts of a call are."""
-    share_bytes = -(-total_bytes // max(1, paths))
+    """How large the parts of a call are: some for each path, so that a faster one takes more."""
+    share_bytes = -(-total_bytes // (max(1, paths) * PARTS_PER_PATH_MAX))
     return max(PART_BYTES_MIN, min(PART_BYTES_MAX, share_bytes))
 
 
 @dataclass(slots=True)
 class NicCounters:
-    """What went over one card of this host since the process began, whoever was at the other end."""
+    """What went over one card of this host so far, whoever was at the other end."""
 
     read_bytes: int = 0
     write_bytes: int = 0
@@ -94,7 +94,7 @@ class NicPath:
     has_rdma: bool = False
     moved_bytes: int = 0
     under_way_bytes: int = 0
-    bytes_per_s: float = 0.0  # of its parts lately; 0: none yet
+    bytes_per_s: float = 0.0  # of its parts lately, their waiting included; 0: none yet
     answered_s: float = float("-inf")  # when something came to an end over it
     is_resting: bool = False
     probe_s: float = 0.0  # when the next probe is due, while it rests
@@ -168,8 +168,10 @@ def next_path(
 ) -> int | None:
     """The position of the path for the next part; None: wait, all have enough.
 
-    `parts_under_way`: of this call, on each path. The one that ends it first, as far as is known;
-    of equals the one that has moved least. A path that rests is taken as `is_last_resort` only.
+    `parts_under_way`: of this call, on each path. The one with the least under way, of this call
+    and of others; of equals the one that has moved least. How fast each was lately does not count:
+    a card that was slow for a moment would get no parts, and never show that it is fast again.
+    A path that rests is taken as `is_last_resort` only.
     """
     free = [
         at for at, path in enumerate(paths)
@@ -177,13 +179,10 @@ def next_path(
     ]  # fmt: skip
     if not free:
         return None
-    fastest = max(path.bytes_per_s for path in paths) or 1.0
-
-    def end_s(at: int) -> float:
-        path = paths[at]
-        return (path.under_way_bytes + PART_BYTES_MIN) / (path.bytes_per_s or fastest)
-
-    return min(free, key=lambda at: (end_s(at), paths[at].moved_bytes, at))
+    return min(
+        free,
+        key=lambda at: (parts_under_way[at], paths[at].under_way_bytes, paths[at].moved_bytes, at),
+    )
 
 
 def may_give_up(path: NicPath, others: Sequence[NicPath], posted_s: float) -> bool:

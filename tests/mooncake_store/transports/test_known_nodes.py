@@ -193,6 +193,9 @@ class Slow:
     def register(self, buffer: np.ndarray) -> None:
         pass
 
+    def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
+        return True
+
 
 def test_nixl_on_this_host_that_is_no_faster_than_tcp_is_warned_of_once(
     target: Target, caplog: pytest.LogCaptureFixture

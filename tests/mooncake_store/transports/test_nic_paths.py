@@ -1,0 +1,148 @@
+"""How a transfer is split over paths, when a path rests, and when it is used again."""
+
+from __future__ import annotations
+
+import random
+
+from mooncake_store.transports.paths.nic_paths import (
+    ALLOWANCE_S_MIN,
+    PART_BYTES_MAX,
+    PART_BYTES_MIN,
+    PARTS_PER_PATH_MAX,
+    REST_S,
+    REST_S_MAX,
+    NicCounters,
+    NicPath,
+    cut,
+    may_give_up,
+    next_path,
+    part_bytes_for,
+)
+
+
+def path(name: str = "p", **more: object) -> NicPath:
+    return NicPath(name, NicCounters(), **more)  # type: ignore[arg-type]
+
+
+def test_every_byte_is_in_one_part_and_in_order(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(500):
+        lengths = [chance.choice((0, 1, 64, chance.randint(1, 9000))) for _ in range(20)]
+        part_bytes = chance.choice((1, 64, 1000, 10**6))
+        if part_bytes == 1:
+            lengths = [min(length, 70) for length in lengths]
+        parts = cut(lengths, part_bytes)
+        assert all(parts) and all(sum(p.length_bytes for p in part) <= part_bytes for part in parts)
+        reached = [0] * len(lengths)
+        for piece in (piece for part in parts for piece in part):
+            assert reached[piece.span] == piece.start_bytes and piece.length_bytes > 0
+            reached[piece.span] += piece.length_bytes
+        assert reached == lengths
+        order = [(piece.span, piece.start_bytes) for part in parts for piece in part]
+        assert order == sorted(order)
+
+
+def test_equal_spans_stay_equal_unless_they_are_larger_than_a_part() -> None:
+    parts = cut([100] * 7, 250)
+    assert [[piece.length_bytes for piece in part] for part in parts] == [
+        [100, 100], [100, 100], [100, 100], [100],
+    ]  # fmt: skip
+
+
+def test_parts_are_neither_too_small_to_be_worth_it_nor_too_large_to_be_moved_again() -> None:
+    assert part_bytes_for(4096, 2) == PART_BYTES_MIN
+    assert part_bytes_for(4 * 2**20, 2) == 2**20
+    assert part_bytes_for(10**9, 2) == PART_BYTES_MAX
+    assert part_bytes_for(10**9, 0) == PART_BYTES_MAX
+
+
+def test_the_path_with_the_least_to_do_gets_the_next_part() -> None:
+    paths = [path("a"), path("b")]
+    assert next_path(paths, [0, 0]) == 0
+    assert next_path(paths, [1, 0]) == 1
+    paths[0].began(100)  # of another call
+    assert next_path(paths, [0, 0]) == 1
+    assert next_path(paths, [PARTS_PER_PATH_MAX] * 2) is None
+
+
+def test_a_resting_path_is_a_last_resort() -> None:
+    paths = [path("a"), path("b")]
+    paths[0].failed(1.0)
+    assert next_path(paths, [0, 1]) == 1
+    paths[1].gave_up(1.0)
+    assert next_path(paths, [0, 0]) is None
+    assert next_path(paths, [0, 0], is_last_resort=True) == 0
+
+
+def test_a_part_is_given_up_only_when_another_path_has_answered_meanwhile() -> None:
+    stuck, other = path("a"), path("b")
+    assert not may_give_up(stuck, [other], posted_s=10.0)  # the node may be frozen
+    other.moved(4096, True, 0.1, now_s=9.9)
+    assert not may_give_up(stuck, [other], posted_s=10.0)
+    other.moved(4096, True, 0.1, now_s=10.1)
+    assert may_give_up(stuck, [other], posted_s=10.0)
+    other.failed(11.0)
+    assert not may_give_up(stuck, [other], posted_s=10.0)
+    assert not may_give_up(stuck, [], posted_s=10.0)
+
+
+def test_rdma_is_never_given_up_because_the_card_may_write_later() -> None:
+    stuck, other = path("a", has_rdma=True), path("b")
+    other.moved(4096, True, 0.1, now_s=10.1)
+    assert not may_give_up(stuck, [other], posted_s=10.0)
+
+
+def test_a_slow_path_gets_more_time_and_never_more_than_half_of_what_is_left() -> None:
+    slow, fast = path(bytes_per_s=1e6), path(bytes_per_s=1e9)
+    for each in (slow, fast):
+        each.began(1_000_000)
+    assert fast.allowance_s(100.0) < 2.0 < slow.allowance_s(100.0) < 10.0
+    assert slow.allowance_s(4.0) == 2.0
+    assert slow.allowance_s(0.1) == ALLOWANCE_S_MIN
+
+
+def test_a_path_under_any_history_keeps_its_numbers(seed: int) -> None:
+    """Under way is what was begun and has not ended; a rest ends only by a probe that worked, the
+    pauses between probes grow up to their limit, and the card's counters agree."""
+    chance = random.Random(seed)
+    counters = NicCounters()
+    paths = [NicPath(f"p{i}", counters) for i in range(3)]
+    posted: list[tuple[NicPath, int]] = []
+    rests = moved = 0
+    now_s = 0.0
+    for _ in range(3_000):
+        now_s += chance.random()
+        each = chance.choice(paths)
+        was_resting, before_s = each.is_resting, each.rest_s
+        match chance.choice(("begin", "end", "fail", "give_up", "probe", "heal")):
+            case "begin":
+                posted.append((each, size := chance.randint(1, 10**6)))
+                each.began(size)
+            case "end" if posted:
+                each, size = posted.pop(chance.randrange(len(posted)))
+                was_resting = each.is_resting
+                each.ended(size)
+                each.moved(size, chance.random() < 0.5, chance.random(), now_s)
+                moved += size
+                assert each.is_resting == was_resting and each.answered_s == now_s
+            case "fail":
+                each.failed(now_s)
+                assert each.is_resting
+            case "give_up":
+                each.gave_up(now_s)
+                assert each.is_resting
+            case "probe" if each.is_resting:
+                each.probe_failed(now_s)
+                assert each.rest_s == min(2 * before_s, REST_S_MAX)
+                assert each.probe_s == now_s + each.rest_s
+            case "heal":
+                each.probe_worked(now_s)
+                assert not each.is_resting
+        if each.is_resting and not was_resting:
+            rests += 1
+            assert each.probe_s == now_s + REST_S
+        for one in paths:
+            assert one.under_way_bytes == sum(size for owner, size in posted if owner is one)
+        assert counters.resting == sum(one.is_resting for one in paths)
+    assert counters.rests == rests
+    assert counters.read_bytes + counters.write_bytes == moved
