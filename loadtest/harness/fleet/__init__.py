@@ -5,3 +5,4 @@ from loadtest.harness.fleet.host import FleetHost as FleetHost
 from loadtest.harness.fleet.host import HostProcesses as HostProcesses
 from loadtest.harness.fleet.namespaces import Namespaces as Namespaces
 from loadtest.harness.fleet.namespaces import why_no_namespaces as why_no_namespaces
+from loadtest.harness.fleet.served_fleet import ServedFleet as ServedFleet

@@ -160,6 +160,7 @@ class FleetHost(HostProcesses):
             sys.executable, "-m", "backends.cli", "serve",
             "--cluster", str(cluster_file.resolve()), "--host", host, *options,
         ]  # fmt: skip
+        self.launcher_pids: list[int] = []  # one for each start
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0  # where the log of this incarnation begins
 
@@ -175,6 +176,7 @@ class FleetHost(HostProcesses):
                 stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
             )  # fmt: skip
+        self.launcher_pids.append(self._process.pid)
 
     @property
     def is_running(self) -> bool:
@@ -194,15 +196,19 @@ class FleetHost(HostProcesses):
                 raise ServerFailed(f"host {self.host} {what}\n{self.tail()}")
             time.sleep(POLL_S)
 
-    def stop(self) -> int:
-        """SIGINT and its exit status; what does not end within STOP_S_MAX is killed."""
-        if self._process is None:
-            return 0
+    def interrupt(self) -> None:
+        """Asks it to end in order, also what stands still; returns at once."""
         for _, process in self.named():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
-        if self.is_running:
+        if self._process is not None and self.is_running:
             self._process.send_signal(signal.SIGINT)
+
+    def stop(self) -> int:
+        """In order; its exit status. What does not end within STOP_S_MAX is killed."""
+        if self._process is None:
+            return 0
+        self.interrupt()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S_MAX)
         self.kill_all()

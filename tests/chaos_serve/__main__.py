@@ -1,0 +1,123 @@
+"""`python -m tests.chaos_serve --seconds 600 --seed 1`; the last line is one JSON object.
+
+Exit status 0: every promise was kept. 1: one was broken, as the report says. 2: it could not be
+tried here.
+
+Not here: anything but the frame.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from loadtest.harness.fleet import ServedFleet, why_no_namespaces
+from loadtest.harness.processes import Look
+from loadtest.harness.server import CannotMeasure
+from tests.chaos_serve.streams import SteadyStreams, UndisturbedRun, prompts
+from tests.chaos_serve.strikes import KINDS, Striker
+from tests.chaos_serve.verdict import ChaosReport, Rest, judge, judge_growth, shown
+
+REST_S_MAX = 15.0  # connections and threads end a moment after their requests
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def look_at(fleet: ServedFleet) -> Rest:
+    looks = {}
+    for host, each in fleet.hosts.items():
+        for name, process in each.named():
+            try:
+                memory, now_s = process.memory_info().rss, time.perf_counter()
+                looks[f"{host}: {name}"] = Look(
+                    now_s, memory, process.num_threads(), process.num_fds()
+                )
+            except psutil.NoSuchProcess:
+                continue
+    return {name: look for name, look in looks.items() if not name.endswith(": ")}
+
+
+def at_rest(fleet: ServedFleet, seed: int, before: Rest) -> Rest:
+    """Looks until nothing is too much, for REST_S_MAX at most."""
+    give_up_s = time.monotonic() + REST_S_MAX
+    while True:
+        looks, verdict = look_at(fleet), ChaosReport(seed, 0.0)
+        judge_growth(verdict, before, looks)
+        if not verdict.broken or time.monotonic() > give_up_s:
+            return looks
+        time.sleep(0.5)  # poll
+
+
+def left_behind(pids: set[int]) -> list[str]:
+    """What launchers with these process ids left in shared memory."""
+    return sorted(
+        path.name for pid in pids for path in Path("/dev/shm").glob(f"mooncake-{pid}-*")
+    )  # fmt: skip
+
+
+def run(seconds: float, seed: int, kinds: tuple[str, ...] = KINDS) -> ChaosReport:
+    report = ChaosReport(seed, seconds)
+    own = len(os.listdir("/proc/self/fd"))
+    with tempfile.TemporaryDirectory(prefix="mooncake-chaos-") as name:
+        asked = prompts(seed)
+        say("starting three hosts ...")
+        with ServedFleet(Path(name)) as fleet:
+            say("ready; the undisturbed run ...")
+            undisturbed = UndisturbedRun(asked, fleet.frontends)
+            undisturbed.run()
+            before = look_at(fleet)
+            streams = SteadyStreams(asked, fleet.frontends, seed)
+            striker = Striker(fleet, seed, kinds)
+            began_s = time.monotonic()
+            streams.start()
+            try:
+                striker.run(
+                    seconds, lambda what: say(f"{time.monotonic() - began_s:6.1f} s {what}")
+                )
+            finally:
+                streams.stop()
+            say("all streams have ended")
+            judge(report, streams.ended, striker.strikes, undisturbed.answers)
+            judge_growth(report, before, at_rest(fleet, seed, before))
+            for host, status in fleet.stop().items():
+                if status:
+                    report.broken.append(f"{host} ended with {status}:\n{fleet.hosts[host].tail()}")
+            if left := left_behind(fleet.launcher_pids):
+                report.broken.append(f"left in /dev/shm: {', '.join(left)}")
+    if (grown := len(os.listdir("/proc/self/fd")) - own) > 0:
+        report.broken.append(f"this process has {grown} more descriptors than at the start")
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos_serve")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of strikes (%(default)s)")
+    parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="(random)")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND",
+                        help="strike with these only: " + ", ".join(KINDS))  # fmt: skip
+    options = parser.parse_args()
+    if why := why_no_namespaces():
+        say(f"cannot be tried here: {why}")
+        return 2
+    say(f"seed {options.seed}, {options.seconds:g} s")
+    try:
+        report = run(options.seconds, options.seed, tuple(options.only))
+    except CannotMeasure as error:
+        say(f"cannot be tried here: {error}")
+        return 2
+    say(shown(report))
+    say(report.to_json())
+    return 1 if report.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

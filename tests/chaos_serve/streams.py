@@ -1,0 +1,174 @@
+"""Steady streams of requests, each with the answer that an undisturbed run gave to it.
+
+Each stream sends one request after another to one frontend, and to the next one when it cannot be
+reached, as a client behind a load balancer would. Every request has a deadline of its own
+(`timeout_ms`); the client waits a little longer, and what is silent even then has hung.
+
+A connection for each request: a client that keeps them waits longer and longer before it looks
+whether a frontend is there again.
+
+Not here: what goes wrong meanwhile (strikes.py), what follows (verdict.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
+from loadtest.client.triton_client import TritonClient
+
+STREAMS = 8
+DEADLINE_S = 45.0  # of a request, which the server keeps
+MARGIN_S = 15.0  # a frontend may stand still when it is about to say so
+PAUSE_S = 0.25  # before another frontend is asked
+FINISHED, REJECTED, HUNG = "finished", "rejected", "hung"
+NO_ANSWER = ("unreachable", "incomplete", "server_error")  # of these a connection that broke is one
+VOCABULARY = range(16, 2_048)
+STEMS, STEM_TOKENS = 4, 256
+PROMPTS = 40
+TAIL_TOKENS, ANSWER_TOKENS = (1, 70, 400, 1_100), (16, 64, 160, 320)
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosPrompt:
+    """All that the answer follows from."""
+
+    number: int
+    input_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+
+    def request(self, request_id: str) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=request_id, input_ids=np.array(self.input_ids, np.int32),
+            max_tokens=self.max_tokens, end_id=-1, stream=True, temperature=self.temperature,
+            seed=self.seed, parameters={"timeout_ms": int(DEADLINE_S * 1e3)},
+        )  # fmt: skip
+
+
+def prompts(seed: int) -> list[ChaosPrompt]:
+    """Most begin like some others, so that prefixes are found, fetched and copied."""
+    chance = random.Random(seed)
+    stems = [[chance.choice(VOCABULARY) for _ in range(STEM_TOKENS)] for _ in range(STEMS)]
+    made = []
+    for number in range(PROMPTS):
+        tail = [chance.choice(VOCABULARY) for _ in range(chance.choice(TAIL_TOKENS))]
+        stem = chance.choice(stems) if chance.random() < 0.8 else []
+        made.append(ChaosPrompt(
+            number, (*stem, *tail), chance.choice(ANSWER_TOKENS), chance.choice((0.0, 0.8)),
+            chance.randrange(2**31),
+        ))  # fmt: skip
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """How one request ended."""
+
+    request_id: str
+    prompt: ChaosPrompt
+    host: str  # of its frontend
+    sent_s: float  # time.monotonic
+    ended_s: float
+    tokens: tuple[int, ...]
+    outcome: str  # FINISHED, REJECTED, HUNG, or the kind of the error
+    message: str = ""
+
+
+async def ask(prompt: ChaosPrompt, host: str, address: str, request_id: str) -> EndedRequest:
+    sent_s, tokens, outcome, message = time.monotonic(), list[int](), "incomplete", ""
+    try:
+        async with TritonClient(address, channels=1) as client:
+            events = client.generate(prompt.request(request_id), DEADLINE_S + MARGIN_S)
+            async for event in events:
+                tokens += event.output_ids
+                if event.finish_reason:
+                    outcome = FINISHED
+    except Rejected as error:
+        outcome, message = REJECTED, f"{error.kind}: {error.message}"
+    except ServerError as error:
+        outcome, message = HUNG if error.kind == "timeout" else error.kind, error.message
+    return EndedRequest(
+        request_id, prompt, host, sent_s, time.monotonic(), tuple(tokens), outcome, message
+    )
+
+
+class UndisturbedRun:
+    """What each prompt is answered when nothing goes wrong; asked twice, of different frontends."""
+
+    def __init__(self, asked: Sequence[ChaosPrompt], frontends: Mapping[str, str]) -> None:
+        self._asked, self._frontends = asked, dict(frontends)
+        self.answers: dict[int, tuple[int, ...]] = {}
+
+    def run(self) -> None:
+        """AssertionError when a request fails or two answers differ: then nothing can be said."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        slots = asyncio.Semaphore(STREAMS)
+
+        async def one(prompt: ChaosPrompt, host: str) -> None:
+            async with slots:
+                ended = await ask(prompt, host, self._frontends[host], f"before-{prompt.number}")
+            assert ended.outcome == FINISHED, f"undisturbed: {ended.outcome}: {ended.message}"
+            known = self.answers.setdefault(prompt.number, ended.tokens)
+            assert known == ended.tokens, f"undisturbed, prompt {prompt.number}: two answers"
+
+        for host in self._frontends:
+            await asyncio.gather(*(one(prompt, host) for prompt in self._asked))
+
+
+class SteadyStreams:
+    """In a thread of their own, from `start` to `stop`."""
+
+    def __init__(
+        self, asked: Sequence[ChaosPrompt], frontends: Mapping[str, str], seed: int
+    ) -> None:
+        self.ended: list[EndedRequest] = []  # grows; read it after `stop`
+        self._asked, self._frontends, self._seed = asked, dict(frontends), seed
+        self._is_stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="steady-streams", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No request is sent any more; returns when the last one has ended."""
+        self._is_stopping = True
+        self._thread.join(DEADLINE_S + 2 * MARGIN_S)
+        assert not self._thread.is_alive(), "a stream did not end within the client's own deadline"
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        async def all_streams() -> None:
+            await asyncio.gather(*(self._stream(number) for number in range(STREAMS)))
+
+        try:
+            asyncio.run(all_streams())
+        except BaseException as error:  # told to whoever stops it
+            self._failure = error
+
+    async def _stream(self, number: int) -> None:
+        chance = random.Random(f"{self._seed} {number}")
+        hosts = sorted(self._frontends)
+        turn, count = number, 0
+        while not self._is_stopping:
+            host = hosts[turn % len(hosts)]
+            prompt = chance.choice(self._asked)
+            ended = await ask(prompt, host, self._frontends[host], f"chaos-{number}-{count}")
+            self.ended.append(ended)
+            count += 1
+            if ended.outcome in NO_ANSWER:
+                turn += 1
+            if ended.outcome != FINISHED:
+                await asyncio.sleep(PAUSE_S)
