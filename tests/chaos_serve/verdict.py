@@ -1,8 +1,8 @@
 """What must be true of a fleet that was attacked, and the report of what was seen.
 
 No answer has a wrong token, nor has what came of one before it broke off; no request hangs. Of
-those whose own frontend lived all along, nearly all finish, and the others end with an error of ours
-within their deadline. Streams of a frontend that was killed, by itself or with its host, are
+those whose own frontend lived all along, nearly all finish, and the others end with an error of
+ours within their deadline. Streams of a frontend that was killed, by itself or with its host, are
 counted apart: they end at once. Every host recovers; nothing has grown.
 
 Not here: the requests (streams.py), the strikes (strikes.py).
