@@ -21,7 +21,8 @@ import psutil
 from loadtest.harness.fleet import ServedFleet, why_no_namespaces
 from loadtest.harness.processes import Look
 from loadtest.harness.server import CannotMeasure
-from tests.chaos_serve.streams import SteadyStreams, UndisturbedRun, prompts
+from tests.chaos_serve.answers import undisturbed_run
+from tests.chaos_serve.streams import SteadyStreams, prompts
 from tests.chaos_serve.strikes import KINDS, Striker
 from tests.chaos_serve.verdict import ChaosReport, Rest, judge, judge_growth, shown
 
@@ -64,35 +65,31 @@ def left_behind(pids: set[int]) -> list[str]:
     )  # fmt: skip
 
 
-def run(seconds: float, seed: int, kinds: tuple[str, ...] = KINDS) -> ChaosReport:
+def run(seconds: float, seed: int, folder: Path, kinds: tuple[str, ...] = KINDS) -> ChaosReport:
+    """`folder`: for the cluster file, its state and the logs of all hosts."""
     report = ChaosReport(seed, seconds)
-    own = len(os.listdir("/proc/self/fd"))
-    with tempfile.TemporaryDirectory(prefix="mooncake-chaos-") as name:
-        asked = prompts(seed)
-        say("starting three hosts ...")
-        with ServedFleet(Path(name)) as fleet:
-            say("ready; the undisturbed run ...")
-            undisturbed = UndisturbedRun(asked, fleet.frontends)
-            undisturbed.run()
-            before = look_at(fleet)
-            streams = SteadyStreams(asked, fleet.frontends, seed)
-            striker = Striker(fleet, seed, kinds)
-            began_s = time.monotonic()
-            streams.start()
-            try:
-                striker.run(
-                    seconds, lambda what: say(f"{time.monotonic() - began_s:6.1f} s {what}")
-                )
-            finally:
-                streams.stop()
-            say("all streams have ended")
-            judge(report, streams.ended, striker.strikes, undisturbed.answers)
-            judge_growth(report, before, at_rest(fleet, seed, before))
-            for host, status in fleet.stop().items():
-                if status:
-                    report.broken.append(f"{host} ended with {status}:\n{fleet.hosts[host].tail()}")
-            if left := left_behind(fleet.launcher_pids):
-                report.broken.append(f"left in /dev/shm: {', '.join(left)}")
+    asked = prompts(seed)
+    say("starting three hosts ...")
+    with ServedFleet(folder) as fleet:
+        say("ready; the undisturbed run ...")
+        answers = undisturbed_run(asked, fleet.frontends)
+        before, own = look_at(fleet), len(os.listdir("/proc/self/fd"))
+        streams = SteadyStreams(asked, fleet.frontends, seed)
+        striker = Striker(fleet, seed, kinds)
+        began_s = time.monotonic()
+        streams.start()
+        try:
+            striker.run(seconds, lambda what: say(f"{time.monotonic() - began_s:6.1f} s {what}"))
+        finally:
+            streams.stop()
+        say("all streams have ended")
+        judge(report, streams.ended, striker.strikes, answers)
+        judge_growth(report, before, at_rest(fleet, seed, before))
+        for host, status in fleet.stop().items():
+            if status:
+                report.broken.append(f"{host} ended with {status}:\n{fleet.hosts[host].tail()}")
+        if left := left_behind(fleet.launcher_pids):
+            report.broken.append(f"left in /dev/shm: {', '.join(left)}")
     if (grown := len(os.listdir("/proc/self/fd")) - own) > 0:
         report.broken.append(f"this process has {grown} more descriptors than at the start")
     return report
@@ -104,13 +101,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="(random)")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND",
                         help="strike with these only: " + ", ".join(KINDS))  # fmt: skip
+    parser.add_argument("--folder", type=Path, help="keep logs and state in there (nowhere)")
     options = parser.parse_args()
     if why := why_no_namespaces():
         say(f"cannot be tried here: {why}")
         return 2
     say(f"seed {options.seed}, {options.seconds:g} s")
     try:
-        report = run(options.seconds, options.seed, tuple(options.only))
+        with tempfile.TemporaryDirectory(prefix="mooncake-chaos-") as own:
+            folder = options.folder or Path(own)
+            folder.mkdir(parents=True, exist_ok=True)
+            report = run(options.seconds, options.seed, folder, tuple(options.only))
     except CannotMeasure as error:
         say(f"cannot be tried here: {error}")
         return 2

@@ -1,4 +1,4 @@
-"""Steady streams of requests, each with the answer that an undisturbed run gave to it.
+"""Steady streams of requests: what is asked, and how each request ended.
 
 Each stream sends one request after another to one frontend, and to the next one when it cannot be
 reached, as a client behind a load balancer would. Every request has a deadline of its own
@@ -7,7 +7,7 @@ reached, as a client behind a load balancer would. Every request has a deadline 
 A connection for each request: a client that keeps them waits longer and longer before it looks
 whether a frontend is there again.
 
-Not here: what goes wrong meanwhile (strikes.py), what follows (verdict.py).
+Not here: what the answers must be (answers.py), what goes wrong meanwhile (strikes.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from backends.engine.sampling_params import SamplingParams
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
 from loadtest.client.triton_client import TritonClient
 
@@ -31,6 +33,7 @@ PAUSE_S = 0.25  # before another frontend is asked
 FINISHED, REJECTED, HUNG = "finished", "rejected", "hung"
 NO_ANSWER = ("unreachable", "incomplete", "server_error")  # of these a connection that broke is one
 VOCABULARY = range(16, 2_048)
+TOP_K = 20  # of those that are sampled: with all tokens, many edges lie close together
 STEMS, STEM_TOKENS = 4, 256
 PROMPTS = 40
 TAIL_TOKENS, ANSWER_TOKENS = (1, 70, 400, 1_100), (16, 64, 160, 320)
@@ -50,7 +53,14 @@ class ChaosPrompt:
         return GenerateRequest(
             request_id=request_id, input_ids=np.array(self.input_ids, np.int32),
             max_tokens=self.max_tokens, end_id=-1, stream=True, temperature=self.temperature,
-            seed=self.seed, parameters={"timeout_ms": int(DEADLINE_S * 1e3)},
+            top_k=TOP_K if self.temperature else None, seed=self.seed, return_decision=True,
+            parameters={"timeout_ms": int(DEADLINE_S * 1e3)},
+        )  # fmt: skip
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed,
+            top_k=TOP_K if self.temperature else 0,
         )  # fmt: skip
 
 
@@ -81,15 +91,19 @@ class EndedRequest:
     tokens: tuple[int, ...]
     outcome: str  # FINISHED, REJECTED, HUNG, or the kind of the error
     message: str = ""
+    workers: str = ""  # of the last decision
 
 
 async def ask(prompt: ChaosPrompt, host: str, address: str, request_id: str) -> EndedRequest:
-    sent_s, tokens, outcome, message = time.monotonic(), list[int](), "incomplete", ""
+    sent_s, tokens = time.monotonic(), list[int]()
+    outcome, message, workers = "incomplete", "", ""
     try:
         async with TritonClient(address, channels=1) as client:
             events = client.generate(prompt.request(request_id), DEADLINE_S + MARGIN_S)
             async for event in events:
                 tokens += event.output_ids
+                if event.decision:
+                    workers = _workers(event.decision)
                 if event.finish_reason:
                     outcome = FINISHED
     except Rejected as error:
@@ -97,33 +111,15 @@ async def ask(prompt: ChaosPrompt, host: str, address: str, request_id: str) -> 
     except ServerError as error:
         outcome, message = HUNG if error.kind == "timeout" else error.kind, error.message
     return EndedRequest(
-        request_id, prompt, host, sent_s, time.monotonic(), tuple(tokens), outcome, message
-    )
+        request_id=request_id, prompt=prompt, host=host, sent_s=sent_s, ended_s=time.monotonic(),
+        tokens=tuple(tokens), outcome=outcome, message=message, workers=workers,
+    )  # fmt: skip
 
 
-class UndisturbedRun:
-    """What each prompt is answered when nothing goes wrong; asked twice, of different frontends."""
-
-    def __init__(self, asked: Sequence[ChaosPrompt], frontends: Mapping[str, str]) -> None:
-        self._asked, self._frontends = asked, dict(frontends)
-        self.answers: dict[int, tuple[int, ...]] = {}
-
-    def run(self) -> None:
-        """AssertionError when a request fails or two answers differ: then nothing can be said."""
-        asyncio.run(self._run())
-
-    async def _run(self) -> None:
-        slots = asyncio.Semaphore(STREAMS)
-
-        async def one(prompt: ChaosPrompt, host: str) -> None:
-            async with slots:
-                ended = await ask(prompt, host, self._frontends[host], f"before-{prompt.number}")
-            assert ended.outcome == FINISHED, f"undisturbed: {ended.outcome}: {ended.message}"
-            known = self.answers.setdefault(prompt.number, ended.tokens)
-            assert known == ended.tokens, f"undisturbed, prompt {prompt.number}: two answers"
-
-        for host in self._frontends:
-            await asyncio.gather(*(one(prompt, host) for prompt in self._asked))
+def _workers(decision: Mapping[str, Any]) -> str:
+    """For people: who served it, in how many attempts, with how much from the store."""
+    names = ("prefill", "decode", "attempts", "cached_tokens", "fetched_from")
+    return ", ".join(f"{name} {decision[name]}" for name in names if name in decision)
 
 
 class SteadyStreams:

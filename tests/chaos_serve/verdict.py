@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadtest.harness.processes import Look
+from tests.chaos_serve.answers import RightAnswer
 from tests.chaos_serve.streams import FINISHED, HUNG, NO_ANSWER, EndedRequest
 from tests.chaos_serve.strikes import ENDS_STREAMS, Strike
 
@@ -41,7 +42,9 @@ class ChaosReport:
     by_kind: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     finished_share: float | None = None  # of those whose frontend lived; None: there was none
     wrong_tokens: int = 0  # requests
+    ties: int = 0  # answers that went another way where two tokens are equally good
     hung: int = 0
+    errors: list[str] = field(default_factory=list)  # of those whose frontend lived
     cut_s_max: float = 0.0
     recovery_s_max: dict[str, float] = field(default_factory=dict)  # by kind of strike
     broken: list[str] = field(default_factory=list)  # promises; empty: all were kept
@@ -53,7 +56,7 @@ class ChaosReport:
             "requests": self.requests, "outcomes": dict(self.outcomes), "apart": dict(self.apart),
             "strikes": {kind: dict(counts) for kind, counts in sorted(self.by_kind.items())},
             "finished_share": self.finished_share, "wrong_tokens": self.wrong_tokens,
-            "hung": self.hung, "cut_s_max": round(self.cut_s_max, 2),
+            "ties": self.ties, "hung": self.hung, "cut_s_max": round(self.cut_s_max, 2),
             "recovery_s_max": round(worst[1], 1), "recovery_slowest": worst[0],
             "broken": self.broken,
         }  # fmt: skip
@@ -64,7 +67,7 @@ def judge(
     report: ChaosReport,
     ended: Sequence[EndedRequest],
     strikes: Sequence[Strike],
-    answers: Mapping[int, tuple[int, ...]],
+    answers: Mapping[int, RightAnswer],
 ) -> None:
     """Fills the report."""
     report.requests = len(ended)
@@ -80,6 +83,8 @@ def judge(
             _judge_cut(report, each, kill)
             continue
         lived[each.outcome] += 1
+        if each.outcome != FINISHED:
+            report.errors.append(_words(each, strikes))
         if each.outcome in NO_ANSWER:
             report.broken.append(f"no typed error: {_words(each, strikes)}")
         for kind in {strike.kind for strike in strikes if strike.covers(each.sent_s, each.ended_s)}:
@@ -102,18 +107,18 @@ def judge(
             report.recovery_s_max[strike.kind] = round(worst, 2)
 
 
-def _judge_tokens(report: ChaosReport, ended: EndedRequest, right: tuple[int, ...]) -> None:
-    is_whole = ended.outcome == FINISHED
-    expected = right if is_whole else right[: len(ended.tokens)]
-    if ended.tokens == expected:
+def _judge_tokens(report: ChaosReport, ended: EndedRequest, right: RightAnswer) -> None:
+    differs = right.first_difference(ended.tokens)
+    if differs is not None and differs in right.ties:
+        report.ties += 1  # what follows is another right text
         return
-    pairs = zip(ended.tokens, right, strict=False)
-    differs = next((n for n, (one, other) in enumerate(pairs) if one != other),
-                   min(len(ended.tokens), len(right)))  # fmt: skip
+    is_short = ended.outcome == FINISHED and len(ended.tokens) < len(right.tokens)
+    if differs is None and not is_short and len(ended.tokens) <= len(right.tokens):
+        return
     report.wrong_tokens += 1
     report.broken.append(
         f"wrong tokens: {ended.request_id}, prompt {ended.prompt.number}, from token {differs} of "
-        f"{len(right)} ({len(ended.tokens)} came)"
+        f"{len(right.tokens)} ({len(ended.tokens)} came; {ended.workers})"
     )
 
 
@@ -144,7 +149,7 @@ def _words(ended: EndedRequest, strikes: Sequence[Strike]) -> str:
     during = [strike.what for strike in strikes if strike.covers(ended.sent_s, ended.ended_s)]
     return (
         f"{ended.request_id} at {ended.host} after {ended.ended_s - ended.sent_s:.1f} s with "
-        f"{len(ended.tokens)} tokens: {ended.outcome}: {ended.message[:200]} "
+        f"{len(ended.tokens)} tokens: {ended.outcome}: {ended.message[:300]} "
         f"(meanwhile: {', '.join(during) or 'nothing'})"
     )
 
@@ -167,7 +172,7 @@ def judge_growth(report: ChaosReport, before: Rest, after: Rest) -> None:
 
 def shown(report: ChaosReport) -> str:
     """For people."""
-    lines = [f"{report.requests} requests: {_counts(report.outcomes)}"]
+    lines = [f"{report.requests} requests: {_counts(report.outcomes)}; {report.ties} near-ties"]
     if report.apart:
         lines.append(f"of them with a frontend that was killed: {_counts(report.apart)}; their "
                      f"streams ended within {report.cut_s_max:.1f} s")  # fmt: skip
@@ -175,6 +180,7 @@ def shown(report: ChaosReport) -> str:
         recovery = report.recovery_s_max.get(kind)
         slowest = "never recovered" if recovery is None else f"recovered within {recovery:.1f} s"
         lines.append(f"  {kind:16} {_counts(counts)}; {slowest}")
+    lines += [f"not finished: {each}" for each in report.errors[:SHOWN_MAX]]
     lines += [f"BROKEN {each}" for each in report.broken[:SHOWN_MAX]]
     if len(report.broken) > SHOWN_MAX:
         lines.append(f"... and {len(report.broken) - SHOWN_MAX} more")
