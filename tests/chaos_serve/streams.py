@@ -1,8 +1,9 @@
 """Steady streams of requests: what is asked, and how each request ended.
 
 Each stream sends one request after another to one frontend, and to the next one when it cannot be
-reached, as a client behind a load balancer would. Every request has a deadline of its own
-(`timeout_ms`); the client waits a little longer, and what is silent even then has hung.
+reached, as a client behind a load balancer would. One that is rejected is sent again when the
+server said so. Every request has a deadline of its own (`timeout_ms`), which goes on meanwhile; the
+client waits a little longer, and what is silent even then has hung.
 
 A connection for each request: a client that keeps them waits longer and longer before it looks
 whether a frontend is there again.
@@ -17,7 +18,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from loadtest.client.triton_client import TritonClient
 STREAMS = 8
 DEADLINE_S = 45.0  # of a request, which the server keeps
 MARGIN_S = 15.0  # a frontend may stand still when it is about to say so
+RETRY_S_MIN = 0.2
 PAUSE_S = 0.25  # before another frontend is asked
 FINISHED, REJECTED, HUNG = "finished", "rejected", "hung"
 NO_ANSWER = ("unreachable", "incomplete", "server_error")  # of these a connection that broke is one
@@ -49,12 +51,12 @@ class ChaosPrompt:
     temperature: float
     seed: int
 
-    def request(self, request_id: str) -> GenerateRequest:
+    def request(self, request_id: str, deadline_s: float) -> GenerateRequest:
         return GenerateRequest(
             request_id=request_id, input_ids=np.array(self.input_ids, np.int32),
             max_tokens=self.max_tokens, end_id=-1, stream=True, temperature=self.temperature,
             top_k=TOP_K if self.temperature else None, seed=self.seed, return_decision=True,
-            parameters={"timeout_ms": int(DEADLINE_S * 1e3)},
+            parameters={"timeout_ms": int(deadline_s * 1e3)},
         )  # fmt: skip
 
     def sampling(self) -> SamplingParams:
@@ -92,28 +94,57 @@ class EndedRequest:
     outcome: str  # FINISHED, REJECTED, HUNG, or the kind of the error
     message: str = ""
     workers: str = ""  # of the last decision
+    rejections: int = 0  # after which it was asked again
 
 
 async def ask(prompt: ChaosPrompt, host: str, address: str, request_id: str) -> EndedRequest:
-    sent_s, tokens = time.monotonic(), list[int]()
-    outcome, message, workers = "incomplete", "", ""
-    try:
-        async with TritonClient(address, channels=1) as client:
-            events = client.generate(prompt.request(request_id), DEADLINE_S + MARGIN_S)
-            async for event in events:
-                tokens += event.output_ids
-                if event.decision:
-                    workers = _workers(event.decision)
-                if event.finish_reason:
-                    outcome = FINISHED
-    except Rejected as error:
-        outcome, message = REJECTED, f"{error.kind}: {error.message}"
-    except ServerError as error:
-        outcome, message = HUNG if error.kind == "timeout" else error.kind, error.message
+    """Once, and when it is rejected again and again as the server asked for, until its deadline."""
+    sent_s, rejections = time.monotonic(), 0
+    while True:
+        left_s = DEADLINE_S - (time.monotonic() - sent_s)
+        answer = await _ask_once(prompt, address, f"{request_id}-{rejections}", left_s)
+        wait_s = max(answer.retry_after_s, RETRY_S_MIN)
+        left_s = DEADLINE_S - (time.monotonic() - sent_s)
+        if answer.outcome != REJECTED or wait_s >= left_s:
+            break
+        rejections += 1
+        await asyncio.sleep(wait_s)
     return EndedRequest(
         request_id=request_id, prompt=prompt, host=host, sent_s=sent_s, ended_s=time.monotonic(),
-        tokens=tuple(tokens), outcome=outcome, message=message, workers=workers,
+        tokens=tuple(answer.tokens), outcome=answer.outcome, message=answer.message,
+        workers=answer.workers, rejections=rejections,
     )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Answer:
+    tokens: list[int] = field(default_factory=list)
+    outcome: str = "incomplete"
+    message: str = ""
+    workers: str = ""
+    retry_after_s: float = 0.0
+
+
+async def _ask_once(
+    prompt: ChaosPrompt, address: str, request_id: str, deadline_s: float
+) -> _Answer:
+    answer = _Answer()
+    request = prompt.request(request_id, deadline_s)
+    try:
+        async with TritonClient(address, channels=1) as client:
+            async for event in client.generate(request, deadline_s + MARGIN_S):
+                answer.tokens += event.output_ids
+                if event.decision:
+                    answer.workers = _workers(event.decision)
+                if event.finish_reason:
+                    answer.outcome = FINISHED
+    except Rejected as error:
+        answer.outcome, answer.message = REJECTED, f"{error.kind}: {error.message}"
+        answer.retry_after_s = error.retry_after_s
+    except ServerError as error:
+        answer.outcome = HUNG if error.kind == "timeout" else error.kind
+        answer.message = error.message
+    return answer
 
 
 def _workers(decision: Mapping[str, Any]) -> str:

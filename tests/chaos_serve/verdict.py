@@ -37,6 +37,7 @@ class ChaosReport:
     seed: int
     seconds: float
     requests: int = 0
+    rejections: int = 0  # that were obeyed, and the request sent again
     outcomes: Counter[str] = field(default_factory=Counter)
     apart: Counter[str] = field(default_factory=Counter)  # their frontend was killed
     by_kind: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -53,7 +54,8 @@ class ChaosReport:
         worst = max(self.recovery_s_max.items(), key=lambda item: item[1], default=("", 0.0))
         fields: dict[str, Any] = {
             "name": "chaos-serve", "seed": self.seed, "seconds": round(self.seconds, 1),
-            "requests": self.requests, "outcomes": dict(self.outcomes), "apart": dict(self.apart),
+            "requests": self.requests, "rejections": self.rejections,
+            "outcomes": dict(self.outcomes), "apart": dict(self.apart),
             "strikes": {kind: dict(counts) for kind, counts in sorted(self.by_kind.items())},
             "finished_share": self.finished_share, "wrong_tokens": self.wrong_tokens,
             "ties": self.ties, "hung": self.hung, "cut_s_max": round(self.cut_s_max, 2),
@@ -74,6 +76,7 @@ def judge(
     lived: Counter[str] = Counter()
     for each in ended:
         report.outcomes[each.outcome] += 1
+        report.rejections += each.rejections
         _judge_tokens(report, each, answers[each.prompt.number])
         if each.outcome == HUNG:
             report.hung += 1
@@ -172,7 +175,10 @@ def judge_growth(report: ChaosReport, before: Rest, after: Rest) -> None:
 
 def shown(report: ChaosReport) -> str:
     """For people."""
-    lines = [f"{report.requests} requests: {_counts(report.outcomes)}; {report.ties} near-ties"]
+    lines = [
+        f"{report.requests} requests: {_counts(report.outcomes)}; {report.rejections} rejections "
+        f"obeyed, {report.ties} near-ties"
+    ]
     if report.apart:
         lines.append(f"of them with a frontend that was killed: {_counts(report.apart)}; their "
                      f"streams ended within {report.cut_s_max:.1f} s")  # fmt: skip
