@@ -9,7 +9,7 @@ SECONDS ?= 60
 SEEDS ?= 100
 STEPS ?= 5000
 
-.PHONY: serve test test-quick test-long fuzz chaos lint format bench leaks clients loadtest setup kubernetes-check clean
+.PHONY: serve test test-quick test-long test-fleet fuzz chaos chaos-serve lint format bench leaks clients loadtest setup kubernetes-check clean
 
 serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
 	@exec $(BIN)/mooncake serve $(ARGS)
@@ -23,12 +23,19 @@ test-quick: $(READY)  ## the tests that start no server, in less than two minute
 test-long: $(READY)  ## torture, freezes, full disks, whole traces: what `make test` leaves out
 	@exec $(BIN)/python -m pytest -m long $(ARGS)
 
+test-fleet: $(READY)  ## three hosts in network namespaces (as root), 20 s of chaos-serve among it
+	@exec $(BIN)/python -m pytest $(wildcard tests/fleet) tests/chaos_serve $(ARGS)
+
 fuzz: $(READY)  ## random walks of the store's core (SEEDS=10 STEPS=1000 for less)
 	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --steps $(STEPS) $(ARGS)
 
 chaos: SECONDS = 300
 chaos: $(READY)  ## processes of the store, killed and stopped under load (SECONDS=20 for less)
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(ARGS)
+
+chaos-serve: SECONDS = 600
+chaos-serve: $(READY)  ## a fleet of three hosts, struck all the time (ARGS="--seed 7" repeats one)
+	$(BIN)/python -m tests.chaos_serve --seconds $(SECONDS) $(ARGS)
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 
 from backends.engine.sampling import distribution, sample, uniform
@@ -49,6 +50,7 @@ def undisturbed_run(
     AssertionError when a request fails or an answer is not right: then nothing can be said.
     """
     answers = asyncio.run(_ask_all(asked, frontends))
+    transformers.utils.logging.disable_progress_bar()
     model = load_reference(CHECKPOINT)
     right = {}
     for prompt in asked:
@@ -109,8 +111,9 @@ def is_tie(logits: NDArray[np.float32], params: SamplingParams, position: int) -
     if params.is_greedy:
         second, best = np.partition(logits, -2)[-2:]
         return bool(best - second < TIE_LOGITS)
-    lesser, least = np.partition(logits, -params.top_k - 1)[-params.top_k - 1 : -params.top_k + 1]
-    if least - lesser < TIE_LOGITS:  # either may be the last of those that are drawn from
+    last = len(logits) - params.top_k
+    ordered = np.partition(logits, (last - 1, last))
+    if ordered[last] - ordered[last - 1] < TIE_LOGITS:  # either may be the last that is drawn from
         return True
     _, probabilities = distribution(logits, params)
     edges = np.cumsum(probabilities)
