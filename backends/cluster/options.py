@@ -14,12 +14,16 @@ from rich.console import Console
 from backends.cluster.deployment import ClusterFileInvalid, Deployment
 from backends.cluster.host_plan import HostPlan, host_plan
 from backends.cluster.model_rendering import TemplateMissing
+from mooncake_store.errors import StoreError
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
 ClusterFile = Annotated[Path, typer.Option("--cluster", help="The cluster file.")]
 OneHost = Annotated[str, typer.Option("--host", help="This host only (default: all).")]
+KeysOf = Annotated[
+    str, typer.Option(help="Ask with the keys of this host (default: those that are here).")
+]
 Base = Annotated[
     Path, typer.Option("--model-repository", help="The models that hosts' ones are rendered from.")
 ]
@@ -30,7 +34,7 @@ def shown_mistakes() -> Iterator[None]:
     """A file with mistakes becomes lines on stderr and exit status 1."""
     try:
         yield
-    except (ClusterFileInvalid, TemplateMissing, OSError) as error:
+    except (ClusterFileInvalid, TemplateMissing, StoreError, OSError) as error:
         errors.print(str(error), markup=False, soft_wrap=True)
         sys.exit(1)
 

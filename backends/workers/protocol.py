@@ -149,6 +149,16 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     reason: str
 
 
+class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
+    """Take no new requests, or, with `is_on` false, take them again (operator -> worker).
+
+    `moves`: those that are there fail with WorkerGone, so that they go on elsewhere.
+    """
+
+    is_on: bool
+    moves: bool = False
+
+
 class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in the order of decoding."""
 
@@ -185,7 +195,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     request_ids: list[str]
 
 
-WorkerMessage = LayersReady | Stop | Tokens | FirstToken | Heartbeat
+WorkerMessage = LayersReady | Stop | DrainWorker | Tokens | FirstToken | Heartbeat
 WorkerInbox = Inbox[WorkerMessage]
 WorkerOutbox = Outbox[WorkerMessage]
 _decode_message = msgspec.msgpack.Decoder(WorkerMessage)

@@ -30,7 +30,7 @@ from backends.workers.driver import Driver
 from backends.workers.jobs import Job
 from backends.workers.kv_loader import KvLoader, PageGuard
 from backends.workers.kv_writer import KvWriter
-from backends.workers.protocol import Stop, WorkerMessage
+from backends.workers.protocol import DrainWorker, Stop, WorkerMessage
 from backends.workers.worker_process import WorkerProcess
 from mooncake_store.errors import StoreError
 from mooncake_store.records.membership import WorkerReport
@@ -61,6 +61,7 @@ class JobWorker(ABC, Generic[J]):
         self.lock = threading.Condition()  # guards jobs, batching, pages and the driver's state
         self.jobs: dict[str, J] = {}
         self.is_closing = False
+        self.is_draining = False  # an operator empties this host: no new jobs
         self._queue_requests_max = config.queue_requests_max
         self._is_ready = threading.Event()
         self.process = WorkerProcess(
@@ -100,7 +101,7 @@ class JobWorker(ABC, Generic[J]):
             worker_id=self.process.worker_id,
             incarnation=self.process.incarnation,
             pages_used=self._pages.used_pages,
-            is_draining=self.is_closing or self.process.is_lost,
+            is_draining=self.is_closing or self.is_draining or self.process.is_lost,
             oldest_step_s=self.process.watch.age_s(time.monotonic()),
             **of_role,
         )
@@ -162,6 +163,8 @@ class JobWorker(ABC, Generic[J]):
             raise WorkerGone(f"{name} has lost its engine")
         if self.is_closing:
             raise WorkerGone(f"{name} is shutting down")
+        if self.is_draining:
+            raise WorkerGone(f"{name} is being drained")
         if job.request_id in self.jobs:
             raise InvalidRequest(f"request id {job.request_id} is being served already")
 
@@ -203,6 +206,17 @@ class JobWorker(ABC, Generic[J]):
     def _heard(self, message: WorkerMessage) -> None:
         if isinstance(message, Stop):
             self.stop(message.request_id)
+        elif isinstance(message, DrainWorker):
+            self._drain(message)
+
+    def _drain(self, message: DrainWorker) -> None:
+        with self.lock:
+            if self.is_draining != message.is_on:
+                said = "takes no new requests" if message.is_on else "takes requests again"
+                log.info("%s %s", self.process.worker_id, said)
+            self.is_draining = message.is_on
+            for job in list(self.jobs.values()) if message.is_on and message.moves else []:
+                self.fail(job, WorkerGone(f"{self.process.worker_id} is being drained"))
 
     def _stopped_early(self, request_id: str) -> None:
         """A request that is not here was stopped: none of our business, where none is expected."""

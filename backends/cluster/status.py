@@ -1,0 +1,165 @@
+"""All hosts of a deployment at one moment, as etcd, the directory and the frontends say.
+
+What does not answer is said so, with the reason; nothing here waits longer than a few seconds.
+
+Not here: one server's numbers over time (`mooncake status`), the keys that asking needs
+(operator.py).
+"""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from backends.cluster.deployment import Deployment, is_loopback
+from backends.cluster.host_plan import HostPlan, host_plan
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import StoreError
+from mooncake_store.records.events import Snapshot
+from mooncake_store.records.membership import WorkerInfo
+from mooncake_store.records.status import DirectoryStats, HolderStats
+
+ASK_S_MAX = 2.0
+ASKED_AT_ONCE = 32
+DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
+UP, DOWN, UNKNOWN = "up", "DOWN", "not asked"
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatus:
+    """What runs on a host, each part with its state, as lines for people."""
+
+    name: str
+    address: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_well(self) -> bool:
+        return not any(DOWN in state for state in self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    hosts: Sequence[HostStatus]
+    strangers: Sequence[str]  # workers and nodes that the file does not have
+    problem: str = ""  # why the directory did not answer
+
+    @property
+    def is_well(self) -> bool:
+        return not self.problem and all(host.is_well for host in self.hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the directory says; empty when it says nothing."""
+
+    leader: str = ""  # its address
+    snapshot: Snapshot | None = None
+    stats: DirectoryStats | None = None
+    problem: str = ""
+
+
+def fleet_status(deployment: Deployment, directory: str) -> FleetStatus:
+    """Asks everybody, once."""
+    known = _ask_directory(deployment, directory)
+    plans = [host_plan(deployment, name) for name in deployment.hosts]
+    urls = {url for plan in plans for url in _urls(deployment, plan).values()}
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        answers = dict(zip(urls, pool.map(_answers, urls), strict=True))
+    hosts = [_host(deployment, plan, known, answers) for plan in plans]
+    return FleetStatus(hosts, _strangers(deployment, known), known.problem)
+
+
+def _ask_directory(deployment: Deployment, address: str) -> _Known:
+    try:
+        with DirectoryClient(address, timeout_s=ASK_S_MAX) as client:
+            leader = client.leader().address if deployment.etcd is not None else address
+            return _Known(leader, client.snapshot(), client.stats())
+    except StoreError as error:
+        return _Known(problem=f"{type(error).__name__}: {error}")
+
+
+def _urls(deployment: Deployment, plan: HostPlan) -> dict[str, str]:
+    """Of what says over HTTP whether it is well, by part."""
+    found = {}
+    if plan.etcd is not None:
+        found["etcd"] = f"{plan.etcd.advertised_client_url}/health"
+    if plan.frontend is not None and not is_loopback(deployment.frontends.address):
+        port = plan.frontend.http.rpartition(":")[2]
+        found["frontend"] = f"http://{plan.address}:{port}/v2/models/conductor/ready"
+    return found
+
+
+def _answers(url: str) -> str:
+    """UP, or why not."""
+    try:
+        with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
+            return UP if answer.status == 200 else f"{DOWN}: status {answer.status}"
+    except urllib.error.HTTPError as error:
+        return f"{DOWN}: status {error.code}"
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        return f"{DOWN}: {reason}"
+
+
+def _host(
+    deployment: Deployment, plan: HostPlan, known: _Known, answers: Mapping[str, str]
+) -> HostStatus:
+    parts: dict[str, str] = {
+        part: answers[url] for part, url in _urls(deployment, plan).items()
+    }  # fmt: skip
+    if plan.frontend is not None and "frontend" not in parts:
+        parts["frontend"] = f"{UNKNOWN}: it listens on {deployment.frontends.address} only"
+    if plan.directory is not None:
+        leads = known.leader == plan.directory.advertised
+        parts["directory"] = "leads" if leads else "waits, or is down"
+        if not deployment.etcd and known.problem:
+            parts["directory"] = DOWN
+    if known.snapshot is None or known.stats is None:
+        return HostStatus(plan.host, plan.address, parts)
+    holders = {holder.node_id: holder for holder in known.stats.nodes}
+    for node in plan.storage_nodes:
+        parts[f"node {node.name}"] = _node(holders.get(node.name))
+    for worker in plan.workers:
+        parts[worker.model] = _worker(known.snapshot, worker.model)
+    return HostStatus(plan.host, plan.address, parts)
+
+
+def _node(holder: HolderStats | None) -> str:
+    if holder is None:
+        return DOWN
+    share = 100 * holder.used_units / max(1, holder.units)
+    state = f"{share:.0f} % of {holder.segment_bytes >> 20} MiB, {holder.ready_blocks} blocks"
+    return state + ", draining" * holder.is_draining
+
+
+def _worker(snapshot: Snapshot, model: str) -> str:
+    """Of its newest incarnation."""
+    found: list[WorkerInfo] = [each for each in snapshot.workers if each.worker_id == model]
+    if not found:
+        return DOWN
+    incarnation = found[-1].incarnation
+    for report in snapshot.reports:
+        if (report.worker_id, report.incarnation) == (model, incarnation):
+            state = f"{report.running} running, {report.queue_requests} queued"
+            return state + ", draining" * report.is_draining
+    return "up, no report yet"
+
+
+def _strangers(deployment: Deployment, known: _Known) -> list[str]:
+    """Pods of elastic pools, workers that an operator copied, and what nobody expects."""
+    if known.snapshot is None:
+        return []
+    models = {worker.model for worker in deployment.workers}
+    nodes = {node.name for node in deployment.storage_nodes}
+    found = [
+        f"{worker.worker_id} at {worker.grpc_address or 'an unknown address'}: "
+        f"{_worker(known.snapshot, worker.worker_id)}"
+        for worker in known.snapshot.workers if worker.worker_id not in models
+    ]  # fmt: skip
+    found += [f"node {info.node_id}" for info in known.snapshot.nodes
+              if not info.is_ssd and info.node_id not in nodes]  # fmt: skip
+    return sorted(set(found))
