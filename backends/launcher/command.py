@@ -212,7 +212,7 @@ def run_until_stopped(launcher: Launcher) -> None:
             console.print(f"[bold yellow]{escape(restart.said)}[/]")
         for change in launcher.deployment_news():
             style = "green" if change.is_well else "bold yellow"
-            console.print(f"[{style}]{escape(change.said)}[/]")
+            console.print(f"[{style}]{escape(change.said)}[/]", soft_wrap=True)
         for load in launcher.news():
             if load.reason:
                 console.print(f"[bold yellow]kept the old settings of {escape(load.model)}[/]:")
