@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -27,6 +28,7 @@ from backends.launcher.launch import (
 from backends.launcher.launch_plan import HostOptions, ServeOptions
 from backends.launcher.processes import ChildDied
 from mooncake_store.cli.arguments import parse_bytes
+from mooncake_store.keys import folder
 
 console = Console(stderr=True, highlight=False)
 READY_S_MAX = 300.0  # on one machine; a host of a deployment waits for the others
@@ -164,8 +166,19 @@ def plan_in_file(
         RenderedFolder(deployment, plan, model_repository).write(keeps_edits=True)
     except TemplateMissing as error:
         refuse(str(error))
+    plan = with_own_keys(plan, pool or host)
     os.environ.update(plan.environment)  # this process asks etcd and the directory as well
     return plan
+
+
+def with_own_keys(plan: HostPlan, owner: str) -> HostPlan:
+    """The file names the folder of all keys; processes get that of this host, or of its pool."""
+    if not (given := plan.environment.get(folder.VARIABLE)):
+        return plan
+    own = folder.folder_of_host(Path(given), owner).resolve()
+    if found := folder.problems(own):
+        refuse("\n".join(found))
+    return replace(plan, environment={**plan.environment, folder.VARIABLE: str(own)})
 
 
 def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
