@@ -15,7 +15,7 @@ serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctr
 	@exec $(BIN)/mooncake serve $(ARGS)
 
 test: $(READY)  ## set up, then run the tests, the real Triton included (ARGS="-k name" picks some)
-	@exec $(BIN)/python -m pytest -m "not long" -n 2 $(ARGS)
+	@exec $(BIN)/python -m pytest -m "not long" -n 2 --dist loadgroup $(ARGS)
 
 test-quick: $(READY)  ## the tests that start no server, in less than two minutes
 	@exec $(BIN)/python -m pytest -m "not e2e and not servers and not long" -n 2 $(ARGS)
@@ -24,7 +24,7 @@ test-long: $(READY)  ## torture, freezes, full disks, whole traces: what `make t
 	@exec $(BIN)/python -m pytest -m long $(ARGS)
 
 test-fleet: $(READY)  ## three hosts in network namespaces (as root), 20 s of chaos-serve among it
-	@exec $(BIN)/python -m pytest $(wildcard tests/fleet) tests/chaos_serve $(ARGS)
+	@exec $(BIN)/python -m pytest tests/fleet tests/chaos_serve $(ARGS)
 
 fuzz: $(READY)  ## random walks of the store's core (SEEDS=10 STEPS=1000 for less)
 	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --steps $(STEPS) $(ARGS)
