@@ -5,6 +5,7 @@
   x InvalidRequest    fix the request         -> INVALID_ARG
   x WorkerUnavailable a worker died or failed; the frontend goes on elsewhere first
     x WorkerGone      it was not there: dead before the call, starting again, or shutting down
+    x WorkerRefused   it does not let this host in: keys, or certificates
     x StoreLost       the directory or the worker's storage node did not do its part
     x MessagesLost    tokens that were sent did not arrive
   x KvMissing         blocks of a request left the store; they are computed again first
@@ -66,6 +67,10 @@ class WorkerGone(WorkerUnavailable):
     """The request never was at this worker, or it is leaving: no fault of the request's."""
 
     prefix = "unavailable: gone:"
+
+
+class WorkerRefused(WorkerUnavailable):
+    """Keys: the worker's Triton does not let this host in, or is not believed."""
 
 
 class StoreLost(WorkerUnavailable):

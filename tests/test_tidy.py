@@ -44,7 +44,7 @@ FLOORS = {
         {"frontend"}, {"frontend/lifecycle"}, {"workers/trtllm"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
-        {"metrics"}, {"config_pbtxt", "tensors", "launch_secret"}, {"errors"},
+        {"metrics"}, {"config_pbtxt", "tensors", "launch_secret", "worker_tls"}, {"errors"},
     ],
     "loadtest": [
         {"locustfile"}, {"bench", "clients"}, {"users", "simulator", "profile"}, {"harness"},

@@ -21,9 +21,10 @@ import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from backends import launch_secret
+from backends import launch_secret, worker_tls
 from backends.errors import WorkerUnavailable, from_broken_call, from_wire
 from backends.tensors import string_tensor
+from backends.worker_tls import worker_channel
 from backends.workers.protocol import (
     REPLY_BODY,
     REPLY_IDS,
@@ -72,10 +73,11 @@ class Connections:
 
     def __init__(self, address: str) -> None:
         options = OPTIONS if address.startswith(LOOPBACK) else OPTIONS + OTHER_HOST_OPTIONS
-        self._channels = [grpc.insecure_channel(address, options) for _ in range(CONNECTIONS)]
+        self._channels = [worker_channel(address, options) for _ in range(CONNECTIONS)]
         stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._channels]
         self.stubs = itertools.cycle(stubs)
         self.in_use = 0
+        self.has_answered = False
 
     def close(self) -> None:
         for channel in self._channels:
@@ -104,18 +106,21 @@ class GrpcCalls:
         """
         request = _request(model, inputs, outputs, request_id)
         request.parameters[launch_secret.SECRET_PARAMETER].string_param = self._secret
-        with self._connected(address) as stub:
+        with self._connected(address) as (connections, stub):
             call = stub.ModelStreamInfer(iter([request]))
             with self._lock:
                 self._running[request_id] = call
             try:
                 for response in call:
+                    connections.has_answered = True
                     if response.error_message:
                         raise from_wire(response.error_message, model)
                     if response.infer_response.raw_output_contents:
                         yield _outputs(response.infer_response)
             except grpc.RpcError as error:
-                raise from_broken_call(model, error.code(), error.details()) from None
+                refused = worker_tls.refusal(address, error.details(), connections.has_answered)
+                broken = from_broken_call(model, error.code(), error.details())
+                raise refused or broken from None
             finally:
                 with contextlib.suppress(grpc.RpcError):
                     for _ in call:
@@ -125,7 +130,9 @@ class GrpcCalls:
                         del self._running[request_id]
 
     @contextlib.contextmanager
-    def _connected(self, address: str) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
+    def _connected(
+        self, address: str
+    ) -> Iterator[tuple[Connections, service_pb2_grpc.GRPCInferenceServiceStub]]:
         with self._lock:
             connections = self._connections.get(address)
             if connections is None:
@@ -133,7 +140,7 @@ class GrpcCalls:
             connections.in_use += 1
             stub = next(connections.stubs)
         try:
-            yield stub
+            yield connections, stub
         finally:
             with self._lock:
                 connections.in_use -= 1

@@ -54,6 +54,9 @@ from backends.launcher.triton_process import (
     end_orphans,
 )
 from mooncake_store.cli.serving import directory_command, node_command
+from mooncake_store.keys import folder as key_folder
+from mooncake_store.keys.folder import Keys, KeysInvalid
+from mooncake_store.keys.tls import certificate_problems
 from mooncake_store.process import self_check
 
 TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
@@ -81,7 +84,7 @@ class Launcher:
         self.name = self._files.name
         self.socket_dir = self._files.socket_dir
         self.plan = plan = options.plan(self.socket_dir)
-        self._secret = self._shared_secret() if plan.deployment else launch_secret.make_secret()
+        self._keys: Keys | None = None
         self._etcd: ChildProcess | None = None
         self._directory: ChildProcess | None = None
         self._nodes: list[ChildProcess] = []
@@ -110,6 +113,7 @@ class Launcher:
         """Start what the plan names; returns when all of it runs, though models still load."""
         triton = environment.find_triton()
         options, plan = self.options, self.plan
+        self._keys = self._keys_of_host()
         end_orphans(remove_leftovers())
         self._check(triton)
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -375,9 +379,22 @@ class Launcher:
             "//0.0.0.0", f"//{self.plan.address}" if self.plan.deployment else "//0.0.0.0"
         )
 
-    def _shared_secret(self) -> str:
-        """The same on all hosts of a deployment. Without keys it only keeps two of them apart."""
-        return f"insecure-{self.plan.deployment}"
+    def _keys_of_host(self) -> Keys | None:
+        """None where there are none. This process asks the directory, so it has them too."""
+        if named := self.plan.environment.get(key_folder.VARIABLE):
+            place = key_folder.folder_of_host(Path(named), self.plan.host)
+            os.environ[key_folder.VARIABLE] = str(place.resolve())
+        try:
+            return key_folder.of_process()
+        except KeysInvalid as error:
+            raise environment.EnvironmentProblem(str(error)) from None
+
+    def _secret(self) -> str:
+        """A new one for one machine; the hosts of a deployment have one in common, which without
+        keys only keeps two deployments apart."""
+        if not self.plan.deployment:
+            return launch_secret.make_secret()
+        return self._keys.secret if self._keys else f"insecure-{self.plan.deployment}"
 
     def _serves_models(self) -> bool:
         """A host may have storage nodes or a directory alone."""
@@ -402,6 +419,8 @@ class Launcher:
         found += environment.problems(triton, fixed_ports(plan), needed, 500, *said)
         if plan.etcd is not None and etcd_binary() is None:
             found.append(MISSING)
+        if self._keys is not None:
+            found += certificate_problems(self._keys)
         if found:
             raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
 
@@ -424,7 +443,9 @@ class Launcher:
         env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
         env["MOONCAKE_STATE"] = str(self.state_dir)
         env[self_check.VARIABLE] = "1" if self.options.is_self_checked else "0"
-        env[launch_secret.SECRET_VARIABLE] = self._secret
+        env[launch_secret.SECRET_VARIABLE] = self._secret()
+        if self._keys is not None:
+            env[key_folder.VARIABLE] = str(self._keys.folder)
         env["MOONCAKE_REPOSITORY"] = str(self.repository)
         return env
 
@@ -440,7 +461,7 @@ class Launcher:
             options = self.options
             arguments += frontend_arguments(self._admin_key, options.open_apis, options.triton_args)
         else:
-            arguments += worker_arguments(self._admin_key)
+            arguments += worker_arguments(self._admin_key, self._keys)
         # Workers tell the directory where they are called.
         return Command(arguments, self._env | {"MOONCAKE_GRPC": endpoints.called})
 

@@ -150,11 +150,13 @@ def ask_grpc(address: str) -> Ask:
     import grpc  # here, for who only reads logs
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+    from backends.worker_tls import worker_channel
+
     def ask(model: str) -> bool | None:
         # Each question gets a channel of its own, because one that was refused once waits before
         # it connects again.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-        with contextlib.closing(grpc.insecure_channel(address, options)) as channel:
+        with contextlib.closing(worker_channel(address, options)) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             try:
                 request = service_pb2.ModelReadyRequest(name=model)

@@ -16,6 +16,8 @@ from pathlib import Path
 from backends.launcher.admin_key import AdminKey
 from backends.launcher.environment import TritonInstall
 from backends.launcher.triton_process import Endpoints
+from backends.worker_tls import server_arguments
+from mooncake_store.keys.folder import Keys
 
 OUR_BACKENDS = ("preprocessing", "postprocessing", "conductor", "prefill", "decode")
 FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # that a Triton waits for requests and models to end
@@ -48,12 +50,12 @@ def frontend_arguments(
     ]  # fmt: skip
 
 
-def worker_arguments(admin_key: AdminKey) -> list[str]:
+def worker_arguments(admin_key: AdminKey, keys: Keys | None) -> list[str]:
     """Of a worker's Triton. Frontends of other hosts ping it (frontend/grpc_calls.py), more often
     than gRPC's servers take by themselves."""
     return [
         f"--exit-timeout-secs={WORKER_EXIT_S}", "--allow-cpu-metrics=false",
-        "--grpc-http2-max-ping-strikes=0", *admin_key.for_worker(),
+        "--grpc-http2-max-ping-strikes=0", *admin_key.for_worker(), *server_arguments(keys),
     ]  # fmt: skip
 
 

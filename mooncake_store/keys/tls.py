@@ -74,8 +74,10 @@ def certificate_facts(folder: Path) -> CertificateFacts:
     )
 
 
-def certificate_problems(keys: Keys, warn_before: datetime.timedelta) -> list[str]:
-    """Why others will not believe this host, or will soon not."""
+def certificate_problems(
+    keys: Keys, warn_before: datetime.timedelta = datetime.timedelta()
+) -> list[str]:
+    """Why others do not believe this host, or will not in less than that time."""
     try:
         facts = certificate_facts(keys.folder)
         certificate = _certificate(keys.certificate)
