@@ -178,6 +178,8 @@ class TritonLog:
         # taken.
         self.service_problem = ""
         self._refused: dict[str, str] = {}  # model -> why its newest edit was refused
+        # A worker has said that it serves, and Triton not yet that it is loaded.
+        self.is_load_pending = False
 
     def news(self) -> list[ModelLoad]:
         """Loads and refusals since the last call. Triton tries a refused model again at every
@@ -194,6 +196,8 @@ class TritonLog:
         text = whole_lines.decode(errors="replace")
         if problem := SERVICE.search(text):
             self.service_problem = problem[0].strip()
+        for line in WORKER_READY_OR_LOAD.finditer(text):
+            self.is_load_pending = bool(line["worker"])
         found = []
         for load in loads(text):
             if load.reason and self._refused.get(load.model) == load.reason:
@@ -214,6 +218,9 @@ class ModelLoad:
 
 
 SERVICE = re.compile(r"failed to start \w+ service[^\"\n]*")
+WORKER_READY_OR_LOAD = re.compile(  # the first is of workers/worker_process.py
+    r"(?P<worker>\S+ \([0-9a-f]{12}\) serves on node )|successfully loaded '|failed to load '"
+)
 LOAD = re.compile(
     r"successfully loaded '(?P<loaded>[^']+)'"
     r"|failed to load '(?P<refused>[^']+)' version \d+: (?P<reason>.*?)(?=\n[EWIF]\d{4} |\Z)",

@@ -102,6 +102,10 @@ INCARNATIONS = itertools.count(1)  # of all Tritons of this launcher
 NUMBERS = itertools.count(1)  # a Triton's own, whatever its incarnations
 DRAIN_S_MAX = 45.0  # a worker ends what it has within 30 s; then it leaves the directory
 END_S_MAX = 5.0
+# From a worker's word that it serves to Triton's that it is loaded, which takes milliseconds.
+# Triton 2.51 waits for ever for a stub that stood still while it was loaded, and the worker, which
+# is in the directory by then, refuses every call.
+LOAD_SAID_S_MAX = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +192,7 @@ class Triton:
             self.endpoints = Endpoints(f"{self._host}:{ports[0]}", metrics)
         self._read_log()
         self._log.service_problem = ""
+        self._log.is_load_pending = False
         self.incarnation = next(INCARNATIONS)
         return self._plan(self, self.endpoints)
 
@@ -298,15 +303,26 @@ class WorkerTriton(Triton):
         super().__init__(worker, mirror, log_path, cwd, plan, fixed, host)
         self._draining_from_s: float | None = None
         self._ending_from_s: float | None = None
+        self._load_pending_from_s: float | None = None
 
     def supervise(self, alive: set[str]) -> list[Restart]:
         if self._draining_from_s is not None:
             self.mirror.sync()
             return []
+        self._end_stuck_load(time.monotonic())
         restarts = super().supervise(alive)
         if self.child is None and self.mirror.models():
             self.start()
         return restarts
+
+    def _end_stuck_load(self, now_s: float) -> None:
+        if self.child is None or not self._log.is_load_pending:
+            self._load_pending_from_s = None
+        elif self._load_pending_from_s is None:
+            self._load_pending_from_s = now_s
+        elif now_s - self._load_pending_from_s > LOAD_SAID_S_MAX:
+            self._load_pending_from_s = None
+            self.child.kill()
 
     def _revive(self, model: str) -> bool:
         """Its model is all it is for: when that dies, the whole Triton is started afresh."""

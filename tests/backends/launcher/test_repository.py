@@ -84,3 +84,18 @@ def test_a_port_that_was_taken_is_noticed_in_the_log(tmp_path: Path) -> None:
     assert watch.service_problem == (
         "failed to start GRPC service: Unavailable - Socket '127.0.0.1:11001' already in use"
     )
+
+
+def test_a_worker_s_word_that_triton_has_not_confirmed_is_known(tmp_path: Path) -> None:
+    log = tmp_path / "decode_0.log"
+    watch = TritonLog(log)
+    word = "2026-11-22 12:00:00,000 I backends.workers.worker_process decode_0 (0123456789ab) "
+    for text, is_pending in (
+        (f"{word}serves on node s0\n", True),
+        (f"{word}serves on node s0\n{LOADED}", False),
+        (f"{LOADED}{word}serves on node s0\n", True),
+    ):
+        log.write_text(text)
+        watch._log_offset = 0
+        watch.news()
+        assert watch.is_load_pending is is_pending, text

@@ -109,6 +109,26 @@ def test_a_process_that_comes_and_goes_while_it_never_loads_is_triton_s_business
     ] * 4
 
 
+STUCK = """
+import signal, sys
+print("I decode_0 (0123456789ab) serves on node s0", flush=True)
+signal.pause()
+"""
+
+
+def test_a_worker_that_its_triton_never_calls_loaded_gets_a_new_triton(
+    worker: WorkerTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker._plan = lambda *_: Command([sys.executable, "-c", STUCK], os.environ)
+    worker.start()
+    assert worker.child is not None
+    wait_until(lambda: worker.supervise(set()) == [] and worker._load_pending_from_s, "its word")
+    assert worker.supervise(set()) == [] and worker.child.starts == 1, "it has some seconds"
+    monkeypatch.setattr("backends.launcher.triton_process.LOAD_SAID_S_MAX", 0.0)
+    assert worker.supervise(set()) == [Restart("decode_0")]
+    assert worker.child.starts == 2
+
+
 def test_a_removed_worker_is_ended_when_its_model_has_ended(worker: WorkerTriton) -> None:
     worker.start()
     assert not worker.drain({"decode_0"}), "it still ends what it has"
