@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from mooncake_store.client.block_reader import BlockReader, Want
 from mooncake_store.client.restorer import LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.layout import STATE_READY, STATE_WRITING, Geometry
+from mooncake_store.layout import STATE_READY, Geometry
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.blocks import Allocation, Copy, Slot
@@ -31,9 +31,9 @@ class OwnSegment(SlotMemory):
         super().__init__(view, shape)
         self.info = info
 
-    def begin(self, key: bytes, slot: Slot, size_bytes: int) -> None:
+    def begin(self, key: bytes, slot: Slot, size_bytes: int, lease_s: float) -> None:
         """The slot is about to be filled: the old block's header must not vouch for new bytes."""
-        header = SlotHeader(STATE_WRITING, slot.generation, key, 0, size_bytes)
+        header = SlotHeader.writing(slot.generation, key, size_bytes, lease_s)
         self.write_header(slot.slot, header)
 
     def finish(self, key: bytes, slot: Slot, digest: int, size_bytes: int) -> None:
@@ -121,7 +121,9 @@ class Fetcher:
                 rows.append((key, slot.slot, slot.generation, digest))
                 bytes_from[copy.node_id] += copy.size_bytes
         if rows:
-            self._directory.commit(own.info.node_id, rows, terms.owner, terms.lease_s)
+            self._directory.commit(
+                own.info.node_id, rows, terms.owner, terms.lease_s, epoch=wanted[0][1].epoch
+            )
         late = {span.offset_bytes for span in self._pending_in(own.view)}
         lost = [
             slot

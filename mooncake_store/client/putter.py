@@ -17,14 +17,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mooncake_store.client.restorer import LEASE_MARGIN_S
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.errors import NodeUnknown, TransferFailed, TransferTimeout, WriteGivenUp
+from mooncake_store.errors import (
+    EpochPassed,
+    NodeUnknown,
+    TransferFailed,
+    TransferTimeout,
+    WriteGivenUp,
+)
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING
 from mooncake_store.memory.buffers import ByteArray, checksum, copy_and_sum
 from mooncake_store.memory.registrations import Registrations, Scratch
@@ -51,6 +57,9 @@ class Write(NamedTuple):
 
     def header(self, state: int, digest: int) -> SlotHeader:
         return SlotHeader(state, self.generation, self.key, digest, self.source.nbytes)
+
+    def header_writing(self, lease_s: float) -> SlotHeader:
+        return SlotHeader.writing(self.generation, self.key, self.source.nbytes, lease_s)
 
 
 class Putter:
@@ -129,9 +138,12 @@ class Putter:
             return done
         try:
             with self._registrations.covering([write.source for write in writes]):
-                digests = self._write(info, writes, deadline_s)
+                digests = self._write(info, writes, given, owner, deadline_s)
         except WriteGivenUp:
             raise
+        except EpochPassed as error:
+            log.warning("put on node_id=%s: %s", node_id, error)
+            return done
         except TransferTimeout as error:
             log.warning("put on node_id=%s: %s", node_id, error)
             return done
@@ -144,7 +156,7 @@ class Putter:
             (write.key, write.slot, write.generation, digest)
             for write, digest in zip(writes, digests, strict=True)
         ]
-        stored = self._directory.commit(node_id, rows, owner, 0.0)
+        stored = self._directory.commit(node_id, rows, owner, 0.0, epoch=taken[0][1].epoch)
         for (at, _), is_stored in zip(taken, stored, strict=True):
             done[at] = is_stored
         return done
@@ -180,25 +192,40 @@ class Putter:
 
     # ---- bytes
 
-    def _write(self, info: NodeInfo, writes: Sequence[Write], deadline_s: float) -> list[int]:
+    def _write(
+        self,
+        info: NodeInfo,
+        writes: Sequence[Write],
+        given: Allocation,
+        owner: str,
+        deadline_s: float,
+    ) -> list[int]:
         """The checksum of each block written (0 when this store computes none).
 
         TransferFailed: nothing of it may be committed. TransferTimeout: bytes may still arrive.
+        EpochPassed: the slots may be somebody else's; no byte of a payload was written.
         """
         node = self._nodes.access_to(info)
         if node is None:
             raise TransferFailed(
                 f"node {info.node_id} cannot be written from this host in this mode"
             )
+        lease_s = deadline_s + LEASE_MARGIN_S
+
+        def confirm() -> None:
+            if not self._directory.may_write(given, owner, lease_s):
+                raise EpochPassed("the slots were granted by a directory that leads no more")
+
         if isinstance(node.transport, MappedTransport):
-            return self._write_mapped(node.transport, node, writes, deadline_s)
-        return self._write_remote(node, writes, time.monotonic() + deadline_s)
+            return self._write_mapped(node.transport, node, writes, confirm, deadline_s)
+        return self._write_remote(node, writes, confirm, time.monotonic() + deadline_s)
 
     def _write_mapped(
         self,
         transport: MappedTransport,
         node: NodeAccess,
         writes: Sequence[Write],
+        confirm: Callable[[], None],
         deadline_s: float,
     ) -> list[int]:
         info, _, shape = node
@@ -208,7 +235,8 @@ class Putter:
         with transport.owned(info) as view:
             slots = SlotMemory(view, shape)
             for write in writes:  # all at once: the code for it is in the CPU's cache then
-                slots.write_header(write.slot, write.header(STATE_WRITING, 0))
+                slots.write_header(write.slot, write.header_writing(deadline_s + LEASE_MARGIN_S))
+            confirm()
             for write in writes:
                 target = slots.payload(write.slot, write.source.nbytes)
                 if self._is_verified:
@@ -227,7 +255,13 @@ class Putter:
         transport.note(is_read=False, moved_bytes=moved_bytes, started_s=started_s)
         return digests
 
-    def _write_remote(self, node: NodeAccess, writes: Sequence[Write], until_s: float) -> list[int]:
+    def _write_remote(
+        self,
+        node: NodeAccess,
+        writes: Sequence[Write],
+        confirm: Callable[[], None],
+        until_s: float,
+    ) -> list[int]:
         info, transport, shape = node
         slices = [shape.headers(write.slot, write.source.nbytes) for write in writes]
         positions = [ByteSpan(each.start, HEADER_BYTES) for each in slices]
@@ -235,9 +269,9 @@ class Putter:
                   if (length := each.stop - each.start - HEADER_BYTES)]  # fmt: skip
         zeros = max((other.length_bytes for other in others), default=0)
 
-        def put_headers(state: int, digests: Sequence[int]) -> None:
-            pairs = zip(writes, digests, strict=True)
-            raw = b"".join(write.header(state, digest).pack() for write, digest in pairs)
+        def put_headers(headers: Sequence[SlotHeader]) -> None:
+            state = headers[0].state
+            raw = b"".join(header.pack() for header in headers)
             with self._scratch.take(len(raw) + zeros) as heads:
                 heads[: len(raw)] = np.frombuffer(raw, np.uint8)
                 heads[len(raw) : len(raw) + zeros] = 0
@@ -259,12 +293,15 @@ class Putter:
             transport.write(info, payloads, targets, _left(until_s))
             return digests
 
-        put_headers(STATE_WRITING, [0] * len(writes))
+        lease_s = until_s - time.monotonic() + LEASE_MARGIN_S
+        put_headers([write.header_writing(lease_s) for write in writes])
+        confirm()
         found = self._movers.each(
             put_part, parts_of(writes, lambda write: write.source.nbytes, PART_BYTES)
         )
         digests = [digest for part in found for digest in part]
-        put_headers(STATE_READY, digests)
+        pairs = zip(writes, digests, strict=True)
+        put_headers([write.header(STATE_READY, digest) for write, digest in pairs])
         return digests
 
 

@@ -81,7 +81,8 @@ class Restorer:
                 if slot is not None
             ]
             client = self.client(info.control)
-            yield from self._load(client, node_id, todo, terms)
+            epoch = max((slot.epoch for slot in given.slots if slot is not None), default=0)
+            yield from self._load(client, node_id, todo, terms, epoch)
             covered = zip(indices[: given.covered], given.slots, strict=False)
             others = [index for index, slot in covered if slot is None]
             if others:
@@ -106,17 +107,17 @@ class Restorer:
         return Allocation((None,) * len(keys), 0)
 
     def _load(
-        self, client: NodeClient, node_id: str, todo: Group, terms: LeaseTerms
+        self, client: NodeClient, node_id: str, todo: Group, terms: LeaseTerms, epoch: int
     ) -> Iterator[list[tuple[int, Copy]]]:
         groups = _grouped(todo)
         loaded: Group = []
-        coming = self._begin(client, groups, 0, terms.until_s)
+        coming = self._begin(client, groups, 0, terms.until_s, epoch)
         try:
             for at, group in enumerate(groups):
                 assert coming is not None
                 whole = coming.result()
                 # Only now: two at once would share the disk and both come late.
-                coming = self._begin(client, groups, at + 1, terms.until_s)
+                coming = self._begin(client, groups, at + 1, terms.until_s, epoch)
                 if whole is None:
                     continue  # bytes may still arrive: the lease on those slots must run out
                 arrived = [each for each, is_whole in zip(group, whole, strict=True) if is_whole]
@@ -130,23 +131,25 @@ class Restorer:
         finally:
             rows = [(each.key, each.slot, each.generation, each.checksum) for _, each in loaded]
             if rows:
-                self._directory.commit(node_id, rows, terms.owner, terms.lease_s)
+                self._directory.commit(node_id, rows, terms.owner, terms.lease_s, epoch=epoch)
 
     def _begin(
-        self, client: NodeClient, groups: list[Group], at: int, until_s: float
+        self, client: NodeClient, groups: list[Group], at: int, until_s: float, epoch: int
     ) -> Future[list[bool] | None] | None:
         if at == len(groups):
             return None
         blocks = [restore for _, restore in groups[at]]
-        return self._executor().submit(self._ask, client, blocks, until_s)
+        return self._executor().submit(self._ask, client, blocks, until_s, epoch)
 
-    def _ask(self, client: NodeClient, blocks: list[Restore], until_s: float) -> list[bool] | None:
+    def _ask(
+        self, client: NodeClient, blocks: list[Restore], until_s: float, epoch: int
+    ) -> list[bool] | None:
         """Which blocks are in DRAM now; None when that is not known."""
         left_s = until_s - time.monotonic()
         if left_s <= 0:
             return [False] * len(blocks)
         try:
-            return client.load(blocks, left_s)
+            return client.load(blocks, left_s, epoch)
         except StoreError as error:
             log.warning("restoring %d blocks failed: %s", len(blocks), error)
             return None

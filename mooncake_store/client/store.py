@@ -223,8 +223,9 @@ class Store:
                     continue
                 own.first_generation = min(own.first_generation, slot.generation)
                 if (here := own.now()) is not None:
-                    here.begin(key, slot, size_bytes)
-            return given
+                    here.begin(key, slot, size_bytes, lease_s)
+            if self._directory.may_write(given, owner, lease_s):
+                return given
         else:
             self._check_alive(self._own)
         return Allocation((None,) * len(keys), 0)
@@ -254,7 +255,9 @@ class Store:
                 here.finish(key, slot, digest, self.layout.block_bytes)
             rows.append((key, slot.slot, slot.generation, digest))
         self._check_alive(own)
-        return self._directory.commit(self.node_id, rows, owner, lease_s)
+        # Of several epochs, the earliest: what it granted is lost, and so is the request's prefix.
+        epoch = min((slot.epoch for _, slot, _ in blocks), default=0)
+        return self._directory.commit(self.node_id, rows, owner, lease_s, epoch=epoch)
 
     def _check_alive(self, own: _Own) -> None:
         """Memory of a dead node can be written all the same, and the directory promises it for as

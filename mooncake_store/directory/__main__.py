@@ -149,7 +149,7 @@ def serve_when_elected(
             return
         journal = StateJournal(etcd, prefix, won.epoch, won.revision, won.may_serve)
         try:
-            directory = Directory(won.epoch, config)
+            directory = Directory(won.epoch, config, begin_s=won.margin_s)
             known = restore(directory, journal.begin(), now_s=0.0)
             durable = DurableVerbs(directory, journal, known)
             serve(options, directory, stop, won.may_serve, durable)

@@ -6,14 +6,17 @@ effect: leases end by themselves, and commits and registrations can be repeated.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import zmq
 
 from mooncake_store.block_keys import check_keys
-from mooncake_store.errors import AccessRefused, RequestInvalid, StoreUnavailable
+from mooncake_store.errors import AccessRefused, EpochPassed, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import Geometry
 from mooncake_store.records.blocks import Allocation, Copy, Slot, Spill
 from mooncake_store.records.events import Snapshot
@@ -26,6 +29,7 @@ from mooncake_store.wire.unix_socket import UnixConnection, direct_path
 if TYPE_CHECKING:
     from mooncake_store.directory.election import ElectedAddress, Leader
 
+log = logging.getLogger("mooncake_store.client")
 T = TypeVar("T")
 ELECTED = "etcd://"  # an address that names an election (election.py)
 Decoder = msgspec.msgpack.Decoder
@@ -75,12 +79,16 @@ class DirectoryClient:
 
     # ---- storage nodes
 
-    def register_node(self, info: NodeInfo) -> None:
-        self._ask(protocol.RegisterNode(info), _NONE)
+    def register_node(self, info: NodeInfo) -> int:
+        """The epoch of the directory that knows it now."""
+        return self._ask(protocol.RegisterNode(info), _INT)
 
-    def node_report(self, node_id: str, incarnation: str) -> bool:
+    def node_report(self, node_id: str, incarnation: str, epoch: int = 0) -> bool:
         """False: the directory does not know this incarnation; register again."""
-        return self._ask(protocol.NodeReport(node_id, incarnation), _BOOL)
+        try:
+            return self._ask(protocol.NodeReport(node_id, incarnation, epoch), _BOOL)
+        except EpochPassed:
+            return False
 
     def deregister_node(self, node_id: str, incarnation: str) -> bool:
         return self._ask(protocol.DeregisterNode(node_id, incarnation), _BOOL)
@@ -108,7 +116,27 @@ class DirectoryClient:
         request = protocol.Allocate(
             node_id, list(keys), owner, lease_s, ephemeral, size_bytes, tenant
         )
-        return self._ask(request, _ALLOCATION)
+        asked_s = time.monotonic()
+        given = self._ask(request, _ALLOCATION)
+        return replace(given, asked_s=asked_s) if given.begin_s else given
+
+    def may_write(self, given: Allocation, owner: str, lease_s: float) -> bool:
+        """May the bytes be written, now that the headers of these slots say so?
+
+        False: not any more, another directory may have granted them to somebody else. In time
+        (Allocation.begin_s) nobody else leads, whatever happens to this process or the directory
+        from then on: the next one finds the headers and lets the slots rest (inventory.py).
+        """
+        if not given.begin_s or time.monotonic() - given.asked_s <= given.begin_s:
+            return True
+        granted = [slot for slot in given.slots if slot is not None]
+        if not granted:
+            return True
+        try:
+            return self.renew(owner, lease_s, granted[0].epoch)
+        except (EpochPassed, StoreUnavailable) as error:
+            log.warning("owner=%s begins too late: %s", owner, error)
+            return False
 
     def commit(
         self,
@@ -116,9 +144,17 @@ class DirectoryClient:
         blocks: Sequence[tuple[bytes, int, int, int]],
         owner: str,
         lease_s: float,
+        epoch: int = 0,
     ) -> list[bool]:
-        """(key, slot, generation, checksum) are written; False for those that came too late."""
-        return self._ask(protocol.Commit(node_id, list(blocks), owner, lease_s), _BOOLS)
+        """(key, slot, generation, checksum) are written; False for those that came too late.
+
+        `epoch`: of their slots. Too late are all when another directory leads by now.
+        """
+        try:
+            return self._ask(protocol.Commit(node_id, list(blocks), owner, lease_s, epoch), _BOOLS)
+        except EpochPassed as error:
+            log.warning("owner=%s commits %d blocks too late: %s", owner, len(blocks), error)
+            return [False] * len(blocks)
 
     def abandon(self, slots: Sequence[Slot], owner: str) -> int:
         """Free slots that will not be committed and to which nothing is in flight."""
@@ -156,13 +192,17 @@ class DirectoryClient:
         incarnation: str,
         blocks: Sequence[tuple[bytes, int, int, int, int, int]],
         is_last: bool,
+        epoch: int = 0,
     ) -> int:
         """What a node holds: (key, slot, generation, checksum, size_bytes, state) each."""
-        return self._ask(protocol.Adopt(node_id, incarnation, list(blocks), is_last), _INT)
+        return self._ask(protocol.Adopt(node_id, incarnation, list(blocks), is_last, epoch), _INT)
 
-    def take_spills(self, node_id: str, owner: str, blocks_max: int, lease_s: float) -> list[Spill]:
+    def take_spills(
+        self, node_id: str, owner: str, blocks_max: int, lease_s: float, epoch: int = 0
+    ) -> list[Spill]:
         """What this node should copy to its SSD next, and where to."""
-        return self._ask(protocol.TakeSpills(node_id, owner, blocks_max, lease_s), _SPILLS)
+        request = protocol.TakeSpills(node_id, owner, blocks_max, lease_s, epoch)
+        return self._ask(request, _SPILLS)
 
     def drain(self, node_id: str, is_on: bool = True) -> None:
         """Give this node no new blocks (or some again)."""
@@ -184,9 +224,9 @@ class DirectoryClient:
 
     # ---- leases
 
-    def renew(self, owner: str, lease_s: float) -> bool:
+    def renew(self, owner: str, lease_s: float, epoch: int = 0) -> bool:
         """False: this owner leases nothing (any more)."""
-        return self._ask(protocol.Renew(owner, lease_s), _BOOL)
+        return self._ask(protocol.Renew(owner, lease_s, epoch), _BOOL)
 
     def release(self, owner: str) -> bool:
         """`owner` is done with everything."""

@@ -46,8 +46,16 @@ class SlotHeader(NamedTuple):
     state: int  # STATE_WRITING: do not trust the payload; STATE_READY: complete
     generation: int
     key: bytes  # 16 bytes
-    checksum: int  # xxh3_64 of the payload
+    checksum: int  # xxh3_64 of the payload; while it is being written: see `writing`
     length_bytes: int
+
+    @classmethod
+    def writing(cls, generation: int, key: bytes, length_bytes: int, lease_s: float) -> SlotHeader:
+        """Says for how long its writer leases the slot, instead of a checksum.
+
+        A directory that reads it after a restart lets the slot rest for that long (inventory.py).
+        """
+        return cls(STATE_WRITING, generation, key, int(lease_s * 1_000), length_bytes)
 
     def pack(self) -> bytes:
         assert len(self.key) == 16, f"a key has 16 bytes, this one {len(self.key)}"

@@ -26,9 +26,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import zmq
 
+from mooncake_store.client.restorer import LEASE_MARGIN_S
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable
-from mooncake_store.layout import STATE_READY, STATE_WRITING
+from mooncake_store.errors import EpochPassed, RequestInvalid, StoreError, StoreUnavailable
+from mooncake_store.layout import STATE_READY
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.node.puller import Puller
 from mooncake_store.records.blocks import GENERATION_MAX
@@ -149,7 +150,10 @@ class NodeVerbs:
         puller: Puller,
         stats: Callable[[], NodeStats],
         leave: Callable[[], None],
+        epoch: Callable[[], int],
     ) -> None:
+        """`epoch`: of the directory that this node is registered with now."""
+        self._epoch = epoch
         self._info, self._memory, self._directory = info, memory, directory
         self._tier, self._puller = tier, puller
         self._stats, self._leave = stats, leave
@@ -160,13 +164,20 @@ class NodeVerbs:
         if isinstance(request, protocol.Ping):
             return self._info.incarnation
         if isinstance(request, protocol.LoadBlocks):
-            return self._load(request.blocks, came_s + request.deadline_s)
+            return self._load(request.blocks, came_s + request.deadline_s, request.epoch)
         if isinstance(request, protocol.AskNodeStats):
             return self._stats()
         if isinstance(request, protocol.Leave):
             self._leave()
             return None
         return self._fetch(request, came_s + request.deadline_s)
+
+    def _refuse_epoch(self, epoch: int) -> None:
+        if 0 < epoch < self._epoch():
+            raise EpochPassed(
+                f"the directory of epoch {epoch} granted these slots of {self._info.node_id}, "
+                f"which belongs to epoch {self._epoch()} by now: ask the directory anew"
+            )
 
     def _fetch(self, request: protocol.Fetch, until_s: float) -> list[bool]:
         if len(request.keys) != len(request.copies):
@@ -175,20 +186,25 @@ class NodeVerbs:
             )
         return self._puller.pull(request.keys, request.copies, until_s)
 
-    def _load(self, blocks: list[Restore], until_s: float) -> list[bool]:
+    def _load(self, blocks: list[Restore], until_s: float, epoch: int) -> list[bool]:
         tier = self._tier()
+        self._refuse_epoch(epoch)
         for block in blocks:
             if not self._memory.shape.holds(block.slot, block.size_bytes):
                 raise RequestInvalid(
                     f"slot {block.slot} with {block.size_bytes} bytes is outside the segment of "
                     f"{self._info.node_id} ({self._memory.shape.units} units)"
                 )
-        taken = [block for block in blocks if tier is not None and self._take(block)]
+        taken = [block for block in blocks if tier is not None and self._take(block, until_s)]
+        self._refuse_epoch(epoch)  # from here on the next directory has seen that they are taken
         outcomes = tier.load([self._job(block) for block in taken], until_s) if tier else []
         whole = set()
         for block, outcome in zip(taken, outcomes, strict=True):
             if outcome is LoadOutcome.WHOLE:
-                self._memory.write_header(block.slot, _header(block, STATE_READY))
+                header = SlotHeader(
+                    STATE_READY, block.generation, block.key, block.checksum, block.size_bytes
+                )
+                self._memory.write_header(block.slot, header)
                 whole.add(block.slot)
             elif outcome in GONE:
                 with contextlib.suppress(StoreError):  # the next reader finds it out again
@@ -198,12 +214,14 @@ class NodeVerbs:
         self.restores_missed += len(blocks) - len(whole)
         return [block.slot in whole for block in blocks]
 
-    def _take(self, block: Restore) -> bool:
+    def _take(self, block: Restore, until_s: float) -> bool:
         """Mark the slot as being written, unless somebody newer has it."""
         there = self._memory.header(block.slot)
         if there is not None and block.generation < there.generation < GENERATION_MAX:
             return False
-        self._memory.write_header(block.slot, _header(block, STATE_WRITING))
+        lease_s = max(0.0, until_s - time.monotonic()) + LEASE_MARGIN_S
+        header = SlotHeader.writing(block.generation, block.key, block.size_bytes, lease_s)
+        self._memory.write_header(block.slot, header)
         return True
 
     def _job(self, block: Restore) -> BlockJob:
@@ -211,7 +229,3 @@ class NodeVerbs:
             block.key, block.ssd_slot, block.ssd_generation, block.checksum, block.size_bytes
         )
         return BlockJob(entry, self._memory.shape.slot_offset_bytes(block.slot))
-
-
-def _header(block: Restore, state: int) -> SlotHeader:
-    return SlotHeader(state, block.generation, block.key, block.checksum, block.size_bytes)

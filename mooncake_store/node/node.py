@@ -127,7 +127,7 @@ class StorageNode:
         self._closers.append(self._puller.close)
         self._verbs = NodeVerbs(
             self.info, self._memory, clients.background, self._find_tier, self._puller, self.stats,
-            leave,
+            leave, self._epoch,
         )  # fmt: skip
         self._registrations.append(
             Registration(self.info, clients.reports, clients.inventories, self._memory.blocks)
@@ -319,6 +319,10 @@ class StorageNode:
             disk_errors=tier.counters.disk_errors if tier else 0,
             fetched_blocks=self._puller.blocks,
         )
+
+    def _epoch(self) -> int:
+        """Of the directory that this node is registered with; 0 before it is."""
+        return self._registrations[0].epoch if self._registrations else 0
 
     def _served(self) -> dict[str, TransferCounters]:
         """What this process moved for others; one-sided transfers pass it by uncounted."""

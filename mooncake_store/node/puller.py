@@ -105,7 +105,9 @@ class Puller:
             return Allocation((None,) * len(keys), 0)
         for key, slot in zip(keys, given.slots, strict=True):
             if slot is not None:
-                self._own.begin(key, slot, size_bytes)
+                self._own.begin(key, slot, size_bytes, lease_s)
+        if not self._directory.may_write(given, owner, lease_s):
+            return Allocation((None,) * len(keys), 0)
         return given
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ class Registration:
         self._is_known = False  # to the directory, as far as we know
         self._is_open = False  # ... and it has our inventory
         self._is_refused = False  # ... and found it impossible: next time it gets an empty one
+        self.epoch = 0  # of the directory that it was registered with last
 
     def report(self) -> None:
         """Say that the holder lives; register where it must.
@@ -44,14 +45,18 @@ class Registration:
         RequestInvalid when a newer process has its name; other StoreErrors: try again later.
         """
         info = self.info
-        if self._is_open and self._directory.node_report(info.node_id, info.incarnation):
+        if self._is_open and self._directory.node_report(
+            info.node_id, info.incarnation, epoch=self.epoch
+        ):
             return
         if self._is_open:
             log.warning("node_id=%s registers again: the directory forgot it", info.node_id)
         elif self._is_known:  # an inventory was interrupted
             self._directory.deregister_node(info.node_id, info.incarnation)
         self._is_open = False
-        self._directory.register_node(info)
+        # Before the inventory: whoever still sees the old epoch after it has marked a slot as being
+        # written has done so before the slots are looked at (control.py).
+        self.epoch = self._directory.register_node(info)
         self._is_known = True
         self._send_inventory()
         self._is_open = True
@@ -63,8 +68,12 @@ class Registration:
             for start in range(0, max(1, len(blocks)), ADOPT_BLOCKS_MAX):
                 batch = blocks[start : start + ADOPT_BLOCKS_MAX]
                 is_last = start + ADOPT_BLOCKS_MAX >= len(blocks)
-                adopted = self._patient.adopt(node_id, incarnation, batch, is_last)
-                self._directory.node_report(node_id, incarnation)  # a long one must not look dead
+                adopted = self._patient.adopt(
+                    node_id, incarnation, batch, is_last, epoch=self.epoch
+                )
+                self._directory.node_report(
+                    node_id, incarnation, epoch=self.epoch
+                )  # a long one must not look dead
         except RequestInvalid as error:
             self._is_refused = True
             raise StoreError(f"the inventory of {node_id} was refused: {error}") from error

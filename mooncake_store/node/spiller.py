@@ -135,7 +135,8 @@ class Spiller:
         ]
         self.counters.given_up += len(spills) - len(kept)
         if rows:
-            committed = self._directory.commit(self._ssd_id, rows, owner, 0.0)
+            epoch = spills[0].epoch
+            committed = self._directory.commit(self._ssd_id, rows, owner, 0.0, epoch=epoch)
             for entry, is_committed in zip(kept.values(), committed, strict=True):
                 self.counters.blocks += is_committed
                 self.counters.size_bytes += entry.size_bytes * is_committed

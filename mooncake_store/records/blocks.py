@@ -20,6 +20,7 @@ class Slot(NamedTuple):
     node_id: str
     slot: int
     generation: int
+    epoch: int = 0  # of the directory that granted it; 0: not said
 
 
 class Copy(NamedTuple):
@@ -38,6 +39,10 @@ class Allocation:
 
     slots: tuple[Slot | None, ...]
     covered: int  # leading keys that are there, are being written, or got a slot
+    # Where directories are elected: the headers of the slots must say "writing" within so long of
+    # asking, or the lease must be renewed before the first byte. 0: whenever.
+    begin_s: float = 0.0
+    asked_s: float = 0.0  # when its client asked, by time.monotonic(); the directory says 0
 
     @property
     def full(self) -> bool:
@@ -55,3 +60,4 @@ class Spill(NamedTuple):
     size_bytes: int
     ssd_slot: int
     ssd_generation: int
+    epoch: int = 0  # of the directory that granted the slot

@@ -51,6 +51,7 @@ class RegisterNode(Verb, tag="register_node", frozen=True):
 class NodeReport(Verb, tag="node_report", frozen=True):
     node_id: Name
     incarnation: Name
+    epoch: Count = 0  # of the directory that granted what it is about
 
 
 class DeregisterNode(Verb, tag="deregister_node", frozen=True):
@@ -79,6 +80,7 @@ class Commit(Verb, tag="commit", frozen=True):
     blocks: Annotated[list[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
     lease_s: Lease
+    epoch: Count = 0  # of the directory that granted what it is about
 
 
 class Abandon(Verb, tag="abandon", frozen=True):
@@ -105,6 +107,7 @@ class Remove(Verb, tag="remove", frozen=True):
 class Renew(Verb, tag="renew", frozen=True):
     owner: Name
     lease_s: Lease
+    epoch: Count = 0  # of the directory that granted what it is about
 
 
 class Release(Verb, tag="release", frozen=True):
@@ -122,6 +125,7 @@ class Adopt(Verb, tag="adopt", frozen=True):
     incarnation: Name
     blocks: Annotated[list[tuple[Key, Count, Count, Count, Size, Count]], BLOCKS_MAX]
     is_last: bool
+    epoch: Count = 0  # of the directory that granted what it is about
 
 
 class TakeSpills(Verb, tag="take_spills", frozen=True):
@@ -129,6 +133,7 @@ class TakeSpills(Verb, tag="take_spills", frozen=True):
     owner: Name
     blocks_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
     lease_s: Lease
+    epoch: Count = 0  # of the directory that granted what it is about
 
 
 class DrainNode(Verb, tag="drain", frozen=True):

@@ -50,6 +50,7 @@ class Ping(Verb, tag="ping", frozen=True):
 class LoadBlocks(Verb, tag="load", frozen=True):
     blocks: Annotated[list[Restore], msgspec.Meta(max_length=BLOCKS_MAX)]
     deadline_s: Deadline
+    epoch: Count = 0  # of the directory that granted the slots; EpochPassed when another leads
 
 
 class Fetch(Verb, tag="fetch", frozen=True):
@@ -116,14 +117,14 @@ class NodeClient:
         """The incarnation of the node that answers."""
         return self._requester.ask(Ping(), _TEXT, timeout_s)
 
-    def load(self, blocks: Sequence[Restore], deadline_s: float) -> list[bool]:
+    def load(self, blocks: Sequence[Restore], deadline_s: float, epoch: int = 0) -> list[bool]:
         """Read these from the SSD into the segment. True: whole, verified, its header is READY.
 
         False: it is not there, or not whole (then the directory knows already), or not in time.
         Slots with False may be abandoned: nothing is in flight. StoreUnavailable, TransferTimeout:
-        bytes may still arrive.
+        bytes may still arrive. EpochPassed: none has, and none will, unless it was granted in time.
         """
-        request = LoadBlocks(list(blocks), deadline_s)
+        request = LoadBlocks(list(blocks), deadline_s, epoch)
         return self._requester.ask(request, _BOOLS, deadline_s + MARGIN_S)
 
     def fetch(self, keys: Sequence[bytes], copies: Sequence[Copy], deadline_s: float) -> list[bool]:

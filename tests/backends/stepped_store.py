@@ -165,7 +165,7 @@ class SteppedStore:
                 break
             slot, digest = self._ready[key]
             self.leases.setdefault(owner, set()).add(key)
-            found.append((Copy(*slot, digest, LAYOUT.block_bytes),))
+            found.append((Copy(*slot[:3], digest, LAYOUT.block_bytes),))
         return found
 
     def read(

@@ -11,7 +11,7 @@ from mooncake_store.errors import NodeUnknown, RequestInvalid, StoreFull
 from mooncake_store.layout import STATE_READY, STATE_WRITING
 from mooncake_store.records.blocks import Slot
 from mooncake_store.records.membership import SSD_SUFFIX
-from tests.fuzz.jobs import SpillBatch
+from tests.fuzz.jobs import WRITE_LEASE_MS, SpillBatch
 from tests.fuzz.memory import Block, Memory, content, units_of
 from tests.fuzz.promises import Use
 from tests.fuzz.requests import payer, refuse_over_quota
@@ -121,7 +121,8 @@ def rest_writing(world: World, holder: Holder) -> None:
                  if header[2] > generation and overlap(header, use)]  # fmt: skip
         if state == STATE_WRITING and not later:
             use.state = "gone"
-            use.rests_until_s = world.now_s + world.config.quarantine_s
+            lease_s = WRITE_LEASE_MS / 1_000
+            use.rests_until_s = world.now_s + lease_s + world.config.quarantine_s
             renewed(world, use)
             world.seen["writers quarantined"] += 1
 

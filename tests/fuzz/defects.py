@@ -98,6 +98,14 @@ def a_writer_of_before_the_restart_is_forgotten(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Directory, "adopt", planted)
 
 
+def a_writer_of_before_the_restart_rests_too_short(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(inventory, "writers_lease_s", lambda block, lease_s_max: 0.0)
+
+
+def a_commit_of_an_earlier_epoch_is_carried_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Directory, "_refuse_epoch", lambda directory, epoch: None)
+
+
 def a_block_is_spilled_twice(patch: pytest.MonkeyPatch) -> None:
     def planted(table: CopyTable, dram: Holder, ssd: Holder, blocks_max: int) -> Any:
         classes = dram.size_classes.values()
@@ -120,5 +128,6 @@ DEFECTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     a_leased_block_is_evicted, an_event_is_lost, a_commit_skips_the_generation,
     a_report_of_a_bad_copy_skips_the_generation, a_dead_writers_slot_does_not_rest,
     an_inventory_believes_the_older_header, a_writer_of_before_the_restart_is_forgotten,
+    a_writer_of_before_the_restart_rests_too_short, a_commit_of_an_earlier_epoch_is_carried_out,
     a_block_is_spilled_twice, a_renewal_is_forgotten,
 ]  # fmt: skip

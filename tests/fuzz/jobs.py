@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 from typing import Protocol
 
-from mooncake_store.errors import RequestInvalid
+from mooncake_store.errors import EpochPassed, RequestInvalid, StoreError
 from mooncake_store.records.blocks import Spill
 from mooncake_store.ssd.entries import SsdEntry
 from tests.fuzz.memory import STATE_READY, STATE_WRITING, Cell, content
 from tests.fuzz.promises import Owner, Use
 from tests.fuzz.world import World
+
+WRITE_LEASE_MS = 3_000
 
 
 class Job(Protocol):
@@ -43,7 +45,8 @@ class Write:
         use = self.use
         if not self._has_begun:
             self._has_begun = True
-            note(world, use, use.memory.write_header(use, STATE_WRITING, 0))
+            note_header(world, use, use.memory.write_header(use, STATE_WRITING, WRITE_LEASE_MS))
+            return is_of_another_epoch(world, use)  # DirectoryClient.may_write
         elif (index := len(self._cells)) < use.units:
             source = self._source
             cell = source.memory.cells[source.slot + index] if source else (use.key, index)
@@ -163,6 +166,19 @@ def note(world: World, use: Use, is_stray: bool) -> None:
         world.seen["late writes"] += 1
 
 
+def note_header(world: World, use: Use, is_stray: bool) -> None:
+    """A header of a writer that began too late may hit somebody else's: it will go no further."""
+    if is_of_another_epoch(world, use):
+        world.seen["writers too late to begin"] += 1
+    else:
+        note(world, use, is_stray)
+
+
+def is_of_another_epoch(world: World, use: Use) -> bool:
+    """Another directory leads than the one that granted it."""
+    return use.incarnation[0] != world.epoch
+
+
 def is_held(lease: Owner | None) -> bool:
     return lease is not None and not lease.is_over
 
@@ -187,7 +203,15 @@ def commit(world: World, use: Use, checksum: int, lease_s: float) -> None:
     block = (use.key, use.slot, use.generation, checksum)
     owner = world.promises.owners.get(use.owner)
     expected = use.state == "writing" and owner is not None and use in owner.uses
-    arguments = (use.node_id, [block], use.owner, lease_s, world.now_s)
+    arguments = (use.node_id, [block], use.owner, lease_s, world.now_s, use.incarnation[0])
+    if is_of_another_epoch(world, use):
+        try:
+            done = world.directory.commit(*arguments)
+        except StoreError as error:
+            assert isinstance(error, EpochPassed), f"{use} of an earlier epoch: {error}"
+            world.seen["commits of an earlier epoch"] += 1
+            return
+        raise AssertionError(f"{use} of an earlier epoch was committed: {done}")
     (done,) = world.directory.commit(*arguments)
     assert done == expected, f"{use}: commit said {done}, its lease says {expected}"
     with contextlib.suppress(RequestInvalid):  # committed already

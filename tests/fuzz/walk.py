@@ -8,6 +8,7 @@ from __future__ import annotations
 from mooncake_store.records.blocks import Slot
 from mooncake_store.records.membership import SSD_SUFFIX
 from tests.fuzz import admin, orders, requests
+from tests.fuzz.jobs import WRITE_LEASE_MS
 from tests.fuzz.world import KEYS, Allowed, World
 
 STEPS = {**requests.STEPS, **admin.STEPS, **orders.STEPS}
@@ -77,7 +78,8 @@ class Walk:
         while not all(world.is_open(holder.node_id) for holder in world.holders):
             for node in world.nodes.values():
                 admin.report(world, node)
-        orders.pass_time(world, world.config.quarantine_s, reported=1.0)
+        rest_s = WRITE_LEASE_MS / 1_000 + world.config.quarantine_s
+        orders.pass_time(world, rest_s, reported=1.0)
         self.compare()
         stats = directory.stats(world.now_s)
         assert (stats.leases, stats.owners, stats.ephemeral, stats.pins) == (

@@ -19,7 +19,8 @@ COMMON = {
     "abandoned", "adopted whole", "blocks found again", "commits", "copies", "evictions",
     "directories restarted", "inventories", "late commits", "late reads", "late writes",
     "leased reads", "misses noticed", "nodes killed", "pinned hard", "removed", "restores",
-    "spills kept", "writers quarantined",
+    "spills kept", "writers quarantined", "commits of an earlier epoch",
+    "writers too late to begin",
 }  # fmt: skip
 
 

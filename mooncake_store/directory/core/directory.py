@@ -12,6 +12,7 @@ released does. What is uncertain is made harmless, not prevented:
 - A late reader finds another generation or checksum: a miss. It says so with `drop_copy`.
 - A storage node that came back with a new incarnation has lost its memory: its copies go.
 - A directory that came back is empty: nodes say what they have (`adopt`), then it is as before.
+  What an earlier epoch granted is refused (EpochPassed), and rests where its writer has begun.
 
 Ephemeral copies (the partial last block of a prompt) are never announced and never idle: they are
 freed with their last lease.
@@ -40,7 +41,13 @@ from mooncake_store.directory.core.leases import PinTable
 from mooncake_store.directory.core.nodes import NodeTable
 from mooncake_store.directory.core.tenants import TenantTable
 from mooncake_store.directory.core.workers import WorkerTable
-from mooncake_store.errors import NodeUnknown, QuotaExceeded, RequestInvalid
+from mooncake_store.errors import (
+    EpochPassed,
+    NodeUnknown,
+    QuotaExceeded,
+    RequestInvalid,
+    StoreUnavailable,
+)
 from mooncake_store.layout import STATE_READY, Geometry
 from mooncake_store.records.blocks import Allocation, Copy, Slot, Spill
 from mooncake_store.records.events import Event, FrontendNoted, NodeUp, Snapshot
@@ -53,9 +60,12 @@ INVENTORY_BLOCKS_MAX = 100_000_000
 class Directory:
     """key -> copies, over all storage nodes."""
 
-    def __init__(self, epoch: int, config: DirectoryConfig | None = None) -> None:
+    def __init__(
+        self, epoch: int, config: DirectoryConfig | None = None, begin_s: float = 0.0
+    ) -> None:
+        """`begin_s`: within so long of asking for a slot its writer begins; see Allocation."""
         assert epoch >= 0
-        self.epoch = epoch
+        self.epoch, self.begin_s = epoch, begin_s
         self.config = config or DirectoryConfig()
         assert not self.config.problems(), self.config.problems()
         self._nodes = NodeTable(self.config)
@@ -65,20 +75,25 @@ class Directory:
     # ---- storage nodes
     # A node registers, reports every second, and is gone when it is silent for node_ttl_s.
 
-    def register_node(self, info: NodeInfo, now_s: float) -> None:
-        """A holder is up. A new incarnation replaces the old one and starts empty."""
+    def register_node(self, info: NodeInfo, now_s: float) -> int:
+        """A holder is up; the epoch. A new incarnation replaces the old one and starts empty."""
         self._copies.advance(now_s)
         if self._nodes.alive(info.node_id, info.incarnation, now_s):
-            return  # a repeated registration: its copies are as good as before
+            return self.epoch  # a repeated registration: its copies are as good as before
         self._nodes.refuse_misfit(info)
         if self._nodes.get(info.node_id) is not None:
             self._copies.lose(self._nodes.take(info.node_id, is_replaced=True))
         self._nodes.put(info, now_s)
         self._copies.events.append(NodeUp(info))
+        return self.epoch
 
-    def node_report(self, node_id: str, incarnation: str, now_s: float) -> bool:
-        """The node is alive. False: it is not registered here (any more) and must register."""
+    def node_report(self, node_id: str, incarnation: str, now_s: float, epoch: int = 0) -> bool:
+        """The node is alive. False: it is not registered here (any more) and must register.
+
+        EpochPassed when it registered with an earlier directory: likewise.
+        """
         self._copies.advance(now_s)
+        self._refuse_epoch(epoch)
         return self._nodes.alive(node_id, incarnation, now_s)
 
     def deregister_node(self, node_id: str, incarnation: str, now_s: float) -> bool:
@@ -161,9 +176,9 @@ class Directory:
             if copy is None:
                 break
             table.leases.write(owner, depth, copy, until_s)
-            slots.append(copy.use)
+            slots.append(Slot(*copy.use[:3], self.epoch))
         covered = len(slots)
-        return Allocation((*slots, *[None] * (len(keys) - covered)), covered)
+        return Allocation((*slots, *[None] * (len(keys) - covered)), covered, self.begin_s)
 
     def commit(
         self,
@@ -172,15 +187,18 @@ class Directory:
         owner: str,
         lease_s: float,
         now_s: float,
+        epoch: int = 0,
     ) -> list[bool]:
         """(key, slot, generation, checksum) are written: ready now, and still leased to `owner`.
 
         False, and nothing changes: the slot is not (any more) this owner's to write. lease_s = 0
         ends the lease of these copies. RequestInvalid when that cannot be the doing of time, for
-        no block of the request: it was committed already, or never allocated.
+        no block of the request: it was committed already, or never allocated. EpochPassed when an
+        earlier directory granted the slots (`epoch`; 0: not said).
         """
         table = self._copies
         table.advance(now_s)
+        self._refuse_epoch(epoch)
         holder = self._nodes.get(node_id)
         done: list[bool] = []
         committed: list[HeldCopy] = []
@@ -203,6 +221,17 @@ class Directory:
             table.totals.spills += len(committed)
         return done
 
+    def _refuse_epoch(self, epoch: int) -> None:
+        if 0 < epoch < self.epoch:
+            raise EpochPassed(
+                f"the directory of epoch {epoch} granted this; {self.epoch} leads by now: ask anew"
+            )
+        if epoch > self.epoch:
+            raise StoreUnavailable(
+                f"the directory of epoch {epoch} granted this; this one is of {self.epoch} and "
+                "cannot lead any more: ask who does"
+            )
+
     def _refuse_misuse(self, node_id: str, blocks: Sequence[tuple[bytes, int, int, int]]) -> None:
         """RequestInvalid when every one of these commits is a mistake of its caller's."""
         table, holder = self._copies, self._nodes.get(node_id)
@@ -221,11 +250,11 @@ class Directory:
     def abandon(self, slots: Sequence[Slot], owner: str, now_s: float) -> int:
         """Free slots that will not be committed, and to which nothing is in flight. How many."""
         self._copies.advance(now_s)
-        abandoned = set(slots)
+        abandoned = {slot[:3] for slot in slots}
         writing = [
             copy
             for copy in self._copies.leases.held(owner)
-            if copy.state is CopyState.WRITING and copy.use in abandoned
+            if copy.state is CopyState.WRITING and copy.use[:3] in abandoned
         ]
         for copy in writing:
             self._copies.leases.drop(owner, copy)
@@ -315,9 +344,13 @@ class Directory:
     # ---- leases
     # An owner is one request in one process; its leases share one deadline and end together.
 
-    def renew(self, owner: str, lease_s: float, now_s: float) -> bool:
-        """Keep all that `owner` leases for longer. False: it leases nothing (any more)."""
+    def renew(self, owner: str, lease_s: float, now_s: float, epoch: int = 0) -> bool:
+        """Keep all that `owner` leases for longer. False: it leases nothing (any more).
+
+        EpochPassed when an earlier directory granted it.
+        """
         self._copies.advance(now_s)
+        self._refuse_epoch(epoch)
         leases = self._copies.leases
         return leases.renew(owner, leases.deadline_s(now_s, lease_s))
 
@@ -405,14 +438,18 @@ class Directory:
         blocks: Sequence[tuple[bytes, int, int, int, int, int]],
         is_last: bool,
         now_s: float,
+        epoch: int = 0,
     ) -> int:
         """(key, slot, generation, checksum, size_bytes, state) of what this incarnation holds.
 
         In as many calls as it takes; with the last one the holder opens. How many blocks were
-        adopted: 0 until then. NodeUnknown when another incarnation of the node is registered.
+        adopted: 0 until then. NodeUnknown when another incarnation of the node is registered,
+        EpochPassed when it registered with an earlier directory. A slot that is being written
+        rests: its writer does not know yet that it will not be able to commit (inventory.py).
         """
         table = self._copies
         table.advance(now_s)
+        self._refuse_epoch(epoch)
         holder = self._nodes.registered(node_id)
         if holder.info.incarnation != incarnation:
             raise NodeUnknown(
@@ -438,22 +475,31 @@ class Directory:
             if block.state == STATE_READY:
                 adopted += table.adopt(holder, block)
             elif holder.pool.adopt(block.slot, holder.pool.units_for(block.size_bytes)):
-                holder.pool.quarantine(block.slot, now_s + table.config.quarantine_s)
+                rest_s = inventory.writers_lease_s(block, table.config.lease_s_max)
+                holder.pool.quarantine(block.slot, now_s + rest_s + table.config.quarantine_s)
         holder.is_open = True
         return adopted
 
     def take_spills(
-        self, node_id: str, owner: str, blocks_max: int, lease_s: float, now_s: float
+        self,
+        node_id: str,
+        owner: str,
+        blocks_max: int,
+        lease_s: float,
+        now_s: float,
+        epoch: int = 0,
     ) -> list[Spill]:
         """Blocks of the DRAM of `node_id` to be copied to its SSD, and where to."""
         table = self._copies
         table.advance(now_s)
+        self._refuse_epoch(epoch)
         dram = self._nodes.registered(node_id)
         ssd = self._nodes.registered(node_id + SSD_SUFFIX)
         if not ssd.is_open or ssd.is_draining:
             return []
         until_s = table.leases.deadline_s(now_s, lease_s)
-        return table.spill(dram, ssd, owner, blocks_max, until_s)
+        spills = table.spill(dram, ssd, owner, blocks_max, until_s)
+        return [spill._replace(epoch=self.epoch) for spill in spills]
 
     def drain(self, node_id: str, is_on: bool, now_s: float) -> None:
         """A draining node gets no new blocks; what it has stays readable."""

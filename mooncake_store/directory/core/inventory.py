@@ -5,8 +5,10 @@ headers (or the manifest of its SSD) name. Such blocks may overlap: an evicted b
 header until a unit of it is written again. Of two that overlap, the higher generation is the one
 that was written later, so the other is torn, even when a third one has overwritten the later one
 since. A slot that was being written rests in quarantine: its writer may not know yet that its lease
-is void. A header that cannot be true, of a generation that nobody can have reached for instance,
-counts for nothing: neither against the others nor for the generations to come.
+is void, so it rests for as long as that lease can last, and then as any slot whose writer vanished.
+Every writer writes such a header before it is too late to be seen here (Allocation.begin_s), so no
+other slot can have one. A header that cannot be true, of a generation that nobody can have reached
+for instance, counts for nothing: neither against the others nor for the generations to come.
 
 Whether the bytes are what the header says is found out by the checksum, at the first read.
 """
@@ -27,9 +29,14 @@ class InventoryBlock(NamedTuple):
     key: bytes
     slot: int
     generation: int
-    checksum: int
+    checksum: int  # while it is being written: its writer's lease, in milliseconds
     size_bytes: int
     state: int  # layout.STATE_*
+
+
+def writers_lease_s(block: InventoryBlock, lease_s_max: float) -> float:
+    """How long its writer may believe in its slot from now on; 0 where the header does not say."""
+    return min(block.checksum / 1_000, lease_s_max)
 
 
 def sound(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:

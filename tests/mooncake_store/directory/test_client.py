@@ -53,7 +53,7 @@ def test_the_life_of_blocks_over_the_wire(client: DirectoryClient) -> None:
     assert client.abandon(slots[3:], "writer") == 1
     found = client.lookup(keys, "reader", 30.0)
     assert found == [
-        (Copy(*slot, checksum=2**64 - 1, size_bytes=BLOCK_BYTES),) for slot in slots[:3]
+        (Copy(*slot[:3], checksum=2**64 - 1, size_bytes=BLOCK_BYTES),) for slot in slots[:3]
     ]
     assert isinstance(found[0][0], Copy)
     assert len(client.lookup(keys, "reader", 0.0, prefix_only=False)) == 6

@@ -78,9 +78,13 @@ def test_blocks_that_cannot_be_true_are_left_out() -> None:
 
 def test_a_slot_that_was_being_written_rests_before_it_is_used() -> None:
     directory = restarted(slots=2)
-    assert adopted(directory, held(KEYS[0], 0, 5, state=STATE_WRITING)) == []
+    writing = held(KEYS[0], 0, 5, state=STATE_WRITING)
+    lease_s = 40.0  # of its writer, who may have got it a moment ago
+    assert adopted(directory, (*writing[:3], int(lease_s * 1_000), *writing[4:])) == []
     assert directory.allocate("s0", KEYS, "w", 60.0, False, 0.0).covered == 1
-    rest_s = directory.config.quarantine_s
+    rest_s = directory.config.quarantine_s + lease_s
+    directory.node_report("s0", "n1", rest_s - 1.0)
+    assert directory.allocate("s0", [KEYS[5]], "w", 60.0, False, rest_s - 1.0).covered == 0
     directory.node_report("s0", "n1", rest_s)
     given = directory.allocate("s0", [KEYS[5]], "w", 60.0, False, rest_s)
     assert given.slots[0] is not None and given.slots[0].slot == 0

@@ -66,7 +66,9 @@ def test_a_spill_says_where_the_block_is_and_where_to() -> None:
     ((copy,), _) = directory.lookup(chain(2), "r", 0.0, 0.5)
     spills = {each.key: each for each in directory.take_spills("s0", "one", 2, 10.0, 1.0)}
     each = spills[chain(1)[0]]
-    assert each == Spill(chain(1)[0], *copy[1:], each.ssd_slot, each.ssd_generation)
+    assert each == Spill(
+        chain(1)[0], *copy[1:], each.ssd_slot, each.ssd_generation, directory.epoch
+    )
 
 
 def test_what_is_in_use_or_pinned_is_not_spilled() -> None:
