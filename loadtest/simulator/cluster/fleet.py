@@ -4,7 +4,8 @@
 end. `SimulatedFleet` has the workers of this project, with the real Directory. The order of calls
 is that of the frontend (backends/frontend): decide, prefill, tell the conductor that it finished,
 decode, tell it that all is over; a request whose worker was lost is attempted again elsewhere.
-Workers report every second; what the directory announces reaches the conductor at once; its
+With several frontends each decides on its own requests, and what it routed reaches the others by
+their notes. Workers report every second; what the directory announces reaches the conductor at once; its
 suggestions for hot prefixes are carried out.
 
 What breaks, and when, is a list of faults: a worker gets slow, is killed, or its host is lost.
@@ -28,7 +29,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from backends.frontend.routing_notes import ALIVE_S, NOTES_MAX, NOTES_S
 from conductor import Conductor, ConductorConfig, Reject, Replicate, Request
+from conductor.notes import NoteBatch
 from loadtest.simulator.cluster.clock import VirtualClock
 from loadtest.simulator.cluster.decode_node import DecodeNode
 from loadtest.simulator.cluster.gpu import Calibration, GpuModel, calibrate, prompt_s
@@ -55,11 +58,15 @@ class Fault:
 class SimulatedCluster:
     """One run: requests arrive, are decided on and end. Not to be used twice."""
 
-    def __init__(self, max_tokens: int, config: ConductorConfig | None = None) -> None:
+    def __init__(
+        self, max_tokens: int, config: ConductorConfig | None = None, frontends: int = 1
+    ) -> None:
         """Without a `config` nobody asks the conductor."""
         self.config = config or ConductorConfig()
         self.clock = VirtualClock()
-        self.conductor = Conductor(self.config)
+        self.conductors = [
+            Conductor(self.config, frontend=f"f{number}") for number in range(frontends)
+        ]
         self.jobs: list[SimulatedJob] = []
         self._max_tokens = max_tokens  # what clients ask for, unless the answer is longer
         self._alive = 0  # requests that are not over
@@ -81,6 +88,15 @@ class SimulatedCluster:
         self.check()
         return self.jobs
 
+    @property
+    def conductor(self) -> Conductor:
+        """The only one, or the first of several."""
+        return self.conductors[0]
+
+    def _of(self, job: SimulatedJob) -> Conductor:
+        """Of the frontend that the request came to: each gets as many, in turns."""
+        return self.conductors[job.number % len(self.conductors)]
+
     def _arrive(self, came: Sequence[Offered]) -> None:
         """All that come at one moment."""
         for one in came:
@@ -93,7 +109,7 @@ class SimulatedCluster:
             self._decide(job)
 
     def _decide(self, job: SimulatedJob) -> None:
-        decision = self.conductor.on_request(job.request, self.clock.now_s)
+        decision = self._of(job).on_request(job.request, self.clock.now_s)
         if isinstance(decision, Reject):
             job.reject = decision
             self._count_over()
@@ -117,7 +133,8 @@ class SimulatedCluster:
         """Every request ended exactly once."""
         assert self._alive == 0, f"{self._alive} requests never ended"
         assert all(job.is_over for job in self.jobs)
-        self.conductor.check()
+        for one in self.conductors:
+            one.check()
 
 
 class SimulatedFleet(SimulatedCluster):
@@ -130,7 +147,7 @@ class SimulatedFleet(SimulatedCluster):
         gpu: GpuModel,
         faults: Sequence[Fault] = (),
     ) -> None:
-        super().__init__(settings.max_tokens, config)
+        super().__init__(settings.max_tokens, config, settings.frontends)
         self.settings = settings
         store = SimulatedStore(self.clock, self._on_events, settings.eviction)
         network = Network(self.clock, settings.nic_bytes_per_s, settings.nic_latency_s)
@@ -142,6 +159,7 @@ class SimulatedFleet(SimulatedCluster):
         self.decodes: dict[str, DecodeNode] = {}
         self.reported: Callable[[SimulatedFleet], None] = lambda fleet: None  # each report_s
         self._copies = 0
+        self._alive_due_s = dict.fromkeys(self.conductors, 0.0)
         self._make_workers(calibrate(gpu, settings.chunk_tokens))
         for fault in faults:
             assert fault.worker_id in self.prefills or fault.worker_id in self.decodes, fault
@@ -208,23 +226,24 @@ class SimulatedFleet(SimulatedCluster):
             decode.forget(job.request_id)
             self._over(job)
             return
-        self.conductor.on_prefill_finished(job.request_id, now_s, job.cached_tokens, job.compute_s)
+        conductor = self._of(job)
+        conductor.on_prefill_finished(job.request_id, now_s, job.cached_tokens, job.compute_s)
         if job.output_tokens <= 1:
             job.first_token_s = job.finished_s = now_s
             self._over(job)
             return
         if decode.is_dead:
-            self.conductor.on_worker_failed(decode.worker_id, decode.incarnation, now_s)
+            conductor.on_worker_failed(decode.worker_id, decode.incarnation, now_s)
             self._lost([job], decode.worker_id)
         elif not decode.submit(job, self.config.arrival_tbt_slo_s):
-            self.conductor.on_worker_refused(decode.worker_id, decode.incarnation, now_s)
+            conductor.on_worker_refused(decode.worker_id, decode.incarnation, now_s)
             self._over(job)
 
     def _over(self, job: SimulatedJob) -> None:
         """All tokens are there, or the request was refused on its way."""
         self.site.store.release(job.request_id)
         output_tokens = None if job.refused else job.output_tokens
-        self.conductor.on_finished(job.request_id, self.clock.now_s, output_tokens)
+        self._of(job).on_finished(job.request_id, self.clock.now_s, output_tokens)
         self._count_over()
 
     def _lost(self, jobs: Sequence[SimulatedJob], worker_id: str) -> None:
@@ -232,7 +251,7 @@ class SimulatedFleet(SimulatedCluster):
         for job in jobs:
             self.decodes[job.decode].forget(job.request_id)
             self.site.store.release(job.request_id)
-            self.conductor.on_finished(job.request_id, self.clock.now_s)
+            self._of(job).on_finished(job.request_id, self.clock.now_s)
             if job.attempts == self.settings.attempts_max:
                 job.refused = "worker_lost"
                 self._count_over()
@@ -254,7 +273,8 @@ class SimulatedFleet(SimulatedCluster):
         if worker.is_dead:
             return
         jobs = worker.die()
-        self.conductor.on_worker_failed(worker.worker_id, worker.incarnation, self.clock.now_s)
+        for one in self.conductors:
+            one.on_worker_failed(worker.worker_id, worker.incarnation, self.clock.now_s)
         if fault.kind == "host":
             self.site.store.lose_node(worker.node_id)
         self._lost(jobs, worker.worker_id)
@@ -262,9 +282,12 @@ class SimulatedFleet(SimulatedCluster):
     # -- what goes on beside
 
     def _on_events(self, events: Sequence[Event]) -> None:
-        self.conductor.on_events(events, self.clock.now_s)
+        for one in self.conductors:
+            one.on_events(events, self.clock.now_s)
 
     def _begin_reports(self) -> None:
+        if self.settings.notes_latency_s is not None and len(self.conductors) > 1:
+            self._tell(self.settings.notes_latency_s)
         self.clock.after(self.settings.tick_s, self._tick)
         self.clock.after(self.settings.report_s, self._report)
 
@@ -275,10 +298,26 @@ class SimulatedFleet(SimulatedCluster):
             self.clock.after(self.settings.report_s, self._report)
 
     def _tick(self) -> None:
-        for suggestion in self.conductor.on_tick(self.clock.now_s):
-            self._copy(suggestion)
+        for one in self.conductors:
+            for suggestion in one.on_tick(self.clock.now_s):
+                self._copy(suggestion)
         if self._alive:
             self.clock.after(self.settings.tick_s, self._tick)
+
+    def _tell(self, latency_s: float) -> None:
+        """Each frontend's notes to all the others, as backends/frontend/routing_notes.py does."""
+        now_s = self.clock.now_s
+        for one in self.conductors:
+            if one.notes_waiting or now_s >= self._alive_due_s[one]:
+                self._alive_due_s[one] = now_s + ALIVE_S
+                self.clock.after(latency_s, self._hear, one, one.take_notes(now_s, NOTES_MAX))
+        if self._alive:
+            self.clock.after(NOTES_S, self._tell, latency_s)
+
+    def _hear(self, teller: Conductor, notes: NoteBatch) -> None:
+        for one in self.conductors:
+            if one is not teller:
+                one.on_routed_elsewhere(notes, self.clock.now_s)
 
     def _copy(self, suggestion: Replicate) -> None:
         """The target node brings the blocks there itself (backends/frontend/cluster_view.py)."""

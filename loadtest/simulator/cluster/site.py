@@ -43,6 +43,10 @@ class ClusterSettings:
     nic_latency_s: float = 0.001
     host_to_gpu_bytes_per_s: float = 128e9  # B_h2d of the paper
     report_s: float = 1.0  # between a worker's reports
+    frontends: int = 1  # requests come to them in turns; each has its own conductor
+    # From a frontend to the directory and to the others, beside what notes wait to be sent
+    # together; None: they tell each other nothing.
+    notes_latency_s: float | None = 0.005
     tick_s: float = 0.5  # between ticks of the conductor, as the frontend does
     # How much slower a step is while the other role computes on the same cores (Cores).
     shared_prefill: float = 1.0
