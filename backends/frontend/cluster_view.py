@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.errors import InvalidRequest
-from backends.frontend.routing_notes import NOTES_MAX, NoteSender, unpack_notes
+from backends.frontend.routing_notes import NoteSender, unpack_notes
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
 from conductor.messages import Candidate, Explanation, Reject, Replicate, Request, Route
@@ -152,8 +152,8 @@ class ClusterView:
                 explained = self._conductor.explain(request, now_s, CANDIDATES_MAX)
             decision = self._conductor.on_request(request, now_s)
             notes_waiting = self._conductor.notes_waiting
-        if notes_waiting >= NOTES_MAX:
-            self.notes.hurry()
+        if notes_waiting:
+            self.notes.on_routed(notes_waiting)
         if isinstance(decision, Reject):
             return decision
         return Decided(decision, now_s, explained.candidates, explained.left_out)
@@ -188,6 +188,11 @@ class ClusterView:
         """How many notes wait, and how many other frontends would hear of them."""
         with self._lock:
             return self._conductor.notes_waiting, self._conductor.frontends_known
+
+    @property
+    def has_other_frontends(self) -> bool:
+        """Whether others fill the same workers. Read without the lock: it changes rarely."""
+        return self._conductor.frontends_known > 0
 
     def take_notes(self, count_max: int, is_last: bool = False) -> NoteBatch:
         with self._lock:

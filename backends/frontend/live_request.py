@@ -70,6 +70,7 @@ from conductor.messages import Reject, Request
 from mooncake_store.block_keys import block_keys, chain_seed
 
 log = logging.getLogger(__name__)
+FULL_WORKERS_MAX = 2  # that a request finds full while others are asked for it
 SERVED_WAIT_S = 2.0  # a frontend that starts together with its workers waits this long for them
 
 Work = Callable[[], LifecycleEvent | None]  # blocks; its outcome is the next event
@@ -239,7 +240,7 @@ class LiveRequest:
             self._timeout_s = request.timeout_ms / 1000
         attempts = Attempts(
             services.config.attempts_max, self._arrived_s, services.cluster.config.request_s_max,
-            self._timeout_s,
+            self._timeout_s, FULL_WORKERS_MAX if services.cluster.has_other_frontends else 0,
         )  # fmt: skip
         return events.Understood(attempts, request.is_paced, time.monotonic())
 

@@ -1,7 +1,8 @@
 """Telling the other frontends what this one routed: bytes for notes, and the thread that sends.
 
-While others are known, notes leave every NOTES_S, or as soon as NOTES_MAX wait; alone, a frontend
-only says once a second that it lives, so a single one pays for nothing. No request ever waits for
+While others are known, a note about a routing leaves at once if none left for NOTES_S; else notes
+wait for so long, or until there are NOTES_MAX. Alone, a frontend only says once a second that it
+lives, so a single one pays for nothing. No request ever waits for
 this: the conductor collects the notes, the thread fetches and sends them, and a batch that the
 directory does not take in time is dropped. The others see from its number that it is missing.
 
@@ -138,13 +139,15 @@ class NoteSender:
         self._client, self._source = DirectoryClient(directory, SEND_S_MAX), source
         self.batches_sent = self.batches_unsent = 0
         self._is_closing = False
+        self._sent_s = 0.0
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="routing-notes", daemon=True)
         self._thread.start()
 
-    def hurry(self) -> None:
-        """Many notes wait: send them now."""
-        self._wake.set()
+    def on_routed(self, waiting: int) -> None:
+        """After each decision: send what waits now, or leave it to the next round."""
+        if waiting >= NOTES_MAX or (waiting and time.monotonic() >= self._sent_s + NOTES_S):
+            self._wake.set()
 
     def close(self) -> None:
         self._is_closing = True
@@ -158,7 +161,7 @@ class NoteSender:
             waiting, others = self._source.notes_waiting()
             now_s = time.monotonic()
             if waiting or now_s >= alive_due_s:
-                alive_due_s = now_s + ALIVE_S
+                alive_due_s, self._sent_s = now_s + ALIVE_S, now_s
                 self._send(lambda: self._source.take_notes(NOTES_MAX))
             if waiting <= NOTES_MAX:
                 self._wake.wait(NOTES_S if others else max(0.0, alive_due_s - time.monotonic()))

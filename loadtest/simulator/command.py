@@ -18,6 +18,7 @@ from loadtest.replay.trace import TraceError
 from loadtest.simulator.experiments import (
     coupled_baselines,
     dynamo_replay,
+    frontends,
     hit_rate,
     rejection,
     scheduling,
@@ -40,6 +41,7 @@ class Experiment(str, Enum):
     REJECTION = "rejection"
     COUPLED = "coupled"
     DYNAMO_REPLAY = "dynamo-replay"
+    FRONTENDS = "frontends"
 
 
 EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] = {
@@ -48,6 +50,7 @@ EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] =
     Experiment.REJECTION: rejection.answer,
     Experiment.COUPLED: coupled_baselines.answer,
     Experiment.DYNAMO_REPLAY: dynamo_replay.answer,
+    Experiment.FRONTENDS: frontends.answer,
 }
 
 Folder = Annotated[
@@ -65,12 +68,27 @@ Changes = Annotated[
         "repeatable.",
     ),
 ]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(help="Only this policy (of eviction, or of prefill); repeatable."),
+]
+Admissions = Annotated[list[str] | None, typer.Option(help="Only this admission; repeatable.")]
 Prefills = Annotated[int | None, typer.Option(min=1, help="Prefill nodes: 8, in dynamo-replay 2.")]
 Decodes = Annotated[int | None, typer.Option(min=1, help="Decode nodes: 8, in dynamo-replay 2.")]
 Blocks = Annotated[
     list[int] | None,
     typer.Option(min=1, help="hit-rate, dynamo-replay: only this size; repeatable."),
 ]
+Frontends = Annotated[
+    list[int] | None, typer.Option("--frontends", min=1, help="frontends: so many; repeatable.")
+]
+NotesLatency = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--notes-latency-s", min=0.0,
+        help="frontends: what one routed, the others know so much later; repeatable.",
+    ),
+]  # fmt: skip
 PeerPython = Annotated[
     str | None,
     typer.Option(
@@ -86,13 +104,8 @@ def simulate(
     trace: Annotated[
         list[str] | None, typer.Option(help="Only this trace, e.g. conversation; repeatable.")
     ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(help="Only this policy (of eviction, or of prefill); repeatable."),
-    ] = None,
-    admission: Annotated[
-        list[str] | None, typer.Option(help="Only this admission; repeatable.")
-    ] = None,
+    policy: Policies = None,
+    admission: Admissions = None,
     speed: Annotated[
         list[float] | None,
         typer.Option(min=0.01, help="So many times as fast as recorded; repeatable."),
@@ -104,6 +117,8 @@ def simulate(
     prefills: Prefills = None,
     decodes: Decodes = None,
     blocks: Blocks = None,
+    frontend_counts: Frontends = None,
+    notes_latency_s: NotesLatency = None,
     directory: WholeDirectory = False,
     changes: Changes = None,
     peer_python: PeerPython = None,
@@ -128,6 +143,8 @@ def simulate(
     dynamo-replay: the conductor in the engine of NVIDIA Dynamo's replay, beside Dynamo's router;
     with --speed, --blocks, --prefills, --decodes or --trace, every scheduler on that case.
 
+    frontends: mean TTFT with several frontends that tell each other what they routed, or not.
+
     coupled: the same trace on as many nodes of vLLM-like engines, swept over their knobs.
     """
     try:
@@ -137,6 +154,8 @@ def simulate(
             blocks=tuple(blocks or ()), requests=requests, seed=seed, prefills=prefills,
             decodes=decodes, is_directory=directory, picture=picture,
             changes=tuple(changes or ()), peer_python=peer_python,
+            frontends=tuple(frontend_counts or ()),
+            notes_latencies_s=tuple(notes_latency_s or ()),
         )  # fmt: skip
         result = answer(experiment, options)
     except (SimulationRefused, TraceError) as problem:

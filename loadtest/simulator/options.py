@@ -57,6 +57,8 @@ class SimulationOptions:
     is_directory: bool = False
     picture: Path | None = None
     changes: tuple[str, ...] = ()  # NAME=VALUE of ConductorConfig, for every run
+    frontends: tuple[int, ...] = ()
+    notes_latencies_s: tuple[float, ...] = ()
     peer_python: str | None = None  # with Dynamo's wheel, to run its own replay beside ours
 
     def __post_init__(self) -> None:

@@ -49,6 +49,7 @@ class Loss(Enum):
     WORKER_DIED = "a worker died with it"
     WORKER_FAILED = "a worker failed at it"
     NO_ROOM = "a storage node had no room for it"
+    WORKER_FULL = "a worker was full"
     WORKER_GONE = "a worker was not there"
     STORE_LOST = "the store did not answer"
     KV_GONE = "its KV was gone"
@@ -67,24 +68,33 @@ RULES: Mapping[Loss, Rule] = {
     Loss.WORKER_DIED: Rule(counts=True, avoids=True),
     Loss.WORKER_FAILED: Rule(counts=True, avoids=True),
     Loss.NO_ROOM: Rule(counts=True, avoids=True),
+    Loss.WORKER_FULL: Rule(counts=False, avoids=True),
     Loss.WORKER_GONE: Rule(counts=False, avoids=True),
     Loss.STORE_LOST: Rule(counts=False, avoids=True),
     Loss.KV_GONE: Rule(counts=False, avoids=False),
     Loss.MESSAGES_LOST: Rule(counts=False, avoids=False),
     Loss.NOBODY: Rule(counts=False, avoids=False, is_soon=False),
 }
+NOT_LET_IN = (Loss.NO_ROOM, Loss.WORKER_FULL)
+# Of what a worker answers when its own limits are reached; the conductor has other words.
+WORKER_FULL_KINDS = ("prefill_queue_full", "decode_queue_full", "decode_overload")
 
 
-def loss_of(error: ServingError, is_resumed: bool) -> Loss | None:
+def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) -> Loss | None:
     """What a failed attempt was lost to; None: the error is the answer.
 
     `is_resumed`: an attempt before this one was let in. Then a rejection says only that nobody can
     take it now; a request that is new is told so at once. A storage node without room may be one
     that is just starting again, so another one is asked in both cases.
+
+    `asks_others`: other frontends fill the workers too, so that this one was full says nothing of
+    the others; a frontend that is alone knows how full all of them are.
     """
     if isinstance(error, Overloaded):
         if error.kind == "store_full":
             return Loss.STORE_LOST if is_resumed else Loss.NO_ROOM
+        if asks_others and error.kind in WORKER_FULL_KINDS and not is_resumed:
+            return Loss.WORKER_FULL
         return Loss.NOBODY if is_resumed else None
     for kind, loss in (
         (KvMissing, Loss.KV_GONE),
@@ -123,6 +133,7 @@ class Attempts:
     arrived_s: float
     request_s_max: float
     timeout_s: float = math.inf  # the client's own, since the arrival: put off by nothing
+    full_workers_max: int = 0  # so many full workers are answered by asking another one
     losses: tuple[Loss, ...] = ()
     in_a_row: int = 0  # of those: without a decoded token between them
     sent_tokens: int = 0  # that the client had at the latest loss
@@ -157,8 +168,16 @@ class Attempts:
 
     @property
     def is_resumed(self) -> bool:
-        """It was let in before. A request that found no room has not been."""
-        return bool(self.sent_tokens) or any(loss is not Loss.NO_ROOM for loss in self.losses)
+        """It was let in before. A request that found no room has not been, nor one that its decode
+        worker refused, though the client has the token of the prefill."""
+        of_prefill = int(all(loss is Loss.WORKER_FULL for loss in self.losses))
+        let_in = any(loss not in NOT_LET_IN for loss in self.losses)
+        return self.sent_tokens > of_prefill or let_in
+
+    @property
+    def asks_others(self) -> bool:
+        """Whether a worker that is full leads to another attempt."""
+        return self.losses.count(Loss.WORKER_FULL) < self.full_workers_max
 
     def given_up(self, now_s: float) -> str:
         """Why there is no further attempt; empty when there is."""
@@ -180,6 +199,6 @@ def last_word(error: ServingError, why: str) -> ServingError:
     """What the client of a request that was given up reads: of the kind of its last loss."""
     if isinstance(error, KvMissing):
         return KvMissing(f"{error}; {why}")
-    if isinstance(error, Overloaded) and error.kind == "store_full":
+    if isinstance(error, Overloaded) and error.kind in ("store_full", *WORKER_FULL_KINDS):
         return Overloaded(error.kind, f"{error}; {why}", error.retry_after_s)
     return WorkerUnavailable(f"{error}; {why}")

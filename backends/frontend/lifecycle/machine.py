@@ -341,7 +341,9 @@ def _lost_to(
     state: State, error: Exception, now_s: float, actions: list[LifecycleAction]
 ) -> Result:
     """The attempt ended with this error, which is the answer or leads to another attempt."""
-    loss = loss_of(error, state.attempts.is_resumed) if isinstance(error, ServingError) else None
+    attempts, loss = state.attempts, None
+    if isinstance(error, ServingError):
+        loss = loss_of(error, attempts.is_resumed, attempts.asks_others)
     number, worker = state.attempt.number, state.attempt.worker
     ended = [EndAttempt(number)] if worker is not None else []  # else nothing was reserved
     if loss is None:

@@ -5,8 +5,8 @@ end. `SimulatedFleet` has the workers of this project, with the real Directory. 
 is that of the frontend (backends/frontend): decide, prefill, tell the conductor that it finished,
 decode, tell it that all is over; a request whose worker was lost is attempted again elsewhere.
 With several frontends each decides on its own requests, and what it routed reaches the others by
-their notes. Workers report every second; what the directory announces reaches the conductor at once; its
-suggestions for hot prefixes are carried out.
+their notes. Workers report every second; what the directory announces reaches the conductors at
+once; their suggestions for hot prefixes are carried out.
 
 What breaks, and when, is a list of faults: a worker gets slow, is killed, or its host is lost.
 
@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from backends.frontend.lifecycle.attempts import WORKER_FULL_KINDS
 from backends.frontend.routing_notes import ALIVE_S, NOTES_MAX, NOTES_S
 from conductor import Conductor, ConductorConfig, Reject, Replicate, Request
 from conductor.notes import NoteBatch
@@ -159,6 +160,7 @@ class SimulatedFleet(SimulatedCluster):
         self.decodes: dict[str, DecodeNode] = {}
         self.reported: Callable[[SimulatedFleet], None] = lambda fleet: None  # each report_s
         self._copies = 0
+        self.refusals = 0  # that led to another worker
         self._alive_due_s = dict.fromkeys(self.conductors, 0.0)
         self._make_workers(calibrate(gpu, settings.chunk_tokens))
         for fault in faults:
@@ -224,7 +226,7 @@ class SimulatedFleet(SimulatedCluster):
         decode, now_s = self.decodes[job.decode], self.clock.now_s
         if job.refused:
             decode.forget(job.request_id)
-            self._over(job)
+            self._refused(job, job.prefill)
             return
         conductor = self._of(job)
         conductor.on_prefill_finished(job.request_id, now_s, job.cached_tokens, job.compute_s)
@@ -237,6 +239,17 @@ class SimulatedFleet(SimulatedCluster):
             self._lost([job], decode.worker_id)
         elif not decode.submit(job, self.config.arrival_tbt_slo_s):
             conductor.on_worker_refused(decode.worker_id, decode.incarnation, now_s)
+            self._refused(job, decode.worker_id)
+
+    def _refused(self, job: SimulatedJob, worker_id: str) -> None:
+        """This worker's own limits were reached. Where several frontends fill it, another worker is
+        asked, as backends/frontend/lifecycle/attempts.py does."""
+        is_full = job.refused in WORKER_FULL_KINDS and len(self.conductors) > 1
+        if is_full and job.attempts < self.settings.attempts_max:
+            self.refusals += 1
+            job.refused = ""
+            self._lost([job], worker_id)
+        else:
             self._over(job)
 
     def _over(self, job: SimulatedJob) -> None:
@@ -311,7 +324,7 @@ class SimulatedFleet(SimulatedCluster):
             if one.notes_waiting or now_s >= self._alive_due_s[one]:
                 self._alive_due_s[one] = now_s + ALIVE_S
                 self.clock.after(latency_s, self._hear, one, one.take_notes(now_s, NOTES_MAX))
-        if self._alive:
+        if self._alive or any(one.notes_waiting for one in self.conductors):
             self.clock.after(NOTES_S, self._tell, latency_s)
 
     def _hear(self, teller: Conductor, notes: NoteBatch) -> None:
@@ -344,5 +357,6 @@ class SimulatedFleet(SimulatedCluster):
             worker.check()
         self.site.network.check()
         self.site.store.directory.check()
+        assert all(one.stats().routed_elsewhere == 0 for one in self.conductors)
         stats = self.site.store.directory.stats(self.clock.now_s)
         assert (stats.leases, stats.ephemeral) == (0, 0), "leases or objects stayed behind"

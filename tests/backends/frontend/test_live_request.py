@@ -77,6 +77,7 @@ class Cluster:
     finished_ids: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     pins: ServingError | None = None
+    has_other_frontends: bool = False
 
     def served(self) -> Served | None:
         return SERVED
@@ -313,6 +314,23 @@ def test_a_decode_worker_that_has_no_time_after_all_ends_a_new_request() -> None
     assert case.cluster.refused == ["decode_0"] and case.cluster.released == ["r-1"]
     counted = {name for name, *_ in case.observations.drain()}
     assert "mooncake_wasted_prefills_total" in counted
+
+
+def test_beside_other_frontends_a_full_worker_is_left_for_another_one() -> None:
+    case = Case({"decode_0": [Overloaded("decode_overload", "by others", 1.0)]})
+    case.cluster.has_other_frontends = True
+    assert case.run() == ANSWER
+    assert [request.excluded_workers for request in case.cluster.asked] == [frozenset(), {D}]
+    assert [request.is_resumed for request in case.cluster.asked] == [False, False]
+    assert case.cluster.refused == ["decode_0"], "and nobody new is sent there for a while"
+
+
+def test_a_request_that_finds_all_workers_full_is_rejected_and_does_not_wait() -> None:
+    case = Case({"prefill_0": [Overloaded("prefill_queue_full", "by others", 1.0)] * 9})
+    case.cluster.has_other_frontends = True
+    error = case.error()
+    assert isinstance(error, Overloaded) and error.kind == "prefill_queue_full"
+    assert len(case.prefills) == 3, "two others were asked"
 
 
 def test_a_request_that_goes_on_waits_until_somebody_is_there() -> None:

@@ -37,7 +37,8 @@ COUNTED = [loss for loss, rule in RULES.items() if rule.counts]
 def test_every_loss_has_a_rule() -> None:
     assert set(RULES) == set(Loss)
     assert set(FREE) == {
-        Loss.WORKER_GONE, Loss.STORE_LOST, Loss.KV_GONE, Loss.MESSAGES_LOST, Loss.NOBODY
+        Loss.WORKER_FULL, Loss.WORKER_GONE, Loss.STORE_LOST, Loss.KV_GONE, Loss.MESSAGES_LOST,
+        Loss.NOBODY,
     }  # fmt: skip
 
 
@@ -156,6 +157,31 @@ def test_an_error_of_a_new_request_says_what_was_lost(
 @pytest.mark.parametrize("kind", ["no_decode_worker", "decode_queue_full", "ttft_slo", "too_large"])
 def test_a_request_that_goes_on_is_shed_by_nobody(kind: str) -> None:
     assert loss_of(Overloaded(kind, "", 1.0), is_resumed=True) is Loss.NOBODY
+
+
+FULL_KINDS = ("prefill_queue_full", "decode_queue_full", "decode_overload")
+
+
+@pytest.mark.parametrize("kind", FULL_KINDS)
+def test_a_full_worker_is_left_for_another_one_where_others_fill_them_too(kind: str) -> None:
+    full = Overloaded(kind, "", 1.0)
+    assert loss_of(full, is_resumed=False) is None, "who is alone knows how full all of them are"
+    assert loss_of(full, is_resumed=False, asks_others=True) is Loss.WORKER_FULL
+    assert loss_of(full, is_resumed=True, asks_others=True) is Loss.NOBODY
+    rejected = Overloaded("decode_full", "", 1.0)
+    assert loss_of(rejected, is_resumed=False, asks_others=True) is None, "the conductor's word"
+    assert RULES[Loss.WORKER_FULL].avoids and not RULES[Loss.WORKER_FULL].counts
+
+
+def test_only_so_many_full_workers_lead_to_another_one_and_none_lets_a_request_in() -> None:
+    attempts = Attempts(3, 0.0, 600.0, full_workers_max=2)
+    for _ in range(2):
+        assert attempts.asks_others and not attempts.is_resumed
+        attempts = attempts.after(Loss.WORKER_FULL, sent_tokens=1, now_s=0.0)
+    assert not attempts.asks_others and not attempts.is_resumed
+    assert not attempts.given_up(1.0) and attempts.given_up(600.0)
+    assert attempts.after(Loss.KV_GONE, sent_tokens=1, now_s=0.0).is_resumed
+    assert attempts.after(Loss.WORKER_FULL, sent_tokens=2, now_s=0.0).is_resumed
 
 
 def test_a_node_without_room_is_left_for_another_one_at_no_cost_to_who_goes_on() -> None:
