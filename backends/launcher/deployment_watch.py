@@ -31,7 +31,7 @@ def state(directory: str) -> DeploymentState:
     """Of the directory at this address (ipc://, tcp://, or etcd:// for one that is elected)."""
     if not directory.startswith(ELECTED):
         return _asked(directory, f"there is a directory at {directory}")
-    endpoints = directory.removeprefix(ELECTED).partition("/")[0].split(",")
+    endpoints = endpoints_of(directory)
     try:
         leader = leader_at(directory, ASK_S_MAX)
     except NoLeader:
@@ -44,6 +44,11 @@ def state(directory: str) -> DeploymentState:
     except StoreError as error:
         return DeploymentState(False, str(error))
     return _asked(directory, f"a directory leads at {leader.address}")
+
+
+def endpoints_of(directory: str) -> list[str]:
+    """etcd's, HOST:PORT each, of an address of an elected directory."""
+    return directory.removeprefix(ELECTED).partition("/")[0].split(",")
 
 
 def _asked(directory: str, who: str) -> DeploymentState:

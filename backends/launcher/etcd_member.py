@@ -1,7 +1,8 @@
 """etcd as a host of a deployment has it: how a member is started, and whether etcd can decide.
 
 Who leads the directories is decided by etcd's members together: by more than half of them. A member
-that comes back finds its data in the state folder and takes part again by itself.
+that comes back finds its data in the state folder and takes part again by itself. One whose data
+are lost is refused by the others, so it is replaced: removed and added under the same address.
 
 Not here: what is kept in etcd (mooncake_store/directory/election.py), starting the process
 (launch.py).
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -22,6 +25,8 @@ from backends.cluster.host_plan import EtcdMember
 
 HEARTBEAT_MS, ELECTION_MS = 100, 1_000  # etcd's own defaults, for hosts of one site
 ASK_S_MAX = 1.0
+CHANGE_S_MAX = 5.0
+REPLACE_S_MAX, REPLACE_PAUSE_S = 30.0, 0.5
 MISSING = (
     "etcd is not installed, but the cluster file has this host run a member: install it (Debian: "
     "apt-get install etcd-server), or name endpoints that somebody else runs"
@@ -32,7 +37,11 @@ def etcd_binary() -> str | None:
     return shutil.which("etcd")
 
 
-def etcd_command(member: EtcdMember, data_dir: Path) -> list[str]:
+class MemberRefused(Exception):
+    """This member lost its data, and the others do not let it begin anew."""
+
+
+def etcd_command(member: EtcdMember, data_dir: Path, is_replaced: bool = False) -> list[str]:
     """`--initial-...` matter at the first start only: later the data say who the members are."""
     return [
         str(etcd_binary()), "--name", member.name, "--data-dir", str(data_dir),
@@ -41,7 +50,8 @@ def etcd_command(member: EtcdMember, data_dir: Path) -> list[str]:
         "--listen-peer-urls", member.listen_peer_url,
         "--initial-advertise-peer-urls", member.advertised_peer_url,
         "--initial-cluster", member.initial_cluster,
-        "--initial-cluster-token", member.token, "--initial-cluster-state", "new",
+        "--initial-cluster-token", member.token,
+        "--initial-cluster-state", "existing" if is_replaced else "new",
         "--heartbeat-interval", str(HEARTBEAT_MS), "--election-timeout", str(ELECTION_MS),
         # Elections write little, but each renewal of a pin is a revision.
         "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h",
@@ -52,6 +62,51 @@ def etcd_command(member: EtcdMember, data_dir: Path) -> list[str]:
 def etcd_environment() -> dict[str, str]:
     """etcd 3.4 refuses some architectures unless it is told that this is known."""
     return {"ETCD_UNSUPPORTED_ARCH": os.uname().machine}
+
+
+def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[str]) -> bool:
+    """Where this member has no data, but the others know it: have them take it anew. MemberRefused.
+
+    A member that has never started has no name with them. While they have no quorum nobody can
+    answer, which at the first start of a cluster is as it should be.
+    """
+    url = member.advertised_peer_url
+    for endpoint in () if data_dir.exists() else endpoints:
+        listed = _cluster_call(endpoint, "list", {})
+        if listed is None:
+            continue
+        known = [each for each in listed["members"] if url in each["peerURLs"]]
+        if any("name" not in each for each in known):
+            return False
+        for each in known:
+            _change(member, endpoint, "remove", {"ID": each["ID"]})
+        _change(member, endpoint, "add", {"peerURLs": [url]})
+        return True
+    return False
+
+
+def _change(member: EtcdMember, endpoint: str, verb: str, body: dict[str, Any]) -> None:
+    """Again for a while: members that were connected only lately let nobody change the cluster."""
+    give_up_s = time.monotonic() + REPLACE_S_MAX
+    while _cluster_call(endpoint, verb, body) is None:
+        if time.monotonic() > give_up_s:
+            raise MemberRefused(
+                f"the data of etcd's member {member.name} are lost, and {endpoint} does not let it "
+                f"take part anew ({verb}): start the members that are down, then this one again"
+            )
+        time.sleep(REPLACE_PAUSE_S)
+
+
+def _cluster_call(endpoint: str, verb: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    """None when it was not carried out."""
+    try:
+        with _session() as session:
+            answer = session.post(
+                f"http://{endpoint}/v3/cluster/member/{verb}", json=body, timeout=CHANGE_S_MAX
+            )
+            return dict(answer.json()) if answer.status_code == 200 else None
+    except (requests.RequestException, ValueError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +138,14 @@ def ask_etcd(endpoints: Sequence[str]) -> EtcdAnswers:
 
 
 def _is_there(endpoint: str) -> bool:
-    session = requests.Session()
-    session.trust_env = False  # etcd is near, whatever http_proxy says
     try:
-        return session.get(f"http://{endpoint}/version", timeout=ASK_S_MAX).status_code == 200
+        with _session() as session:
+            return session.get(f"http://{endpoint}/version", timeout=ASK_S_MAX).status_code == 200
     except requests.RequestException:
         return False
-    finally:
-        session.close()
+
+
+def _session() -> requests.Session:
+    session = requests.Session()
+    session.trust_env = False  # etcd is near, whatever http_proxy says
+    return session

@@ -27,11 +27,23 @@ from pathlib import Path
 from types import FrameType
 
 from backends import launch_secret
-from backends.cluster.host_plan import NodePlan
+from backends.cluster.host_plan import EtcdMember, NodePlan
 from backends.launcher import admin_key, environment
 from backends.launcher.admin_key import AdminKey
-from backends.launcher.deployment_watch import DeploymentState, DeploymentWatch, state
-from backends.launcher.etcd_member import MISSING, etcd_binary, etcd_command, etcd_environment
+from backends.launcher.deployment_watch import (
+    DeploymentState,
+    DeploymentWatch,
+    endpoints_of,
+    state,
+)
+from backends.launcher.etcd_member import (
+    MISSING,
+    MemberRefused,
+    etcd_binary,
+    etcd_command,
+    etcd_environment,
+    replace_lost_member,
+)
 from backends.launcher.launch_files import LaunchFiles, remove_leftovers
 from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
@@ -121,8 +133,9 @@ class Launcher:
         self._env = env = self._environment(triton)
         checked = ["--self-check"] if options.is_self_checked else []
         if plan.etcd is not None:
-            command = etcd_command(plan.etcd, self.state_dir / f"etcd-{plan.host}")
-            self._etcd = self._child("etcd", command, env | etcd_environment())
+            self._etcd = self._child(
+                "etcd", self._etcd_command(plan.etcd), env | etcd_environment()
+            )
         if plan.directory is not None:
             self._directory = self._child("directory", self._directory_command(*checked), env)
             if not plan.directory.etcd:
@@ -132,7 +145,7 @@ class Launcher:
         for node in plan.storage_nodes:
             self._nodes.append(self._child(f"node-{node.name}", self._node_command(node), env))
         for child in self._nodes:
-            child.wait_for_line("ready", 60.0)
+            child.wait_for_line("ready", 60.0 if not plan.deployment else options.ready_s_max)
         self._staged = stage(triton, self.state_dir / f"backends-{plan.host}")
         self._server = triton.server
         shutil.rmtree(self._mirrors, ignore_errors=True)
@@ -148,6 +161,18 @@ class Launcher:
                 f"metrics port {plan.metrics} cannot be used "
                 f"({error.strerror}); choose another with --metrics-port"
             ) from None
+
+    def _etcd_command(self, member: EtcdMember) -> list[str]:
+        data_dir = self.state_dir / f"etcd-{self.plan.host}"
+        own = member.advertised_client_url.partition("//")[2]
+        others = [each for each in endpoints_of(self.plan.directory_address) if each != own]
+        try:
+            is_replaced = replace_lost_member(member, data_dir, others)
+        except MemberRefused as error:
+            raise environment.EnvironmentProblem(str(error)) from None
+        if is_replaced:
+            self._say("the data of this host's member of etcd are lost: it takes part anew")
+        return etcd_command(member, data_dir, is_replaced)
 
     def _wait_for_directory(self) -> DeploymentState:
         """Until a directory answers; with etcd, until its members have elected one.
