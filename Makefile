@@ -9,7 +9,7 @@ SECONDS ?= 60
 SEEDS ?= 100
 STEPS ?= 5000
 
-.PHONY: serve test test-quick test-long test-fleet fuzz chaos chaos-serve lint format bench leaks clients loadtest setup kubernetes-check clean
+.PHONY: serve test test-quick test-long test-fleet fuzz fuzz-serve chaos chaos-serve lint format bench leaks clients loadtest setup kubernetes-check clean
 
 serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
 	@exec $(BIN)/mooncake serve $(ARGS)
@@ -28,6 +28,9 @@ test-fleet: $(READY)  ## three hosts in network namespaces (as root), 20 s of ch
 
 fuzz: $(READY)  ## random walks of the store's core (SEEDS=10 STEPS=1000 for less)
 	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --steps $(STEPS) $(ARGS)
+
+fuzz-serve: $(READY)  ## the whole system under faults on a virtual clock, by seed (SEEDS=10000)
+	$(BIN)/python -m tests.fuzz_serve --seeds $(SEEDS) $(ARGS)
 
 chaos: SECONDS = 300
 chaos: $(READY)  ## processes of the store, killed and stopped under load (SECONDS=20 for less)

@@ -1,0 +1,154 @@
+"""What must hold: after steps while faults go on, and at rest when all is healed.
+
+Tokens are judged as they come (clients.py) and leases at each allocation (promises.py). Here:
+every `check()` of the product's own, the replica of the index against the directory, and at the end
+that everybody was answered and nobody holds anything.
+
+Not here: when it is asked (simulation.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mooncake_store.directory.core.directory import Directory
+from tests.fuzz_serve.clients import Client, Clients
+from tests.fuzz_serve.loop import Process
+from tests.fuzz_serve.site import Deployment
+
+
+def directory_of(process: Process) -> Directory | None:
+    """While it leads."""
+    server = process.state.get("server")
+    if server is None or not server._may_serve():
+        return None
+    found: Directory = server.directory
+    return found
+
+
+def leader(site: Deployment) -> tuple[Process, Directory] | None:
+    for process in site.alive("directory"):
+        if (directory := directory_of(process)) is not None:
+            return process, directory
+    return None
+
+
+def check_all(site: Deployment) -> None:
+    """The invariants that the product itself proves, of every process whose locks are free."""
+    for process in site.alive():
+        if (directory := directory_of(process)) is not None:
+            directory.check()
+        worker, cluster = process.state.get("worker"), process.state.get("cluster")
+        if worker is not None and not worker.lock._lock.locked():
+            worker.check()
+        if cluster is not None and not cluster._lock.locked():
+            cluster._conductor.check()
+
+
+def check_one_leader(site: Deployment) -> None:
+    """Two directories never serve at one time, whatever was frozen or cut off."""
+    leaders = [process for process in site.alive("directory")
+               if not process.is_frozen and directory_of(process) is not None]  # fmt: skip
+    assert len(leaders) <= 1, f"{leaders} lead at one time"
+
+
+def check_index(site: Deployment, must_be_current: bool) -> None:
+    """A replica that is current knows exactly what the directory announces."""
+    found = leader(site)
+    if found is None:
+        assert not must_be_current, "nobody leads"
+        return
+    _, directory = found
+    for process in site.alive("frontend"):
+        cluster = process.state.get("cluster")
+        if cluster is None or cluster._lock.locked():
+            continue
+        feed, latest = cluster._feed, (directory.epoch, directory.sequence)
+        if feed.position != latest or not feed.is_current:
+            assert not must_be_current, (
+                f"{process.name} is at {feed.position}, the directory at {latest}"
+            )
+            continue
+        compare_index(process, cluster._conductor, directory)
+
+
+def compare_index(process: Process, conductor: Any, directory: Directory) -> None:
+    index, announced = conductor._tiers.dram, dict(directory._copies.blocks.announced())
+    for key, nodes in announced.items():
+        known = index.holders(key)
+        assert known == sorted(nodes), (
+            f"{process.name} believes {key.hex()[:8]} on {known}, it is on {sorted(nodes)}"
+        )
+    assert len(index) == len(announced), (
+        f"{process.name} knows {len(index)} blocks, the directory has {len(announced)}"
+    )
+    for start in list(announced)[:4]:
+        depth = index.match([start, b"nowhere".ljust(16)])
+        assert set(depth.values()) <= {1}, f"{process.name} counts blocks that are nowhere: {depth}"
+
+
+def check_rest(site: Deployment, clients: Clients, deadline_s: float) -> None:
+    """All is healed, and time enough has passed."""
+    check_answers(clients.all, deadline_s)
+    check_all(site)
+    check_index(site, must_be_current=True)
+    for role in site.roles.values():
+        assert role.process.is_alive, f"{role.name} is not there again"
+    found = leader(site)
+    assert found is not None
+    _check_directory(site, found[1])
+    for process in site.alive("frontend"):
+        _check_frontend(process)
+    for process in [*site.alive("prefill"), *site.alive("decode")]:
+        _check_worker(process)
+
+
+def check_answers(every: list[Client], deadline_s: float) -> None:
+    waiting = [client.number for client in every if not client.end]
+    assert not waiting, f"requests {waiting} never end"
+    late = [client.number for client in every
+            if client.ended_s > client.asked_s + deadline_s]  # fmt: skip
+    assert not late, f"requests {late} ended more than {deadline_s} s after they came"
+
+
+def _check_directory(site: Deployment, directory: Directory) -> None:
+    stats = directory.stats(directory._copies.now_s)
+    assert not stats.owners, f"{directory._copies.leases._owners.keys()} lease what nobody reads"
+    assert not stats.ephemeral, f"{stats.ephemeral} ephemeral copies of nobody"
+    assert {node.node_id for node in stats.nodes} == set(site.shape.units), "a node is missing"
+    for node in stats.nodes:
+        assert not node.writing_blocks, f"{node.node_id}: slots are written by nobody"
+        assert not node.quarantined_units, f"{node.node_id}: a quarantine does not end"
+        assert node.used_units + node.free_units == node.units == site.shape.units[node.node_id]
+        assert node.ready_blocks == node.used_units, f"{node.node_id}: slots are lost: {node}"
+    workers = {worker.worker_id for worker in directory._workers.infos}
+    expected = {name for name in site.roles if name.startswith(("prefill", "decode"))}
+    assert workers == expected, f"workers {workers} are registered, {expected} are there"
+
+
+def _check_frontend(process: Process) -> None:
+    frontend, cluster = process.state["frontend"], process.state["cluster"]
+    stats = cluster.stats()
+    assert stats.in_flight == 0, f"{process.name} reserves work for {stats.in_flight} requests"
+    assert len(frontend.live) == 0, f"{process.name} has {len(frontend.live)} requests left"
+    streams = cluster_streams(frontend)
+    assert not streams._streams, f"{process.name} listens for {list(streams._streams)}"
+    for status in cluster._conductor.status(process.loop.now_s):
+        assert status.takes_requests, f"{status.worker.worker_id}: {status.why_not}"
+
+
+def cluster_streams(frontend: Any) -> Any:
+    return frontend._services.streams
+
+
+def _check_worker(process: Process) -> None:
+    worker = process.state["worker"]
+    name = process.name
+    assert not worker.jobs, f"{name} still has {list(worker.jobs)}"
+    assert worker.batching.admitted == worker.batching.waiting == 0, f"{name}: places are lost"
+    assert worker._pages.used_pages == 0, f"{name}: {worker._pages.used_pages} pages are lost"
+    assert not len(worker.process.owners), f"{name} renews leases of nobody"
+    if hasattr(worker, "_arrivals"):
+        assert not len(worker._arrivals), f"{name} keeps a place for nobody"
+    else:
+        assert not len(worker._single_flight), f"{name}: a block is brought by nobody"
