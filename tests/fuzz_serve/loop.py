@@ -107,7 +107,7 @@ class Loop:
         """End every thread that is left; what they do in their last moment has no effect."""
         self.is_over = True
         for thread in sorted(self.threads, key=lambda thread: thread.number):
-            thread.throw(Killed)
+            thread.end()
         self.threads.clear()
         self._queue.clear()
 

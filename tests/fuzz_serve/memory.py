@@ -5,7 +5,8 @@ process of the same host gets the very array. Like the kernel's, it outlives its
 hold it. A transfer copies in pieces, at different times, from what is there just then; it may be
 late, and then it writes after its deadline; a bit of it may fall over; and nobody asks the node.
 
-Not here: which slot is whose (the directory), checking what came (mooncake_store/client/block_reader.py).
+Not here: which slot is whose (the directory), checking what came
+(mooncake_store/client/block_reader.py).
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class GreenSegment:
 class GreenAgent:
     """In place of nixl_agent.NodeAgent: what a node offers its segment by."""
 
-    def __init__(self, name: str, address: int, size_bytes: int, **_: object) -> None:
+    def __init__(self, name: str, address: int, size_bytes: int, *_: object) -> None:
         self.name, self.metadata = name, b"agent"
 
     def close(self) -> None: ...
@@ -115,6 +116,9 @@ class GreenNixl(Transport):
         super().__init__()
         self._late: dict[int, list[LocalSpan]] = {}
         self._numbers = 0
+
+    def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
+        return bool(node.agent_name)
 
     def make_lanes(self, count: int) -> None: ...
 

@@ -117,7 +117,8 @@ class Deployment:
         process.on_end.append(lambda: self._ended(name))
         process.state["environ"] = {
             "MOONCAKE_DIRECTORY": DIRECTORY, "MOONCAKE_EVENTS": "", "MOONCAKE_SOCKETS": "/sockets",
-            "MOONCAKE_STATE": "/state", "MOONCAKE_GRPC": f"{role.host}:{name}",
+            "MOONCAKE_STATE": "/state", "MOONCAKE_INSECURE": "1",
+            "MOONCAKE_GRPC": f"{role.host}:{name}",
         }  # fmt: skip
         self.world.note(f"{process.name} starts")
         green.spawn(process, lambda: self._main(role, process), "main")

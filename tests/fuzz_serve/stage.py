@@ -33,8 +33,7 @@ from mooncake_store.directory import server
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.etcd import EtcdClient
 from mooncake_store.memory.segment import Segment, host_id
-from mooncake_store.transports import known_nodes
-from mooncake_store.transports.host_topology import topology_json
+from mooncake_store.transports.host_topology import host_data_network, topology_json
 from mooncake_store.transports.nixl_agent import NodeAgent
 from mooncake_store.transports.nixl_transport import NixlTransport
 from tests.fuzz_serve import calls, engine, etcd, green, memory, promises, sockets
@@ -124,6 +123,7 @@ SECRETS = SimpleNamespace(token_hex=lambda n=16: _hex(2 * n))
 PROFILES = SimpleNamespace(
     load_or_measure=lambda *_: PROFILE, MachineProfile=machine_profile.MachineProfile
 )
+NETWORK = SimpleNamespace(nics=(), missing=(), is_closed=False, shared_devices=None)
 STAND_INS: list[tuple[Any, Any]] = [
     (time, green.TIME), (threading, green.THREADING), (queue, green.QUEUE), (zmq, sockets.ZMQ),
     (concurrent.futures.ThreadPoolExecutor, green.ThreadPoolExecutor),
@@ -133,8 +133,14 @@ STAND_INS: list[tuple[Any, Any]] = [
     (topology_json, lambda: ""), (NodeAgent, memory.GreenAgent),
     (Tokenizer, engine.GreenTokenizer), (GrpcCalls, calls.GreenCalls),
     (Directory, promises.WatchedDirectory), (EtcdClient, etcd.EtcdClient),
-    (known_nodes._nixl, lambda mode: memory.GreenNixl()),
+    (host_data_network, lambda: NETWORK),
 ]  # fmt: skip
+STAND_INS += [
+    (getattr(module, name), stand_in)  # of who imports the names alone
+    for module, stand_ins in ((threading, green.THREADING), (queue, green.QUEUE))
+    for name, stand_in in vars(stand_ins).items()
+    if name not in ("Full", "Empty")
+]
 _changed: list[tuple[Any, str, Any]] = []
 _MISSING = object()
 
