@@ -20,6 +20,7 @@ from mooncake_store.records.events import BlockRemoved, NodeDown
 from tests.fuzz_serve.green import loop
 
 Place = tuple[str, bytes]  # node, key
+Use = tuple[str, int, int]  # node, slot, generation
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Grants:
 
     until_s: float
     copies: set[Place] = field(default_factory=set)  # ready, and leased
-    slots: dict[Slot, bytes] = field(default_factory=dict)  # being written, for this key
+    slots: dict[Use, bytes] = field(default_factory=dict)  # being written, for this key
 
 
 class WatchedDirectory(Directory):
@@ -62,7 +63,7 @@ class WatchedDirectory(Directory):
         for key, slot in zip(keys, given.slots, strict=True):
             if slot is not None:
                 self._refuse_taken(slot, now_s)
-                self._granted(owner, now_s, lease_s).slots[slot] = key
+                self._granted(owner, now_s, lease_s).slots[slot[:3]] = key
         return given
 
     def commit(
@@ -76,7 +77,7 @@ class WatchedDirectory(Directory):
             if not is_done:
                 continue
             grants = self._grants.get(owner)
-            use = Slot(node_id, slot, generation)
+            use = node_id, slot, generation
             if grants is None or grants.slots.pop(use, None) != key:
                 loop().fail(f"a commit of {use} was accepted that nobody may write any more")
             elif lease_s > 0:
@@ -105,7 +106,7 @@ class WatchedDirectory(Directory):
         self._begin(now_s)
         found = super().abandon(slots, owner, now_s, *rest, **of)
         for slot in slots if owner in self._grants else ():
-            self._grants[owner].slots.pop(Slot(*slot), None)
+            self._grants[owner].slots.pop(tuple(slot)[:3], None)
         return found
 
     # ---- the promises
@@ -124,8 +125,8 @@ class WatchedDirectory(Directory):
 
     def _end(self, owner: str, now_s: float) -> None:
         if (grants := self._grants.pop(owner, None)) is not None:
-            for slot in grants.slots:
-                self._resting[slot.node_id, slot.slot] = now_s + self.config.quarantine_s
+            for node_id, slot, _ in grants.slots:
+                self._resting[node_id, slot] = now_s + self.config.quarantine_s
 
     def _follow(self, verb: str) -> None:
         """`verb`: of those that may make room, and never at the cost of who has a lease."""
@@ -145,7 +146,7 @@ class WatchedDirectory(Directory):
 
     def _lose(self, node_id: str) -> None:
         for grants in self._grants.values():
-            grants.slots = {s: key for s, key in grants.slots.items() if s.node_id != node_id}
+            grants.slots = {use: key for use, key in grants.slots.items() if use[0] != node_id}
         self._resting = {at: until for at, until in self._resting.items() if at[0] != node_id}
 
     def _refuse_taken(self, slot: Slot, now_s: float) -> None:
