@@ -90,6 +90,7 @@ def ratio(name: str, publisher: str, meaning: str) -> Metric:
 
 
 NODE = Label("node")
+NIC = Label("nic")
 TRANSPORT = Label("transport", ("mapped", "nixl", "tcp"))
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
@@ -225,6 +226,18 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Their time; transfers side by side add up.", TRANSPORT),
         counter("mooncake_transfer_failures_total", "transfers", WORKERS,
                 "Transfers that failed or missed their deadline.", TRANSPORT),
+        counter("mooncake_nic_bytes_total", "bytes", WORKERS,
+                "Bytes moved over a network card that has a NIXL agent of its own.",
+                NIC, Label("direction", ("read", "write"))),
+        counter("mooncake_nic_failures_total", "parts", WORKERS,
+                "Parts of transfers that failed over it, or were overdue and moved elsewhere.",
+                NIC, Label("kind", ("failed", "given_up"))),
+        gauge("mooncake_nic_resting_paths", "paths", WORKERS,
+              "Paths from this card to cards of storage nodes that rest until a probe works.",
+              NIC),
+        counter("mooncake_nixl_agents_given_up_total", "agents", WORKERS,
+                "NIXL agents that stay unused until the process ends; 16 at most, and then a "
+                "stuck card costs every transfer its whole deadline."),
     ),
     "TensorRT-LLM's own": tuple(
         # As its own Triton model names them, for dashboards that know them.

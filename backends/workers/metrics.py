@@ -48,12 +48,12 @@ def common(page: MetricPage, process: WorkerProcess, report: WorkerReport, now_s
     page.gauge("mooncake_step_age_seconds", report.oldest_step_s, now_s)
     page.counter_to("mooncake_self_checks_total", process.self_check.passed)
     page.gauge("mooncake_leases_held", len(process.owners), now_s)
-    transfers(page, process)
+    transfers(page, process, now_s)
     for name, value_labels, value in process.driver.series():
         page.gauge(name, value, now_s, **value_labels)
 
 
-def transfers(page: MetricPage, process: WorkerProcess) -> None:
+def transfers(page: MetricPage, process: WorkerProcess, now_s: float) -> None:
     for transport, counted in process.store.counters().items():
         for direction, number, moved in (
             ("read", counted.reads, counted.read_bytes),
@@ -65,3 +65,10 @@ def transfers(page: MetricPage, process: WorkerProcess) -> None:
         page.counter_to("mooncake_transfer_seconds_total", counted.seconds, transport=transport)
         page.counter_to("mooncake_transfer_failures_total",
                         counted.failures + counted.timeouts, transport=transport)  # fmt: skip
+    for nic, moved in process.store.nic_counters().items():
+        page.counter_to("mooncake_nic_bytes_total", moved.read_bytes, nic=nic, direction="read")
+        page.counter_to("mooncake_nic_bytes_total", moved.write_bytes, nic=nic, direction="write")
+        page.counter_to("mooncake_nic_failures_total", moved.failures, nic=nic, kind="failed")
+        page.counter_to("mooncake_nic_failures_total", moved.given_up, nic=nic, kind="given_up")
+        page.gauge("mooncake_nic_resting_paths", moved.resting, now_s, nic=nic)
+    page.counter_to("mooncake_nixl_agents_given_up_total", process.store.agents_given_up)

@@ -44,6 +44,8 @@ from mooncake_store.memory.segment import Segment
 from mooncake_store.records.blocks import GENERATION_MAX, Allocation, Copy, Slot
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.nixl_transport import frozen_agents
+from mooncake_store.transports.paths.nic_paths import NicCounters
 from mooncake_store.transports.rates import PathReport, Probe
 from mooncake_store.transports.transport import ByteSpan, TransferCounters
 
@@ -379,6 +381,15 @@ class Store:
     def counters(self) -> dict[str, TransferCounters]:
         """What each transport moved. Filling own slots through slot_view is not a transfer."""
         return {transport.name: transport.counters for transport in self._nodes.transports()}
+
+    def nic_counters(self) -> dict[str, NicCounters]:
+        """What went over each network card that has a NIXL agent of its own."""
+        return self._nodes.nic_counters()
+
+    @property
+    def agents_given_up(self) -> int:
+        """NIXL agents of this process that stay unused until it ends."""
+        return frozen_agents()
 
     def close(self) -> None:
         """Unmap and disconnect. Leases are not released: they belong to requests."""

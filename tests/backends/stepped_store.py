@@ -93,6 +93,13 @@ class SteppedStore:
     def counters(self) -> dict[str, Any]:
         return {}
 
+    def nic_counters(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def agents_given_up(self) -> int:
+        return 0
+
     def allocate(
         self,
         keys: Sequence[bytes],
