@@ -32,6 +32,7 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan
 
 log = logging.getLogger("mooncake_store.store")
 BATCH_BYTES = 4 * 1024**2
+OTHER_HOST_LONGER = 2
 HEADERS_DEADLINE_S = 0.5
 ATTEMPTS_MAX = 2  # the second one only for a node that has a new incarnation
 
@@ -118,7 +119,7 @@ class BlockReader:
                 read_part(indices)
             else:
                 lengths_bytes = {index: missing[index].length_bytes for index in indices}
-                part_bytes = self._part_bytes(sum(lengths_bytes.values()))
+                part_bytes = self._part_bytes(node, sum(lengths_bytes.values()))
                 self._movers.each(
                     read_part, parts_of(indices, lengths_bytes.__getitem__, part_bytes)
                 )
@@ -130,9 +131,14 @@ class BlockReader:
             return now is not None and now.incarnation != node.info.incarnation
         return False
 
-    def _part_bytes(self, total_bytes: int) -> int:
-        """So that every mover has a part, and none is longer than a batch."""
-        return min(self._batch_bytes, -(-total_bytes // self._movers.threads))
+    def _part_bytes(self, node: NodeAccess, total_bytes: int) -> int:
+        """So that every mover has a part, and none is longer than a batch.
+
+        Batches from another host are longer: each wait at their ends costs more than the cache
+        gives.
+        """
+        longer = 1 if self._nodes.is_same_host(node.info) else OTHER_HOST_LONGER
+        return min(longer * self._batch_bytes, -(-total_bytes // self._movers.threads))
 
     def _read_part(
         self, node: NodeAccess, part: Sequence[int], missing: dict[int, Want], until_s: float

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 PART_BYTES_MIN = 256 * 1024  # below, a second path costs more than it gives
-PART_BYTES_MAX = 2 * 1024**2
+PART_BYTES_MAX = 4 * 1024**2
 PARTS_PER_PATH_MAX = 2  # of one call: one moves, one waits, so that the path never idles
 ALLOWANCE_S, ALLOWANCE_S_MIN = 1.5, 0.25  # TCP asks again for a connection after 1 s
 UNKNOWN_BYTES_PER_S = 50e6  # assumed until a path has moved a part; a slow card
