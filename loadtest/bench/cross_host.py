@@ -271,7 +271,7 @@ def main(
     """Read blocks of another host by the store and by NIXL alone; the last line is JSON."""
     if inside:
         print(json.dumps(measure_here(inside, "b0", block_mib * MB, pairs, seed)), flush=True)
-        os._exit(0)  # UCX's own exit handlers may crash, see nixl_agent.py
+        os._exit(0)  # UCX's own exit handlers may crash, see transports/nixl_agent.py
     with benchmark("cross_host") as run, console.status("measuring ..."):
         found = measure(links, pairs, block_mib * MB, seed)
         run.rows = rows(found, links, block_mib * MB)
