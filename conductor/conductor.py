@@ -5,7 +5,7 @@ class runs in the frontend's process and in the simulator. The shell
 owns the lock or the loop, calls one method, carries out what comes back. Time only moves forward:
 threads may read their clock before they get the lock, so an older `now_s` counts as the latest.
 
-    on_snapshot, on_events                     what the directory says
+    on_snapshot, on_events, on_silence         what the directory says, or that it does not
     on_request                                 a Route or a Reject; a route is reserved at once
     on_prefill_finished                        the reservation moves from one worker to the other
     on_finished                                done, failed or cancelled: nothing is left reserved
@@ -159,6 +159,10 @@ class Conductor:
             else:
                 raise TypeError(f"{type(event).__name__} is not a directory event")
         self._tiers.add_many(added, node_id)
+
+    def on_silence(self, seconds: float, now_s: float) -> None:
+        """The directory said nothing for so long, so the workers could not be heard of either."""
+        self._cluster.excuse(seconds, self._advance(now_s))
 
     def _node_down(self, node_id: str, incarnation: str) -> None:
         if self._cluster.node_down(node_id, incarnation):

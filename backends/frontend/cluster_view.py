@@ -41,6 +41,8 @@ TICK_S = 0.5
 CANDIDATES_MAX = 16  # a fleet has thousands of pairs
 COPIES_WAITING_MAX = 16
 COPY_S_MAX = 5.0
+DIRECTORY_SILENT_S = 1.5  # it speaks once a second, and workers report twice
+DIRECTORY_SILENT_S_MAX = 10.0  # then nothing is known of anybody
 UNHEARD_S_MAX = 5.0  # the directory's own lease on workers
 
 
@@ -251,16 +253,26 @@ class ClusterView:
             self.on_worker_down(worker_id, incarnation, heard_s)
 
     def _tick_loop(self) -> None:
+        ticked_s = time.monotonic()
         while not self._is_closing.wait(TICK_S):
-            with self._lock:
-                suggestions = self._conductor.on_tick(time.monotonic())
-                lost = self._never_heard_again(time.monotonic())
+            before_s, ticked_s = ticked_s, time.monotonic()
+            self._tick(ticked_s - before_s)
             self.self_check.run(time.monotonic())
-            for worker_id, incarnation, heard_s in lost:
-                self.on_worker_down(worker_id, incarnation, heard_s)
-            for suggestion in suggestions:
-                log.info("replicate %s", suggestion.reason)
-                self._copies.carry_out(suggestion)
+
+    def _tick(self, seconds: float) -> None:
+        """So long after the one before."""
+        with self._lock:
+            # Reports come through the directory. While another one is elected, workers are taken to
+            # go on as they were, and requests wait for it instead of being turned away.
+            if DIRECTORY_SILENT_S < self._feed.silent_s() < DIRECTORY_SILENT_S_MAX:
+                self._conductor.on_silence(seconds, time.monotonic())
+            suggestions = self._conductor.on_tick(time.monotonic())
+            lost = self._never_heard_again(time.monotonic())
+        for worker_id, incarnation, heard_s in lost:
+            self.on_worker_down(worker_id, incarnation, heard_s)
+        for suggestion in suggestions:
+            log.info("replicate %s", suggestion.reason)
+            self._copies.carry_out(suggestion)
 
     def _never_heard_again(self, now_s: float) -> list[tuple[str, str, float]]:
         """Workers that a new directory should have heard of by now, and when anybody heard of them

@@ -144,6 +144,12 @@ class Cluster:
             pool.heard(worker)
             pool.measured(worker, now_s)
 
+    def excuse(self, seconds: float, now_s: float) -> None:
+        """Nobody could be heard for so long: that is no evidence that workers were silent."""
+        for worker in self.workers.values():
+            worker.reported_at_s = min(now_s, worker.reported_at_s + seconds)
+            self._pools[worker.info.role].heard(worker)
+
     def worker_failed(self, key: WorkerKey, now_s: float) -> None:
         worker = self.workers.get(key)
         if worker is not None:

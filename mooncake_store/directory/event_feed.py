@@ -86,6 +86,10 @@ class EventFeed:
         """The directory answers, and nothing it said is missing here."""
         return self._is_current
 
+    def silent_s(self) -> float:
+        """For how long the directory has said nothing at all; it does once a second."""
+        return time.monotonic() - self._heard_s
+
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait for the first snapshot. False when it did not come in time."""
         with self._changed:

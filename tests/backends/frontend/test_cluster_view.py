@@ -10,11 +10,12 @@ import pytest
 
 from backends.errors import InvalidRequest
 from backends.frontend import cluster_view
-from backends.frontend.cluster_view import ClusterView
+from backends.frontend.cluster_view import ClusterView, Decided
 from conductor.config import ConductorConfig
+from conductor.messages import Reject
 from mooncake_store.errors import StoreUnavailable
-from mooncake_store.records.events import Snapshot, WorkerDown, WorkerReported, WorkerUp
-from tests.conductor.fleet import report, worker
+from mooncake_store.records.events import NodeUp, Snapshot, WorkerDown, WorkerReported, WorkerUp
+from tests.conductor.fleet import node, prompt, report, worker
 
 
 class Clock:
@@ -123,3 +124,36 @@ def test_a_frontend_waits_no_longer_than_it_was_told_nor_while_all_ends(
     assert clock.now_s == pytest.approx(160.0, abs=0.1)
     assert not view.wait_for_a_pair(60.0, lambda: True)
     assert clock.now_s == pytest.approx(160.0, abs=0.1)
+
+
+def test_while_the_directory_is_silent_workers_are_not_taken_for_silent(
+    view: ClusterView, clock: Clock
+) -> None:
+    """For a change of leader: longer than that, nobody knows anything of them."""
+    for role in ("prefill", "decode"):
+        view._on_events([NodeUp(node("s0")), WorkerUp(worker(role, role, "s0"))])
+    began_s = clock.now_s
+    view._feed.silent_s = lambda: clock.now_s - began_s  # type: ignore[method-assign]
+    decided: dict[float, bool] = {}
+    for _ in range(30):
+        clock.now_s += 0.5
+        view._tick(0.5)
+        found = view.decide(prompt("r", prompt_tokens=10))
+        view.finished("r")
+        decided[clock.now_s - began_s] = isinstance(found, Decided)
+        view._check()
+    until_s = cluster_view.DIRECTORY_SILENT_S_MAX
+    assert all(is_routed for at_s, is_routed in decided.items() if at_s < until_s)
+    assert not decided[max(decided)]
+
+
+def test_a_worker_that_is_silent_while_the_directory_speaks_gets_no_request(
+    view: ClusterView, clock: Clock
+) -> None:
+    for role in ("prefill", "decode"):
+        view._on_events([NodeUp(node("s0")), WorkerUp(worker(role, role, "s0"))])
+    view._feed.silent_s = lambda: 0.4  # type: ignore[method-assign]
+    for _ in range(7):
+        clock.now_s += 0.5
+        view._tick(0.5)
+    assert isinstance(view.decide(prompt("r", prompt_tokens=10)), Reject)
