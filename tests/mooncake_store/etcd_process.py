@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import requests
@@ -18,27 +19,39 @@ HOW_TO = "etcd is not installed (Debian: apt-get install etcd-server)"
 
 
 class EtcdProcess:
-    def __init__(self, folder: Path) -> None:
-        self.port, peer_port = _free_port(), _free_port()
+    def __init__(
+        self, folder: Path, name: str = "default", ports: Sequence[int] = (), members: str = ""
+    ) -> None:
+        """`members`: of a cluster ("name=url,..."), of which this is one; "" for it alone."""
+        self.port, peer_port = ports or (_free_port(), _free_port())
         self.url = f"http://127.0.0.1:{self.port}"
         self._numbers = itertools.count()
         peer = f"http://127.0.0.1:{peer_port}"
-        with (folder / "etcd.log").open("w") as log:
+        self._log = folder / f"{name}.log"
+        self._command = [
+            str(BINARY), "--name", name, "--data-dir", str(folder / name),
+            "--listen-client-urls", self.url, "--advertise-client-urls", self.url,
+            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+            "--initial-cluster", members or f"{name}={peer}",
+            "--heartbeat-interval", "20", "--election-timeout", "100",
+        ]  # fmt: skip
+        self.start()
+        if not members:
+            self.wait_healthy()
+
+    def start(self) -> None:
+        """Also again, after `close`, with what it had."""
+        with self._log.open("a") as log:
             self.process = subprocess.Popen(
-                [
-                    str(BINARY), "--data-dir", str(folder / "data"),
-                    "--listen-client-urls", self.url, "--advertise-client-urls", self.url,
-                    "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-                    "--initial-cluster", f"default={peer}",
-                    "--heartbeat-interval", "20", "--election-timeout", "100",
-                ],
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env={**os.environ, "ETCD_UNSUPPORTED_ARCH": os.uname().machine},
             )  # fmt: skip
+
+    def wait_healthy(self) -> None:
         until_s = time.monotonic() + 30.0
         while not self._is_healthy():
-            assert self.process.poll() is None, (folder / "etcd.log").read_text()[-2000:]
-            assert time.monotonic() < until_s, (folder / "etcd.log").read_text()[-2000:]
+            assert self.process.poll() is None, self._log.read_text()[-2000:]
+            assert time.monotonic() < until_s, self._log.read_text()[-2000:]
             time.sleep(0.05)  # poll
 
     def _is_healthy(self) -> bool:
@@ -61,6 +74,23 @@ class EtcdProcess:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+class EtcdCluster:
+    """Three members, each to be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        ports = [(_free_port(), _free_port()) for _ in range(3)]
+        members = ",".join(f"m{at}=http://127.0.0.1:{peer}" for at, (_, peer) in enumerate(ports))
+        self.members = [EtcdProcess(folder, f"m{at}", ports[at], members) for at in range(3)]
+        for member in self.members:
+            member.wait_healthy()
+        hosts = ",".join(f"127.0.0.1:{member.port}" for member in self.members)
+        self.address = f"etcd://{hosts}/test"
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
 
 
 def _free_port() -> int:

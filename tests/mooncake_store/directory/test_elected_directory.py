@@ -6,13 +6,10 @@ Not here: the election alone (test_election.py).
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,77 +22,10 @@ from mooncake_store.directory.election import NoLeader, leader_at
 from mooncake_store.directory.event_feed import EventFeed
 from mooncake_store.errors import StoreUnavailable
 from mooncake_store.records.events import Event, NodeUp, Snapshot
+from tests.mooncake_store.elected import PATIENCE_S, Elected, until_answered
 from tests.mooncake_store.etcd_process import EtcdProcess
 from tests.mooncake_store.makers import node_info
 from tests.mooncake_store.processes import NodeProcess
-
-PATIENCE_S = 30.0
-
-
-class Elected:
-    """A directory process that waits for its election."""
-
-    def __init__(self, folder: Path, name: str, election: str) -> None:
-        self.address = f"ipc://{folder}/{name}"
-        self.process = subprocess.Popen(
-            [
-                sys.executable, "-m", "mooncake_store.directory", "--address", self.address,
-                "--events", f"{self.address}-events", "--etcd", election, "--ttl-s", "1",
-            ],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def wait_ready(self) -> int:
-        """The epoch of its next reign."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith(f"ready address={self.address}"), line
-        return int(line.rpartition("epoch=")[2])
-
-    def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        assert self.process.stdout is not None
-        self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-
-
-@pytest.fixture
-def election(etcd: EtcdProcess) -> str:
-    return f"etcd://127.0.0.1:{etcd.port}/{etcd.fresh_prefix()}"
-
-
-@pytest.fixture
-def start(tmp_path: Path, election: str) -> Iterator[Callable[[str], Elected]]:
-    started: list[Elected] = []
-
-    def start_one(name: str) -> Elected:
-        started.append(Elected(tmp_path, name, election))
-        return started[-1]
-
-    yield start_one
-    for one in started:
-        one.close()
-
-
-def until_answered(client: DirectoryClient, but_not_epoch: int = -1) -> int:
-    """The epoch of the directory that answers; errors meanwhile are StoreUnavailable."""
-    until_s = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            epoch = client.stats().epoch
-        except StoreUnavailable:
-            epoch = but_not_epoch
-        if epoch != but_not_epoch:
-            return epoch
-        assert time.monotonic() < until_s, "no directory answers"
-        time.sleep(0.02)  # poll
 
 
 class Heard:
