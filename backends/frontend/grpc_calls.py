@@ -26,10 +26,12 @@ from backends.errors import WorkerUnavailable, from_broken_call, from_wire
 from backends.tensors import string_tensor
 from backends.worker_tls import worker_channel
 from backends.workers.protocol import (
+    CALLS_VERSION,
     REPLY_BODY,
     REPLY_IDS,
     REQUEST_BODY,
     REQUEST_IDS,
+    VERSION_PARAMETER,
     DecodeReply,
     DecodeRequest,
     PrefillReply,
@@ -106,6 +108,7 @@ class GrpcCalls:
         """
         request = _request(model, inputs, outputs, request_id)
         request.parameters[launch_secret.SECRET_PARAMETER].string_param = self._secret
+        request.parameters[VERSION_PARAMETER].int64_param = CALLS_VERSION
         with self._connected(address) as (connections, stub):
             call = stub.ModelStreamInfer(iter([request]))
             with self._lock:

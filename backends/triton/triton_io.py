@@ -38,9 +38,11 @@ from backends.workers.protocol import (
     REQUEST_BODY,
     REQUEST_IDS,
     REQUEST_STOP,
+    VERSION_PARAMETER,
     DecodeReply,
     PrefillReply,
     WorkerFailure,
+    check_version,
     encode,
 )
 
@@ -151,10 +153,13 @@ class StopCall:
 
 
 def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | StopCall:
-    """A call to a prefill or decode worker; raises InvalidRequest for anything else."""
-    given = parameters_of(request).get(launch_secret.SECRET_PARAMETER)
+    """A call to a prefill or decode worker; raises InvalidRequest for anything else, WorkerGone for
+    a call of another release."""
+    parameters = parameters_of(request)
+    given = parameters.get(launch_secret.SECRET_PARAMETER)
     if not launch_secret.is_right(given, launch_secret.secret_of_launch()):
         raise InvalidRequest("workers answer to their own frontend; clients call `conductor`")
+    check_version(parameters.get(VERSION_PARAMETER))
     inputs = inputs_of(request)
     stop = inputs.get(REQUEST_STOP)
     if stop is not None and bool(stop[0]):

@@ -26,12 +26,15 @@ import numpy as np
 
 from backends import launch_secret
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
-from backends.errors import InvalidRequest
+from backends.errors import InvalidRequest, WorkerGone
 from mooncake_store.wire.mailbox import Inbox, Outbox
 
 # Tensors of the worker models.
 REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
 REPLY_IDS, REPLY_BODY = "output_ids", "reply"
+
+# Of the calls, beside the request; a release that changes what they mean counts it up.
+VERSION_PARAMETER, CALLS_VERSION = "protocol_version", 1
 
 REQUEST_ID_CHARACTERS_MAX = 256
 ADDRESS_VARIABLE = "MOONCAKE_ADDRESS"  # where other hosts reach this one; unset: one host only
@@ -228,6 +231,16 @@ def inboxes_known() -> tuple[str, ...]:
         return ("tcp://",)
     hosts = {os.environ[ADDRESS_VARIABLE], *peers} - {""}
     return tuple(f"tcp://{host}:" for host in sorted(hosts))
+
+
+def check_version(given: object) -> None:
+    """WorkerGone for a call of another version: the frontend goes on at a worker of its own."""
+    version = given if isinstance(given, int) else 0  # before there were versions
+    if version != CALLS_VERSION:
+        raise WorkerGone(
+            f"the frontend speaks version {version} of the calls to workers, this worker "
+            f"{CALLS_VERSION}; run the same release on both"
+        )
 
 
 def open_inbox(
