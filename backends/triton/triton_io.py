@@ -169,7 +169,7 @@ def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | Sto
         raise InvalidRequest(f"{', '.join(missing)} missing; clients call the conductor model")
     try:
         return WorkerCall(parse(inputs[REQUEST_BODY][0]), inputs[REQUEST_IDS])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise InvalidRequest(f"{REQUEST_BODY} is no worker request: {error}") from None
 
 

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 MESSAGES_MAX = 10_000  # queued per peer
 READ_AT_ONCE_MAX = 256
 OUTBOX_SOCKETS_MAX = 256
+DROP_NOTE_S = 1.0  # between two lines about messages that cannot be read
 REFUSED_S = 1.0  # before an inbox that refused is asked again
 POLL_MS = 200  # how late it may notice that it is closed
 CLOSE_S_MAX = 5.0  # for messages under way
@@ -85,6 +86,7 @@ class Inbox(Generic[M]):
         # The port that was free, and the key, as others need them.
         bound: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = with_port(address, bound) + key
+        self._dropped, self._noted_s = 0, float("-inf")
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
@@ -115,9 +117,17 @@ class Inbox(Generic[M]):
                 try:
                     data = opened(self._socket.recv(zmq.NOBLOCK), self._secret)
                     messages.append(self._decode(data))
-                except (msgspec.MsgspecError, StoreError) as error:
-                    log.warning("dropped a message that cannot be read: %s", error)
+                except (msgspec.MsgspecError, StoreError, ValueError, RecursionError) as error:
+                    self._drop(error)
         return messages
+
+    def _drop(self, error: Exception) -> None:
+        """Note it, with a line now and then: garbage must not fill the log."""
+        self._dropped += 1
+        now_s = time.monotonic()
+        if now_s - self._noted_s >= DROP_NOTE_S:
+            log.warning("dropped %d messages that cannot be read: %s", self._dropped, error)
+            self._noted_s, self._dropped = now_s, 0
 
 
 class Outbox(Generic[M]):

@@ -330,7 +330,7 @@ class Requester:
             if header.kind is MessageKind.REPLY:
                 return decoder.decode(reply[1])
             failure = _FAILURE.decode(reply[1])
-        except (msgspec.DecodeError, IndexError) as error:
+        except (msgspec.DecodeError, ValueError, IndexError) as error:
             raise RequestInvalid(
                 f"{self._who} answered what this side cannot read: {error}"
             ) from error

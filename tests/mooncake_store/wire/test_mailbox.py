@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,6 +86,30 @@ def test_what_cannot_be_read_or_has_no_secret_is_dropped_and_the_rest_arrives(
     assert taken(came, 1) == [3]
     for outbox in (stranger, ours, garbled):
         outbox.close()
+
+
+def test_what_lies_around_garbage_in_one_turn_is_not_lost_with_it(tmp_path: Path) -> None:
+    came: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+    begun, go = threading.Event(), threading.Event()
+
+    def read(messages: list[str]) -> None:
+        came.put(messages)
+        begun.set()
+        assert go.wait(WAIT_S)
+
+    inbox = Inbox(f"ipc://{tmp_path}/inbox", msgspec.msgpack.Decoder(str).decode, read)
+    raw: Outbox[bytes] = Outbox(bytes)
+    raw.send(inbox.address, encode("first"))
+    assert begun.wait(WAIT_S)
+    for data in (encode("before"), b"\xa2\xff\xfe", b"\x91" * 5_000, encode("behind")):
+        raw.send(inbox.address, data)  # they wait for the turn together
+    go.set()
+    found: list[str] = []
+    while len(found) < 3:
+        found += came.get(timeout=WAIT_S)
+    assert found == ["first", "before", "behind"]
+    raw.close()
+    inbox.close()
 
 
 def test_a_peer_that_lets_too_many_wait_is_told_to_the_sender(tmp_path: Path) -> None:

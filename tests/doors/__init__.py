@@ -1,0 +1,1 @@
+"""Garbage at every listener, as processes: they go on serving and do not grow."""
