@@ -78,3 +78,14 @@ def test_the_image_copies_files_that_are_there() -> None:
     text = (DEPLOY / "Dockerfile.trtllm").read_text()
     for path in re.findall(r"src/(deploy/[\w./]*\w)", text):
         assert (ROOT / path).exists(), path
+
+
+def test_the_image_for_cpus_copies_what_is_there_and_installs_every_package() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    sources = {source for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE)
+               for source in line.split()[:-1]}  # fmt: skip
+    assert sources and all((ROOT / source).exists() for source in sources)
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert packages <= sources, "pip installs what is in src/"
+    command = re.search(r"^CMD (\[.*\])$", text, re.MULTILINE)
+    assert command is not None and "mooncake" in command[1]
