@@ -87,6 +87,10 @@ class Fleet:
         with ThreadPoolExecutor(len(NAMES)) as pool:
             return dict(zip(NAMES, pool.map(FleetHost.stop, self.hosts.values()), strict=True))
 
+    def said(self, host: str) -> str:
+        """By its launcher, since it was started first."""
+        return self.hosts[host].log_path.read_text(errors="replace")
+
     # ---- requests
 
     def stream(self, frontend: str, prompt: list[int], max_tokens: int, prefill: str = "",

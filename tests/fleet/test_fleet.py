@@ -13,7 +13,7 @@ import pytest
 from tests.backends.engine.reference import Reference
 from tests.e2e.server import Answer, Stream, wait_until
 from tests.fleet.conftest import CHECKED_TOKENS, LONG_TOKENS
-from tests.fleet.site import BACK_S_MAX, B, Fleet
+from tests.fleet.site import BACK_S_MAX, NAMES, B, Fleet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("fleet")]
 
@@ -166,3 +166,79 @@ def test_losing_a_whole_host_costs_no_token_and_it_comes_back_anew(
     assert all(before[name] != after[name] for name in ("prefill_c_0", "decode_c_0"))
     answer = fleet.ask("a", story, CHECKED_TOKENS, prefill="prefill_c_0", decode="decode_c_0")
     assert answer.output_ids == reference.token_ids[:CHECKED_TOKENS]
+
+
+@pytest.mark.long
+def test_a_host_that_is_stopped_hands_its_requests_over(
+    fleet: Fleet, story: list[int], reference: Reference
+) -> None:
+    streams = [fleet.stream("a", story, LONG_TOKENS, tenant="leave", prefill=f"prefill_{host}_0")
+               for host in "acac"]  # fmt: skip
+    begun = [fleet.begun(stream, LONG_BEFORE) for stream in streams]
+    assert fleet.hosts["c"].stop() == 0
+    for stream, answer in zip(streams, begun, strict=True):
+        rest_of(stream, answer, reference)
+    assert not {"prefill_c_0", "decode_c_0"} & fleet.workers().keys()
+    assert "c0" not in fleet.nodes(), "it said goodbye"
+    fleet.start("c")
+    wait_whole(fleet)
+
+
+@pytest.mark.long
+def test_without_a_quorum_streams_go_on_and_hosts_say_what_is_missing(
+    fleet: Fleet, story: list[int], reference: Reference
+) -> None:
+    streams = [fleet.stream(frontend, story, LONG_TOKENS, tenant="quorum") for frontend in "ab"]
+    begun = [fleet.begun(stream, LONG_BEFORE) for stream in streams]
+    with fleet.hosts["b"].freeze("etcd"), fleet.hosts["c"].freeze("etcd"):
+        for stream, answer in zip(streams, begun, strict=True):
+            rest_of(stream, answer, reference)
+        wait_until(lambda: "etcd has no quorum: 1 of 3" in fleet.said("a"),
+                   "the launcher's word", BACK_S_MAX)  # fmt: skip
+        assert fleet.leader() is None
+    wait_whole(fleet)
+    for host in NAMES:
+        said = fleet.said(host).rpartition("etcd has no quorum")[2]
+        assert "a directory leads at" in said, "and that it is well again"
+
+
+@pytest.mark.long
+def test_a_host_that_is_cut_off_from_all_others_is_left_and_comes_back(
+    fleet: Fleet, story: list[int], reference: Reference
+) -> None:
+    """Nothing on it dies: its workers leave the pools, its requests go on elsewhere, and when the
+    link is back it takes part again by itself."""
+    before = fleet.workers()
+    streams = [fleet.stream(frontend, story, LONG_TOKENS, tenant="island") for frontend in "abab"]
+    begun = [fleet.begun(stream, LONG_BEFORE) for stream in streams]
+    with fleet.namespaces.cut("c"):
+        for stream, answer in zip(streams, begun, strict=True):
+            rest_of(stream, answer, reference)
+        wait_until(lambda: not {"prefill_c_0", "decode_c_0"} & fleet.workers().keys(),
+                   "the workers of c to have left", BACK_S_MAX)  # fmt: skip
+        answer = fleet.ask("b", fresh_prompt(4), 8)
+        assert not answer.error, answer.error
+    wait_whole(fleet)
+    assert fleet.workers() == before, "the same processes"
+
+
+@pytest.mark.long
+def test_one_host_s_link_goes_down_for_a_while_under_load(fleet: Fleet) -> None:
+    """Requests one after the other through both frontends; none may fail or differ."""
+    prompts = [fresh_prompt(100 + number) for number in range(4)]
+    alone = [fleet.ask("a", prompt, 40, tenant="alone").output_ids for prompt in prompts]
+
+    def served(number: int) -> list[int]:
+        answer = fleet.ask("ab"[number % 2], prompts[number % 4], 40, tenant=f"load-{number}")
+        assert not answer.error, answer.error
+        return answer.output_ids
+
+    with ThreadPoolExecutor(4) as pool:
+        link = fleet.namespaces.link("c", up=False)
+        pending = [pool.submit(served, number) for number in range(40)]
+        wait_until(lambda: "decode_c_0" not in fleet.workers(), "c to be missed", BACK_S_MAX)
+        link.undo()
+        pending += [pool.submit(served, number) for number in range(40, 80)]
+        for number, future in enumerate(pending):
+            assert future.result() == alone[number % 4], number
+    wait_whole(fleet)

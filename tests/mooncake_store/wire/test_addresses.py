@@ -53,3 +53,14 @@ def test_an_inbox_on_any_free_port_is_reached_by_its_address() -> None:
     outbox.close()
     for inbox in inboxes:
         inbox.close()
+
+
+def test_an_inbox_may_listen_elsewhere_than_others_call_it() -> None:
+    came: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    inbox = Inbox("tcp://localhost:0", decode, came.put, listen="tcp://127.0.0.1:0")
+    assert inbox.address.startswith("tcp://localhost:")
+    outbox: Outbox[int] = Outbox(encode)
+    outbox.send(inbox.address, 7)
+    assert came.get(timeout=30.0) == [7]
+    outbox.close()
+    inbox.close()
