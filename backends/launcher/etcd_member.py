@@ -67,8 +67,8 @@ def etcd_environment() -> dict[str, str]:
 def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[str]) -> bool:
     """Where this member has no data, but the others know it: have them take it anew. MemberRefused.
 
-    A member that has never started has no name with them. While they have no quorum nobody can
-    answer, which at the first start of a cluster is as it should be.
+    One that has never started has not told them where its clients call it, as at the first start
+    of a whole cluster.
     """
     url = member.advertised_peer_url
     for endpoint in () if data_dir.exists() else endpoints:
@@ -76,7 +76,7 @@ def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[
         if listed is None:
             continue
         known = [each for each in listed["members"] if url in each["peerURLs"]]
-        if any("name" not in each for each in known):
+        if any(not each.get("clientURLs") for each in known):
             return False
         for each in known:
             _change(member, endpoint, "remove", {"ID": each["ID"]})

@@ -24,6 +24,7 @@ replication by decision of the conductor (it calls fetch).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -40,7 +41,7 @@ from mooncake_store.errors import LayoutMismatch, NodeUnknown, QuotaExceeded, Tr
 from mooncake_store.layout import Geometry, KvLayout
 from mooncake_store.memory.buffers import ByteArray, checksum
 from mooncake_store.memory.registrations import Scratch
-from mooncake_store.memory.segment import Segment
+from mooncake_store.memory.segment import Segment, host_id
 from mooncake_store.records.blocks import GENERATION_MAX, Allocation, Copy, Slot
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
@@ -135,6 +136,7 @@ class Store:
                 f"storage node {self.node_id} is not registered: start it (python -m "
                 f"mooncake_store.node --node-id {self.node_id} ...) or correct store_node"
             )
+        _refuse_other_host(info)
         shape = self._directory.attach(self.node_id, self._fingerprint, self.layout.block_bytes)
         segment = self._nodes.mapped.segment(info)
         if before is not None and before.segment is segment:  # only the directory restarted
@@ -395,3 +397,17 @@ class Store:
         """Unmap and disconnect. Leases are not released: they belong to requests."""
         self._restorer.close()
         self._nodes.close()
+
+
+def _refuse_other_host(info: NodeInfo) -> None:
+    """The own node is written by mapping it, which a path of the same name must not pretend."""
+    try:
+        here = host_id(info.segment_path)
+    except OSError:
+        here = f"without {os.path.dirname(info.segment_path)}"
+    if info.host_id != here:
+        raise NodeUnknown(
+            f"storage node {info.node_id} is on another host ({info.host_id}, here it is {here}), "
+            "but a worker writes into the memory of a node of its own: give this host a storage "
+            "node and name that one as store_node"
+        )

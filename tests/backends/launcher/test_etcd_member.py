@@ -76,6 +76,9 @@ class Members:
             return False
         return True
 
+    def answers(self, name: str) -> bool:
+        return f"127.0.0.1:{self.clients[name]}" in ask_etcd(self.endpoints).alive
+
     def knows(self, name: str) -> bool:
         """Does this member itself answer with what was written?"""
         try:
@@ -89,9 +92,11 @@ class Members:
 def members(tmp_path: Path) -> Iterator[Members]:
     made = Members(tmp_path)
     try:
-        for name in NAMES:
+        for name in "ab":
             assert not made.start(name), "nobody knows it yet"
         wait_until(made.can_decide, "a quorum")
+        assert not made.start("c"), "the others wait for it, but it has never been there"
+        wait_until(lambda: made.answers("c"), "all of them")
         yield made
     finally:
         for name in made.processes:

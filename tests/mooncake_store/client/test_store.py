@@ -326,6 +326,15 @@ def test_a_worker_whose_node_is_not_registered_is_told_what_to_start(mapped: Wor
         mapped.store("s7")
 
 
+def test_a_worker_whose_node_is_on_another_host_is_not_given_a_file_of_that_name(
+    mapped: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Namespaces of one kernel have one /dev/shm, so the path would be there."""
+    monkeypatch.setenv("MOONCAKE_HOST_IDENTITY", "b")
+    with pytest.raises(NodeUnknown, match="s0 is on another host"):
+        mapped.store("s0")
+
+
 def test_an_unknown_transport_is_refused_by_name(mapped: World) -> None:
     with pytest.raises(ValueError, match="auto, mapped, nixl, tcp"):
         mapped.store("s0", "rdma")
