@@ -53,9 +53,14 @@ def restore(
     known, at_ms = DurableLog(), now_ms()
     for number, record in state.pins:
         known.found(number, record)
-        keys = struct.unpack(f"{KEY_BYTES}s" * record.entries, record.keys)
-        until_s = [now_s + (until - at_ms) / 1_000 for until in record.until_ms]
-        directory.pins.restore(keys, Pin(record.kind), until_s)
+    directory.pins.restore(
+        (
+            struct.unpack(f"{KEY_BYTES}s" * record.entries, record.keys),
+            Pin(record.kind),
+            [now_s + (until - at_ms) / 1_000 for until in record.until_ms],
+        )
+        for _, record in state.pins
+    )
     for tenant, quota_bytes in state.quotas.items():
         directory.set_quota(tenant, quota_bytes, now_s)
     known.outnumber(state.number)
