@@ -9,11 +9,13 @@ Not here: anything but the frame.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -58,6 +60,20 @@ def at_rest(fleet: ServedFleet, seed: int, before: Rest) -> Rest:
         time.sleep(0.5)  # poll
 
 
+def descriptors_of(fleet: ServedFleet, name: str) -> str:
+    """What a process has open, by kind, for whoever looks for what it does not close."""
+    host, _, named = name.partition(": ")
+    found: Counter[str] = Counter()
+    for process in fleet.hosts[host].processes(named):
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found[os.readlink(link).partition(":[")[0]] += 1
+        for each in process.net_connections("tcp"):
+            peer = f"{each.raddr.ip}:{each.raddr.port}" if each.raddr else "nobody"
+            found[f"{each.status} {peer}"] += 1
+    return ", ".join(f"{kind} {count}" for kind, count in found.most_common(12))
+
+
 def left_behind(pids: set[int]) -> list[str]:
     """What launchers with these process ids left in shared memory."""
     return sorted(
@@ -84,7 +100,11 @@ def run(seconds: float, seed: int, folder: Path, kinds: tuple[str, ...] = KINDS)
             streams.stop()
         say("all streams have ended")
         judge(report, streams.ended, striker.strikes, answers)
-        judge_growth(report, before, at_rest(fleet, seed, before))
+        after = at_rest(fleet, seed, before)
+        judge_growth(report, before, after)
+        for name, look in after.items():
+            if look.descriptors > before.get(name, look).descriptors + 10:
+                say(f"{name}, {look.descriptors} descriptors: {descriptors_of(fleet, name)}")
         for host, status in fleet.stop().items():
             if status:
                 report.broken.append(f"{host} ended with {status}:\n{fleet.hosts[host].tail()}")
