@@ -107,7 +107,7 @@ def test_without_a_request_to_a_frontend_that_lived_nothing_is_promised() -> Non
 def test_what_grew_and_what_is_gone_is_noticed() -> None:
     before = {"a: node a0": Look(0.0, 100 << 20, 20, 50)}
     for after, words in (
-        (Look(9.0, 100 << 20, 20, 80), "30 more descriptors"),
+        (Look(9.0, 100 << 20, 20, 95), "45 more descriptors"),
         (Look(9.0, 100 << 20, 50, 50), "30 more threads"),
         (Look(9.0, 150 << 20, 20, 50), "50 MiB more"),
     ):
