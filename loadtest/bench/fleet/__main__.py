@@ -7,7 +7,7 @@ deployment:
 
     frontends_ttft_4_over_1                  simulated: mean TTFT with four frontends, over one
     leader_change_s, leader_change_s_worst   leader.py: `kill -9` of the leading directory
-    handover_cross_host_over_raw_nixl_tcp    handover.py: blocks from host to host
+    handover_cross_host_over_raw_nixl_tcp    loadtest/bench/cross_host.py: 64 MiB from host to host
     chaos_finished_share, chaos_wrong_tokens of `python -m tests.chaos_serve`, as a process
 
 What cannot be measured here is null and says why; the others are measured all the same.
@@ -30,7 +30,7 @@ from typing import Annotated, Any
 
 import typer
 
-from loadtest.bench.fleet import handover
+from loadtest.bench import cross_host
 from loadtest.bench.fleet.leader import leader_changes
 from loadtest.harness.benchmark import benchmark, console
 from loadtest.harness.fleet import ServedFleet, why_no_namespaces
@@ -39,6 +39,7 @@ from loadtest.harness.server import PROJECT, CannotMeasure
 from loadtest.simulator.experiments import frontends
 from loadtest.simulator.options import SimulationRefused, progress_bar
 
+PAIRS, MIB = 5, 2**20  # of the hand-over
 CHAOS_MARGIN_S = 400.0  # beside its strikes: start, undisturbed run, recovery, stop
 GOALS = {
     "frontends_ttft_4_over_1": ("<=", 1.05),
@@ -98,18 +99,11 @@ class FleetNumbers:
         self.values["leader_change_s"] = round(statistics.median(found_s), 3)
         self.values["leader_change_s_worst"] = round(max(found_s), 3)
 
-    def handover(self) -> None:
-        require_namespaces()
+    def handover(self, seed: int) -> None:
         with console.status("blocks from host to host ..."):
-            seconds = handover.pairs()
-        size_bytes = handover.BATCH * handover.BLOCK_BYTES
-        for way, each in seconds.items():
-            self.rows += [
-                {"what": f"64 MiB, {way}", "seconds": round(value, 4),
-                 "gb_per_s": round(size_bytes / value / 1e9, 3)} for value in each
-            ]  # fmt: skip
-        ratios = [raw / ours for raw, ours in zip(seconds["raw"], seconds["handover"], strict=True)]
-        self.values["handover_cross_host_over_raw_nixl_tcp"] = round(statistics.median(ratios), 3)
+            found = cross_host.measure(links=1, pairs=PAIRS, block_bytes=MIB, seed=seed)
+        self.rows += cross_host.rows(found, 1, MIB)
+        self.values[cross_host.TARGET] = round(cross_host.ratio(found), 3)
 
     def chaos(self, seconds: float, seed: int) -> None:
         require_namespaces()
@@ -159,7 +153,7 @@ def main(
     numbers = FleetNumbers()
     with benchmark("fleet") as run:
         numbers.measure(("frontends_ttft_4_over_1",), lambda: numbers.frontends(traces))
-        numbers.measure(("handover_cross_host_over_raw_nixl_tcp",), numbers.handover)
+        numbers.measure(("handover_cross_host_over_raw_nixl_tcp",), lambda: numbers.handover(seed))
         numbers.measure(("leader_change_s", "leader_change_s_worst"),
                         lambda: numbers.leader(rounds, seed))  # fmt: skip
         numbers.measure(("chaos_finished_share", "chaos_wrong_tokens"),

@@ -53,7 +53,6 @@ class Pattern:
     local: ByteArray
     chance: np.random.Generator
     keys: list[bytes] = field(default_factory=list)
-    batch: int = BATCH  # blocks that are moved at once
 
     def __post_init__(self) -> None:
         self.keys = [secrets.token_bytes(16) for _ in range(self.blocks)]
@@ -63,8 +62,8 @@ class Pattern:
         return self.local[start : start + self.block_bytes]
 
     def some(self) -> list[int]:
-        """A batch of different blocks."""
-        found: list[int] = self.chance.choice(self.blocks, self.batch, replace=False).tolist()
+        """BATCH different blocks."""
+        found: list[int] = self.chance.choice(self.blocks, BATCH, replace=False).tolist()
         return found
 
     def some_positions(self) -> list[ByteArray]:
@@ -92,7 +91,7 @@ def get_s(client: StoreClient, keys: list[bytes], targets: list[ByteArray]) -> f
     started_s = time.perf_counter()
     arrived = client.get_into(keys, targets)
     seconds = time.perf_counter() - started_s
-    assert all(arrived), f"{arrived.count(False)} of {len(keys)} blocks missing"
+    assert all(arrived), f"{arrived.count(False)} of {BATCH} blocks missing"
     return seconds
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from loadtest.bench import cross_host
 from loadtest.bench.fleet import __main__ as bench
 from loadtest.bench.fleet.leader import LeaderChange
-from loadtest.harness.fleet import why_no_namespaces
 from loadtest.harness.server import CannotMeasure
 
 PROMISED = {
@@ -48,7 +48,8 @@ def test_without_traces_the_simulated_number_says_what_to_name() -> None:
 def test_without_namespaces_the_others_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "why_no_namespaces", lambda: "needs root")
     numbers = bench.FleetNumbers()
-    numbers.measure(("handover_cross_host_over_raw_nixl_tcp",), numbers.handover)
+    monkeypatch.setattr(cross_host, "why_no_namespaces", lambda: "needs root")
+    numbers.measure(("handover_cross_host_over_raw_nixl_tcp",), lambda: numbers.handover(1))
     numbers.measure(("leader_change_s", "leader_change_s_worst"), lambda: numbers.leader(1, 1))
     numbers.measure(("chaos_wrong_tokens",), lambda: numbers.chaos(10.0, 1))
     assert set(numbers.why.values()) == {"needs root"} and len(numbers.why) == 4
@@ -99,12 +100,3 @@ def test_what_the_attack_says_last_is_what_counts(
     numbers.measure(("chaos_finished_share",), lambda: numbers.chaos(10.0, 1))
     assert numbers.values == values
     assert bool(numbers.why) is (len(values) < 2)
-
-
-@pytest.mark.servers
-@pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces())
-def test_blocks_come_over_from_another_host() -> None:
-    numbers = bench.FleetNumbers()
-    numbers.handover()
-    assert [row["what"] for row in numbers.rows] == ["64 MiB, handover"] * 5 + ["64 MiB, raw"] * 5
-    assert numbers.values["handover_cross_host_over_raw_nixl_tcp"] > 0
