@@ -94,7 +94,7 @@ def problems(
     shared_memory_bytes: int,
     threads_wanted: int,
     sizes_said: str = "--store-bytes",
-    ports_said: str = "--{}-port",
+    ports_said: str = "with --{}-port",
 ) -> Iterator[str]:
     """Every reason why serving would fail; `ports` maps a name to (address, port). The last two:
     where the operator says sizes and ports."""
@@ -163,7 +163,7 @@ def _port_problems(ports: Mapping[str, tuple[str, int]], said: str) -> Iterator[
             except OSError as error:
                 yield (
                     f"{name} port {address}:{port} cannot be used ({error.strerror}). Stop what "
-                    f"listens there, or choose another with {said.format(name)}."
+                    f"listens there, or choose another {said.format(name)}."
                 )
 
 

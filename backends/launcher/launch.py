@@ -76,6 +76,7 @@ STOP_S_MAX = 9.0  # of it at most so much for the frontend's Triton, so much aft
 FRONTEND_STOP_S, OTHERS_STOP_S = 5.0, 1.0
 FLEET_OTHERS_STOP_S = 4.0  # one after the other: nodes, the directory, etcd's member
 WAIT_S = 0.5  # between two looks at what other hosts do
+OF_A_HOST = ("MOONCAKE_ADDRESS", "MOONCAKE_LISTEN", "MOONCAKE_PEERS")
 SAY_AGAIN_S = 15.0  # that it still waits for the same
 
 
@@ -440,7 +441,7 @@ class Launcher:
             )
         needed = sum(node.dram_bytes for node in plan.storage_nodes) + TRITON_SHM_BYTES
         found = admin_key.problems(self.options.open_apis)
-        said = ("dram in the cluster file", "the cluster file") if plan.deployment else ()
+        said = ("dram in the cluster file", "in the cluster file") if plan.deployment else ()
         found += environment.problems(triton, fixed_ports(plan), needed, 500, *said)
         if plan.etcd is not None and etcd_binary() is None:
             found.append(MISSING)
@@ -450,7 +451,10 @@ class Launcher:
             raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
 
     def _environment(self, triton: environment.TritonInstall) -> dict[str, str]:
-        env = {**os.environ, **self.plan.environment}
+        env = dict(os.environ)
+        for name in OF_A_HOST:  # set for another command, they are not meant for this launch
+            env.pop(name, None)
+        env |= self.plan.environment
         # Folders where the linker looks anyway are left out: put first, they would hide what the
         # image put before them.
         folders = [environment.libpython_folder(), *triton.library_folders]

@@ -10,6 +10,7 @@ import pytest
 from backends.cluster.cluster_file import parse
 from backends.cluster.host_plan import HostPlan, host_plan
 from backends.launcher import launch
+from backends.launcher.environment import TritonInstall
 from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
 
 CLUSTER = """
@@ -68,6 +69,19 @@ def test_one_machine_has_unix_sockets_and_no_etcd_and_its_folders_are_as_ever(
         assert value_of(command, "--control") == f"ipc://{sockets}/s0"
         assert not {"--data", "--advertise", "--ssd-path"} & set(command)
         assert "--etcd" not in launcher._directory_command()
+    finally:
+        launcher.stop()
+
+
+def test_one_machine_keeps_its_inboxes_to_itself_whatever_the_shell_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_ADDRESS", "10.77.0.1")
+    monkeypatch.setenv("MOONCAKE_PEERS", "*")
+    launcher = launch.Launcher(ServeOptions(tmp_path, state_dir=tmp_path / "state"))
+    try:
+        env = launcher._environment(TritonInstall(tmp_path, tmp_path, tmp_path, ()))
+        assert not {"MOONCAKE_ADDRESS", "MOONCAKE_PEERS"} & env.keys()
     finally:
         launcher.stop()
 
