@@ -102,6 +102,13 @@ def outcomes(options: argparse.Namespace, last: int) -> Iterator[Outcome]:
             yield from future.result()
 
 
+def with_fixed_hashes() -> None:
+    """Begin this process anew unless the order of sets of names is the same each time."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "tests.fuzz_serve", *sys.argv[1:]])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz_serve", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="how many (%(default)s)")
@@ -118,4 +125,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    with_fixed_hashes()
     sys.exit(main())

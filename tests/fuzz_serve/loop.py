@@ -48,6 +48,7 @@ class Loop:
         self.threads: set[Any] = set()  # all that have begun and not ended
         self._queue: list[tuple[float, int, Process | None, Callable[..., None], Any]] = []
         self._order = itertools.count()
+        self.looks = itertools.count()  # at a stopwatch
         self.lines: deque[str] = deque(maxlen=TRACE_LINES_MAX)
         self._digest = hashlib.blake2b(digest_size=16)
         self.is_shown = False

@@ -119,14 +119,15 @@ class WatchedDirectory(Directory):
 
     def _begin(self, now_s: float) -> None:
         """What has happened since the last verb, also in those that are not watched."""
-        for owner in [name for name, one in self._grants.items() if one.until_s <= now_s]:
-            self._end(owner, now_s)
+        for owner, one in list(self._grants.items()):
+            if one.until_s <= now_s:
+                self._end(owner, one.until_s)
         self._follow("")
 
-    def _end(self, owner: str, now_s: float) -> None:
+    def _end(self, owner: str, at_s: float) -> None:
         if (grants := self._grants.pop(owner, None)) is not None:
             for node_id, slot, _ in grants.slots:
-                self._resting[node_id, slot] = now_s + self.config.quarantine_s
+                self._resting[node_id, slot] = at_s + self.config.quarantine_s
 
     def _follow(self, verb: str) -> None:
         """`verb`: of those that may make room, and never at the cost of who has a lease."""

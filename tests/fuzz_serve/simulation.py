@@ -16,8 +16,8 @@ from tests.fuzz_serve.network import Network
 from tests.fuzz_serve.site import Deployment, Shape
 from tests.fuzz_serve.sockets import Exchange
 
-READY_S = 6.0  # an election, nodes, workers
-BUSY_S = 20.0  # of clients and faults
+READY_S = 5.0  # an election, nodes, workers
+BUSY_S = 14.0  # of clients and faults
 # A call of which nothing is heard is given up after 30 s; then a request may go on for
 # request_s_max; leases and quarantines end. Nearly all seeds come to rest much sooner.
 REST_S = 75.0
@@ -81,11 +81,11 @@ class Simulation:
     def _run(self) -> None:
         world, rng = self.world, self.world.rng
         begin_s = STARTED_S + READY_S
-        for _ in range(rng.choice((6, 12, 20))):
+        for _ in range(rng.choice((5, 9, 14))):
             at_s = begin_s + rng.random() * BUSY_S
             for _ in range(rng.choice((1, 1, 1, 3))):  # a burst of one prefix, sometimes
                 world.at(at_s, lambda _: self.clients.ask())
-        self.faults.begin(begin_s - READY_S / 2, begin_s + BUSY_S, rng.randrange(3, 12))
+        self.faults.begin(begin_s - READY_S / 2, begin_s + BUSY_S, rng.randrange(3, 10))
         world.run(begin_s + BUSY_S, self._after_step)
         self.faults.heal()
         world.note("healed")

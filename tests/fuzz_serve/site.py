@@ -206,7 +206,7 @@ class Deployment:
         cluster = ClusterView(deciding, DIRECTORY, "")
         streams = TokenStreams(f"ipc:///sockets/{process.name}", 500.0)
         frontend = Frontend(
-            FrontendConfig(requests_max=16, cancel_poll_s=0.4), GreenTokenizer(),  # type: ignore[arg-type]
+            FrontendConfig(requests_max=16, cancel_poll_s=0.8), GreenTokenizer(),  # type: ignore[arg-type]
             cluster, GreenCalls(), streams, open_outbox(),
         )  # fmt: skip
         process.state["cluster"], process.state["frontend"] = cluster, frontend

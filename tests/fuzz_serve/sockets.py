@@ -274,18 +274,18 @@ def zmq_poll(
     polled: Iterable[tuple[Any, int]], timeout: float | None = None
 ) -> list[tuple[Any, int]]:
     """Milliseconds, as zmq.zmq_poll."""
-    sockets = [socket for socket, _ in polled if isinstance(socket, Socket | Wakeup)]
-    ready = [socket for socket in sockets if socket.is_ready]
-    if not ready and timeout != 0:
-        ticket = Ticket()
-        for socket in sockets:
-            socket._tickets.append(ticket)
-        ticket.wait(None if timeout is None or timeout < 0 else timeout / 1000)
-        for socket in sockets:
-            if ticket in socket._tickets:
-                socket._tickets.remove(ticket)
-        ready = [socket for socket in sockets if socket.is_ready]
-    return [(socket, zmq.POLLIN) for socket in ready]
+    sockets = [socket for socket, _ in polled]
+    ready = [(socket, zmq.POLLIN) for socket in sockets if socket.is_ready]
+    if ready or timeout == 0:
+        return ready
+    ticket = Ticket()
+    for socket in sockets:
+        socket._tickets.append(ticket)
+    ticket.wait(None if timeout is None or timeout < 0 else timeout / 1000)
+    for socket in sockets:
+        if ticket in socket._tickets:
+            socket._tickets.remove(ticket)
+    return [(socket, zmq.POLLIN) for socket in sockets if socket.is_ready]
 
 
 class Wakeup(int):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import importlib
-import itertools
 import os
 import queue
 import secrets
@@ -50,17 +49,18 @@ PRODUCT = (
 PROFILE = machine_profile.MachineProfile((0.004, 2e-4, 0.0), (0.004, 5e-4, 1e-6), 0.0)
 # How late a thread that has nothing to do notices that: longer ones cost a simulation less.
 IDLE = {
-    ("backends.workers.worker", "IDLE_WAIT_S"): 0.5,
-    ("mooncake_store.directory.event_feed", "POLL_S"): 0.5,
+    ("backends.workers.worker", "IDLE_WAIT_S"): 1.0,
+    ("mooncake_store.directory.event_feed", "POLL_S"): 1.0,
     ("mooncake_store.wire.mailbox", "POLL_MS"): 5_000,
-    ("mooncake_store.directory.election", "STEP_S"): 0.2,
-    ("backends.frontend.routing_notes", "NOTES_S"): 0.2,
+    ("mooncake_store.directory.election", "STEP_S"): 0.4,
+    ("backends.frontend.routing_notes", "NOTES_S"): 0.4,
     ("mooncake_store.directory.server", "TICK_S"): 0.25,
-    ("mooncake_store.transports.mapped_transport", "LOOK_S"): 0.5,
+    ("mooncake_store.transports.mapped_transport", "LOOK_S"): 1.0,
     ("mooncake_store.transports.rates", "PROBE_BYTES"): 8192,
     ("mooncake_store.transports.rates", "ROUNDS"): 1,
     ("backends.workers.decode_worker", "REPLIERS"): 2,
-    ("backends.frontend.live_requests", "STOOD_STILL_S"): 2.0,
+    ("backends.frontend.cluster_view", "TICK_S"): 1.0,
+    ("backends.workers.worker_process", "REPORT_S"): 1.0,
 }
 
 
@@ -113,10 +113,9 @@ def _host_id(path: str) -> str:
     return process.host if process is not None else ""
 
 
-_looks = itertools.count()
 # A copy within a host takes no virtual time, and a rate is bytes by time.
 STOPWATCH = SimpleNamespace(
-    monotonic=green.monotonic, perf_counter=lambda: green.monotonic() + 1e-6 * next(_looks)
+    monotonic=green.monotonic, perf_counter=lambda: green.monotonic() + 1e-6 * next(green.loop().looks)
 )
 UUID = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=_hex(32)))
 SECRETS = SimpleNamespace(token_hex=lambda n=16: _hex(2 * n))
