@@ -74,10 +74,12 @@ def many_seeds(options: argparse.Namespace) -> int:
     last = options.first_seed + options.seeds
     print(f"seeds {options.first_seed} .. {last - 1}", flush=True)
     started_s, ends, failed = time.monotonic(), Counter[str](), list[int]()
+    seen = Counter[str]()
     done = 0
     for outcome in outcomes(options, last):
         done += 1
         ends.update(outcome.ends)
+        seen += outcome.seen
         if outcome.problem:
             failed.append(outcome.seed)
             if len(failed) <= options.shown_max:
@@ -85,6 +87,7 @@ def many_seeds(options: argparse.Namespace) -> int:
         if done % 500 == 0:
             print(f"{done} seeds, {time.monotonic() - started_s:.0f} s", flush=True)
     print("answers: " + ", ".join(f"{name} {count}" for name, count in ends.most_common()))
+    print("gone through: " + ", ".join(f"{name} {seen[name]}" for name in sorted(seen)))
     verdict = f"FAILED: seeds {sorted(failed)[:50]}" if failed else "no violation"
     print(f"{done} seeds, {verdict}; {time.monotonic() - started_s:.0f} s")
     return 1 if failed else 0

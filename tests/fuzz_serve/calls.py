@@ -127,12 +127,16 @@ class GreenCalls:
             sleep(loop().rng.random() * CONNECT_S_MAX)
             raise from_broken_call(model, "UNAVAILABLE", "failed to connect to all addresses")
         call = self._running[request_id] = Call(triton, caller)
+        seen = loop().seen
+        seen["calls"] += 1
+        seen["calls of further attempts"] += not request_id.endswith("-1")
         try:
             request = inputs[REQUEST_IDS].copy(), bytes(inputs[REQUEST_BODY][0])
             if not call.out.send(lambda what: _arrive(triton, call, what), request):
                 call.lost()
             answer = call.answers.get()
             if isinstance(answer, Exception):
+                seen["calls that broke"] += 1
                 raise from_broken_call(model, "UNAVAILABLE", str(answer))
             yield answer
         finally:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from mooncake_store.directory.etcd import MISSING, EtcdFailed, KeyValue
-from tests.fuzz_serve.green import in_process, monotonic, sleep
+from tests.fuzz_serve.green import in_process, loop, sleep
 from tests.fuzz_serve.network import Network
 
 HOST = "etcd"
@@ -26,7 +26,7 @@ class EtcdStore:
         self.next_lease = 1
 
     def expire(self) -> None:
-        now_s = monotonic()
+        now_s = loop().now_s
         ended = [lease for lease, (_, until_s) in self.leases.items() if until_s <= now_s]
         for lease in ended:
             self.revoke(lease)
@@ -71,7 +71,7 @@ class EtcdClient:
     def grant(self, ttl_s: int) -> tuple[int, float]:
         store = self._ask()
         lease, store.next_lease = store.next_lease, store.next_lease + 1
-        store.leases[lease] = float(ttl_s), monotonic() + ttl_s
+        store.leases[lease] = float(ttl_s), loop().now_s + ttl_s
         self._answer()
         return lease, float(ttl_s)
 
@@ -80,7 +80,7 @@ class EtcdClient:
         ttl_s = 0.0
         if lease in store.leases:
             ttl_s = store.leases[lease][0]
-            store.leases[lease] = ttl_s, monotonic() + ttl_s
+            store.leases[lease] = ttl_s, loop().now_s + ttl_s
         self._answer()
         return ttl_s
 
@@ -123,6 +123,7 @@ class EtcdClient:
                       for key, revision in expected.items())  # fmt: skip
         is_done &= all(lease in store.leases for lease in leases.values() if lease)
         if is_done:
+            loop().seen["writes to etcd"] += 1
             store.revision += 1
             for key, value in values.items():
                 store.values[key] = value, store.revision, leases.get(key, 0)

@@ -18,17 +18,22 @@ from tests.fuzz_serve.memory import Memories
 from tests.fuzz_serve.network import Network
 from tests.fuzz_serve.site import Deployment
 
-KINDS = ("kill", "freeze", "cut", "slow", "late", "bits", "wire", "clock", "stub")
+KINDS = (
+    "kill", "freeze", "pause", "cut", "slow", "late", "bits", "wire", "clock", "stub", "leave",
+    "reload",
+)  # fmt: skip
+BUSY_S_MAX = 2.0  # of a request
 CUT_S_MAX, FREEZE_S_MAX = 8.0, 9.0
 
 
 class Faults:
     def __init__(self, world: Loop, site: Deployment, network: Network, memories: Memories) -> None:
         self.world, self.site, self.network, self.memories = world, site, network, memories
-        self.kinds = {kind for kind in KINDS if world.rng.random() < 0.5}
+        self.kinds = {kind for kind in KINDS if world.rng.random() < 0.4}
         self.is_over = False
 
-    def begin(self, from_s: float, until_s: float, count: int) -> None:
+    def begin(self, from_s: float, until_s: float, asked_s: list[float], count: int) -> None:
+        """Most faults come just when somebody has asked something."""
         rng, world = self.world.rng, self.world
         if "slow" in self.kinds:
             self.network.slow_share = 0.02
@@ -39,15 +44,19 @@ class Faults:
         acts: dict[str, Callable[[], None]] = {
             "kill": self._kill, "freeze": self._freeze, "cut": self._cut,
             "bits": self.memories.flip, "clock": self._clock, "stub": self._stub,
+            "pause": self._pause, "leave": self._leave, "reload": self._reload,
         }  # fmt: skip
         chosen = [acts[kind] for kind in KINDS if kind in self.kinds and kind in acts]
         for _ in range(count if chosen else 0):
             act = rng.choice(chosen)
             at_s = from_s + (until_s - from_s) * rng.random()
+            if rng.random() < 0.7:
+                at_s = min(rng.choice(asked_s) + rng.random() ** 2 * BUSY_S_MAX, until_s)
             world.at(at_s, self._act, act)
 
     def _act(self, act: Callable[[], Any]) -> None:
         if not self.is_over:
+            self.world.seen[act.__name__.strip("_")] += 1
             act()
 
     def _somebody(self) -> Process:
@@ -72,6 +81,28 @@ class Faults:
                 process.state["triton"].is_reset = False
             self.world.note(f"the stub of {process.name} is killed")
             process.kill()
+
+    def _leave(self) -> None:
+        process = self._somebody()
+        self.world.note(f"{process.name} is asked to end")
+        self.site.leave(process)
+
+    def _reload(self) -> None:
+        workers = [*self.site.alive("prefill"), *self.site.alive("decode")]
+        there = [process for process in workers if "worker" in process.state]
+        if there:
+            process = self.world.rng.choice(there)
+            self.world.note(f"{process.name} is reloaded")
+            self.site.reload(process)
+
+    def _pause(self) -> None:
+        """A VM: its clocks stand still with it, all that it has."""
+        seconds = FREEZE_S_MAX * self.world.rng.random()
+        host = self.world.rng.choice(self.site.shape.hosts)
+        self.world.note(f"host {host} is paused for {seconds:.3f} s")
+        for process in self.site.alive():
+            if process.host == host:
+                process.freeze(seconds, is_vm=True)
 
     def _freeze(self) -> None:
         process = self._somebody()

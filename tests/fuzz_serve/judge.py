@@ -13,6 +13,7 @@ from typing import Any
 
 from mooncake_store.directory.core.directory import Directory
 from tests.fuzz_serve.clients import Client, Clients
+from tests.fuzz_serve.green import looking_into
 from tests.fuzz_serve.loop import Process
 from tests.fuzz_serve.site import Deployment
 
@@ -20,8 +21,11 @@ from tests.fuzz_serve.site import Deployment
 def directory_of(process: Process) -> Directory | None:
     """While it leads."""
     server = process.state.get("server")
-    if server is None or not server._may_serve():
+    if server is None:
         return None
+    with looking_into(process):
+        if not server._may_serve():
+            return None
     found: Directory = server.directory
     return found
 
@@ -48,7 +52,8 @@ def check_all(site: Deployment) -> None:
 def check_one_leader(site: Deployment) -> None:
     """Two directories never serve at one time, whatever was frozen or cut off."""
     leaders = [process for process in site.alive("directory")
-               if not process.is_frozen and directory_of(process) is not None]  # fmt: skip
+               if not (process.is_frozen or process.has_stood_still)
+               and directory_of(process) is not None]  # fmt: skip
     assert len(leaders) <= 1, f"{leaders} lead at one time"
 
 
@@ -133,7 +138,7 @@ def _check_frontend(process: Process) -> None:
     assert len(frontend.live) == 0, f"{process.name} has {len(frontend.live)} requests left"
     streams = cluster_streams(frontend)
     assert not streams._streams, f"{process.name} listens for {list(streams._streams)}"
-    for status in cluster._conductor.status(process.loop.now_s):
+    for status in cluster._conductor.status(process.now_s):
         assert status.takes_requests, f"{status.worker.worker_id}: {status.why_not}"
 
 

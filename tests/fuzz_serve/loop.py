@@ -14,7 +14,7 @@ import hashlib
 import heapq
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 STARTED_S = 1_000.0  # of the monotonic clock of every process
 WALL_S = 1.8e9
+CLOCKS_S = {"a": 0.0, "b": 86_400.0}  # since each host was started
 WAKE_S_MAX = 1e-4  # a thread that may go on does so within this time
 TRACE_LINES_MAX = 200
 STEPS_MAX = 400_000  # a seed has 10,000 to 40,000
@@ -49,6 +50,7 @@ class Loop:
         self._queue: list[tuple[float, int, Process | None, Callable[..., None], Any]] = []
         self._order = itertools.count()
         self.looks = itertools.count()  # at a stopwatch
+        self.seen: Counter[str] = Counter()  # what this seed went through
         self.lines: deque[str] = deque(maxlen=TRACE_LINES_MAX)
         self._digest = hashlib.blake2b(digest_size=16)
         self.is_shown = False
@@ -122,6 +124,9 @@ class Process:
         self.frozen_until_s = 0.0
         self.is_frozen = False
         self.skew_s = 0.0  # of its wall clock
+        self.clock_s = CLOCKS_S.get(host, 0.0)  # of its monotonic one, against the world's
+        self.has_stood_still = False  # ... its clocks, too: a VM that was paused
+        self._frozen_at_s: float | None = None  # where its clocks stand still
         self.backlog: deque[tuple[Callable[..., None], Any]] = deque()
         self.threads: set[GreenThread] = set()
         self.on_end: list[Callable[[], None]] = []  # what the kernel does when it ends
@@ -142,8 +147,14 @@ class Process:
             action()
         self.state.clear()
 
-    def freeze(self, seconds: float) -> None:
-        """SIGSTOP, or a paused VM: the world goes on."""
+    @property
+    def now_s(self) -> float:
+        return self.loop.now_s + self.clock_s
+
+    def freeze(self, seconds: float, is_vm: bool = False) -> None:
+        """SIGSTOP, or a VM that is paused, clocks and all: the world goes on."""
+        if is_vm and self._frozen_at_s is None:
+            self._frozen_at_s = self.loop.now_s
         self.is_frozen = True
         self.frozen_until_s = max(self.frozen_until_s, self.loop.now_s + seconds)
         self.loop.at(self.frozen_until_s, self._thaw)
@@ -151,6 +162,9 @@ class Process:
     def _thaw(self, _: Any) -> None:
         if self.is_frozen and self.loop.now_s >= self.frozen_until_s:
             self.is_frozen = False
+            if self._frozen_at_s is not None:
+                self.clock_s -= self.loop.now_s - self._frozen_at_s
+                self.has_stood_still, self._frozen_at_s = True, None
             waiting, self.backlog = self.backlog, deque()
             for action, argument in waiting:
                 self.loop.at(self.loop.now_s, action, argument, self)

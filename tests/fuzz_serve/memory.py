@@ -35,7 +35,6 @@ class Memories:
         self.views: dict[str, np.ndarray] = {}
         self.late_share = 0.0
         self.bad_share = 0.0  # of transfers: a bit falls over on the way
-        self.damaged = 0  # blocks that a fault has hit, here or on the way
 
     def create(self, path: str, size_bytes: int, process: Process) -> GreenSegment:
         self.owners[path] = process
@@ -54,7 +53,7 @@ class Memories:
         if path:
             view = self.views[path]
             view[rng.randrange(view.nbytes)] ^= 1 << rng.randrange(8)
-            self.damaged += 1
+            loop().seen["bits that fell over"] += 1
 
 
 class GreenSegment:
@@ -145,6 +144,7 @@ class GreenNixl(Transport):
         is_cut |= network.is_cut(process.host, owner.host)
         if is_cut or rng.random() < memories.late_share:
             self._be_late(batch, process, owner, view, max(left_s, 0.0))
+        world.seen["one-sided transfers"] += 1
         for pair in zip(batch.remote, batch.local, strict=True):
             half = rng.random() < 0.5
             self._copy(batch, [pair], view, slice(0, 2 if half else 1), 2)
@@ -164,6 +164,7 @@ class GreenNixl(Transport):
         self._numbers += 1
         number = self._numbers
         self._late[number] = list(batch.local)
+        world.seen["transfers that were late"] += 1
 
         def arrive(_: Any) -> None:
             del self._late[number]
@@ -191,4 +192,4 @@ class GreenNixl(Transport):
             target[:] = source
             if self.memories.bad_share and rng.random() < self.memories.bad_share:
                 target[rng.randrange(len(target))] ^= 1 << rng.randrange(8)
-                self.memories.damaged += 1
+                loop().seen["bits that fell over"] += 1

@@ -35,6 +35,7 @@ class Grants:
 class WatchedDirectory(Directory):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        loop().seen["directories"] += 1
         self._grants: dict[str, Grants] = {}
         self._resting: dict[tuple[str, int], float] = {}  # slots, and until when
         self._seen = 0  # events
@@ -58,7 +59,9 @@ class WatchedDirectory(Directory):
         now_s: float, *rest: Any, **of: Any,
     ) -> Allocation:  # fmt: skip
         self._begin(now_s)
+        evictions = self._copies.totals.evictions
         given = super().allocate(node_id, keys, owner, lease_s, ephemeral, now_s, *rest, **of)
+        loop().seen["evictions"] += self._copies.totals.evictions - evictions
         self._follow("allocate")
         for key, slot in zip(keys, given.slots, strict=True):
             if slot is not None:
@@ -71,9 +74,11 @@ class WatchedDirectory(Directory):
         lease_s: float, now_s: float, *rest: Any, **of: Any,
     ) -> list[bool]:  # fmt: skip
         self._begin(now_s)
+        seen = loop().seen
         done = super().commit(node_id, blocks, owner, lease_s, now_s, *rest, **of)
         self._follow("commit")
         for (key, slot, generation, _), is_done in zip(blocks, done, strict=True):
+            seen["commits" if is_done else "late commits"] += 1
             if not is_done:
                 continue
             grants = self._grants.get(owner)
@@ -85,6 +90,16 @@ class WatchedDirectory(Directory):
         if lease_s > 0 and any(done):
             self._granted(owner, now_s, lease_s)
         return done
+
+    def adopt(self, *arguments: Any, **of: Any) -> int:
+        adopted = super().adopt(*arguments, **of)
+        loop().seen["blocks adopted"] += adopted
+        return adopted
+
+    def drop_copy(self, *arguments: Any, **of: Any) -> bool:
+        is_gone = super().drop_copy(*arguments, **of)
+        loop().seen["bad copies"] += is_gone
+        return is_gone
 
     def renew(self, owner: str, lease_s: float, now_s: float, *rest: Any, **of: Any) -> bool:
         self._begin(now_s)
@@ -121,6 +136,7 @@ class WatchedDirectory(Directory):
         """What has happened since the last verb, also in those that are not watched."""
         for owner, one in list(self._grants.items()):
             if one.until_s <= now_s:
+                loop().seen["leases that ran out"] += 1
                 self._end(owner, one.until_s)
         self._follow("")
 

@@ -6,6 +6,7 @@ Not here: what must hold (judge.py), what befalls whom (faults.py).
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.fuzz_serve import judge, stage
@@ -36,6 +37,7 @@ class Outcome:
     digest: str
     kinds: tuple[str, ...]
     ends: tuple[str, ...]
+    seen: Counter[str]  # what it went through
     lines: list[str] = field(default_factory=list)
 
 
@@ -52,7 +54,7 @@ class Simulation:
         rng = world.rng
         units = {f"s{host}": rng.choice((16, 20, 28, 40)) for host in "ab"}
         shape = Shape(
-            units, step_s=rng.choice((0.004, 0.02, 0.1)), token_s=rng.choice((0.0005, 0.005)),
+            units, step_s=rng.choice((0.004, 0.03, 0.2)), token_s=rng.choice((0.0005, 0.01)),
             policy=rng.choice(("adaptive", "kvcache_centric", "cache_aware")),
             queue_requests_max=rng.choice((2, 8)),
         )  # fmt: skip
@@ -73,7 +75,8 @@ class Simulation:
         ends = tuple(client.end for client in self.clients.all)
         outcome = Outcome(
             self.seed, problem, self.world.steps, self.world.digest,
-            tuple(sorted(self.faults.kinds)), ends, list(self.world.lines) if problem else [],
+            tuple(sorted(self.faults.kinds)), ends, self.world.seen,
+            list(self.world.lines) if problem else [],
         )  # fmt: skip
         self.world.close()
         return outcome
@@ -81,11 +84,11 @@ class Simulation:
     def _run(self) -> None:
         world, rng = self.world, self.world.rng
         begin_s = STARTED_S + READY_S
-        for _ in range(rng.choice((5, 9, 14))):
-            at_s = begin_s + rng.random() * BUSY_S
+        asked_s = [begin_s + rng.random() * BUSY_S for _ in range(rng.choice((5, 9, 14)))]
+        for at_s in asked_s:
             for _ in range(rng.choice((1, 1, 1, 3))):  # a burst of one prefix, sometimes
                 world.at(at_s, lambda _: self.clients.ask())
-        self.faults.begin(begin_s - READY_S / 2, begin_s + BUSY_S, rng.randrange(3, 10))
+        self.faults.begin(begin_s, begin_s + BUSY_S, asked_s, rng.randrange(3, 12))
         world.run(begin_s + BUSY_S, self._after_step)
         self.faults.heal()
         world.note("healed")

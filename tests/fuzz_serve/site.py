@@ -41,6 +41,7 @@ RESTART_S = 0.3, 3.0
 TTL_S = 3
 LEASE_S = 6.0
 QUARANTINE_S = 8.0
+CLOSE_S_MAX = 5.0  # for what a process has when it is asked to end
 
 
 @dataclass
@@ -52,7 +53,6 @@ class Role:
     main: Callable[[Process], None]
     process: Process
     starts: int = 0
-    is_held_down: bool = False  # by a fault, for a while
 
 
 @dataclass
@@ -68,24 +68,31 @@ class Shape:
     conductor: dict[str, Any] = field(default_factory=dict)
 
 
-class StopNever:
-    """In place of the signals of a process: nobody stops it in good order."""
+class Stop:
+    """In place of the signals of a process, which ask it to end in good order."""
 
-    is_set = False
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._asked = green.Event()
+        process.state["stop"] = self
+
+    @property
+    def is_set(self) -> bool:
+        return self._asked.is_set()
 
     def listen(self) -> None: ...
 
     def forward_to(self, server: Any) -> None:
         """Called with a server that is about to serve."""
-        process = green.in_process()
-        assert process is not None
-        process.state["server"] = server
+        self._process.state["server"] = server
 
-    def raise_one(self) -> None: ...
+    def raise_one(self) -> None:
+        self._asked.set()
+        if (server := self._process.state.get("server")) is not None:
+            server.stop()
 
     def wait(self, seconds: float) -> bool:
-        green.sleep(seconds)
-        return False
+        return self._asked.wait(seconds)
 
 
 class Deployment:
@@ -107,14 +114,42 @@ class Deployment:
         self.roles[name].process.is_alive = False
         self.start(name)
 
+    def leave(self, process: Process) -> None:
+        """It is asked to end: what it has is finished, or handed back."""
+        state = process.state
+        if "stop" in state:
+            state["stop"].raise_one()
+        elif "worker" in state:
+            green.spawn(process, lambda: self._end_worker(state["worker"]), "finalize")
+        elif "frontend" in state:
+            frontend, cluster = state.pop("frontend"), state["cluster"]
+            green.spawn(process, lambda: self._end_frontend(frontend, cluster), "finalize")
+
+    def _end_worker(self, worker: Any) -> None:
+        worker.close(CLOSE_S_MAX)
+        green.end_own_process()
+
+    def _end_frontend(self, frontend: Frontend, cluster: ClusterView) -> None:
+        frontend.close(CLOSE_S_MAX)
+        cluster.close()
+        green.end_own_process()
+
+    def reload(self, process: Process) -> None:
+        """Triton loads a model anew: the new process begins, and the old one ends what it has."""
+        name = process.name.partition(".")[0]
+        self.leave(process)
+        self._begin(self.roles[name])
+
     def start(self, name: str) -> None:
-        """Its launcher begins the process anew."""
-        role = self.roles[name]
-        if role.process.is_alive or role.is_held_down:
-            return
+        """Its launcher begins the process anew, unless it is there."""
+        if not self.roles[name].process.is_alive:
+            self._begin(self.roles[name])
+
+    def _begin(self, role: Role) -> None:
+        name = role.name
         role.starts += 1
         process = role.process = Process(self.world, f"{name}.{role.starts}", role.host)
-        process.on_end.append(lambda: self._ended(name))
+        process.on_end.append(lambda: self._ended(role, process))
         process.state["environ"] = {
             "MOONCAKE_DIRECTORY": DIRECTORY, "MOONCAKE_EVENTS": "", "MOONCAKE_SOCKETS": "/sockets",
             "MOONCAKE_STATE": "/state", "MOONCAKE_INSECURE": "1",
@@ -130,11 +165,13 @@ class Deployment:
             self.world.note(f"{process.name} cannot start: {type(error).__name__}")
         self.world.at(self.world.now_s, lambda _: process.kill())
 
-    def _ended(self, name: str) -> None:
-        self.world.note(f"{self.roles[name].process.name} ended")
+    def _ended(self, role: Role, process: Process) -> None:
+        self.world.note(f"{process.name} ended")
+        if role.process is not process:
+            return  # it was reloaded
         low, high = RESTART_S
         delay_s = low + (high - low) * self.world.rng.random()
-        self.world.at(self.world.now_s + delay_s, lambda _: self.start(name))
+        self.world.at(self.world.now_s + delay_s, lambda _: self.start(role.name))
 
     def alive(self, prefix: str = "") -> list[Process]:
         return [role.process for name, role in self.roles.items()
@@ -152,7 +189,7 @@ class Deployment:
             node_ttl_s=5.0, worker_ttl_s=5.0, quarantine_s=QUARANTINE_S, slow_start_s=1.0,
             events_max=256,
         )  # fmt: skip
-        directory_main.serve_when_elected(options, config, StopNever())  # type: ignore[arg-type]
+        directory_main.serve_when_elected(options, config, Stop(process))  # type: ignore[arg-type]
 
     def _node(self, process: Process) -> None:
         name = process.name.partition(".")[0]
@@ -162,15 +199,15 @@ class Deployment:
             segment_bytes=memory_bytes_for(units, LAYOUT.block_bytes, 4096),
             control=f"tcp://{ADDRESSES[process.host]}:0",
         )  # fmt: skip
-        node_main.run(DIRECTORY, options, StopNever(), 1.0)  # type: ignore[arg-type]
+        node_main.run(DIRECTORY, options, Stop(process), 1.0)  # type: ignore[arg-type]
 
     def _worker(self, process: Process, role: str, make: Callable[[str], Any]) -> None:
         name = process.name.partition(".")[0]
         triton = Triton(self.network, process, role)
-        GreenCalls.tritons[process.state["environ"]["MOONCAKE_GRPC"]] = triton
         process.on_end.append(lambda: ended(triton))
         process.state["triton"] = triton
         triton.worker = process.state["worker"] = make(name)
+        GreenCalls.tritons[process.state["environ"]["MOONCAKE_GRPC"]] = triton
         green.Event().wait()
 
     def _engine(self) -> Any:

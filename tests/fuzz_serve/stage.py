@@ -93,15 +93,7 @@ class GreenOs:
             os.close(descriptor)
 
     def _exit(self, _: int) -> None:
-        end_own_process()
-
-
-def end_own_process() -> None:
-    """From a thread of it."""
-    process = green.in_process()
-    assert process is not None
-    process.loop.at(process.loop.now_s, lambda _: process.kill())
-    green.Event().wait()
+        green.end_own_process()
 
 
 def _hex(digits: int) -> str:
@@ -115,7 +107,8 @@ def _host_id(path: str) -> str:
 
 # A copy within a host takes no virtual time, and a rate is bytes by time.
 STOPWATCH = SimpleNamespace(
-    monotonic=green.monotonic, perf_counter=lambda: green.monotonic() + 1e-6 * next(green.loop().looks)
+    monotonic=green.monotonic,
+    perf_counter=lambda: green.monotonic() + 1e-6 * next(green.loop().looks),
 )
 UUID = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=_hex(32)))
 SECRETS = SimpleNamespace(token_hex=lambda n=16: _hex(2 * n))
@@ -194,4 +187,4 @@ def begin(world: Loop, exchange: sockets.Exchange) -> tuple[memory.Memories, etc
     return memories, store
 
 
-__all__ = ["begin", "end_own_process", "on_stage"]
+__all__ = ["begin", "on_stage"]
