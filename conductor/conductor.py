@@ -115,7 +115,7 @@ class Conductor:
             if nodes.get(node_id) != known.incarnation:
                 self._node_down(node_id, known.incarnation)
         keys = {(info.worker_id, info.incarnation) for info in snapshot.workers}
-        for key in self._cluster.workers.keys() - keys:
+        for key in [known for known in self._cluster.workers if known not in keys]:
             self._cluster.worker_down(key)
         self._tiers.clear()
         for block_key, holders in snapshot.holders:

@@ -224,7 +224,8 @@ class ClusterView:
             self._workers = {(w.worker_id, w.incarnation): w for w in snapshot.workers}
             # A directory that restarted hears of its workers one by one: wait before calling
             # those that are not in its snapshot lost.
-            self._unheard_s |= dict.fromkeys(before - self._workers.keys(), now_s)
+            gone = (worker for worker in before if worker not in self._workers)
+            self._unheard_s |= dict.fromkeys(gone, now_s)
             known = self._workers.keys() | self._unheard_s.keys()
             self._heard_s = {worker: self._heard_s.get(worker, now_s) for worker in known}
             self._conductor.on_snapshot(snapshot, now_s)

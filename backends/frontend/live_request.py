@@ -476,7 +476,8 @@ class LiveRequest:
         assignment = self._assignments[action.attempt]
         route = assignment.decided.route
         for worker in (route.prefill, route.decode):
-            for inbox in {worker.inbox, *self._services.cluster.inboxes(worker.worker_id)}:
+            others = self._services.cluster.inboxes(worker.worker_id)
+            for inbox in dict.fromkeys((worker.inbox, *others)):
                 self._services.outbox.send(inbox, Stop(assignment.request_id, action.reason))
 
     def _end(self, error: Exception | None) -> None:

@@ -198,7 +198,7 @@ class KnownNodes:
     ) -> list[Copy | None]:
         """One copy of each block of a lookup: that of the nodes `first`, in this order, where they
         have it, else the cheapest one; None where no holder can be read now."""
-        for node_id in {copy.node_id for copies in found for copy in copies}:
+        for node_id in dict.fromkeys(copy.node_id for copies in found for copy in copies):
             self._find(node_id)  # the directory may know more of it by now
         routes = self.routes()
         named = [named_copy(copies, first, routes) for copies in found]
