@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,10 @@ from tests.fuzz_serve import stage
 from tests.fuzz_serve.defects import DEFECTS, Plant
 from tests.fuzz_serve.simulation import Simulation
 
+COMMON = {
+    "bad copies", "blocks adopted", "calls of further attempts", "commits", "evictions", "kill",
+    "one-sided transfers",
+}  # fmt: skip
 SEEDS_UNTIL_FOUND = 200  # most are found by the first or second
 
 
@@ -27,9 +32,12 @@ def on_stage() -> Iterator[None]:
 
 
 def test_no_seed_breaks_a_promise(seed: int) -> None:
-    for number in random.Random(seed).sample(range(10**9), 15):
+    seen: Counter[str] = Counter()
+    for number in random.Random(seed).sample(range(10**9), 25):
         outcome = Simulation(number).run()
         assert not outcome.problem, f"python -m tests.fuzz_serve --seed {number}: {outcome.problem}"
+        seen += outcome.seen
+    assert seen.keys() >= COMMON, f"seeds that never saw {COMMON - seen.keys()}"
 
 
 def test_the_same_seed_is_the_same_order_of_everything(seed: int) -> None:
