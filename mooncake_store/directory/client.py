@@ -84,11 +84,8 @@ class DirectoryClient:
         return self._ask(protocol.RegisterNode(info), _INT)
 
     def node_report(self, node_id: str, incarnation: str, epoch: int = 0) -> bool:
-        """False: the directory does not know this incarnation; register again."""
-        try:
-            return self._ask(protocol.NodeReport(node_id, incarnation, epoch), _BOOL)
-        except EpochPassed:
-            return False
+        """False, or EpochPassed: it does not know this incarnation; register again."""
+        return self._ask(protocol.NodeReport(node_id, incarnation, epoch), _BOOL)
 
     def deregister_node(self, node_id: str, incarnation: str) -> bool:
         return self._ask(protocol.DeregisterNode(node_id, incarnation), _BOOL)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.errors import RequestInvalid, StoreError
+from mooncake_store.errors import EpochPassed, RequestInvalid, StoreError
 from mooncake_store.memory.slot_memory import Block
 from mooncake_store.records.membership import NodeInfo
 
@@ -45,9 +45,7 @@ class Registration:
         RequestInvalid when a newer process has its name; other StoreErrors: try again later.
         """
         info = self.info
-        if self._is_open and self._directory.node_report(
-            info.node_id, info.incarnation, epoch=self.epoch
-        ):
+        if self._is_open and self._is_still_known():
             return
         if self._is_open:
             log.warning("node_id=%s registers again: the directory forgot it", info.node_id)
@@ -60,6 +58,13 @@ class Registration:
         self._is_known = True
         self._send_inventory()
         self._is_open = True
+
+    def _is_still_known(self) -> bool:
+        info = self.info
+        try:
+            return self._directory.node_report(info.node_id, info.incarnation, epoch=self.epoch)
+        except EpochPassed:  # another leads, and somebody said there that we live
+            return False
 
     def _send_inventory(self) -> None:
         node_id, incarnation = self.info.node_id, self.info.incarnation
