@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -122,7 +121,7 @@ class Striker:
         self.watch = RecoveryWatch(fleet)
         self.strikes: list[Strike] = []
         self._kinds = kinds
-        self._deck: deque[str] = deque()
+        self._deck: list[str] = []
         self._undo: list[tuple[Strike, Callable[[], object]]] = []
 
     def run(self, seconds: float, say: Callable[[str], None]) -> None:
@@ -153,12 +152,18 @@ class Striker:
                 strike.undone_s = time.monotonic()
 
     def _strike(self, say: Callable[[str], None]) -> None:
+        """Once, unless nothing may be struck just now."""
         made = None
-        while made is None:  # the next card, when what this one is for does not run just now
-            kind = self._next_kind()
+        for _ in self._kinds:  # the next card, when what this one is for does not run just now
+            if (kind := self._next_kind()) is None:
+                return
             verb, _, what = kind.partition(" ")
             is_process = verb in ("kill", "freeze") and what != "host"
             made = self._of_a_process(kind, verb, what) if is_process else self._of_a_host(kind)
+            if made is not None:
+                break
+        if made is None:
+            return
         strike, undo = made
         self.strikes.append(strike)
         self.watch.add(strike)
@@ -169,16 +174,18 @@ class Striker:
         else:
             self._undo.append((strike, undo))
 
-    def _next_kind(self) -> str:
-        if not self._deck:
-            cards = list(self._kinds)
-            self.chance.shuffle(cards)
-            self._deck.extend(cards)
-        for _ in range(len(self._deck)):
-            if not self._is_too_often(self._deck[0]):
-                break
-            self._deck.rotate(-1)
-        return self._deck.popleft()
+    def _next_kind(self) -> str | None:
+        """The first card that may be played now; None: none may."""
+        for is_dealt in (False, True):
+            if is_dealt:
+                cards = list(self._kinds)
+                self.chance.shuffle(cards)
+                self._deck += cards
+            for kind in self._deck:
+                if not self._is_too_often(kind):
+                    self._deck.remove(kind)
+                    return kind
+        return None
 
     def _is_too_often(self, kind: str) -> bool:
         since_s = time.monotonic() - KILLS_WITHIN_S
