@@ -24,7 +24,7 @@ from loadtest.harness.fleet import ServedFleet, why_no_namespaces
 from loadtest.harness.processes import Look
 from loadtest.harness.server import CannotMeasure
 from tests.chaos_serve.answers import undisturbed_run
-from tests.chaos_serve.streams import SteadyStreams, prompts
+from tests.chaos_serve.streams import PROMPT_S, PROMPTS_MAX, PROMPTS_MIN, SteadyStreams, prompts
 from tests.chaos_serve.strikes import KINDS, Striker
 from tests.chaos_serve.verdict import ChaosReport, Rest, judge, judge_growth, shown
 
@@ -84,7 +84,8 @@ def left_behind(pids: set[int]) -> list[str]:
 def run(seconds: float, seed: int, folder: Path, kinds: tuple[str, ...] = KINDS) -> ChaosReport:
     """`folder`: for the cluster file, its state and the logs of all hosts."""
     report = ChaosReport(seed, seconds)
-    asked = prompts(seed)
+    count = int(min(PROMPTS_MAX, max(PROMPTS_MIN, seconds / PROMPT_S)))
+    asked = prompts(seed, count)
     say("starting three hosts ...")
     with ServedFleet(folder) as fleet:
         say("ready; the undisturbed run ...")

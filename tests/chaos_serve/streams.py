@@ -37,7 +37,7 @@ NO_ANSWER = ("unreachable", "incomplete", "server_error")  # of these a connecti
 VOCABULARY = range(16, 2_048)
 TOP_K = 20  # of those that are sampled: with all tokens, many edges lie close together
 STEMS, STEM_TOKENS = 4, 256
-PROMPTS = 40
+PROMPTS_MIN, PROMPTS_MAX, PROMPT_S = 12, 40, 5.0  # one for so many seconds of strikes
 TAIL_TOKENS, ANSWER_TOKENS = (1, 70, 400, 1_100), (16, 64, 160, 320)
 
 
@@ -66,12 +66,12 @@ class ChaosPrompt:
         )  # fmt: skip
 
 
-def prompts(seed: int) -> list[ChaosPrompt]:
+def prompts(seed: int, count: int = PROMPTS_MAX) -> list[ChaosPrompt]:
     """Most begin like some others, so that prefixes are found, fetched and copied."""
     chance = random.Random(seed)
     stems = [[chance.choice(VOCABULARY) for _ in range(STEM_TOKENS)] for _ in range(STEMS)]
     made = []
-    for number in range(PROMPTS):
+    for number in range(count):
         tail = [chance.choice(VOCABULARY) for _ in range(chance.choice(TAIL_TOKENS))]
         stem = chance.choice(stems) if chance.random() < 0.8 else []
         made.append(ChaosPrompt(

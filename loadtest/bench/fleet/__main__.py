@@ -1,6 +1,6 @@
 """What does it cost to be several hosts, and what does it cost to lose some?
 
-    python -m loadtest.bench.fleet [--seed 1] [--rounds 5] [--chaos-seconds 60] [--traces FOLDER]
+    python -m loadtest.bench.fleet [--traces FOLDER] [--chaos-seconds 60] [--only leader]
 
 Hosts are network namespaces of this machine (needs root), three of them for what needs a whole
 deployment:
@@ -25,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,15 +33,21 @@ import typer
 
 from loadtest.bench import cross_host
 from loadtest.bench.fleet.leader import leader_changes
+from loadtest.client.protocol import ServerError
 from loadtest.harness.benchmark import benchmark, console
 from loadtest.harness.fleet import ServedFleet, why_no_namespaces
 from loadtest.harness.result import Cell, Target
 from loadtest.harness.server import PROJECT, CannotMeasure
 from loadtest.simulator.experiments import frontends
 from loadtest.simulator.options import SimulationRefused, progress_bar
+from mooncake_store.errors import StoreError
 
 PAIRS, MIB = 5, 2**20  # of the hand-over
 CHAOS_MARGIN_S = 400.0  # beside its strikes: start, undisturbed run, recovery, stop
+CANNOT = (
+    CannotMeasure, SimulationRefused, ServerError, StoreError, subprocess.TimeoutExpired, OSError,
+    ValueError,
+)  # fmt: skip
 GOALS = {
     "frontends_ttft_4_over_1": ("<=", 1.05),
     "leader_change_s": ("<=", 5.0),
@@ -49,6 +56,13 @@ GOALS = {
     "chaos_finished_share": (">=", 0.99),
     "chaos_wrong_tokens": ("<=", 0.0),
 }
+
+
+class FleetPart(str, Enum):
+    FRONTENDS = "frontends"
+    HANDOVER = "handover"
+    LEADER = "leader"
+    CHAOS = "chaos"
 
 
 @dataclass(slots=True)
@@ -63,7 +77,7 @@ class FleetNumbers:
         """What keeps one number from being measured keeps none of the others."""
         try:
             way()
-        except (CannotMeasure, SimulationRefused, OSError, ValueError) as error:
+        except CANNOT as error:
             self.why |= {name: str(error) for name in names if name not in self.values}
             console.print(f"{names[0]}: {error}", markup=False, soft_wrap=True)
 
@@ -146,18 +160,29 @@ def main(
     traces: Annotated[
         Path | None, typer.Option(help="Folder of the published traces, for the simulation.")
     ] = None,
+    only: Annotated[list[FleetPart] | None, typer.Option(help="Of the four; repeatable.")] = None,
 ) -> None:
     """Measure a fleet of three hosts in namespaces; the last line is JSON."""
     seed = secrets.randbits(31) if seed is None else seed
     console.print(f"--seed {seed}")
     numbers = FleetNumbers()
+    parts: dict[FleetPart, tuple[tuple[str, ...], Callable[[], None]]] = {
+        FleetPart.FRONTENDS: ((frontends.TARGET,), lambda: numbers.frontends(traces)),
+        FleetPart.HANDOVER: ((cross_host.TARGET,), lambda: numbers.handover(seed)),
+        FleetPart.LEADER: (
+            ("leader_change_s", "leader_change_s_worst"), lambda: numbers.leader(rounds, seed)
+        ),
+        FleetPart.CHAOS: (
+            ("chaos_finished_share", "chaos_wrong_tokens"),
+            lambda: numbers.chaos(chaos_seconds, seed),
+        ),
+    }  # fmt: skip
     with benchmark("fleet") as run:
-        numbers.measure(("frontends_ttft_4_over_1",), lambda: numbers.frontends(traces))
-        numbers.measure(("handover_cross_host_over_raw_nixl_tcp",), lambda: numbers.handover(seed))
-        numbers.measure(("leader_change_s", "leader_change_s_worst"),
-                        lambda: numbers.leader(rounds, seed))  # fmt: skip
-        numbers.measure(("chaos_finished_share", "chaos_wrong_tokens"),
-                        lambda: numbers.chaos(chaos_seconds, seed))  # fmt: skip
+        for part, (names, way) in parts.items():
+            if only and part not in only:
+                numbers.why |= dict.fromkeys(names, "left out by --only")
+            else:
+                numbers.measure(names, way)
         run.rows, run.targets = numbers.rows, numbers.targets()
 
 
