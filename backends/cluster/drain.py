@@ -118,18 +118,23 @@ class HostDrain:
         ]  # fmt: skip
 
     def _copy_lonely(self, give_up_s: float, on_progress: Callable[[str], None]) -> int:
-        """Until no block is on this host alone, or no more get away; how many still are."""
-        blocks = self._lonely()
+        """Until no block is on this host alone, or no more get away; how many still are.
+
+        Batch by batch, because a prefix is of most use where all of it is; what does not fit so is
+        scattered.
+        """
+        blocks, is_scattered = self._lonely(), False
         while blocks and time.monotonic() < give_up_s:
             on_progress(f"{len(blocks)} blocks are on {self.host} alone")
-            self._copy(blocks, give_up_s)
+            self._copy(blocks, give_up_s, is_scattered)
             before, blocks = len(blocks), self._lonely()
-            if len(blocks) >= before:
+            if len(blocks) >= before and is_scattered:
                 break  # the other nodes have no room, or cannot be reached
+            is_scattered = len(blocks) >= before
         return len(blocks)
 
-    def _copy(self, keys: list[bytes], give_up_s: float) -> None:
-        """To wherever the directory would put them, all of them once."""
+    def _copy(self, keys: list[bytes], give_up_s: float, is_scattered: bool) -> None:
+        """Each once, to where the directory would put the first of its batch, or it alone."""
         directory = self._store.directory
         for start in range(0, len(keys), MOVED_AT_ONCE):
             left_s = min(COPY_S_MAX, give_up_s - time.monotonic())
@@ -140,8 +145,11 @@ class HostDrain:
                 info.node_id for info in directory.nodes()
                 if info.node_id in self._nodes or not info.control or info.is_ssd
             ]  # fmt: skip
+            asked = part if is_scattered else part[:1]
+            targets = directory.place(asked, excluded)
             by_target: dict[str, list[bytes]] = {}
-            for key, target in zip(part, directory.place(part, excluded), strict=True):
+            for key, target in zip(part, targets if is_scattered else targets * len(part),
+                                   strict=True):  # fmt: skip
                 by_target.setdefault(target, []).append(key)
             for target, chosen in by_target.items():
                 if target:

@@ -139,10 +139,10 @@ def host_plan(deployment: Deployment, name: str) -> HostPlan:
 def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: str) -> HostPlan:
     """Of a host that is not in the file: one worker of an elastic pool, called by `address`.
 
-    KeyError when there is no such pool. Its KV goes to a storage node that its name chooses, so
-    that many such hosts spread over the nodes.
+    KeyError when there is no such pool, or it is not elastic. Its KV goes to a storage node that
+    its name chooses, so that many such hosts spread over the nodes.
     """
-    pool = {pool.name: pool for pool in deployment.pools}[pool_name]
+    pool = {pool.name: pool for pool in deployment.pools if pool.elastic}[pool_name]
     host = Host(name=name, address=address, listen=address, state_dir=f".mooncake/{name}")
     nodes = [node.name for node in deployment.storage_nodes]
     spread = sum(name.encode()) % max(1, len(nodes))

@@ -155,10 +155,10 @@ def plan_in_file(
             pool_host_plan(deployment, pool, host, address) if pool else host_plan(deployment, host)
         )
     except KeyError:
-        there = ", ".join(each.name for each in deployment.pools) if pool else (
+        there = ", ".join(each.name for each in deployment.pools if each.elastic) if pool else (
             ", ".join(deployment.hosts)
         )  # fmt: skip
-        what = f"pool {pool!r}" if pool else f"host {host!r}"
+        what = f"elastic pool {pool!r}" if pool else f"host {host!r}"
         refuse(f"{path} has no {what}: {'--pool' if pool else '--host'} takes one of {there}")
     if plan.is_idle:
         refuse(f"{path} gives host {host!r} nothing to run")

@@ -205,8 +205,9 @@ class StorageNode:
             return None
         host, _, port = self.options.data.rpartition(":")
         server = TcpServer(
-            self._segment.view, host.strip("[]"), int(port), self._incarnation.encode()
-        )
+            self._segment.view, host.strip("[]"), int(port), self._incarnation.encode(),
+            is_advertised=bool(self.options.advertised.partition(",")[2]),
+        )  # fmt: skip
         self._closers.append(server.close)
         return server
 

@@ -61,12 +61,16 @@ class RequestRefused(Exception):
 
 
 class TcpServer:
-    """Serves `memory` until close(). `address` is what goes into NodeInfo.data_address."""
+    """Serves `memory` until close(). `address` is where it listens, and what goes into
+    NodeInfo.data_address unless another one is advertised: then it may be all of this host's."""
 
-    def __init__(self, memory: ByteArray, host: str, port: int = 0, token: bytes = b"") -> None:
+    def __init__(
+        self, memory: ByteArray, host: str, port: int = 0, token: bytes = b"",
+        is_advertised: bool = False,
+    ) -> None:  # fmt: skip
         assert 0 < len(token) <= frames.TOKEN_BYTES_MAX, f"a token of {len(token)} bytes"
         assert memory.ndim == 1 and memory.itemsize == 1 and memory.flags.c_contiguous
-        if host in ("", "0.0.0.0", "::"):
+        if not host or (host in ("0.0.0.0", "::") and not is_advertised):
             raise TcpServerRefused(
                 f"plain TCP at {host or 'no host'}: clients get this address, so give the one "
                 "of this host as they see it"

@@ -19,6 +19,7 @@ USER = 1_000
 BASE_MEMORY_BYTES = 2 << 30  # a host that serves the demo needs 1 GiB; engines need their KV
 SHM_EXTRA_BYTES = 1 << 30  # what Tritons need in /dev/shm beside the segments
 STOP_S = 60
+DRAIN_S_MAX = 240  # before a storage node is asked to stop
 
 Document = dict[str, Any]
 
@@ -49,7 +50,7 @@ def pod(deployment: Deployment, name: str, plan: HostPlan, arguments: list[str])
          "emptyDir": {"medium": "Memory", "sizeLimit": str(dram_bytes + SHM_EXTRA_BYTES)}},
     ]  # fmt: skip
     spec: Document = {
-        "terminationGracePeriodSeconds": STOP_S,
+        "terminationGracePeriodSeconds": STOP_S + (DRAIN_S_MAX if plan.storage_nodes else 0),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
@@ -88,7 +89,7 @@ def _container(
         mounts.append(
             {"name": "keys", "mountPath": f"{FOLDER}/{deployment.keys_folder}", "readOnly": True}
         )
-    return {
+    container = {
         "name": "mooncake",
         "image": IMAGE,
         "args": ["mooncake", "serve", "--cluster", f"{FOLDER}/{file}", *arguments],
@@ -106,6 +107,12 @@ def _container(
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": mounts,
     }
+    if plan.storage_nodes:
+        # A rolling update loses no block: its only copies are elsewhere before the pod stops.
+        drain = f'exec mooncake cluster drain "$POD_NAME" --cluster {FOLDER}/{file} --deadline-s '
+        command = ["sh", "-c", drain + str(DRAIN_S_MAX - 10)]
+        container["lifecycle"] = {"preStop": {"exec": {"command": command}}}
+    return container
 
 
 def _environment() -> list[Document]:

@@ -191,6 +191,8 @@ def test_pods_start_what_exists_and_all_hosts_of_the_file_are_pods() -> None:
         names = {port["name"] for port in container["ports"]}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert container[probe]["httpGet"]["port"] in names
+    drain = found["storage"]["lifecycle"]["preStop"]["exec"]["command"][2]
+    assert drain.startswith('exec mooncake cluster drain "$POD_NAME" --cluster ')
     pods = {
         f"{each['metadata']['name']}-{number}"
         for each in documents if each["kind"] == "StatefulSet"

@@ -281,6 +281,9 @@ def test_an_address_that_cannot_be_had_is_an_error_with_a_remedy(
         TcpServer(np.zeros(8, np.uint8), "127.0.0.1", port, token=b"x")
     with pytest.raises(TcpServerRefused):
         TcpServer(np.zeros(8, np.uint8), "203.0.113.1", token=b"x")
+    everywhere = TcpServer(np.zeros(8, np.uint8), "0.0.0.0", token=b"x", is_advertised=True)
+    assert everywhere.address.startswith("0.0.0.0:"), "clients are given another one"
+    everywhere.close()
     for wildcard in ("", "0.0.0.0", "::"):
         with pytest.raises(TcpServerRefused, match="as they see it"):
             TcpServer(np.zeros(8, np.uint8), wildcard, token=b"x")
