@@ -30,7 +30,7 @@ class DeploymentState:
 def state(directory: str) -> DeploymentState:
     """Of the directory at this address (ipc://, tcp://, or etcd:// for one that is elected)."""
     if not directory.startswith(ELECTED):
-        return _asked(directory, f"there is a directory at {directory}")
+        return _asked(directory, f"the directory is at {directory}")
     endpoints = endpoints_of(directory)
     try:
         leader = leader_at(directory, ASK_S_MAX)
@@ -51,13 +51,13 @@ def endpoints_of(directory: str) -> list[str]:
     return directory.removeprefix(ELECTED).partition("/")[0].split(",")
 
 
-def _asked(directory: str, who: str) -> DeploymentState:
+def _asked(directory: str, where: str) -> DeploymentState:
     try:
         with DirectoryClient(directory, ASK_S_MAX) as client:
             client.exist(())  # the cheapest question: every host asks
     except StoreError as error:
-        return DeploymentState(False, f"{who}, but it does not answer from here ({error})")
-    return DeploymentState(True, who)
+        return DeploymentState(False, f"{where}, and does not answer from here ({error})")
+    return DeploymentState(True, where)
 
 
 class DeploymentWatch:

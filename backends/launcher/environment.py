@@ -7,6 +7,7 @@ ports, /dev/shm, threads). Not here: copying files and starting things (launch.p
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import os
 import random
@@ -161,6 +162,12 @@ def _port_problems(ports: Mapping[str, tuple[str, int]], said: str) -> Iterator[
             try:
                 probe.bind((address, port))
             except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:
+                    yield (
+                        f"{name} port {address}:{port} cannot be used: this machine has no address "
+                        f"{address}. Name one that it has, or serve this on the host that has it."
+                    )
+                    continue
                 yield (
                     f"{name} port {address}:{port} cannot be used ({error.strerror}). Stop what "
                     f"listens there, or choose another {said.format(name)}."

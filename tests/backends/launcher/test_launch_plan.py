@@ -10,7 +10,7 @@ import pytest
 from backends.cluster.cluster_file import parse
 from backends.cluster.host_plan import HostPlan, host_plan
 from backends.launcher import launch
-from backends.launcher.environment import TritonInstall
+from backends.launcher.environment import TritonInstall, problems
 from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
 
 CLUSTER = """
@@ -136,3 +136,12 @@ def test_processes_of_all_hosts_know_each_other_s_messages(
         assert other.plan.environment["MOONCAKE_LISTEN"] == "0.0.0.0"
     finally:
         other.stop()
+
+
+def test_a_plan_of_another_machine_is_refused_with_the_address_that_is_missing(
+    tmp_path: Path,
+) -> None:
+    triton = TritonInstall(tmp_path, tmp_path, tmp_path, ())
+    ports = {"etcd": ("192.0.2.1", 2_379), "metrics": ("127.0.0.1", 0)}
+    found = "\n".join(problems(triton, ports, 0, 0, "dram", "in the cluster file"))
+    assert "etcd port 192.0.2.1:2379 cannot be used: this machine has no address" in found
