@@ -17,8 +17,9 @@ import numpy as np
 
 from backends.errors import ServingError
 from backends.tensors import OUTPUTS
+from mooncake_store.block_keys import block_keys, chain_seed
 from tests.fuzz_serve import green
-from tests.fuzz_serve.engine import VOCABULARY, answer_of
+from tests.fuzz_serve.engine import LAYOUT, VOCABULARY, answer_of, blocks_of
 from tests.fuzz_serve.loop import Loop, Process
 from tests.fuzz_serve.site import Deployment
 
@@ -133,7 +134,11 @@ class Clients:
             self.world.at(self.world.now_s + rng.random() * 2.0, lambda _: self._leave(client))
 
     def _submit(self, client: Client) -> None:
-        client.frontend.state["frontend"].submit(client.inputs(), client.parameters(), client)
+        frontend = client.frontend.state.get("frontend")
+        if frontend is None:  # it was asked to end just now: its Triton takes nothing more
+            self._frontend_died(client)
+        else:
+            frontend.submit(client.inputs(), client.parameters(), client)
 
     def _leave(self, client: Client) -> None:
         if not client.end:
@@ -143,6 +148,15 @@ class Clients:
     def _frontend_died(self, client: Client) -> None:
         if not client.end:
             client.end, client.ended_s = "connection broke", self.world.now_s
+
+    def expected_blocks(self, fingerprint: str) -> dict[bytes, bytes]:
+        """By its key, the bytes of every block that anybody could have stored."""
+        seed, found = chain_seed(fingerprint), dict[bytes, bytes]()
+        for client in self.all:
+            tokens = client.prompt + client.expected
+            keys = block_keys(tokens, LAYOUT.block_tokens, seed)
+            found |= dict(zip(keys, blocks_of(tokens), strict=True))
+        return found
 
     @property
     def waiting(self) -> list[Client]:

@@ -43,19 +43,29 @@ def next_token(kv: Iterable[int]) -> int:
 
 def answer_of(prompt: Sequence[int], tokens: int) -> list[int]:
     """What every undisturbed run answers."""
-    kv: list[list[int]] = [[0], [0]]
+    kv: list[list[int]] = [[], []]
     found: list[int] = []
-
-    def extend(token_id: int) -> None:
-        for layer in range(LAYOUT.layers):
-            kv[layer].append(token_kv(kv[layer][-1], token_id, layer))
-
     for token_id in prompt:
-        extend(token_id)
+        _extend(kv, token_id)
     for _ in range(tokens):
-        found.append(next_token(chain(kv[0][1:], kv[1][1:])))
-        extend(found[-1])
+        found.append(next_token(chain(*kv)))
+        _extend(kv, found[-1])
     return found
+
+
+def blocks_of(token_ids: Sequence[int]) -> list[bytes]:
+    """The bytes of every whole block of these tokens."""
+    kv: list[list[int]] = [[], []]
+    for token_id in token_ids:
+        _extend(kv, token_id)
+    size = LAYOUT.block_tokens
+    starts = range(0, len(token_ids) - size + 1, size)
+    return [np.array([of[start : start + size] for of in kv], "<u8").tobytes() for start in starts]
+
+
+def _extend(kv: list[list[int]], token_id: int) -> None:
+    for layer, of in enumerate(kv):
+        of.append(token_kv(of[-1] if of else 0, token_id, layer))
 
 
 class GreenEngine:

@@ -12,9 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from mooncake_store.directory.core.directory import Directory
+from mooncake_store.layout import geometry
+from mooncake_store.memory.buffers import checksum
+from mooncake_store.memory.slot_memory import SlotMemory
 from tests.fuzz_serve.clients import Client, Clients
 from tests.fuzz_serve.green import looking_into
 from tests.fuzz_serve.loop import Process
+from tests.fuzz_serve.memory import Memories
 from tests.fuzz_serve.site import Deployment
 
 
@@ -108,6 +112,30 @@ def check_rest(site: Deployment, clients: Clients, deadline_s: float) -> None:
         _check_worker(process)
 
 
+def check_memory(site: Deployment, memories: Memories, clients: Clients, is_damaged: bool) -> None:
+    """What lies in the nodes: whatever passes for a block by its checksum has the KV of its key.
+
+    `is_damaged`: bits have fallen over, so that blocks may fail their checksum.
+    """
+    found = leader(site)
+    assert found is not None
+    expected = clients.expected_blocks(found[1]._workers.infos[0].fingerprint)
+    for info in found[1].nodes(found[1]._copies.now_s):
+        shape = geometry(info.segment_bytes, info.unit_bytes)
+        slots = SlotMemory(memories.views[info.segment_path], shape)
+        blocks = found[1].blocks_on(info.node_id, 10**6, False, found[1]._copies.now_s)
+        for key, copy in blocks:
+            payload = slots.payload(copy.slot, copy.size_bytes)
+            if key in site.world.objects:
+                continue  # adopted by a later directory, which cannot tell it from a block
+            is_whole = checksum(payload) == copy.checksum
+            assert key in expected, f"{copy} has a key of tokens that nobody asked for"
+            assert is_whole or is_damaged, f"{copy} was overwritten: {slots.header(copy.slot)}"
+            assert not is_whole or payload.tobytes() == expected[key], (
+                f"{copy} of {key.hex()[:8]} has the KV of other tokens"
+            )
+
+
 def check_answers(every: list[Client], deadline_s: float) -> None:
     waiting = [client.number for client in every if not client.end]
     assert not waiting, f"requests {waiting} never end"
@@ -124,7 +152,8 @@ def _check_directory(site: Deployment, directory: Directory) -> None:
     for node in stats.nodes:
         assert not node.writing_blocks, f"{node.node_id}: slots are written by nobody"
         assert not node.quarantined_units, f"{node.node_id}: a quarantine does not end"
-        assert node.used_units + node.free_units == node.units == site.shape.units[node.node_id]
+        pool = directory._nodes.registered(node.node_id).pool
+        assert pool.used_units + pool.free_units == pool.units == site.shape.units[node.node_id]
         assert node.ready_blocks == node.used_units, f"{node.node_id}: slots are lost: {node}"
     workers = {worker.worker_id for worker in directory._workers.infos}
     expected = {name for name in site.roles if name.startswith(("prefill", "decode"))}

@@ -50,6 +50,7 @@ class Loop:
         self._queue: list[tuple[float, int, Process | None, Callable[..., None], Any]] = []
         self._order = itertools.count()
         self.looks = itertools.count()  # at a stopwatch
+        self.objects: set[bytes] = set()  # keys of what travelled once, as object of a request
         self.seen: Counter[str] = Counter()  # what this seed went through
         self.lines: deque[str] = deque(maxlen=TRACE_LINES_MAX)
         self._digest = hashlib.blake2b(digest_size=16)

@@ -63,6 +63,8 @@ class WatchedDirectory(Directory):
         given = super().allocate(node_id, keys, owner, lease_s, ephemeral, now_s, *rest, **of)
         loop().seen["evictions"] += self._copies.totals.evictions - evictions
         self._follow("allocate")
+        if ephemeral:
+            loop().objects.update(keys)
         for key, slot in zip(keys, given.slots, strict=True):
             if slot is not None:
                 self._refuse_taken(slot, now_s)

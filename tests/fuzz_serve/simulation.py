@@ -98,6 +98,8 @@ class Simulation:
             if self._is_at_rest():
                 break
         judge.check_rest(self.site, self.clients, DEADLINE_S)
+        is_damaged = bool({"bits", "wire"} & self.faults.kinds)
+        judge.check_memory(self.site, self.memories, self.clients, is_damaged)
 
     def _after_step(self) -> None:
         if self.world.steps % self._checks_every == 0:
