@@ -156,7 +156,9 @@ class Launcher:
             self._watch = DeploymentWatch(plan.directory_address, self._deployment)
         host, _, port = plan.metrics.rpartition(":")
         try:
-            self._metrics = MetricsServer((host, int(port)), self._sources, self.states)
+            self._metrics = MetricsServer(
+                (host, int(port)), self._sources, self.states, self._serves_models
+            )
         except OSError as error:
             raise environment.EnvironmentProblem(
                 f"metrics port {plan.metrics} cannot be used "

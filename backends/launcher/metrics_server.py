@@ -2,6 +2,7 @@
 
     GET /metrics   for Prometheus
     GET /ready     200 once every model serves, else 503; {"models": [{"name", "is_ready"}]}
+                   (on a host without models always 200)
 
 Each Triton has a page of its own, an operator wants one. Our metrics (metrics/table.py) carry the
 name of their model already; Triton's own get a label `triton`. A family's HELP and TYPE stand once.
@@ -146,9 +147,11 @@ class MetricsServer:
         address: tuple[str, int],
         sources: Callable[[], Sequence[MetricsSource]],
         states: Callable[[], Sequence[ModelState]],
+        serves_models: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`sources`: those that run now; both are called from threads of this server."""
-        self._sources, self._states = sources, states
+        """`sources`: those that run now. `serves_models`: is False on a host of storage nodes or a
+        directory alone. All are called from threads of this server."""
+        self._sources, self._states, self._serves_models = sources, states, serves_models
         self._page = MergedPage(METRICS)
         self._heard_s: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -201,7 +204,9 @@ class MetricsServer:
 
     def _ready(self) -> tuple[bool, bytes]:
         models = [{"name": each.name, "is_ready": each.is_ready} for each in self._states()]
-        is_ready = bool(models) and all(model["is_ready"] for model in models)
+        is_ready = all(model["is_ready"] for model in models)
+        if not models:  # on a host that has some: its Tritons are not started yet
+            is_ready = not self._serves_models()
         return is_ready, json.dumps({"models": models}).encode()
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

@@ -19,6 +19,7 @@ IMAGE = "mooncake"
 FOLDER = "/var/lib/mooncake"  # of the cluster file, in every container
 SHM_EXTRA_BYTES = 1 << 30  # what Tritons need beside the segments of storage nodes
 STOP_S = 30
+USER = 1_000  # of the image
 
 
 def compose(deployment: Deployment) -> str:
@@ -40,7 +41,8 @@ def compose(deployment: Deployment) -> str:
 
 def _service(deployment: Deployment, plan: HostPlan, number: int) -> dict[str, Any]:
     file = deployment.path.rpartition("/")[2]
-    volumes = [f"../../{file}:{FOLDER}/{file}:ro", f"state-{plan.host}:{FOLDER}/{plan_state(plan)}"]
+    # Logs, etcd's data, SSD tiers and rendered models, live edits among them.
+    volumes = [f"state-{plan.host}:{FOLDER}", f"../../{file}:{FOLDER}/{file}:ro"]
     if deployment.keys_folder:
         keys = f"{deployment.keys_folder}/{plan.host}"
         volumes.append(f"../../{keys}:{FOLDER}/{keys}:ro")
@@ -48,6 +50,7 @@ def _service(deployment: Deployment, plan: HostPlan, number: int) -> dict[str, A
     service: dict[str, Any] = {
         "image": IMAGE,
         "command": ["mooncake", "serve", "--cluster", f"{FOLDER}/{file}", "--host", plan.host],
+        "user": f"${{MOONCAKE_USER:-{USER}}}",  # who may read the keys
         "hostname": plan.host,
         "networks": {"fleet": _place(deployment.hosts[plan.host])},
         "volumes": volumes,
@@ -65,14 +68,6 @@ def _service(deployment: Deployment, plan: HostPlan, number: int) -> dict[str, A
         ports = (deployment.frontends.http_port, deployment.frontends.grpc_port)
         service["ports"] = [f"127.0.0.1:{port + 10 * number}:{port}" for port in ports]
     return service
-
-
-def plan_state(plan: HostPlan) -> str:
-    """Its state folder, below that of the cluster file."""
-    if plan.state_dir.startswith("/"):
-        what = f"hosts.{plan.host}.state_dir: must be relative, to be a volume of a container"
-        raise ClusterFileInvalid(plan.folder, (what,))
-    return plan.state_dir
 
 
 def _ask(plan: HostPlan) -> str:

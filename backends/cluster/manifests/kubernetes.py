@@ -26,6 +26,7 @@ from backends.cluster.manifests.pods import (
     GRPC,
     HTTP,
     METRICS,
+    STATE_FOLDER,
     Document,
     labels,
     metadata,
@@ -79,8 +80,8 @@ def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
         address = f"{name}.{group}"
         if host.address != address and not host.address.startswith(address + "."):
             problems.append(f"hosts.{name}.address: is {host.address}; a pod's is {address}")
-        if host.state_dir.startswith("/"):
-            problems.append(f"hosts.{name}.state_dir: must be relative, to be a volume")
+        if not f"{host.state_dir}/".startswith(f"{STATE_FOLDER}/"):
+            problems.append(f"hosts.{name}.state_dir: must be in {STATE_FOLDER}, the pod's volume")
         members = found.setdefault(group, [])
         if number != len(members):
             problems.append(f"hosts.{name}: is number {len(members)} of {group}: begin with 0, "

@@ -14,6 +14,7 @@ from backends.cluster.host_plan import HostPlan
 
 IMAGE = "mooncake"  # an overlay names the real one (`images:`)
 FOLDER = "/var/lib/mooncake"
+STATE_FOLDER = ".mooncake"  # in it: what hosts keep, a volume
 HTTP, GRPC, METRICS = "http", "grpc", "metrics"  # names of ports
 USER = 1_000
 BASE_MEMORY_BYTES = 2 << 30  # a host that serves the demo needs 1 GiB; engines need their KV
@@ -82,7 +83,7 @@ def _container(
     mounts: list[Document] = [
         {"name": "folder", "mountPath": FOLDER},
         {"name": "cluster-file", "mountPath": f"{FOLDER}/{file}", "subPath": "cluster.yaml"},
-        {"name": "state", "mountPath": f"{FOLDER}/.mooncake"},
+        {"name": "state", "mountPath": f"{FOLDER}/{STATE_FOLDER}"},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     if deployment.keys_folder:

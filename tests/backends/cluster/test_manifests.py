@@ -144,6 +144,7 @@ def test_every_host_is_a_service_with_its_own_address_and_memory() -> None:
     for name, service in made["services"].items():
         assert_serves(service["command"])
         assert service["command"][-1] == name
+        assert f"state-{name}:/var/lib/mooncake" in service["volumes"]
         assert any(volume.startswith(f"../../keys/{name}:") for volume in service["volumes"])
     a = made["services"]["a"]
     assert a["networks"]["fleet"]["ipv4_address"] == "10.77.0.1"
@@ -237,6 +238,7 @@ def test_pools_scale_by_metrics_that_are_on_our_page() -> None:
         ({"storage-1:": "disk-0:", "host: storage-1": "host: disk-0"}, "a pod's is disk-0"),
         ({"frontend-1": "front"}, "are named NAME-0"),
         ({"metrics_address: 0.0.0.0": "metrics_address: 127.0.0.1"}, "probes ask there"),
+        ({"storage-1.storage}": "storage-1.storage, state_dir: /x}"}, "state_dir: must be in"),
         ({"storage-1, dram: 4G": "storage-1, dram: 5G"}, "storage-1 runs other things"),
         ({"  prefill: {role": "  storage: {role"}, "is also a group of hosts"),
     ],

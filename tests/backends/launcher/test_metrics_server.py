@@ -63,7 +63,11 @@ class Tritons:
         self.states = [ModelState("decode_0", True), ModelState("decode_1", False)]
         (port,) = free_ports(1, ())
         self.url = f"http://127.0.0.1:{port}"
-        self.server = MetricsServer(("127.0.0.1", port), lambda: self.sources, lambda: self.states)
+        self.serves_models = True
+        self.server = MetricsServer(
+            ("127.0.0.1", port), lambda: self.sources, lambda: self.states,
+            lambda: self.serves_models,
+        )  # fmt: skip
 
     def get(self, path: str) -> tuple[int, str]:
         try:
@@ -121,4 +125,6 @@ def test_ready_says_who_serves(tritons: Tritons) -> None:
     assert tritons.get("/ready")[0] == 200
     tritons.states = []
     assert tritons.get("/ready")[0] == 503, "nobody has said anything yet"
+    tritons.serves_models = False
+    assert tritons.get("/ready")[0] == 200, "a host of storage nodes has no models to wait for"
     assert tritons.get("/other")[0] == 404
