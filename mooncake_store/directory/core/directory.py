@@ -160,6 +160,7 @@ class Directory:
         if ready:
             table.leases.hold(owner, ready, until_s)
         slots: list[Slot | None] = []
+        epoch = self.epoch
         payers = [tenant] * len(keys)
         if table.tenants and not tenant and not ephemeral:
             payers = [table.payer(key) for key in keys]
@@ -176,7 +177,7 @@ class Directory:
             if copy is None:
                 break
             table.leases.write(owner, depth, copy, until_s)
-            slots.append(Slot(*copy.use[:3], self.epoch))
+            slots.append(copy.use(epoch))
         covered = len(slots)
         return Allocation((*slots, *[None] * (len(keys) - covered)), covered, self.begin_s)
 
@@ -254,7 +255,7 @@ class Directory:
         writing = [
             copy
             for copy in self._copies.leases.held(owner)
-            if copy.state is CopyState.WRITING and copy.use[:3] in abandoned
+            if copy.state is CopyState.WRITING and copy.use()[:3] in abandoned
         ]
         for copy in writing:
             self._copies.leases.drop(owner, copy)

@@ -155,10 +155,10 @@ class HeldCopy:
         use = self.size_class.node_id, columns.slot[row], columns.generation[row]
         return Copy(*use, columns.checksum[row], self.size_bytes)
 
-    @property
-    def use(self) -> Slot:
+    def use(self, epoch: int = 0) -> Slot:
+        """This use of its slot, as granted by the directory of that epoch."""
         columns, row = self.size_class.columns, self.row
-        return Slot(self.size_class.node_id, columns.slot[row], columns.generation[row])
+        return Slot(self.size_class.node_id, columns.slot[row], columns.generation[row], epoch)
 
     def leave_idle(self) -> None:
         """It is leased, or gone: no candidate for eviction any more."""
