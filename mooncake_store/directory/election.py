@@ -28,7 +28,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec import structs
 
-from mooncake_store.directory.etcd import EtcdClient, EtcdFailed
+from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, decimal
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 
 log = logging.getLogger("mooncake_store.election")
@@ -145,7 +145,7 @@ def campaign(
             says = f"waits: {_leader_of(etcd, prefix).address} leads {prefix}"
         except NoLeader:
             continue  # it went away between two questions
-        except EtcdFailed as error:
+        except StoreUnavailable as error:  # etcd is silent, or the key names no directory
             says = f"waits: {error}"
         if says != said:
             log.info("%s", says)
@@ -163,7 +163,7 @@ def _try_once(
     if etcd.get(key).mod_revision:
         return None
     last = etcd.get(epoch_key)
-    epoch = max(now_ms(), _epoch(last.value) + 1)
+    epoch = max(now_ms(), decimal(last.value) + 1)
     asked_s = boot_s()
     lease, granted_s = etcd.grant(ttl_s)
     if granted_s > ttl_s:
@@ -189,10 +189,6 @@ def _try_once(
             etcd.revoke(lease)
         return None
     return Leadership(etcd, lease, epoch, asked_s, min(granted_s, ttl_s), revision)
-
-
-def _epoch(value: bytes) -> int:
-    return int(value) if value.isdigit() else 0
 
 
 def _leader_of(etcd: EtcdClient, prefix: str) -> Leader:

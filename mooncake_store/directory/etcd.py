@@ -18,6 +18,8 @@ import requests
 
 from mooncake_store.errors import StoreUnavailable
 
+DIGITS_MAX = 18
+
 
 class EtcdFailed(StoreUnavailable):
     """etcd did not answer, or refused; the message says which endpoints were asked."""
@@ -75,7 +77,7 @@ class EtcdClient:
             answer = self._post("/v3/kv/range", body)
             for found in answer.get("kvs", []):
                 start = base64.b64decode(found["key"]) + b"\0"
-                yield start[:-1].decode(), _key_value(found)
+                yield start[:-1].decode(errors="replace"), _key_value(found)
             if not answer.get("more", False):
                 return
 
@@ -142,6 +144,11 @@ class EtcdClient:
             session = self._local.session = requests.Session()
             session.trust_env = False  # etcd is near; a proxy for the internet does not know it
         return session
+
+
+def decimal(value: bytes) -> int:
+    """The number that a value is; 0 for what is none, or is more than any of ours can be."""
+    return int(value) if value.isdigit() and len(value) <= DIGITS_MAX else 0
 
 
 def _packed(text: str | bytes) -> str:

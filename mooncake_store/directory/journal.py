@@ -24,11 +24,12 @@ from typing import TypeVar
 import msgspec
 
 from mooncake_store.directory.core.durable_log import LogChange, PinRecord
-from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, EtcdRefused, KeyValue
+from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, EtcdRefused, KeyValue, decimal
 from mooncake_store.errors import StateNotSaved, StoreUnavailable
 
 log = logging.getLogger("mooncake_store.directory")
 RETRY_S = 0.05
+NUMBER_MAX = 2**62  # of a change; what names more is damaged
 T = TypeVar("T")
 PAGE_KEYS = 8  # records in one answer of etcd, a megabyte each at most
 
@@ -97,15 +98,19 @@ class StateJournal:
         for key, found in self._etcd.under(f"{self._prefix}/pins/", PAGE_KEYS):
             try:
                 record = msgspec.msgpack.decode(found.value, type=PinRecord)
-                state.pins.append((int(key.rpartition("/")[2], 16), record))
+                number = int(key.rpartition("/")[2], 16)
+                if not record.is_sound or not 0 < number < NUMBER_MAX:
+                    raise ValueError("no directory writes such a record")
+                state.pins.append((number, record))
             except (msgspec.DecodeError, ValueError) as error:
                 log.error("%s in etcd is damaged, its pins are lost: %s", key, error)
         quotas = f"{self._prefix}/quota/"
-        state.quotas = {
-            key.removeprefix(quotas): int(found.value)
-            for key, found in self._etcd.under(quotas, 1_000)
-            if found.value.isdigit()
-        }
+        state.quotas.clear()
+        for key, found in self._etcd.under(quotas, 1_000):
+            if quota_bytes := decimal(found.value):
+                state.quotas[key.removeprefix(quotas)] = quota_bytes
+            else:
+                log.error("%s in etcd is damaged, the quota is lost", key)
 
     def write(self, change: LogChange) -> None:
         """It is in etcd when this returns. StateNotSaved: it is not, and will never be."""
@@ -189,4 +194,9 @@ class StateJournal:
 
 
 def _head(found: KeyValue) -> Head:
-    return msgspec.json.decode(found.value, type=Head)
+    try:
+        head = msgspec.json.decode(found.value, type=Head)
+    except (msgspec.DecodeError, ValueError) as error:
+        log.error("the head of the log in etcd is damaged: %s", error)
+        return Head(0, 0)
+    return head if 0 <= head.number < NUMBER_MAX else Head(0, 0)

@@ -41,6 +41,16 @@ class PinRecord:
     def entries(self) -> int:
         return len(self.keys) // KEY_BYTES
 
+    @property
+    def is_sound(self) -> bool:
+        """Can a directory have written it?"""
+        times = (1, self.entries) if self.kind == "soft" else (0,)
+        return (
+            self.kind in ("soft", "hard", "none")
+            and len(self.keys) == self.entries * KEY_BYTES > 0
+            and len(self.until_ms) in times
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LogChange:

@@ -10,10 +10,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
+from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.durable_log import DurableLog, LogChange, PinRecord
-from mooncake_store.directory.etcd import EtcdClient, EtcdFailed
+from mooncake_store.directory.durable_verbs import restore
+from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, _packed
 from mooncake_store.directory.journal import LeadLost, SavedState, StateJournal
 from mooncake_store.errors import StateNotSaved
 from tests.mooncake_store.etcd_process import EtcdProcess
@@ -154,6 +157,46 @@ def test_a_rewritten_log_replaces_the_records_before_it_in_one_piece(etcd: EtcdP
         log.written(part)
     ((number, record),) = reigns.begin(client)[1].pins
     assert (record.until_ms, record.entries, number) == (tuple(range(20)), 20, 21)
+
+
+def test_garbage_in_etcd_costs_what_it_stands_for_and_never_the_directory(
+    etcd: EtcdProcess, seed: int
+) -> None:
+    chance, reigns = random.Random(seed), Reigns(etcd)
+    client = EtcdClient([etcd.url], timeout_s=5.0)
+    journal, _ = reigns.begin(client)
+    log = DurableLog()
+    good = log.pin([bytes(16)], "hard", 0)
+    journal.write(good)
+    journal.write(log.set_quota("acme", 7))
+    sound = PinRecord("soft", (5,), bytes(32))
+    damaged = [
+        msgspec.msgpack.encode(record)
+        for record in (
+            PinRecord("pink", (), bytes(16)), PinRecord("hard", (), bytes(17)),
+            PinRecord("soft", (), bytes(16)), PinRecord("soft", (1, 2, 3), bytes(32)),
+            PinRecord("hard", (1,), bytes(16)), PinRecord("hard", (), b""),
+        )
+    ] + [msgspec.msgpack.encode(sound)[:-1], b"", b"\xff" * 9, chance.randbytes(200)]  # fmt: skip
+    state = f"{reigns.prefix}/state"
+    for number, value in enumerate(damaged, start=50):
+        client.write_unless_changed({}, {f"{state}/pins/{number:016x}": value}, {})
+    client.write_unless_changed({}, {f"{state}/pins/": msgspec.msgpack.encode(sound)}, {})
+    client.write_unless_changed({}, {f"{state}/pins/{'f' * 16}": msgspec.msgpack.encode(sound)}, {})
+    for tenant, value in (("a", b"-1"), ("b", b"9" * 5_000), ("c", b"\xb2"), ("d", b"")):
+        client.write_unless_changed({}, {f"{state}/quota/{tenant}": value}, {})
+    client._post(
+        "/v3/kv/put",
+        {"key": _packed(f"{state}/quota/".encode() + b"\xff\xfe"), "value": _packed(b"x")},
+    )
+    for head in (b"", b"{}", b'{"epoch":1,"number":-9}', b"[" * 10_000, chance.randbytes(50)):
+        client.write_unless_changed({}, {f"{state}/head": head}, {})
+        later, saved = reigns.begin(client)
+        directory = Directory(9)
+        restore(directory, saved, now_s=0.0)
+        directory.check()
+        assert (len(directory.pins), saved.quotas) == (1, {"acme": 7})
+        later.write(log.set_quota("acme", 7))
 
 
 def test_a_damaged_record_costs_its_own_pins_only(
