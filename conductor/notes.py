@@ -70,6 +70,7 @@ class NoteBatch:
     prefilled: tuple[PrefilledNote, ...] = ()
     ended: tuple[EndedNote, ...] = ()
     is_last: bool = False  # the frontend closes
+    wanted_per_s: float = 0.0  # prefill seconds per second that it was asked for lately
 
 
 Note = RoutedNote | PrefilledNote | EndedNote
@@ -92,7 +93,9 @@ class OutgoingNotes:
             self._notes.clear()
             self._number += 1  # a batch that is never sent: the others see the gap
 
-    def take(self, now_s: float, count_max: int, is_last: bool = False) -> NoteBatch:
+    def take(
+        self, now_s: float, count_max: int, wanted_per_s: float, is_last: bool = False
+    ) -> NoteBatch:
         """The next batch; it may be empty."""
         notes, self._notes = self._notes[:count_max], self._notes[count_max:]
         self._number += 1
@@ -104,6 +107,7 @@ class OutgoingNotes:
             prefilled=tuple(note for note in notes if isinstance(note, PrefilledNote)),
             ended=tuple(note for note in notes if isinstance(note, EndedNote)),
             is_last=is_last,
+            wanted_per_s=wanted_per_s,
         )
 
     def check(self) -> None:

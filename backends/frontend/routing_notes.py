@@ -83,6 +83,7 @@ class NotesMessage(msgspec.Struct, array_like=True, frozen=True):
     prefilled: list[PrefilledMessage]
     ended: list[EndedMessage]
     is_last: bool
+    wanted_per_s: Seconds
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -97,6 +98,7 @@ def pack_notes(batch: NoteBatch) -> bytes:
             prefilled=[PrefilledMessage(*astuple(note)) for note in batch.prefilled],
             ended=[EndedMessage(*astuple(note)) for note in batch.ended],
             is_last=batch.is_last,
+            wanted_per_s=batch.wanted_per_s,
         )
     )
 
@@ -116,6 +118,7 @@ def unpack_notes(event: FrontendNoted) -> NoteBatch | None:
         prefilled=tuple(_note(one, PrefilledNote) for one in message.prefilled),
         ended=tuple(_note(one, EndedNote) for one in message.ended),
         is_last=message.is_last,
+        wanted_per_s=message.wanted_per_s,
     )
 
 

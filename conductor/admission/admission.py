@@ -297,8 +297,11 @@ def _bounded(wait_s: float, config: ConductorConfig) -> float:
     return min(max(wait_s, config.retry_after_s_min), config.retry_after_s_max)
 
 
-def pressure_on(options: Options, decode: DecodeOption, config: ConductorConfig) -> Pressure:
-    """What the pools are loaded with before this request: all prefill queues, the best batch."""
+def pressure_on(
+    options: Options, decode: DecodeOption, config: ConductorConfig, share: float = 1.0
+) -> Pressure:
+    """What the pools are loaded with before this request: all prefill queues, the best batch.
+    `share`: of what all frontends were asked for, this one's."""
     info, load = decode.worker.info, decode.load
     decode_load = max(
         decode.tbt_s / config.tbt_slo_s,
@@ -306,7 +309,7 @@ def pressure_on(options: Options, decode: DecodeOption, config: ConductorConfig)
         load.pages / info.pages_max,
     )
     return Pressure(
-        options.backlog_s, options.prefill_count, decode_load, is_decoding=load.sequences > 0
+        options.backlog_s, options.prefill_count, decode_load, load.sequences > 0, share
     )
 
 
@@ -366,6 +369,10 @@ class Gate:
         if kind in DECODE_KINDS:
             self._share.decode_is_short()
         self._share.note(request, pair.predicted.prefill_s, pressure, now_s, not kind)
+
+    def wanted_per_s(self, now_s: float) -> float:
+        """What was offered to this frontend lately; 0 where nobody is shed."""
+        return self._share.wanted_per_s(now_s) if self._share is not None else 0.0
 
     def decode_was_short(self) -> None:
         """A decode worker refused a request that had been admitted."""

@@ -7,6 +7,8 @@ ttft_slo_s`, and work may be admitted at the rate
 
     capacity = workers x (1 + (target - backlog) / ttft_slo_s)      [prefill seconds per second]
 
+(several frontends divide it in the ratio of what each was offered, `wanted_per_s`, as they tell),
+
 so an excess is drained within one service level. At or below half the target nobody is turned away.
 The capacity is divided among tenants max-min fairly by `tenant_shares`; of a tenant that gets less
 than it wants, the costliest requests of each class of prompt length are turned away, with a floor
@@ -171,6 +173,7 @@ class Pressure:
     workers: int  # of those
     decode_load: float  # of the best decode worker: the highest of its loads / limits
     is_decoding: bool = True  # it is not empty
+    share: float = 1.0  # of what is asked of the workers: by this frontend
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,7 @@ class FairShare:
         self._decay = ForwardDecay(config.demand_half_life_s)
         self._recent = ForwardDecay(config.demand_half_life_s / RECENT_FASTER)
         self._planned_s = -math.inf
+        self._wanted_per_s = 0.0  # by all tenants, when plans were made
         self._noted_s = -math.inf  # when the latest request was counted
         self._decode_part = 1.0  # of what prefill could do: what decoding can
         self._is_decode_short = False  # a request was rejected for it since the last plan
@@ -221,6 +225,11 @@ class FairShare:
         return Shed(
             length, work_s, limit_s, backlog_s, self.target_s, max(0.0, excess_s), wanted, granted
         )
+
+    def wanted_per_s(self, now_s: float) -> float:
+        """Prefill seconds per second that were offered here lately, taken or not."""
+        faded = max(0.0, now_s - self._planned_s) / self._config.demand_half_life_s
+        return self._wanted_per_s * math.pow(2.0, -faded)
 
     def is_shedding(self, tenant: str) -> bool:
         """Whether the plan turns some of this tenant's requests away, when there is a queue."""
@@ -283,7 +292,8 @@ class FairShare:
         demands = {
             t: max(steady[t] * per_s, d.recent_s * recent_per_s) for t, d in self._demands.items()
         }
-        capacity = self._capacity(pressure, sum(demands.values()))
+        self._wanted_per_s = sum(demands.values())
+        capacity = self._capacity(pressure, self._wanted_per_s)
         grants = max_min(demands, self._weights, capacity)
         for tenant, wanted in demands.items():
             self._granted[tenant] = (wanted, grants[tenant])
@@ -298,7 +308,7 @@ class FairShare:
     def _capacity(self, pressure: Pressure, wanted: float) -> float:
         """Prefill seconds that may be admitted per second."""
         excess = (pressure.backlog_s - self.target_s) / self._config.ttft_slo_s
-        capacity = pressure.workers * max(CAPACITY_MIN, 1 - excess)
+        capacity = pressure.workers * pressure.share * max(CAPACITY_MIN, 1 - excess)
         if self._is_decode_short:
             self._decode_part = max(CAPACITY_MIN, DECODE_LESS * self._decode_part)
         else:

@@ -54,7 +54,7 @@ class SpeedRatio:
         kept = self._kept(now_s)
         self._measured = self._measured * kept + min(measured, OUTLIER_MAX * estimated)
         self._estimated = self._estimated * kept + estimated
-        self._at_s = now_s
+        self._at_s = max(self._at_s, now_s)  # of another frontend's prefill it is heard late
 
     @property
     def sums(self) -> tuple[float, float, float]:

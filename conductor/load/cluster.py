@@ -326,8 +326,9 @@ class Cluster:
         self.decodes.refresh(routed.decode)
 
     def learn_prefill(
-        self, routed: InFlightRequest, cached_tokens: int, seconds: float, now_s: float
-    ) -> None:
+        self, routed: InFlightRequest, cached_tokens: int, seconds: float, ended_s: float,
+        now_s: float,
+    ) -> None:  # fmt: skip
         """Learn how fast the worker was; `seconds` <= 0: it did not say."""
         if seconds <= 0:
             return
@@ -335,7 +336,7 @@ class Cluster:
         new_tokens = max(1, routed.request.prompt_tokens - cached_tokens)
         estimated_s = routed.prefill.prefill_estimate.seconds(new_tokens, cached_tokens)
         began_s = routed.routed_at_s + routed.route.predicted.transfer_s
-        routed.prefill.prefilled(began_s, seconds, estimated_s, now_s)
+        routed.prefill.prefilled(began_s, seconds, estimated_s, ended_s)
         self.prefills.measured(routed.prefill, now_s)
 
     def learn_decode(

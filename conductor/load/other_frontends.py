@@ -35,6 +35,7 @@ FRONTENDS_MAX = 256  # beyond, the one that was silent for the longest is forgot
 class _KnownFrontend:
     number: int  # of its latest batch
     heard_s: float
+    wanted_per_s: float = 0.0
     request_ids: dict[int, str] = field(default_factory=dict)  # by the number of the routing
 
 
@@ -56,6 +57,11 @@ class OtherFrontends:
         """How many of the in-flight requests are theirs."""
         return sum(len(known.request_ids) for known in self._known.values())
 
+    @property
+    def wanted_per_s(self) -> float:
+        """Prefill seconds per second that all of them were asked for lately."""
+        return sum(known.wanted_per_s for known in self._known.values())
+
     def on_batch(self, batch: NoteBatch, now_s: float) -> None:
         """Notes in the order of their batches; one that comes again or too late is passed over."""
         known = self._known.get(batch.frontend)
@@ -70,6 +76,7 @@ class OtherFrontends:
             self._give_up(known, now_s)
         self.batches_received += 1
         known.number, known.heard_s = batch.number, now_s
+        known.wanted_per_s = batch.wanted_per_s
         offset_s = now_s - batch.sent_s  # from its clock to ours; the way took no time
         for routed in batch.routed:
             self._routed(batch.frontend, known, routed, offset_s, now_s)
@@ -136,7 +143,7 @@ class OtherFrontends:
         if routed is None or routed.prefill_done:
             return
         ended_s = min(now_s, note.at_s + offset_s)
-        self._cluster.learn_prefill(routed, note.cached_tokens, note.seconds, ended_s)
+        self._cluster.learn_prefill(routed, note.cached_tokens, note.seconds, ended_s, now_s)
         self._cluster.prefill_finished(routed, now_s)
         self._cluster.attribute(routed, ended_s, now_s)
 

@@ -153,6 +153,22 @@ def test_a_request_that_is_routed_again_under_its_name_is_reserved_once() -> Non
     assert total(batches(second)) == EMPTY and second.stats().routed_elsewhere == 0
 
 
+def test_frontends_divide_what_workers_can_do_as_they_are_asked_for_it() -> None:
+    first, second = acquainted(2)
+    for number in range(200):
+        now_s = 1.0 + 0.1 * number
+        for one, asked in ((first, 3), (second, 1)):
+            for turn in range(asked):
+                name = f"{number}-{turn}"
+                one.on_request(prompt(name, prompt_tokens=200), now_s)
+                one.on_finished(name, now_s)
+        pass_on([first, second], now_s)
+    assert first._share(21.0) == pytest.approx(0.75, abs=0.02)
+    assert second._share(21.0) == pytest.approx(0.25, abs=0.02)
+    first.on_tick(21.0 + first.config.frontend_silent_s_max)
+    assert first._share(30.0) == 1.0, "the other is gone, and all of it is for this one"
+
+
 # ---- what happens without them
 
 

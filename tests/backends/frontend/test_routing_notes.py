@@ -31,6 +31,7 @@ ROUTED = RoutedNote(
 BATCH = NoteBatch(
     frontend="f", number=7, sent_s=100.0, routed=(ROUTED,),
     prefilled=(PrefilledNote(1, 99.0, 64, 0.5),), ended=(EndedNote(2, 99.0, 12),), is_last=True,
+    wanted_per_s=1.5,
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from conductor import ConductorConfig
+from conductor import Conductor, ConductorConfig
 from loadtest.replay.trace import read_trace
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
@@ -56,6 +56,23 @@ def test_notes_make_four_frontends_as_quick_as_one() -> None:
     )
     assert with_notes_s < 1.1 * one_s
     assert without_s > 1.2 * with_notes_s, "notes are good for something"
+
+
+def overloaded_ttft_s(frontend_count: int) -> float:
+    settings = replace(TWO_AND_TWO, frontends=frontend_count)
+    config = ConductorConfig(policy="adaptive", ttft_slo_s=10.0, tbt_slo_s=9.0)
+    outcome = outcome_of(SimulatedFleet(config, settings, Roofline()).run(evenly(500), 3.0))
+    assert outcome.rejected_in_all > 100, "no overload"
+    return outcome.ttft_s.mean
+
+
+def test_overload_is_held_about_where_a_single_frontend_holds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Because each tells what it is asked for; else each lets in what all the workers can do."""
+    alone_s, four_s = overloaded_ttft_s(1), overloaded_ttft_s(4)
+    monkeypatch.setattr(Conductor, "_share", lambda self, now_s: 1.0)
+    assert four_s < 1.5 * alone_s < 0.6 * overloaded_ttft_s(4)
 
 
 class Watched(SimulatedFleet):
