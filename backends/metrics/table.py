@@ -236,7 +236,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
               "Paths from this card to cards of storage nodes that rest until a probe works.",
               NIC),
         counter("mooncake_nixl_agents_given_up_total", "agents", WORKERS,
-                "NIXL agents that stay unused until the process ends; 16 at most, and then a "
+                "NIXL agents that stay unused until the process ends; 32 at most, and then a "
                 "stuck card costs every transfer its whole deadline."),
     ),
     "TensorRT-LLM's own": tuple(

@@ -61,6 +61,7 @@ def open_agents(name: str, address: int, size_bytes: int, has_other_hosts: bool)
                 agent_metadata=agent.metadata,
                 addresses=nic.addresses,
                 networks=nic.networks,
+                port=agent.ports[0] if agent.ports else 0,
                 has_rdma=bool(nic.rdma_devices),
             )
         )

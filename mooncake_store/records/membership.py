@@ -21,6 +21,7 @@ class NicAgent:
     agent_metadata: bytes
     addresses: tuple[str, ...] = ()  # IP addresses of the card
     networks: tuple[str, ...] = ()  # their networks, as in "10.78.0.0/24"
+    port: int = 0  # where the agent listens for TCP; 0: it is not known
     has_rdma: bool = False
 
 

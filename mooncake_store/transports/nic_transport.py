@@ -17,9 +17,9 @@ What may be used again after a part was given up:
 * After a deadline of a call without another path everything is as with one agent: the transfer
   becomes an orphan, and its memory rests (pending_targets).
 
-A path that rests is probed by a thread: first whether the card there can be reached at all (a TCP
-connection that is refused will do), then by a small read. Without the first step, UCX would try to
-connect in pauses that grow to minutes.
+A path that rests is probed by a thread: first whether anything answers where the agent there
+listens, then by a small read. Without the first step UCX would try to connect in pauses that grow
+to minutes.
 
 Not here: which cards there are (nic_choice.py), one agent's transfers (nixl_transport.py).
 """
@@ -27,11 +27,10 @@ Not here: which cards there are (nic_choice.py), one agent's transfers (nixl_tra
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,6 +40,7 @@ from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.host_topology import has_carrier
 from mooncake_store.transports.nixl_agent import AgentDevices, NixlUnavailable
+from mooncake_store.transports.nixl_lane import is_reached
 from mooncake_store.transports.nixl_transport import (
     LaneFrozen,
     NixlTransport,
@@ -63,9 +63,6 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan, TransferBat
 log = logging.getLogger("mooncake_store.store")
 PROBE_BYTES = 4096
 PROBE_LOOK_S = 0.1
-PROBE_PORT = 9  # nobody listens there: a refusal shows that the card is reached
-REACH_S_MAX = 0.25
-BLIND_PROBES = 8  # a firewall may keep silent: each so many probes are sent all the same
 WANTED_S = 60.0  # paths that nobody has wanted for so long are not probed
 NODES_MAX = 1_024
 
@@ -75,11 +72,9 @@ class NicRoute:
     """A path to one incarnation of a node."""
 
     nic: Interface  # of this host
-    node: NodeInfo  # as the agent of the card there has it
-    addresses: tuple[str, ...]  # of that card
+    node: NodeInfo  # as the agent of the card there has it; its address is where that listens
     path: NicPath
     wanted_s: float = 0.0  # when a call wanted it last
-    probes: int = 0
     probe: PostedTransfer | None = None  # of the probing thread
 
 
@@ -134,12 +129,18 @@ class MultiNicTransport(Transport):
     def _route(self, node: NodeInfo, own: int, there: int) -> NicRoute:
         nic, far = self._network.nics[own], node.nics[there]
         peer = f"{node.node_id}/{far.nic}"  # of a card here it may reach two cards there
+        address = far.addresses[0] if far.addresses else ""
+        address = f"[{address}]" if ":" in address else address
         info = replace(
-            node, node_id=peer, agent_name=far.agent_name, agent_metadata=far.agent_metadata
+            node,
+            node_id=peer,
+            agent_name=far.agent_name,
+            agent_metadata=far.agent_metadata,
+            data_address=f"{address}:{far.port}" if address and far.port else "",
         )
         has_rdma = bool(nic.rdma_devices) and far.has_rdma
         path = NicPath(peer, self._nics[nic.name], has_rdma)
-        return NicRoute(nic, info, far.addresses, path)
+        return NicRoute(nic, info, path)
 
     def _forget(self, node_id: str) -> list[NicRoute]:
         _, routes = self._routes.pop(node_id, ("", []))
@@ -282,9 +283,7 @@ class MultiNicTransport(Transport):
             if route.probe is None:
                 if not has_carrier(route.nic.name):
                     raise TransferFailed(f"network card {route.nic.name} is down")
-                route.probes += 1
-                is_blind = route.probes % BLIND_PROBES == 0
-                if not is_blind and not _is_reached(route.nic.addresses, route.addresses):
+                if not is_reached(route.node.data_address, _source(route)):
                     raise TransferFailed("the card there is not reached")
                 route.probe = self.begin(route, self.hello(route.node))
             is_done = self.card(route.nic).poll(route.probe)
@@ -307,22 +306,10 @@ class MultiNicTransport(Transport):
         return TransferBatch(node, [span], [(self.scratch, span)], until_s, is_read=True)
 
 
-def _is_reached(own: Iterable[str], there: Sequence[str]) -> bool:
-    """Does a card with one of these addresses answer, seen from one of ours?"""
-    if not there:
-        return True  # RDMA without IP: the probe itself will show it
-    for address in there:
-        source = next((each for each in own if (":" in each) == (":" in address)), None)
-        if source is None:
-            continue
-        try:
-            socket.create_connection((address, PROBE_PORT), REACH_S_MAX, (source, 0)).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            continue
-        return True
-    return False
+def _source(route: NicRoute) -> str:
+    """The address of the card here from which the one there is reached."""
+    is_v6 = route.node.data_address.startswith("[")
+    return next((each for each in route.nic.addresses if (":" in each) == is_v6), "")
 
 
 @dataclass(slots=True, eq=False)
@@ -417,7 +404,7 @@ class SplitTransfer:
         now_s = time.monotonic()
         with self._owner.lock:
             route.path.began(size_bytes)
-            allowance_s = route.path.allowance_s(self._batch.until_s - now_s)
+            allowance_s = route.path.allowance_s(size_bytes, self._batch.until_s - now_s)
         self._posted.append(_PostedPart(pieces, size_bytes, at, posted, now_s, allowance_s))
         return True
 

@@ -44,6 +44,7 @@ NODE_PROGRESS_DELAY_US = 1000
 # Without a GPU the package `nixl` imports torch (0.7 s, 150 MB) to ask for a CUDA version, and then
 # takes the first of these: so they are asked first.
 _CPU_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
+_LISTENS = "0A"  # in /proc/net/tcp
 _making = threading.Lock()
 
 
@@ -207,6 +208,22 @@ def _with_progress_delay(stock: Any) -> Any:
     return type("nixlAgentConfig", (stock,), {"__setattr__": assign})
 
 
+def _listening_ports() -> set[int]:
+    """TCP ports on which this process listens."""
+    own = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in own:
+                    found.add(int(fields[1].rpartition(":")[2], 16))
+    return found
+
+
 class NodeAgent:
     """A storage node's side: registers its segment once and answers without the GIL."""
 
@@ -214,7 +231,9 @@ class NodeAgent:
         self, name: str, address: int, size_bytes: int, devices: AgentDevices = ALL_DEVICES
     ) -> None:
         self.name = name
+        before = _listening_ports()
         self._agent = make_agent(name, has_progress_thread=True, devices=devices)
+        self.ports = sorted(_listening_ports() - before)  # for TCP, if nothing else listens anew
         self._memory: Any = self._agent.register_memory([(address, size_bytes, 0, "")], "DRAM")
         self.metadata: bytes = self._agent.get_agent_metadata()
 

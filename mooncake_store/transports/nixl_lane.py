@@ -14,6 +14,7 @@ Not here: deadlines and which lane to take (nixl_transport.py).
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -41,8 +42,29 @@ Offsets = npt.NDArray[np.uint64]
 PREPARED_MAX = 128  # lists kept per lane; a list is a few dozen bytes, strided
 REFUSED_S = 1.0  # each refused connection leaks a socket inside UCX: do not insist
 REFUSED_MAX = 64
+REACH_S_MAX = 0.5
 _LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for the local side
 INDEX_MAX = 2**31 - 1  # indices travel as int32
+
+
+def is_reached(address: str, source: str = "") -> bool:
+    """Does the host of this HOST:PORT answer, with a connection or a refusal? "" counts as yes.
+
+    To connect to a host that keeps silent, NIXL waits for two minutes and holds the thread that
+    asked.
+    """
+    host, _, port = address.partition("#")[0].rpartition(":")  # what follows # is a public key
+    if not host:
+        return True
+    try:
+        socket.create_connection(
+            (host.strip("[]"), int(port)), REACH_S_MAX, (source, 0) if source else None
+        ).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 class Region:
@@ -143,6 +165,8 @@ class AgentLane:
             raise TransferFailed(f"node {node.node_id} serves mapped memory only, not NIXL")
         if time.monotonic() < self._refused.get(node.agent_name, 0.0):
             raise TransferFailed(f"node {node.node_id} refused a connection a moment ago")
+        if not is_reached(node.data_address):
+            raise TransferFailed(f"node {node.node_id}: nothing answers at {node.data_address}")
         try:
             name = self._agent.add_remote_agent(node.agent_metadata)
             self._agent.make_connection(name)

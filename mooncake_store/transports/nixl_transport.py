@@ -42,7 +42,7 @@ from mooncake_store.transports.nixl_lane import AgentLane, Region, Transfer
 from mooncake_store.transports.transport import LocalSpan, TransferBatch, Transport
 
 LANES_MAX = 4
-FROZEN_MAX = 16
+FROZEN_MAX = 32
 SPIN_S = 0.002  # poll without sleeping for this long: a TCP transfer of a few MB
 POLL_S = 0.0001  # then this often: a silent peer must not cost a core
 

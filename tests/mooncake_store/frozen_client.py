@@ -78,7 +78,7 @@ def use_store(node: NodeInfo) -> None:
         given = directory.allocate(node.node_id, keys, "writer", 60.0)
         shape = geometry(node.segment_bytes, node.unit_bytes)
         rows = []
-        for key, (_, slot, generation) in zip(keys, given.slots, strict=True):
+        for key, (_, slot, generation, *_) in zip(keys, given.slots, strict=True):
             start = shape.slot_offset_bytes(slot)
             rows.append((key, slot, generation, checksum(remote.view[start : start + block])))
         assert all(directory.commit(node.node_id, rows, "writer", 60.0))

@@ -4,8 +4,8 @@ A *path* is a pair of cards: one of this host, one of a storage node's. The span
 into *parts* of about equal size. A path takes the next part as soon as it has room, so a path that
 is twice as fast carries twice as much, and when one is cut only its last parts move again.
 
-A part is *overdue* when it has waited longer than its path needs for four times what is under way
-there, and at least ALLOWANCE_S. It is *given up* only when
+A part is *overdue* when it has waited ALLOWANCE_S longer than four such parts took on its path
+lately. It is *given up* only when
 
 * another path to the same node has moved something since the part was posted: else the node is
   frozen or overloaded, and its other paths would fare no better;
@@ -153,13 +153,13 @@ class NicPath:
             self.is_resting = False
             self.counters.resting -= 1
 
-    def allowance_s(self, left_s: float) -> float:
+    def allowance_s(self, part_bytes: int, left_s: float) -> float:
         """How long a part that was posted just now may wait; `left_s` of the call's deadline.
 
         Half of what is left at most, so that the other half is there to move it again.
         """
         rate = self.bytes_per_s or UNKNOWN_BYTES_PER_S
-        wished_s = ALLOWANCE_S + SLOWER_MAX * self.under_way_bytes / rate
+        wished_s = ALLOWANCE_S + SLOWER_MAX * part_bytes / rate
         return max(ALLOWANCE_S_MIN, min(wished_s, left_s / 2))
 
 

@@ -7,6 +7,7 @@ Every block's content follows from its number, so that whoever reads it knows wh
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -19,12 +20,14 @@ from typing import Any
 import numpy as np
 
 from mooncake_store.client.client import StoreClient, key_of
+from mooncake_store.errors import StoreUnavailable
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.transports.nic_transport import MultiNicTransport
 from mooncake_store.transports.nixl_transport import NixlTransport, frozen_agents
 
 Answer = dict[str, Any]
 LOOK_S = 0.002
+HUNG_S = 16.0  # longer than every deadline here
 
 
 def content(number: int, size_bytes: int) -> ByteArray:
@@ -42,7 +45,9 @@ class NicClient:
         keys = [key_of(str(number)) for number in numbers]
         blocks = [content(number, size_bytes) for number in numbers]
         began_s = time.monotonic()
-        stored = self._said("put", lambda: self.store.put(keys, blocks, "b0", deadline_s))
+        stored = self._said(
+            "put", lambda: self.store.put(keys, blocks, "b0", deadline_s), [False] * len(keys)
+        )
         return {"stored": stored, "seconds": time.monotonic() - began_s}
 
     def get(self, numbers: list[int], size_bytes: int, deadline_s: float) -> Answer:
@@ -55,7 +60,9 @@ class NicClient:
         for target in targets:
             target[:] = 0
         began_s = time.monotonic()
-        came = self._said("get", lambda: self.store.get_into(keys, targets, 0, deadline_s))
+        came = self._said(
+            "get", lambda: self.store.get_into(keys, targets, 0, deadline_s), [False] * len(keys)
+        )
         seconds = time.monotonic() - began_s
         wrong = [
             number
@@ -76,17 +83,33 @@ class NicClient:
             "descriptors": len(os.listdir("/proc/self/fd")),
         }  # fmt: skip
 
+    def fill(self, value: int) -> Answer:
+        """All memory that has been read into."""
+        for target in self.targets.values():
+            target[:] = value
+        return {}
+
+    def holds(self, value: int) -> Answer:
+        return {"holds": all(bool((target == value).all()) for target in self.targets.values())}
+
     def remove(self, numbers: list[int]) -> Answer:
         return {"removed": self.store.remove([key_of(str(number)) for number in numbers])}
 
-    def _said(self, verb: str, call: Any) -> Any:
-        """The result of the call, while another thread says when bytes have begun to move."""
+    def _said(self, verb: str, call: Any, none: list[bool]) -> Any:
+        """The result of the call (`none`, when the directory is silent).
+
+        Another thread says when bytes have begun to move; the log shows a call that hangs.
+        """
+        faulthandler.dump_traceback_later(HUNG_S)
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(verb, is_over))
         watch.start()
         try:
             return call()
+        except StoreUnavailable:  # the directory is behind the same cards
+            return none
         finally:
+            faulthandler.cancel_dump_traceback_later()
             is_over.set()
             watch.join()
 

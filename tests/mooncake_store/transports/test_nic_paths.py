@@ -94,11 +94,10 @@ def test_rdma_is_never_given_up_because_the_card_may_write_later() -> None:
 
 def test_a_slow_path_gets_more_time_and_never_more_than_half_of_what_is_left() -> None:
     slow, fast = path(bytes_per_s=1e6), path(bytes_per_s=1e9)
-    for each in (slow, fast):
-        each.began(1_000_000)
-    assert fast.allowance_s(100.0) < 2.0 < slow.allowance_s(100.0) < 10.0
-    assert slow.allowance_s(4.0) == 2.0
-    assert slow.allowance_s(0.1) == ALLOWANCE_S_MIN
+    size = 1_000_000
+    assert fast.allowance_s(size, 100.0) < 2.0 < slow.allowance_s(size, 100.0) < 10.0
+    assert slow.allowance_s(size, 4.0) == 2.0
+    assert slow.allowance_s(size, 0.1) == ALLOWANCE_S_MIN
 
 
 def test_a_path_under_any_history_keeps_its_numbers(seed: int) -> None:
