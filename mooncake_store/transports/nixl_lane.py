@@ -143,22 +143,26 @@ class AgentLane:
             with contextlib.suppress(*self._errors):
                 self._agent.deregister_memory(memory)
 
-    def connect(self, node: NodeInfo) -> NixlPeer:
-        """The peer for this incarnation; replaces an earlier one and a broken connection."""
+    def peer(self, node: NodeInfo) -> NixlPeer | None:
+        """Of this incarnation, if it is connected."""
         peer = self._peers.get(node.node_id)
-        if peer is not None and (peer.is_broken or peer.agent_name != node.agent_name):
+        is_usable = peer and not peer.is_broken and peer.agent_name == node.agent_name
+        return peer if is_usable else None
+
+    def connect(self, node: NodeInfo) -> None:
+        """To this incarnation; replaces an earlier one and a broken connection.
+
+        It may take two minutes, when nothing answers.
+        """
+        if self.peer(node) is None:
             self.disconnect(node.node_id)
-            peer = None
-        if peer is None:
             self._remove_retired()
             if any(old.agent_name == node.agent_name for old in self._retired):
                 raise TransferFailed(
                     f"node {node.node_id}: its connection broke and earlier transfers have not "
                     "ended yet; try again"
                 )
-            peer = NixlPeer(self._add(node))
-            self._peers[node.node_id] = peer
-        return peer
+            self._peers[node.node_id] = NixlPeer(self._add(node))
 
     def _add(self, node: NodeInfo) -> str:
         if not node.agent_metadata:
@@ -204,13 +208,14 @@ class AgentLane:
         its transfers reaches local memory: the memory that they were given may be used again.
         """
         self.is_frozen = True
-        self.orphans.clear()
-        self._registered.clear()
+        self.orphans = []
 
     def post(self, batch: TransferBatch) -> Transfer:
         """Start a transfer; it may be done already. The spans have been checked."""
         node, remote, local, _, is_read = batch
-        peer = self.connect(node)
+        peer = self.peer(node)
+        if peer is None:
+            raise TransferFailed(f"node {node.node_id}: its connection broke a moment ago")
         far = np.array([offset for offset, _ in remote], np.uint64)
         lengths = np.array([length for _, length in remote], np.uint64)
         near, region, regions = self._local_offsets(local)

@@ -18,6 +18,9 @@ nobody calls its agent again, and another lane takes its position. An agent cann
 freezes FROZEN_MAX at most. Only the local side is safe then: what a write has handed to the kernel
 may still reach the node when the network is there again.
 
+To connect to a node that keeps silent may take NIXL two minutes, in which nobody can use the lane.
+So another thread does it, and whoever wants the lock of just that lane waits LOCK_S_MAX at most.
+
 Not here: making agents (nixl_agent.py), one lane's calls (nixl_lane.py), several network cards
 (nic_transport.py).
 """
@@ -45,6 +48,8 @@ LANES_MAX = 4
 FROZEN_MAX = 32
 SPIN_S = 0.002  # poll without sleeping for this long: a TCP transfer of a few MB
 POLL_S = 0.0001  # then this often: a silent peer must not cost a core
+CONNECT_S_MAX = 2.0  # a call waits so long for a connection, if its deadline allows
+LOCK_S_MAX = 0.05  # of a lane; nobody has it for so long who does not connect
 
 _keeping = threading.Lock()
 _spare: list[AgentLane] = []  # closed in good health: the next transport uses them
@@ -124,16 +129,19 @@ class NixlTransport(Transport):
         with self._lock:
             lanes = list(self._lanes)
         for lane in lanes:
-            with lane.lock:
+            if not lane.lock.acquire(timeout=LOCK_S_MAX):
+                continue  # it connects to a node that keeps silent
+            try:
                 if not lane.is_frozen:
                     yield lane
+            finally:
+                lane.lock.release()
 
     def connect(self, node: NodeInfo) -> None:
-        lane = self._take_lane(time.monotonic() + 60.0)
-        try:
-            lane.connect(node)
-        finally:
-            lane.lock.release()
+        until_s = time.monotonic() + CONNECT_S_MAX
+        lane = self._take_lane(until_s)
+        lane.lock.release()
+        _connect(lane, node, until_s)
 
     def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
         """Can NIXL move bytes between this process and the node?"""
@@ -158,16 +166,32 @@ class NixlTransport(Transport):
         lane = self._take_lane(batch.until_s)
         try:
             lane.reap()
+            if lane.peer(batch.node) is not None:
+                return PostedTransfer(batch, lane, lane.post(batch))
+        finally:
+            lane.lock.release()
+        _connect(lane, batch.node, batch.until_s)
+        if not lane.lock.acquire(timeout=max(0.0, batch.until_s - time.monotonic())):
+            raise TransferTimeout("a NIXL lane connects to a silent node; nothing was moved")
+        try:
+            if lane.is_frozen:
+                raise LaneFrozen("the path was given up before anything was posted")
             return PostedTransfer(batch, lane, lane.post(batch))
         finally:
             lane.lock.release()
 
     def poll(self, posted: PostedTransfer) -> bool:
         """Is it done? TransferFailed when it failed; LaneFrozen when it cannot end any more."""
-        with posted.lane.lock:
-            if posted.lane.is_frozen and not posted.is_done:
+        lane = posted.lane
+        is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
+        try:
+            if lane.is_frozen and not posted.is_done:
                 raise LaneFrozen("the path was given up")
-            posted.lane.poll(posted.transfer)
+            if is_ours:
+                lane.poll(posted.transfer)
+        finally:
+            if is_ours:
+                lane.lock.release()
         return posted.is_done
 
     def leave(self, posted: PostedTransfer) -> None:
@@ -177,8 +201,10 @@ class NixlTransport(Transport):
         """
         if self.poll(posted):
             return
-        with posted.lane.lock:
-            posted.lane.orphans.append(posted.transfer)
+        is_ours = posted.lane.lock.acquire(timeout=LOCK_S_MAX)
+        posted.lane.orphans.append(posted.transfer)  # who connects has looked at them before
+        if is_ours:
+            posted.lane.lock.release()
         raise TransferTimeout(
             f"node {posted.batch.node.node_id} did not move the bytes within the deadline: it is "
             "frozen, cut off or overloaded; they may still arrive, so the targets stay quarantined"
@@ -190,15 +216,18 @@ class NixlTransport(Transport):
         Nothing of it arrives in local memory after this. False: FROZEN_MAX agents are given up
         already, so nothing was done.
         """
-        for lane in self._each_lane():
-            if not lane.has_transfers(node_id):
-                lane.disconnect(node_id)
-                continue
-            with _keeping:
-                if len(_frozen) >= FROZEN_MAX:
+        with self._lock:
+            lanes = list(self._lanes)
+        for lane in lanes:
+            is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
+            try:
+                if is_ours and not lane.has_transfers(node_id):
+                    lane.disconnect(node_id)
+                elif not _freeze(lane):
                     return False
-                _frozen.append(lane)
-            lane.freeze()
+            finally:
+                if is_ours:
+                    lane.lock.release()
         with self._lock:
             self._lanes = [lane for lane in self._lanes if not lane.is_frozen]
         return True
@@ -228,11 +257,17 @@ class NixlTransport(Transport):
             lanes = self._lanes
         if not lanes:
             raise TransferFailed("this transport is closed")
-        if lane is None:  # all busy: wait for the one this thread would rather have
-            lane = lanes[threading.get_ident() % len(lanes)]
-            if not lane.lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
-                raise TransferTimeout("every NIXL lane of this process is busy; nothing was moved")
-        return lane
+        if lane is not None:
+            return lane
+        first = threading.get_ident()  # all busy: wait for the one this thread would rather have
+        for turn in itertools.count(first):
+            lane = lanes[turn % len(lanes)]
+            left_s = until_s - time.monotonic()
+            if lane.lock.acquire(timeout=max(0.0, min(left_s, LOCK_S_MAX))):
+                return lane
+            if left_s <= 0:
+                break
+        raise TransferTimeout("every NIXL lane of this process is busy; nothing was moved")
 
     def _new_lane(self) -> AgentLane:
         with _keeping:
@@ -247,11 +282,15 @@ class NixlTransport(Transport):
         with self._lock:
             lanes = [lane for lane in self._lanes if lane.orphans]
         for lane in lanes:
-            with lane.lock:
-                if not lane.is_frozen:
-                    lane.reap()
-                    for orphan in lane.orphans:
-                        found += orphan.targets
+            is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
+            if is_ours:
+                try:
+                    if not lane.is_frozen:
+                        lane.reap()
+                finally:
+                    lane.lock.release()
+            for orphan in list(lane.orphans):
+                found += orphan.targets
         return found
 
     def disconnect(self, node_id: str) -> None:
@@ -263,12 +302,52 @@ class NixlTransport(Transport):
             self._is_closed = True
             lanes, self._lanes = self._lanes, []
         for lane in lanes:
-            with lane.lock:
+            is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
+            try:
                 if lane.is_frozen:
                     continue
-                is_empty = lane.close()
+                is_empty = is_ours and lane.close()
+            finally:
+                if is_ours:
+                    lane.lock.release()
             with _keeping:
                 if not is_empty:
                     _abandoned.append(lane)
                 elif not lane.has_failed:
                     _spare.append(lane)
+
+
+def _freeze(lane: AgentLane) -> bool:
+    """Whoever has its lock meanwhile is connecting, and touches no transfer. False: too many."""
+    with _keeping:
+        if len(_frozen) >= FROZEN_MAX:
+            return False
+        if not lane.is_frozen:
+            _frozen.append(lane)
+            lane.freeze()
+    return True
+
+
+def _connect(lane: AgentLane, node: NodeInfo, until_s: float) -> None:
+    """Have another thread connect the lane to this node, and wait for it, but not for ever."""
+    failures: list[Exception] = []
+    is_over = threading.Event()
+
+    def connect() -> None:
+        with lane.lock:
+            try:
+                if not lane.is_frozen:
+                    lane.connect(node)
+            except Exception as error:  # edge of this thread: the one that waits raises it
+                failures.append(error)
+        is_over.set()
+
+    threading.Thread(target=connect, name="connect", daemon=True).start()
+    left_s = max(0.0, until_s - time.monotonic())
+    if not is_over.wait(min(left_s, CONNECT_S_MAX)):
+        raise TransferFailed(
+            f"node {node.node_id}: no connection within {min(left_s, CONNECT_S_MAX):.2g} s; "
+            "nothing was moved"
+        )
+    if failures:
+        raise failures[0]
