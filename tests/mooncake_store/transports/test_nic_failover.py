@@ -399,10 +399,16 @@ def test_random_cuts_during_random_reads_and_writes(hosts: TwoHosts, steps: int,
                                   deadline_s=10.0)  # fmt: skip
                 came = said["came"]
                 assert not said["wrong"], (step, said)
-        # The directory is behind e0: without it a call may be a miss.
-        assert "e0" in faults or all(came), (step, faults, kind, said)
+        # The directory is behind e0: without it a call may be a miss. So may it when as many
+        # agents were given up as may be.
+        is_last = client.ask("counters")["frozen"] == FROZEN_MAX
+        assert "e0" in faults or all(came) or is_last, (step, faults, kind, said)
         assert said["seconds"] < 14.0, (step, said)
         hosts.heal()
+        if "e0" in faults and known:  # a node that failed is left alone for a moment
+            number, size_bytes = next(iter(known.items()))
+            one = {"numbers": [number], "size_bytes": size_bytes, "deadline_s": 4.0}
+            hosts.wait_until(lambda one=one: all(client.ask("get", **one)["came"]))
     for size_bytes in set(known.values()):
         numbers = [number for number, size in known.items() if size == size_bytes]
         said = client.ask("get", numbers=numbers, size_bytes=size_bytes, deadline_s=30.0)
