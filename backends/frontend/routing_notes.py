@@ -16,12 +16,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 
-from conductor.notes import EndedNote, NoteBatch, PrefilledNote, RoutedNote
+from conductor.notes import EndedNote, Note, NoteBatch, PrefilledNote, RoutedNote
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.events import FrontendNoted
@@ -34,6 +33,7 @@ ALIVE_S = 1.0  # conductor parameter frontend_silent_s_max is a few times as muc
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+M = TypeVar("M", bound=msgspec.Struct)
 
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]  # on the clock of who sent it
@@ -94,9 +94,9 @@ def pack_notes(batch: NoteBatch) -> bytes:
     return _encode(
         NotesMessage(
             sent_s=batch.sent_s,
-            routed=[RoutedMessage(*astuple(note)) for note in batch.routed],
-            prefilled=[PrefilledMessage(*astuple(note)) for note in batch.prefilled],
-            ended=[EndedMessage(*astuple(note)) for note in batch.ended],
+            routed=[_message(note, RoutedMessage) for note in batch.routed],
+            prefilled=[_message(note, PrefilledMessage) for note in batch.prefilled],
+            ended=[_message(note, EndedMessage) for note in batch.ended],
             is_last=batch.is_last,
             wanted_per_s=batch.wanted_per_s,
         )
@@ -120,6 +120,10 @@ def unpack_notes(event: FrontendNoted) -> NoteBatch | None:
         is_last=message.is_last,
         wanted_per_s=message.wanted_per_s,
     )
+
+
+def _message(note: Note, kind: type[M]) -> M:
+    return kind(*[getattr(note, name) for name in kind.__struct_fields__])
 
 
 def _note(message: msgspec.Struct, kind: type[T]) -> T:

@@ -138,6 +138,24 @@ def test_what_a_report_counted_before_the_note_came_does_not_count_twice() -> No
     second.check()
 
 
+@pytest.mark.parametrize("ahead_s", [0.0, 7.5, 1e6])
+def test_the_clocks_of_frontends_need_not_agree(ahead_s: float) -> None:
+    """A batch says when it was sent, so only how long before that things happened counts."""
+    first, second = made("f0"), made("f1")
+    second.on_routed_elsewhere(first.take_notes(ahead_s, WHOLE), 0.0)
+    first.on_routed_elsewhere(second.take_notes(0.0, WHOLE), ahead_s)
+    first.on_events([WorkerReported(report(name)) for name in PREFILLS + DECODES], ahead_s)
+    route_of(first, prompt("r0", prompt_tokens=900), ahead_s + 1.0)
+    second.on_routed_elsewhere(first.take_notes(ahead_s + 1.02, WHOLE), 1.02)
+    assert max(s for _, s in queues(second, 1.02)) == pytest.approx(0.91)
+    [work] = [w for n in PREFILLS for w in second._cluster.workers[n, "w1"].queue._line]
+    assert work.key_s == pytest.approx(1.0 + 2.0 * 0.91, abs=1e-6), "as its own would be"
+    first.on_prefill_finished("r0", ahead_s + 1.9, 0, 0.9)
+    second.on_routed_elsewhere(first.take_notes(ahead_s + 1.9, WHOLE), 1.95)
+    assert total(batches(second))[0] == 1 and max(s for _, s in queues(second, 1.95)) == 0
+    second.check()
+
+
 def test_a_request_that_is_routed_again_under_its_name_is_reserved_once() -> None:
     first, second = acquainted(2)
     failed = route_of(first, prompt("r0", "a*4"), 1.0).prefill
