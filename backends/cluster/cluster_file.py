@@ -159,10 +159,10 @@ class _ClusterFile:
         """The list `hosts` of a section."""
         found = section.words("hosts")
         for name, line in found:
-            self._look_up_host(name, line, section.path_of("hosts"))
+            self.look_up_host(name, line, section.path_of("hosts"))
         return tuple(name for name, _ in found if name in self.hosts) or default
 
-    def _look_up_host(self, name: str, line: int, path: str) -> bool:
+    def look_up_host(self, name: str, line: int, path: str) -> bool:
         if name in self.hosts:
             return True
         what = f"there is no host {name!r}{did_you_mean(name, set(self.hosts))}"
@@ -211,7 +211,7 @@ class _ClusterFile:
             host = node.text("host") or ""
             if not host:
                 section.note(name, "has no host: say on which host it is (host: NAME)")
-            elif not self._look_up_host(host, node.line_of("host"), node.path_of("host")):
+            elif not self.look_up_host(host, node.line_of("host"), node.path_of("host")):
                 host = ""
             number = seen[host] = seen.get(host, -1) + 1
             if not node.has("dram"):
@@ -359,7 +359,7 @@ class _PoolReader:
         section = self.section.section("workers")
         for host in section.names():
             entry = section.entry(host)
-            if not self.file._look_up_host(host, section.line_of(host), section.path_of(host)):
+            if not self.file.look_up_host(host, section.line_of(host), section.path_of(host)):
                 continue
             own: list[dict[str, str]] = []
             if entry is not None and entry.items is not None:

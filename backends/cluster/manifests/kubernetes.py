@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from backends.cluster.deployment import ClusterFileInvalid, Deployment, PoolSpec, is_loopback
-from backends.cluster.host_plan import HostPlan, host_plan
+from backends.cluster.host_plan import HostPlan, host_plan, pool_host_plan
 from backends.cluster.manifests.pods import (
     GRPC,
     HTTP,
@@ -168,8 +168,6 @@ def _clients(deployment: Deployment, group: str) -> Document:
 
 
 def _pool(deployment: Deployment, pool: PoolSpec) -> list[Document]:
-    from backends.cluster.host_plan import pool_host_plan
-
     assert pool.elastic is not None
     plan = pool_host_plan(deployment, pool.name, "pod", "192.0.2.1")  # any name and address
     arguments = ["--pool", pool.name, "--host", "$(POD_NAME)", "--address", "$(POD_IP)"]
