@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.cluster.deployment import (
+    NODE_PORT,
     ClusterFileInvalid,
     Deployment,
     Directories,
@@ -222,8 +223,8 @@ class _ClusterFile:
                 ssd_bytes=node.size_bytes("ssd", 0),
                 ssd_path=node.text("ssd_path") or "ssd",
                 segment_path=node.text("segment_path") or "",
-                control_port=node.port("control_port", 7010 + 2 * number),
-                data_port=node.port("data_port", 7011 + 2 * number),
+                control_port=node.port("control_port", NODE_PORT + 2 * number),
+                data_port=node.port("data_port", NODE_PORT + 2 * number + 1),
             )  # fmt: skip
             if spec.dram_bytes < NODE_BYTES_MIN:
                 node.note("dram", f"is {spec.dram_bytes} bytes; use 1M or more")
@@ -351,8 +352,11 @@ class _PoolReader:
         most = section.number("most", max(1, least), 1, HOSTS_MAX)
         if most < least:
             section.note("most", f"is {most}, which is below least ({least})")
+        dram_bytes = section.size_bytes("dram", 1 << 30)
+        if dram_bytes < NODE_BYTES_MIN:
+            section.note("dram", f"is {dram_bytes} bytes; use 1M or more")
         section.close()
-        return Elastic(least, most)
+        return Elastic(least, most, dram_bytes)
 
     def _workers(self, role: str, parameters: Mapping[str, str], port: int) -> Iterator[WorkerSpec]:
         """Of each host a number of them, or a list with parameters of each."""
@@ -379,12 +383,13 @@ class _PoolReader:
                 node = each_own.get("store_node") or parameters.get("store_node") or ""
                 yield WorkerSpec(
                     model=f"{self.name}_{host}_{number}", host=host, grpc_port=port + number,
-                    store_node=node or self._nearest_node(host, number), parameters=each_own,
+                    store_node=node or self._node_of(host, number), parameters=each_own,
                 )  # fmt: skip
 
-    def _nearest_node(self, host: str, number: int) -> str:
-        """A node of this host, in turns, else one of its rack, else any."""
-        return nearest_node(self.file.hosts, self.file.nodes, host, number)
+    def _node_of(self, host: str, number: int) -> str:
+        """The storage nodes of a host in turns; "" when it has none."""
+        own = [node.name for node in self.file.nodes if node.host == host]
+        return own[number % len(own)] if own else ""
 
     def _check(
         self, role: str, raw: Mapping[str, str], section: FileSection,
@@ -406,15 +411,6 @@ class _PoolReader:
                     self.file.mistakes.note(section.line, section.path, problem)
             else:
                 self.defaults.note(name, _below_its_name(problem, name))
-
-
-def nearest_node(hosts: Mapping[str, Host], nodes: list[NodeSpec], host: str, number: int) -> str:
-    """A storage node for the worker of this number: of its host, else of its rack, else any."""
-    rack = hosts[host].rack if host in hosts else ""
-    own = [node.name for node in nodes if node.host == host]
-    near = [node.name for node in nodes if rack and hosts[node.host].rack == rack]
-    choice = own or near or [node.name for node in nodes]
-    return choice[number % len(choice)] if choice else ""
 
 
 def parameter_problems(role: str, raw: Mapping[str, str]) -> list[str]:
@@ -454,13 +450,17 @@ def _agreed(pools: list[PoolSpec], top: FileSection) -> str:
 
 def _check_together(deployment: Deployment, top: FileSection) -> None:
     """What each section allows and all of them side by side do not."""
-    nodes = {node.name for node in deployment.storage_nodes}
-    if deployment.pools and not nodes:
-        top.note("storage_nodes", "is missing: workers need a storage node for their KV")
     for worker in deployment.workers:
-        if nodes and worker.store_node not in nodes:
-            what = f"{worker.model}: there is no storage node {worker.store_node!r}"
-            top.note("pools", what + did_you_mean(worker.store_node, nodes))
+        own = {node.name for node in deployment.nodes_of(worker.host)}
+        if not own:
+            what = (
+                f"host {worker.host} has workers and no storage node, into whose memory they write"
+            )
+            top.note("storage_nodes", f"{what}: add one, {worker.host}0: {{host: {worker.host}, "
+                     "dram: 4G}")  # fmt: skip
+        elif worker.store_node not in own:
+            what = f"{worker.model}: host {worker.host} has no storage node {worker.store_node!r}"
+            top.note("pools", what + did_you_mean(worker.store_node, own))
     roles = {pool.role for pool in deployment.pools}
     for role in ROLES:
         if deployment.pools and roles <= set(ROLES) and role not in roles:

@@ -95,7 +95,7 @@ def status(
 
 @app.command()
 def drain(
-    host: Annotated[str, typer.Argument(help="The host to empty.")],
+    host: Annotated[str, typer.Argument(help="The host to empty, of the file or elastic.")],
     cluster: ClusterFile = Path("cluster.yaml"),
     undo: Annotated[bool, typer.Option("--undo", help="It takes requests and blocks again.")] = (
         False
@@ -109,16 +109,21 @@ def drain(
     """Empty a host so that it can be stopped: requests end or move, its only copies are copied."""
     with shown_mistakes():
         deployment = load(cluster)
-        (plan,) = plans_of(deployment, host)
+        is_elastic = any(pool.elastic for pool in deployment.pools)
+        if host not in deployment.hosts and not is_elastic:
+            plans_of(deployment, host)  # says which hosts there are
         with contextlib.closing(
             HostDrain(deployment, host, join_as_operator(deployment, keys_of))
         ) as draining:
+            if not draining.is_known:
+                errors.print(f"the directory knows nothing of a host {host!r}", markup=False)
+                sys.exit(1)
             if undo:
                 draining.undo()
                 say(f"{host} takes requests and blocks again")
                 return
             left = draining.run(requests_s, deadline_s, say)
-        if plan.frontend is not None:
+        if host in deployment.frontends.hosts:
             say(f"{host} has a frontend: its streams end when it stops; send clients elsewhere")
         if left.is_empty:
             say(f"{host} is empty of what others lack: it can be stopped")

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+NODE_PORT = 7010  # of the first storage node on a host: control; data is the next one
 PROCESS_ADDRESSES = ("127.0.0.1", "localhost", "::1")
 
 
@@ -99,10 +100,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """How many hosts that are not in the file may serve a pool."""
+    """How many hosts that are not in the file may serve a pool, each with a storage node."""
 
     least: int
     most: int
+    dram_bytes: int = 1 << 30  # of that node
 
 
 @dataclass(frozen=True, slots=True)

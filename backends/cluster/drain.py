@@ -49,7 +49,9 @@ class HostDrain:
 
     def __init__(self, deployment: Deployment, host: str, directory: str) -> None:
         self.host = host
-        self._nodes = {node.name for node in deployment.nodes_of(host)}
+        # An elastic host's own storage node is called like the host.
+        is_elastic = host not in deployment.hosts
+        self._nodes = {host} if is_elastic else {n.name for n in deployment.nodes_of(host)}
         self._models = {worker.model for worker in deployment.workers if worker.host == host}
         self._pools = tuple(f"{pool.name}_{host}_" for pool in deployment.pools)
         self._store = StoreClient(directory)
@@ -58,6 +60,13 @@ class HostDrain:
     def close(self) -> None:
         self._outbox.close()
         self._store.close()
+
+    @property
+    def is_known(self) -> bool:
+        """Does the directory know a node or a worker of this host?"""
+        snapshot = self._store.directory.snapshot()
+        nodes = {info.node_id for info in snapshot.nodes}
+        return bool(nodes & self._nodes or list(self._workers(snapshot)))
 
     def undo(self) -> None:
         """Its workers and nodes take requests and blocks again."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backends.cluster.deployment import (
+    NODE_PORT,
     Deployment,
     Host,
     NodeSpec,
@@ -137,20 +138,26 @@ def host_plan(deployment: Deployment, name: str) -> HostPlan:
 
 
 def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: str) -> HostPlan:
-    """Of a host that is not in the file: one worker of an elastic pool, called by `address`.
+    """Of a host that is not in the file: one worker of an elastic pool, called by `address`, and a
+    storage node of its own, because a worker writes into the memory of its host's.
 
-    KeyError when there is no such pool, or it is not elastic. Its KV goes to a storage node that
-    its name chooses, so that many such hosts spread over the nodes.
+    KeyError when there is no such pool, or it is not elastic.
     """
     pool = {pool.name: pool for pool in deployment.pools if pool.elastic}[pool_name]
+    assert pool.elastic is not None
     host = Host(name=name, address=address, listen=address, state_dir=f".mooncake/{name}")
-    nodes = [node.name for node in deployment.storage_nodes]
-    spread = sum(name.encode()) % max(1, len(nodes))
-    worker = WorkerSpec(
-        model=f"{pool.name}_{name}_0", host=name, grpc_port=pool.grpc_port,
-        store_node=pool.parameters.get("store_node") or (nodes[spread] if nodes else ""),
+    node = NodeSpec(
+        name=name, host=name, dram_bytes=pool.elastic.dram_bytes, ssd_bytes=0, ssd_path="",
+        segment_path="", control_port=NODE_PORT, data_port=NODE_PORT + 1,
     )  # fmt: skip
-    return HostPlan(**_common(deployment, host), workers=(_worker(worker, pool, host),))
+    worker = WorkerSpec(
+        model=f"{pool.name}_{name}_0", host=name, grpc_port=pool.grpc_port, store_node=name
+    )
+    return HostPlan(
+        **_common(deployment, host),
+        storage_nodes=(_node(node, host),),
+        workers=(_worker(worker, pool, host),),
+    )
 
 
 def election_address(deployment: Deployment) -> str:

@@ -14,6 +14,7 @@ storage_nodes:
   a0: {host: a, dram: 256M}
   a1: {host: a, dram: 1G, ssd: 2G, ssd_path: disk}
   b0: {host: b, dram: 256M}
+  c0: {host: c, dram: 256M}
 frontends: {hosts: [a, b], address: 0.0.0.0}
 pools:
   prefill: {role: prefill, threads: 2, workers: {a: 3, b: 1}, grpc_port: 7100}

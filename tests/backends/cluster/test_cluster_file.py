@@ -32,6 +32,7 @@ def test_every_section_is_read() -> None:
     assert found.directories.hosts == ("a", "b") and found.directories.ttl_s == 3
     assert [(n.name, n.host, n.dram_bytes, n.ssd_bytes) for n in found.storage_nodes] == [
         ("a0", "a", 256 << 20, 0), ("a1", "a", 1 << 30, 2 << 30), ("b0", "b", 256 << 20, 0),
+        ("c0", "c", 256 << 20, 0),
     ]  # fmt: skip
     assert found.conductor == {
         "admission": "reserved", "ttft_slo_s": "20", "tbt_slo_s": "0.1", "checkpoint": "demo",
@@ -44,17 +45,20 @@ def test_workers_are_named_after_pool_host_and_number_and_get_a_port_each() -> N
     assert [(w.model, w.grpc_port, w.store_node) for w in found.workers] == [
         ("prefill_a_0", 7100, "a0"), ("prefill_a_1", 7101, "a1"), ("prefill_a_2", 7102, "a0"),
         ("prefill_b_0", 7100, "b0"), ("decode_b_0", 7200, "b0"),
-        ("decode_c_0", 7200, "a0"), ("decode_c_1", 7201, "a1"),
+        ("decode_c_0", 7200, "c0"), ("decode_c_1", 7201, "c0"),
     ]  # fmt: skip
     prefill, decode = found.pools
     assert prefill.parameters == {"checkpoint": "demo", "dtype": "float32", "threads": "2"}
     assert decode.workers[2].parameters == {"threads": "3"}, "a list gives each worker its own"
 
 
-def test_a_worker_without_a_node_on_its_host_gets_one_of_its_rack() -> None:
-    text = THREE_HOSTS.replace("a: {address: 10.77.0.1}", "a: {address: 10.77.0.1, rack: r1}")
-    text = text.replace("b: {address: 10.77.0.2,", "b: {address: 10.77.0.2, rack: r2,")
-    assert {w.store_node for w in parse(text).workers if w.host == "c"} == {"b0"}
+def test_a_worker_needs_a_storage_node_on_its_own_host() -> None:
+    found = problems(THREE_HOSTS.replace("c0: {host: c,", "c0: {host: b,"))
+    assert len(found) == 1, "said once, not for each worker"
+    assert "line 8: storage_nodes: host c has workers and no storage node" in found[0]
+    assert "add one, c0: {host: c, dram: 4G}" in found[0]
+    found = problems(THREE_HOSTS.replace("{threads: 3}", "{threads: 3, store_node: b0}"))
+    assert "decode_c_1: host c has no storage node 'b0'" in found[0]
 
 
 def test_one_host_on_loopback_needs_neither_keys_nor_etcd() -> None:
@@ -91,15 +95,15 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         "line 3: hosts.a.adress: unknown key; did you mean address?",
         "line 7: directories.hosts: there is no host 'bb'; did you mean b?",
         "line 11: storage_nodes.b0.dram: is 'lots', which is no size; write for example 512M or 4G",
-        "line 14: pools.prefill.thread: unknown parameter; did you mean threads?",
-        "line 14: pools.prefill.threads: is 'zero'; expected int",
-        "line 14: pools.prefill.grpc_port: is 70000; use 1 to 65535",
-        "line 15: pools.decode.slots: is 0; use 1 to 4096",
-        "line 16: defaults.dtype: is 'float12'; use float32 or bfloat16",
-        "line 17: conductor.admision: unknown parameter; did you mean admission?",
-        "line 18: slo.ttft_s: is -1.0; set a positive, finite number",
-        "line 21: name is there twice (first in line 1): remove one",
-        "line 22: storage: unknown key; did you mean storage_nodes?",
+        "line 15: pools.prefill.thread: unknown parameter; did you mean threads?",
+        "line 15: pools.prefill.threads: is 'zero'; expected int",
+        "line 15: pools.prefill.grpc_port: is 70000; use 1 to 65535",
+        "line 16: pools.decode.slots: is 0; use 1 to 4096",
+        "line 17: defaults.dtype: is 'float12'; use float32 or bfloat16",
+        "line 18: conductor.admision: unknown parameter; did you mean admission?",
+        "line 19: slo.ttft_s: is -1.0; set a positive, finite number",
+        "line 22: name is there twice (first in line 1): remove one",
+        "line 23: storage: unknown key; did you mean storage_nodes?",
     ):
         assert line in found.splitlines(), f"{line}\n--- not in\n{found}"
     assert len(found.splitlines()) == 13, found
@@ -126,7 +130,7 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         (("{threads: 3}", "{threads: 300}"), "decode.workers.c[1].threads: is 300; use 1 to 256"),
         (("a: 3, b: 1", "a: 3, d: 1"), "there is no host 'd'"),
         (("a: 3, b: 1", "a: 3000"), "use 0 to 64"),
-        (("threads: 2", "store_node: a9"), "there is no storage node 'a9'; known"),
+        (("threads: 2", "store_node: a9"), "has no storage node 'a9'"),
         (("{UCX_TLS: tcp", "{MOONCAKE_KEYS: tcp"), "is set by `mooncake serve`"),
         (("{UCX_TLS: tcp", "{UCX-TLS: tcp"), "is no name of an environment variable"),
         (("identity: c,", "identity: c, rack: r1,"), "rack is there twice"),
@@ -216,9 +220,10 @@ def deployments(draw: st.DrawFn) -> str:
         lines.append(f"etcd: {{hosts: [{', '.join(draw(some))}]}}")
         lines.append(f"directories: {{hosts: [{', '.join(draw(some))}]}}")
     lines.append("storage_nodes:")
-    for number in range(draw(st.integers(1, 6))):
+    nodes = [*hosts, *draw(st.lists(st.sampled_from(hosts), max_size=3))]
+    for number, host in enumerate(nodes):
         size = draw(st.sampled_from(["64M", "1G", "1234567", "2TiB"]))
-        lines.append(f"  n{number}: {{host: {draw(st.sampled_from(hosts))}, dram: {size}}}")
+        lines.append(f"  n{number}: {{host: {host}, dram: {size}}}")
     lines.append("pools:")
     for role in ("prefill", "decode"):
         counts = ", ".join(f"{host}: {draw(st.integers(0, 4))}" for host in draw(some))

@@ -87,12 +87,15 @@ def test_an_ipv6_address_is_put_into_brackets() -> None:
 
 
 def test_a_host_that_is_not_in_the_file_may_serve_a_pool() -> None:
-    deployment = parse(THREE_HOSTS.replace("slots: 16", "slots: 16, elastic: {most: 4}"))
+    deployment = parse(THREE_HOSTS.replace("slots: 16", "slots: 16, elastic: {most: 4, dram: 2G}"))
     plan = pool_host_plan(deployment, "decode", "decode-7f9c-x2x", "10.77.3.9")
     (worker,) = plan.workers
     assert (worker.model, worker.grpc) == ("decode_decode-7f9c-x2x_0", "10.77.3.9:7200")
-    assert worker.store_node in {"a0", "a1", "b0"} and worker.parameters["slots"] == "16"
-    assert plan.directory_address == ELECTION and not plan.storage_nodes and plan.etcd is None
+    (node,) = plan.storage_nodes
+    assert worker.store_node == node.name == "decode-7f9c-x2x"
+    assert (node.control, node.dram_bytes) == ("tcp://10.77.3.9:7010", 2 << 30)
+    assert worker.parameters["slots"] == "16"
+    assert plan.directory_address == ELECTION and plan.etcd is None
     with pytest.raises(KeyError):
         pool_host_plan(deployment, "encode", "x", "10.77.3.9")
     with pytest.raises(KeyError):  # not elastic

@@ -84,7 +84,8 @@ def test_the_rules_open_a_port_to_hosts_and_to_nobody_else(tmp_path: Path) -> No
         text = (
             f"name: demo\nhosts: {{a: {{address: {hosts.address('a')}}}, "
             f"b: {{address: {hosts.address('b')}}}}}\n"
-            "storage_nodes: {a0: {host: a, dram: 64M}}\nfrontends: {address: 0.0.0.0}\n"
+            "storage_nodes: {a0: {host: a, dram: 64M}, b0: {host: b, dram: 64M}}\n"
+            "frontends: {address: 0.0.0.0}\n"
             "pools: {prefill: {workers: {a: 1}}, decode: {workers: {b: 1}}}\n"
             "keys: {insecure: true}\n"
         )
