@@ -191,7 +191,11 @@ class EventFeed:
                     stream.disconnect(self.events_address)
             self.events_address = leader.events
             self._access = PeerAccess(leader.events, self._who())
-            self._listen(stream)
+            try:
+                self._listen(stream)
+            except BaseException:
+                self.events_address = ""  # nothing is heard from there: connect again
+                raise
         return True
 
     def _listen(self, stream: zmq.Socket[bytes]) -> None:

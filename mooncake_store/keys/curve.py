@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import logging
 import os
 from dataclasses import dataclass
@@ -174,6 +175,9 @@ def client_keys(address: str) -> list[ClientKeys]:
     ]
 
 
+_MONITORS = itertools.count()
+
+
 class PeerAccess:
     """A client's way in at one address: which keys it tries next, and when it gives up.
 
@@ -203,7 +207,9 @@ class PeerAccess:
             socket.curve_secretkey = self._used.own_secret
             socket.curve_serverkey = self._used.server_public
         if is_tcp(self._address) and self._watched is not socket:
-            self._monitor = socket.get_monitor_socket(EVENTS)
+            # A name of its own: that of a socket is free again only a while after `close`.
+            name = f"inproc://peer-access-{next(_MONITORS)}"
+            self._monitor = socket.get_monitor_socket(EVENTS, name)
             self._watched = socket
         socket.connect(self._address.partition("#")[0])
 
