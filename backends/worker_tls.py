@@ -17,7 +17,8 @@ import grpc
 from backends.errors import WorkerRefused
 from mooncake_store.keys import folder
 from mooncake_store.keys.curve import is_loopback
-from mooncake_store.keys.folder import MEMBER, Keys
+from mooncake_store.keys.folder import MEMBER, Keys, LiveFiles
+from mooncake_store.keys.tls import TlsContexts
 
 HANDSHAKE = ("handshake", "certificate", "ssl", "tls", "wrong_version_number")
 SILENT = ("socket closed", "connection reset", "recvmsg")
@@ -34,14 +35,32 @@ def server_arguments(keys: Keys | None) -> list[str]:
     ]  # fmt: skip
 
 
-def worker_channel(address: str, options: Sequence[tuple[str, object]]) -> grpc.Channel:
-    """To a worker's Triton, with this host's certificate where there are keys."""
+_credentials: dict[Keys, LiveFiles[grpc.ChannelCredentials]] = {}
+
+
+def credentials_now() -> grpc.ChannelCredentials | None:
+    """This host's, the same object until the files change; None where there are no keys."""
     keys = folder.of_process()
     if keys is None:
-        return grpc.insecure_channel(address, list(options))
-    credentials = grpc.ssl_channel_credentials(
+        return None
+    if keys not in _credentials:
+        paths = [keys.certificate, keys.private_key, keys.authorities]
+        _credentials[keys] = LiveFiles(paths, lambda: _read(keys))
+    return _credentials[keys].get()
+
+
+def _read(keys: Keys) -> grpc.ChannelCredentials:
+    _ = TlsContexts(keys).client  # KeysInvalid for files that do not belong together
+    return grpc.ssl_channel_credentials(
         keys.authorities.read_bytes(), keys.private_key.read_bytes(), keys.certificate.read_bytes()
     )
+
+
+def worker_channel(address: str, options: Sequence[tuple[str, object]]) -> grpc.Channel:
+    """To a worker's Triton, with this host's certificate where there are keys."""
+    credentials = credentials_now()
+    if credentials is None:
+        return grpc.insecure_channel(address, list(options))
     named = ("grpc.ssl_target_name_override", MEMBER)
     return grpc.secure_channel(address, credentials, [*options, named])
 

@@ -24,7 +24,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from backends import launch_secret, worker_tls
 from backends.errors import WorkerUnavailable, from_broken_call, from_wire
 from backends.tensors import string_tensor
-from backends.worker_tls import worker_channel
+from backends.worker_tls import credentials_now, worker_channel
 from backends.workers.protocol import (
     CALLS_VERSION,
     REPLY_BODY,
@@ -74,6 +74,7 @@ class Connections:
     """To one Triton, used in turn. `in_use` counts the calls; with GrpcCalls' lock held."""
 
     def __init__(self, address: str) -> None:
+        self.credentials = credentials_now()
         options = OPTIONS if address.startswith(LOOPBACK) else OPTIONS + OTHER_HOST_OPTIONS
         self._channels = [worker_channel(address, options) for _ in range(CONNECTIONS)]
         stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._channels]
@@ -92,6 +93,7 @@ class GrpcCalls:
     def __init__(self) -> None:
         self._connections: dict[str, Connections] = {}
         self._retired: set[str] = set()  # of those: to be closed behind their last call
+        self._replaced: list[Connections] = []  # likewise: others call the same address
         self._running: dict[str, grpc.Call] = {}
         self._lock = threading.Lock()
         self._secret = launch_secret.secret_of_launch()
@@ -138,6 +140,9 @@ class GrpcCalls:
     ) -> Iterator[tuple[Connections, service_pb2_grpc.GRPCInferenceServiceStub]]:
         with self._lock:
             connections = self._connections.get(address)
+            if connections is not None and connections.credentials is not credentials_now():
+                self._replaced.append(connections)  # the host's certificate was renewed
+                connections = None
             if connections is None:
                 connections = self._connections[address] = Connections(address)
             connections.in_use += 1
@@ -160,6 +165,8 @@ class GrpcCalls:
             idle = [each for each in self._retired if not self._connections[each].in_use]
             self._retired.difference_update(idle)
             closing = [self._connections.pop(address) for address in idle]
+            closing += [each for each in self._replaced if not each.in_use]
+            self._replaced = [each for each in self._replaced if each.in_use]
         for connections in closing:
             connections.close()
 
@@ -172,7 +179,7 @@ class GrpcCalls:
 
     def close(self) -> None:
         with self._lock:
-            closing = list(self._connections.values())
+            closing = [*self._connections.values(), *self._replaced]
             self._connections.clear()
             self._retired.clear()
         for connections in closing:

@@ -48,6 +48,7 @@ from backends.launcher.launch_files import LaunchFiles, remove_leftovers
 from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
 from backends.launcher.processes import ChildProcess, Command
+from backends.launcher.renewal import CertificateRenewal, HostTurn
 from backends.launcher.repository import ModelLoad, ModelState, RepositoryMirror, WorkerFolders
 from backends.launcher.triton_arguments import (
     common_arguments,
@@ -98,6 +99,7 @@ class Launcher:
         self.socket_dir = self._files.socket_dir
         self.plan = plan = options.plan(self.socket_dir)
         self._keys: Keys | None = None
+        self._renewal = CertificateRenewal(None, HostTurn("", ""))
         self._etcd: ChildProcess | None = None
         self._directory: ChildProcess | None = None
         self._nodes: list[ChildProcess] = []
@@ -127,6 +129,8 @@ class Launcher:
         triton = environment.find_triton()
         options, plan = self.options, self.plan
         self._keys = self._keys_of_host()
+        turn = HostTurn(plan.directory_address, plan.host)
+        self._renewal = CertificateRenewal(self._keys, turn)
         end_orphans(remove_leftovers())
         self._check(triton)
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -338,11 +342,21 @@ class Launcher:
         """A worker folder that was copied gets a Triton, one that was removed loses it."""
         self._worker_names = self._worker_folders.names()
         self._leaving = [worker for worker in self._leaving if not worker.drain(alive[worker])]
-        for name in self.workers.keys() - self._worker_names:
+        gone = self.workers.keys() - self._worker_names
+        if renewed := self._renewal.due(self.workers.keys() - gone, self._is_whole):
+            gone.add(renewed)  # and its folder is found again once it has ended
+        for name in gone:
             self._leaving.append(self.workers.pop(name))
         busy = {worker.name for worker in self._leaving}
         for name in sorted(self._worker_names - self.workers.keys() - busy):
             self._add_worker(name)
+
+    def _is_whole(self) -> bool:
+        """Does every worker of this host serve?"""
+        if self._leaving or self._worker_names - self.workers.keys():
+            return False
+        states = [triton.states() for triton in self.workers.values()]
+        return all(found and all(each.is_ready for each in found) for found in states)
 
     def news(self) -> list[ModelLoad]:
         """Loads and refusals since the last call."""
@@ -372,6 +386,7 @@ class Launcher:
         any more; then those, so that workers can leave the directory in order."""
         give_up_s = time.monotonic() + STOP_S_MAX
         self._files.say_stopping()
+        self._renewal.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._watch is not None:
@@ -492,6 +507,7 @@ class Launcher:
             options = self.options
             arguments += frontend_arguments(self._admin_key, options.open_apis, options.triton_args)
         else:
+            self._renewal.started(triton.name)
             arguments += worker_arguments(self._admin_key, self._keys)
         # Workers tell the directory where they are called.
         return Command(arguments, self._env | {"MOONCAKE_GRPC": endpoints.called})

@@ -88,6 +88,7 @@ class LiveFiles(Generic[T]):
     def __init__(self, paths: list[Path], read: Callable[[], T]) -> None:
         self._paths, self._read = paths, read
         self._held: tuple[object, T] | None = None
+        self._said = ""
 
     def get(self) -> T:
         """KeysInvalid only when they could never be read; else the last that were whole."""
@@ -102,7 +103,9 @@ class LiveFiles(Generic[T]):
                 if isinstance(error, StoreError):
                     raise
                 raise KeysInvalid(f"cannot read {self._paths[0]}: {error}") from error
-            log.warning("keys are not read again: %s", error)
+            if str(error) != self._said:
+                log.warning("keys are not read again: %s", error)
+                self._said = str(error)
             return held[1]
         self._held = (stamp, value)
         return value
