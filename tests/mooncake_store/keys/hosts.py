@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mooncake_store.keys.authority import Authority
+from mooncake_store.keys.curve import INSECURE_VARIABLE
 from mooncake_store.keys.folder import VARIABLE, Keys
 
 BeAt = Callable[..., None]
@@ -20,6 +21,7 @@ class Hosts:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ours, self.other = folder / "ours", folder / "other"
         self._monkeypatch = monkeypatch
+        monkeypatch.delenv(INSECURE_VARIABLE, raising=False)
         self.authority = Authority.begun(self.ours)
         for host in ("a", "b", "c"):
             self.authority.add_host(host)
