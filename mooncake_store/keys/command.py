@@ -22,8 +22,8 @@ NEXT = {
     "retire": "The old generation is believed no more.",
 }
 COPY = (
-    "Copy to each host its folder ({folder}/HOST). ZeroMQ and KV over TCP read it again by "
-    "themselves; start each host's Tritons again one after the other (a drained one loses nothing)"
+    "Copy to each host its folder ({folder}/HOST). All of it is read again by itself; workers' "
+    "Tritons are drained and started again for it, one after the other"
 )
 
 app = typer.Typer(
@@ -106,7 +106,8 @@ def rotate(folder: Folder, days: Days = 365) -> None:
         typer.echo(f"{COPY.format(folder=folder)}.")
         if step != "retire":
             typer.echo(
-                f"Then `mooncake keys rotate {folder}` again: it will {authority.state.next_step}."
+                "When every worker has begun anew (`mooncake cluster status`), "
+                f"`mooncake keys rotate {folder}` again: it will {authority.state.next_step}."
             )
 
 
