@@ -1,7 +1,11 @@
-"""One fleet of three hosts for the whole run; starting it takes some twenty seconds."""
+"""One fleet of three hosts for the whole run; starting it takes some twenty seconds.
+
+Its hosts know each other by keys. MOONCAKE_FLEET_INSECURE=1 runs the same tests without.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -24,8 +28,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     if reason := why_no_namespaces():
         pytest.skip(reason)
     with Namespaces(NAMES) as namespaces, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOONCAKE_INSECURE", "1")  # this process asks directories too
-        fleet = Fleet(namespaces, tmp_path_factory.mktemp("fleet"))
+        is_secured = os.environ.get("MOONCAKE_FLEET_INSECURE") != "1"
+        fleet = Fleet(namespaces, tmp_path_factory.mktemp("fleet"), is_secured)
+        if is_secured:  # this process asks directories too
+            patch.setenv("MOONCAKE_KEYS", str(fleet.keys / "a"))
+        else:
+            patch.setenv("MOONCAKE_INSECURE", "1")
         try:
             fleet.start()
             yield fleet

@@ -26,6 +26,7 @@ from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.election import Leader, leader_at
 from mooncake_store.errors import StoreError
+from mooncake_store.keys.authority import Authority
 from tests.e2e.server import Answer, Stream, take, tensor, wait_until
 
 NAMES = ("a", "b", "c")
@@ -48,7 +49,7 @@ pools:
   prefill: {{role: prefill, workers: {{a: 1, c: 1}}}}
   decode: {{role: decode, workers: {{b: 1, c: 1}}}}
 conductor: {{hot_hits_per_s: 0.3}}
-keys: {{insecure: true}}
+{keys}
 """
 # One kernel is under all three: what would find that out is told otherwise.
 HOST = (
@@ -60,13 +61,20 @@ HOST = (
 class Fleet:
     """See the module docstring."""
 
-    def __init__(self, namespaces: Namespaces, folder: Path) -> None:
+    def __init__(self, namespaces: Namespaces, folder: Path, is_secured: bool) -> None:
         self.namespaces, self.folder = namespaces, folder
+        self.keys = folder / "keys"  # of this process: those of host a
+        keys = "keys: {insecure: true}"
+        if is_secured:
+            keys = "keys: {folder: keys}\ntrusted_data_network: [e0]"
+            authority = Authority.begun(self.keys)
+            for name in NAMES:
+                authority.add_host(name)
         state = folder / "state"  # one of all hosts: the first to start measures this machine
         self.file = folder / "cluster.yaml"
         lines = [HOST.format(name=name, address=namespaces.address(name), state=state)
                  for name in NAMES]  # fmt: skip
-        self.file.write_text(FILE.format(hosts="\n".join(lines)))
+        self.file.write_text(FILE.format(hosts="\n".join(lines), keys=keys))
         self.hosts = {name: FleetHost(namespaces, name, self.file, folder / f"{name}.log")
                       for name in NAMES}  # fmt: skip
         endpoints = ",".join(f"{namespaces.address(name)}:{ETCD_PORT}" for name in NAMES)
