@@ -162,7 +162,7 @@ class Socket:
 
     def subscribe(self, _: bytes) -> None: ...
 
-    def get_monitor_socket(self, _: int) -> Socket:
+    def get_monitor_socket(self, _events: int, _name: str = "") -> Socket:
         """Of handshakes, none of which fails where there are no keys."""
         return Socket(self.exchange, self.process, zmq.PAIR)
 
