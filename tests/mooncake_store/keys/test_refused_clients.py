@@ -30,7 +30,7 @@ from tests.mooncake_store.keys.hosts import Hosts
 
 ANY_PORT = "tcp://127.0.0.1:*"
 PATIENCE_S = 30.0  # far more than a refusal takes: what needs it all is a mere timeout
-WHO = {"stranger": "does not know the key of this host|key is another", "": "asks for keys"}
+WHO = {"stranger": "does not know the key of this host|key is another", "": "asks? for keys"}
 
 
 class DirectoryThread:
