@@ -17,7 +17,6 @@ from backends.engine.batching.batching import PrefillBatching
 from backends.frontend.lifecycle import events
 from backends.frontend.live_request import LiveRequest
 from backends.workers import jobs
-from conductor.conductor import Conductor
 from mooncake_store import block_keys
 from mooncake_store.client.block_reader import Want
 from mooncake_store.prefix_index.prefix_index import PrefixIndex, Segment
@@ -77,21 +76,9 @@ def what_was_read_is_not_verified(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Want, "is_whole", lambda self: True)
 
 
-def a_lost_attempt_stays_reserved(patch: pytest.MonkeyPatch) -> None:
-    finished = Conductor.on_finished
-
-    def planted(
-        self: Conductor, request_id: str, now_s: float, output_tokens: int | None = None
-    ) -> None:
-        if output_tokens is not None:
-            finished(self, request_id, now_s, output_tokens)
-
-    patch.setattr(Conductor, "on_finished", planted)
-
-
 DEFECTS: list[Plant] = [
     a_leased_block_is_evicted, a_key_leaves_out_the_last_token, an_event_is_lost,
     a_prefix_counts_one_block_more, a_prompt_begins_one_token_late,
     a_dead_writers_slot_does_not_rest, a_token_is_sent_again_after_a_loss,
-    what_was_read_is_not_verified, a_lost_attempt_stays_reserved,
+    what_was_read_is_not_verified,
 ]  # fmt: skip
