@@ -26,14 +26,12 @@ from mooncake_store.keys.folder import VARIABLE
 from mooncake_store.transports.tcp_transport import TcpTransport
 from mooncake_store.wire.mailbox import Outbox
 from mooncake_store.wire.node_protocol import NodeClient
-from tests.fleet import site
 from tests.fleet.site import NAMES, Fleet
 
 pytestmark = [
     pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600), pytest.mark.xdist_group("fleet"),
 ]  # fmt: skip
 
-KEYS = "keys: {{folder: keys}}\ntrusted_data_network: [e0]"
 RENEWED_S_MAX = 120.0
 PROMPT = [40 + n for n in range(2 * 64 + 3)]
 # Who asks for no key: clients' ports, metrics, etcd.
@@ -44,12 +42,10 @@ class KeyedFleet(Fleet):
     """This process is a host of the cluster, `outside`, on which nothing runs."""
 
     def __init__(self, namespaces: Namespaces, folder: Path) -> None:
-        self.keys = folder / "keys"
-        self.authority = Authority.begun(self.keys)
-        for host in (*NAMES, "outside"):
-            self.authority.add_host(host, may_direct=host != "outside")
+        super().__init__(namespaces, folder, is_secured=True)
+        self.authority = Authority.read(self.keys)
+        self.authority.add_host("outside", may_direct=False)
         Authority.begun(folder / "other").add_host("stranger")
-        super().__init__(namespaces, folder)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +53,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedFleet]:
     if reason := why_no_namespaces():
         pytest.skip(reason)
     with Namespaces(NAMES) as namespaces, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(site, "FILE", site.FILE.replace("keys: {{insecure: true}}", KEYS))
         made = KeyedFleet(namespaces, tmp_path_factory.mktemp("keyed"))
         patch.setenv(VARIABLE, str(made.keys / "outside"))
         patch.delenv("MOONCAKE_INSECURE", raising=False)
