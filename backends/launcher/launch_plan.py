@@ -12,6 +12,7 @@ from pathlib import Path
 
 from backends.cluster.host_plan import DirectoryPlan, FrontendPlan, HostPlan, NodePlan
 from mooncake_store.cli.serving import directory_address, events_address
+from mooncake_store.transports.host_topology import TRUSTED_NICS
 
 LOOPBACK = "127.0.0.1"
 
@@ -49,6 +50,9 @@ class ServeOptions:
             directory_address=directory,
             events_address=events,
             metrics=f"{self.metrics_address}:{self.metrics_port}",
+            # There is no other host, so NIXL keeps to the loopback: its ports know no keys, and a
+            # network card that is taken away while UCX uses it ends the process.
+            environment={TRUSTED_NICS: ""},
             directory=DirectoryPlan(
                 listen=directory, listen_events=events, advertised=directory,
                 advertised_events=events, etcd="", ttl_s=0,

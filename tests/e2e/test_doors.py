@@ -143,3 +143,16 @@ def test_the_secret_of_the_launch_is_in_no_argument_and_no_log(demo: Server) -> 
     assert len(secret) >= 32
     assert not [p for p in family if any(secret in argument for argument in p.cmdline())]
     assert secret not in demo.triton_log() + demo.log.read_text()
+
+
+def test_nothing_of_one_machine_listens_beyond_the_loopback(demo: Server) -> None:
+    """UCX's ports among them: they know no keys."""
+    family = psutil.Process(demo.process.pid).children(recursive=True)
+    listening = {
+        (Path(process.exe()).name, connection.laddr.ip.removeprefix("::ffff:"))
+        for process in family
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening
+    assert {address for _, address in listening} <= {"127.0.0.1", "::1"}, listening

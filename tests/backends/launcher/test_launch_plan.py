@@ -23,6 +23,7 @@ etcd: {hosts: [a, b, c]}
 directories: {hosts: [a, b]}
 storage_nodes:
   a0: {host: a, dram: 64M, ssd: 1G}
+  b0: {host: b, dram: 64M}
 frontends: {hosts: [a], address: 0.0.0.0}
 pools:
   prefill: {role: prefill, workers: {a: 1, b: 1}}
@@ -55,7 +56,8 @@ def test_one_machine_has_unix_sockets_and_no_etcd_and_its_folders_are_as_ever(
         plan, sockets = launcher.plan, launcher.socket_dir
         assert plan.directory_address == f"ipc://{sockets}/directory"
         assert plan.events_address == f"ipc://{sockets}/events"
-        assert plan.etcd is None and plan.environment == {} and plan.deployment == ""
+        assert plan.etcd is None and plan.deployment == ""
+        assert plan.environment == {"MOONCAKE_TRUSTED_NICS": ""}, "NIXL keeps to the loopback"
         assert [node.control for node in plan.storage_nodes] == [
             f"ipc://{sockets}/s0", f"ipc://{sockets}/s1",
         ]  # fmt: skip
