@@ -482,7 +482,7 @@ def test_when_everything_is_over_nothing_is_reserved_anywhere(
         frontend_silent_s_max=60.0,
     )  # fmt: skip
     world = ManyFrontends(seed, 3, config, *shares)
-    world.run(700)
+    world.run(400)
     assert world.most_elsewhere > 1, "too dull to prove anything"
     world.end(says_it)
     # A frontend that died in the middle of it is given up when it was silent for long enough.
