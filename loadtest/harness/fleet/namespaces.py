@@ -52,6 +52,7 @@ SWITCH = "switch"
 SUBNETS, HOSTS_MAX, LINKS_MAX = 250, 200, 4
 OUTSIDE = 254  # the last byte of this process's own address
 END_S_MAX = 10.0
+_LABEL = re.compile(r"lo:mc(\d+)")  # of this process's own address
 _NAME = re.compile(r"mc-(\d+)(?:\.\d+)?-[A-Za-z0-9_]+")
 
 
@@ -171,6 +172,8 @@ class Namespaces:
         with contextlib.suppress(NamespaceFailed):
             # With its namespace it would go too, but later.
             run_tool("ip", "-n", self.name(SWITCH), "link", "del", "outside")
+        with contextlib.suppress(NamespaceFailed):
+            run_tool("ip", "addr", "del", f"{self.outside}/32", "dev", "lo")
         _remove([self.name(host) for host in (*self.hosts, SWITCH)])
 
     def _address(self, number: int, link: str) -> str:
@@ -197,12 +200,15 @@ class Namespaces:
         self._in(SWITCH, f"link set {port} master {link} up")
 
     def _connect_outside(self) -> None:
+        """This process's address is the loopback's, and its interface has none: UCX uses every
+        interface with an address, and a process that uses one ends when it is removed."""
         own = f"mc{os.getpid()}s{self._subnet}"
         run_tool(*f"ip link add {own} type veth peer name outside netns "
                  f"{self.name(SWITCH)}".split())  # fmt: skip
         run_tool(*f"ip link set {own} addrgenmode none up".split())
-        run_tool(*f"ip addr add {self.outside}/24 dev {own}".split())
         self._in(SWITCH, "link set outside master e0 up")
+        run_tool(*f"ip addr add {self.outside}/32 dev lo label lo:mc{os.getpid()}".split())
+        run_tool(*f"ip route add {self.network('e0')} dev {own} src {self.outside}".split())
 
     def _in(self, host: str, words: str) -> None:
         run_tool("ip", "-n", self.name(host), *words.split())
@@ -217,7 +223,18 @@ def remove_leftovers() -> list[str]:
             if match and not _lives(int(match[1]), path.stat().st_mtime):
                 dead.append(path.name)
     _remove(dead)
+    for label, address in _addresses_of_loopback():
+        match = _LABEL.fullmatch(label)
+        if match and not psutil.pid_exists(int(match[1])):
+            run_tool("ip", "addr", "del", f"{address}/32", "dev", "lo")
     return dead
+
+
+def _addresses_of_loopback() -> list[tuple[str, str]]:
+    """Label and address of each."""
+    found = run_tool("ip", "-j", "-4", "addr", "show", "lo")
+    listed: list[dict[str, Any]] = json.loads(found or "[]")
+    return [(each["label"], each["local"]) for link in listed for each in link["addr_info"]]
 
 
 def _lives(pid: int, made_s: float) -> bool:
