@@ -15,7 +15,7 @@ serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctr
 	@exec $(BIN)/mooncake serve $(ARGS)
 
 test: $(READY)  ## set up, then run the tests, the real Triton included (ARGS="-k name" picks some)
-	@exec $(BIN)/python -m pytest -m "not long" -n 2 --dist loadgroup $(ARGS)
+	@exec $(BIN)/python -m pytest -m "not long" -n 2 $(ARGS)
 
 test-quick: $(READY)  ## the tests that start no server, in less than two minutes
 	@exec $(BIN)/python -m pytest -m "not e2e and not servers and not long" -n 2 $(ARGS)

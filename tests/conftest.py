@@ -61,14 +61,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One system under Triton at a time, and file by file all else beside it: two cores carry no
-    more. (The groups of pytest-xdist 3.8 do nothing under pytest 9.2, which keeps ids elsewhere.)
+    """One system under Triton at a time, one fleet, and file by file all else beside them: two
+    cores carry no more. (The groups of pytest-xdist 3.8 do nothing under pytest 9.2, which keeps
+    ids elsewhere.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class OneTriton(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+            for folder in ("tests/e2e", "tests/fleet"):
+                if nodeid.startswith(f"{folder}/"):
+                    return folder
+            return nodeid.partition("::")[0]
 
     return OneTriton(config, log)
 

@@ -28,7 +28,7 @@ from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.durable_log import DurableLog, LogChange
 from mooncake_store.directory.core.holder import Pin
 from mooncake_store.directory.journal import SavedState, StateJournal
-from mooncake_store.errors import StoreError, StoreUnavailable
+from mooncake_store.errors import RequestInvalid, StoreError, StoreUnavailable
 from mooncake_store.wire.directory_protocol import PinKeys, SetQuota
 from mooncake_store.wire.request_reply import Later, Responder
 
@@ -62,7 +62,10 @@ def restore(
         for _, record in state.pins
     )
     for tenant, quota_bytes in state.quotas.items():
-        directory.set_quota(tenant, quota_bytes, now_s)
+        try:
+            directory.set_quota(tenant, quota_bytes, now_s)
+        except RequestInvalid as error:  # somebody else's writing must not end every directory
+            log.warning("the quota of tenant %s in etcd is left out: %s", tenant, error)
     known.outnumber(state.number)
     if state.pins or state.quotas:
         log.info(

@@ -18,6 +18,7 @@ Not here: what a process reads of its folder (folder.py), the commands (command.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
@@ -109,11 +110,15 @@ class Authority:
 
     # ---- hosts
 
-    def add_host(self, host: str, may_direct: bool = True, days: float = DAYS) -> None:
-        """Keys for one more host, or a fresh certificate for one that is there."""
+    def add_host(self, host: str, may_direct: bool | None = None, days: float = DAYS) -> None:
+        """Keys for one more host, or a fresh certificate for one that is there.
+
+        `may_direct` None: as it is, and yes for a new one.
+        """
         if not NAME.fullmatch(host) or host == FOLDER:
             raise RequestInvalid(f"{host!r} is no name of a host: use a-z, 0-9, - and .")
-        self.state.hosts[host] = may_direct
+        as_it_is = self.state.hosts.get(host, True)
+        self.state.hosts[host] = as_it_is if may_direct is None else may_direct
         for generation in self.state.generations:
             if host not in generation.hosts:
                 generation.hosts[host] = _key_pair()
@@ -128,10 +133,11 @@ class Authority:
         del self.state.hosts[host]
         for generation in self.state.generations:
             generation.hosts.pop(host, None)
+        self._write(hosts=[])  # first: what follows is of no consequence to who is let in
         for name in host_folder.FILES:
             (self.path / host / name).unlink(missing_ok=True)
-        (self.path / host).rmdir()
-        self._write(hosts=[])
+        with contextlib.suppress(OSError):  # it was moved to its host, or has a file of somebody's
+            (self.path / host).rmdir()
 
     # ---- renewal
 

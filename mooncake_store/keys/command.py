@@ -71,8 +71,13 @@ def add_host(
     host: Annotated[str, typer.Argument(help="its name in the cluster file")],
     days: Days = 365,
     directory: Annotated[
-        bool, typer.Option(help="whether a directory may run there: it gets the directory's key")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--directory/--no-directory",
+            help="whether a directory may run there: it gets the directory's key "
+            "(as it is; yes for a new host)",
+        ),
+    ] = None,
 ) -> None:
     """Keys for one more host, or a fresh certificate for one that is there."""
     from mooncake_store.keys.authority import Authority

@@ -100,6 +100,7 @@ def secured_server(
         return ""
     guard(context, keys)
     socket.zap_domain = DOMAIN
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its gate nobody comes in
     socket.curve_server = 1
     if is_directory:
         set_directory_key(socket, keys)
@@ -232,14 +233,19 @@ class PeerAccess:
         return not is_known or len(known) > 1
 
     def _newest_failure(self) -> int | None:
-        """The event; None when nothing failed, or something has worked since."""
+        """The event; None when nothing failed, or something has worked since.
+
+        However often ZeroMQ has tried these keys by itself since the last look counts as once: the
+        others that this host has are still to be tried.
+        """
         failure = None
         while self._monitor is not None and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failures, failure = 0, None
             else:
-                self._failures, failure = self._failures + 1, event
+                failure = event
+        self._failures += failure is not None
         return failure
 
     def _causes(self, failure: int) -> str:

@@ -39,7 +39,7 @@ def guard(context: zmq.Context[Any], keys: Keys) -> None:
         if context in _gates:
             _gates[context].keys = keys
             return
-        gate = _gates[context] = KeyGate(keys)
+        gate = KeyGate(keys)
         # A shadow: whoever destroys the context closes the sockets that it made, and this one is
         # another thread's.
         shadow: zmq.Context[Any] = zmq.Context.shadow(context.underlying)
@@ -48,6 +48,7 @@ def guard(context: zmq.Context[Any], keys: Keys) -> None:
         questions.bind(ADDRESS)
         thread = threading.Thread(target=gate.run, args=(questions,), name="zap", daemon=True)
         thread.start()
+        _gates[context] = gate
 
 
 class KeyGate:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from mooncake_store.keys.folder import of_process
 from mooncake_store.transports.paths.nic_choice import DataNetwork, Interface, data_network
 from mooncake_store.transports.paths.topology import LINK, NETS, NODES, PCIS, RDMAS, Topology, parse
 
@@ -125,9 +126,10 @@ def _addresses(name: str) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interf
 
 def host_data_network() -> DataNetwork:
     """Which cards of this host move KV by NIXL to other hosts, as the environment says now."""
-    return data_network(
-        host_interfaces(), os.environ.get(TRUSTED_NICS), os.environ.get("UCX_NET_DEVICES", "")
-    )
+    # UCX's ports know no keys: where everything else asks for them, cards have to be named.
+    unless_named = None if of_process() is None else ""
+    trusted = os.environ.get(TRUSTED_NICS, unless_named)
+    return data_network(host_interfaces(), trusted, os.environ.get("UCX_NET_DEVICES", ""))
 
 
 def has_carrier(interface: str) -> bool:

@@ -1,4 +1,4 @@
-"""One fleet of three hosts for the whole run; starting it takes some twenty seconds.
+"""One fleet of three hosts for all tests of this folder; starting it takes some twenty seconds.
 
 Its hosts know each other by keys. MOONCAKE_FLEET_INSECURE=1 runs the same tests without.
 """
@@ -23,7 +23,7 @@ LONG_TOKENS = 1_200  # of an answer that something happens to: some two seconds
 CHECKED_TOKENS = 150
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # then it is gone, and with it this process's keys
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     if reason := why_no_namespaces():
         pytest.skip(reason)

@@ -15,7 +15,7 @@ from tests.e2e.server import Answer, Stream, wait_until
 from tests.fleet.conftest import CHECKED_TOKENS, LONG_TOKENS
 from tests.fleet.site import BACK_S_MAX, NAMES, B, Fleet
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("fleet")]
+pytestmark = pytest.mark.e2e
 
 LAYERS, KV_HEADS, HEAD_DIM, SCALAR_BYTES = 4, 2, 32, 4  # backends/demo_checkpoint/config.json
 BLOCK_BYTES = LAYERS * 2 * KV_HEADS * B * HEAD_DIM * SCALAR_BYTES

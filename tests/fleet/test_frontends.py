@@ -12,7 +12,7 @@ from tests.fleet.conftest import LONG_TOKENS
 from tests.fleet.site import BACK_S_MAX, Fleet
 from tests.fleet.test_fleet import LONG_BEFORE, fresh_prompt, rest_of, wait_whole
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("fleet")]
+pytestmark = pytest.mark.e2e
 BATCHES = "mooncake_routing_note_batches_total"
 
 

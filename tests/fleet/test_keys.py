@@ -29,7 +29,7 @@ from mooncake_store.wire.node_protocol import NodeClient
 from tests.fleet.site import NAMES, Fleet
 
 pytestmark = [
-    pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600), pytest.mark.xdist_group("fleet"),
+    pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600),
 ]  # fmt: skip
 
 RENEWED_S_MAX = 120.0

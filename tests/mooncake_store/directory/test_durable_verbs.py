@@ -18,6 +18,7 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core import durable_log, leases
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.durable_log import DurableLog, LogChange, PinRecord
+from mooncake_store.directory.core.tenants import TENANTS_MAX
 from mooncake_store.directory.durable_verbs import DurableVerbs, restore
 from mooncake_store.directory.journal import SavedState, StateJournal
 from mooncake_store.directory.server import DirectoryServer
@@ -195,4 +196,14 @@ def test_a_new_directory_pins_what_was_left_for_as_long_as_was_left() -> None:
     assert [key in directory.pins for key in KEYS[:6]] == [True, False, False, False, True, True]
     directory.tick(50.0)
     assert len(directory.pins) == 1
+    directory.check()
+
+
+def test_more_quotas_in_etcd_than_a_directory_takes_do_not_end_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory = Directory(5)
+    restore(directory, SavedState(quotas={f"t{n}": 1 for n in range(TENANTS_MAX + 1)}), 0.0)
+    assert len(directory.stats(0.0).tenants) == TENANTS_MAX
+    assert f"t{TENANTS_MAX} in etcd is left out" in caplog.text
     directory.check()

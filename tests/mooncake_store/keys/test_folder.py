@@ -23,6 +23,7 @@ from mooncake_store.keys.folder import (
     of_process,
 )
 from mooncake_store.keys.tls import certificate_problems
+from mooncake_store.transports.host_topology import TRUSTED_NICS, host_data_network
 from tests.mooncake_store.keys.hosts import Hosts
 
 
@@ -125,10 +126,31 @@ def test_the_commands_take_a_cluster_through_its_life(tmp_path: Path) -> None:
     for step in ("prepare", "switch", "retire"):
         assert run(app, ["rotate", folder]).output.startswith(step)
         assert run(app, ["check", folder]).exit_code == 0
+    assert run(app, ["add-host", folder, "w"]).exit_code == 0
+    assert "no directory may run there" in run(app, ["show", folder]).output, "as it was"
     assert run(app, ["remove-host", folder, "w"]).exit_code == 0
     assert not (tmp_path / "keys" / "w").exists()
     assert "there is no host w" in run(app, ["remove-host", folder, "w"]).output
     assert "no keys are made in" in run(app, ["show", str(tmp_path)]).output
+
+
+def test_a_host_whose_folder_was_moved_away_is_removed(tmp_path: Path) -> None:
+    folder, run = str(tmp_path / "keys"), CliRunner().invoke
+    run(app, ["init", folder, "--host", "a", "--host", "b"])
+    (tmp_path / "keys" / "b").rename(tmp_path / "b")
+    assert run(app, ["remove-host", folder, "b"]).exit_code == 0
+    assert "b: certificate" not in run(app, ["show", folder]).output
+
+
+def test_nixl_is_closed_to_other_hosts_where_keys_are_asked_for_and_no_card_is_named(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TRUSTED_NICS, raising=False)
+    monkeypatch.delenv(key_folder.VARIABLE, raising=False)
+    assert not host_data_network().is_closed
+    monkeypatch.setenv(key_folder.VARIABLE, str(hosts.ours / "a"))
+    assert host_data_network().is_closed
+    assert host_data_network().shared_devices == "lo"
 
 
 @pytest.mark.parametrize("name", ["", "A", "../up", "a/b", "authority", "x" * 70])

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from mooncake_store.transports import nixl_agent
+from mooncake_store.transports import nixl_agent, nixl_transport
 from mooncake_store.transports.nixl_agent import (
     NixlUnavailable,
     load_nixl,
@@ -102,7 +102,10 @@ def test_a_ucx_that_cannot_start_is_an_error_with_a_remedy() -> None:
     assert "NixlUnavailable" in ran.stderr and "leave UCX_TLS unset" in ran.stderr
 
 
-def test_the_lanes_of_a_closed_transport_are_used_again_unless_one_failed() -> None:
+def test_the_lanes_of_a_closed_transport_are_used_again_unless_one_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl_transport, "_spare", [])  # other tests leave some too
     first = NixlTransport()
     [lane] = first._lanes
     first.register(np.zeros(4096, np.uint8))
