@@ -30,7 +30,7 @@ from backends.cluster.deployment import (
     WorkerSpec,
     is_loopback,
 )
-from backends.cluster.section import FileSection, Mistakes, did_you_mean
+from backends.cluster.section import PORT_MAX, FileSection, Mistakes, did_you_mean
 from backends.cluster.yaml_tree import CHARACTERS_MAX, YamlEntry, YamlInvalid, read_tree
 from backends.config_pbtxt import (
     FrontendConfig,
@@ -333,6 +333,9 @@ class _PoolReader:
             self._check(role, parameters, section)
         port = section.port("grpc_port", grpc_port)
         workers = tuple(self._workers(role, parameters, port))
+        if any(worker.grpc_port > PORT_MAX for worker in workers):
+            section.note("grpc_port", f"is {port}, and the next workers of a host have the next "
+                         f"ports, beyond {PORT_MAX}: use a lower one")  # fmt: skip
         elastic = self._elastic()
         if not section.has("workers") and elastic is None:
             self.file.mistakes.note(
@@ -479,6 +482,10 @@ def _check_addresses(deployment: Deployment, top: FileSection) -> None:
         for name in local:
             what = f"host {name} has a loopback address, which the other hosts cannot reach"
             top.note("hosts", what)
+    for host in hosts:
+        if is_loopback(host.listen) and not is_loopback(host.address):
+            what = f"host {host.name} listens on loopback, where nobody reaches {host.address}"
+            top.note("hosts", f"{what}: remove its listen")
     identities = [host.identity for host in hosts if host.identity]
     for identity in {each for each in identities if identities.count(each) > 1}:
         top.note("hosts", f"two hosts have the identity {identity!r}: each needs its own")
@@ -540,4 +547,4 @@ def _is_address(text: str) -> bool:
 
 
 def _is_port(text: str) -> bool:
-    return bool(re.fullmatch(r"[1-9]\d{0,4}", text, re.ASCII)) and int(text) <= 65_535
+    return bool(re.fullmatch(r"[1-9]\d{0,4}", text, re.ASCII)) and int(text) <= PORT_MAX

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from backends.cluster.yaml_tree import YamlEntry
 
 SIZE = re.compile(r"(\d{1,15})\s*([KMGT]?)(iB|B)?", re.IGNORECASE)
+PORT_MAX = 65_535
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
@@ -50,7 +51,7 @@ class FileSection:
         self._keys = (entry.keys or {}) if entry else {}
         self._key_lines = entry.key_lines if entry else {}
         self._asked: set[str] = set()
-        self.is_there = bool(entry and entry.keys)
+        self.is_there = bool(entry and entry.keys is not None)
         if entry and entry.keys is None and not entry.is_empty:
             mistakes.note(entry.line, path, "must be a mapping of keys to values")
 
@@ -120,7 +121,7 @@ class FileSection:
         return default
 
     def port(self, key: str, default: int) -> int:
-        return self.number(key, default, 1, 65_535)
+        return self.number(key, default, 1, PORT_MAX)
 
     def size_bytes(self, key: str, default: int) -> int:
         text = self.text(key)

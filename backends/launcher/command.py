@@ -6,6 +6,7 @@ Not here: what serving consists of (launch.py).
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from backends.cluster.deployment import ClusterFileInvalid
+from backends.cluster.deployment import ClusterFileInvalid, Deployment, is_loopback
 from backends.cluster.host_plan import HostPlan, host_plan, pool_host_plan
 from backends.launcher.environment import EnvironmentProblem
 from backends.launcher.launch import (
@@ -31,6 +32,7 @@ from mooncake_store.cli.arguments import parse_bytes
 from mooncake_store.keys import folder
 
 console = Console(stderr=True, highlight=False)
+ELASTIC_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 READY_S_MAX = 300.0  # on one machine; a host of a deployment waits for the others
 
 
@@ -110,7 +112,7 @@ def serve(
         "triton_args": tuple(triton_arg or ()),
     }  # fmt: skip
     if cluster is not None:
-        refuse_options_of_one_machine(context)
+        refuse_options_of_one_machine(context, is_elastic=bool(pool))
         plan = plan_in_file(cluster, host, pool, address, model_repository)
         ready = {} if ready_s_max is None else {"ready_s_max": ready_s_max}
         sys.exit(serve_until_stopped(HostOptions(plan, **ready, **more)))
@@ -125,8 +127,10 @@ def serve(
     )))  # fmt: skip
 
 
-def refuse_options_of_one_machine(context: typer.Context) -> None:
-    sources = {name: context.get_parameter_source(name) for name in OF_ONE_MACHINE}
+def refuse_options_of_one_machine(context: typer.Context, is_elastic: bool) -> None:
+    """Only an elastic host says its address itself."""
+    names = OF_ONE_MACHINE if is_elastic else (*OF_ONE_MACHINE, "address")
+    sources = {name: context.get_parameter_source(name) for name in names}
     given = [f"--{name.replace('_', '-')}" for name, source in sources.items()
              if source is not None and source.name == "COMMANDLINE"]  # fmt: skip
     if given:
@@ -150,6 +154,8 @@ def plan_in_file(
         deployment = load(path)
     except ClusterFileInvalid as error:
         refuse(str(error))
+    if pool:
+        refuse_what_is_no_elastic_host(deployment, host, address)
     try:
         plan = (
             pool_host_plan(deployment, pool, host, address) if pool else host_plan(deployment, host)
@@ -169,6 +175,18 @@ def plan_in_file(
     plan = with_own_keys(plan, pool or host)
     os.environ.update(plan.environment)  # this process asks etcd and the directory as well
     return plan
+
+
+def refuse_what_is_no_elastic_host(deployment: Deployment, host: str, address: str) -> None:
+    """Its worker and storage node are known to all others by this name and at this address."""
+    taken = {*deployment.hosts, *(node.name for node in deployment.storage_nodes)}
+    if not ELASTIC_NAME.fullmatch(host):
+        refuse(f"--host {host!r}: an elastic host needs a name of a-z, 0-9 and -, as a pod's")
+    if host in taken:
+        refuse(f"--host {host!r} is in the cluster file: an elastic host has a name of its own")
+    others = [each.address for each in deployment.hosts.values()]
+    if is_loopback(address) and not all(is_loopback(other) for other in others):
+        refuse(f"--address {address}: say where the other hosts reach this one (--address IP)")
 
 
 def with_own_keys(plan: HostPlan, owner: str) -> HostPlan:

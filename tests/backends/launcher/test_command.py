@@ -34,3 +34,38 @@ def test_a_signal_while_the_refusal_is_printed_cannot_cut_it(
     assert result.exit_code == 1, result.exception
     assert "slots is 0" in result.output
     assert len(stopped) == 1
+
+
+FLEET = """
+name: demo
+hosts: {a: {address: 10.77.0.1}}
+storage_nodes: {a0: {host: a, dram: 64M}}
+pools:
+  prefill: {role: prefill, workers: {a: 1}}
+  decode: {role: decode, elastic: {}}
+keys: {insecure: true}
+"""
+POD = ("--pool", "decode", "--host", "decode-x7", "--address", "10.77.0.9")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--host", "a", "--address", "10.77.0.1"), "with --cluster the file says this"),
+        (POD[:4], "say where the other hosts reach this one"),
+        ((*POD[:3], "", *POD[4:]), "needs a name"),
+        ((*POD[:3], "My Host/..", *POD[4:]), "needs a name"),
+        ((*POD[:3], "a", *POD[4:]), "is in the cluster file"),
+        ((*POD[:3], "a0", *POD[4:]), "is in the cluster file"),
+        (("--pool", "prefill", *POD[2:]), "takes one of decode"),
+    ],
+)
+def test_a_host_that_the_cluster_cannot_know_by_this_name_and_address_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(FLEET)
+    result = CliRunner().invoke(cli.app, ["serve", "--cluster", str(file), *arguments])
+    assert result.exit_code == 2, result.output
+    assert said in result.output
+    assert [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"], "nothing is rendered"
