@@ -21,7 +21,7 @@ test-quick: $(READY)  ## the tests that start no server, in less than two minute
 	@exec $(BIN)/python -m pytest -m "not e2e and not servers and not long" -n 2 $(ARGS)
 
 test-long: $(READY)  ## torture, freezes, full disks, whole traces: what `make test` leaves out
-	@exec $(BIN)/python -m pytest -m long $(ARGS)
+	@exec $(BIN)/python -m pytest -m long --ignore=tests/fleet --ignore=tests/chaos_serve $(ARGS)
 
 test-fleet: $(READY)  ## three hosts in network namespaces (as root), 20 s of chaos-serve among it
 	@exec $(BIN)/python -m pytest tests/fleet tests/chaos_serve $(ARGS)
