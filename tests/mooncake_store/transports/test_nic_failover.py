@@ -368,7 +368,7 @@ def test_hosts_with_one_card_each_have_one_agent_as_ever(tmp_path: Path) -> None
         hosts.close()
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(120, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [6, pytest.param(40, marks=pytest.mark.long)])
 def test_random_cuts_during_random_reads_and_writes(hosts: TwoHosts, steps: int, seed: int) -> None:
     """Bytes are always right, and the loss of a card that carries only KV costs no block."""
     chance, client = random.Random(seed), hosts.client
