@@ -20,6 +20,11 @@ def make_secret() -> str:
     return secrets.token_hex(16)
 
 
+def insecure_secret(deployment: str) -> str:
+    """Of a deployment without keys: it only keeps two deployments apart."""
+    return f"insecure-{deployment}"
+
+
 def secret_of_launch() -> str:
     return os.environ.get(SECRET_VARIABLE, "")
 

@@ -12,8 +12,7 @@ from backends import launch_secret
 from backends.cluster.deployment import ClusterFileInvalid, Deployment
 from backends.cluster.host_plan import directory_address
 from mooncake_store.keys import folder as keys_folder
-
-INSECURE_VARIABLE = "MOONCAKE_INSECURE"
+from mooncake_store.keys.curve import INSECURE_VARIABLE
 
 
 def join_as_operator(deployment: Deployment, host: str = "") -> str:
@@ -29,7 +28,7 @@ def join_as_operator(deployment: Deployment, host: str = "") -> str:
         os.environ[keys_folder.VARIABLE] = str(folder)
         secret = (folder / keys_folder.SECRET).read_text().strip()
     else:
-        secret = f"insecure-{deployment.name}"  # as the launcher says where there are no keys
+        secret = launch_secret.insecure_secret(deployment.name)
     os.environ[launch_secret.SECRET_VARIABLE] = secret
     return directory_address(deployment)
 

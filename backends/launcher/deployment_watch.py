@@ -15,10 +15,10 @@ from backends.launcher.etcd_member import ask_etcd
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.election import EtcdFailed, NoLeader, leader_at
 from mooncake_store.errors import StoreError
+from mooncake_store.wire.addresses import ELECTED
 
 WATCH_S = 2.0
 ASK_S_MAX = 1.5
-ELECTED = "etcd://"
 
 
 @dataclass(frozen=True, slots=True)

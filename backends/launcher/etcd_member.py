@@ -22,6 +22,7 @@ from typing import Any
 import requests
 
 from backends.cluster.host_plan import EtcdMember
+from mooncake_store.directory.etcd import etcd_session
 
 HEARTBEAT_MS, ELECTION_MS = 100, 1_000  # etcd's own defaults, for hosts of one site
 ASK_S_MAX = 1.0
@@ -100,7 +101,7 @@ def _change(member: EtcdMember, endpoint: str, verb: str, body: dict[str, Any]) 
 def _cluster_call(endpoint: str, verb: str, body: dict[str, Any]) -> dict[str, Any] | None:
     """None when it was not carried out."""
     try:
-        with _session() as session:
+        with etcd_session() as session:
             answer = session.post(
                 f"http://{endpoint}/v3/cluster/member/{verb}", json=body, timeout=CHANGE_S_MAX
             )
@@ -139,13 +140,7 @@ def ask_etcd(endpoints: Sequence[str]) -> EtcdAnswers:
 
 def _is_there(endpoint: str) -> bool:
     try:
-        with _session() as session:
+        with etcd_session() as session:
             return session.get(f"http://{endpoint}/version", timeout=ASK_S_MAX).status_code == 200
     except requests.RequestException:
         return False
-
-
-def _session() -> requests.Session:
-    session = requests.Session()
-    session.trust_env = False  # etcd is near, whatever http_proxy says
-    return session

@@ -433,11 +433,12 @@ class Launcher:
             raise environment.EnvironmentProblem(str(error)) from None
 
     def _secret(self) -> str:
-        """A new one for one machine; the hosts of a deployment have one in common, which without
-        keys only keeps two deployments apart."""
+        """A new one for one machine; the hosts of a deployment have one in common."""
         if not self.plan.deployment:
             return launch_secret.make_secret()
-        return self._keys.secret if self._keys else f"insecure-{self.plan.deployment}"
+        if self._keys is not None:
+            return self._keys.secret
+        return launch_secret.insecure_secret(self.plan.deployment)
 
     def _serves_models(self) -> bool:
         """A host may have storage nodes or a directory alone."""

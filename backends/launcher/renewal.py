@@ -22,6 +22,7 @@ from mooncake_store.directory.election import Leader, Leadership, campaign, pars
 from mooncake_store.errors import StoreError
 from mooncake_store.keys.folder import Keys, LiveFiles
 from mooncake_store.keys.tls import TlsContexts
+from mooncake_store.wire.addresses import ELECTED
 
 SETTLED_S = 3.0  # a folder that is being copied changes file by file
 WHOLE_S = 2.0  # all workers serve for so long before the next one is restarted
@@ -41,7 +42,7 @@ class HostTurn:
         self._is_over = threading.Event()
 
     def is_held(self) -> bool:
-        if not self._address.startswith("etcd://"):
+        if not self._address.startswith(ELECTED):
             return True
         if self._held is not None and not self._held.may_serve():
             self.give_back()

@@ -23,6 +23,7 @@ from mooncake_store.records.events import Snapshot
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.records.status import DirectoryStats
 from mooncake_store.wire import directory_protocol as protocol
+from mooncake_store.wire.addresses import ELECTED
 from mooncake_store.wire.request_reply import Connection, Requester, ZeroMqConnection
 from mooncake_store.wire.unix_socket import UnixConnection, direct_path
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mooncake_store.client")
 T = TypeVar("T")
-ELECTED = "etcd://"  # an address that names an election (election.py)
 Decoder = msgspec.msgpack.Decoder
 
 _NONE = Decoder(type(None))

@@ -30,9 +30,9 @@ from msgspec import structs
 
 from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, decimal
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
+from mooncake_store.wire.addresses import ELECTED
 
 log = logging.getLogger("mooncake_store.election")
-SCHEME = "etcd://"
 PREFIX = "mooncake/directory"
 TTL_S = 3
 MARGIN = 0.2  # of the TTL: the leader stops that much before etcd could give its lead away
@@ -237,9 +237,9 @@ class ElectedAddress:
 
 
 def parse_address(address: str, timeout_s: float = 1.0) -> tuple[EtcdClient, str]:
-    hosts, _, prefix = address.removeprefix(SCHEME).partition("/")
+    hosts, _, prefix = address.removeprefix(ELECTED).partition("/")
     names = [host for host in hosts.split(",") if host]
-    if not address.startswith(SCHEME) or not names:
-        raise RequestInvalid(f"{address!r}: use {SCHEME}HOST:PORT[,HOST:PORT...][/{PREFIX}]")
+    if not address.startswith(ELECTED) or not names:
+        raise RequestInvalid(f"{address!r}: use {ELECTED}HOST:PORT[,HOST:PORT...][/{PREFIX}]")
     endpoints = [f"http://{host}" for host in names]
     return EtcdClient(endpoints, timeout_s), prefix.strip("/") or PREFIX

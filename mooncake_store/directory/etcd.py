@@ -141,9 +141,15 @@ class EtcdClient:
     def _session(self) -> requests.Session:
         session: requests.Session | None = getattr(self._local, "session", None)
         if session is None:
-            session = self._local.session = requests.Session()
-            session.trust_env = False  # etcd is near; a proxy for the internet does not know it
+            session = self._local.session = etcd_session()
         return session
+
+
+def etcd_session() -> requests.Session:
+    """For one thread."""
+    session = requests.Session()
+    session.trust_env = False  # etcd is near; a proxy for the internet does not know it
+    return session
 
 
 def decimal(value: bytes) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 
 TCP = "tcp://"
+ELECTED = "etcd://"  # names an election, which says where the directory is
 HEARTBEAT_MS = 1_000
 SILENCE_MS_MAX = 3_000
 CONNECT_MS_MAX = 2_000
