@@ -423,10 +423,7 @@ class Launcher:
         )
 
     def _keys_of_host(self) -> Keys | None:
-        """None where there are none. This process asks the directory, so it has them too."""
-        if named := self.plan.environment.get(key_folder.VARIABLE):
-            place = key_folder.folder_of_host(Path(named), self.plan.host)
-            os.environ[key_folder.VARIABLE] = str(place.resolve())
+        """None where there are none."""
         try:
             return key_folder.of_process()
         except KeysInvalid as error:
