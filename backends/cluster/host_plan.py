@@ -8,6 +8,7 @@ Not here: how these are started (backends/launcher).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +112,14 @@ class HostPlan:
     environment: Mapping[str, str] = field(default_factory=dict)  # of all processes
 
     @property
+    def shm_bytes(self) -> int:
+        """What its segments take of /dev/shm; those with another `segment_path` take none."""
+        return sum(
+            node.dram_bytes for node in self.storage_nodes
+            if not node.segment_path or node.segment_path.startswith("/dev/shm/")
+        )  # fmt: skip
+
+    @property
     def is_idle(self) -> bool:
         parts = (self.etcd, self.directory, self.storage_nodes, self.frontend, self.workers)
         return not any(parts)
@@ -158,6 +167,19 @@ def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: s
         storage_nodes=(_node(node, host),),
         workers=(_worker(worker, pool, host),),
     )
+
+
+def gpus_of(workers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """CUDA devices of those workers of a host that run on TensorRT-LLM, by model; `workers` are
+    parameters. Who names none gets the next ones that nobody names, as many as its tp_size."""
+    on_gpus = {model: raw for model, raw in workers.items() if raw.get("engine") == "tensorrt_llm"}
+    named = {gpu.strip() for raw in on_gpus.values() for gpu in raw.get("gpus", "").split(",")}
+    free = (number for number in itertools.count() if str(number) not in named)
+    return {
+        model: raw.get("gpus")
+        or ",".join(str(next(free)) for _ in range(int(raw.get("tp_size", "1"))))
+        for model, raw in on_gpus.items()
+    }
 
 
 def election_address(deployment: Deployment) -> str:

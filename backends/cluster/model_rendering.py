@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 
 from backends.cluster.deployment import Deployment
-from backends.cluster.host_plan import HostPlan, WorkerPlan
+from backends.cluster.host_plan import HostPlan, gpus_of
 
 BACK = "../../"  # from beside rendered/HOST/model_repository to the folder of the cluster file
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
@@ -41,11 +41,19 @@ def rendered_models(
         for model, text in templates.items():
             if backend_named(text) not in ROLES:
                 found[model] = head + with_parameters(text, _of_public(deployment, model, text))
+    of_workers = {worker.model: template(worker.role, worker.parameters, templates)
+                  for worker in plan.workers}  # fmt: skip
+    gpus = gpus_of({
+        worker.model: {**parameters_of(of_workers[worker.model]), "gpus": "", **worker.parameters}
+        for worker in plan.workers
+    })  # fmt: skip
     for worker in plan.workers:
         parameters = {**worker.parameters, "store_node": worker.store_node}
         parameters.setdefault("checkpoint", deployment.checkpoint)
+        if worker.model in gpus:
+            parameters["gpus"] = gpus[worker.model]
         found[worker.model] = head + with_parameters(
-            _template(worker, templates), _led_back(parameters)
+            of_workers[worker.model], _led_back(parameters)
         )
     return found
 
@@ -88,15 +96,16 @@ def _of_public(deployment: Deployment, model: str, text: str) -> dict[str, str]:
     return {}
 
 
-def _template(worker: WorkerPlan, templates: Mapping[str, str]) -> str:
-    """Of a worker of its role, of its engine if there is one."""
-    alike = [text for _, text in sorted(templates.items()) if backend_named(text) == worker.role]
+def template(role: str, parameters: Mapping[str, str], templates: Mapping[str, str]) -> str:
+    """What a worker with these parameters is rendered from: a model of its role, of its engine if
+    there is one."""
+    alike = [text for _, text in sorted(templates.items()) if backend_named(text) == role]
     if not alike:
         raise TemplateMissing(
-            f"the base model repository has no model with backend {worker.role!r}: name the "
+            f"the base model repository has no model with backend {role!r}: name the "
             "shipped one with --model-repository"
         )
-    engine = worker.parameters.get("engine", "torch")
+    engine = parameters.get("engine", "torch")
     return next((t for t in alike if parameters_of(t).get("engine") == engine), alike[0])
 
 

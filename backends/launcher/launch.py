@@ -454,7 +454,7 @@ class Launcher:
             raise environment.EnvironmentProblem(
                 f"there is no model repository at {self.repository}; {remedy}"
             )
-        needed = sum(node.dram_bytes for node in plan.storage_nodes) + TRITON_SHM_BYTES
+        needed = plan.shm_bytes + TRITON_SHM_BYTES
         found = admin_key.problems(self.options.open_apis)
         said = ("dram in the cluster file", "in the cluster file") if plan.deployment else ()
         found += environment.problems(triton, fixed_ports(plan), needed, 500, *said)

@@ -46,7 +46,6 @@ def _service(deployment: Deployment, plan: HostPlan, number: int) -> dict[str, A
     if deployment.keys_folder:
         keys = f"{deployment.keys_folder}/{plan.host}"
         volumes.append(f"../../{keys}:{FOLDER}/{keys}:ro")
-    dram_bytes = sum(node.dram_bytes for node in plan.storage_nodes)
     service: dict[str, Any] = {
         "image": IMAGE,
         "command": ["mooncake", "serve", "--cluster", f"{FOLDER}/{file}", "--host", plan.host],
@@ -54,7 +53,7 @@ def _service(deployment: Deployment, plan: HostPlan, number: int) -> dict[str, A
         "hostname": plan.host,
         "networks": {"fleet": _place(deployment.hosts[plan.host])},
         "volumes": volumes,
-        "shm_size": dram_bytes + SHM_EXTRA_BYTES,
+        "shm_size": plan.shm_bytes + SHM_EXTRA_BYTES,
         "ulimits": {"memlock": -1, "nofile": 65_536},
         "stop_grace_period": f"{STOP_S}s",
         "restart": "on-failure",

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from backends.cluster.deployment import Deployment
-from backends.cluster.host_plan import HostPlan
+from backends.cluster.host_plan import HostPlan, gpus_of
 
 IMAGE = "mooncake"  # an overlay names the real one (`images:`)
 FOLDER = "/var/lib/mooncake"
 STATE_FOLDER = ".mooncake"  # in it: what hosts keep, a volume
 HTTP, GRPC, METRICS = "http", "grpc", "metrics"  # names of ports
+GPU = "nvidia.com/gpu"  # the resource of NVIDIA's device plugin
 USER = 1_000
 BASE_MEMORY_BYTES = 2 << 30  # a host that serves the demo needs 1 GiB; engines need their KV
 SHM_EXTRA_BYTES = 1 << 30  # what Tritons need in /dev/shm beside the segments
@@ -42,13 +43,13 @@ def metadata(deployment: Deployment, name: str) -> Document:
 def pod(deployment: Deployment, name: str, plan: HostPlan, arguments: list[str]) -> Document:
     """`arguments` say which host `mooncake serve` is."""
     chosen = selector(deployment, name)
-    dram_bytes = sum(node.dram_bytes for node in plan.storage_nodes)
+    shm_bytes = plan.shm_bytes + SHM_EXTRA_BYTES
     volumes: list[Document] = [
         {"name": "cluster-file", "configMap": {"name": "cluster-file"}},
         {"name": "folder", "emptyDir": {}},
         {"name": "state", "emptyDir": {}},
         {"name": "shm",
-         "emptyDir": {"medium": "Memory", "sizeLimit": str(dram_bytes + SHM_EXTRA_BYTES)}},
+         "emptyDir": {"medium": "Memory", "sizeLimit": str(shm_bytes)}},
     ]  # fmt: skip
     spec: Document = {
         "terminationGracePeriodSeconds": STOP_S + (DRAIN_S_MAX if plan.storage_nodes else 0),
@@ -62,7 +63,7 @@ def pod(deployment: Deployment, name: str, plan: HostPlan, arguments: list[str])
             {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname",
              "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {"matchLabels": chosen}},
         ],
-        "containers": [_container(deployment, plan, arguments, dram_bytes)],
+        "containers": [_container(deployment, plan, arguments)],
         "volumes": volumes,
     }  # fmt: skip
     if deployment.keys_folder:
@@ -74,12 +75,8 @@ def pod(deployment: Deployment, name: str, plan: HostPlan, arguments: list[str])
     return {"metadata": {"labels": chosen}, "spec": spec}
 
 
-def _container(
-    deployment: Deployment, plan: HostPlan, arguments: list[str], dram_bytes: int
-) -> Document:
+def _container(deployment: Deployment, plan: HostPlan, arguments: list[str]) -> Document:
     file = deployment.path.rpartition("/")[2]
-    threads = sum(int(worker.parameters.get("threads", 1)) for worker in plan.workers)
-    memory = str(BASE_MEMORY_BYTES + dram_bytes + SHM_EXTRA_BYTES)
     mounts: list[Document] = [
         {"name": "folder", "mountPath": FOLDER},
         {"name": "cluster-file", "mountPath": f"{FOLDER}/{file}", "subPath": "cluster.yaml"},
@@ -101,10 +98,7 @@ def _container(
         "startupProbe": _probe("/ready", period_s=5, failures=120),
         "readinessProbe": _probe("/ready", period_s=5, failures=2),
         "livenessProbe": _probe("/metrics", period_s=10, failures=6),
-        "resources": {
-            "requests": {"cpu": str(threads + 1), "memory": memory},
-            "limits": {"memory": memory},
-        },
+        "resources": _resources(plan),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": mounts,
     }
@@ -114,6 +108,17 @@ def _container(
         command = ["sh", "-c", drain + str(DRAIN_S_MAX - 10)]
         container["lifecycle"] = {"preStop": {"exec": {"command": command}}}
     return container
+
+
+def _resources(plan: HostPlan) -> Document:
+    """What lies in /dev/shm counts as the pod's memory. The volume of a `segment_path` elsewhere is
+    an overlay's, and so is what it takes; so is what engines on GPUs stage in /dev/shm."""
+    threads = sum(int(worker.parameters.get("threads", 1)) for worker in plan.workers)
+    limits = {"memory": str(BASE_MEMORY_BYTES + plan.shm_bytes + SHM_EXTRA_BYTES)}
+    used = gpus_of({worker.model: worker.parameters for worker in plan.workers}).values()
+    if gpus := {gpu.strip() for each in used for gpu in each.split(",")}:
+        limits[GPU] = str(len(gpus))
+    return {"requests": {"cpu": str(threads + 1), **limits}, "limits": limits.copy()}
 
 
 def _environment() -> list[Document]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends.cluster.cluster_file import parse
-from backends.cluster.host_plan import host_plan, pool_host_plan
+from backends.cluster.host_plan import gpus_of, host_plan, pool_host_plan
 from tests.backends.cluster.fleet_text import ONE_HOST, THREE_HOSTS
 
 ELECTION = "etcd://10.77.0.1:2379,10.77.0.2:2379,10.77.0.3:2379/mooncake/demo/directory"
@@ -100,3 +100,21 @@ def test_a_host_that_is_not_in_the_file_may_serve_a_pool() -> None:
         pool_host_plan(deployment, "encode", "x", "10.77.3.9")
     with pytest.raises(KeyError):  # not elastic
         pool_host_plan(deployment, "prefill", "x", "10.77.3.9")
+
+
+def test_segments_in_huge_pages_or_elsewhere_take_nothing_of_shared_memory() -> None:
+    text = THREE_HOSTS.replace("dram: 1G,", "dram: 1G, segment_path: /dev/hugepages/a1,")
+    assert host_plan(parse(THREE_HOSTS), "a").shm_bytes == (256 << 20) + (1 << 30)
+    assert host_plan(parse(text), "a").shm_bytes == 256 << 20
+    text = text.replace("/dev/hugepages/a1", "/dev/shm/a1")
+    assert host_plan(parse(text), "a").shm_bytes == (256 << 20) + (1 << 30)
+
+
+def test_workers_of_a_host_get_gpus_in_turns_besides_those_that_are_named() -> None:
+    four = {
+        "p0": {"engine": "tensorrt_llm", "tp_size": "2"},
+        "p1": {"engine": "tensorrt_llm", "gpus": "0,3", "tp_size": "2"},
+        "cpu": {"threads": "4"},
+        "d0": {"engine": "tensorrt_llm"},
+    }
+    assert gpus_of(four) == {"p0": "1,2", "p1": "0,3", "d0": "4"}

@@ -155,6 +155,9 @@ def test_every_host_is_a_service_with_its_own_address_and_memory() -> None:
     assert "ports" not in made["services"]["c"]
     with pytest.raises(ClusterFileInvalid, match="that are not loopback"):
         compose(parse(ONE_HOST))
+    text = THREE_HOSTS.replace("dram: 1G,", "dram: 1G, segment_path: /dev/hugepages/a1,")
+    made = yaml.safe_load(compose(parse(text, "fleet/cluster.yaml")))
+    assert made["services"]["a"]["shm_size"] == (256 << 20) + (1 << 30)
 
 
 def containers(documents: list[Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -201,6 +204,62 @@ def test_pods_start_what_exists_and_all_hosts_of_the_file_are_pods() -> None:
         for number in range(each["spec"]["replicas"])
     }  # fmt: skip
     assert pods == set(deployment.hosts)
+
+
+def test_pods_are_lent_the_gpus_of_their_workers_and_memory_for_what_lies_in_it() -> None:
+    text = (KUBERNETES / "overlays" / "rdma" / "cluster.yaml").read_text()
+    text = text.replace("role: decode,", "role: decode, tp_size: 2, page_tokens: 64,")
+    found = dict(containers(base_documents(text)))
+    gpus = {name: each["resources"]["limits"].get("nvidia.com/gpu")
+            for name, each in found.items()}  # fmt: skip
+    assert gpus == {
+        "directory": None, "storage": None, "frontend": None, "prefill": "1", "decode": "2",
+    }  # fmt: skip
+    memory = int(found["storage"]["resources"]["limits"]["memory"])
+    assert memory < 4 << 30, "its segment is in huge pages, which are counted apart"
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_pods_with_rdma_have_what_their_cluster_file_asks_for() -> None:
+    folder = KUBERNETES / "overlays" / "rdma"
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(folder)], check=True, capture_output=True, text=True
+    )
+    documents = [each for each in yaml.safe_load_all(built.stdout)
+                 if each["kind"] in ("StatefulSet", "Deployment")]  # fmt: skip
+    asked = {
+        each["metadata"]["name"]: each["spec"]["template"]["spec"]
+        for each in base_documents((folder / "cluster.yaml").read_text())
+        if each["kind"] in ("StatefulSet", "Deployment")
+    }  # fmt: skip
+    images = {}
+    for document in documents:
+        name, spec = document["metadata"]["name"], document["spec"]["template"]["spec"]
+        (container,), (theirs,) = spec["containers"], asked[name]["containers"]
+        images[name] = container["image"].rpartition("/")[2].partition(":")[0]
+        assert {each["image"] for each in spec["initContainers"]} == {container["image"]}
+        limits, wanted = container["resources"]["limits"], theirs["resources"]["limits"]
+        assert limits.get("nvidia.com/gpu") == wanted.get("nvidia.com/gpu"), name
+        assert byte_count(limits["memory"]) >= byte_count(wanted["memory"]), name
+        assert shm_limit(spec) >= shm_limit(asked[name]), name
+        if "IPC_LOCK" in container["securityContext"]["capabilities"].get("add", []):
+            assert spec["securityContext"]["runAsUser"] == 0, "it has no effect for others"
+            assert not spec["securityContext"]["runAsNonRoot"]
+            assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+    trtllm, cpu = "mooncake-trtllm", "mooncake"
+    assert images == {
+        "directory": cpu, "storage": trtllm, "frontend": cpu, "prefill": trtllm, "decode": trtllm,
+    }  # fmt: skip
+    assert "etcd-server" in (ROOT / "deploy" / "Dockerfile").read_text(), "directories' pods run it"
+
+
+def byte_count(text: str) -> int:
+    return int(text.removesuffix("Gi")) << 30 if text.endswith("Gi") else int(text)
+
+
+def shm_limit(spec: dict[str, Any]) -> int:
+    (shm,) = (volume for volume in spec["volumes"] if volume["name"] == "shm")
+    return byte_count(shm["emptyDir"]["sizeLimit"])
 
 
 def test_every_group_and_pool_has_a_budget_and_a_selector_that_finds_its_pods() -> None:

@@ -76,6 +76,23 @@ def test_a_host_gets_its_models_and_their_parameters(tmp_path: Path) -> None:
     assert set(comments) <= set(rendered), "what a parameter means stays beside it"
 
 
+def test_workers_on_gpus_share_those_of_their_host_whatever_the_template_names(
+    tmp_path: Path,
+) -> None:
+    base = BASE.parent / "deploy" / "model_repository_trtllm"  # decode_0 is on GPU 1 there
+    text = THREE_HOSTS.replace("{role: decode, slots: 16", "{role: decode, tp_size: 2").replace(
+        "{role: prefill, threads: 2", "{role: prefill"
+    ).replace("dtype: float32", "engine: tensorrt_llm, dtype: bfloat16")  # fmt: skip
+    deployment = deployment_in(tmp_path, text)
+    on_b = RenderedFolder(deployment, host_plan(deployment, "b"), base)
+    on_b.write(keeps_edits=True)
+    assert raw(on_b, "prefill_b_0")["gpus"] == "0"
+    assert raw(on_b, "decode_b_0")["gpus"] == "1,2"
+    on_c = RenderedFolder(deployment, host_plan(deployment, "c"), base)
+    on_c.write(keeps_edits=True)
+    assert [raw(on_c, f"decode_c_{n}")["gpus"] for n in (0, 1)] == ["0,1", "2,3"]
+
+
 def test_a_host_without_a_frontend_gets_no_public_models(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "c")
     folder.write(keeps_edits=True)
