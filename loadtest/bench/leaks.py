@@ -1,11 +1,14 @@
 """Does anything grow, or stay behind? Locust for minutes, then mixed requests, one server.
 
     python -m loadtest.bench.leaks [--seconds 300] [--users 20] [--mixed 1000]
+    python -m loadtest.bench.leaks --seconds 3600 --capacity-share 0.8
 
 Starts its own server with `--self-check`: every process proves its invariants each second, and ends
 when one is broken. Storage nodes are small, so that they are full and evict after a minute. Then
 
     warm_up  mixed requests, more at once than later: they fill thread pools and open connections.
+    pace     with `--capacity-share` only: how many requests a minute of the users is answered when
+             nobody thinks, then how long they must think so that this share of it is asked for.
     load     Locust's users of the default mix for `--seconds`. Of each process the medians of the
              last minute are compared with those of the second minute (the first one fills the
              store): resident memory, threads, file descriptors.
@@ -41,8 +44,8 @@ import numpy as np
 import requests
 import typer
 
-from backends.metrics.table import METRICS
-from loadtest.client.metrics_page import fetch_page, series_key, series_of
+from backends.metrics.table import METRICS, OUTCOMES
+from loadtest.client.metrics_page import SETTLE_S, counter_sum, fetch_page, series_key, series_of
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
 from loadtest.client.server import Addresses, describe_server
 from loadtest.client.triton_client import TritonClient
@@ -54,6 +57,8 @@ from loadtest.harness.server import PROJECT, CannotMeasure, started
 RSS_RATIO_GOAL = 1.03
 WINDOW_S = 60.0
 REST_S_MAX = 20.0
+PACE_S = 90.0  # of users, to see what they get answered
+PACE_SLACK = 0.95  # of the rate asked for must have been answered: users and machine are random
 IN_FLIGHT_MAX = 24
 REST, MINUTES = ("before", "after"), ("second", "last")
 SELF_CHECKS = "mooncake_self_checks_total"
@@ -194,18 +199,40 @@ def wait_rest(addresses: Addresses) -> dict[str, float]:
     return used
 
 
-def run_locust(addresses: Addresses, users: int, seconds: float, seed: int, log: Path) -> int:
+@dataclass(frozen=True, slots=True)
+class UserLoad:
+    """Locust's users of the default mix. `think_s`: their mean pause; None is Locust's default."""
+
+    users: int
+    seconds: float
+    seed: int
+    think_s: float | None = None
+
+
+def run_locust(addresses: Addresses, load: UserLoad, log: Path) -> int:
     """Its exit status: 1 for failures; rejections and slow answers are not judged here."""
+    think = [] if load.think_s is None else ["--think-s", f"{load.think_s:.3f}"]
     command = [
         sys.executable, "-m", "locust", "-f", str(LOCUST_FILE), "--headless", "--only-summary",
-        "--host", addresses.grpc, "-u", str(users), "-r", str(users), "-t", f"{seconds:.0f}s",
-        "--seed", str(seed),
-        "--slo-ttft-p90", "none", "--slo-tbt-p90", "none",
+        "--host", addresses.grpc, "-u", str(load.users), "-r", str(load.users),
+        "-t", f"{load.seconds:.0f}s", "--seed", str(load.seed), *think,
+        "--slo-ttft-p90", "none", "--slo-tbt-p90", "none", "--unloaded-requests", "1",
     ]  # fmt: skip
     with log.open("wb") as output:
         return subprocess.run(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False
         ).returncode
+
+
+def ended(page: str, outcome: str) -> float:
+    """Requests that ended so since the server started."""
+    return counter_sum(page, "mooncake_requests_total", {"outcome": outcome}) or 0.0
+
+
+def think_s_for(requests_per_s: float, users: int, answer_s: float) -> float:
+    """How long users think who together ask for so much, when an answer takes `answer_s`: each
+    of them asks once in thinking and waiting (Little's law)."""
+    return max(0.0, users / requests_per_s - answer_s)
 
 
 def one_look(pid: int) -> Looks:
@@ -342,19 +369,49 @@ class LeakTest:
     rows: list[dict[str, Cell]]
     targets: list[Target]
 
-    def load(self, users: int, seconds: float) -> None:
+    def pace(self, users: int, share: float) -> tuple[UserLoad, float]:
+        """(users who ask for this share of the capacity, capacity in answered requests/s)."""
+        most = UserLoad(users, PACE_S, self.seed, think_s=0.0)
+        capacity_per_s = self._answered_per_s("capacity", most)
+        think_s = think_s_for(capacity_per_s * share, users, users / capacity_per_s)
+        tried = replace(most, think_s=think_s)
+        answer_s = users / self._answered_per_s("first pace", tried) - think_s
+        think_s = think_s_for(capacity_per_s * share, users, answer_s)
+        return replace(most, think_s=think_s), capacity_per_s
+
+    def _answered_per_s(self, phase: str, load: UserLoad) -> float:
+        self.seed += 1
+        answered, _ = self._send_users(phase, replace(load, seed=self.seed))
+        rate = answered / load.seconds
+        if not rate:
+            raise CannotMeasure(f"no request was answered in the {load.seconds:.0f} s of {phase}")
+        self.rows.append({"phase": phase, "think_s": load.think_s, "answered_per_s": rate})
+        return rate
+
+    def _send_users(self, phase: str, load: UserLoad) -> tuple[float, int]:
+        """(requests answered, Locust's exit status)."""
+        before = fetch_page(self.addresses.metrics_url)
+        with tempfile.NamedTemporaryFile(prefix="mooncake-leaks-", suffix=".log") as file:
+            log = Path(file.name)
+            with console.status(f"{phase}: {load} (log: {log}) ..."):
+                status = run_locust(self.addresses, load, log)
+            console.print(log.read_text(errors="replace")[-4_000:], markup=False)
+        time.sleep(SETTLE_S)
+        after = fetch_page(self.addresses.metrics_url)
+        counts = {outcome: ended(after, outcome) - ended(before, outcome) for outcome in OUTCOMES}
+        console.print(f"{phase}: { ({name: n for name, n in counts.items() if n}) }", markup=False)
+        return counts["answered"], status
+
+    def load(self, load: UserLoad, least_per_s: float) -> None:
+        """`least_per_s`: so many requests a second must have been answered."""
         watch = ProcessWatch(self.pid)
         watch.start()
         started_s = time.perf_counter()
-        with tempfile.NamedTemporaryFile(prefix="mooncake-leaks-", suffix=".log") as file:
-            log = Path(file.name)
-            with console.status(f"Locust, {users} users, {seconds:.0f} s (log: {log}) ..."):
-                status = run_locust(self.addresses, users, seconds, self.seed, log)
-            ended_s = time.perf_counter()
-            watch.stop()
-            console.print(log.read_text(errors="replace")[-4_000:], markup=False)
+        answered, status = self._send_users("load", load)
+        ended_s = time.perf_counter()
+        watch.stop()
         # Locust measures unloaded requests first and lets the last ones end: both are outside.
-        begin_s = max(started_s, ended_s - seconds)
+        begin_s = max(started_s, ended_s - load.seconds)
         windows = ComparedMinutes(
             (begin_s + WINDOW_S, begin_s + 2 * WINDOW_S), (ended_s - WINDOW_S, ended_s)
         )
@@ -363,6 +420,10 @@ class LeakTest:
         self.targets.append(rss_target(rows))
         self.targets += growth_targets("load", rows, *MINUTES)
         self.targets.append(Target("load_locust_exit_status", float(status), "<=", 0))
+        if least_per_s:
+            self.targets.append(
+                Target("load_answered_per_s", answered / load.seconds, ">=", least_per_s)
+            )
         self._rest("load", None)
 
     def checks(self) -> None:
@@ -427,6 +488,10 @@ def main(
     seed: Annotated[int | None, typer.Option(help="Of everything random; random by default.")] = (
         None
     ),
+    capacity_share: Annotated[
+        float | None,
+        typer.Option(min=0.1, max=0.95, help="Users think so long that this share is asked for."),
+    ] = None,
 ) -> None:
     """Look for what grows or stays behind; the last line is JSON."""
     seed = secrets.randbits(31) if seed is None else seed
@@ -437,7 +502,12 @@ def main(
     ):
         test = LeakTest(server.addresses, server.pid, seed, run.rows, run.targets)
         test.warm_up(mixed)
-        test.load(users, seconds)
+        load, least_per_s = UserLoad(users, seconds, seed), 0.0
+        if capacity_share is not None:
+            paced, capacity_per_s = test.pace(users, capacity_share)
+            load = replace(paced, seconds=seconds, seed=seed)
+            least_per_s = capacity_per_s * capacity_share * PACE_SLACK
+        test.load(load, least_per_s)
         test.mixed(mixed)
         test.checks()
 

@@ -17,6 +17,7 @@ from loadtest.bench.leaks import (
     rest_rows,
     rss_target,
     run_mixed,
+    think_s_for,
 )
 from loadtest.client.server import addresses_of
 from loadtest.harness.processes import Look, ProcessWatch
@@ -88,6 +89,11 @@ def test_what_is_in_use_is_shown_and_totals_are_not() -> None:
     assert in_use(page) == {'mooncake_pages_used{model="decode_0"}': 3.0}
     with pytest.raises(AssertionError, match="none of the gauges"):
         in_use("nv_inference_count 3\n")
+
+
+def test_users_think_as_long_as_their_rate_leaves_beside_the_answers() -> None:
+    assert think_s_for(requests_per_s=4.0, users=20, answer_s=2.0) == 3.0
+    assert think_s_for(requests_per_s=40.0, users=20, answer_s=2.0) == 0.0, "nobody asks faster"
 
 
 def test_the_watch_sees_this_process_with_its_threads_and_descriptors() -> None:
