@@ -259,9 +259,10 @@ class Store:
                 here.finish(key, slot, digest, self.layout.block_bytes)
             rows.append((key, slot.slot, slot.generation, digest))
         self._check_alive(own)
-        # Of several epochs, the earliest: what it granted is lost, and so is the request's prefix.
-        epoch = min((slot.epoch for _, slot, _ in blocks), default=0)
-        return self._directory.commit(self.node_id, rows, owner, lease_s, epoch=epoch)
+        epochs = {slot.epoch for _, slot, _ in blocks} or {0}
+        if len(epochs) > 1:  # what the earlier one granted is lost, and the request's prefix too
+            return [False] * len(blocks)
+        return self._directory.commit(self.node_id, rows, owner, lease_s, epoch=epochs.pop())
 
     def _check_alive(self, own: _Own) -> None:
         """Memory of a dead node can be written all the same, and the directory promises it for as

@@ -193,7 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.etcd:
             serve_when_elected(options, config, stop)
         else:
-            # Milliseconds since 1970: later ones have larger epochs, and new generations.
+            # Milliseconds since 1970: another number than that of the directory before, even if
+            # the clock was set back, and nearly always a larger one, with new generations.
             serve(options, Directory(time.time_ns() // 1_000_000, config), stop)
     except (AddressTaken, PortTaken, RequestInvalid, KeysInvalid) as error:
         print(f"directory: {error}", file=sys.stderr)

@@ -30,6 +30,7 @@ from msgspec import structs
 
 from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, decimal
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
+from mooncake_store.records.blocks import EPOCH_MAX
 from mooncake_store.wire.addresses import ELECTED
 
 log = logging.getLogger("mooncake_store.election")
@@ -163,7 +164,7 @@ def _try_once(
     if etcd.get(key).mod_revision:
         return None
     last = etcd.get(epoch_key)
-    epoch = max(now_ms(), decimal(last.value) + 1)
+    epoch = _next_epoch(epoch_key, last.value, now_ms())
     asked_s = boot_s()
     lease, granted_s = etcd.grant(ttl_s)
     if granted_s > ttl_s:
@@ -189,6 +190,15 @@ def _try_once(
             etcd.revoke(lease)
         return None
     return Leadership(etcd, lease, epoch, asked_s, min(granted_s, ttl_s), revision)
+
+
+def _next_epoch(key: str, last: bytes, now_ms: int) -> int:
+    """Larger than the last one. What no directory can have had counts for nothing."""
+    number = decimal(last)
+    if last and not 0 < number < EPOCH_MAX:
+        log.error("%s in etcd is damaged, no directory had the epoch %r", key, last[:32])
+        number = 0
+    return max(now_ms if now_ms < EPOCH_MAX else 0, number + 1)
 
 
 def _leader_of(etcd: EtcdClient, prefix: str) -> Leader:

@@ -51,7 +51,7 @@ class DirectoryCollector(Collector):
 def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
     """Every metric of a directory, from its numbers alone."""
     at = "mooncake_directory_"
-    yield gauge(at + "epoch", "Which incarnation of the directory this is; later ones are larger.",
+    yield gauge(at + "epoch", "Which incarnation of the directory this is.",
                 stats.epoch)  # fmt: skip
     yield counter(at + "events", "Changes that were announced.", stats.sequence)
     yield gauge(at + "blocks", "Distinct keys that can be found.", stats.blocks)

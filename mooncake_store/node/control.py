@@ -173,7 +173,7 @@ class NodeVerbs:
         return self._fetch(request, came_s + request.deadline_s)
 
     def _refuse_epoch(self, epoch: int) -> None:
-        if 0 < epoch < self._epoch():
+        if epoch not in (0, self._epoch()):
             raise EpochPassed(
                 f"the directory of epoch {epoch} granted these slots of {self._info.node_id}, "
                 f"which belongs to epoch {self._epoch()} by now: ask the directory anew"

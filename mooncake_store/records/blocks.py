@@ -12,6 +12,10 @@ from typing import NamedTuple
 # On the wire and in headers a generation is a number below 2**64. What names more than this is
 # damaged: a directory counts from its wall clock (copies.py) and passes it in the year 2109.
 GENERATION_MAX = 2**62
+GENERATIONS_PER_EPOCH = 2**20
+# Of a directory, in milliseconds since 1970: the year 2074. What is later than this is damaged, or
+# of a clock that runs in another century, which must not use the generations up.
+EPOCH_MAX = (GENERATION_MAX - 2**60) // GENERATIONS_PER_EPOCH
 
 
 class Slot(NamedTuple):

@@ -15,6 +15,12 @@ from pathlib import Path
 from typing import Self
 
 MIB = 2**20
+AT_THAT_TIME = """
+import sys, time
+time.time_ns = lambda: {now_ns}
+from mooncake_store.directory.__main__ import main
+sys.exit(main())
+"""
 
 
 class StartedProcess:
@@ -64,6 +70,15 @@ class DirectoryProcess(StartedProcess):
             "--events", self.events_address, "--log-level", "WARNING", *options,
         ]  # fmt: skip
         super().__init__(command)
+
+    def start(self, clock_ms: int = 0) -> None:
+        """`clock_ms`: what its wall clock says, in milliseconds since 1970; 0: what ours does."""
+        command = self._command
+        if clock_ms:
+            code = AT_THAT_TIME.format(now_ns=clock_ms * 1_000_000)
+            self._command = [command[0], "-c", code, *command[3:]]
+        super().start()
+        self._command = command
 
 
 class NodeProcess(StartedProcess):

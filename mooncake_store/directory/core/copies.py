@@ -26,15 +26,18 @@ from mooncake_store.directory.core.holder import CopyKind, CopyState, HeldCopy, 
 from mooncake_store.directory.core.inventory import InventoryBlock
 from mooncake_store.directory.core.leases import LeaseTable, PinTable
 from mooncake_store.directory.core.tenants import TenantTable
-from mooncake_store.records.blocks import GENERATION_MAX, Copy, Spill
+from mooncake_store.records.blocks import (
+    EPOCH_MAX,
+    GENERATION_MAX,
+    GENERATIONS_PER_EPOCH,
+    Copy,
+    Spill,
+)
 from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, NodeDown
 
-# Generations start at epoch * 2**20 and count up over all nodes. The server's epoch is its start in
-# milliseconds, so the generations of a restarted directory are new (below 10**9 per second), unless
-# the clock was set back: then what nodes say they hold moves the count on (outgrow). A clock that
-# runs in another century must not use the numbers up.
-GENERATIONS_PER_EPOCH = 2**20
-FIRST_GENERATION_MAX = GENERATION_MAX - 2**60
+# Generations start at epoch * GENERATIONS_PER_EPOCH and count up over all nodes. The server's epoch
+# is its start in milliseconds, so the generations of a restarted directory are new (below 10**9 per
+# second), unless the clock was set back: then what nodes say they hold moves it on (outgrow).
 LOOK_AGAIN_S = 1e-4  # per idle block; looking at one takes about 1e-6
 SPILLS_LOOKED_AT_MAX = 512  # of the coldest blocks of a size, per question
 _made = tuple.__new__
@@ -171,7 +174,7 @@ class CopyTable:
         self.events = EventLog(config.events_max)
         self.totals = DirectoryTotals()
         self.ephemeral = 0  # ready copies that are
-        self.next_generation = min(epoch * GENERATIONS_PER_EPOCH, FIRST_GENERATION_MAX)
+        self.next_generation = min(epoch, EPOCH_MAX) * GENERATIONS_PER_EPOCH
 
     # ---- coming
 
@@ -392,6 +395,14 @@ class CopyTable:
             if copy.state is CopyState.READY and copy.size_class.holder is holder:
                 yield copy
         yield from (copy for copy in holder.pinned.values() if copy.leases == 0)
+
+    def listed(self, holder: Holder, only_here: bool) -> Iterator[HeldCopy]:
+        """Those that are not ephemeral; `only_here`: and that no other holder of its tier has."""
+        for copy in self.of(holder):
+            others = copies_of(self.blocks.held[copy.key]) if only_here else ()
+            tiers = [other.holder.info.tier for other in others if other is not copy]
+            if not copy.is_ephemeral and holder.info.tier not in tiers:
+                yield copy
 
     def _forget(self, copy: HeldCopy) -> None:
         self.blocks.remove(copy)

@@ -63,7 +63,10 @@ class Directory:
     def __init__(
         self, epoch: int, config: DirectoryConfig | None = None, begin_s: float = 0.0
     ) -> None:
-        """`begin_s`: within so long of asking for a slot its writer begins; see Allocation."""
+        """`begin_s`: within so long of asking for a slot its writer begins; see Allocation.
+
+        It is more than 0 exactly where directories are elected.
+        """
         assert epoch >= 0
         self.epoch, self.begin_s = epoch, begin_s
         self.config = config or DirectoryConfig()
@@ -223,15 +226,23 @@ class Directory:
         return done
 
     def _refuse_epoch(self, epoch: int) -> None:
-        if 0 < epoch < self.epoch:
-            raise EpochPassed(
-                f"the directory of epoch {epoch} granted this; {self.epoch} leads by now: ask anew"
-            )
-        if epoch > self.epoch:
+        """`epoch`: of the directory that granted what a verb is about; 0: not said.
+
+        Epochs that elections give only grow, so a later one shows a directory that it leads no
+        more. Without an election they are times of wall clocks, and any of them may be set back:
+        then all that can be said of another epoch is that it is over.
+        """
+        if epoch in (0, self.epoch):
+            return
+        is_elected = self.begin_s > 0
+        if is_elected and epoch > self.epoch:
             raise StoreUnavailable(
                 f"the directory of epoch {epoch} granted this; this one is of {self.epoch} and "
                 "cannot lead any more: ask who does"
             )
+        raise EpochPassed(
+            f"the directory of epoch {epoch} granted this; {self.epoch} leads by now: ask anew"
+        )
 
     def _refuse_misuse(self, node_id: str, blocks: Sequence[tuple[bytes, int, int, int]]) -> None:
         """RequestInvalid when every one of these commits is a mistake of its caller's."""
@@ -511,21 +522,9 @@ class Directory:
         self, node_id: str, blocks_max: int, only_here: bool, now_s: float
     ) -> list[tuple[bytes, Copy]]:
         """Ready blocks of a node; `only_here`: those that no other node of its tier has."""
-        table = self._copies
-        table.advance(now_s)
-        holder = self._nodes.registered(node_id)
-
-        def is_elsewhere(key: bytes) -> bool:
-            others = (copy.holder for copy in copies_of(table.blocks.held[key]))
-            tier = holder.info.tier
-            return any(other is not holder and other.info.tier == tier for other in others)
-
-        found = (
-            (copy.key, copy.record)
-            for copy in table.of(holder)
-            if not copy.is_ephemeral and not (only_here and is_elsewhere(copy.key))
-        )
-        return list(islice(found, blocks_max))
+        self._copies.advance(now_s)
+        found = self._copies.listed(self._nodes.registered(node_id), only_here)
+        return [(copy.key, copy.record) for copy in islice(found, blocks_max)]
 
     def place(self, keys: Sequence[bytes], excluded: Sequence[str], now_s: float) -> list[str]:
         """The node that each key (the first of a chain) should be put on; "" when none takes any.

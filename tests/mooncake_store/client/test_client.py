@@ -332,7 +332,10 @@ def test_a_dead_node_costs_its_own_copies_only(tmp_path: Path, seed: int) -> Non
         site.close()
 
 
-def test_a_restarted_directory_finds_every_block_again(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("clock_ms", [0, 1_000_000_000], ids=["goes on", "was set back to 1970"])
+def test_a_restarted_directory_finds_every_block_again(
+    tmp_path: Path, seed: int, clock_ms: int
+) -> None:
     site = SiteProcesses(tmp_path)
     try:
         site.node("a", 16)
@@ -343,9 +346,10 @@ def test_a_restarted_directory_finds_every_block_again(tmp_path: Path, seed: int
                 assert store.put([key], [block], "ab"[number % 2]) == [True]
             epoch = store.directory.stats().epoch
             site.directory.end(signal.SIGKILL)
-            site.directory.start()
+            site.directory.start(clock_ms)
             wait_until(lambda: all(store.exist(keys)), "the nodes to say what they have")
-            assert store.directory.stats().epoch > epoch
+            later = store.directory.stats().epoch
+            assert later == clock_ms if clock_ms else later > epoch
             for block, array in zip(blocks, store.get(keys), strict=True):
                 assert array is not None and np.array_equal(array, block)
             more, other = values(2, seed + 1)

@@ -26,6 +26,7 @@ from mooncake_store.directory.election import (
 )
 from mooncake_store.directory.etcd import MISSING, EtcdClient, EtcdFailed
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
+from mooncake_store.records.blocks import EPOCH_MAX
 from tests.mooncake_store.etcd_process import EtcdProcess
 
 TTL_S = 1
@@ -287,6 +288,21 @@ def test_a_key_that_is_no_leader_is_named(etcd: EtcdProcess, client: EtcdClient)
     client.write_unless_changed({}, {f"{prefix}/leader": b"{}"}, {})
     with pytest.raises(StoreUnavailable, match=f"{prefix}/leader in etcd names no directory"):
         leader_at(address_of(etcd, prefix))
+
+
+@pytest.mark.parametrize("number", [EPOCH_MAX, 10**18 - 1, 2**64 - 1, 10**30])
+def test_an_epoch_that_no_directory_can_have_had_counts_for_nothing(
+    etcd: EtcdProcess, client: EtcdClient, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefix, epochs = etcd.fresh_prefix(), []
+    client.write_unless_changed({}, {f"{prefix}/epoch": b"%d" % number}, {})
+    for now_ms in (5_000, number, 1_000):
+        won = campaign(client, prefix, A, lambda: False, now_ms=lambda at=now_ms: at, ttl_s=TTL_S)
+        assert won is not None
+        epochs.append(won.epoch)
+        won.close()
+    assert epochs == [5_000, 5_001, 5_002]
+    assert f"{prefix}/epoch in etcd is damaged" in caplog.text and str(number) in caplog.text
 
 
 def test_garbage_in_the_keys_of_an_election_ends_no_candidate(

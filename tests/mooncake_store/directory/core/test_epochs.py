@@ -57,6 +57,14 @@ def test_a_later_epoch_shows_a_directory_that_it_cannot_lead(verb: str) -> None:
         VERBS[verb](directory, EPOCH + 1)
 
 
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("epoch", [EPOCH - 1, EPOCH + 1])
+def test_without_an_election_any_other_epoch_is_over(verb: str, epoch: int) -> None:
+    directory = Directory(EPOCH)
+    with pytest.raises(EpochPassed, match=f"epoch {epoch} granted this; {EPOCH} leads by now"):
+        VERBS[verb](directory, epoch)
+
+
 def test_slots_say_who_granted_them_and_by_when_they_must_be_begun() -> None:
     directory, slot = directory_with_writer()
     assert slot.epoch == EPOCH
