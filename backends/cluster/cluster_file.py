@@ -1,8 +1,8 @@
 """Makes a `Deployment` of the text of a cluster file, or names every mistake of it.
 
 Each section has a reader; `_Checks` then looks at what must fit together. Parameters of models are
-checked as the models themselves do when they load (config_pbtxt.py), and get the line that they
-are written in.
+checked as the models themselves do when they load (config_pbtxt.py), together with those of the
+model that a worker is rendered from, and get the line that they are written in.
 
 Not here: what the words mean (deployment.py), YAML itself (yaml_tree.py).
 """
@@ -30,6 +30,12 @@ from backends.cluster.deployment import (
     WorkerSpec,
     is_loopback,
 )
+from backends.cluster.model_rendering import (
+    TemplateMissing,
+    parameters_of,
+    template,
+    templates_in,
+)
 from backends.cluster.section import PORT_MAX, FileSection, Mistakes, did_you_mean
 from backends.cluster.yaml_tree import CHARACTERS_MAX, YamlEntry, YamlInvalid, read_tree
 from backends.config_pbtxt import (
@@ -37,6 +43,7 @@ from backends.config_pbtxt import (
     WorkerConfig,
     check_configs,
 )
+from backends.engine.trtllm.settings import TrtllmConfig
 from backends.triton.worker_kinds import config_classes
 from conductor.config import ConductorConfig
 
@@ -48,7 +55,10 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 INTERFACE = re.compile(r"[^\s/,:]{1,15}")
 ROLES = ("prefill", "decode")
 POOL_KEYS = ("role", "workers", "grpc_port", "elastic")
-FINGERPRINT = ("checkpoint", "dtype", "block_tokens")  # what all workers must agree on
+OF_TRTLLM = ("page_tokens", "tp_size", "handoff")
+# What all workers must agree on.
+FINGERPRINT = ("checkpoint", "engine", "dtype", "block_tokens", *OF_TRTLLM)
+SAID_BY_THE_FILE = ("checkpoint", "store_node", "gpus")  # never by what a worker is rendered from
 WORKERS_MAX = 64  # of one pool on one host
 HOSTS_MAX = 1_000
 PORT_STEP = 100  # between the default ports of two pools
@@ -56,8 +66,9 @@ SLO = {"ttft_s": "ttft_slo_s", "tbt_s": "tbt_slo_s"}
 NODE_BYTES_MIN = 1 << 20
 
 
-def load(path: Path) -> Deployment:
-    """ClusterFileInvalid with every mistake; also when there is no such file."""
+def load(path: Path, base: Path | None = None) -> Deployment:
+    """ClusterFileInvalid with every mistake; also when there is no such file. `base`: the model
+    repository that models are rendered from, where it is known."""
     try:
         with path.open("rb") as file:
             content = file.read(4 * CHARACTERS_MAX + 1)
@@ -69,11 +80,14 @@ def load(path: Path) -> Deployment:
         line = content.count(b"\n", 0, error.start) + 1
         problem = f"line {line}: byte 0x{content[error.start]:02x} is not UTF-8: save it as UTF-8"
         raise ClusterFileInvalid(str(path), (problem,)) from None
-    return parse(text, str(path))
+    return parse(text, str(path), templates_in(base) if base and base.is_dir() else {})
 
 
-def parse(text: str, path: str = "cluster.yaml") -> Deployment:
-    """ClusterFileInvalid with every mistake, and nothing else, whatever the text is."""
+def parse(
+    text: str, path: str = "cluster.yaml", templates: Mapping[str, str] | None = None
+) -> Deployment:
+    """ClusterFileInvalid with every mistake, and nothing else, whatever the text is. `templates`:
+    the config.pbtxt of each model of the base repository."""
     try:
         tree, problems = read_tree(text)
     except YamlInvalid as error:
@@ -81,7 +95,7 @@ def parse(text: str, path: str = "cluster.yaml") -> Deployment:
     mistakes = Mistakes()
     for line, what in problems:
         mistakes.note(line, "", what)
-    deployment = _ClusterFile(tree, path, mistakes).read()
+    deployment = _ClusterFile(tree, path, mistakes, templates or {}).read()
     if mistakes.found:
         raise ClusterFileInvalid(path, mistakes.lines())
     return deployment
@@ -90,12 +104,17 @@ def parse(text: str, path: str = "cluster.yaml") -> Deployment:
 class _ClusterFile:
     """Reads section after section; the later ones look up what the earlier ones found."""
 
-    def __init__(self, tree: YamlEntry, path: str, mistakes: Mistakes) -> None:
+    def __init__(
+        self, tree: YamlEntry, path: str, mistakes: Mistakes, templates: Mapping[str, str]
+    ) -> None:
         self.path = path
+        self.templates = templates
         self.top = FileSection(tree, "", mistakes)
         self.mistakes = mistakes
         self.hosts: dict[str, Host] = {}
         self.nodes: list[NodeSpec] = []
+        self.settings: dict[str, dict[str, str]] = {}  # of each pool, its template's below its own
+        self.known: set[str] = set()  # parameters that workers of some pool know
 
     def read(self) -> Deployment:
         top = self.top
@@ -110,7 +129,7 @@ class _ClusterFile:
         self.nodes = list(self._nodes(top.section("storage_nodes")))
         frontends = self._frontends(top.section("frontends"))
         pools = self._pools(top.section("pools"), top.section("defaults"))
-        checkpoint = _agreed(pools, top)
+        checkpoint = _agreed(self.settings, top)
         deployment = Deployment(
             name=name, path=self.path, hosts=self.hosts, etcd=etcd, directories=directories,
             storage_nodes=tuple(self.nodes), frontends=frontends, pools=tuple(pools),
@@ -248,15 +267,15 @@ class _ClusterFile:
 
     def _pools(self, section: FileSection, defaults: FileSection) -> list[PoolSpec]:
         common = defaults.others()
-        known = {name for role in ROLES for name in _known(role, common)}
-        for name in common.keys() - known:
-            defaults.note(name, f"unknown parameter{did_you_mean(name, known)}")
         found = []
         for number, (name, pool) in enumerate(section.sections()):
             if not NAME.fullmatch(name):
                 section.note(name, f"is no name of a pool; use {NAME_WANTED}")
             reader = _PoolReader(self, name, pool, defaults, common)
             found.append(reader.read(7100 + PORT_STEP * number))
+        known = self.known or {name for role in ROLES for name in _known(role, common)}
+        for name in common.keys() - known:
+            defaults.note(name, f"unknown parameter{did_you_mean(name, known)}")
         return found
 
     def _conductor(self, checkpoint: str) -> dict[str, str]:
@@ -317,6 +336,7 @@ class _PoolReader:
     ) -> None:  # fmt: skip
         self.file, self.name, self.section, self.defaults = file, name, section, defaults
         self.common = common
+        self.shipped: dict[str, str] = {}  # parameters of the model that workers are rendered from
 
     def read(self, grpc_port: int) -> PoolSpec:
         section, name = self.section, self.name
@@ -327,8 +347,11 @@ class _PoolReader:
                 section.line, section.path, "has no role: say role: prefill or role: decode"
             )
         own = section.others(*POOL_KEYS)
-        known = _known(role or "prefill", {**self.common, **own})
+        self._read_template(role, {**self.common, **own})
+        known = _known(role or "prefill", {**self.shipped, **self.common, **own})
+        self.file.known |= known
         parameters = {key: self.common[key] for key in self.common if key in known} | own
+        self.file.settings[name] = {**self.shipped, **parameters}
         if role:
             self._check(role, parameters, section)
         port = section.port("grpc_port", grpc_port)
@@ -346,6 +369,22 @@ class _PoolReader:
             name=name, role=role, grpc_port=port, parameters=parameters, workers=workers,
             elastic=elastic,
         )  # fmt: skip
+
+    def _read_template(self, role: str, raw: Mapping[str, str]) -> None:
+        try:
+            shipped = parameters_of(template(role, raw, self.file.templates))
+        except TemplateMissing:  # who renders says so; who only reads the file needs none
+            return
+        known = _known(role, {**shipped, **raw})
+        if strange := sorted(shipped.keys() - known):
+            what = (
+                f"the model that it is rendered from sets {', '.join(strange)}, which its engine "
+                "does not know: name a model repository with a model of that engine "
+                "(--model-repository), or say the engine of the one that is there"
+            )
+            self.file.mistakes.note(self.section.line, self.section.path, what)
+        taken = known.difference(SAID_BY_THE_FILE)
+        self.shipped = {name: value for name, value in shipped.items() if name in taken}
 
     def _elastic(self) -> Elastic | None:
         section = self.section.section("elastic")
@@ -399,11 +438,11 @@ class _PoolReader:
         only: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         """`only`: parameters beside these have been looked at."""
-        known = _known(role, raw)
+        known = _known(role, {**self.shipped, **raw})
         for name in (raw if only is None else only).keys() - known:
             section.note(name, f"unknown parameter{did_you_mean(name, known)}")
         known_raw = {name: value for name, value in raw.items() if name in known}
-        for problem in parameter_problems(role, known_raw):
+        for problem in parameter_problems(role, {**self.shipped, **known_raw}):
             name = _parameter_of(problem, known_raw)
             if only is not None and name not in only:
                 continue
@@ -438,16 +477,16 @@ def _below_its_name(problem: str, name: str) -> str:
     return problem.removeprefix(f"{name} ")
 
 
-def _agreed(pools: list[PoolSpec], top: FileSection) -> str:
+def _agreed(settings: Mapping[str, Mapping[str, str]], top: FileSection) -> str:
     """The checkpoint of all workers."""
     for name in FINGERPRINT:
-        default = str(getattr(WorkerConfig(), name))
-        values = {pool.name: pool.parameters.get(name, default) for pool in pools}
+        default = str(getattr(TrtllmConfig() if name in OF_TRTLLM else WorkerConfig(), name))
+        values = {pool: each.get(name, default) for pool, each in settings.items()}
         if len(set(values.values())) > 1:
             said = ", ".join(f"{pool} {value}" for pool, value in values.items())
             what = f"all workers need the same {name}, or none finds what others stored: {said}"
             top.note("pools", f"{what}; set it in defaults")
-    found = [pool.parameters.get("checkpoint", "demo") for pool in pools]
+    found = [each.get("checkpoint", "demo") for each in settings.values()]
     return found[0] if found else "demo"
 
 

@@ -59,7 +59,7 @@ def check(
 ) -> None:
     """Name every mistake of the file, what each host runs, and where live edits differ from it."""
     with shown_mistakes():
-        deployment = load(cluster)
+        deployment = load(cluster, model_repository)
         plans = plans_of(deployment, host)
         console.print(_hosts_table(deployment, plans))
         for note in _notes(deployment):

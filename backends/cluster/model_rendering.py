@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from backends.cluster.deployment import Deployment
 from backends.cluster.host_plan import HostPlan, gpus_of
 
+CONFIG = "config.pbtxt"
+BYTES = "surrogateescape"  # a comment may be in any encoding
 BACK = "../../"  # from beside rendered/HOST/model_repository to the folder of the cluster file
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
 PARAMETER = re.compile(
@@ -28,6 +31,19 @@ ESCAPED = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 class TemplateMissing(Exception):
     """The base model repository lacks a model to render others from."""
+
+
+def templates_in(base: Path) -> dict[str, str]:
+    """The text of each config.pbtxt of a model repository to render from, by model."""
+    if not base.is_dir():
+        raise TemplateMissing(
+            f"there is no model repository at {base} to render from: run from the project's root, "
+            "or name one with --model-repository"
+        )
+    return {
+        path.parent.name: path.read_text("utf-8", BYTES)
+        for path in sorted(base.glob(f"*/{CONFIG}"))
+    }
 
 
 def rendered_models(

@@ -36,7 +36,7 @@ def models(
 ) -> None:
     """Triton's model repositories of hosts. Live edits are overwritten."""
     with shown_mistakes():
-        deployment = load(cluster)
+        deployment = load(cluster, model_repository)
         for plan in plans_of(deployment, host):
             folder = RenderedFolder(deployment, plan, model_repository)
             written = folder.write(keeps_edits=False)

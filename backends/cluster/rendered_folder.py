@@ -18,11 +18,15 @@ from pathlib import Path
 
 from backends.cluster.deployment import Deployment
 from backends.cluster.host_plan import HostPlan
-from backends.cluster.model_rendering import TemplateMissing, parameters_of, rendered_models
+from backends.cluster.model_rendering import (
+    BYTES,
+    CONFIG,
+    parameters_of,
+    rendered_models,
+    templates_in,
+)
 
 MANIFEST = "manifest.json"
-CONFIG = "config.pbtxt"
-BYTES = "surrogateescape"  # a comment may be in any encoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class RenderedFolder:
         self._manifest_path = self.repository.parent / MANIFEST
         self._deployment = deployment
         self._host = plan.host
-        self._models = rendered_models(deployment, plan, _templates(base))
+        self._models = rendered_models(deployment, plan, templates_in(base))
 
     def write(self, keeps_edits: bool) -> list[str]:
         """Bring it up to date; the models that were written. An edit is kept if `keeps_edits`."""
@@ -124,18 +128,6 @@ class RenderedFolder:
         partial = self._manifest_path.with_suffix(".partial")
         partial.write_text(json.dumps(said, indent=2) + "\n")
         partial.replace(self._manifest_path)
-
-
-def _templates(base: Path) -> dict[str, str]:
-    if not base.is_dir():
-        raise TemplateMissing(
-            f"there is no model repository at {base} to render from: run from the project's root, "
-            "or name one with --model-repository"
-        )
-    return {
-        path.parent.name: path.read_text("utf-8", BYTES)
-        for path in sorted(base.glob(f"*/{CONFIG}"))
-    }
 
 
 def _digest(text: str | None) -> str:

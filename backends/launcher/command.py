@@ -151,7 +151,7 @@ def plan_in_file(
     from backends.cluster.rendered_folder import RenderedFolder
 
     try:
-        deployment = load(path)
+        deployment = load(path, model_repository)
     except ClusterFileInvalid as error:
         refuse(str(error))
     if pool:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from backends.cluster.cluster_file import load, parse
 from backends.cluster.deployment import ClusterFileInvalid
 from backends.cluster.host_plan import host_plan
+from backends.cluster.model_rendering import templates_in
 from backends.cluster.yaml_tree import CHARACTERS_MAX
 from tests.backends.cluster.fleet_text import ONE_HOST, THREE_HOSTS
 
@@ -189,6 +190,44 @@ def test_anchors_and_merge_keys_mean_what_yaml_says() -> None:
     ).replace("b0: {host: b, dram: 256M}", "b0: {<<: *node, host: b}")  # fmt: skip
     node = parse(text).storage_nodes[2]
     assert (node.host, node.dram_bytes) == ("b", 256 << 20)
+
+
+SHIPPED = templates_in(Path(__file__).parents[3] / "model_repository")
+ON_GPUS = templates_in(Path(__file__).parents[3] / "deploy" / "model_repository_trtllm")
+TRTLLM = THREE_HOSTS.replace("dtype: float32", "engine: tensorrt_llm, dtype: bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("text", "templates", "said"),
+    [
+        (THREE_HOSTS, SHIPPED, ""),
+        (TRTLLM, ON_GPUS, ""),
+        (TRTLLM.replace("engine: tensorrt_llm, ", "tp_size: 2, "), ON_GPUS, ""),
+        (THREE_HOSTS.replace("dtype: float32", "engine: torch, dtype: float32"), ON_GPUS,
+         "line 15: pools.prefill: the model that it is rendered from sets aside_load_mib"),
+        (TRTLLM.replace("threads: 2", "block_tokens: 16"), ON_GPUS,
+         "line 15: pools.prefill.block_tokens: (16) must be a multiple of page_tokens (32)"),
+        (TRTLLM.replace("dtype: bfloat16", "tp_size: 2, gpus: '0'"), ON_GPUS,
+         "line 17: defaults.gpus: names 1 devices, tp_size is 2"),
+        (TRTLLM.replace("engine: tensorrt_llm, ", "").replace("threads: 2",
+         "engine: tensorrt_llm"), {}, "all workers need the same engine"),
+        (THREE_HOSTS.replace("dtype: float32", "dtype: float32, tp_size: 2"), SHIPPED,
+         "line 17: defaults.tp_size: unknown parameter"),
+        (TRTLLM.replace("{threads: 3}", "{threads: 3, transfer_s_max: 40}"),
+         {name: text.replace('"30"', '"20"') for name, text in ON_GPUS.items()},
+         "line 16: pools.decode.workers.c[1].transfer_s_max: (40.0) must be positive and below "
+         "lease_s (20.0)"),
+    ],
+)  # fmt: skip
+def test_parameters_are_checked_with_those_of_the_model_that_a_worker_is_rendered_from(
+    text: str, templates: dict[str, str], said: str
+) -> None:
+    try:
+        parse(text, templates=templates)
+        found: tuple[str, ...] = ()
+    except ClusterFileInvalid as error:
+        found = error.problems
+    assert any(said in line for line in found) if said else not found, found
 
 
 def test_words_that_yaml_takes_for_something_else_stay_words() -> None:

@@ -208,12 +208,12 @@ def test_pods_start_what_exists_and_all_hosts_of_the_file_are_pods() -> None:
 
 def test_pods_are_lent_the_gpus_of_their_workers_and_memory_for_what_lies_in_it() -> None:
     text = (KUBERNETES / "overlays" / "rdma" / "cluster.yaml").read_text()
-    text = text.replace("role: decode,", "role: decode, tp_size: 2, page_tokens: 64,")
+    text = text.replace("engine: tensorrt_llm,", "engine: tensorrt_llm, tp_size: 2,")
     found = dict(containers(base_documents(text)))
     gpus = {name: each["resources"]["limits"].get("nvidia.com/gpu")
             for name, each in found.items()}  # fmt: skip
     assert gpus == {
-        "directory": None, "storage": None, "frontend": None, "prefill": "1", "decode": "2",
+        "directory": None, "storage": None, "frontend": None, "prefill": "2", "decode": "2",
     }  # fmt: skip
     memory = int(found["storage"]["resources"]["limits"]["memory"])
     assert memory < 4 << 30, "its segment is in huge pages, which are counted apart"

@@ -80,14 +80,13 @@ def test_workers_on_gpus_share_those_of_their_host_whatever_the_template_names(
     tmp_path: Path,
 ) -> None:
     base = BASE.parent / "deploy" / "model_repository_trtllm"  # decode_0 is on GPU 1 there
-    text = THREE_HOSTS.replace("{role: decode, slots: 16", "{role: decode, tp_size: 2").replace(
-        "{role: prefill, threads: 2", "{role: prefill"
-    ).replace("dtype: float32", "engine: tensorrt_llm, dtype: bfloat16")  # fmt: skip
+    on_gpus = "engine: tensorrt_llm, tp_size: 2, dtype: bfloat16"
+    text = THREE_HOSTS.replace("dtype: float32", on_gpus)
     deployment = deployment_in(tmp_path, text)
     on_b = RenderedFolder(deployment, host_plan(deployment, "b"), base)
     on_b.write(keeps_edits=True)
-    assert raw(on_b, "prefill_b_0")["gpus"] == "0"
-    assert raw(on_b, "decode_b_0")["gpus"] == "1,2"
+    assert raw(on_b, "prefill_b_0")["gpus"] == "0,1"
+    assert raw(on_b, "decode_b_0")["gpus"] == "2,3"
     on_c = RenderedFolder(deployment, host_plan(deployment, "c"), base)
     on_c.write(keeps_edits=True)
     assert [raw(on_c, f"decode_c_{n}")["gpus"] for n in (0, 1)] == ["0,1", "2,3"]
