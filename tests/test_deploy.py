@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from pathlib import Path
+from fnmatch import fnmatch
+from pathlib import Path, PurePath
 
 import pytest
 from google.protobuf import text_format
@@ -74,18 +75,50 @@ def test_the_readme_explains_every_parameter_of_the_engine() -> None:
     assert {field.name for field in dataclasses.fields(TrtllmConfig)} <= named
 
 
-def test_the_image_copies_files_that_are_there() -> None:
-    text = (DEPLOY / "Dockerfile.trtllm").read_text()
-    for path in re.findall(r"src/(deploy/[\w./]*\w)", text):
-        assert (ROOT / path).exists(), path
+def copied(dockerfile: str) -> dict[str, str]:
+    """Where each source of its COPY lines goes, below the image's folder."""
+    found = {}
+    for line in re.findall(r"^COPY (.*)$", (DEPLOY / dockerfile).read_text(), re.MULTILINE):
+        *sources, target = line.split()
+        found |= dict.fromkeys(sources, target)
+    return found
 
 
-def test_the_image_for_cpus_copies_what_is_there_and_installs_every_package() -> None:
-    text = (DEPLOY / "Dockerfile").read_text()
-    sources = {source for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE)
-               for source in line.split()[:-1]}  # fmt: skip
-    assert sources and all((ROOT / source).exists() for source in sources)
+def is_in_context(path: str) -> bool:
+    """As docker reads .dockerignore: the last line that names a path or a folder above it wins."""
+    is_in = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pattern = line.removeprefix("!").removeprefix("**/")
+            above = [PurePath(path), *PurePath(path).parents][:-1]  # without the context itself
+            names = [each.name if "**/" in line else str(each) for each in above]
+            if any(fnmatch(name, pattern) for name in names):
+                is_in = line.startswith("!")
+    return is_in
+
+
+@pytest.mark.parametrize("dockerfile", ["Dockerfile", "Dockerfile.trtllm"])
+def test_an_image_copies_what_it_needs_by_name_and_gets_it(dockerfile: str) -> None:
+    sources = copied(dockerfile)
+    assert sources and all((ROOT / source).exists() for source in sources), sources
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
-    assert packages <= sources, "pip installs what is in src/"
-    command = re.search(r"^CMD (\[.*\])$", text, re.MULTILINE)
+    assert packages <= sources.keys(), "pip installs what is in src/"
+    assert {"pyproject.toml", "README.md", "LICENSE", "model_repository"} <= sources.keys()
+    assert all(is_in_context(source) for source in sources), sources
+    assert not sources.keys() & {".", "deploy", "tests"}, "an image has nothing else of ours"
+    text = (DEPLOY / dockerfile).read_text()
+    for path in re.findall(r"src/(deploy/[\w./]*\w)", text):
+        assert sources[path] in (f"src/{path}", f"src/{path.rpartition('/')[0]}/"), path
+    command = re.search(r"^CMD (\[.*)$", text, re.MULTILINE)
     assert command is not None and "mooncake" in command[1]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [".git/config", "keys/authority/ca.key", "deploy/kubernetes/base/keys/frontend-0/host.key",
+     "deploy/kubernetes/base/rendered/kubernetes/secrets.yaml", ".mooncake/etcd-a", "cluster.yaml",
+     "rendered/a/manifest.json", "backends/__pycache__/cli.cpython-311.pyc", "tests/conftest.py",
+     ".venv/bin/python", "checkpoint/model.safetensors", "deploy/README.md"],
+)  # fmt: skip
+def test_keys_state_and_what_else_lies_about_never_reach_a_builder(path: str) -> None:
+    assert not is_in_context(path)
