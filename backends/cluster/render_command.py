@@ -81,7 +81,14 @@ def compose(cluster: ClusterFile = Path("cluster.yaml")) -> None:
     """A Compose file: every host a container of one machine."""
     with shown_mistakes():
         deployment = load(cluster)
-        path = _write(deployment, "compose/compose.yaml", compose_file.compose(deployment))
+        keys = Path(deployment.folder) / deployment.keys_folder
+        owners = {name: (keys / name).stat().st_uid for name in deployment.hosts
+                  if deployment.keys_folder and (keys / name).is_dir()}  # fmt: skip
+        text = compose_file.compose(deployment, owners)
+        path = _write(deployment, "compose/compose.yaml", text)
+        if deployment.keys_folder and (missing := deployment.hosts.keys() - owners):
+            named = ", ".join(sorted(missing))
+            say(f"no keys of {named} yet: make them (`mooncake keys`), then render this again")
         say(f"{path}: docker build -f deploy/Dockerfile -t mooncake . && docker compose -f it up")
 
 

@@ -3,10 +3,16 @@
 For a fleet in containers of one machine: each host is a container with its own network stack and
 its own /dev/shm, so nothing is mapped between them. Hosts with IP addresses get exactly those on a
 network of their own; hosts with DNS names get them as aliases.
+
+Keys, checkpoint and options of engines are mounted where the cluster file says that they are:
+beside itself or at an absolute path. Keys are for their owner only, so a container runs as who owns
+those of its host.
 """
 
 from __future__ import annotations
 
+import posixpath
+from collections.abc import Mapping
 from ipaddress import ip_address, ip_network
 from typing import Any
 
@@ -20,13 +26,15 @@ FOLDER = "/var/lib/mooncake"  # of the cluster file, in every container
 SHM_EXTRA_BYTES = 1 << 30  # what Tritons need beside the segments of storage nodes
 STOP_S = 30
 USER = 1_000  # of the image
+BACK = "../.."  # from compose.yaml to the folder of the cluster file
 
 
-def compose(deployment: Deployment) -> str:
-    """The text of compose.yaml, which lies two folders below the cluster file."""
+def compose(deployment: Deployment, owners: Mapping[str, int] | None = None) -> str:
+    """The text of compose.yaml, which lies two folders below the cluster file. `owners`: who has
+    the keys of hosts, by user id."""
     file = deployment.path.rpartition("/")[2]
     services = {
-        name: _service(deployment, host_plan(deployment, name), number)
+        name: _service(deployment, host_plan(deployment, name), number, (owners or {}).get(name))
         for number, name in enumerate(deployment.hosts)
     }
     said = {
@@ -39,17 +47,40 @@ def compose(deployment: Deployment) -> str:
     return head + yaml.safe_dump(said, sort_keys=False, width=100)
 
 
-def _service(deployment: Deployment, plan: HostPlan, number: int) -> dict[str, Any]:
+def in_container(path: str) -> str:
+    """Where a path of the cluster file is."""
+    return posixpath.normpath(posixpath.join(FOLDER, path))
+
+
+def _mount(path: str) -> str:
+    return f"{posixpath.normpath(posixpath.join(BACK, path))}:{in_container(path)}:ro"
+
+
+def _read(deployment: Deployment) -> list[str]:
+    """Paths of the cluster file that workers and frontends read, in its own words."""
+    raw = [pool.parameters for pool in deployment.pools]
+    raw += [worker.parameters for worker in deployment.workers]
+    options = [text for each in raw if (text := each.get("llm_options", ""))[:1] not in ("", "{")]
+    found = [deployment.checkpoint] * (deployment.checkpoint != "demo") + options
+    if at_home := [path for path in found if path.startswith("~")]:
+        what = f"{at_home[0]}: containers have homes of their own: use a path that begins with /"
+        raise ClusterFileInvalid(deployment.path, (what,))
+    return list(dict.fromkeys(found))
+
+
+def _service(
+    deployment: Deployment, plan: HostPlan, number: int, owner: int | None
+) -> dict[str, Any]:
     file = deployment.path.rpartition("/")[2]
     # Logs, etcd's data, SSD tiers and rendered models, live edits among them.
-    volumes = [f"state-{plan.host}:{FOLDER}", f"../../{file}:{FOLDER}/{file}:ro"]
+    volumes = [f"state-{plan.host}:{FOLDER}", *map(_mount, (file, *_read(deployment)))]
     if deployment.keys_folder:
-        keys = f"{deployment.keys_folder}/{plan.host}"
-        volumes.append(f"../../{keys}:{FOLDER}/{keys}:ro")
+        volumes.append(_mount(f"{deployment.keys_folder}/{plan.host}"))
     service: dict[str, Any] = {
         "image": IMAGE,
         "command": ["mooncake", "serve", "--cluster", f"{FOLDER}/{file}", "--host", plan.host],
-        "user": f"${{MOONCAKE_USER:-{USER}}}",  # who may read the keys
+        "user": f"${{MOONCAKE_USER:-{USER if owner is None else owner}}}",
+        "environment": {"HOME": FOLDER, "USER": "mooncake"},  # the image may not know the user
         "hostname": plan.host,
         "networks": {"fleet": _place(deployment.hosts[plan.host])},
         "volumes": volumes,

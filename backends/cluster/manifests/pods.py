@@ -7,6 +7,7 @@ readable by a group, which keys must not be), and state is a volume.
 
 from __future__ import annotations
 
+import posixpath
 from typing import Any
 
 from backends.cluster.deployment import Deployment
@@ -85,7 +86,11 @@ def _container(deployment: Deployment, plan: HostPlan, arguments: list[str]) -> 
     ]
     if deployment.keys_folder:
         mounts.append(
-            {"name": "keys", "mountPath": f"{FOLDER}/{deployment.keys_folder}", "readOnly": True}
+            {
+                "name": "keys",
+                "mountPath": posixpath.join(FOLDER, deployment.keys_folder),
+                "readOnly": True,
+            }
         )
     container = {
         "name": "mooncake",

@@ -160,6 +160,61 @@ def test_every_host_is_a_service_with_its_own_address_and_memory() -> None:
     assert made["services"]["a"]["shm_size"] == (256 << 20) + (1 << 30)
 
 
+def volumes_of(text: str, host: str = "b") -> dict[str, str]:
+    """What a container of a Compose file sees, by path; and where that is for who starts it."""
+    made = yaml.safe_load(compose(parse(text, "fleet/cluster.yaml")))
+    volumes = [volume.split(":") for volume in made["services"][host]["volumes"]]
+    assert all(each[2:] == ["ro"] for each in volumes[1:]), "only state is written"
+    return {each[1]: each[0] for each in volumes}
+
+
+@pytest.mark.parametrize(
+    ("change", "inside", "outside"),
+    [
+        (("checkpoint: demo", "checkpoint: models/q"), "/var/lib/mooncake/models/q",
+         "../../models/q"),
+        (("checkpoint: demo", "checkpoint: ../q"), "/var/lib/q", "../../../q"),
+        (("checkpoint: demo", "checkpoint: /models/q"), "/models/q", "/models/q"),
+        (("checkpoint: demo", "llm_options: fast.json, engine: tensorrt_llm"),
+         "/var/lib/mooncake/fast.json", "../../fast.json"),
+        (("folder: keys", "folder: /etc/keys"), "/etc/keys/b", "/etc/keys/b"),
+        (("folder: keys", "folder: ./own/keys/"), "/var/lib/mooncake/own/keys/b",
+         "../../own/keys/b"),
+    ],
+)  # fmt: skip
+def test_containers_see_keys_and_checkpoint_where_the_cluster_file_says(
+    change: tuple[str, str], inside: str, outside: str
+) -> None:
+    assert change[0] in THREE_HOSTS
+    assert volumes_of(THREE_HOSTS.replace(*change))[inside] == outside
+    assert set(volumes_of(THREE_HOSTS)) == {
+        "/var/lib/mooncake", "/var/lib/mooncake/cluster.yaml", "/var/lib/mooncake/keys/b",
+    }  # fmt: skip
+    with pytest.raises(ClusterFileInvalid, match="a path that begins with /"):
+        compose(parse(THREE_HOSTS.replace("checkpoint: demo", "checkpoint: ~/q")))
+
+
+def test_containers_run_as_who_may_read_their_keys(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(THREE_HOSTS)
+    for host in ("a", "b"):
+        (tmp_path / "keys" / host).mkdir(parents=True)
+    if os.getuid() == 0:
+        os.chown(tmp_path / "keys" / "b", 4321, -1)
+    ran = CliRunner().invoke(app, ["render", "compose", "--cluster", str(path)])
+    assert ran.exit_code == 0 and "no keys of c yet" in ran.output, ran.output
+    made = yaml.safe_load((tmp_path / "rendered" / "compose" / "compose.yaml").read_text())
+    users = {name: each["user"] for name, each in made["services"].items()}
+    b = 4321 if os.getuid() == 0 else os.getuid()
+    assert users == {
+        "a": f"${{MOONCAKE_USER:-{os.getuid()}}}", "b": f"${{MOONCAKE_USER:-{b}}}",
+        "c": "${MOONCAKE_USER:-1000}",
+    }  # fmt: skip
+    # Nobody by such a number is known in the image: its folder must be anybody's.
+    assert made["services"]["b"]["environment"] == {"HOME": "/var/lib/mooncake", "USER": "mooncake"}
+    assert "chmod 1777 /var/lib/mooncake" in (ROOT / "deploy" / "Dockerfile").read_text()
+
+
 def containers(documents: list[Any]) -> list[tuple[str, dict[str, Any]]]:
     return [
         (each["metadata"]["name"], container)
