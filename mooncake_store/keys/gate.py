@@ -51,13 +51,33 @@ def guard(context: zmq.Context[Any], keys: Keys) -> None:
         _gates[context] = gate
 
 
+class RefusalLog:
+    """Says who was refused, in a line every LOG_PAUSE_S at most. Thread-safe."""
+
+    def __init__(self, into: logging.Logger) -> None:
+        self._log = into
+        self._lock = threading.Lock()
+        self._logged_s = float("-inf")
+        self._refused = 0  # since that line
+
+    def note(self, peer: str, why: str) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            self._refused += 1
+            if now_s - self._logged_s < LOG_PAUSE_S:
+                return
+            refused, self._refused, self._logged_s = self._refused, 0, now_s
+        self._log.warning(
+            "refused %s: %s (%d refused since the last such line)", peer, why, refused
+        )
+
+
 class KeyGate:
     """Who comes in, by the keys of one folder."""
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
-        self._logged_s = float("-inf")
-        self._refused = 0  # since that line
+        self._refusals = RefusalLog(log)
 
     def run(self, questions: zmq.Socket[bytes]) -> None:
         try:
@@ -74,7 +94,8 @@ class KeyGate:
         version, number = frames[:2]
         host = self._host(frames)
         if not host:
-            self._log(frames[3].decode(errors="replace") if len(frames) > 3 else "?")
+            peer = frames[3].decode(errors="replace") if len(frames) > 3 else "?"
+            self._refusals.note(peer, "its key is not that of a host of this cluster")
             return [version, number, b"400", b"unknown key", b"", b""]
         return [version, number, b"200", b"", host.encode(), b""]
 
@@ -85,15 +106,3 @@ class KeyGate:
             return self.keys.curve.host_of(z85.encode(frames[6]).decode())
         except StoreError:  # the folder went away before it was ever read: let nobody in
             return ""
-
-    def _log(self, peer: str) -> None:
-        self._refused += 1
-        now_s = time.monotonic()
-        if now_s - self._logged_s < LOG_PAUSE_S:
-            return
-        log.warning(
-            "refused %s: its key is not that of a host of this cluster (%d refused since the "
-            "last such line)",
-            peer, self._refused,
-        )  # fmt: skip
-        self._logged_s, self._refused = now_s, 0

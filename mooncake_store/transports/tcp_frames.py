@@ -7,6 +7,10 @@ A connection begins with HELLO and its token. Then the client asks, one request 
     WRITE    header(count = spans)    spans    bytes        -> DONE, when they lie in the segment
     answers: DONE     header(count = bytes that follow)
              REFUSED  header(count = bytes of a text that says why)
+             CROWDED  header(count = how many connections may wait to show who they are)
+             FULL     header(count = how many connections members may have)
+
+CROWDED comes in plain, where TLS is due too, to a client that is not let in to show anything.
 
 A header has 16 bytes, little-endian: magic "MKTB", version, kind (two bytes each), count (eight).
 A span is two numbers of eight bytes: where in the segment, how long.
@@ -42,6 +46,8 @@ class FrameKind(enum.IntEnum):
     WRITE = 2
     DONE = 3
     REFUSED = 4
+    CROWDED = 5
+    FULL = 6
 
 
 class FrameInvalid(Exception):
@@ -50,6 +56,19 @@ class FrameInvalid(Exception):
 
 class PeerClosed(ConnectionError):
     """The other side closed the connection in the middle of something."""
+
+
+class LimitReached(ConnectionError):
+    """The server has as many connections as it lets in: CROWDED or FULL."""
+
+    def __init__(self, kind: FrameKind, limit: int) -> None:
+        whose = (
+            "connections that have not shown who they are"
+            if kind is FrameKind.CROWDED
+            else "connections of members"
+        )
+        super().__init__(f"it has reached its limit of {limit} {whose}")
+        self.kind, self.limit = kind, limit
 
 
 def pack(kind: FrameKind, count: int, version: int = VERSION) -> bytes:

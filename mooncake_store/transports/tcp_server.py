@@ -10,6 +10,10 @@ The token is what the directory says of this incarnation of the node, so neither
 stranger nor a client that still means an earlier one behind a port that was taken again touches
 this memory.
 
+Who has not shown the token yet is a *stranger*, and strangers have limits of their own, per host
+and in all, so that members are let in however many of those keep silent. When a limit is reached,
+the one that has kept us waiting for longest makes room.
+
 A write whose client has given up must not go on: the client resets the connection at its deadline,
 and before each piece is taken out of the socket the server looks whether it did. So after a freeze
 what lies in the socket of a given-up write is thrown away instead of landing in memory that may
@@ -28,26 +32,35 @@ import socket
 import ssl
 import threading
 import time
+from dataclasses import dataclass
 
 from mooncake_store.errors import StoreError
 from mooncake_store.keys import folder
 from mooncake_store.keys.curve import refuse_unguarded
+from mooncake_store.keys.gate import RefusalLog
 from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.transports import tcp_frames as frames
-from mooncake_store.transports.tcp_frames import FrameInvalid, FrameKind, PeerClosed, Pieces
+from mooncake_store.transports.tcp_frames import (
+    FrameInvalid,
+    FrameKind,
+    LimitReached,
+    PeerClosed,
+    Pieces,
+)
 from mooncake_store.transports.tcp_tls import (
     PLAIN_CLIENT,
     contexts_of_process,
-    is_plain_client,
     shake_hands,
     wrapped_by_server,
 )
 from mooncake_store.transports.transport import TransferCounters, TransferTally
 
 log = logging.getLogger("mooncake_store.tcp")
-CONNECTIONS_MAX = 256
-HELLO_S = 5.0  # who connects and says nothing
+CONNECTIONS_MAX = 256  # of members
+STRANGERS_MAX, STRANGERS_PER_HOST_MAX = 256, 64
+HELLO_S = 5.0  # until a stranger has shown a certificate, if there are keys, and the token
+HURRY_S = 0.5  # a stranger that came after this makes no room for others
 SILENCE_S = 30.0  # in the middle of a message
 _GIVEN_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
@@ -58,6 +71,18 @@ class TcpServerRefused(StoreError):
 
 class RequestRefused(Exception):
     """The request is not carried out; the text goes to the client."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenConnection:
+    """A client, a stranger at first."""
+
+    socket: socket.socket  # with TLS on it, as soon as there is
+    host: str
+    opened_s: float
+    is_member: bool = False  # it has shown the token
+    reached_limit: int = 0  # it made room for another stranger; which limit was reached
+    thread: threading.Thread | None = None
 
 
 class TcpServer:
@@ -82,8 +107,9 @@ class TcpServer:
         self._memory = memory
         self._token = token
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, threading.Thread] = {}
+        self._open: list[OpenConnection] = []  # the oldest first
         self._is_closing = False
+        self._refusals = RefusalLog(log)
         self._tally = TransferTally()
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -112,13 +138,14 @@ class TcpServer:
         """Stop listening, break every connection, wait for the threads. Twice is harmless."""
         with self._lock:
             self._is_closing = True
-            threads = dict(self._open)
+            clients = list(self._open)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self._listener.close()
-        for connection in threads:
-            _wake(connection)
-        for thread in [self._acceptor, *threads.values()]:
+        for client in clients:
+            _wake(client.socket)
+        for thread in [self._acceptor, *(client.thread for client in clients)]:
+            assert thread is not None
             thread.join()
         self._memory = self._memory[:0].copy()  # so that the owner can unmap it
 
@@ -132,72 +159,122 @@ class TcpServer:
                 log.warning("no TCP connection accepted: %s", error)  # out of descriptors, say
                 time.sleep(0.1)
                 continue
-            with self._lock:
-                if self._is_closing or len(self._open) >= CONNECTIONS_MAX:
-                    log.warning("TCP connection of %s refused: %d are open", peer, len(self._open))
-                    connection.close()
-                    continue
-                thread = threading.Thread(
-                    target=self._serve, args=(connection,), name="tcp-serve", daemon=True
-                )
-                self._open[connection] = thread
-                thread.start()
+            client = OpenConnection(connection, peer[0], time.monotonic())
+            try:
+                self._begin(client)
+            except LimitReached as error:
+                self._turn_away(client, error)
+                connection.close()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _begin(self, client: OpenConnection) -> None:
+        """Have a thread of its own serve it; LimitReached when there is no room for it."""
+        with self._lock:
+            if self._is_closing:
+                client.socket.close()
+                return
+            self._make_room(client)
+            client.thread = threading.Thread(
+                target=self._serve, args=(client,), name="tcp-serve", daemon=True
+            )
+            self._open.append(client)
+            client.thread.start()
+
+    def _make_room(self, arriving: OpenConnection) -> None:
+        strangers = [each for each in self._open if not each.is_member and not each.reached_limit]
+        of_host = [each for each in strangers if each.host == arriving.host]
+        for group, limit in ((of_host, STRANGERS_PER_HOST_MAX), (strangers, STRANGERS_MAX)):
+            if len(group) >= limit:
+                if arriving.opened_s - group[0].opened_s < HURRY_S:
+                    raise LimitReached(FrameKind.CROWDED, limit)
+                group[0].reached_limit = limit
+                _wake(group[0].socket, socket.SHUT_RD)  # its thread still tells it why
+                return
+
+    def _turn_away(self, client: OpenConnection, why: LimitReached) -> None:
+        self._refusals.note(client.host, str(why))
+        header = memoryview(frames.pack(why.kind, why.limit))
+        with contextlib.suppress(OSError):
+            frames.send(client.socket, [header], time.monotonic() + HELLO_S)
+
+    def _serve(self, client: OpenConnection) -> None:
         """One connection, until the client or close() ends it."""
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
-            if self._tls is not None:
-                connection = self._wrapped(connection, self._tls)
-                shake_hands(connection, time.monotonic() + HELLO_S)
-            self._greet(connection)
+            client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+            if not self._is_let_in(client):
+                return
             while True:
-                connection.settimeout(None)  # a client may be idle for as long as it likes
-                if not (first := connection.recv(1)):
+                client.socket.settimeout(None)  # a member may be idle for as long as it likes
+                if not (first := client.socket.recv(1)):
                     return
-                self._answer(connection, first, time.monotonic())
+                self._answer(client.socket, first, time.monotonic())
+        except LimitReached as error:
+            self._turn_away(client, error)
         except (RequestRefused, FrameInvalid) as error:
             self._tally.failed(is_timeout=False)
-            log.warning("TCP connection refused: %s", error)
+            self._refusals.note(client.host, str(error))
             with contextlib.suppress(OSError):
-                _send_text(connection, str(error))
+                _send_text(client.socket, str(error))
         except OSError as error:  # timeouts and closed peers are among them
             self._tally.failed(isinstance(error, TimeoutError))
-            is_refusal = isinstance(error, ssl.SSLError) and not isinstance(error, TimeoutError)
-            level = logging.WARNING if is_refusal else logging.DEBUG
-            log.log(level, "TCP connection ended: %s", error)
+            if isinstance(error, ssl.SSLError) and not isinstance(error, TimeoutError):
+                self._refusals.note(client.host, str(error))
+            log.debug("TCP connection of %s ended: %s", client.host, error)
         finally:
             with self._lock:
-                del self._open[connection]
-            connection.close()
+                self._open.remove(client)
+            client.socket.close()
 
-    def _wrapped(self, connection: socket.socket, tls: TlsContexts) -> ssl.SSLSocket:
+    def _is_let_in(self, client: OpenConnection) -> bool:
+        """It has shown who it is. False: it went without a word, and only looked who answers."""
+        until_s = client.opened_s + HELLO_S
+        try:
+            client.socket.settimeout(HELLO_S)
+            first = client.socket.recv(len(frames.MAGIC), socket.MSG_PEEK)
+            if not first:
+                if client.reached_limit:
+                    raise PeerClosed("it said nothing")
+                return False
+            if self._tls is not None:
+                if first == frames.MAGIC:
+                    raise RequestRefused(PLAIN_CLIENT)
+                shake_hands(self._wrapped(client, self._tls), until_s)
+            self._greet(client, until_s)
+        except OSError:
+            if client.reached_limit:
+                raise LimitReached(FrameKind.CROWDED, client.reached_limit) from None
+            raise
+        return True
+
+    def _wrapped(self, client: OpenConnection, tls: TlsContexts) -> ssl.SSLSocket:
         """The same connection with TLS on it; close() finds it as what it is then."""
-        if is_plain_client(connection, time.monotonic() + HELLO_S):
-            raise RequestRefused(PLAIN_CLIENT)
         with self._lock:
-            wrapped = wrapped_by_server(connection, tls)
-            self._open[wrapped] = self._open.pop(connection)
+            client.socket = wrapped = wrapped_by_server(client.socket, tls)
             is_closing = self._is_closing
         if is_closing:
             _wake(wrapped)
         return wrapped
 
-    def _greet(self, connection: socket.socket) -> None:
-        until_s = time.monotonic() + HELLO_S
-        header = frames.receive_bytes(connection, frames.HEADER.size, until_s)
+    def _greet(self, client: OpenConnection, until_s: float) -> None:
+        header = frames.receive_bytes(client.socket, frames.HEADER.size, until_s)
         kind, count = frames.unpack(header)
         if kind is not FrameKind.HELLO or count > frames.TOKEN_BYTES_MAX:
             raise RequestRefused("a connection begins with its token")
-        token = frames.receive_bytes(connection, count, until_s)
+        token = frames.receive_bytes(client.socket, count, until_s)
         if not hmac.compare_digest(bytes(token), self._token):
             raise RequestRefused(
                 "the token is not this storage node's: it restarted, or another node listens here "
                 "now; ask the directory for its address again"
             )
-        frames.send(connection, [memoryview(frames.pack(FrameKind.DONE, 0))], until_s)
+        with self._lock:
+            if client.reached_limit:  # while it said this
+                raise LimitReached(FrameKind.CROWDED, client.reached_limit)
+            if sum(each.is_member for each in self._open) >= CONNECTIONS_MAX:
+                raise LimitReached(FrameKind.FULL, CONNECTIONS_MAX)
+            client.is_member = True
+        done = memoryview(frames.pack(FrameKind.DONE, 0))
+        frames.send(client.socket, [done], until_s)
 
     def _answer(self, connection: socket.socket, first: bytes, started_s: float) -> None:
         """The rest of the request that begins with this byte, and its answer."""
@@ -227,10 +304,10 @@ class TcpServer:
         return [memory[offset : offset + length] for offset, length in spans]
 
 
-def _wake(connection: socket.socket) -> None:
+def _wake(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     """Have whatever waits for it end, in whichever thread: TLS's own shutdown must not meet it."""
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+        socket.socket.shutdown(connection, how)
 
 
 def _receive_unless_given_up(connection: socket.socket, pieces: list[memoryview]) -> None:

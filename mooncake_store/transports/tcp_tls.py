@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import struct
 import time
 
 from mooncake_store.errors import AccessRefused, TransferFailed
@@ -19,9 +20,11 @@ from mooncake_store.keys import folder
 from mooncake_store.keys.folder import MEMBER
 from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.transports import tcp_frames as frames
+from mooncake_store.transports.tcp_frames import FrameKind
 
 LEFTOVER_BYTES_MAX = 64 * 1024  # of a refused client, thrown away so that it reads why
 LEFTOVER_S_MAX = 1.0
+RECORD_HEADER_BYTES = 5  # TLS looks at so many before it says that they are none of its own
 PLAIN_CLIENT = (
     "this storage node asks for a certificate, and the client speaks plain TCP: set "
     f"{folder.VARIABLE} to the folder of the client's host (mooncake keys add-host)"
@@ -36,12 +39,6 @@ def contexts_of_process() -> TlsContexts | None:
     """None where this process has no keys: then connections are plain."""
     keys = folder.of_process()
     return TlsContexts(keys) if keys is not None else None
-
-
-def is_plain_client(connection: socket.socket, until_s: float) -> bool:
-    """Does it begin with a frame, where a TLS handshake is due?"""
-    connection.settimeout(max(0.001, until_s - time.monotonic()))
-    return connection.recv(len(frames.MAGIC), socket.MSG_PEEK) == frames.MAGIC
 
 
 def wrapped_by_server(connection: socket.socket, contexts: TlsContexts) -> ssl.SSLSocket:
@@ -61,8 +58,32 @@ def shake_hands(secured: ssl.SSLSocket, until_s: float) -> None:
 
 def called(connection: socket.socket, contexts: TlsContexts, until_s: float) -> ssl.SSLSocket:
     """The client's side; OSError closes it. A server that refuses us says so at the first read."""
-    connection.settimeout(max(0.001, until_s - time.monotonic()))
-    return contexts.client.wrap_socket(connection, server_hostname=MEMBER)
+    secured = contexts.client.wrap_socket(
+        connection, server_hostname=MEMBER, do_handshake_on_connect=False
+    )
+    secured.settimeout(max(0.001, until_s - time.monotonic()))
+    try:
+        secured.do_handshake()
+    except OSError as error:
+        said = _said_in_plain(secured)
+        secured.close()
+        if said is None and isinstance(error, ssl.SSLEOFError | ConnectionResetError):
+            said = frames.PeerClosed("it closed the connection in the middle of a handshake")
+        if said is None:
+            raise
+        raise said from error
+    return secured
+
+
+def _said_in_plain(secured: ssl.SSLSocket) -> ConnectionError | None:
+    """What a server says that has no room for us. OpenSSL has taken the first bytes of it."""
+    with contextlib.suppress(OSError, struct.error, frames.FrameInvalid):
+        raw = socket.socket.recv(secured, frames.HEADER.size, socket.MSG_DONTWAIT)
+        begin = frames.pack(FrameKind.CROWDED, 0)[:RECORD_HEADER_BYTES]
+        kind, limit = frames.unpack(begin + raw)
+        if kind is FrameKind.CROWDED:
+            return frames.LimitReached(kind, limit)
+    return None
 
 
 def _hang_up(secured: ssl.SSLSocket) -> None:

@@ -30,7 +30,7 @@ from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
-from mooncake_store.transports.tcp_frames import FrameInvalid, FrameKind
+from mooncake_store.transports.tcp_frames import FrameInvalid, FrameKind, LimitReached
 from mooncake_store.transports.tcp_tls import (
     PLAIN_CLIENT,
     TransferRefused,
@@ -42,6 +42,11 @@ from mooncake_store.transports.transport import TransferBatch, Transport
 
 IDLE_MAX = 8  # connections kept per node
 CONNECT_S = 5.0  # for connect(); a transfer has its own deadline
+CROWDED_S_MAX, CROWDED_PAUSE_S = 2.0, 0.05  # a crowd of strangers thins within this time
+
+
+class ConnectionsFull(TransferFailed):
+    """The node lets no further connection in: it has as many as it may."""
 
 
 @dataclass(slots=True)
@@ -67,7 +72,7 @@ class TcpTransport(Transport):
     def connect(self, node: NodeInfo) -> None:
         until_s = time.monotonic() + CONNECT_S
         try:
-            self._give(node, self._take(node) or _opened(node, until_s, self._tls))
+            self._give(node, self._take(node) or _let_in(node, until_s, self._tls))
         except (OSError, FrameInvalid) as error:
             raise _failure(node, error, 0, is_read=True) from error
 
@@ -79,7 +84,7 @@ class TcpTransport(Transport):
                 with contextlib.suppress(ConnectionError):
                     self._ask(pooled, batch)
                     return
-            self._ask(_opened(batch.node, batch.until_s, self._tls), batch)
+            self._ask(_let_in(batch.node, batch.until_s, self._tls), batch)
         except (OSError, FrameInvalid) as error:
             raise _failure(batch.node, error, len(batch.remote), batch.is_read) from error
 
@@ -140,6 +145,18 @@ class TcpTransport(Transport):
             _close(pool.idle)
 
 
+def _let_in(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket.socket:
+    """As _opened(), and again while strangers take all the room there is to show who one is."""
+    again_until_s = min(until_s, time.monotonic() + CROWDED_S_MAX) - CROWDED_PAUSE_S
+    while True:
+        try:
+            return _opened(node, until_s, tls)
+        except LimitReached as error:
+            if error.kind is not FrameKind.CROWDED or time.monotonic() >= again_until_s:
+                raise
+        time.sleep(CROWDED_PAUSE_S)
+
+
 def _opened(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket.socket:
     """A new connection that has shown its token; OSError, FrameInvalid or TransferFailed."""
     if not node.data_address:
@@ -173,6 +190,8 @@ def _expect_done(
         said = text.decode(errors="replace")
         kind_of_error = TransferRefused if said == PLAIN_CLIENT else TransferFailed
         raise kind_of_error(f"node {node.node_id} at {node.data_address} refuses: {said}")
+    if kind in (FrameKind.CROWDED, FrameKind.FULL):
+        raise LimitReached(kind, count)
     if kind is not FrameKind.DONE or count != follows_bytes:
         raise FrameInvalid(
             f"DONE and {follows_bytes} bytes were expected, {kind.name} {count} came"
@@ -189,6 +208,8 @@ def _failure(node: NodeInfo, error: Exception, spans: int, is_read: bool) -> Tra
             f"{where} did not move {spans} spans over TCP within the deadline: it is frozen, cut "
             f"off or overloaded; the connection is closed, {late}"
         )
+    if isinstance(error, LimitReached):
+        return ConnectionsFull(f"{where} lets no further connection in: {error}")
     return TransferFailed(f"{where}: {error}; the node is gone or cut off")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,10 +19,12 @@ from mooncake_store.errors import AccessRefused, TransferFailed, TransferTimeout
 from mooncake_store.keys.curve import AddressUnguarded
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
+from mooncake_store.transports import tcp_server
+from mooncake_store.transports.nixl_lane import is_reached
 from mooncake_store.transports.tcp_frames import FrameKind
 from mooncake_store.transports.tcp_server import TcpServer
 from mooncake_store.transports.tcp_tls import TransferRefused, contexts_of_process
-from mooncake_store.transports.tcp_transport import TcpTransport
+from mooncake_store.transports.tcp_transport import ConnectionsFull, TcpTransport
 from mooncake_store.transports.transport import ByteSpan
 from tests.mooncake_store.keys.hosts import Hosts
 from tests.mooncake_store.makers import node_info
@@ -55,11 +59,15 @@ def read_all(transport: TcpTransport, server: TcpServer) -> np.ndarray:
     return target
 
 
-def wait_for_connections(server: TcpServer, count: int) -> None:
+def wait_until(is_so: Callable[[], bool]) -> None:
     until_s = time.monotonic() + PATIENCE_S
-    while server.connections != count:
-        assert time.monotonic() < until_s, f"{server.connections} connections are open"
+    while not is_so():
+        assert time.monotonic() < until_s
         threading.Event().wait(0.01)
+
+
+def wait_for_connections(server: TcpServer, count: int) -> None:
+    wait_until(lambda: server.connections == count)
 
 
 def test_bytes_are_read_and_written_in_spans_of_any_size(
@@ -236,3 +244,112 @@ def test_an_address_of_other_hosts_needs_keys(hosts: Hosts, memory: np.ndarray) 
     hosts.be("")
     with pytest.raises(AddressUnguarded, match="there are no keys"):
         TcpServer(memory, "203.0.113.1", token=b"x")
+
+
+def silent(server: TcpServer, begin: bytes, source: str) -> socket.socket:
+    """A connection that says this much and no more. It may have been refused already."""
+    host, _, port = server.address.rpartition(":")
+    made = socket.create_connection((host, int(port)), PATIENCE_S, (source, 0))
+    with contextlib.suppress(OSError):
+        made.sendall(begin)
+    return made
+
+
+@pytest.mark.parametrize("begin", [b"", b"\x16\x03\x01"], ids=["silent", "half a handshake"])
+@pytest.mark.parametrize("hosts_of_strangers", [1, 5])
+def test_strangers_that_say_nothing_keep_no_member_out(
+    server: TcpServer,
+    memory: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+    begin: bytes,
+    hosts_of_strangers: int,
+) -> None:
+    monkeypatch.setattr(tcp_server, "HELLO_S", 10 * PATIENCE_S)  # nobody goes by himself
+    threads = threading.active_count()
+    known = TcpTransport()
+    assert np.array_equal(read_all(known, server), memory)
+    strangers = [
+        silent(server, begin, f"127.0.0.{1 + number % hosts_of_strangers}") for number in range(300)
+    ]
+    try:
+        assert np.array_equal(read_all(known, server), memory), "whose connection was open before"
+        for _ in range(3):
+            fresh = TcpTransport()
+            assert np.array_equal(read_all(fresh, server), memory)
+            fresh.close()
+        limit = min(
+            hosts_of_strangers * tcp_server.STRANGERS_PER_HOST_MAX, tcp_server.STRANGERS_MAX
+        )
+        wait_until(lambda: server.connections <= limit + 1)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    wait_for_connections(server, 1)
+    known.close()
+    wait_for_connections(server, 0)
+    wait_until(lambda: threading.active_count() == threads)
+
+
+def test_strangers_that_say_nothing_are_let_go(
+    hosts: Hosts, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_server, "HELLO_S", 0.2)
+    hosts.be("a")
+    server = TcpServer(memory, "127.0.0.1", token=b"n1")
+    contexts = contexts_of_process()
+    assert contexts is not None
+    strangers = [silent(server, begin, "127.0.0.1") for begin in (b"", b"\x16\x03\x01")]
+    raw = silent(server, b"", "127.0.0.1")
+    with contexts.client.wrap_socket(raw, server_hostname="member.mooncake"):  # and no request
+        wait_for_connections(server, 0)
+    for stranger in strangers:
+        stranger.close()
+    server.close()
+
+
+def test_who_is_not_let_in_for_the_limit_reads_the_limit(
+    server: TcpServer, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_server, "STRANGERS_PER_HOST_MAX", 3)
+    monkeypatch.setattr(tcp_server, "CONNECTIONS_MAX", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(tcp_server, "HURRY_S", PATIENCE_S)  # they came a moment ago
+        strangers = [silent(server, b"", "127.0.0.1") for _ in range(3)]
+        wait_for_connections(server, 3)
+        transport = TcpTransport()
+        with pytest.raises(ConnectionsFull, match=rf"{server.address}.* limit of 3 .*who they are"):
+            read_all(transport, server)
+    for stranger in strangers:
+        stranger.close()
+    wait_for_connections(server, 0)
+    assert np.array_equal(read_all(transport, server), memory)
+    other = TcpTransport()
+    with pytest.raises(ConnectionsFull, match=rf"{server.address}.* limit of 1 .*members"):
+        read_all(other, server)
+    assert np.array_equal(read_all(transport, server), memory)
+    transport.close()
+    other.close()
+
+
+def test_a_look_whether_the_node_answers_is_no_failure(
+    server: TcpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        assert is_reached(server.address)
+    wait_for_connections(server, 0)
+    assert not caplog.records and server.counters.failures == 0
+
+
+def test_refusals_name_the_peer_and_do_not_fill_the_log(
+    hosts: Hosts, server: TcpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for who in ("stranger", "", "stranger", ""):
+        with hosts.being(who, "b"):
+            transport = TcpTransport()
+            with pytest.raises(TransferRefused):
+                read_all(transport, server)
+            transport.close()
+    wait_for_connections(server, 0)
+    said = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(said) == 1 and "refused 127.0.0.1" in said[0], said
+    assert server.counters.failures == 4

@@ -23,7 +23,7 @@ from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports import tcp_server
 from mooncake_store.transports.tcp_frames import FrameKind
 from mooncake_store.transports.tcp_server import TcpServer, TcpServerRefused
-from mooncake_store.transports.tcp_transport import TcpTransport
+from mooncake_store.transports.tcp_transport import ConnectionsFull, TcpTransport
 from mooncake_store.transports.transport import ByteSpan
 from tests.mooncake_store.makers import node_info
 from tests.mooncake_store.targets import TARGET_BYTES, Target, TargetPool
@@ -264,12 +264,27 @@ def test_threads_get_a_connection_each_and_they_are_kept(
     wait_for_connections(server, 0)
 
 
-def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch, server: TcpServer) -> None:
+def test_connections_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, server: TcpServer, transport: TcpTransport
+) -> None:
     monkeypatch.setattr(tcp_server, "CONNECTIONS_MAX", 2)
-    with greeted(server), greeted(server), pytest.raises(ConnectionError):
-        greeted(server)
+    with greeted(server), greeted(server), pytest.raises(ConnectionsFull, match="limit of 2 "):
+        transport.connect(node_of(server))
     wait_for_connections(server, 0)
-    greeted(server).close()
+    transport.connect(node_of(server))
+
+
+def test_strangers_that_say_nothing_keep_no_client_out(
+    server: TcpServer, transport: TcpTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_server, "HELLO_S", 300.0)  # nobody goes by himself
+    monkeypatch.setattr(tcp_server, "STRANGERS_PER_HOST_MAX", 3)
+    host, _, port = server.address.rpartition(":")
+    strangers = [socket.create_connection((host, int(port))) for _ in range(8)]
+    transport.connect(node_of(server))
+    for stranger in strangers:
+        stranger.close()
+    wait_for_connections(server, 1)
 
 
 def test_an_address_that_cannot_be_had_is_an_error_with_a_remedy(
