@@ -17,6 +17,7 @@ from typing import NamedTuple
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 HEADER_BYTES = 64  # one cache line per unit
 STATE_WRITING, STATE_READY = 1, 2  # in a header: do not trust the payload; it is complete
+STATE_EPHEMERAL = 3  # in an inventory: complete, and of one request, which knows where it is
 SLOT_ALIGN_BYTES = 4096  # payloads start at a memory page: O_DIRECT and RDMA like it
 
 

@@ -31,15 +31,21 @@ class OwnSegment(SlotMemory):
         super().__init__(view, shape)
         self.info = info
 
-    def begin(self, key: bytes, slot: Slot, size_bytes: int, lease_s: float) -> None:
+    def begin(
+        self, key: bytes, slot: Slot, size_bytes: int, lease_s: float, is_ephemeral: bool = False
+    ) -> None:
         """The slot is about to be filled: the old block's header must not vouch for new bytes."""
-        header = SlotHeader.writing(slot.generation, key, size_bytes, lease_s)
+        header = SlotHeader.writing(slot.generation, key, size_bytes, lease_s, is_ephemeral)
         self.write_header(slot.slot, header)
 
     def finish(self, key: bytes, slot: Slot, digest: int, size_bytes: int) -> None:
         """The slot holds its block now."""
-        header = SlotHeader(STATE_READY, slot.generation, key, digest, size_bytes)
-        self.write_header(slot.slot, header)
+        begun = self.header(slot.slot)
+        is_ephemeral = begun is not None and begun.key == key and begun.is_ephemeral
+        self.write_header(
+            slot.slot,
+            SlotHeader(STATE_READY, slot.generation, key, digest, size_bytes, is_ephemeral),
+        )
 
 
 class Fetcher:

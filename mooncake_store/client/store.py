@@ -227,7 +227,7 @@ class Store:
                     continue
                 own.first_generation = min(own.first_generation, slot.generation)
                 if (here := own.now()) is not None:
-                    here.begin(key, slot, size_bytes, lease_s)
+                    here.begin(key, slot, size_bytes, lease_s, ephemeral)
             if self._directory.may_write(given, owner, lease_s):
                 return given
         else:

@@ -22,11 +22,17 @@ import numpy as np
 import xxhash
 
 from mooncake_store.block_keys import KEY_BYTES
-from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, Geometry
+from mooncake_store.layout import (
+    HEADER_BYTES,
+    STATE_EPHEMERAL,
+    STATE_READY,
+    STATE_WRITING,
+    Geometry,
+)
 from mooncake_store.memory.buffers import ByteArray, checksum
 
 MAGIC = b"MKVB"
-FIELDS = struct.Struct("<4sIQ16sQQ8x")  # magic, state, generation, key, checksum, length, spare
+FIELDS = struct.Struct("<4sIQ16sQQQ")  # magic, state, generation, key, checksum, length, ephemeral
 _PREFIX = struct.Struct("<4sIQ16s")
 _SELF = struct.Struct("<Q")
 assert FIELDS.size + _SELF.size == HEADER_BYTES, FIELDS.size
@@ -34,7 +40,7 @@ Block = tuple[bytes, int, int, int, int, int]  # key, slot, generation, checksum
 KEY_AT = 16
 _COLUMNS = np.dtype(
     [("magic", "<u4"), ("state", "<u4"), ("generation", "<u8"), ("key", "V16"),
-     ("checksum", "<u8"), ("length_bytes", "<u8"), ("spare", "<u8"), ("own", "<u8")]
+     ("checksum", "<u8"), ("length_bytes", "<u8"), ("ephemeral", "<u8"), ("own", "<u8")]
 )  # fmt: skip
 assert _COLUMNS.fields is not None and _COLUMNS.fields["key"][1] == KEY_AT
 assert _COLUMNS.itemsize == HEADER_BYTES == FIELDS.size + _COLUMNS["own"].itemsize
@@ -48,31 +54,41 @@ class SlotHeader(NamedTuple):
     key: bytes  # 16 bytes
     checksum: int  # xxh3_64 of the payload; while it is being written: see `writing`
     length_bytes: int
+    is_ephemeral: bool = False
 
     @classmethod
-    def writing(cls, generation: int, key: bytes, length_bytes: int, lease_s: float) -> SlotHeader:
+    def writing(
+        cls,
+        generation: int,
+        key: bytes,
+        length_bytes: int,
+        lease_s: float,
+        is_ephemeral: bool = False,
+    ) -> SlotHeader:
         """Says for how long its writer leases the slot, instead of a checksum.
 
         A directory that reads it after a restart lets the slot rest for that long (inventory.py).
         """
-        return cls(STATE_WRITING, generation, key, int(lease_s * 1_000), length_bytes)
+        lease_ms = int(lease_s * 1_000)
+        return cls(STATE_WRITING, generation, key, lease_ms, length_bytes, is_ephemeral)
 
     def pack(self) -> bytes:
         assert len(self.key) == 16, f"a key has 16 bytes, this one {len(self.key)}"
         fields = FIELDS.pack(
-            MAGIC, self.state, self.generation, self.key, self.checksum, self.length_bytes
-        )
+            MAGIC, self.state, self.generation, self.key, self.checksum, self.length_bytes,
+            self.is_ephemeral,
+        )  # fmt: skip
         return fields + _SELF.pack(xxhash.xxh3_64_intdigest(fields))
 
     @staticmethod
     def unpack(raw: bytes | memoryview) -> SlotHeader | None:
         """The header in these 64 bytes, or None when no whole header lies there."""
         assert len(raw) == HEADER_BYTES, f"a header has {HEADER_BYTES} bytes, got {len(raw)}"
-        magic, state, generation, key, checksum, length_bytes = FIELDS.unpack_from(raw)
+        magic, state, generation, key, checksum, length_bytes, ephemeral = FIELDS.unpack_from(raw)
         (own,) = _SELF.unpack_from(raw, FIELDS.size)
         if magic != MAGIC or own != xxhash.xxh3_64_intdigest(bytes(raw[: FIELDS.size])):
             return None
-        return SlotHeader(state, generation, key, checksum, length_bytes)
+        return SlotHeader(state, generation, key, checksum, length_bytes, bool(ephemeral))
 
 
 def ready_prefix(generation: int, key: bytes) -> bytes:
@@ -95,6 +111,7 @@ def scan(view: ByteArray, shape: Geometry) -> list[Block]:
     is_whole = np.array(found, np.uint64) == rows["own"]
     keys = [raw[start + KEY_AT : start + KEY_AT + KEY_BYTES] for start in starts]
     rows, slots = rows[is_whole], slots[is_whole]
+    rows["state"][(rows["state"] == STATE_READY) & (rows["ephemeral"] != 0)] = STATE_EPHEMERAL
     columns = [rows[name].tolist() for name in ("generation", "checksum", "length_bytes", "state")]
     # Plain tuples: a million NamedTuples take a second more, most of it in the garbage collector.
     return list(zip(compress(keys, is_whole), slots.tolist(), *columns, strict=True))

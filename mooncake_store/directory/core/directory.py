@@ -457,7 +457,8 @@ class Directory:
         In as many calls as it takes; with the last one the holder opens. How many blocks were
         adopted: 0 until then. NodeUnknown when another incarnation of the node is registered,
         EpochPassed when it registered with an earlier directory. A slot that is being written
-        rests: its writer does not know yet that it will not be able to commit (inventory.py).
+        rests: its writer does not know yet that it will not be able to commit (inventory.py). So
+        does an ephemeral block: nobody finds it any more, but its request may just be reading it.
         """
         table = self._copies
         table.advance(now_s)

@@ -7,8 +7,10 @@ that was written later, so the other is torn, even when a third one has overwrit
 since. A slot that was being written rests in quarantine: its writer may not know yet that its lease
 is void, so it rests for as long as that lease can last, and then as any slot whose writer vanished.
 Every writer writes such a header before it is too late to be seen here (Allocation.begin_s), so no
-other slot can have one. A header that cannot be true, of a generation that nobody can have reached
-for instance, counts for nothing: neither against the others nor for the generations to come.
+other slot can have one. What only one request was to read (an ephemeral block) is not found again,
+and rests for a while, for it may just be read. A header that cannot be true, of a generation that
+nobody can have reached for instance, counts for nothing: neither against the others nor for the
+generations to come.
 
 Whether the bytes are what the header says is found out by the checksum, at the first read.
 """
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mooncake_store.directory.core.slots import SlotPool
-from mooncake_store.layout import STATE_READY, STATE_WRITING
+from mooncake_store.layout import STATE_EPHEMERAL, STATE_READY, STATE_WRITING
 from mooncake_store.records.blocks import GENERATION_MAX
 
 
@@ -36,13 +38,13 @@ class InventoryBlock(NamedTuple):
 
 def writers_lease_s(block: InventoryBlock, lease_s_max: float) -> float:
     """How long its writer may believe in its slot from now on; 0 where the header does not say."""
-    return min(block.checksum / 1_000, lease_s_max)
+    return min(block.checksum / 1_000, lease_s_max) if block.state == STATE_WRITING else 0.0
 
 
 def sound(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
     """Those that can be true of this memory, each taken by itself."""
     return [block for block in blocks
-            if block.state in (STATE_READY, STATE_WRITING) and block.size_bytes > 0
+            if block.state in (STATE_READY, STATE_WRITING, STATE_EPHEMERAL) and block.size_bytes > 0
             and 0 <= block.generation < GENERATION_MAX and block.slot >= 0
             and block.slot + pool.units_for(block.size_bytes) <= pool.units]  # fmt: skip
 
@@ -67,4 +69,4 @@ def consistent(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[Invento
         if block.state == STATE_READY:
             newest[block.key] = max(block.generation, newest.get(block.key, 0))
     return [block for block in whole
-            if block.state == STATE_WRITING or newest[block.key] == block.generation]  # fmt: skip
+            if block.state != STATE_READY or newest[block.key] == block.generation]  # fmt: skip

@@ -8,17 +8,21 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from mooncake_store.client.store import Store, checksum
+from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.errors import NodeUnknown, StoreUnavailable
-from mooncake_store.layout import HEADER_BYTES, STATE_READY, KvLayout
+from mooncake_store.layout import HEADER_BYTES, STATE_READY, KvLayout, geometry
 from mooncake_store.memory.segment import Segment, host_id
-from mooncake_store.memory.slot_memory import SlotHeader
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
+from mooncake_store.node.registration import Registration
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_agent import NixlUnavailable, load_nixl
@@ -123,8 +127,8 @@ def content(key: bytes) -> np.ndarray:
     return np.random.default_rng(words).integers(0, 256, BLOCK, dtype=np.uint8)
 
 
-def put(store: Store, keys: list[bytes], owner: str = "writer") -> None:
-    given = store.allocate(keys, owner, 60.0)
+def put(store: Store, keys: list[bytes], owner: str = "writer", is_ephemeral: bool = False) -> None:
+    given = store.allocate(keys, owner, 60.0, is_ephemeral)
     rows = []
     for key, slot in zip(keys, given.slots, strict=True):
         assert slot is not None
@@ -369,6 +373,34 @@ def test_a_restarted_directory_costs_the_blocks_but_not_the_mapping(
     assert all(store.read(copies, pool, [0, BLOCK, 2 * BLOCK], DEADLINE_S))
     assert store.slot_view(slot).ctypes.data == view.ctypes.data, "mapped once more for nothing"
     assert store.commit([(keys[0], slot, 1)], "writer", 60.0) == [False], "of an earlier epoch"
+
+
+@pytest.mark.parametrize("is_released", [False, True], ids=["under way", "arrived"])
+def test_what_was_on_its_way_to_decode_is_no_block_of_the_next_directory(
+    mapped: World, seed: int, is_released: bool
+) -> None:
+    (kept, tail), (store, pool) = keys_of(2, seed), mapped.store("s0")
+    put(store, [kept])
+    put(store, [tail], "hand-over", is_ephemeral=True)
+    ((copy,),) = store.lookup([tail], "decode", 60.0)
+    if is_released:
+        store.release("hand-over")
+        store.release("decode")
+        assert store.lookup([tail], "decode", 60.0) == []
+    later, info = Directory(epoch=2), replace(mapped.nodes["s0"].info, has_inventory=True)
+    mapped.directory.directory = later
+    shape = geometry(SEGMENT_BYTES, info.unit_bytes)
+    with Segment.open(info.segment_path) as segment:
+        client = cast(DirectoryClient, mapped.directory)
+        memory = SlotMemory(segment.view, shape)
+        Registration(info, client, client, memory.blocks).report()
+    later.check()
+    found = mapped.directory.snapshot()
+    assert found.holders == ((kept, ("s0",)),), "a request's own object was announced"
+    assert store.lookup([tail], "decode", 60.0) == []
+    (node,) = mapped.directory.stats().nodes
+    assert (node.ready_blocks, node.quarantined_units) == (1, BLOCK // info.unit_bytes)
+    assert store.read([copy], pool, [0], DEADLINE_S) == [True], "who was about to read it may"
 
 
 def test_only_a_silent_directory_is_an_error(mapped: World, seed: int) -> None:

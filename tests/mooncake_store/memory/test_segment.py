@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import signal
@@ -165,8 +166,8 @@ def test_hosts_that_share_a_kernel_are_told_apart_by_their_identity(
 
 def test_a_header_survives_packing_and_anything_else_is_no_header(seed: int) -> None:
     chance = np.random.default_rng(seed)
-    for state in (STATE_WRITING, STATE_READY):
-        header = SlotHeader(state, 2**63 + 5, chance.bytes(16), 2**64 - 1, 131072)
+    for state, is_ephemeral in itertools.product((STATE_WRITING, STATE_READY), (False, True)):
+        header = SlotHeader(state, 2**63 + 5, chance.bytes(16), 2**64 - 1, 131072, is_ephemeral)
         raw = header.pack()
         assert len(raw) == 64 and SlotHeader.unpack(raw) == header
         for position in range(64):

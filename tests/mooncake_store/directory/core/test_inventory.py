@@ -11,7 +11,7 @@ from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.inventory import InventoryBlock, consistent, sound
 from mooncake_store.directory.core.slots import SlotPool
 from mooncake_store.errors import NodeUnknown, RequestInvalid
-from mooncake_store.layout import STATE_READY, STATE_WRITING
+from mooncake_store.layout import STATE_EPHEMERAL, STATE_READY, STATE_WRITING
 from mooncake_store.records.blocks import GENERATION_MAX
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, node_info
 
@@ -88,6 +88,24 @@ def test_a_slot_that_was_being_written_rests_before_it_is_used() -> None:
     directory.node_report("s0", "n1", rest_s)
     given = directory.allocate("s0", [KEYS[5]], "w", 60.0, False, rest_s)
     assert given.slots[0] is not None and given.slots[0].slot == 0
+
+
+def test_an_ephemeral_block_is_not_found_again_and_rests_for_a_while() -> None:
+    directory = restarted(slots=1)
+    before = directory.sequence
+    assert adopted(directory, held(KEYS[0], 0, 2**50, state=STATE_EPHEMERAL)) == []
+    assert directory.lookup(KEYS[:1], "r", 0.0, 0.0) == [] and directory.sequence == before
+    rest_s = directory.config.quarantine_s
+    directory.node_report("s0", "n1", rest_s - 1.0)
+    assert directory.allocate("s0", [KEYS[1]], "w", 60.0, False, rest_s - 1.0).covered == 0
+    directory.node_report("s0", "n1", rest_s)
+    (slot,) = directory.allocate("s0", [KEYS[1]], "w", 60.0, False, rest_s).slots
+    assert slot is not None and slot.slot == 0 and slot.generation > 2**50
+
+
+def test_an_ephemeral_block_over_an_older_one_shows_that_one_torn() -> None:
+    later = held(KEYS[1], 2, 15, state=STATE_EPHEMERAL)
+    assert adopted(restarted(), held(KEYS[0], 0, 11, units=3), later) == []
 
 
 def test_nothing_is_allocated_until_a_node_has_said_everything() -> None:
@@ -210,7 +228,7 @@ def test_random_inventories_keep_every_block_that_nothing_contradicts_and_no_ove
         pool = SlotPool(rng.randint(1, 24), BLOCK_BYTES)
         blocks = [
             held(rng.choice(KEYS), rng.randint(0, 24), generation, rng.randint(1, 4),
-                  rng.choice([STATE_READY, STATE_READY, STATE_WRITING]))
+                  rng.choice([STATE_READY, STATE_READY, STATE_WRITING, STATE_EPHEMERAL]))
             for generation in rng.sample(range(100), rng.randint(0, 12))
         ]  # fmt: skip
         kept = consistent(sound(blocks, pool), pool)
@@ -222,7 +240,7 @@ def test_random_inventories_keep_every_block_that_nothing_contradicts_and_no_ove
         whole = [one for one in fits if not any(
             other.generation > one.generation and units(one) & units(other) for other in fits
         )]  # fmt: skip
-        expected = [one for one in whole if one.state == STATE_WRITING or not any(
+        expected = [one for one in whole if one.state != STATE_READY or not any(
             other.key == one.key and other.state == STATE_READY
             and other.generation > one.generation for other in whole
         )]  # fmt: skip
