@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from ipaddress import ip_address
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from conductor.config import ConductorConfig
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", re.ASCII)
 NAME_WANTED = "small letters, digits and '-' (at most 40, beginning with a letter)"
+ADDRESS_WANTED = "an IPv4 address or a DNS name that has one (nothing here listens on IPv6)"
 DNS_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9])?"
                       r"(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*", re.ASCII)  # fmt: skip
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -150,13 +151,13 @@ class _ClusterFile:
             if not host.has("address"):
                 section.note(name, "has no address: say where other hosts reach it (address: IP)")
             unread = f"{name}.invalid"  # as far as other mistakes are concerned
-            address = host.word("address", unread, _is_address, "an IP address or a DNS name")
+            address = host.word("address", unread, _is_address, ADDRESS_WANTED)
             default = address if _is_ip(address) else "0.0.0.0"
             if address == "localhost":
                 default = "127.0.0.1"
             yield name, Host(
                 name=name, address=address,
-                listen=host.word("listen", default, _is_ip, "an IP address of the host"),
+                listen=host.word("listen", default, _is_ip, "an IPv4 address of the host"),
                 identity=host.text("identity") or "",
                 state_dir=host.text("state_dir") or f".mooncake/{name}",
                 rack=host.text("rack") or "",
@@ -196,7 +197,7 @@ class _ClusterFile:
         endpoints = section.words("endpoints")
         for endpoint, line in endpoints:
             host, _, port = endpoint.rpartition(":")
-            if not _is_address(host.strip("[]")) or not _is_port(port):
+            if not _is_address(host) or not _is_port(port):
                 self.mistakes.note(line, section.path_of("endpoints"),
                                    f"{endpoint!r} is no HOST:PORT")  # fmt: skip
         found = EtcdCluster(
@@ -254,12 +255,12 @@ class _ClusterFile:
     def _frontends(self, section: FileSection) -> Frontends:
         found = Frontends(
             hosts=self._named_hosts(section, self._first_host() if self.top.has("pools") else ()),
-            address=section.word("address", "127.0.0.1", _is_ip, "an IP address, or 0.0.0.0"),
+            address=section.word("address", "127.0.0.1", _is_ip, "an IPv4 address, or 0.0.0.0"),
             http_port=section.port("http_port", 8000),
             grpc_port=section.port("grpc_port", 8001),
             metrics_port=section.port("metrics_port", 8002),
             metrics_address=section.word(
-                "metrics_address", "127.0.0.1", _is_ip, "an IP address, or 0.0.0.0"
+                "metrics_address", "127.0.0.1", _is_ip, "an IPv4 address, or 0.0.0.0"
             ),
         )
         section.close()
@@ -571,16 +572,16 @@ def _ports(deployment: Deployment) -> dict[tuple[str, int], list[tuple[str, str]
 
 def _is_ip(text: str) -> bool:
     try:
-        ip_address(text)
+        IPv4Address(text)
     except ValueError:
         return False
-    return "%" not in text
+    return True
 
 
 def _is_address(text: str) -> bool:
     """Where somebody else can be reached."""
     if _is_ip(text):
-        return not ip_address(text).is_unspecified and not ip_address(text).is_multicast
+        return not IPv4Address(text).is_unspecified and not IPv4Address(text).is_multicast
     is_number = re.fullmatch(r"[\d.]+", text, re.ASCII)  # 10.0.0.300, 10.1
     return bool(DNS_NAME.fullmatch(text)) and not is_number
 

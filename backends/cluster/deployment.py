@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 NODE_PORT = 7010  # of the first storage node on a host: control; data is the next one
-PROCESS_ADDRESSES = ("127.0.0.1", "localhost", "::1")
 
 
 class ClusterFileInvalid(Exception):
@@ -154,16 +153,10 @@ class Deployment:
         """HOST:PORT of each member that answers clients; [] without etcd."""
         if self.etcd is None:
             return []
-        own = [f"{bracketed(self.hosts[name].address)}:{self.etcd.client_port}"
-               for name in self.etcd.hosts]  # fmt: skip
+        own = [f"{self.hosts[name].address}:{self.etcd.client_port}" for name in self.etcd.hosts]
         return [*own, *self.etcd.endpoints]
 
 
 def is_loopback(address: str) -> bool:
     """Can only this machine reach it?"""
-    return address in PROCESS_ADDRESSES or (address.startswith("127.") and address.count(".") == 3)
-
-
-def bracketed(address: str) -> str:
-    """As it stands before a colon and a port."""
-    return f"[{address}]" if ":" in address else address
+    return address == "localhost" or (address.startswith("127.") and address.count(".") == 3)

@@ -20,7 +20,6 @@ from backends.cluster.deployment import (
     NodeSpec,
     PoolSpec,
     WorkerSpec,
-    bracketed,
 )
 
 
@@ -298,7 +297,7 @@ def _tcp(address: str, port: int) -> str:
 
 
 def _at(address: str, port: int) -> str:
-    return f"{bracketed(address)}:{port}"
+    return f"{address}:{port}"
 
 
 def _below(folder: str, path: str) -> str:

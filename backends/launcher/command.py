@@ -185,6 +185,8 @@ def refuse_what_is_no_elastic_host(deployment: Deployment, host: str, address: s
     if host in taken:
         refuse(f"--host {host!r} is in the cluster file: an elastic host has a name of its own")
     others = [each.address for each in deployment.hosts.values()]
+    if ":" in address:
+        refuse(f"--address {address}: use an IPv4 address: nothing here listens on IPv6")
     if is_loopback(address) and not all(is_loopback(other) for other in others):
         refuse(f"--address {address}: say where the other hosts reach this one (--address IP)")
 

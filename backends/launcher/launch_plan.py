@@ -110,4 +110,4 @@ def fixed_ports(plan: HostPlan) -> dict[str, tuple[str, int]]:
 
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition("//")[2].rpartition(":")
-    return host.strip("[]"), int(port)
+    return host, int(port)

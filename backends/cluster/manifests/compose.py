@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 import yaml
@@ -111,14 +111,14 @@ def _place(host: Host) -> dict[str, Any]:
 
 def _network(deployment: Deployment) -> dict[str, Any]:
     """One that has all addresses: the smallest, but room for the gateway and its neighbours."""
-    addresses = [ip_address(each.address) for each in deployment.hosts.values()
+    addresses = [IPv4Address(each.address) for each in deployment.hosts.values()
                  if not _is_name(each)]  # fmt: skip
     if not addresses:
         return {}
-    if any(each.version == 6 or each.is_loopback for each in addresses):
-        what = "hosts: containers need IPv4 addresses that are not loopback, or DNS names"
+    if any(each.is_loopback for each in addresses):
+        what = "hosts: containers need IP addresses that are not loopback, or DNS names"
         raise ClusterFileInvalid(deployment.path, (what,))
-    network = ip_network(f"{addresses[0]}/24", strict=False)
+    network = IPv4Network(f"{addresses[0]}/24", strict=False)
     while not all(each in network for each in addresses):
         network = network.supernet()
     gateway = next(each for each in reversed(list(network.hosts())[-300:]) if each not in addresses)
@@ -127,7 +127,7 @@ def _network(deployment: Deployment) -> dict[str, Any]:
 
 def _is_name(host: Host) -> bool:
     try:
-        ip_address(host.address)
+        IPv4Address(host.address)
     except ValueError:
         return True
     return False

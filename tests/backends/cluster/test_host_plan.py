@@ -79,13 +79,6 @@ def test_a_host_with_a_dns_name_listens_on_every_address() -> None:
     assert plan.environment["MOONCAKE_LISTEN"] == "0.0.0.0"
 
 
-def test_an_ipv6_address_is_put_into_brackets() -> None:
-    text = THREE_HOSTS.replace("address: 10.77.0.1", "address: 'fd00::1'")
-    plan = host_plan(parse(text), "a")
-    assert plan.directory_address.startswith("etcd://[fd00::1]:2379,")
-    assert plan.workers[0].grpc == "[fd00::1]:7100"
-
-
 def test_a_host_that_is_not_in_the_file_may_serve_a_pool() -> None:
     deployment = parse(THREE_HOSTS.replace("slots: 16", "slots: 16, elastic: {most: 4, dram: 2G}"))
     plan = pool_host_plan(deployment, "decode", "decode-7f9c-x2x", "10.77.3.9")
