@@ -13,6 +13,7 @@ import typer
 
 from backends.cluster.cluster_file import load
 from backends.cluster.deployment import Deployment
+from backends.cluster.host_plan import pool_host_plan
 from backends.cluster.manifests import autoscaling
 from backends.cluster.manifests import compose as compose_file
 from backends.cluster.manifests import firewall as firewall_rules
@@ -45,13 +46,23 @@ def models(
 
 @render.command()
 def firewall(cluster: ClusterFile = Path("cluster.yaml"), host: OneHost = "") -> None:
-    """nftables rules of hosts: each of our ports, and who may open it."""
+    """nftables rules of hosts: each of our ports, and who may open it. For hosts of elastic pools:
+    POOL-elastic/firewall.nft."""
     with shown_mistakes():
         deployment = load(cluster)
-        for plan in plans_of(deployment, host):
-            text = firewall_rules.firewall(deployment, plan.host)
+        plans = plans_of(deployment, host)
+        elastic = [pool.name for pool in deployment.pools if pool.elastic and not host]
+        plans += [pool_host_plan(deployment, name, f"{name}-elastic", "0.0.0.0")
+                  for name in elastic]  # fmt: skip
+        for plan in plans:
+            text = firewall_rules.firewall(deployment, plan)
             path = _write(deployment, f"{plan.host}/firewall.nft", text)
             say(f"{path}: load it on {plan.host} with nft -f")
+        if elastic:
+            say(
+                f"tell every host where elastic ones are: nft add element "
+                f"{firewall_rules.table(deployment)} {firewall_rules.ELASTIC} '{{ ADDRESS }}'"
+            )
 
 
 @render.command()

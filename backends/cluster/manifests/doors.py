@@ -1,4 +1,4 @@
-"""Every port of a deployment, and who may open it.
+"""Every port of a host, and who may open it.
 
 Ports that are not chosen in the cluster file (inboxes of processes, NIXL's own listeners) are any
 free ones of the kernel's range for such, and only hosts of the deployment need them.
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from backends.cluster.deployment import Deployment, is_loopback
+from backends.cluster.host_plan import HostPlan
 
 CLIENTS, FLEET, FRONTENDS, MEMBERS, MONITORS = (
     "clients", "fleet", "frontends", "members", "monitors",
@@ -23,7 +24,6 @@ FREE_PORTS = (32_768, 60_999)  # what Linux gives to who asks for any (ip_local_
 class Door:
     """One TCP port of a host, or a range of them."""
 
-    host: str
     port: int
     what: str
     who: str  # clients: anybody; fleet: all hosts; frontends, members: hosts that run those
@@ -34,33 +34,39 @@ class Door:
         return f"{self.port}-{self.last_port}" if self.last_port else str(self.port)
 
 
-def doors(deployment: Deployment, host: str) -> list[Door]:
+def doors(plan: HostPlan) -> list[Door]:
     """Of one host, in the order of their ports."""
-    return sorted(_doors(deployment, host), key=lambda door: door.port)
+    found = (Door(_port(address), what, who) for address, what, who in _listeners(plan))
+    free = Door(FREE_PORTS[0], "inboxes of processes, KV by NIXL", FLEET, FREE_PORTS[1])
+    return sorted([*found, free], key=lambda door: door.port)
 
 
-def _doors(deployment: Deployment, host: str) -> Iterator[Door]:
-    etcd, directories, frontends = (
-        deployment.etcd, deployment.directories, deployment.frontends,
-    )  # fmt: skip
-    if etcd is not None and host in etcd.hosts:
-        yield Door(host, etcd.client_port, "etcd: election, pins and quotas", FLEET)
-        yield Door(host, etcd.peer_port, "etcd: between members", MEMBERS)
-    if host in directories.hosts:
-        yield Door(host, directories.port, "directory: requests", FLEET)
-        yield Door(host, directories.events_port, "directory: events", FLEET)
-    for node in deployment.nodes_of(host):
-        yield Door(host, node.control_port, f"storage node {node.name}: control", FLEET)
-        yield Door(host, node.data_port, f"storage node {node.name}: KV by TCP", FLEET)
-    if host in frontends.hosts and not is_loopback(frontends.address):
-        yield Door(host, frontends.http_port, "frontend: HTTP of clients", CLIENTS)
-        yield Door(host, frontends.grpc_port, "frontend: gRPC of clients", CLIENTS)
-    if not is_loopback(frontends.metrics_address):
-        yield Door(host, frontends.metrics_port, "metrics page", MONITORS)
-    for worker in deployment.workers:
-        if worker.host == host:
-            yield Door(host, worker.grpc_port, f"worker {worker.model}: gRPC", FRONTENDS)
-    yield Door(host, FREE_PORTS[0], "inboxes of processes, KV by NIXL", FLEET, FREE_PORTS[1])
+def _listeners(plan: HostPlan) -> Iterator[tuple[str, str, str]]:
+    """Address, what listens there, and for whom."""
+    if plan.etcd is not None:
+        yield plan.etcd.listen_client_url, "etcd: election, pins and quotas", FLEET
+        yield plan.etcd.listen_peer_url, "etcd: between members", MEMBERS
+    if plan.directory is not None:
+        yield plan.directory.listen, "directory: requests", FLEET
+        yield plan.directory.listen_events, "directory: events", FLEET
+    for node in plan.storage_nodes:
+        yield node.listen_control, f"storage node {node.name}: control", FLEET
+        yield node.listen_data, f"storage node {node.name}: KV by TCP", FLEET
+    if plan.frontend is not None and not is_loopback(_host(plan.frontend.http)):
+        yield plan.frontend.http, "frontend: HTTP of clients", CLIENTS
+        yield plan.frontend.grpc, "frontend: gRPC of clients", CLIENTS
+    if not is_loopback(_host(plan.metrics)):
+        yield plan.metrics, "metrics page", MONITORS
+    for worker in plan.workers:
+        yield worker.listen_grpc, f"worker {worker.model}: gRPC", FRONTENDS
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def hosts_of(deployment: Deployment, who: str) -> list[str]:

@@ -3,45 +3,60 @@
     nft -f rendered/a/firewall.nft          # loads them, and replaces what it loaded before
     nft delete table inet mooncake_NAME     # takes them away
 
-The policy stays accept: a file that is loaded by mistake locks nobody out. The last rules close our
-ports to all others.
+Where a pool is elastic its hosts are not in the file, so their addresses are told to every host
+that runs; a later load leaves them there:
+
+    nft add element inet mooncake_NAME elastic '{ 10.77.0.9 }'
+
+The policy stays accept: a file that is loaded by mistake locks nobody out. The last rule closes our
+ports to all others, and only to what opens a connection: at the free ones arrive answers to any
+program of the host too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ipaddress import ip_address
+from ipaddress import IPv4Address
 
 from backends.cluster.deployment import ClusterFileInvalid, Deployment
-from backends.cluster.manifests.doors import CLIENTS, MONITORS, Door, doors, hosts_of
+from backends.cluster.host_plan import HostPlan
+from backends.cluster.manifests.doors import CLIENTS, FLEET, MONITORS, Door, doors, hosts_of
+
+ELASTIC = "elastic"  # the set of addresses
 
 
-def firewall(deployment: Deployment, host: str) -> str:
+def firewall(deployment: Deployment, plan: HostPlan) -> str:
     """The text for `nft -f`; ClusterFileInvalid when hosts have names instead of addresses."""
-    named = [name for name, each in deployment.hosts.items() if not _family(each.address)]
+    named = [name for name, each in deployment.hosts.items() if not _is_number(each.address)]
     if named:
         what = f"hosts: {', '.join(named)} have DNS names, and firewall rules need IP addresses"
         raise ClusterFileInvalid(deployment.path, (what,))
-    table = f"inet mooncake_{deployment.name.replace('-', '_')}"
-    open_to = list(doors(deployment, host))
-    closed = [door for door in open_to if door.who != CLIENTS]
+    name = table(deployment)
+    open_to = doors(plan)
+    closed = ", ".join(door.ports for door in open_to if door.who != CLIENTS)
     lines = [
-        f"# Rendered from {deployment.path.rpartition('/')[2]} for host {host} by `mooncake "
+        f"# Rendered from {deployment.path.rpartition('/')[2]} for {plan.host} by `mooncake "
         "cluster render firewall`.",
-        f"table {table}",  # so that there is one to delete
-        f"delete table {table}",
-        f"table {table} {{",
+        f"table {name} {{",
+        *([f"  set {ELASTIC} {{ type ipv4_addr; flags interval; }}"] * _is_elastic(deployment)),
+        "  chain input { type filter hook input priority filter; policy accept; }",
+        "}",
+        f"flush chain {name} input",  # what was loaded before
+        f"table {name} {{",
         "  chain input {",
-        "    type filter hook input priority filter; policy accept;",
         "    iif lo accept",
         "    ct state established,related accept",
         *(f"    {line}" for line in _openings(deployment, open_to)),
-        f"    tcp dport {{ {', '.join(door.ports for door in closed)} }} drop comment "
-        '"nobody else"',
+        f'    tcp dport {{ {closed} }} tcp flags & (syn | ack) == syn drop comment "nobody else"',
         "  }",
         "}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def table(deployment: Deployment) -> str:
+    """As `nft` wants it named."""
+    return f"inet mooncake_{deployment.name.replace('-', '_')}"
 
 
 def _openings(deployment: Deployment, open_to: Sequence[Door]) -> Iterator[str]:
@@ -54,19 +69,22 @@ def _openings(deployment: Deployment, open_to: Sequence[Door]) -> Iterator[str]:
             yield f"# tcp dport {door.ports}: add who may read the {door.what}"
             continue
         addresses = [deployment.hosts[name].address for name in hosts_of(deployment, door.who)]
-        for family in ("ip", "ip6"):
-            of_family = [address for address in addresses if _family(address) == family]
-            if of_family:
-                sources = ", ".join(dict.fromkeys(of_family))
-                yield f"{family} saddr {{ {sources} }} tcp dport {door.ports} accept {comment}"
+        sources = ", ".join(dict.fromkeys(addresses))
+        yield f"ip saddr {{ {sources} }} tcp dport {door.ports} accept {comment}"
+        if door.who == FLEET and _is_elastic(deployment):
+            yield f"ip saddr @{ELASTIC} tcp dport {door.ports} accept {comment}"
         if door.last_port and deployment.trusted_data_network:
             names = ", ".join(f'"{name}"' for name in deployment.trusted_data_network)
             yield f"iifname {{ {names} }} tcp dport {door.ports} accept {comment}"
 
 
-def _family(address: str) -> str:
-    """ip or ip6; "" for a name."""
+def _is_elastic(deployment: Deployment) -> bool:
+    return any(pool.elastic is not None for pool in deployment.pools)
+
+
+def _is_number(address: str) -> bool:
     try:
-        return "ip" if ip_address(address).version == 4 else "ip6"
+        IPv4Address(address)
     except ValueError:
-        return ""
+        return False
+    return True

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import shlex
 import shutil
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ from typer.testing import CliRunner
 from backends.cluster.cluster_file import load, parse
 from backends.cluster.command import app
 from backends.cluster.deployment import ClusterFileInvalid
-from backends.cluster.host_plan import host_plan
+from backends.cluster.host_plan import host_plan, pool_host_plan
 from backends.cluster.manifests import autoscaling
 from backends.cluster.manifests.compose import compose
 from backends.cluster.manifests.doors import CLIENTS, FLEET, FRONTENDS, doors
-from backends.cluster.manifests.firewall import firewall
+from backends.cluster.manifests.firewall import ELASTIC, firewall, table
 from backends.cluster.manifests.kubernetes import kustomize_base
 from backends.cluster.manifests.secrets import secrets
 from backends.cluster.manifests.systemd import unit
@@ -56,68 +58,123 @@ def assert_serves(command: list[str]) -> None:
 
 def test_every_port_of_a_host_is_a_door_with_somebody_who_may_open_it() -> None:
     deployment = parse(THREE_HOSTS)
-    found = {door.port: door.who for door in doors(deployment, "a")}
+    found = {door.port: door.who for door in doors(host_plan(deployment, "a"))}
     assert found == {
         2379: FLEET, 2380: "members", 7001: FLEET, 7002: FLEET, 7010: FLEET, 7011: FLEET,
         7012: FLEET, 7013: FLEET, 7100: FRONTENDS, 7101: FRONTENDS, 7102: FRONTENDS,
         8000: CLIENTS, 8001: CLIENTS, 32768: FLEET,
     }  # fmt: skip
-    assert all(door.who != CLIENTS for door in doors(parse(ONE_HOST), "here")), "on loopback"
+    assert all(door.who != CLIENTS for door in doors(host_plan(parse(ONE_HOST), "here"))), (
+        "on loopback"
+    )
+
+
+LISTEN = """
+import socket
+for port in (7001, 40000, 8000, 9999):
+    s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    s.bind(('0.0.0.0', port)); s.listen(9); globals()[f's{port}'] = s
+print('ready', flush=True); input()
+"""
+ASK = """
+import socket, sys
+for port in (7001, 40000, 8000, 9999):
+    try: socket.create_connection((sys.argv[1], port), timeout=1).close()
+    except OSError: continue
+    print(port)
+"""
+# A server whose client, in the range of free ports, is behind rules that are loaded meanwhile.
+SPEAK = """
+import socket
+s = socket.create_server(('0.0.0.0', 9998)); print('ready', flush=True)
+peer = s.accept()[0]; print('met', flush=True)
+input(); peer.sendall(b'answer'); input()
+"""
+HEAR = """
+import socket, sys
+s = socket.socket(); s.bind(('0.0.0.0', 40001)); s.settimeout(9)
+s.connect((sys.argv[1], 9998)); print(s.recv(6).decode(), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def program(hosts: Namespaces, host: str, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """Runs on that host until the block ends."""
+    python = shutil.which("python3") or "python3"
+    started = subprocess.Popen(
+        hosts.command(host, [python, "-c", *command]), stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def line_of(started: subprocess.Popen[str]) -> str:
+    assert started.stdout is not None
+    return started.stdout.readline().strip()
+
+
+def reached(hosts: Namespaces, asker: str, asked: str) -> list[str]:
+    with program(hosts, asker, ASK, hosts.address(asked)) as started:
+        return started.communicate()[0].split()
 
 
 @pytest.mark.servers
 @pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces())
 @pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft")
 def test_the_rules_open_a_port_to_hosts_and_to_nobody_else(tmp_path: Path) -> None:
-    listen = (
-        "import socket\nfor port in (7001, 40000, 8000, 9999):\n"
-        "    s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
-        "    s.bind(('0.0.0.0', port)); s.listen(9); globals()[f's{port}'] = s\n"
-        "print('ready', flush=True); input()\n"
-    )
-    ask = (
-        "import socket, sys\nfor port in (7001, 40000, 8000, 9999):\n"
-        "    try: socket.create_connection((sys.argv[1], port), timeout=1).close()\n"
-        "    except OSError: continue\n    print(port)\n"
-    )
     with Namespaces(("a", "b", "c")) as hosts:
         text = (
             f"name: demo\nhosts: {{a: {{address: {hosts.address('a')}}}, "
             f"b: {{address: {hosts.address('b')}}}}}\n"
             "storage_nodes: {a0: {host: a, dram: 64M}, b0: {host: b, dram: 64M}}\n"
             "frontends: {address: 0.0.0.0}\n"
-            "pools: {prefill: {workers: {a: 1}}, decode: {workers: {b: 1}}}\n"
+            "pools: {prefill: {workers: {a: 1}}, decode: {elastic: {}}}\n"
             "keys: {insecure: true}\n"
         )
+        deployment = parse(text)
         rules = tmp_path / "rules.nft"
-        rules.write_text(firewall(parse(text), "a"))
-        for _ in range(2):  # a second load replaces the first
-            subprocess.run(hosts.command("a", ["nft", "-f", str(rules)]), check=True)
-        python = shutil.which("python3") or "python3"
-        listener = subprocess.Popen(
-            hosts.command("a", [python, "-c", listen]), stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        try:
-            assert listener.stdout is not None and listener.stdout.readline() == "ready\n"
-            seen = {
-                name: subprocess.run(
-                    hosts.command(name, [python, "-c", ask, hosts.address("a")]),
-                    capture_output=True, text=True, check=True,
-                ).stdout.split()
-                for name in ("b", "c")
-            }  # fmt: skip
-        finally:
-            listener.kill()
-            listener.wait()
-    assert seen["b"] == ["7001", "40000", "8000", "9999"], "a host of the deployment"
-    assert seen["c"] == ["8000", "9999"], "a stranger: clients' port, and what is not ours"
+        rules.write_text(firewall(deployment, host_plan(deployment, "a")))
+        load_rules = hosts.command("a", ["nft", "-f", str(rules)])
+        everything, for_all = ["7001", "40000", "8000", "9999"], ["8000", "9999"]
+        with program(hosts, "a", LISTEN) as listener, program(hosts, "c", SPEAK) as speaker:
+            assert (line_of(listener), line_of(speaker)) == ("ready", "ready")
+            with program(hosts, "a", HEAR, hosts.address("c")) as hearer:
+                assert line_of(speaker) == "met"
+                subprocess.run(load_rules, check=True)
+                assert speaker.stdin is not None
+                speaker.stdin.write("\n")
+                speaker.stdin.flush()
+                assert line_of(hearer) == "answer", "of a connection that was there before"
+            assert reached(hosts, "a", "c") == [] and reached(hosts, "b", "a") == everything
+            assert reached(hosts, "c", "a") == for_all, "clients' port, and what is not ours"
+            element = ["add", "element", *table(deployment).split(), ELASTIC]
+            elastic = ["nft", *element, f"{{ {hosts.address('c')} }}"]
+            subprocess.run(hosts.command("a", elastic), check=True)
+            assert reached(hosts, "c", "a") == everything, "a host of an elastic pool"
+            subprocess.run(load_rules, check=True)
+            assert reached(hosts, "c", "a") == everything, "what was said of it stays"
+            elastic[1] = "delete"
+            subprocess.run(hosts.command("a", elastic), check=True)
+            assert reached(hosts, "c", "a") == for_all
+
+
+def test_an_elastic_host_opens_its_worker_and_its_node_to_those_of_the_file() -> None:
+    deployment = parse(THREE_HOSTS.replace("slots: 16", "slots: 16, elastic: {}"))
+    text = firewall(deployment, pool_host_plan(deployment, "decode", "pod", "10.77.0.9"))
+    assert "ip saddr { 10.77.0.1, 10.77.0.2 } tcp dport 7200 accept" in text, "frontends"
+    assert "ip saddr { 10.77.0.1, 10.77.0.2, 10.77.0.3 } tcp dport 7010 accept" in text
+    assert "ip saddr @elastic tcp dport 7011 accept" in text
+    assert "tcp dport { 7010, 7011, 7200, 32768-60999 }" in text
 
 
 def test_rules_need_addresses() -> None:
     text = THREE_HOSTS.replace("address: 10.77.0.3", "address: c.example")
     with pytest.raises(ClusterFileInvalid, match="c have DNS names"):
-        firewall(parse(text), "a")
+        firewall(parse(text), host_plan(parse(text), "a"))
 
 
 def test_a_unit_starts_the_host_and_systemd_finds_no_fault(tmp_path: Path) -> None:
