@@ -242,14 +242,15 @@ def _etcd_member(deployment: Deployment, host: Host) -> EtcdMember | None:
     etcd = deployment.etcd
     if etcd is None or host.name not in etcd.hosts:
         return None
+    scheme = "https" if deployment.keys_folder else "http"
     return EtcdMember(
         name=host.name,
-        listen_client_url=f"http://{_at(host.listen, etcd.client_port)}",
-        advertised_client_url=f"http://{_at(host.address, etcd.client_port)}",
-        listen_peer_url=f"http://{_at(host.listen, etcd.peer_port)}",
-        advertised_peer_url=f"http://{_at(host.address, etcd.peer_port)}",
+        listen_client_url=f"{scheme}://{_at(host.listen, etcd.client_port)}",
+        advertised_client_url=f"{scheme}://{_at(host.address, etcd.client_port)}",
+        listen_peer_url=f"{scheme}://{_at(host.listen, etcd.peer_port)}",
+        advertised_peer_url=f"{scheme}://{_at(host.address, etcd.peer_port)}",
         members={
-            name: f"http://{_at(deployment.hosts[name].address, etcd.peer_port)}"
+            name: f"{scheme}://{_at(deployment.hosts[name].address, etcd.peer_port)}"
             for name in etcd.hosts
         },
         token=f"mooncake-{deployment.name}",

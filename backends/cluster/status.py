@@ -8,6 +8,7 @@ Not here: one server's numbers over time (`mooncake status`), the keys that aski
 
 from __future__ import annotations
 
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,13 @@ from backends.cluster.deployment import Deployment, is_loopback
 from backends.cluster.host_plan import HostPlan, host_plan
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
+from mooncake_store.keys.tls import contexts_of_process, refusal_words
 from mooncake_store.records.events import Snapshot
 from mooncake_store.records.membership import WorkerInfo
 from mooncake_store.records.status import DirectoryStats, HolderStats
 
 ASK_S_MAX = 2.0
 ASKED_AT_ONCE = 32
-DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
 UP, DOWN, UNKNOWN = "up", "DOWN", "not asked"
 
 
@@ -96,13 +97,22 @@ def _urls(deployment: Deployment, plan: HostPlan) -> dict[str, str]:
 def _answers(url: str) -> str:
     """UP, or why not."""
     try:
-        with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
+        with _opener().open(url, timeout=ASK_S_MAX) as answer:
             return UP if answer.status == 200 else f"{DOWN}: status {answer.status}"
     except urllib.error.HTTPError as error:
         return f"{DOWN}: status {error.code}"
     except OSError as error:
         reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLError):
+            reason = refusal_words(url, reason)
         return f"{DOWN}: {reason}"
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """Directly, whatever http_proxy says; a member of etcd asks for this host's certificate."""
+    contexts = contexts_of_process()
+    tls = urllib.request.HTTPSHandler(context=contexts.client if contexts is not None else None)
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), tls)
 
 
 def _host(

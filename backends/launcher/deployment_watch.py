@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from backends.launcher.etcd_member import ask_etcd
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.election import EtcdFailed, NoLeader, leader_at
+from mooncake_store.directory.etcd import EtcdAccessRefused
 from mooncake_store.errors import StoreError
 from mooncake_store.wire.addresses import ELECTED
 
@@ -36,6 +37,8 @@ def state(directory: str) -> DeploymentState:
         leader = leader_at(directory, ASK_S_MAX)
     except NoLeader:
         return DeploymentState(False, "no directory leads yet: an election takes a few seconds")
+    except EtcdAccessRefused as error:
+        return DeploymentState(False, str(error))
     except EtcdFailed:
         answers = ask_etcd(endpoints)
         if answers.has_quorum:

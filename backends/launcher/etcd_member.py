@@ -22,7 +22,8 @@ from typing import Any
 import requests
 
 from backends.cluster.host_plan import EtcdMember
-from mooncake_store.directory.etcd import etcd_session
+from mooncake_store.directory.etcd import etcd_session, etcd_url
+from mooncake_store.keys.folder import Keys
 
 HEARTBEAT_MS, ELECTION_MS = 100, 1_000  # etcd's own defaults, for hosts of one site
 ASK_S_MAX = 1.0
@@ -42,7 +43,9 @@ class MemberRefused(Exception):
     """This member lost its data, and the others do not let it begin anew."""
 
 
-def etcd_command(member: EtcdMember, data_dir: Path, is_replaced: bool = False) -> list[str]:
+def etcd_command(
+    member: EtcdMember, data_dir: Path, is_replaced: bool = False, keys: Keys | None = None
+) -> list[str]:
     """`--initial-...` matter at the first start only: later the data say who the members are."""
     return [
         str(etcd_binary()), "--name", member.name, "--data-dir", str(data_dir),
@@ -57,12 +60,31 @@ def etcd_command(member: EtcdMember, data_dir: Path, is_replaced: bool = False) 
         # Elections write little, but each renewal of a pin is a revision.
         "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h",
         "--logger", "zap", "--log-level", "warn",
+        *_tls_arguments(keys),
+    ]  # fmt: skip
+
+
+def _tls_arguments(keys: Keys | None) -> list[str]:
+    """Who shows no certificate of the cluster is neither a client nor a peer. They name files:
+    etcd reads certificate and key at each handshake, the authorities when it starts."""
+    if keys is None:
+        return []
+    certificate, private_key = str(keys.certificate), str(keys.private_key)
+    return [
+        "--cert-file", certificate, "--key-file", private_key,
+        "--trusted-ca-file", str(keys.authorities), "--client-cert-auth",
+        "--peer-cert-file", certificate, "--peer-key-file", private_key,
+        "--peer-trusted-ca-file", str(keys.authorities), "--peer-client-cert-auth",
     ]  # fmt: skip
 
 
 def etcd_environment() -> dict[str, str]:
-    """etcd 3.4 refuses some architectures unless it is told that this is known."""
-    return {"ETCD_UNSUPPORTED_ARCH": os.uname().machine}
+    """etcd 3.4 refuses some architectures unless it is told that this is known. A peer may call
+    from any address (a host with several cards, a pod): its certificate says that it takes part."""
+    return {
+        "ETCD_UNSUPPORTED_ARCH": os.uname().machine,
+        "ETCD_EXPERIMENTAL_PEER_SKIP_CLIENT_SAN_VERIFICATION": "true",
+    }
 
 
 def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[str]) -> bool:
@@ -103,7 +125,7 @@ def _cluster_call(endpoint: str, verb: str, body: dict[str, Any]) -> dict[str, A
     try:
         with etcd_session() as session:
             answer = session.post(
-                f"http://{endpoint}/v3/cluster/member/{verb}", json=body, timeout=CHANGE_S_MAX
+                f"{etcd_url(endpoint)}/v3/cluster/member/{verb}", json=body, timeout=CHANGE_S_MAX
             )
             return dict(answer.json()) if answer.status_code == 200 else None
     except (requests.RequestException, ValueError):
@@ -138,9 +160,15 @@ def ask_etcd(endpoints: Sequence[str]) -> EtcdAnswers:
     )
 
 
-def _is_there(endpoint: str) -> bool:
+def member_serves(member: EtcdMember) -> bool:
+    """Does it answer by itself, as one of a quorum?"""
+    return _is_there(member.advertised_client_url.partition("//")[2], "health")
+
+
+def _is_there(endpoint: str, what: str = "version") -> bool:
     try:
         with etcd_session() as session:
-            return session.get(f"http://{endpoint}/version", timeout=ASK_S_MAX).status_code == 200
+            answer = session.get(f"{etcd_url(endpoint)}/{what}", timeout=ASK_S_MAX)
+            return answer.status_code == 200
     except requests.RequestException:
         return False

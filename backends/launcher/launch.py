@@ -42,13 +42,14 @@ from backends.launcher.etcd_member import (
     etcd_binary,
     etcd_command,
     etcd_environment,
+    member_serves,
     replace_lost_member,
 )
 from backends.launcher.launch_files import LaunchFiles, remove_leftovers
 from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
 from backends.launcher.processes import ChildProcess, Command
-from backends.launcher.renewal import CertificateRenewal, HostTurn
+from backends.launcher.renewal import ETCD, CertificateRenewal, HostTurn
 from backends.launcher.repository import ModelLoad, ModelState, RepositoryMirror, WorkerFolders
 from backends.launcher.triton_arguments import (
     common_arguments,
@@ -138,9 +139,7 @@ class Launcher:
         self._env = env = self._environment(triton)
         checked = ["--self-check"] if options.is_self_checked else []
         if plan.etcd is not None:
-            self._etcd = self._child(
-                "etcd", self._etcd_command(plan.etcd), env | etcd_environment()
-            )
+            self._etcd = self._etcd_child(plan.etcd, env)
         if plan.directory is not None:
             self._directory = self._child("directory", self._directory_command(*checked), env)
             if not plan.directory.etcd:
@@ -169,6 +168,15 @@ class Launcher:
                 f"({error.strerror}); choose another with --metrics-port"
             ) from None
 
+    def _etcd_child(self, member: EtcdMember, env: dict[str, str]) -> ChildProcess:
+        command = Command(self._etcd_command(member), env | etcd_environment())
+
+        def begun() -> Command:
+            self._renewal.started(ETCD)
+            return command
+
+        return ChildProcess("etcd", begun, self.log_dir / "etcd.log", self.socket_dir)
+
     def _etcd_command(self, member: EtcdMember) -> list[str]:
         data_dir = self.state_dir / f"etcd-{self.plan.host}"
         own = member.advertised_client_url.partition("//")[2]
@@ -179,7 +187,7 @@ class Launcher:
             raise environment.EnvironmentProblem(str(error)) from None
         if is_replaced:
             self._say("the data of this host's member of etcd are lost: it takes part anew")
-        return etcd_command(member, data_dir, is_replaced)
+        return etcd_command(member, data_dir, is_replaced, self._keys)
 
     def _wait_for_directory(self) -> DeploymentState:
         """Until a directory answers; with etcd, until its members have elected one.
@@ -343,7 +351,13 @@ class Launcher:
         self._worker_names = self._worker_folders.names()
         self._leaving = [worker for worker in self._leaving if not worker.drain(alive[worker])]
         gone = self.workers.keys() - self._worker_names
-        if renewed := self._renewal.due(self.workers.keys() - gone, self._is_whole):
+        renewable = (self.workers.keys() - gone) | ({ETCD} if self._etcd is not None else set())
+        renewed = self._renewal.due(renewable, self._is_whole)
+        if renewed == ETCD and self._etcd is not None:
+            self._etcd.terminate()  # so that it hands its lead over
+            self._etcd.finish(OTHERS_STOP_S)
+            self._etcd.start_again()
+        elif renewed:
             gone.add(renewed)  # and its folder is found again once it has ended
         for name in gone:
             self._leaving.append(self.workers.pop(name))
@@ -352,8 +366,10 @@ class Launcher:
             self._add_worker(name)
 
     def _is_whole(self) -> bool:
-        """Does every worker of this host serve?"""
+        """Does every worker of this host serve, and its member of etcd?"""
         if self._leaving or self._worker_names - self.workers.keys():
+            return False
+        if self.plan.etcd is not None and not member_serves(self.plan.etcd):
             return False
         states = [triton.states() for triton in self.workers.values()]
         return all(found and all(each.is_ready for each in found) for found in states)
@@ -461,7 +477,8 @@ class Launcher:
         if plan.etcd is not None and etcd_binary() is None:
             found.append(MISSING)
         if self._keys is not None:
-            found += certificate_problems(self._keys)
+            asked_for = plan.address if plan.etcd is not None else ""
+            found += certificate_problems(self._keys, address=asked_for)
         if found:
             raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
 

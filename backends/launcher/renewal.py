@@ -1,9 +1,14 @@
-"""Renewed certificates reach Tritons, which read them at their start only: restarts, one by one.
+"""Renewed certificates reach what reads them at its start only: restarts, one by one.
 
 When the host's folder of keys changes, each worker's Triton that was started with other
 certificates is drained and started again, while all other workers of this host serve. Hosts take
 turns, by an election in etcd of their own, because folders may be copied to all at once: so a role
 with two workers always has one. Requests under way end where they are; new ones go elsewhere.
+
+etcd's member reads its certificate at each handshake, but the authorities only when it starts, so
+it is started again when those change, before the workers, and in the same turn: so etcd keeps its
+quorum. Where etcd lets nobody in any more, as after two steps of a renewal at once, no turn can be
+had; then it is started again without.
 
 Everything else reads renewed keys by itself: ZeroMQ, KV over TCP, and the frontends' channels.
 
@@ -17,8 +22,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from mooncake_store.directory.election import Leader, Leadership, campaign, parse_address
+from mooncake_store.directory.etcd import EtcdFailed
 from mooncake_store.errors import StoreError
 from mooncake_store.keys.folder import Keys, LiveFiles
 from mooncake_store.keys.tls import TlsContexts
@@ -27,6 +34,8 @@ from mooncake_store.wire.addresses import ELECTED
 SETTLED_S = 3.0  # a folder that is being copied changes file by file
 WHOLE_S = 2.0  # all workers serve for so long before the next one is restarted
 TTL_S = 5
+KEPT_OUT_S = 10.0  # etcd has let nobody in for so long: no turn is to be had
+ETCD = "etcd's member"  # among the workers
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +49,7 @@ class HostTurn:
         self._held: Leadership | None = None
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
+        self._failing_from_s: float | None = None
 
     def is_held(self) -> bool:
         if not self._address.startswith(ELECTED):
@@ -65,7 +75,19 @@ class HostTurn:
             self._is_over.wait(TTL_S)
             self._thread = None
 
+    def is_kept_out(self, now_s: float) -> bool:
+        """Has etcd not answered this host for a while? Asks it."""
+        try:
+            etcd, prefix = parse_address(self._address)
+            etcd.get(prefix)
+            self._failing_from_s = None
+        except EtcdFailed:
+            if self._failing_from_s is None:
+                self._failing_from_s = now_s
+        return self._failing_from_s is not None and now_s - self._failing_from_s >= KEPT_OUT_S
+
     def give_back(self) -> None:
+        self._failing_from_s = None
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
@@ -79,36 +101,42 @@ class CertificateRenewal:
 
     def __init__(self, keys: Keys | None, turn: HostTurn) -> None:
         self._turn = turn
-        self._digest: LiveFiles[str] | None = None
+        self._digests: LiveFiles[FileDigests] | None = None
         if keys is not None:
             paths = [keys.certificate, keys.private_key, keys.authorities]
-            self._digest = LiveFiles(paths, lambda: _digest_of(keys))
+            self._digests = LiveFiles(paths, lambda: _digests_of(keys))
         self._started_with: dict[str, str] = {}
-        self._seen, self._changed_s = "", float("-inf")
+        self._seen: FileDigests | None = None
+        self._changed_s = float("-inf")
+        self._is_under_way = False  # a turn was asked for, and not given back
         self._whole_from_s: float | None = None
 
     def started(self, worker: str) -> None:
-        """Its Triton is being started, with the certificates of now."""
-        if self._digest is not None:
-            self._started_with[worker] = self._digest.get()
+        """Its process is being started, with the certificates of now. `worker`: or ETCD."""
+        if self._digests is not None:
+            self._started_with[worker] = self._digests.get().read_by(worker)
 
     def due(
         self, workers: Collection[str], is_whole: Callable[[], bool], now_s: float | None = None
     ) -> str:
-        """The worker to be drained and started again; "" for none now.
+        """The worker to be drained and started again, or ETCD; "" for none now.
 
-        `is_whole`: do all workers of this host serve? Asked only while one is to be restarted.
+        `is_whole`: does all of it serve on this host? Asked only while one is to be restarted.
         """
-        if self._digest is None:
+        if self._digests is None:
             return ""
         now_s = time.monotonic() if now_s is None else now_s
-        digest = self._digest.get()
-        if digest != self._seen:
-            self._seen, self._changed_s = digest, now_s
-        stale = sorted(each for each in workers if self._started_with.get(each, digest) != digest)
-        if not stale and self._whole_from_s is None:
+        stale = self._stale(workers, self._digests.get(), now_s)
+        if not stale and not self._is_under_way:
             return ""
-        if now_s - self._changed_s < SETTLED_S or not self._turn.is_held():
+        if now_s - self._changed_s < SETTLED_S:
+            return ""
+        self._is_under_way = True
+        if not self._turn.is_held():
+            if not stale:  # they began anew by themselves
+                self._end_turn()
+            elif stale[0] == ETCD and self._turn.is_kept_out(now_s):
+                return ETCD
             return ""
         if not is_whole():
             self._whole_from_s = now_s
@@ -119,20 +147,42 @@ class CertificateRenewal:
             return ""
         if stale:
             self._whole_from_s = now_s
-            log.info("certificates have changed: %s is drained and started again", stale[0])
+            log.info("certificates have changed: %s is started again", stale[0])
             return stale[0]
-        self._whole_from_s = None
-        self._turn.give_back()
+        self._end_turn()
         return ""
+
+    def _stale(self, workers: Collection[str], now: FileDigests, now_s: float) -> list[str]:
+        """Which were started with other files, in the order of their restarts."""
+        if now != self._seen:
+            self._seen, self._changed_s = now, now_s
+        found = [each for each in workers if now.read_by(each) != self._started_with.get(
+            each, now.read_by(each))]  # fmt: skip
+        return sorted(found, key=lambda each: (each != ETCD, each))
+
+    def _end_turn(self) -> None:
+        self._is_under_way, self._whole_from_s = False, None
+        self._turn.give_back()
 
     def close(self) -> None:
         self._turn.give_back()
 
 
-def _digest_of(keys: Keys) -> str:
+@dataclass(frozen=True, slots=True)
+class FileDigests:
+    """Of a folder of keys, as far as processes read it at their start."""
+
+    all_files: str
+    authorities: str
+
+    def read_by(self, worker: str) -> str:
+        return self.authorities if worker == ETCD else self.all_files
+
+
+def _digests_of(keys: Keys) -> FileDigests:
     """KeysInvalid for files that do not belong together: a folder that is being copied."""
     _ = TlsContexts(keys).server
-    found = hashlib.sha256()
-    for path in (keys.certificate, keys.private_key, keys.authorities):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+    authorities = keys.authorities.read_bytes()
+    found = hashlib.sha256(keys.certificate.read_bytes() + keys.private_key.read_bytes())
+    found.update(authorities)
+    return FileDigests(found.hexdigest(), hashlib.sha256(authorities).hexdigest())

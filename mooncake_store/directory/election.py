@@ -28,7 +28,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec import structs
 
-from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, decimal
+from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, decimal, etcd_url
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 from mooncake_store.records.blocks import EPOCH_MAX
 from mooncake_store.wire.addresses import ELECTED
@@ -251,5 +251,4 @@ def parse_address(address: str, timeout_s: float = 1.0) -> tuple[EtcdClient, str
     names = [host for host in hosts.split(",") if host]
     if not address.startswith(ELECTED) or not names:
         raise RequestInvalid(f"{address!r}: use {ELECTED}HOST:PORT[,HOST:PORT...][/{PREFIX}]")
-    endpoints = [f"http://{host}" for host in names]
-    return EtcdClient(endpoints, timeout_s), prefix.strip("/") or PREFIX
+    return EtcdClient(list(map(etcd_url, names)), timeout_s), prefix.strip("/") or PREFIX

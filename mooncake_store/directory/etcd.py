@@ -3,22 +3,31 @@
 Keys and values travel as base64 in JSON, 64-bit numbers as decimal strings. Several endpoints of
 one cluster may be given: each call goes to the one that answered last, then to the others.
 
+Where a process has keys it is mutual TLS: both sides show a certificate of the cluster.
+
 Not here: what the keys mean (election.py, journal.py).
 """
 
 from __future__ import annotations
 
 import base64
+import socket
+import ssl
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
+from requests.adapters import HTTPAdapter
 
-from mooncake_store.errors import StoreUnavailable
+from mooncake_store.errors import AccessRefused, StoreUnavailable
+from mooncake_store.keys import folder
+from mooncake_store.keys.tls import contexts_of_process, refusal_words
 
 DIGITS_MAX = 18
+LOOK_S_MAX = 0.5  # whether an endpoint that broke off asks for TLS
 
 
 class EtcdFailed(StoreUnavailable):
@@ -27,6 +36,10 @@ class EtcdFailed(StoreUnavailable):
 
 class EtcdRefused(EtcdFailed):
     """Every endpoint answered that it will not: it has not been, and will not be, carried out."""
+
+
+class EtcdAccessRefused(EtcdFailed, AccessRefused):
+    """No endpoint lets this process in, or is who it should be: keys, or no keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +55,7 @@ class EtcdClient:
     """One cluster. A call may be asked of several endpoints, so one that failed, or a write that
     found its keys changed, may have been carried out all the same.
 
-    No user names, no TLS. Thread-safe. Each call ends within about `timeout_s` for each endpoint.
+    No user names. Thread-safe. Each call ends within about `timeout_s` for each endpoint.
     """
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float = 1.0) -> None:
@@ -120,7 +133,7 @@ class EtcdClient:
         return int(answer["header"]["revision"]) if answer.get("succeeded", False) else 0
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        failures = []
+        failures, kept_out = [], 0
         is_refused = True
         for endpoint in list(self.endpoints):
             try:
@@ -134,22 +147,126 @@ class EtcdClient:
                 failures.append(f"{endpoint}: {answer.status_code} {answer.text.strip()[:200]}")
             except (requests.RequestException, ValueError) as error:
                 is_refused = False
-                failures.append(f"{endpoint}: {error}")
+                problem = access_problem(endpoint, error)
+                kept_out += bool(problem)
+                failures.append(problem or f"{endpoint}: {error}")
         kind = EtcdRefused if is_refused else EtcdFailed
+        if kept_out == len(self.endpoints):
+            kind = EtcdAccessRefused
         raise kind("etcd does not carry out " + path + ": " + "; ".join(failures))
 
     def _session(self) -> requests.Session:
-        session: requests.Session | None = getattr(self._local, "session", None)
-        if session is None:
-            session = self._local.session = etcd_session()
-        return session
+        """With the certificates of now: renewed ones are shown by a new connection only."""
+        contexts = contexts_of_process()
+        now = contexts.client if contexts is not None else None
+        held: tuple[ssl.SSLContext | None, requests.Session] | None
+        held = getattr(self._local, "session", None)
+        if held is None or held[0] is not now:
+            if held is not None:
+                held[1].close()
+            held = self._local.session = (now, etcd_session())
+        return held[1]
+
+
+class MemberAdapter(HTTPAdapter):
+    """Shows this host's certificate, and believes what a member of the cluster shows."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._context = context
+        super().__init__()
+
+    def init_poolmanager(
+        self, connections: int, maxsize: int, block: bool = False, **more: Any
+    ) -> None:
+        super().init_poolmanager(
+            connections, maxsize, block, ssl_context=self._context, **more,
+            server_hostname=folder.MEMBER, assert_hostname=folder.MEMBER,
+        )  # fmt: skip
+
+    def cert_verify(self, *_: Any, **__: Any) -> None:
+        """The context says all of it; the authorities of the internet have no say here."""
 
 
 def etcd_session() -> requests.Session:
-    """For one thread."""
+    """For one thread; with this host's certificate where this process has keys."""
     session = requests.Session()
     session.trust_env = False  # etcd is near; a proxy for the internet does not know it
+    if (contexts := contexts_of_process()) is not None:
+        session.mount("https://", MemberAdapter(contexts.client))
     return session
+
+
+def etcd_url(endpoint: str) -> str:
+    """Of HOST:PORT, as this process calls it."""
+    return f"{'http' if folder.of_process() is None else 'https'}://{endpoint}"
+
+
+def access_problem(endpoint: str, error: Exception) -> str:
+    """What a failed call means where one side does not believe the other; "": something else."""
+    if not isinstance(error, requests.ConnectionError) or isinstance(error, requests.Timeout):
+        return ""
+    cause = _tls_error(error)
+    # Who is refused in the middle of a request may read no more than that the connection is gone.
+    if cause is None or isinstance(cause, ssl.SSLEOFError):
+        cause = _handshake_error(endpoint)
+    is_refusal = cause is not None and "ALERT" in (cause.reason or "")
+    if endpoint.startswith("http://"):
+        return _NO_KEYS_HERE.format(endpoint) if is_refusal else ""
+    if cause is not None:
+        return refusal_words(f"etcd at {endpoint}", cause)
+    return _NO_KEYS_THERE.format(endpoint) if _speaks_plain(endpoint) else ""
+
+
+_NO_KEYS_HERE = (
+    "etcd at {} asks for a certificate, and this process has none: set "
+    f"{folder.VARIABLE} to the folder of this host's keys (mooncake keys add-host)"
+)
+_NO_KEYS_THERE = (
+    "etcd at {} speaks plain HTTP, and this process has keys: start its members with keys too "
+    "(`mooncake serve --cluster` does), or an etcd of your own as docs/operations.md says"
+)
+
+
+def _speaks_plain(endpoint: str) -> bool:
+    try:
+        with etcd_session() as session:
+            plain = endpoint.replace("https://", "http://", 1)
+            return session.get(f"{plain}/version", timeout=LOOK_S_MAX).status_code == 200
+    except requests.RequestException:
+        return False
+
+
+def _tls_error(error: BaseException) -> ssl.SSLError | None:
+    """Below the errors of requests and urllib3, which keep it as an argument or a cause."""
+    if isinstance(error, ssl.SSLError):
+        return None if isinstance(error, TimeoutError) else error
+    below = [*error.args, getattr(error, "reason", None), error.__cause__]
+    found = (_tls_error(each) for each in below if isinstance(each, BaseException))
+    return next(filter(None, found), None)
+
+
+def _handshake_error(endpoint: str) -> ssl.SSLError | None:
+    """Shake hands and ask nothing, so that a refusal arrives; None for none, or no TLS there."""
+    named = urlsplit(endpoint)
+    contexts = contexts_of_process()
+    if contexts is not None:
+        context = contexts.client
+    else:  # of no use to a server that asks for one: it refuses who has no certificate
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        address = (named.hostname or "", named.port or 80)
+        with (
+            socket.create_connection(address, LOOK_S_MAX) as raw,
+            context.wrap_socket(raw, server_hostname=folder.MEMBER) as secured,
+        ):
+            secured.recv(1)
+    except ssl.SSLError as error:
+        is_silent = isinstance(error, (TimeoutError, ssl.SSLEOFError))
+        return None if is_silent else error
+    except OSError:
+        pass
+    return None
 
 
 def decimal(value: bytes) -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import ipaddress
 import os
 import re
 import secrets
@@ -40,6 +41,7 @@ FOLDER, STATE = "authority", "state.json"
 DAYS = 365  # a certificate is valid for so long, and its authority for ten times that
 BACKDATED = datetime.timedelta(hours=1)  # clocks of hosts differ
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+ADDRESS = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 STEPS = ("prepare", "switch", "retire")
 
 
@@ -64,6 +66,7 @@ class AuthorityState(msgspec.Struct):
     secret: str
     hosts: dict[str, bool]  # whether a directory may run there
     generations: list[ClusterGeneration]
+    addresses: dict[str, str] = msgspec.field(default_factory=dict)  # of hosts that said theirs
 
     def __repr__(self) -> str:
         return f"AuthorityState({self.used}, {list(self.hosts)})"
@@ -110,13 +113,19 @@ class Authority:
 
     # ---- hosts
 
-    def add_host(self, host: str, may_direct: bool | None = None, days: float = DAYS) -> None:
+    def add_host(
+        self, host: str, may_direct: bool | None = None, days: float = DAYS, address: str = ""
+    ) -> None:
         """Keys for one more host, or a fresh certificate for one that is there.
 
-        `may_direct` None: as it is, and yes for a new one.
+        `may_direct` None: as it is, and yes for a new one. `address`: an IP address or a DNS name,
+        which a host needs that runs a member of etcd; "": as it is.
         """
         if not NAME.fullmatch(host) or host == FOLDER:
             raise RequestInvalid(f"{host!r} is no name of a host: use a-z, 0-9, - and .")
+        if address:
+            _general_name(address)
+            self.state.addresses[host] = address
         as_it_is = self.state.hosts.get(host, True)
         self.state.hosts[host] = as_it_is if may_direct is None else may_direct
         for generation in self.state.generations:
@@ -131,6 +140,7 @@ class Authority:
                 f"there is no host {host}; there are {', '.join(self.state.hosts)}"
             )
         del self.state.hosts[host]
+        self.state.addresses.pop(host, None)
         for generation in self.state.generations:
             generation.hosts.pop(host, None)
         self._write(hosts=[])  # first: what follows is of no consequence to who is let in
@@ -208,20 +218,26 @@ class Authority:
         )
 
     def _certify(self, host: str, days: float) -> None:
-        """A key and a certificate for it, by the authority in use."""
+        """A key and a certificate for it, by the authority in use.
+
+        Its names: MEMBER, for which all of ours ask, and the host's address, for which members of
+        etcd ask each other.
+        """
         authority = x509.load_pem_x509_certificate(self._authority(self.state.used).read_bytes())
         signing = serialization.load_pem_private_key(
             (self.path / FOLDER / f"ca-{self.state.used}.key").read_bytes(), None
         )
         assert isinstance(signing, ec.EllipticCurvePrivateKey)
         key = ec.generate_private_key(ec.SECP256R1())
+        address = self.state.addresses.get(host, "")
+        names = [x509.DNSName(MEMBER), *([_general_name(address)] if address else [])]
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
             _builder(_name(host), authority.subject, key.public_key(), days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(is_authority=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(MEMBER)]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .sign(signing, hashes.SHA256())
         )
         place = self.path / host
@@ -237,6 +253,18 @@ def _key_pair() -> KeyPair:
 
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _general_name(address: str) -> x509.GeneralName:
+    """Of a host, in a certificate."""
+    try:
+        return x509.IPAddress(ipaddress.ip_address(address))
+    except ValueError:
+        if not ADDRESS.fullmatch(address):
+            raise RequestInvalid(
+                f"{address!r} is neither an IP address nor a DNS name (without a port)"
+            ) from None
+        return x509.DNSName(address)
 
 
 def _builder(

@@ -51,7 +51,10 @@ def init(
     folder: Folder,
     host: Annotated[
         list[str] | None,
-        typer.Option(help="a host as the cluster file names it; repeatable"),
+        typer.Option(
+            help="a host and its address, both as in the cluster file: NAME=ADDRESS; "
+            "NAME alone where no member of etcd runs; repeatable"
+        ),
     ] = None,
 ) -> None:
     """Begin a cluster's keys, with these hosts."""
@@ -59,8 +62,9 @@ def init(
 
     with _refusals():
         authority = Authority.begun(folder)
-        for name in host or []:
-            authority.add_host(name)
+        for each in host or []:
+            name, _, address = each.partition("=")
+            authority.add_host(name, address=address)
         typer.echo(f"made keys of {len(host or [])} hosts in {folder}")
         typer.echo(f"Keep {folder}/authority where it is; copy {folder}/HOST to each host.")
 
@@ -68,7 +72,9 @@ def init(
 @app.command("add-host")
 def add_host(
     folder: Folder,
-    host: Annotated[str, typer.Argument(help="its name in the cluster file")],
+    host: Annotated[
+        str, typer.Argument(help="its name in the cluster file, or NAME=ADDRESS (as for init)")
+    ],
     days: Days = 365,
     directory: Annotated[
         bool | None,
@@ -83,8 +89,9 @@ def add_host(
     from mooncake_store.keys.authority import Authority
 
     with _refusals():
-        Authority.read(folder).add_host(host, directory, days)
-        typer.echo(f"made keys of host {host} in {folder / host}")
+        name, _, address = host.partition("=")
+        Authority.read(folder).add_host(name, directory, days, address)
+        typer.echo(f"made keys of host {name} in {folder / name}")
         typer.echo(COPY.format(folder=folder) + ", if its certificate changed.")
 
 

@@ -7,6 +7,7 @@ are made again when the files change: new connections have the new certificate, 
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,11 @@ from mooncake_store.keys.folder import (
     AUTHORITIES,
     CERTIFICATE,
     PRIVATE_KEY,
+    VARIABLE,
     Keys,
     KeysInvalid,
     LiveFiles,
+    of_process,
 )
 
 
@@ -58,6 +61,39 @@ class TlsContexts:
         return server, client
 
 
+_contexts: dict[Keys, TlsContexts] = {}
+
+
+def contexts_of_process() -> TlsContexts | None:
+    """None where this process has no keys: then connections are plain."""
+    keys = of_process()
+    if keys is None:
+        return None
+    if keys not in _contexts:
+        _contexts[keys] = TlsContexts(keys)
+    return _contexts[keys]
+
+
+def refusal_words(who: str, error: ssl.SSLError) -> str:
+    """What a failed handshake means, from the client's side."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"{who} is not believed: {error.verify_message}. Its host's certificate is of another "
+            "cluster or generation, or has expired (`mooncake keys check` there), or a clock is "
+            "wrong"
+        )
+    reason = (error.reason or str(error)).replace("_", " ").lower()
+    if "wrong version number" in reason or "record layer failure" in reason:
+        return (
+            f"{who} speaks plain TCP, and this process has keys: give it {VARIABLE} too and start "
+            "it again"
+        )
+    return (
+        f"{who} refuses this host's certificate ({reason}). It is of another cluster or "
+        "generation, or has expired (`mooncake keys check` here), or a clock is wrong"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class CertificateFacts:
     host: str
@@ -75,9 +111,12 @@ def certificate_facts(folder: Path) -> CertificateFacts:
 
 
 def certificate_problems(
-    keys: Keys, warn_before: datetime.timedelta = datetime.timedelta()
+    keys: Keys, warn_before: datetime.timedelta = datetime.timedelta(), address: str = ""
 ) -> list[str]:
-    """Why others do not believe this host, or will not in less than that time."""
+    """Why others do not believe this host, or will not in less than that time.
+
+    `address`: which its certificate must name; "": none.
+    """
     try:
         facts = certificate_facts(keys.folder)
         certificate = _certificate(keys.certificate)
@@ -86,6 +125,12 @@ def certificate_problems(
     except (ValueError, OSError) as error:
         return [f"the certificate in {keys.folder} cannot be read: {error}"]
     found = []
+    if address and not _is_named(certificate, address):
+        found.append(
+            f"{keys.certificate} does not name {address}, and members of etcd ask each other for "
+            f"it: `mooncake keys add-host FOLDER {facts.host}={address}` where keys are made, and "
+            "copy the folder"
+        )
     now = datetime.datetime.now(datetime.timezone.utc)
     renew = "renew it (mooncake keys rotate, or add-host again) and copy the folder"
     if now < facts.begins:
@@ -105,6 +150,17 @@ def certificate_problems(
             "folder again"
         )
     return found
+
+
+def _is_named(certificate: x509.Certificate, address: str) -> bool:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        wanted = ipaddress.ip_address(address)
+    except x509.ExtensionNotFound:
+        return False
+    except ValueError:
+        return address.lower() in map(str.lower, names.get_values_for_type(x509.DNSName))
+    return wanted in names.get_values_for_type(x509.IPAddress)
 
 
 def _certificate(path: Path) -> x509.Certificate:

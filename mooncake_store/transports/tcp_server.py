@@ -38,7 +38,7 @@ from mooncake_store.errors import StoreError
 from mooncake_store.keys import folder
 from mooncake_store.keys.curve import refuse_unguarded
 from mooncake_store.keys.gate import RefusalLog
-from mooncake_store.keys.tls import TlsContexts
+from mooncake_store.keys.tls import TlsContexts, contexts_of_process
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import (
@@ -50,7 +50,6 @@ from mooncake_store.transports.tcp_frames import (
 )
 from mooncake_store.transports.tcp_tls import (
     PLAIN_CLIENT,
-    contexts_of_process,
     shake_hands,
     wrapped_by_server,
 )

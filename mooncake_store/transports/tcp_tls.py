@@ -1,8 +1,7 @@
 """Mutual TLS on the connections of the TCP transport, where a process has keys.
 
 Each side shows its host's certificate before the first frame. A side that is refused gets a word it
-can read: a client without TLS a frame in plain, one with a wrong certificate TLS's alert, which
-`refusal_of` turns into an error that names the likely causes.
+can read: a client without TLS a frame in plain, one with a wrong certificate TLS's alert.
 
 Not here: the certificates (keys/tls.py), the frames (tcp_frames.py).
 """
@@ -33,12 +32,6 @@ PLAIN_CLIENT = (
 
 class TransferRefused(AccessRefused, TransferFailed):
     """No bytes move, because one side does not believe the other."""
-
-
-def contexts_of_process() -> TlsContexts | None:
-    """None where this process has no keys: then connections are plain."""
-    keys = folder.of_process()
-    return TlsContexts(keys) if keys is not None else None
 
 
 def wrapped_by_server(connection: socket.socket, contexts: TlsContexts) -> ssl.SSLSocket:
@@ -97,23 +90,3 @@ def _hang_up(secured: ssl.SSLSocket) -> None:
                 break
             left_bytes -= len(data)
     secured.close()
-
-
-def refusal_of(who: str, error: ssl.SSLError) -> TransferRefused:
-    """What a failed handshake means, from the client's side."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return TransferRefused(
-            f"{who} is not believed: {error.verify_message}. Its host's certificate is of another "
-            "cluster or generation, or has expired (`mooncake keys check` there), or a clock is "
-            "wrong"
-        )
-    reason = (error.reason or str(error)).replace("_", " ").lower()
-    if "wrong version number" in reason or "record layer failure" in reason:
-        return TransferRefused(
-            f"{who} speaks plain TCP, and this process has keys: give the storage node "
-            f"{folder.VARIABLE} too and start it again"
-        )
-    return TransferRefused(
-        f"{who} refuses this host's certificate ({reason}). It is of another cluster or "
-        "generation, or has expired (`mooncake keys check` here), or a clock is wrong"
-    )

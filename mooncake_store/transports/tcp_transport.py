@@ -27,7 +27,7 @@ import time
 from dataclasses import dataclass, field
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.keys.tls import TlsContexts
+from mooncake_store.keys.tls import TlsContexts, contexts_of_process, refusal_words
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameInvalid, FrameKind, LimitReached
@@ -35,8 +35,6 @@ from mooncake_store.transports.tcp_tls import (
     PLAIN_CLIENT,
     TransferRefused,
     called,
-    contexts_of_process,
-    refusal_of,
 )
 from mooncake_store.transports.transport import TransferBatch, Transport
 
@@ -201,7 +199,7 @@ def _expect_done(
 def _failure(node: NodeInfo, error: Exception, spans: int, is_read: bool) -> TransferFailed:
     where = f"node {node.node_id} at {node.data_address}"
     if isinstance(error, ssl.SSLError) and not isinstance(error, TimeoutError):
-        return refusal_of(where, error)
+        return TransferRefused(refusal_words(where, error))
     if isinstance(error, TimeoutError):
         late = "nothing more will arrive" if is_read else "the node may still write some of them"
         return TransferTimeout(

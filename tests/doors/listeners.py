@@ -20,11 +20,11 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.keys.authority import Authority
 from mooncake_store.keys.curve import PeerAccess
 from mooncake_store.keys.folder import VARIABLE
-from mooncake_store.keys.tls import TlsContexts
+from mooncake_store.keys.tls import TlsContexts, contexts_of_process
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameKind
-from mooncake_store.transports.tcp_tls import called, contexts_of_process
+from mooncake_store.transports.tcp_tls import called
 from mooncake_store.wire.mailbox import Inbox, Outbox
 from mooncake_store.wire.node_protocol import NodeClient
 from tests.mooncake_store.processes import StartedProcess

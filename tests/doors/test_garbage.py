@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from mooncake_store.transports.tcp_tls import contexts_of_process
+from mooncake_store.keys.tls import contexts_of_process
 from tests.doors.garbage import DIRECTORY_VERBS, NODE_VERBS, Garbage
 from tests.doors.listeners import Listener, Site, dialled, tls_connection
 

@@ -69,7 +69,7 @@ class Fleet:
             keys = "keys: {folder: keys}\ntrusted_data_network: [e0]"
             authority = Authority.begun(self.keys)
             for name in NAMES:
-                authority.add_host(name)
+                authority.add_host(name, address=namespaces.address(name))
         state = folder / "state"  # one of all hosts: the first to start measures this machine
         self.file = folder / "cluster.yaml"
         lines = [HOST.format(name=name, address=namespaces.address(name), state=state)

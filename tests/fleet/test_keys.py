@@ -20,13 +20,14 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from backends import worker_tls
 from loadtest.harness.fleet import Namespaces, why_no_namespaces
 from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.directory.etcd import EtcdAccessRefused, EtcdClient, etcd_url
 from mooncake_store.errors import AccessRefused, StoreError
 from mooncake_store.keys.authority import Authority
 from mooncake_store.keys.folder import VARIABLE
 from mooncake_store.transports.tcp_transport import TcpTransport
 from mooncake_store.wire.mailbox import Outbox
 from mooncake_store.wire.node_protocol import NodeClient
-from tests.fleet.site import NAMES, Fleet
+from tests.fleet.site import ETCD_PORT, NAMES, Fleet
 
 pytestmark = [
     pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600),
@@ -34,8 +35,8 @@ pytestmark = [
 
 RENEWED_S_MAX = 120.0
 PROMPT = [40 + n for n in range(2 * 64 + 3)]
-# Who asks for no key: clients' ports, metrics, etcd.
-OPEN_PORTS = {8000, 8001, 8002, 2379, 2380}
+OPEN_PORTS = {8000, 8001, 8002}  # who asks for no key: clients' ports, metrics
+ETCD_PORTS = {2379, 2380}
 
 
 class KeyedFleet(Fleet):
@@ -89,13 +90,17 @@ def test_a_stranger_is_refused_at_every_kind_of_port(
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(fleet.keys / "outside"))
     with fleet.client() as client:
-        nodes, workers = client.nodes(), client.workers()
+        nodes, workers, leader = client.nodes(), client.workers(), client.leader()
     if stranger:
         monkeypatch.setenv(VARIABLE, str(fleet.folder / "other" / stranger))
     else:
         monkeypatch.delenv(VARIABLE)
-    with DirectoryClient(fleet.directory, 30.0) as client, pytest.raises(AccessRefused):
-        client.nodes()
+    for address in (fleet.directory, leader.address):  # etcd refuses it, and the directory
+        with DirectoryClient(address, 30.0) as client, pytest.raises(AccessRefused):
+            client.nodes()
+    for host in NAMES:
+        with pytest.raises(EtcdAccessRefused, match=fleet.namespaces.address(host)):
+            EtcdClient([etcd_url(f"{fleet.namespaces.address(host)}:{ETCD_PORT}")]).get("any")
     for node in nodes:
         with NodeClient(node.control) as asked, pytest.raises(AccessRefused):
             asked.ping(30.0)
@@ -127,7 +132,7 @@ def test_every_port_of_a_host_is_one_of_the_threat_model_s(fleet: KeyedFleet) ->
         known |= {int(info.data_address.rpartition(":")[2]) for info in client.nodes()}
         known |= {int(re.split(r"[:#]", each.inbox)[2]) for each in client.workers()}
         known |= {int(each.grpc_address.rpartition(":")[2]) for each in client.workers()}
-    known |= {7001, 7002} | OPEN_PORTS
+    known |= {7001, 7002} | OPEN_PORTS | ETCD_PORTS
     for name in NAMES:
         found = set()
         for pid in fleet.namespaces.pids(name):

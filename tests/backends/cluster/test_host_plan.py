@@ -14,9 +14,9 @@ ELECTION = "etcd://10.77.0.1:2379,10.77.0.2:2379,10.77.0.3:2379/mooncake/demo/di
 def test_a_host_of_a_fleet_runs_its_part() -> None:
     deployment = parse(THREE_HOSTS, "/fleet/cluster.yaml")
     b, c = host_plan(deployment, "b"), host_plan(deployment, "c")
-    assert b.etcd is not None and b.etcd.listen_peer_url == "http://10.77.0.2:2380"
+    assert b.etcd is not None and b.etcd.listen_peer_url == "https://10.77.0.2:2380"
     assert b.etcd.initial_cluster == (
-        "a=http://10.77.0.1:2380,b=http://10.77.0.2:2380,c=http://10.77.0.3:2380"
+        "a=https://10.77.0.1:2380,b=https://10.77.0.2:2380,c=https://10.77.0.3:2380"
     )
     assert b.directory is not None
     assert (b.directory.listen, b.directory.listen_events, b.directory.etcd) == (
@@ -56,10 +56,10 @@ def test_with_keys_and_no_trusted_network_no_interface_is_trusted() -> None:
     text = THREE_HOSTS.replace("trusted_data_network: [e0]\n", "")
     environment = host_plan(parse(text), "a").environment
     assert environment["MOONCAKE_TRUSTED_NICS"] == ""
-    environment = host_plan(
-        parse(text.replace("{folder: keys}", "{insecure: true}")), "a"
-    ).environment
+    plain = host_plan(parse(text.replace("{folder: keys}", "{insecure: true}")), "a")
+    environment = plain.environment
     assert "MOONCAKE_TRUSTED_NICS" not in environment and "MOONCAKE_KEYS" not in environment
+    assert plain.etcd is not None and plain.etcd.advertised_client_url == "http://10.77.0.1:2379"
     assert environment["MOONCAKE_INSECURE"] == "1"
 
 

@@ -1,4 +1,5 @@
-"""Real members of etcd: a quorum and none, one that comes back, one whose data are lost."""
+"""Real members of etcd: a quorum and none, one that comes back, one whose data are lost; and with
+keys, who is let in, and keys that are renewed while they serve."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 
 from backends.cluster.host_plan import EtcdMember
 from backends.launcher.deployment_watch import state
@@ -18,10 +20,14 @@ from backends.launcher.etcd_member import (
     etcd_binary,
     etcd_command,
     etcd_environment,
+    member_serves,
     replace_lost_member,
 )
-from mooncake_store.directory.election import EtcdClient
-from mooncake_store.errors import StoreError
+from mooncake_store.directory.etcd import EtcdAccessRefused, EtcdClient, etcd_url
+from mooncake_store.errors import AccessRefused, StoreError, StoreUnavailable
+from mooncake_store.keys.authority import Authority
+from mooncake_store.keys.folder import VARIABLE, Keys
+from mooncake_store.keys.tls import certificate_problems
 from tests.e2e.server import wait_until
 
 pytestmark = [
@@ -32,35 +38,36 @@ NAMES = "abc"
 
 
 class Members:
-    """Three, on loopback."""
+    """On loopback; with the keys of their hosts where this process has some."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        ports = free_ports(6, ())
-        self.clients = dict(zip(NAMES, ports[:3], strict=True))
-        peers = {name: f"http://127.0.0.1:{port}"
-                 for name, port in zip(NAMES, ports[3:], strict=True)}  # fmt: skip
+    def __init__(self, folder: Path, names: str = NAMES, keys: Path | None = None) -> None:
+        self.folder, self.keys = folder, keys
+        ports = free_ports(2 * len(names), ())
+        self.clients = dict(zip(names, ports[: len(names)], strict=True))
+        urls = {name: etcd_url(f"127.0.0.1:{port}") for name, port in self.clients.items()}
+        peers = {name: etcd_url(f"127.0.0.1:{port}")
+                 for name, port in zip(names, ports[len(names) :], strict=True)}  # fmt: skip
         self.members = {
             name: EtcdMember(
-                name=name, listen_client_url=f"http://127.0.0.1:{self.clients[name]}",
-                advertised_client_url=f"http://127.0.0.1:{self.clients[name]}",
+                name=name, listen_client_url=urls[name], advertised_client_url=urls[name],
                 listen_peer_url=peers[name], advertised_peer_url=peers[name],
                 members=peers, token="test",
             )
-            for name in NAMES
+            for name in names
         }  # fmt: skip
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.endpoints = [f"127.0.0.1:{port}" for port in self.clients.values()]
-        self.client = EtcdClient([f"http://{each}" for each in self.endpoints])
+        self.client = EtcdClient(list(urls.values()))
 
     def start(self, name: str) -> bool:
         """True: it was replaced."""
         others = [f"127.0.0.1:{port}" for other, port in self.clients.items() if other != name]
         data = self.folder / name
         is_replaced = replace_lost_member(self.members[name], data, others)
+        keys = None if self.keys is None else Keys(self.keys / name)
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                etcd_command(self.members[name], data, is_replaced), stdout=log,
+                etcd_command(self.members[name], data, is_replaced, keys), stdout=log,
                 stderr=subprocess.STDOUT, env={**os.environ, **etcd_environment()},
             )  # fmt: skip
         return is_replaced
@@ -82,10 +89,17 @@ class Members:
     def knows(self, name: str) -> bool:
         """Does this member itself answer with what was written?"""
         try:
-            alone = EtcdClient([f"http://127.0.0.1:{self.clients[name]}"])
-            return alone.get("key").value == b"value"
+            return self.alone(name).get("key").value == b"value"
         except StoreError:
             return False
+
+    def alone(self, name: str) -> EtcdClient:
+        """This member, as this process calls it now."""
+        return EtcdClient([etcd_url(f"127.0.0.1:{self.clients[name]}")])
+
+    def end(self) -> None:
+        for name in self.processes:
+            self.kill(name)
 
 
 @pytest.fixture
@@ -99,8 +113,7 @@ def members(tmp_path: Path) -> Iterator[Members]:
         wait_until(lambda: made.answers("c"), "all of them")
         yield made
     finally:
-        for name in made.processes:
-            made.kill(name)
+        made.end()
 
 
 def test_a_member_comes_back_with_its_data_and_is_replaced_without(members: Members) -> None:
@@ -131,3 +144,146 @@ def test_a_member_comes_back_with_its_data_and_is_replaced_without(members: Memb
     assert all(each in now.said for each in members.endpoints[:2])
     members.start("b")
     wait_until(members.can_decide, "a quorum again")
+
+
+# ---- with keys
+
+
+@pytest.fixture
+def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
+    """This process is a host on which no member runs."""
+    made = Authority.begun(tmp_path / "keys")
+    for name in NAMES:
+        made.add_host(name, address="127.0.0.1")
+    made.add_host("outside")
+    Authority.begun(tmp_path / "other").add_host("stranger")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "keys" / "outside"))
+    return made
+
+
+@pytest.fixture
+def member(authority: Authority, tmp_path: Path) -> Iterator[Members]:
+    """One, with keys."""
+    made = Members(tmp_path, "a", authority.path)
+    try:
+        made.start("a")
+        wait_until(made.can_decide, "it to serve")
+        yield made
+    finally:
+        made.end()
+
+
+def test_a_member_with_keys_serves_hosts_of_the_cluster(member: Members) -> None:
+    assert member.client.write_unless_changed({"key": 0}, {"key": b"value"}, {})
+    assert member.knows("a") and ask_etcd(member.endpoints).has_quorum
+    assert member_serves(member.members["a"])
+    lease, _ = member.client.grant(5)
+    assert member.client.keep_alive(lease) > 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "cause"),
+    [("other/stranger", "of another cluster"), ("", "asks for a certificate, and this process has "
+      "none: set MOONCAKE_KEYS")],
+)  # fmt: skip
+def test_a_stranger_is_refused_by_name_with_the_likely_causes(
+    member: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, cause: str
+) -> None:
+    if folder:
+        monkeypatch.setenv(VARIABLE, str(tmp_path / folder))
+    else:
+        monkeypatch.delenv(VARIABLE)
+    with pytest.raises(EtcdAccessRefused, match=cause) as refused:
+        member.alone("a").get("key")
+    assert isinstance(refused.value, AccessRefused) and isinstance(refused.value, StoreUnavailable)
+    assert member.endpoints[0] in str(refused.value)
+    assert cause in state(f"etcd://{member.endpoints[0]}/test").said
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "keys" / "outside"))
+    assert member.can_decide(), "others are served on"
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+@pytest.mark.parametrize("url", ["advertised_client_url", "advertised_peer_url"])
+@pytest.mark.parametrize("folder", ["other/stranger", ""])
+def test_whoever_does_not_look_who_answers_is_refused_all_the_same(
+    member: Members, tmp_path: Path, url: str, folder: str
+) -> None:
+    place = tmp_path / folder
+    shown = (str(place / "host.pem"), str(place / "host.key")) if folder else None
+    where = str(getattr(member.members["a"], url))
+    with pytest.raises(requests.ConnectionError):
+        requests.get(f"{where}/version", verify=False, cert=shown, timeout=5.0)
+    with pytest.raises(requests.ConnectionError):
+        requests.get(f"{where.replace('https', 'http')}/version", timeout=5.0)
+    ours = (str(tmp_path / "keys/a/host.pem"), str(tmp_path / "keys/a/host.key"))
+    assert requests.get(f"{where}/version", verify=False, cert=ours, timeout=5.0).ok
+
+
+def test_an_expired_certificate_is_refused_until_it_is_renewed(
+    member: Members, authority: Authority
+) -> None:
+    authority.add_host("outside", days=-1)
+    with pytest.raises(EtcdAccessRefused, match=r"refuses this host's certificate .*expired"):
+        member.client.get("key")
+    authority.add_host("outside")
+    member.client.get("key")
+    authority.add_host("a", days=-1)
+    with pytest.raises(EtcdAccessRefused, match="is not believed: certificate has expired"):
+        member.alone("a").get("key")
+    authority.add_host("a")
+    member.alone("a").get("key")
+
+
+def test_a_process_with_keys_is_told_that_etcd_speaks_in_plain(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as plain:
+        plain.delenv(VARIABLE)
+        members = Members(tmp_path, "a")
+        try:
+            members.start("a")
+            wait_until(members.can_decide, "it to serve")
+            monkeypatch.setenv(VARIABLE, str(authority.path / "outside"))
+            with pytest.raises(EtcdAccessRefused, match="speaks plain HTTP, and this process has"):
+                members.alone("a").get("key")
+        finally:
+            members.end()
+
+
+def test_keys_are_renewed_while_members_serve(authority: Authority, tmp_path: Path) -> None:
+    """A member reads its certificate at each handshake, and whom it believes when it starts: so
+    it is started again where the authorities change, and not where certificates alone do."""
+    members = Members(tmp_path, NAMES, authority.path)
+    try:
+        for name in NAMES:
+            members.start(name)
+        wait_until(members.can_decide, "a quorum")
+        assert members.client.write_unless_changed({"key": 0}, {"key": b"value"}, {})
+        old = Keys(authority.path / "outside").certificate.read_bytes()
+        for step in ("prepare", "switch", "retire"):
+            assert authority.rotate() == step
+            assert members.client.get("key").value == b"value", "before anything is started again"
+            for name in NAMES if step != "switch" else ():
+                members.kill(name)
+                wait_until(members.can_decide, "the other two to go on")
+                members.start(name)
+                wait_until(lambda name=name: member_serves(members.members[name]), f"{name} back")
+            assert all(members.knows(name) for name in NAMES), step
+        assert old != Keys(authority.path / "outside").certificate.read_bytes()
+    finally:
+        members.end()
+
+
+def test_keys_that_do_not_name_the_host_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    authority = Authority.begun(tmp_path / "keys")
+    authority.add_host("a")
+    keys = Keys(tmp_path / "keys" / "a")
+    assert certificate_problems(keys) == [], "who runs no member needs none"
+    [problem] = certificate_problems(keys, address="10.77.0.1")
+    assert "does not name 10.77.0.1" in problem
+    assert "mooncake keys add-host FOLDER a=10.77.0.1" in problem
+    authority.add_host("a", address="10.77.0.1")
+    assert certificate_problems(keys, address="10.77.0.1") == []
+    authority.add_host("a", address="a.fleet.example")
+    assert certificate_problems(keys, address="a.fleet.example") == []
+    assert certificate_problems(keys, address="10.77.0.1")

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from backends.launcher.renewal import SETTLED_S, WHOLE_S, CertificateRenewal, HostTurn
+from backends.launcher.renewal import (
+    ETCD,
+    KEPT_OUT_S,
+    SETTLED_S,
+    WHOLE_S,
+    CertificateRenewal,
+    HostTurn,
+)
 from mooncake_store.keys.authority import Authority
 from mooncake_store.keys.folder import Keys
 from tests.mooncake_store.etcd_process import BINARY, HOW_TO, EtcdProcess
@@ -21,10 +28,15 @@ class Turn(HostTurn):
 
     def __init__(self) -> None:
         super().__init__("", "a")
-        self.may, self.given_back = True, 0
+        self.may, self.given_back, self.asked = True, 0, 0
+        self.etcd_answers = True
 
     def is_held(self) -> bool:
+        self.asked += 1
         return self.may
+
+    def is_kept_out(self, now_s: float) -> bool:
+        return not self.etcd_answers
 
     def give_back(self) -> None:
         self.given_back += 1
@@ -38,12 +50,18 @@ class Host:
         self.renewal = CertificateRenewal(Keys(folder / "a"), self.turn)
         self.is_whole = True
         self.now_s = 100.0
-        for worker in WORKERS:
-            self.renewal.started(worker)
+        self.runs = (*WORKERS, ETCD)
+        for each in self.runs:
+            self.renewal.started(each)
 
     def due(self, after_s: float) -> str:
         self.now_s += after_s
-        return self.renewal.due(WORKERS, lambda: self.is_whole, self.now_s)
+        return self.renewal.due(self.runs, lambda: self.is_whole, self.now_s)
+
+    def restart_etcd(self) -> None:
+        """The first of those that a change of the authorities asks for."""
+        assert self.due(SETTLED_S) == "" and self.due(WHOLE_S) == ETCD
+        self.renewal.started(ETCD)
 
 
 @pytest.fixture
@@ -61,7 +79,9 @@ def test_workers_are_restarted_one_by_one_and_then_the_turn_is_given_back(host: 
     host.due(1.0)
     host.authority.rotate()
     assert host.due(1.0) == "", "a folder that is being copied is waited for"
-    assert host.due(SETTLED_S) == "" and host.due(WHOLE_S) == "decode_a_0"
+    host.restart_etcd()
+    assert host.due(1.0) == "", "it has only just been started again"
+    assert host.due(WHOLE_S) == "decode_a_0"
     host.is_whole = False  # it is being drained
     assert host.due(60.0) == ""
     host.renewal.started("decode_a_0")
@@ -83,7 +103,48 @@ def test_a_host_waits_for_its_turn(host: Host) -> None:
     assert [host.due(SETTLED_S) for _ in range(3)] == [""] * 3
     host.turn.may = True
     host.due(0.1)
-    assert host.due(WHOLE_S) == "decode_a_0"
+    assert host.due(WHOLE_S) == ETCD
+
+
+def test_etcd_is_started_again_only_where_the_authorities_change(host: Host) -> None:
+    host.due(1.0)
+    host.authority.add_host("a")  # another certificate by the same authority
+    host.due(1.0)
+    assert host.due(SETTLED_S) == "" and host.due(WHOLE_S) == "decode_a_0"
+
+
+def test_etcd_that_lets_nobody_in_is_started_again_out_of_turn(host: Host) -> None:
+    host.due(1.0)
+    host.authority.rotate()
+    host.turn.may = False
+    host.due(1.0)
+    assert host.due(SETTLED_S) == ""
+    host.turn.etcd_answers = False
+    assert host.due(1.0) == ETCD
+    host.renewal.started(ETCD)
+    assert host.due(1.0) == "", "workers wait for their turn"
+
+
+def test_a_turn_that_is_not_needed_any_more_is_given_back(host: Host) -> None:
+    host.due(1.0)
+    host.authority.rotate()
+    host.turn.may = False
+    host.due(1.0)
+    host.due(SETTLED_S)
+    assert host.turn.asked and not host.turn.given_back
+    for each in host.runs:  # they ended and were started again by themselves
+        host.renewal.started(each)
+    host.due(1.0)
+    assert host.turn.given_back == 1
+    asked = host.turn.asked
+    host.due(1.0)
+    assert (host.turn.given_back, host.turn.asked) == (1, asked)
+
+
+def test_a_host_is_kept_out_when_etcd_has_not_answered_for_a_while() -> None:
+    turn = HostTurn("etcd://127.0.0.1:1/mooncake/demo/directory", "a")
+    assert not turn.is_kept_out(100.0) and not turn.is_kept_out(100.0 + KEPT_OUT_S / 2)
+    assert turn.is_kept_out(100.0 + KEPT_OUT_S)
 
 
 def test_the_same_files_copied_again_restart_nothing(host: Host, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import stat
 from pathlib import Path
@@ -120,18 +121,35 @@ def test_the_commands_take_a_cluster_through_its_life(tmp_path: Path) -> None:
     folder, run = str(tmp_path / "keys"), CliRunner().invoke
     assert run(app, ["init", folder, "--host", "a", "--host", "b"]).exit_code == 0
     assert "has keys" in run(app, ["init", folder]).output
+    added = run(app, ["add-host", folder, "c=10.77.0.3"])
+    assert added.exit_code == 0 and f"host c in {folder}/c" in added.output
+    refused = run(app, ["add-host", folder, "d=10.77.0.3:2379"])
+    assert refused.exit_code == 1 and "neither an IP address nor a DNS name" in refused.output
     assert run(app, ["add-host", folder, "w", "--no-directory"]).exit_code == 0
     assert "w: certificate until" in (shown := run(app, ["show", folder]).output)
     assert "no directory may run there" in shown
     for step in ("prepare", "switch", "retire"):
         assert run(app, ["rotate", folder]).output.startswith(step)
         assert run(app, ["check", folder]).exit_code == 0
+        assert certificate_problems(Keys(tmp_path / "keys" / "c"), address="10.77.0.3") == []
     assert run(app, ["add-host", folder, "w"]).exit_code == 0
     assert "no directory may run there" in run(app, ["show", folder]).output, "as it was"
     assert run(app, ["remove-host", folder, "w"]).exit_code == 0
     assert not (tmp_path / "keys" / "w").exists()
     assert "there is no host w" in run(app, ["remove-host", folder, "w"]).output
     assert "no keys are made in" in run(app, ["show", str(tmp_path)]).output
+
+
+def test_keys_that_know_no_addresses_are_read_and_learn_them(hosts: Hosts) -> None:
+    state = hosts.ours / "authority" / "state.json"
+    older = json.loads(state.read_text())
+    del older["addresses"]
+    state.write_text(json.dumps(older))
+    authority = Authority.read(hosts.ours)
+    authority.add_host("a", address="fd00::1")
+    assert certificate_problems(hosts.keys("a"), address="fd00::1") == []
+    [problem] = certificate_problems(hosts.keys("b"), address="fd00::2")
+    assert "mooncake keys add-host FOLDER b=fd00::2" in problem
 
 
 def test_a_host_whose_folder_was_moved_away_is_removed(tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ import pytest
 
 from mooncake_store.errors import AccessRefused, TransferFailed, TransferTimeout
 from mooncake_store.keys.curve import AddressUnguarded
+from mooncake_store.keys.tls import contexts_of_process
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports import tcp_server
 from mooncake_store.transports.nixl_lane import is_reached
 from mooncake_store.transports.tcp_frames import FrameKind
 from mooncake_store.transports.tcp_server import TcpServer
-from mooncake_store.transports.tcp_tls import TransferRefused, contexts_of_process
+from mooncake_store.transports.tcp_tls import TransferRefused
 from mooncake_store.transports.tcp_transport import ConnectionsFull, TcpTransport
 from mooncake_store.transports.transport import ByteSpan
 from tests.mooncake_store.keys.hosts import Hosts
