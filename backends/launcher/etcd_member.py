@@ -90,22 +90,28 @@ def etcd_environment() -> dict[str, str]:
 def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[str]) -> bool:
     """Where this member has no data, but the others know it: have them take it anew. MemberRefused.
 
-    One that has never started has not told them where its clients call it, as at the first start
-    of a whole cluster.
+    One that has never started has not told them where its clients call it: with a name it is of
+    the first start of a whole cluster, without one it was added by an earlier call of this, after
+    which the host died.
     """
     url = member.advertised_peer_url
-    for endpoint in () if data_dir.exists() else endpoints:
+    for endpoint in () if _has_data(data_dir) else endpoints:
         listed = _cluster_call(endpoint, "list", {})
         if listed is None:
             continue
         known = [each for each in listed["members"] if url in each["peerURLs"]]
-        if any(not each.get("clientURLs") for each in known):
-            return False
+        if unstarted := [each for each in known if not each.get("clientURLs")]:
+            return not any(each.get("name") for each in unstarted)
         for each in known:
             _change(member, endpoint, "remove", {"ID": each["ID"]})
         _change(member, endpoint, "add", {"peerURLs": [url]})
         return True
     return False
+
+
+def _has_data(data_dir: Path) -> bool:
+    """etcd makes folders before it takes part, and its log when it does."""
+    return any((data_dir / "member" / "wal").glob("*.wal"))
 
 
 def _change(member: EtcdMember, endpoint: str, verb: str, body: dict[str, Any]) -> None:

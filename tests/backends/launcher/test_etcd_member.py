@@ -59,11 +59,13 @@ class Members:
         self.endpoints = [f"127.0.0.1:{port}" for port in self.clients.values()]
         self.client = EtcdClient(list(urls.values()))
 
+    def replace_lost(self, name: str) -> bool:
+        others = [f"127.0.0.1:{port}" for other, port in self.clients.items() if other != name]
+        return replace_lost_member(self.members[name], self.folder / name, others)
+
     def start(self, name: str) -> bool:
         """True: it was replaced."""
-        others = [f"127.0.0.1:{port}" for other, port in self.clients.items() if other != name]
-        data = self.folder / name
-        is_replaced = replace_lost_member(self.members[name], data, others)
+        data, is_replaced = self.folder / name, self.replace_lost(name)
         keys = None if self.keys is None else Keys(self.keys / name)
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -144,6 +146,26 @@ def test_a_member_comes_back_with_its_data_and_is_replaced_without(members: Memb
     assert all(each in now.said for each in members.endpoints[:2])
     members.start("b")
     wait_until(members.can_decide, "a quorum again")
+
+
+@pytest.mark.parametrize("left", ["", "a", "a/member/snap"])
+def test_a_member_whose_start_was_cut_short_takes_part_at_the_next(
+    members: Members, left: str
+) -> None:
+    """The launcher died when the others knew the member anew, or etcd had made a folder or two."""
+    assert members.client.write_unless_changed({"key": 0}, {"key": b"value"}, {})
+    members.kill("a")
+    shutil.rmtree(members.folder / "a")
+    wait_until(members.can_decide, "the others to go on")
+    assert members.replace_lost("a"), "and here its launcher dies"
+    if left:
+        (members.folder / left).mkdir(parents=True)
+    assert members.start("a"), "it is to take part anew, as before"
+    wait_until(lambda: members.knows("a"), "it to have what was written")
+    listed = requests.post(
+        f"http://{members.endpoints[0]}/v3/cluster/member/list", json={}, timeout=5.0
+    ).json()["members"]
+    assert sorted(each["name"] for each in listed) == list(NAMES), "nobody was added twice"
 
 
 # ---- with keys
