@@ -77,7 +77,11 @@ def status(
     keys_of: KeysOf = "",
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
 ) -> None:
-    """All hosts: etcd, directory, storage nodes, frontends, workers. Status 1 if some are down."""
+    """All hosts: etcd, directory, storage nodes, frontends, workers.
+
+    The exit status is 1 if anything that the file names is down, with a line for each; 0 if not.
+    Frontends that listen on loopback cannot be asked and do not count.
+    """
     with shown_mistakes():
         deployment = load(cluster)
         found = fleet_status(deployment, join_as_operator(deployment, keys_of))
@@ -87,6 +91,8 @@ def status(
             console.print(_status_table(deployment, found))
             for stranger in found.strangers:
                 say(f"not in the file: {stranger}")
+            for line in (each for host in found.hosts for each in host.down):
+                say(line)
             if found.problem:
                 say(f"the directory does not answer: {found.problem}")
     if not found.is_well:

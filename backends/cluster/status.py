@@ -11,13 +11,15 @@ from __future__ import annotations
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from backends.cluster.deployment import Deployment, is_loopback
 from backends.cluster.host_plan import HostPlan, host_plan
 from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.directory.election import leader_at, waiting_at
+from mooncake_store.directory.etcd import etcd_url
 from mooncake_store.errors import StoreError
 from mooncake_store.keys.tls import contexts_of_process, refusal_words
 from mooncake_store.records.events import Snapshot
@@ -38,8 +40,10 @@ class HostStatus:
     parts: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def is_well(self) -> bool:
-        return not any(DOWN in state for state in self.parts.values())
+    def down(self) -> list[str]:
+        """A line for each part that is."""
+        return [f"{self.name}: {part}: {state}" for part, state in self.parts.items()
+                if DOWN in state]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class FleetStatus:
 
     @property
     def is_well(self) -> bool:
-        return not self.problem and all(host.is_well for host in self.hosts)
+        return not self.problem and not any(host.down for host in self.hosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class _Known:
     """What the directory says; empty when it says nothing."""
 
     leader: str = ""  # its address
+    waiting: Collection[str] | None = None  # addresses of directories to be elected; None: unknown
     snapshot: Snapshot | None = None
     stats: DirectoryStats | None = None
     problem: str = ""
@@ -68,19 +73,28 @@ def fleet_status(deployment: Deployment, directory: str) -> FleetStatus:
     known = _ask_directory(deployment, directory)
     plans = [host_plan(deployment, name) for name in deployment.hosts]
     urls = {url for plan in plans for url in _urls(deployment, plan).values()}
+    others = {each: f"{etcd_url(each)}/health"
+              for each in (deployment.etcd.endpoints if deployment.etcd else ())}  # fmt: skip
+    urls |= {*others.values()}
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         answers = dict(zip(urls, pool.map(_answers, urls), strict=True))
     hosts = [_host(deployment, plan, known, answers) for plan in plans]
+    hosts += [HostStatus(each, each, {"etcd": answers[url]}) for each, url in others.items()]
     return FleetStatus(hosts, _strangers(deployment, known), known.problem)
 
 
 def _ask_directory(deployment: Deployment, address: str) -> _Known:
+    is_elected = deployment.etcd is not None
+    leader = "" if is_elected else address
+    waiting: Collection[str] | None = None if is_elected else ()
     try:
+        if is_elected:
+            waiting = waiting_at(address, ASK_S_MAX)
+            leader = leader_at(address, ASK_S_MAX).address
         with DirectoryClient(address, timeout_s=ASK_S_MAX) as client:
-            leader = client.leader().address if deployment.etcd is not None else address
-            return _Known(leader, client.snapshot(), client.stats())
+            return _Known(leader, waiting, client.snapshot(), client.stats())
     except StoreError as error:
-        return _Known(problem=f"{type(error).__name__}: {error}")
+        return _Known(leader, waiting, problem=f"{type(error).__name__}: {error}")
 
 
 def _urls(deployment: Deployment, plan: HostPlan) -> dict[str, str]:
@@ -124,10 +138,7 @@ def _host(
     if plan.frontend is not None and "frontend" not in parts:
         parts["frontend"] = f"{UNKNOWN}: it listens on {deployment.frontends.address} only"
     if plan.directory is not None:
-        leads = known.leader == plan.directory.advertised
-        parts["directory"] = "leads" if leads else "waits, or is down"
-        if not deployment.etcd and known.problem:
-            parts["directory"] = DOWN
+        parts["directory"] = _directory(plan.directory.advertised, known)
     if known.snapshot is None or known.stats is None:
         return HostStatus(plan.host, plan.address, parts)
     holders = {holder.node_id: holder for holder in known.stats.nodes}
@@ -136,6 +147,14 @@ def _host(
     for worker in plan.workers:
         parts[worker.model] = _worker(known.snapshot, worker.model)
     return HostStatus(plan.host, plan.address, parts)
+
+
+def _directory(address: str, known: _Known) -> str:
+    if known.leader == address:
+        return f"{DOWN}: does not answer" if known.problem else "leads"
+    if known.waiting is None:
+        return f"{UNKNOWN}: etcd does not answer"
+    return "waits" if address in known.waiting else f"{DOWN}: neither leads nor waits to"
 
 
 def _node(holder: HolderStats | None) -> str:

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 from backends.launcher.etcd_member import ask_etcd
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.election import EtcdFailed, NoLeader, leader_at
+from mooncake_store.directory.election import (
+    EtcdFailed,
+    NoLeader,
+    endpoints_and_prefix,
+    leader_at,
+)
 from mooncake_store.directory.etcd import EtcdAccessRefused
 from mooncake_store.errors import StoreError
 from mooncake_store.wire.addresses import ELECTED
@@ -32,7 +37,7 @@ def state(directory: str) -> DeploymentState:
     """Of the directory at this address (ipc://, tcp://, or etcd:// for one that is elected)."""
     if not directory.startswith(ELECTED):
         return _asked(directory, f"the directory is at {directory}")
-    endpoints = endpoints_of(directory)
+    endpoints, _ = endpoints_and_prefix(directory)
     try:
         leader = leader_at(directory, ASK_S_MAX)
     except NoLeader:
@@ -47,11 +52,6 @@ def state(directory: str) -> DeploymentState:
     except StoreError as error:
         return DeploymentState(False, str(error))
     return _asked(directory, f"a directory leads at {leader.address}")
-
-
-def endpoints_of(directory: str) -> list[str]:
-    """etcd's, HOST:PORT each, of an address of an elected directory."""
-    return directory.removeprefix(ELECTED).partition("/")[0].split(",")
 
 
 def _asked(directory: str, where: str) -> DeploymentState:

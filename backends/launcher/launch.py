@@ -33,7 +33,6 @@ from backends.launcher.admin_key import AdminKey
 from backends.launcher.deployment_watch import (
     DeploymentState,
     DeploymentWatch,
-    endpoints_of,
     state,
 )
 from backends.launcher.etcd_member import (
@@ -68,6 +67,7 @@ from backends.launcher.triton_process import (
     end_orphans,
 )
 from mooncake_store.cli.serving import directory_command, node_command
+from mooncake_store.directory.election import endpoints_and_prefix
 from mooncake_store.keys import folder as key_folder
 from mooncake_store.keys.folder import Keys, KeysInvalid
 from mooncake_store.keys.tls import certificate_problems
@@ -180,7 +180,8 @@ class Launcher:
     def _etcd_command(self, member: EtcdMember) -> list[str]:
         data_dir = self.state_dir / f"etcd-{self.plan.host}"
         own = member.advertised_client_url.partition("//")[2]
-        others = [each for each in endpoints_of(self.plan.directory_address) if each != own]
+        endpoints, _ = endpoints_and_prefix(self.plan.directory_address)
+        others = [each for each in endpoints if each != own]
         try:
             is_replaced = replace_lost_member(member, data_dir, others)
         except MemberRefused as error:

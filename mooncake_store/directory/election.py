@@ -39,6 +39,7 @@ TTL_S = 3
 MARGIN = 0.2  # of the TTL: the leader stops that much before etcd could give its lead away
 RENEWALS = 4  # in a TTL
 POLL_S = 0.2  # how often one that waits looks whether the lead is free
+WAITING, WAITING_TTL_S = "waiting", 6  # where one that waits says so, and for how long
 STEP_S = 0.05  # how soon a stop is noticed
 
 
@@ -127,6 +128,30 @@ class Leadership:
         return asked_s + self._ttl_s * (1.0 - MARGIN)
 
 
+class _Waiting:
+    """Says in etcd that a directory waits for its turn: nothing else tells it from a dead one."""
+
+    def __init__(self, etcd: EtcdClient, key: str) -> None:
+        self._etcd, self._key = etcd, key
+        self._lease, self._again_s = 0, 0.0
+
+    def say(self) -> None:
+        """Call it often: it asks etcd a few times in WAITING_TTL_S, so a win is not held up."""
+        if time.monotonic() < self._again_s:
+            return
+        self._again_s = time.monotonic() + WAITING_TTL_S / 3
+        with contextlib.suppress(EtcdFailed):
+            if self._lease and self._etcd.keep_alive(self._lease) > 0:
+                return
+            self._lease, _ = self._etcd.grant(WAITING_TTL_S)
+            self._etcd.write_unless_changed({}, {self._key: b""}, {self._key: self._lease})
+
+    def end(self) -> None:
+        with contextlib.suppress(EtcdFailed):  # then it ends with its TTL
+            if self._lease:
+                self._etcd.revoke(self._lease)
+
+
 def campaign(
     etcd: EtcdClient,
     prefix: str,
@@ -137,12 +162,14 @@ def campaign(
 ) -> Leadership | None:
     """Wait until `leader` is the one; None when `is_stopping` says so before."""
     said = ""
+    waiting = _Waiting(etcd, f"{prefix}/{WAITING}/{leader.address}")
     while not is_stopping():
         try:
             won = _try_once(etcd, prefix, leader, now_ms, ttl_s)
             if won is not None:
                 log.info("leads %s as %s, epoch %d", prefix, leader.address, won.epoch)
                 return won
+            waiting.say()
             says = f"waits: {_leader_of(etcd, prefix).address} leads {prefix}"
         except NoLeader:
             continue  # it went away between two questions
@@ -154,6 +181,7 @@ def campaign(
         until_s = time.monotonic() + POLL_S
         while time.monotonic() < until_s and not is_stopping():
             time.sleep(STEP_S)
+    waiting.end()
     return None
 
 
@@ -220,6 +248,14 @@ def leader_at(address: str, timeout_s: float = 1.0) -> Leader:
     return _leader_of(etcd, prefix)
 
 
+def waiting_at(address: str, timeout_s: float = 1.0) -> set[str]:
+    """Addresses of the directories that wait there to lead; EtcdFailed. One that has died is among
+    them for WAITING_TTL_S, as is one that leads since less."""
+    etcd, prefix = parse_address(address, timeout_s)
+    folder = f"{prefix}/{WAITING}/"
+    return {key.removeprefix(folder) for key, _ in etcd.under(folder, page_keys=100)}
+
+
 class ElectedAddress:
     """Where a client found the leader. For one thread at a time."""
 
@@ -246,9 +282,15 @@ class ElectedAddress:
             return True
 
 
-def parse_address(address: str, timeout_s: float = 1.0) -> tuple[EtcdClient, str]:
+def endpoints_and_prefix(address: str) -> tuple[list[str], str]:
+    """etcd's members, HOST:PORT each, and the keys' prefix, of an elected directory's address."""
     hosts, _, prefix = address.removeprefix(ELECTED).partition("/")
-    names = [host for host in hosts.split(",") if host]
-    if not address.startswith(ELECTED) or not names:
+    endpoints = [host for host in hosts.split(",") if host]
+    if not address.startswith(ELECTED) or not endpoints:
         raise RequestInvalid(f"{address!r}: use {ELECTED}HOST:PORT[,HOST:PORT...][/{PREFIX}]")
-    return EtcdClient(list(map(etcd_url, names)), timeout_s), prefix.strip("/") or PREFIX
+    return endpoints, prefix.strip("/") or PREFIX
+
+
+def parse_address(address: str, timeout_s: float = 1.0) -> tuple[EtcdClient, str]:
+    endpoints, prefix = endpoints_and_prefix(address)
+    return EtcdClient(list(map(etcd_url, endpoints)), timeout_s), prefix

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from backends.cluster.cluster_file import parse
+from backends.cluster.cluster_file import load, parse
 from backends.cluster.command import app
+from backends.cluster.host_plan import directory_address, host_plan
 from backends.cluster.operator import INSECURE_VARIABLE
-from backends.cluster.status import DOWN, UNKNOWN, fleet_status
+from backends.cluster.status import DOWN, UNKNOWN, FleetStatus, fleet_status
 from backends.launch_secret import SECRET_VARIABLE
+from mooncake_store.cli.serving import directory_command
 from mooncake_store.keys import folder as keys_folder
 from tests.backends.cluster.fleet_text import ONE_HOST
+from tests.mooncake_store.etcd_process import BINARY, HOW_TO, EtcdProcess
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +40,7 @@ def test_a_deployment_that_does_not_run_is_down_and_says_why() -> None:
     text = ONE_HOST + f"directories: {{hosts: [here], port: {free_port()}}}\n"
     found = fleet_status(parse(text), f"tcp://127.0.0.1:{free_port()}")
     (host,) = found.hosts
-    assert not found.is_well and host.parts["directory"] == DOWN
+    assert not found.is_well and host.parts["directory"].startswith(DOWN)
     assert host.parts["frontend"].startswith(UNKNOWN), "it is on loopback, maybe another machine's"
     assert "StoreUnavailable" in found.problem or "Timeout" in found.problem, found.problem
 
@@ -55,3 +61,64 @@ def test_keys_that_are_not_here_are_named(tmp_path: Path) -> None:
     path.write_text(ONE_HOST + "keys: {folder: keys}\n")
     ran = CliRunner().invoke(app, ["status", "--cluster", str(path)])
     assert ran.exit_code == 1 and "has no keys that this user may read" in ran.output, ran.output
+
+
+TWO_HOSTS = """\
+name: two
+hosts: {{a: {{address: 127.0.0.1}}, b: {{address: 127.0.0.2}}}}
+etcd: {{endpoints: ["127.0.0.1:{etcd}"]}}
+directories: {{hosts: [a, b], port: {port}, events_port: {events}, ttl_s: 1}}
+frontends: {{hosts: []}}
+"""
+
+
+@pytest.mark.servers
+@pytest.mark.skipif(BINARY is None, reason=HOW_TO)
+def test_a_directory_that_waited_for_its_turn_is_missed_when_it_dies(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as running:
+        etcd = EtcdProcess(tmp_path)
+        running.callback(etcd.close)
+        path = tmp_path / "cluster.yaml"
+        path.write_text(TWO_HOSTS.format(etcd=etcd.port, port=free_port(), events=free_port()))
+        deployment = load(path)
+        address = directory_address(deployment)
+
+        def start(host: str) -> subprocess.Popen[bytes]:
+            plan = host_plan(deployment, host).directory
+            assert plan is not None
+            command = directory_command(
+                plan.listen, plan.listen_events, "--etcd", plan.etcd, "--ttl-s", "1",
+                "--advertise", f"{plan.advertised},{plan.advertised_events}",
+            )  # fmt: skip
+            started = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            running.callback(started.wait)
+            running.callback(started.kill)
+            return started
+
+        def until(parts: list[str]) -> FleetStatus:
+            give_up_s = time.monotonic() + 60
+            while True:
+                found = fleet_status(deployment, address)
+                if [host.parts["directory"] for host in found.hosts[:2]] == parts:
+                    return found
+                assert time.monotonic() < give_up_s, found
+                time.sleep(0.1)  # poll
+
+        start("a")
+        until(["leads", f"{DOWN}: neither leads nor waits to"])
+        standby = start("b")
+        assert until(["leads", "waits"]).is_well
+        standby.kill()
+        found = until(["leads", f"{DOWN}: neither leads nor waits to"])
+        assert not found.is_well and not found.problem
+        ran = CliRunner().invoke(app, ["status", "--cluster", str(path)])
+        assert ran.exit_code == 1, ran.output
+        assert f"b: directory: {DOWN}: neither leads nor waits to" in ran.output.splitlines()
+        standby = start("b")
+        assert until(["leads", "waits"]).is_well
+        standby.terminate()
+        standby.wait()
+        assert not fleet_status(deployment, address).is_well, "one that is stopped says so at once"
+        etcd.close()
+        (_, _, member) = fleet_status(deployment, address).hosts
+        assert member.down and member.down[0].startswith(f"127.0.0.1:{etcd.port}: etcd: {DOWN}")
