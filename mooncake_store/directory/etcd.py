@@ -42,6 +42,22 @@ class EtcdAccessRefused(EtcdFailed, AccessRefused):
     """No endpoint lets this process in, or is who it should be: keys, or no keys."""
 
 
+class EtcdExhausted(EtcdFailed):
+    """Every endpoint answered, one of them that etcd is full or has too much to do.
+
+    It has been carried out or not, and will not be later: the write that makes etcd full is made,
+    and refused all the same.
+    """
+
+
+# Codes of gRPC in the answers of etcd. Its gateway makes HTTP's status of them by a table that has
+# changed between releases, and a proxy before it has others: no status says what was not done.
+# INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, FAILED_PRECONDITION, OUT_OF_RANGE,
+# UNIMPLEMENTED, UNAUTHENTICATED: each is found before anything is changed.
+REFUSALS = frozenset({3, 5, 6, 7, 9, 11, 12, 16})
+RESOURCE_EXHAUSTED = 8
+
+
 @dataclass(frozen=True, slots=True)
 class KeyValue:
     value: bytes
@@ -134,7 +150,7 @@ class EtcdClient:
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         failures, kept_out = [], 0
-        is_refused = True
+        kind: type[EtcdFailed] = EtcdRefused
         for endpoint in list(self.endpoints):
             try:
                 answer = self._session().post(endpoint + path, json=body, timeout=self.timeout_s)
@@ -143,14 +159,13 @@ class EtcdClient:
                         others = [other for other in self.endpoints if other != endpoint]
                         self.endpoints = [endpoint, *others]
                     return answer.json()
-                is_refused &= 400 <= answer.status_code < 500
+                kind = _worse(kind, _kind_of(answer))
                 failures.append(f"{endpoint}: {answer.status_code} {answer.text.strip()[:200]}")
             except (requests.RequestException, ValueError) as error:
-                is_refused = False
+                kind = EtcdFailed
                 problem = access_problem(endpoint, error)
                 kept_out += bool(problem)
                 failures.append(problem or f"{endpoint}: {error}")
-        kind = EtcdRefused if is_refused else EtcdFailed
         if kept_out == len(self.endpoints):
             kind = EtcdAccessRefused
         raise kind("etcd does not carry out " + path + ": " + "; ".join(failures))
@@ -185,6 +200,23 @@ class MemberAdapter(HTTPAdapter):
 
     def cert_verify(self, *_: Any, **__: Any) -> None:
         """The context says all of it; the authorities of the internet have no say here."""
+
+
+def _kind_of(answer: requests.Response) -> type[EtcdFailed]:
+    """What an answer that is no success says of the request."""
+    try:
+        said = answer.json()
+    except ValueError:
+        return EtcdFailed
+    code = said.get("code") if isinstance(said, dict) else None
+    if code == RESOURCE_EXHAUSTED:
+        return EtcdExhausted
+    return EtcdRefused if code in REFUSALS else EtcdFailed
+
+
+def _worse(one: type[EtcdFailed], other: type[EtcdFailed]) -> type[EtcdFailed]:
+    """Which of two says less of what was carried out."""
+    return max(one, other, key=(EtcdRefused, EtcdExhausted, EtcdFailed).index)
 
 
 def etcd_session() -> requests.Session:

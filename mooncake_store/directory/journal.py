@@ -24,7 +24,14 @@ from typing import TypeVar
 import msgspec
 
 from mooncake_store.directory.core.durable_log import LogChange, PinRecord
-from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, EtcdRefused, KeyValue, decimal
+from mooncake_store.directory.etcd import (
+    EtcdClient,
+    EtcdExhausted,
+    EtcdFailed,
+    EtcdRefused,
+    KeyValue,
+    decimal,
+)
 from mooncake_store.errors import StateNotSaved, StoreUnavailable
 
 log = logging.getLogger("mooncake_store.directory")
@@ -133,8 +140,8 @@ class StateJournal:
         except EtcdRefused as error:
             raise StateNotSaved(f"not saved, and nothing changed: {error}") from error
         except EtcdFailed as error:
-            why = str(error)
-        if not self._was_written(values[self._head_key], change.number):
+            why, is_over = str(error), isinstance(error, EtcdExhausted)
+        if not self._was_written(values[self._head_key], change.number, is_over):
             raise StateNotSaved(f"not saved, and nothing changed: {why}")
 
     def _change(self, values: Mapping[str, bytes], gone: list[tuple[str, str]]) -> None:
@@ -145,8 +152,11 @@ class StateJournal:
             raise EtcdFailed("the state in etcd was changed by somebody else")
         self._revision = revision
 
-    def _was_written(self, head: bytes, number: int) -> bool:
-        """After a write without an answer: find out, and rule out that it comes later."""
+    def _was_written(self, head: bytes, number: int, is_over: bool) -> bool:
+        """After a write without an answer: find out, and rule out that it comes later.
+
+        `is_over`: it will not come later, and a full etcd would refuse what rules that out.
+        """
         while True:
             found = self._find_head()
             if found.value == head or found.mod_revision != self._revision:
@@ -154,7 +164,7 @@ class StateJournal:
                 if _head(found).epoch != self._epoch:
                     raise LeadLost("another directory leads by now: ask who does")
                 return found.value == head  # else a seal of ours, written late
-            if self._seal(number):
+            if is_over or self._seal(number):
                 return False
             self._rest()
 

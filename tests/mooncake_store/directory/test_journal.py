@@ -7,7 +7,9 @@ Not here: what the log says (core/test_durable_log.py), directories as processes
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
@@ -16,7 +18,13 @@ import pytest
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.durable_log import DurableLog, LogChange, PinRecord
 from mooncake_store.directory.durable_verbs import restore
-from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, _packed
+from mooncake_store.directory.etcd import (
+    EtcdClient,
+    EtcdExhausted,
+    EtcdFailed,
+    EtcdRefused,
+    _packed,
+)
 from mooncake_store.directory.journal import LeadLost, SavedState, StateJournal
 from mooncake_store.errors import StateNotSaved
 from tests.mooncake_store.etcd_process import EtcdProcess
@@ -49,6 +57,34 @@ class LossyEtcd(EtcdClient):
         late, self.late = self.late, []
         for path, body in late:
             super()._post(path, body)
+
+
+class FullEtcd(EtcdClient):
+    """Says of each write that there is no room for it, which it may have made all the same."""
+
+    is_made = True
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        is_write = path.endswith("/txn")
+        answer = super()._post(path, body) if self.is_made or not is_write else None
+        if is_write:
+            raise EtcdExhausted("mvcc: database space exceeded")
+        return answer
+
+
+class AnsweringOnce(BaseHTTPRequestHandler):
+    """Of an endpoint that answers everything with one status and body."""
+
+    status, body = 200, b""
+
+    def do_POST(self) -> None:
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 class Reigns:
@@ -141,6 +177,55 @@ def test_more_than_etcd_takes_at_once_is_refused_and_changes_nothing(etcd: EtcdP
     journal.write(largest)
     assert largest.pins is not None
     assert reigns.begin(client)[1].pins == [(largest.number, largest.pins)]
+
+
+GRPC = {  # of its codes, with the status that the gateway makes of them (several, by release)
+    (3, 400): EtcdRefused, (5, 404): EtcdRefused, (7, 403): EtcdRefused, (9, 412): EtcdRefused,
+    (11, 400): EtcdRefused, (16, 401): EtcdRefused, (8, 429): EtcdExhausted,
+    (1, 408): EtcdFailed, (1, 499): EtcdFailed, (2, 500): EtcdFailed, (4, 504): EtcdFailed,
+    (10, 409): EtcdFailed, (13, 500): EtcdFailed, (14, 503): EtcdFailed,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        *((status, b'{"code":%d}' % code, kind) for (code, status), kind in GRPC.items()),
+        *((status, b"<html>of a proxy</html>", EtcdFailed) for status in (400, 404, 408, 429)),
+        *((400, body, EtcdFailed) for body in (b"", b"[]", b"null", b'{"code":"3"}', b"\xff")),
+    ],
+)
+def test_only_what_etcd_itself_refused_is_known_not_to_be_carried_out(
+    status: int, body: bytes, kind: type[EtcdFailed]
+) -> None:
+    answer = type("Answer", (AnsweringOnce,), {"status": status, "body": body})
+    with ThreadingHTTPServer(("127.0.0.1", 0), answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}"
+        for endpoints, expected in (
+            ([here], kind),
+            ([here, here], kind),
+            ([here, "http://127.0.0.1:1"], EtcdFailed),
+        ):
+            with pytest.raises(EtcdFailed, match="does not carry out /v3/kv/range") as caught:
+                EtcdClient(endpoints).get("key")
+            assert type(caught.value) is expected
+        server.shutdown()
+
+
+def test_what_a_full_etcd_refuses_may_be_written_and_that_is_found_out(etcd: EtcdProcess) -> None:
+    reigns, client, log = Reigns(etcd), EtcdClient([etcd.url], timeout_s=5.0), DurableLog()
+    journal, _ = reigns.begin(client)
+    journal._etcd = full = FullEtcd([etcd.url], timeout_s=5.0)
+    change = log.set_quota("written", 5)
+    journal.write(change)
+    log.written(change)
+    full.is_made = False
+    with pytest.raises(StateNotSaved, match="database space exceeded"):
+        journal.write(log.set_quota("refused", 6))
+    journal._etcd = client
+    journal.write(log.set_quota("later", 7))
+    assert reigns.begin(client)[1].quotas == {"written": 5, "later": 7}
 
 
 def test_a_rewritten_log_replaces_the_records_before_it_in_one_piece(etcd: EtcdProcess) -> None:
