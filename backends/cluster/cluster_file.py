@@ -176,9 +176,11 @@ class _ClusterFile:
                 section.note(name, "has a zero byte in it")
         return found
 
-    def _named_hosts(self, section: FileSection, default: tuple[str, ...]) -> tuple[str, ...]:
+    def _named_hosts(
+        self, section: FileSection, default: tuple[str, ...], if_twice: str = "remove one"
+    ) -> tuple[str, ...]:
         """The list `hosts` of a section."""
-        found = section.words("hosts")
+        found = section.words("hosts", if_twice)
         for name, line in found:
             self.look_up_host(name, line, section.path_of("hosts"))
         return tuple(name for name, _ in found if name in self.hosts) or default
@@ -254,7 +256,11 @@ class _ClusterFile:
 
     def _frontends(self, section: FileSection) -> Frontends:
         found = Frontends(
-            hosts=self._named_hosts(section, self._first_host() if self.top.has("pools") else ()),
+            hosts=self._named_hosts(
+                section,
+                self._first_host() if self.top.has("pools") else (),
+                "a second frontend of a machine is another host with its address",
+            ),
             address=section.word("address", "127.0.0.1", _is_ip, "an IPv4 address, or 0.0.0.0"),
             http_port=section.port("http_port", 8000),
             grpc_port=section.port("grpc_port", 8001),
@@ -513,6 +519,9 @@ def _check_together(deployment: Deployment, top: FileSection) -> None:
         if len(users) > 1:
             said = " and ".join(user for _, user in users)
             top.note(users[-1][0], f"port {port} of {address} is wanted by {said}: change one")
+        if port > PORT_MAX and users[0][0] == "frontends":
+            what = f"port {port} of {address}, for {users[0][1]}, is beyond {PORT_MAX}"
+            top.note("frontends", f"{what}: use lower ones")
 
 
 def _check_addresses(deployment: Deployment, top: FileSection) -> None:
@@ -560,11 +569,12 @@ def _ports(deployment: Deployment) -> dict[tuple[str, int], list[tuple[str, str]
         listen("storage_nodes", node.host, node.control_port, f"storage node {node.name}")
         listen("storage_nodes", node.host, node.data_port, f"the data of storage node {node.name}")
     frontends = deployment.frontends
-    for host in frontends.hosts:
-        listen("frontends", host, frontends.http_port, "the frontend's HTTP")
-        listen("frontends", host, frontends.grpc_port, "the frontend's gRPC")
     for host in deployment.hosts:
-        listen("frontends", host, frontends.metrics_port, "the metrics page")
+        step = deployment.port_step(host)
+        if host in frontends.hosts:
+            listen("frontends", host, frontends.http_port + step, "the frontend's HTTP")
+            listen("frontends", host, frontends.grpc_port + step, "the frontend's gRPC")
+        listen("frontends", host, frontends.metrics_port + step, "the metrics page")
     for worker in deployment.workers:
         listen("pools", worker.host, worker.grpc_port, f"worker {worker.model}")
     return found

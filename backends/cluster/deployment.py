@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+HOST_PORT_STEP = 10  # between the ports of hosts of one address
 NODE_PORT = 7010  # of the first storage node on a host: control; data is the next one
 
 
@@ -148,6 +149,13 @@ class Deployment:
 
     def nodes_of(self, host: str) -> list[NodeSpec]:
         return [node for node in self.storage_nodes if node.host == host]
+
+    def port_step(self, host: str) -> int:
+        """What is added to the ports of frontends and metrics pages: hosts of one address are on
+        one machine."""
+        address = self.hosts[host].address
+        there = [name for name, each in self.hosts.items() if each.address == address]
+        return HOST_PORT_STEP * there.index(host)
 
     def etcd_endpoints(self) -> list[str]:
         """HOST:PORT of each member that answers clients; [] without etcd."""

@@ -128,15 +128,15 @@ def host_plan(deployment: Deployment, name: str) -> HostPlan:
     """Of a host of the file; KeyError for another one."""
     host = deployment.hosts[name]
     is_frontend = name in deployment.frontends.hosts
-    frontends = deployment.frontends
+    frontends, step = deployment.frontends, deployment.port_step(name)
     return HostPlan(
-        **_common(deployment, host),
+        **_common(deployment, host, step),
         etcd=_etcd_member(deployment, host),
         directory=_directory(deployment, host),
         storage_nodes=tuple(_node(node, host) for node in deployment.nodes_of(name)),
         frontend=FrontendPlan(
-            http=_at(frontends.address, frontends.http_port),
-            grpc=_at(frontends.address, frontends.grpc_port),
+            http=_at(frontends.address, frontends.http_port + step),
+            grpc=_at(frontends.address, frontends.grpc_port + step),
         ) if is_frontend else None,
         workers=tuple(
             _worker(worker, deployment.pool_of(worker), host)
@@ -204,7 +204,7 @@ def _events_address(deployment: Deployment) -> str:
     return _tcp(host.address, deployment.directories.events_port)
 
 
-def _common(deployment: Deployment, host: Host) -> dict[str, Any]:
+def _common(deployment: Deployment, host: Host, step: int = 0) -> dict[str, Any]:
     frontends = deployment.frontends
     return {
         "deployment": deployment.name, "host": host.name, "address": host.address,
@@ -212,7 +212,7 @@ def _common(deployment: Deployment, host: Host) -> dict[str, Any]:
         "model_repository": f"rendered/{host.name}/model_repository",
         "directory_address": directory_address(deployment),
         "events_address": _events_address(deployment),
-        "metrics": _at(frontends.metrics_address, frontends.metrics_port),
+        "metrics": _at(frontends.metrics_address, frontends.metrics_port + step),
         "environment": _environment(deployment, host),
     }  # fmt: skip
 

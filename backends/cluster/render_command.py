@@ -80,9 +80,9 @@ def systemd(
     """systemd units of hosts."""
     with shown_mistakes():
         deployment = load(cluster)
-        name = systemd_unit.unit_name(deployment)
         for plan in plans_of(deployment, host):
             text = systemd_unit.unit(deployment, plan, program, folder, user)
+            name = systemd_unit.unit_name(deployment, plan.host)
             path = _write(deployment, f"{plan.host}/{name}", text)
             say(f"{path}: copy it to /etc/systemd/system of {plan.host}, systemctl enable --now")
 

@@ -140,7 +140,7 @@ class FileSection:
         self.note(key, f"is {text!r}; write true or false")
         return default
 
-    def words(self, key: str) -> list[tuple[str, int]]:
+    def words(self, key: str, if_twice: str = "remove one") -> list[tuple[str, int]]:
         """A list of single values, each with its line; one alone need not be in a list."""
         entry = self.entry(key)
         if entry is None or entry.is_empty:
@@ -155,7 +155,8 @@ class FileSection:
             if item.text is None:
                 self.mistakes.note(item.line, self.path_of(key), "must be a list of single values")
             elif item.text in {word for word, _ in found}:
-                self.mistakes.note(item.line, self.path_of(key), f"{item.text} is there twice")
+                what = f"{item.text} is there twice: {if_twice}"
+                self.mistakes.note(item.line, self.path_of(key), what)
             else:
                 found.append((item.text, item.line))
         return found

@@ -118,6 +118,9 @@ def _network(deployment: Deployment) -> dict[str, Any]:
     if any(each.is_loopback for each in addresses):
         what = "hosts: containers need IP addresses that are not loopback, or DNS names"
         raise ClusterFileInvalid(deployment.path, (what,))
+    if len(set(addresses)) < len(addresses):
+        what = "hosts: each container needs an address of its own"
+        raise ClusterFileInvalid(deployment.path, (what,))
     network = IPv4Network(f"{addresses[0]}/24", strict=False)
     while not all(each in network for each in addresses):
         network = network.supernet()

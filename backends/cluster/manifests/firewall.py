@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Address
 
 from backends.cluster.deployment import ClusterFileInvalid, Deployment
-from backends.cluster.host_plan import HostPlan
+from backends.cluster.host_plan import HostPlan, host_plan
 from backends.cluster.manifests.doors import CLIENTS, FLEET, MONITORS, Door, doors, hosts_of
 
 ELASTIC = "elastic"  # the set of addresses
@@ -32,7 +32,9 @@ def firewall(deployment: Deployment, plan: HostPlan) -> str:
         what = f"hosts: {', '.join(named)} have DNS names, and firewall rules need IP addresses"
         raise ClusterFileInvalid(deployment.path, (what,))
     name = table(deployment)
-    open_to = doors(plan)
+    hosts = deployment.hosts.items()  # those of one address share a machine, and the table
+    here = [host_plan(deployment, name) for name, each in hosts if each.address == plan.address]
+    open_to = list(dict.fromkeys(door for each in here or [plan] for door in doors(each)))
     closed = ", ".join(door.ports for door in open_to if door.who != CLIENTS)
     lines = [
         f"# Rendered from {deployment.path.rpartition('/')[2]} for {plan.host} by `mooncake "

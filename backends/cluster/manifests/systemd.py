@@ -16,8 +16,10 @@ THREADS_MAX = 16_384
 FILES_MAX = 65_536
 
 
-def unit_name(deployment: Deployment) -> str:
-    return f"mooncake-{deployment.name}.service"
+def unit_name(deployment: Deployment, host: str) -> str:
+    """A further host of a machine has a unit of its own."""
+    further = f"-{host}" if deployment.port_step(host) else ""
+    return f"mooncake-{deployment.name}{further}.service"
 
 
 def unit(deployment: Deployment, plan: HostPlan, program: str, folder: str, user: str) -> str:

@@ -127,6 +127,11 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         (("address: 0.0.0.0", "metrics_address: '::1'"), "use an IPv4 address, or 0.0.0.0"),
         (("hosts: [a, b, c], client", "endpoints: ['[::1]:2379'], client"), "is no HOST:PORT"),
         (("address: 10.77.0.1", "address: 10.77.0.2"), "port 2379 of 10.77.0.2 is wanted by"),
+        (("frontends: {hosts: [a, b]", "frontends: {hosts: [a, a]"), "a is there twice: a second "
+         "frontend of a machine is another host with its address"),
+        (("  b: {address: 10.77.0.2", "  b: {address: 10.77.0.1"), "is wanted by"),
+        (("frontends: {hosts: [a, b]", "frontends: {http_port: 7002, hosts: [a, b]"),
+         "port 7002 of 10.77.0.1 is wanted by the directory's events of host a and the frontend's"),
         (("peer_port: 2380", "peer_port: 2379"), "etcd's clients of host a and etcd's peers"),
         (("etcd: {hosts: [a, b, c], client_port: 2379, peer_port: 2380}\n", ""), "elect a leader"),
         (("hosts: [a, b, c]", "hosts: [a], endpoints: [x:1]"), "either hosts"),
@@ -189,6 +194,15 @@ def test_a_mistake_gets_its_remedy(change: tuple[str, str], said: str) -> None:
 )  # fmt: skip
 def test_what_is_no_tree_of_keys_is_refused_with_a_clear_word(text: str, said: str) -> None:
     assert any(said in line for line in problems(text)), problems(text)
+
+
+def test_a_second_frontend_of_a_machine_needs_ports_that_exist() -> None:
+    text = ONE_HOST.replace("{address: 127.0.0.1}\n", "{address: 127.0.0.1}\n"
+                            "  too: {address: 127.0.0.1}\n")  # fmt: skip
+    text += "frontends: {hosts: [here, too], http_port: 65526}\n"
+    said = "line 10: frontends: port 65536 of 127.0.0.1, for the frontend's HTTP of host too, is"
+    assert problems(text)[0].startswith(said)
+    parse(text.replace("65526", "65525"))
 
 
 def test_anchors_and_merge_keys_mean_what_yaml_says() -> None:

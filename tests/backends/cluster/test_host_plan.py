@@ -111,3 +111,18 @@ def test_workers_of_a_host_get_gpus_in_turns_besides_those_that_are_named() -> N
         "d0": {"engine": "tensorrt_llm"},
     }
     assert gpus_of(four) == {"p0": "1,2", "p1": "0,3", "d0": "4"}
+
+
+def test_hosts_of_one_address_have_ports_of_their_own_for_clients_and_metrics() -> None:
+    text = THREE_HOSTS.replace("  b: {", "  a2: {address: 10.77.0.1}\n  b: {", 1).replace(
+        "frontends: {hosts: [a, b]", "frontends: {hosts: [a, a2, b]"
+    )
+    deployment = parse(text)
+    plans = {name: host_plan(deployment, name) for name in ("a", "a2", "b")}
+    found = {name: (plan.frontend and plan.frontend.http, plan.frontend and plan.frontend.grpc,
+                    plan.metrics) for name, plan in plans.items()}  # fmt: skip
+    assert found == {
+        "a": ("0.0.0.0:8000", "0.0.0.0:8001", "127.0.0.1:8002"),
+        "a2": ("0.0.0.0:8010", "0.0.0.0:8011", "127.0.0.1:8012"),
+        "b": ("0.0.0.0:8000", "0.0.0.0:8001", "127.0.0.1:8002"),
+    }

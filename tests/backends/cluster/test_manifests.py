@@ -27,7 +27,7 @@ from backends.cluster.manifests.doors import CLIENTS, FLEET, FRONTENDS, doors
 from backends.cluster.manifests.firewall import ELASTIC, firewall, table
 from backends.cluster.manifests.kubernetes import kustomize_base
 from backends.cluster.manifests.secrets import secrets
-from backends.cluster.manifests.systemd import unit
+from backends.cluster.manifests.systemd import unit, unit_name
 from backends.launcher.command import serve
 from backends.metrics.table import METRICS
 from loadtest.harness.fleet import Namespaces, why_no_namespaces
@@ -160,6 +160,19 @@ def test_the_rules_open_a_port_to_hosts_and_to_nobody_else(tmp_path: Path) -> No
             elastic[1] = "delete"
             subprocess.run(hosts.command("a", elastic), check=True)
             assert reached(hosts, "c", "a") == for_all
+
+
+def test_two_hosts_of_one_machine_have_one_table_and_two_units() -> None:
+    text = THREE_HOSTS.replace("  b: {", "  a2: {address: 10.77.0.1}\n  b: {", 1)
+    deployment = parse(text.replace("frontends: {hosts: [a, b]", "frontends: {hosts: [a, a2]"))
+    a, a2 = (firewall(deployment, host_plan(deployment, name)) for name in ("a", "a2"))
+    assert a.splitlines()[1:] == a2.splitlines()[1:], "the second load replaces the first"
+    assert "tcp dport 8000 accept" in a and "tcp dport 8010 accept" in a
+    assert [unit_name(deployment, name) for name in ("a", "a2")] == [
+        "mooncake-demo.service", "mooncake-demo-a2.service",
+    ]  # fmt: skip
+    with pytest.raises(ClusterFileInvalid, match="an address of its own"):
+        compose(deployment)
 
 
 def test_an_elastic_host_opens_its_worker_and_its_node_to_those_of_the_file() -> None:
