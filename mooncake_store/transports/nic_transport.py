@@ -260,16 +260,19 @@ class MultiNicTransport(Transport):
                 self._prober.start()
 
     def _probe_all(self) -> None:
+        due: list[NicRoute] = []
         while not self._stop.wait(PROBE_LOOK_S):
             now_s = time.monotonic()
+            due = [route for route in due if route.probe is not None]  # wanted any more, or not
             with self.lock:
-                due = [
+                due += [
                     route
                     for _, routes in self._routes.values()
                     for route in routes
                     if route.path.is_resting
+                    and route.probe is None
                     and now_s - route.wanted_s < WANTED_S
-                    and (route.probe is not None or now_s >= route.path.probe_s)
+                    and now_s >= route.path.probe_s
                 ]
             for route in due:
                 try:
@@ -285,8 +288,13 @@ class MultiNicTransport(Transport):
                     raise TransferFailed(f"network card {route.nic.name} is down")
                 if not is_reached(route.node.data_address, _source(route)):
                     raise TransferFailed("the card there is not reached")
+                if self.card(route.nic).has_late_reads(route.node, self.scratch):
+                    raise TransferFailed("an earlier probe has not ended yet")
                 route.probe = self.begin(route, self.hello(route.node))
             is_done = self.card(route.nic).poll(route.probe)
+            if not is_done and time.monotonic() >= route.probe.batch.until_s:
+                self.card(route.nic).leave(route.probe)  # TransferTimeout, unless it ends now
+                is_done = True
         except TransferFailed as error:
             log.debug("%s to %s: %s", route.nic.name, route.path.peer, error)
             route.probe = None

@@ -1,7 +1,8 @@
 """One NIXL agent as an initiator: its peers, its prepared descriptor lists, its transfers.
 
-Every method needs `lock` held: the agent is made without locks of its own. The lock covers single
-calls, not whole transfers, so several transfers may be under way on one lane.
+Every method needs `lock` held, unless it says otherwise: the agent is made without locks of its
+own. The lock covers single calls, not whole transfers, so several transfers may be under way on one
+lane. `release` gives it back, and first unregisters what others could not (let_go_of).
 
 Descriptor lists are prepared once per (peer or local buffer, length, phase) when the spans of a
 batch lie on a grid: equal lengths, and offsets that differ by multiples of that length, as pages,
@@ -14,10 +15,11 @@ Not here: deadlines and which lane to take (nixl_transport.py).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import socket
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +87,7 @@ class NixlPeer:
     is_broken: bool = False  # its connection failed: remove it, and add it again on next use
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A posted transfer. `targets` are the local spans that it writes (none for a write)."""
 
@@ -106,12 +108,15 @@ class AgentLane:
         self.orphans: list[Transfer] = []
         self.has_failed = False  # a connection broke once: do not hand this lane on
         self.is_frozen = False  # never to be called again, so that nothing of it moves any more
+        self.adding_since_s = float("inf")  # a peer: whoever holds the lock may wait for minutes
+        self._adding = threading.Lock()  # of that, and of freezing meanwhile
         self._errors = nixl_errors()
         self._failures: tuple[type[Exception], ...] = (*self._errors, TransferFailed)
         self._agent = make_agent(name, has_progress_thread=False, devices=devices)
         self._registered: dict[Region, Any] = {}
-        self._busy: Counter[Region] = Counter()  # transfers under way in it, orphans included
+        self._under_way: set[Transfer] = set()  # orphans included
         self._leaving: set[Region] = set()  # to be unregistered when the last of these has ended
+        self._unwanted: deque[Region] = deque()  # to be unregistered before the lock is given back
         self._peers: dict[str, NixlPeer] = {}  # node_id -> its present incarnation
         self._retired: list[NixlPeer] = []  # earlier ones that still have transfers under way
         self._refused: dict[str, float] = {}  # agent name -> when to try again
@@ -130,9 +135,27 @@ class AgentLane:
                         "needs as much locked memory, see ulimit -l"
                     ) from error
 
-    def unregister(self, region: Region) -> None:
+    def let_go_of(self, regions: Sequence[Region], wait_s: float) -> None:
+        """Unregister these as soon as nobody holds the lock, by now or later. Needs no lock."""
+        self._unwanted.extend(regions)
+        if self.lock.acquire(timeout=wait_s):
+            self.release()
+
+    def release(self) -> None:
+        """Give the lock back."""
+        while True:
+            if self.is_frozen:
+                self._unregister_all()
+            while self._unwanted:
+                self._unregister(self._unwanted.popleft())
+            self.lock.release()
+            # What was asked for since then is done by whoever has the lock now, if somebody has.
+            if not self._unwanted or not self.lock.acquire(blocking=False):
+                return
+
+    def _unregister(self, region: Region) -> None:
         """At once, or when the last transfer in it has ended: NIXL works on its registration."""
-        if self._busy[region]:
+        if any(region in transfer.regions for transfer in self._under_way):
             self._leaving.add(region)
             return
         self._leaving.discard(region)
@@ -142,6 +165,22 @@ class AgentLane:
         if memory is not None:
             with contextlib.suppress(*self._errors):
                 self._agent.deregister_memory(memory)
+
+    def _unregister_all(self) -> None:
+        """It moves nothing, in contrast to every other call."""
+        for memory in self._registered.values():
+            with contextlib.suppress(*self._errors):
+                self._agent.deregister_memory(memory)
+        self._registered.clear()
+        self._leaving.clear()
+
+    def check(self, regions: Sequence[Region]) -> None:
+        """`regions`: those that its transport has."""
+        in_use = {region for transfer in self._under_way for region in transfer.regions}
+        left = self._registered.keys() - set(regions)
+        assert left <= in_use, f"{len(left - in_use)} regions are registered that nobody has"
+        assert left == self._leaving, f"{len(left)} are to go, {len(self._leaving)} are known to"
+        assert not self.is_frozen or not self._registered, "its memory is safe, and registered"
 
     def peer(self, node: NodeInfo) -> NixlPeer | None:
         """Of this incarnation, if it is connected."""
@@ -169,8 +208,8 @@ class AgentLane:
             raise TransferFailed(f"node {node.node_id} serves mapped memory only, not NIXL")
         if time.monotonic() < self._refused.get(node.agent_name, 0.0):
             raise TransferFailed(f"node {node.node_id} refused a connection a moment ago")
-        if not is_reached(node.data_address):
-            raise TransferFailed(f"node {node.node_id}: nothing answers at {node.data_address}")
+        with self._adding:
+            self.adding_since_s = time.monotonic()
         try:
             name = self._agent.add_remote_agent(node.agent_metadata)
             self._agent.make_connection(name)
@@ -179,6 +218,9 @@ class AgentLane:
                 del self._refused[next(iter(self._refused))]
             self._refused[node.agent_name] = time.monotonic() + REFUSED_S
             raise TransferFailed(f"cannot connect to node {node.node_id}: {error}") from error
+        finally:
+            with self._adding:
+                self.adding_since_s = float("inf")
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def disconnect(self, node_id: str) -> None:
@@ -201,14 +243,34 @@ class AgentLane:
         peer = self._peers.get(node_id)
         return peer is not None and peer.transfers > 0
 
+    @property
+    def is_awaited(self) -> bool:
+        """Does somebody wait for a transfer of it? Needs no lock."""
+        return len(self._under_way) > len(self.orphans)
+
     def freeze(self) -> None:
-        """Nothing calls this agent ever again.
+        """Nothing calls this agent ever again, but to unregister memory.
 
         It has no thread of its own, so nothing is read from its connections any more and no byte of
         its transfers reaches local memory: the memory that they were given may be used again.
         """
         self.is_frozen = True
+        for transfer in self._under_way:
+            # To release a handle reads from the connections, and Python would do it.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(transfer.handle))
+        self._under_way.clear()
         self.orphans = []
+
+    def freeze_while_adding(self) -> bool:
+        """Without the lock, if its holder adds a peer: that moves nothing of the other peers.
+
+        He sees it before he calls anything else. False: he does something else.
+        """
+        with self._adding:
+            is_adding = self.adding_since_s != float("inf")
+            if is_adding:
+                self.freeze()
+            return is_adding
 
     def post(self, batch: TransferBatch) -> Transfer:
         """Start a transfer; it may be done already. The spans have been checked."""
@@ -232,7 +294,7 @@ class AgentLane:
             targets = list(local) if is_read else []
             transfer = Transfer(handle, peer, targets, regions, list(local))
             peer.transfers += 1
-            self._busy.update(regions)
+            self._under_way.add(transfer)
         except self._errors as error:
             raise TransferFailed(
                 f"node {node.node_id} refused a transfer of {len(remote)} spans: {error}"
@@ -264,9 +326,9 @@ class AgentLane:
         transfer.is_done = True
         transfer.peer.transfers -= 1
         self._release(transfer.handle)
-        self._busy.subtract(transfer.regions)
+        self._under_way.discard(transfer)
         for region in transfer.regions & self._leaving:
-            self.unregister(region)
+            self._unregister(region)
 
     def reap(self) -> None:
         """Poll the orphans; those that came to an end, either way, are forgotten."""
@@ -364,9 +426,9 @@ class AgentLane:
         return prepared
 
     def close(self) -> bool:
-        """Release everything; False (and nothing released) while orphans are under way."""
+        """Release everything; False (and nothing released) while anything is under way."""
         self.reap()
-        if self.orphans:
+        if self._under_way:
             return False
         for handle in self._prepared.values():
             self._release(handle)
@@ -374,13 +436,8 @@ class AgentLane:
         for peer in [*self._peers.values(), *self._retired]:
             with contextlib.suppress(*self._errors):
                 self._agent.remove_remote_agent(peer.agent_name)
-        for memory in self._registered.values():
-            with contextlib.suppress(*self._errors):
-                self._agent.deregister_memory(memory)
+        self._unregister_all()
         self._peers.clear()
         self._retired.clear()
-        self._registered.clear()
-        self._busy.clear()
-        self._leaving.clear()
         self._refused.clear()
         return True

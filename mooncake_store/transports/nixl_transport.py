@@ -19,7 +19,9 @@ freezes FROZEN_MAX at most. Only the local side is safe then: what a write has h
 may still reach the node when the network is there again.
 
 To connect to a node that keeps silent may take NIXL two minutes, in which nobody can use the lane.
-So another thread does it, and whoever wants the lock of just that lane waits LOCK_S_MAX at most.
+So it is tried first whether its host answers at all. Then another thread connects, on a lane whose
+transfers nobody waits for, one lane at a time for each node; a lane that takes longer than
+CONNECT_S_MAX no longer counts, so that the others go on with as many as before.
 
 Not here: making agents (nixl_agent.py), one lane's calls (nixl_lane.py), several network cards
 (nic_transport.py).
@@ -41,10 +43,11 @@ from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_agent import ALL_DEVICES, AgentDevices
-from mooncake_store.transports.nixl_lane import AgentLane, Region, Transfer
+from mooncake_store.transports.nixl_lane import AgentLane, Region, Transfer, is_reached
 from mooncake_store.transports.transport import LocalSpan, TransferBatch, Transport
 
 LANES_MAX = 4
+STUCK_MAX = 8  # further ones, for those that connect and connect
 FROZEN_MAX = 32
 SPIN_S = 0.002  # poll without sleeping for this long: a TCP transfer of a few MB
 POLL_S = 0.0001  # then this often: a silent peer must not cost a core
@@ -53,7 +56,7 @@ LOCK_S_MAX = 0.05  # of a lane; nobody has it for so long who does not connect
 
 _keeping = threading.Lock()
 _spare: list[AgentLane] = []  # closed in good health: the next transport uses them
-_abandoned: list[AgentLane] = []  # closed with orphans: their memory must outlive them
+_abandoned: list[AgentLane] = []  # closed with transfers under way: until these have ended
 _frozen: list[AgentLane] = []  # of transports that gave a path up
 
 
@@ -96,11 +99,12 @@ class NixlTransport(Transport):
         self._names = itertools.count()
         self._prefix = f"client-{os.getpid()}-{secrets.token_hex(4)}"
         self._is_closed = False
+        self._connecting: dict[str, threading.Event] = {}  # from agent_name; set when it is over
         self._lanes = [self._new_lane()]
 
     def register(self, buffer: ByteArray) -> None:
         self.remember(buffer)
-        self._take_lane(time.monotonic() + 60.0).lock.release()  # complain now if it cannot be
+        self._take_lane(time.monotonic() + 60.0).release()  # complain now if it cannot be
 
     def remember(self, buffer: ByteArray) -> None:
         """Register it with the next transfer."""
@@ -120,9 +124,9 @@ class NixlTransport(Transport):
         with self._lock:
             gone = [region for region in self._regions if region.address == address]
             self._regions = [region for region in self._regions if region.address != address]
-        for lane in self._each_lane():
-            for region in gone:
-                lane.unregister(region)
+            lanes = list(self._lanes)
+        for lane in lanes:
+            lane.let_go_of(gone, LOCK_S_MAX)
 
     def _each_lane(self) -> Iterator[AgentLane]:
         """Each lane that is not frozen, with its lock held meanwhile."""
@@ -135,13 +139,10 @@ class NixlTransport(Transport):
                 if not lane.is_frozen:
                     yield lane
             finally:
-                lane.lock.release()
+                lane.release()
 
     def connect(self, node: NodeInfo) -> None:
-        until_s = time.monotonic() + CONNECT_S_MAX
-        lane = self._take_lane(until_s)
-        lane.lock.release()
-        _connect(lane, node, until_s)
+        self._connect(node, time.monotonic() + CONNECT_S_MAX)
 
     def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
         """Can NIXL move bytes between this process and the node?"""
@@ -163,22 +164,15 @@ class NixlTransport(Transport):
 
     def begin(self, batch: TransferBatch) -> PostedTransfer:
         """Start a transfer, whose spans have been checked; it may be done already."""
-        lane = self._take_lane(batch.until_s)
-        try:
-            lane.reap()
-            if lane.peer(batch.node) is not None:
-                return PostedTransfer(batch, lane, lane.post(batch))
-        finally:
-            lane.lock.release()
-        _connect(lane, batch.node, batch.until_s)
-        if not lane.lock.acquire(timeout=max(0.0, batch.until_s - time.monotonic())):
-            raise TransferTimeout("a NIXL lane connects to a silent node; nothing was moved")
-        try:
-            if lane.is_frozen:
-                raise LaneFrozen("the path was given up before anything was posted")
-            return PostedTransfer(batch, lane, lane.post(batch))
-        finally:
-            lane.lock.release()
+        while True:
+            lane = self._take_lane(batch.until_s, batch.node)
+            try:
+                lane.reap()
+                if lane.peer(batch.node) is not None:
+                    return PostedTransfer(batch, lane, lane.post(batch))
+            finally:
+                lane.release()
+            self._connect(batch.node, batch.until_s, lane)
 
     def poll(self, posted: PostedTransfer) -> bool:
         """Is it done? TransferFailed when it failed; LaneFrozen when it cannot end any more."""
@@ -191,7 +185,7 @@ class NixlTransport(Transport):
                 lane.poll(posted.transfer)
         finally:
             if is_ours:
-                lane.lock.release()
+                lane.release()
         return posted.is_done
 
     def leave(self, posted: PostedTransfer) -> None:
@@ -204,7 +198,7 @@ class NixlTransport(Transport):
         is_ours = posted.lane.lock.acquire(timeout=LOCK_S_MAX)
         posted.lane.orphans.append(posted.transfer)  # who connects has looked at them before
         if is_ours:
-            posted.lane.lock.release()
+            posted.lane.release()
         raise TransferTimeout(
             f"node {posted.batch.node.node_id} did not move the bytes within the deadline: it is "
             "frozen, cut off or overloaded; they may still arrive, so the targets stay quarantined"
@@ -218,50 +212,53 @@ class NixlTransport(Transport):
         """
         with self._lock:
             lanes = list(self._lanes)
-        for lane in lanes:
-            is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
-            try:
-                if is_ours and not lane.has_transfers(node_id):
-                    lane.disconnect(node_id)
-                elif not _freeze(lane):
-                    return False
-            finally:
-                if is_ours:
-                    lane.lock.release()
+        if not all(_give_up(lane, node_id) for lane in lanes):
+            return False
         with self._lock:
             self._lanes = [lane for lane in self._lanes if not lane.is_frozen]
         return True
 
-    def _take_lane(self, until_s: float) -> AgentLane:
-        """A lane with its lock held and every buffer registered."""
-        lane = self._locked_lane(until_s)
+    def has_late_reads(self, node: NodeInfo, target: ByteArray) -> bool:
+        """May anything of this node still arrive in this memory, after its deadline?"""
+        self.pending_targets()  # what has ended by now is forgotten
+        with self._lock:
+            orphans = [orphan for lane in self._lanes for orphan in lane.orphans]
+        return any(
+            orphan.peer.agent_name == node.agent_name
+            and any(buffer is target for buffer, _ in orphan.targets)
+            for orphan in orphans
+        )
+
+    def check(self) -> None:
+        """Registered is what somebody has; what was removed only while a transfer is in it."""
+        for lane in self._each_lane():
+            lane.check(self._regions)
+
+    def _take_lane(self, until_s: float, node: NodeInfo | None = None) -> AgentLane:
+        """A lane with its lock held and every buffer registered; best one that has this peer."""
+        lane = self._locked_lane(until_s, node)
         while lane.is_frozen:  # by somebody who had its lock a moment ago
-            lane.lock.release()
-            lane = self._locked_lane(until_s)
+            lane.release()
+            lane = self._locked_lane(until_s, node)
         try:
             lane.register(self._regions)  # read under the lane's lock: what is taken out meanwhile
-            # is unregistered by whoever did it, as soon as he gets that lock
+            # is unregistered before the lock is given back
         except BaseException:
-            lane.lock.release()
+            lane.release()
             raise
         return lane
 
-    def _locked_lane(self, until_s: float) -> AgentLane:
-        with self._lock:
-            self._lanes = [lane for lane in self._lanes if not lane.is_frozen]
-            lane = next((lane for lane in self._lanes if lane.lock.acquire(False)), None)
-            if lane is None and not self._is_closed and len(self._lanes) < LANES_MAX:
-                lane = self._new_lane()
-                lane.lock.acquire()
-                self._lanes.append(lane)
-            lanes = self._lanes
-        if not lanes:
-            raise TransferFailed("this transport is closed")
-        if lane is not None:
-            return lane
-        first = threading.get_ident()  # all busy: wait for the one this thread would rather have
-        for turn in itertools.count(first):
-            lane = lanes[turn % len(lanes)]
+    def _locked_lane(self, until_s: float, node: NodeInfo | None) -> AgentLane:
+        for turn in itertools.count(threading.get_ident()):
+            with self._lock:
+                self._lanes = [lane for lane in self._lanes if not lane.is_frozen]
+                if self._is_closed:
+                    raise TransferFailed("this transport is closed")
+                lanes = self._lanes
+                lane = self._free_lane(node)
+            if lane is not None:
+                return lane
+            lane = lanes[turn % len(lanes)]  # all busy: first the one this thread would rather have
             left_s = until_s - time.monotonic()
             if lane.lock.acquire(timeout=max(0.0, min(left_s, LOCK_S_MAX))):
                 return lane
@@ -269,8 +266,68 @@ class NixlTransport(Transport):
                 break
         raise TransferTimeout("every NIXL lane of this process is busy; nothing was moved")
 
+    def _free_lane(self, node: NodeInfo | None) -> AgentLane | None:
+        """With its lock held; needs `_lock`. Best one that has this peer already. Else one on which
+        nobody waits for anything, because to connect may take long."""
+        peers = [lane for lane in self._lanes if node is not None and lane.peer(node) is not None]
+        for lane in [*peers, *(lane for lane in self._lanes if not node or not lane.is_awaited)]:
+            if lane.lock.acquire(blocking=False):
+                return lane
+        stuck_since_s = time.monotonic() - CONNECT_S_MAX
+        stuck = sum(lane.adding_since_s < stuck_since_s for lane in self._lanes)
+        if len(self._lanes) < LANES_MAX + min(stuck, STUCK_MAX):
+            lane = self._new_lane()
+            lane.lock.acquire()
+            self._lanes = [*self._lanes, lane]
+            return lane
+        return next((lane for lane in self._lanes if lane.lock.acquire(blocking=False)), None)
+
+    def _connect(self, node: NodeInfo, until_s: float, wanted: AgentLane | None = None) -> None:
+        """Have another thread connect a lane to this node, and wait for it, but not for ever."""
+        left_s = min(until_s - time.monotonic(), CONNECT_S_MAX)
+        failures: list[Exception] = []
+        is_over = threading.Event()
+        other = self._connecting.setdefault(node.agent_name, is_over)  # in one step
+        if other is not is_over:
+            if not other.wait(max(0.0, left_s)):
+                raise _not_connected(node, left_s)
+            return  # the caller sees whether it is connected now
+
+        def connect() -> None:
+            try:
+                if not is_reached(node.data_address):
+                    raise TransferFailed(
+                        f"node {node.node_id}: nothing answers at {node.data_address}"
+                    )
+                if wanted is not None and wanted.lock.acquire(timeout=LOCK_S_MAX):
+                    lane = wanted
+                else:  # another thread connects it to another node, say
+                    lane = self._take_lane(until_s, node)
+                try:
+                    if not lane.is_frozen:
+                        lane.connect(node)
+                finally:
+                    lane.release()
+            except Exception as error:  # edge of this thread: the one that waits raises it
+                failures.append(error)
+            finally:
+                del self._connecting[node.agent_name]
+                is_over.set()
+
+        threading.Thread(target=connect, name="connect", daemon=True).start()
+        if not is_over.wait(max(0.0, left_s)):
+            raise _not_connected(node, left_s)
+        if failures:
+            raise failures[0]
+
     def _new_lane(self) -> AgentLane:
         with _keeping:
+            for lane in [lane for lane in _abandoned if lane.lock.acquire(blocking=False)]:
+                if lane.close():
+                    _abandoned.remove(lane)
+                    if not lane.has_failed:
+                        _spare.append(lane)
+                lane.release()
             for lane in _spare:
                 if lane.devices == self._devices:
                     _spare.remove(lane)
@@ -288,7 +345,7 @@ class NixlTransport(Transport):
                     if not lane.is_frozen:
                         lane.reap()
                 finally:
-                    lane.lock.release()
+                    lane.release()
             for orphan in list(lane.orphans):
                 found += orphan.targets
         return found
@@ -309,7 +366,7 @@ class NixlTransport(Transport):
                 is_empty = is_ours and lane.close()
             finally:
                 if is_ours:
-                    lane.lock.release()
+                    lane.release()
             with _keeping:
                 if not is_empty:
                     _abandoned.append(lane)
@@ -317,37 +374,31 @@ class NixlTransport(Transport):
                     _spare.append(lane)
 
 
-def _freeze(lane: AgentLane) -> bool:
-    """Whoever has its lock meanwhile is connecting, and touches no transfer. False: too many."""
-    with _keeping:
-        if len(_frozen) >= FROZEN_MAX:
-            return False
-        if not lane.is_frozen:
-            _frozen.append(lane)
-            lane.freeze()
-    return True
+def _give_up(lane: AgentLane, node_id: str) -> bool:
+    """Nothing of what this lane has under way with the node arrives any more. False: too many."""
+    while True:
+        is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
+        try:
+            if is_ours and not lane.is_frozen and not lane.has_transfers(node_id):
+                lane.disconnect(node_id)
+                return True
+            with _keeping:
+                if lane.is_frozen:
+                    return True
+                if len(_frozen) >= FROZEN_MAX:
+                    return False
+                if is_ours:
+                    lane.freeze()
+                if is_ours or lane.freeze_while_adding():
+                    _frozen.append(lane)
+                    return True
+        finally:
+            if is_ours:
+                lane.release()
+        # Its lock is held by somebody who posts or polls, on a slow machine: bytes may arrive.
 
 
-def _connect(lane: AgentLane, node: NodeInfo, until_s: float) -> None:
-    """Have another thread connect the lane to this node, and wait for it, but not for ever."""
-    failures: list[Exception] = []
-    is_over = threading.Event()
-
-    def connect() -> None:
-        with lane.lock:
-            try:
-                if not lane.is_frozen:
-                    lane.connect(node)
-            except Exception as error:  # edge of this thread: the one that waits raises it
-                failures.append(error)
-        is_over.set()
-
-    threading.Thread(target=connect, name="connect", daemon=True).start()
-    left_s = max(0.0, until_s - time.monotonic())
-    if not is_over.wait(min(left_s, CONNECT_S_MAX)):
-        raise TransferFailed(
-            f"node {node.node_id}: no connection within {min(left_s, CONNECT_S_MAX):.2g} s; "
-            "nothing was moved"
-        )
-    if failures:
-        raise failures[0]
+def _not_connected(node: NodeInfo, waited_s: float) -> TransferFailed:
+    return TransferFailed(
+        f"node {node.node_id}: no connection within {waited_s:.2g} s; nothing was moved"
+    )
