@@ -51,6 +51,11 @@ _SNAPSHOT = Decoder(Snapshot)
 _STATS = Decoder(DirectoryStats)
 
 
+def _boot_s() -> float:
+    """Seconds since this machine was started, those in which it slept included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def _elected_address(address: str) -> ElectedAddress | None:
     if not address.startswith(ELECTED):
         return None
@@ -113,7 +118,7 @@ class DirectoryClient:
         request = protocol.Allocate(
             node_id, list(keys), owner, lease_s, ephemeral, size_bytes, tenant
         )
-        asked_s = time.monotonic()
+        asked_s = _boot_s()
         given = self._ask(request, _ALLOCATION)
         return replace(given, asked_s=asked_s) if given.begin_s else given
 
@@ -123,8 +128,14 @@ class DirectoryClient:
         False: not any more, another directory may have granted them to somebody else. In time
         (Allocation.begin_s) nobody else leads, whatever happens to this process or the directory
         from then on: the next one finds the headers and lets the slots rest (inventory.py).
+
+        That holds for a process that stood still and for a machine that slept. A virtual machine
+        that was paused cannot know it, because all of its clocks stood still: it may mark slots
+        that are somebody else's by now. Its commit is refused by the epoch, and its bytes are a
+        miss for whoever reads there with checksums, and by generation for nearly all others
+        (docs/decisions/0026).
         """
-        if not given.begin_s or time.monotonic() - given.asked_s <= given.begin_s:
+        if not given.begin_s or _boot_s() - given.asked_s <= given.begin_s:
             return True
         granted = [slot for slot in given.slots if slot is not None]
         if not granted:

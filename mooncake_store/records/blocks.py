@@ -46,7 +46,7 @@ class Allocation:
     # Where directories are elected: the headers of the slots must say "writing" within so long of
     # asking, or the lease must be renewed before the first byte. 0: whenever.
     begin_s: float = 0.0
-    asked_s: float = 0.0  # when its client asked, by time.monotonic(); the directory says 0
+    asked_s: float = 0.0  # when its client asked, by CLOCK_BOOTTIME; the directory says 0
 
     @property
     def full(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -54,6 +55,16 @@ def test_who_is_in_time_asks_nobody(served: ServedDirectory) -> None:
     given = served.granted(is_late=False)
     served.stop()
     assert served.client.may_write(given, "w", 60.0)
+
+
+def test_who_slept_is_late_however_little_the_monotonic_clock_saw(
+    served: ServedDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, clock = served.granted(is_late=False), time.clock_gettime
+    monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + 2 * BEGIN_S)
+    assert served.client.may_write(given, "w", 60.0), "it asks, and the same directory leads"
+    served.stop()
+    assert not served.client.may_write(given, "w", 60.0)
 
 
 def test_who_is_late_goes_on_where_the_same_directory_leads(served: ServedDirectory) -> None:
