@@ -1,8 +1,10 @@
 """ZeroMQ addresses of other hosts: where a name is bound, and when a peer counts as gone.
 
-ZeroMQ binds numbers only, hosts are named too. And TCP alone notices a cut link after minutes: what
-was sent meanwhile is sent again later and later, so messages would stay out long after the link is
-back. A heartbeat ends such a connection, and a fresh one is made.
+ZeroMQ binds numbers and names of network interfaces, while hosts are named too. A name is always
+taken for a host's, so what is bound is a number, of which can be said who reaches it
+(keys/curve.py). And TCP alone notices a cut link after minutes: what was sent meanwhile is sent
+again later and later, so messages would stay out long after the link is back. A heartbeat ends such
+a connection, and a fresh one is made.
 
 Not here: who may speak over a socket (keys/).
 """
@@ -10,6 +12,7 @@ Not here: who may speak over a socket (keys/).
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 from typing import Any
 
@@ -23,11 +26,14 @@ CONNECT_MS_MAX = 2_000
 
 
 class NameUnknown(zmq.ZMQError):  # to who binds, as a port that is taken
-    """A host name has no address; the message says which."""
+    """A name is no host's, though perhaps an interface's; the message says which."""
 
 
 def bindable(address: str) -> str:
-    """The same address with the number of its host; others than tcp:// are left as they are."""
+    """The same address with the number of its host; others than tcp:// are left as they are.
+
+    NameUnknown for a name that no host has.
+    """
     if not address.startswith(TCP):
         return address
     host, _, port = address.removeprefix(TCP).rpartition(":")
@@ -35,14 +41,27 @@ def bindable(address: str) -> str:
 
 
 def number_of_host(host: str) -> str:
-    """An IP address as it is, `*` and interface names too; a name by its first IPv4 address."""
+    """An IP address and `*` (every address of this host) as they are; a name by its first IPv4
+    address."""
     bare = host.strip("[]")
-    if bare == "*" or ":" in bare or bare.replace(".", "").isdigit():
+    if bare == "*" or _is_number(bare):
         return host
     try:
         return str(socket.getaddrinfo(bare, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise NameUnknown(errno.EADDRNOTAVAIL, f"{host!r} has no address: {error}") from error
+        raise NameUnknown(
+            errno.EADDRNOTAVAIL,
+            f"{host!r} is no host's name or address (names of network interfaces are not taken): "
+            f"{error}",
+        ) from error
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def with_port(address: str, bound: str) -> str:

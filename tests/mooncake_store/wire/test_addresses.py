@@ -8,8 +8,12 @@ import msgspec
 import pytest
 import zmq
 
+from mooncake_store.errors import StoreError
+from mooncake_store.keys.curve import INSECURE_VARIABLE
+from mooncake_store.keys.folder import VARIABLE
 from mooncake_store.wire.addresses import NameUnknown, bindable, number_of_host, with_port
 from mooncake_store.wire.mailbox import Inbox, Outbox
+from mooncake_store.wire.request_reply import listening
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(int).decode
@@ -34,6 +38,38 @@ def test_a_name_that_nobody_has_is_named() -> None:
         number_of_host("nobody.invalid")
     with pytest.raises(zmq.ZMQError, match=r"nobody\.invalid"):
         Inbox("tcp://nobody.invalid:0", decode, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://lo:7001", "tcp://eth0:7001", "tcp://eth0:1:7001", "tcp://:7001", "tcp://[]:7001",
+     "tcp://10.0.0.1:5;127.0.0.1:7001", "tcp://127.0.0.1;lo:7001"],
+)  # fmt: skip
+def test_the_name_of_an_interface_is_refused_by_its_name(address: str) -> None:
+    with pytest.raises(NameUnknown, match="names of network interfaces are not taken"):
+        bindable(address)
+
+
+@pytest.mark.parametrize("host", ["*", "0", "0.0.0.0", "[::]", "[::0]", "[*]", "10.0.0.1"])
+def test_what_other_hosts_reach_never_listens_without_keys(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in (VARIABLE, INSECURE_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    with zmq.Context() as context, pytest.raises(StoreError, match="can be reached from other"):
+        listening(context, zmq.ROUTER, f"tcp://{host}:0")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.1", "127.0.0.1", "127.9.9.9"])
+def test_what_only_this_host_reaches_may_listen_without_keys(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in (VARIABLE, INSECURE_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    with zmq.Context() as context:
+        bound, where = listening(context, zmq.ROUTER, f"tcp://{host}:0")
+        bound.close()
+    assert where.startswith("tcp://127.")
 
 
 def test_others_connect_to_the_name_with_the_port_that_was_free() -> None:
