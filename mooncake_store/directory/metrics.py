@@ -6,7 +6,7 @@ that the directory's loop has handed over (once a second), and never looks into 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -40,12 +40,20 @@ class DirectoryCollector(Collector):
 
     def __init__(self) -> None:
         self._stats: DirectoryStats | None = None
+        self._silent_addresses = 0
 
-    def update(self, stats: DirectoryStats) -> None:
-        self._stats = stats
+    def update(self, stats: DirectoryStats, silent_addresses: int) -> None:
+        self._stats, self._silent_addresses = stats, silent_addresses
 
-    def collect(self) -> Iterable[Metric]:
-        return () if self._stats is None else directory_families(self._stats)
+    def collect(self) -> Iterator[Metric]:
+        if self._stats is None:
+            return
+        yield from directory_families(self._stats)
+        yield gauge(
+            "mooncake_directory_silent_addresses",
+            "Addresses that it cannot listen at again since its key was renewed; its log says why.",
+            self._silent_addresses,
+        )
 
 
 def directory_families(stats: DirectoryStats) -> Iterator[Metric]:

@@ -181,11 +181,11 @@ class DirectoryServer:
         self._publish()
         if self._has_new_subscriber() or now_s >= self._heartbeat_due_s:
             self._heartbeat_due_s = now_s + HEARTBEAT_S
-            self._key.renew()
+            self._key.renew(now_s)
             beat = protocol.EventHeartbeat(self.directory.epoch, self.directory.sequence)
             self._send_event(MessageKind.HEARTBEAT, beat)
             if self._collector is not None:
-                self._collector.update(self.directory.stats(now_s))
+                self._collector.update(self.directory.stats(now_s), len(self._key.silent))
 
     def _send_reply(self, sender: bytes, reply: list[bytes]) -> None:
         self._requests.send_multipart([sender, *reply])

@@ -33,6 +33,8 @@ from mooncake_store.keys.gate import DOMAIN, guard
 
 INSECURE_VARIABLE = "MOONCAKE_INSECURE"
 log = logging.getLogger(__name__)
+RENEW_S_MAX = 3.0  # until the port that a socket let go of can be had again
+RENEW_NOTE_S = 60.0  # between two lines about one that cannot
 HANDSHAKE_MS = 5_000  # who connects and says nothing
 SILENT_FAILURES_MAX = 3  # a server that ends breaks off a handshake or two as well
 EVENTS = (
@@ -141,23 +143,42 @@ class DirectoryKey:
         endpoints = [(each, each.getsockopt_string(zmq.LAST_ENDPOINT)) for each in sockets]
         self._bound = [each for each in endpoints if is_tcp(each[1])] if self._keys else []
         self._unbound: list[tuple[zmq.Socket[Any], str]] = []
+        self._note_due_s = float("-inf")
         self._number = self._keys.curve.active if self._keys else 0
 
-    def renew(self) -> None:
+    @property
+    def silent(self) -> list[str]:
+        """Where the directory does not listen, since it let go of them to renew its key."""
+        return [address for _, address in self._unbound]
+
+    def renew(self, now_s: float) -> None:
         """Call it often: it looks whether the folder has another active generation."""
         if not self._bound or self._keys is None:
             return
         if self._number != self._keys.curve.active:
             for socket, endpoint in self._bound:
                 if (socket, endpoint) not in self._unbound:
-                    socket.unbind(endpoint)
+                    with contextlib.suppress(zmq.ZMQError):  # it is not bound any more
+                        socket.unbind(endpoint)
                     self._unbound.append((socket, endpoint))
                 self._number = set_directory_key(socket, self._keys)
             log.info("the directory's key is of generation %d now", self._number)
+            self._note_due_s = now_s + RENEW_S_MAX
+        why: zmq.ZMQError | None = None
         for socket, endpoint in list(self._unbound):
-            with contextlib.suppress(zmq.ZMQError):  # not closed yet: again at the next call
+            try:
                 socket.bind(endpoint)
-                self._unbound.remove((socket, endpoint))
+            except zmq.ZMQError as error:  # not closed yet, or taken: again at the next call
+                why = error
+                continue
+            self._unbound.remove((socket, endpoint))
+            log.info("the directory listens at %s again", endpoint)
+        if self._unbound and now_s >= self._note_due_s:
+            self._note_due_s = now_s + RENEW_NOTE_S
+            log.error(
+                "the directory does not listen at %s, which it let go of to renew its key: %s. It "
+                "tries again each second; end what has taken the port", ", ".join(self.silent), why,
+            )  # fmt: skip
 
 
 def client_keys(address: str) -> list[ClientKeys]:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.metrics import directory_families
+from mooncake_store.directory.metrics import DirectoryCollector, directory_families
 from mooncake_store.node.metrics import ReaderCollector, node_families
 from mooncake_store.process.metrics_page import MetricsPage, PortTaken
 from mooncake_store.records.status import DirectoryStats
@@ -78,6 +78,15 @@ def test_every_number_of_the_directory_is_shown() -> None:
 
 
 NUMBERS = [field.name for field in dataclasses.fields(DirectoryStats) if field.type == "int"]
+
+
+def test_a_directory_shows_where_it_is_silent_beside_its_numbers() -> None:
+    collector = DirectoryCollector()
+    assert samples(collector.collect()) == {}
+    collector.update(stats := busy_stats(), silent_addresses=2)
+    found = samples(collector.collect())
+    assert value(found, "mooncake_directory_silent_addresses") == 2
+    assert samples(directory_families(stats)).items() <= found.items()
 
 
 def test_hits_misses_and_occupation_add_up() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import threading
 from pathlib import Path
 
 import pytest
+import zmq
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.event_feed import EventFeed
 from mooncake_store.directory.server import DirectoryServer
 from mooncake_store.errors import AccessRefused
-from mooncake_store.keys.folder import VARIABLE
+from mooncake_store.keys.curve import RENEW_NOTE_S, RENEW_S_MAX, DirectoryKey, secured_server
+from mooncake_store.keys.folder import VARIABLE, of_process
 from tests.mooncake_store.keys.hosts import Hosts
 
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -68,6 +71,61 @@ def test_each_step_is_read_live_by_the_directory_and_by_clients_of_a_step_before
     server.stop()
     thread.join()
     server.close()
+
+
+def test_a_port_that_somebody_takes_while_the_key_is_renewed_is_named_until_it_is_free(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts.be("a")
+    caplog.set_level("INFO", logger="mooncake_store.keys.curve")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as bound:
+        secured_server(bound, context, ANY_PORT, is_directory=True)
+        bound.bind(ANY_PORT)
+        address = bound.getsockopt_string(zmq.LAST_ENDPOINT)
+        key = DirectoryKey([bound])
+        for _ in range(2):  # prepare, switch
+            hosts.authority.rotate()
+        taker = take_port(bound, address)
+        again_s = RENEW_S_MAX + RENEW_NOTE_S
+        for now_s, lines in (
+            (0.0, 0), (RENEW_S_MAX, 1), (again_s - 1.0, 1), (again_s, 2), (again_s + 1.0, 2),
+        ):  # fmt: skip
+            wait_for_folder(hosts)
+            key.renew(now_s)
+            said = [each for each in caplog.messages if "does not listen at" in each]
+            assert len(said) == lines and all(address in each for each in said), caplog.messages
+            assert key.silent == [address]
+        taker.close()
+        key.renew(again_s + 2.0)
+        assert key.silent == [] and f"listens at {address} again" in caplog.messages[-1]
+
+
+def take_port(bound: zmq.Socket[bytes], address: str) -> socket.socket:
+    """Another process' socket, there as soon as ZeroMQ has let go of the port."""
+    bound.unbind(address)
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    for _ in range(3_000):
+        taker = socket.socket()
+        try:
+            taker.bind((host, int(port)))
+        except OSError:
+            taker.close()
+            threading.Event().wait(0.01)
+            continue
+        taker.listen()
+        return taker
+    pytest.fail(f"{address} was never free")
+
+
+def wait_for_folder(hosts: Hosts) -> None:
+    """Until this process has read what lies in its folder."""
+    keys = of_process()
+    assert keys is not None
+    for _ in range(3_000):
+        if keys.curve.active == hosts.authority.state.used:
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("the folder was never read")
 
 
 def wait_for_key(server: DirectoryServer, number: int | None) -> None:
