@@ -5,7 +5,8 @@
   x InvalidRequest    fix the request         -> INVALID_ARG
   x WorkerUnavailable a worker died or failed; the frontend goes on elsewhere first
     x WorkerGone      it was not there: dead before the call, starting again, or shutting down
-    x WorkerRefused   it does not let this host in: keys, or certificates
+      x WorkerUnreached there is no way to it: no connection, or its link was cut
+        x WorkerRefused it does not let this host in: keys, or certificates
     x StoreLost       the directory or the worker's storage node did not do its part
     x MessagesLost    tokens that were sent did not arrive
   x KvMissing         blocks of a request left the store; they are computed again first
@@ -24,6 +25,9 @@ from collections.abc import Sequence
 # Triton's own words for a call that no model process has seen.
 TRITON_NEVER_PASSED_ON = ("unknown model", "is not ready", "is not healthy")
 GRPC_NEVER_SENT = "failed to connect"  # gRPC's
+# gRPC's too, of a connection whose other end says nothing any more; one whose other end has died
+# is closed or reset.
+LINK_CUT = ("timed out", "no route to host", "unreachable", "keepalive", "ping timeout")
 
 
 class ServingError(Exception):
@@ -69,7 +73,11 @@ class WorkerGone(WorkerUnavailable):
     prefix = "unavailable: gone:"
 
 
-class WorkerRefused(WorkerUnavailable):
+class WorkerUnreached(WorkerGone):
+    """There is no way from here to the worker, whatever is asked of it."""
+
+
+class WorkerRefused(WorkerUnreached):
     """Keys: the worker's Triton does not let this host in, or is not believed."""
 
 
@@ -113,6 +121,9 @@ def from_wire(message: str, where: str) -> ServingError:
 
 
 def from_broken_call(where: str, code: object, details: str | None) -> WorkerUnavailable:
-    """The connection of a call failed. One that was never sent is no fault of the request's."""
-    kind = WorkerGone if GRPC_NEVER_SENT in (details or "") else WorkerUnavailable
-    return kind(f"{where}: {code} {details}")
+    """The connection of a call failed. What was never sent, and what a cut link took away, is no
+    fault of the request's; a worker that closed its end may have died of it."""
+    said = (details or "").lower()
+    is_cut = "UNAVAILABLE" in str(code) and any(words in said for words in LINK_CUT)
+    is_unreached = is_cut or GRPC_NEVER_SENT in said
+    return (WorkerUnreached if is_unreached else WorkerUnavailable)(f"{where}: {code} {details}")

@@ -4,8 +4,8 @@ With a folder of keys (mooncake_store/keys) every worker's Triton asks for a cer
 cluster and shows its host's; without one all of it is plain, as on one machine. Triton reads
 certificates when it starts, so renewed ones ask for a restart of it.
 
-A client that Triton refuses hears nothing but "Socket closed", as from one that dies. So what is
-said here of a broken call takes into account whether this Triton has ever answered.
+A client that Triton refuses hears nothing but "Socket closed", as from one that dies; but it hears
+so while it connects, before anything is sent (gRPC counts a connection only from its first frame).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from backends.errors import WorkerRefused
+from backends.errors import GRPC_NEVER_SENT, WorkerRefused
 from mooncake_store.keys import folder
 from mooncake_store.keys.curve import is_loopback
 from mooncake_store.keys.folder import MEMBER, Keys, LiveFiles
@@ -65,17 +65,17 @@ def worker_channel(address: str, options: Sequence[tuple[str, object]]) -> grpc.
     return grpc.secure_channel(address, credentials, [*options, named])
 
 
-def refusal(address: str, details: str | None, has_answered: bool) -> WorkerRefused | None:
+def refusal(address: str, details: str | None) -> WorkerRefused | None:
     """What a broken call means when it was one of the two sides that did not believe the other."""
     said = (details or "").lower()
+    if GRPC_NEVER_SENT not in said:
+        return None
     if any(word in said for word in HANDSHAKE):
         return WorkerRefused(_words(address, details, "is not believed, or does not believe us"))
-    is_plain = folder.of_process() is None
     # Without keys on one machine it is a Triton that ends.
-    if has_answered or (is_plain and is_loopback(address)):
-        return None
-    if any(word in said for word in SILENT):
-        return WorkerRefused(_words(address, details, "has never answered: it may refuse us"))
+    is_one_machine = folder.of_process() is None and is_loopback(address)
+    if not is_one_machine and any(word in said for word in SILENT):
+        return WorkerRefused(_words(address, details, "ends each connection: it may refuse us"))
     return None
 
 

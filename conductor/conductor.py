@@ -10,6 +10,7 @@ threads may read their clock before they get the lock, so an older `now_s` count
     on_prefill_finished                        the reservation moves from one worker to the other
     on_finished                                done, failed or cancelled: nothing is left reserved
     on_worker_failed                           a call failed: avoided until it reports again
+    on_worker_unreached, on_worker_reached     no way to it from here: avoided until there is one
     on_worker_refused                          a decode worker was too full: the same, for new ones
     on_routed_elsewhere, take_notes            what other frontends routed; what to tell them
     on_tick                                    housekeeping, and suggestions for hot prefixes
@@ -330,6 +331,16 @@ class Conductor:
         """A call to it failed. The mark lasts until its next report or failed_mark_s."""
         now_s = self._advance(now_s)
         self._cluster.worker_failed((worker_id, incarnation), now_s)
+
+    def on_worker_unreached(self, worker_id: str, incarnation: str, now_s: float) -> None:
+        """There is no way to it from here, however well it reports."""
+        self._advance(now_s)
+        self._cluster.worker_reached((worker_id, incarnation), False)
+
+    def on_worker_reached(self, worker_id: str, incarnation: str, now_s: float) -> None:
+        """There is one again."""
+        self._advance(now_s)
+        self._cluster.worker_reached((worker_id, incarnation), True)
 
     def on_worker_refused(self, worker_id: str, incarnation: str, now_s: float) -> None:
         """A decode worker was too full for a request that came (arrival_check.py): it counts as

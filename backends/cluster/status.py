@@ -8,6 +8,7 @@ Not here: one server's numbers over time (`mooncake status`), the keys that aski
 
 from __future__ import annotations
 
+import json
 import ssl
 import urllib.error
 import urllib.request
@@ -129,12 +130,27 @@ def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), tls)
 
 
+def _unreached(ready_url: str) -> dict[str, str]:
+    """The workers that a frontend cannot call, and why: it alone knows."""
+    url = ready_url.removesuffix("ready") + "generate"
+    asked = json.dumps({"stream": False, "describe": True}).encode()
+    try:
+        with _opener().open(url, asked, timeout=ASK_S_MAX) as answer:
+            described = json.loads(json.load(answer)["text_output"])
+            found: dict[str, str] = described["unreached_workers"]
+            return found
+    except (OSError, ValueError, KeyError, TypeError):  # it says elsewhere that it is not well
+        return {}
+
+
 def _host(
     deployment: Deployment, plan: HostPlan, known: _Known, answers: Mapping[str, str]
 ) -> HostStatus:
-    parts: dict[str, str] = {
-        part: answers[url] for part, url in _urls(deployment, plan).items()
-    }  # fmt: skip
+    urls = _urls(deployment, plan)
+    parts: dict[str, str] = {part: answers[url] for part, url in urls.items()}
+    if parts.get("frontend") == UP:
+        for worker, why in _unreached(urls["frontend"]).items():
+            parts[f"frontend to {worker}"] = f"{DOWN}: {why}"
     if plan.frontend is not None and "frontend" not in parts:
         parts["frontend"] = f"{UNKNOWN}: it listens on {deployment.frontends.address} only"
     if plan.directory is not None:

@@ -149,13 +149,17 @@ def outputs(message: Send, prompt_tokens: int, names: Iterable[str]) -> dict[str
     return {name: _VALUES[name](message, prompt_tokens) for name in names}
 
 
-def describe(served: Served, limits: RequestLimits, asked: frozenset[str]) -> dict[str, np.ndarray]:
+def describe(
+    served: Served, limits: RequestLimits, unreached: Mapping[str, tuple[str, str]],
+    asked: frozenset[str],
+) -> dict[str, np.ndarray]:  # fmt: skip
     """What is served, as JSON in text_output: for load generators and people."""
     facts = {
         "block_tokens": served.block_tokens,
         "context_tokens_max": served.context_tokens_max,
         "vocabulary_tokens": limits.vocabulary_tokens,
         "workers": list(served.workers),
+        "unreached_workers": {name: words for name, (_, words) in unreached.items()},
         "fingerprint": served.fingerprint,
     }
     message = Send(Emission((), json.dumps(facts)), 0, "described", 0)

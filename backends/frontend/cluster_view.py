@@ -125,6 +125,12 @@ class ClusterView:
         with self._lock:
             return {worker.grpc_address for worker in self._workers.values()}
 
+    def grpc_address(self, worker_id: str, incarnation: str) -> str | None:
+        """Where this process is called; None when it is gone."""
+        with self._lock:
+            worker = self._workers.get((worker_id, incarnation))
+            return worker.grpc_address if worker is not None else None
+
     def excluded_by_pins(
         self, prefill_worker: str, decode_worker: str
     ) -> frozenset[tuple[str, str]]:
@@ -181,6 +187,13 @@ class ClusterView:
     def worker_failed(self, worker_id: str, incarnation: str) -> None:
         with self._lock:
             self._conductor.on_worker_failed(worker_id, incarnation, time.monotonic())
+
+    def worker_reached(self, worker_id: str, incarnation: str, is_reached: bool) -> None:
+        """Whether there is a way to it from here."""
+        conductor = self._conductor
+        with self._lock:
+            note = conductor.on_worker_reached if is_reached else conductor.on_worker_unreached
+            note(worker_id, incarnation, time.monotonic())
 
     def worker_refused(self, worker_id: str, incarnation: str) -> None:
         with self._lock:

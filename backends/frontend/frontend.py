@@ -27,6 +27,7 @@ from backends.frontend.live_request import LiveRequest, Services
 from backends.frontend.live_requests import LiveRequests, TenantCap
 from backends.frontend.request_times import RequestTimes
 from backends.frontend.token_streams import TokenStreams
+from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.metrics.page import Observations
 from backends.text.tokenizer import Tokenizer
 from backends.workers.protocol import WorkerOutbox
@@ -59,6 +60,7 @@ class Frontend:
         self._entering = threading.Lock()
         self.observations = Observations()
         self.live = LiveRequests(config.cancel_poll_s)
+        self.unreached = UnreachedWorkers(cluster, calls.probe)
         self._services = Services(
             config=config,
             tokenizer=tokenizer,
@@ -66,6 +68,7 @@ class Frontend:
             calls=calls,
             streams=streams,
             outbox=outbox,
+            unreached=self.unreached,
             start=self._start,
             abandon=self._abandon,
             on_end=self.live.discard,
@@ -107,6 +110,7 @@ class Frontend:
         self._wait_idle(LAST_WORDS_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.live.close()
+        self.unreached.close()
 
     def _wait_idle(self, timeout_s: float) -> None:
         give_up_s = time.monotonic() + timeout_s

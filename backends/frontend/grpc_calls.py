@@ -22,7 +22,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends import launch_secret, worker_tls
-from backends.errors import WorkerUnavailable, from_broken_call, from_wire
+from backends.errors import ServingError, WorkerUnavailable, from_broken_call, from_wire
 from backends.tensors import string_tensor
 from backends.worker_tls import credentials_now, worker_channel
 from backends.workers.protocol import (
@@ -43,6 +43,7 @@ from conductor.messages import WorkerRef
 
 LOOPBACK = "127."
 CONNECTIONS = 4  # one HTTP/2 connection is served by one thread of Triton
+PROBE_S_MAX = 2.0
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # or all channels would share one connection
     ("grpc.enable_http_proxy", 0),  # workers are near, whatever http_proxy says
@@ -50,9 +51,10 @@ OPTIONS = [
     ("grpc.max_send_message_length", -1),
 ]
 OTHER_HOST_OPTIONS = [
-    # A host that is cut off says nothing: without these a call to it would wait for minutes. The
+    # A host that is cut off says nothing: without these a call to it would wait for minutes. They
+    # say within 4 s that it is the link; after 4.5 the directory says that the worker is gone. The
     # launcher has workers' Tritons allow such pings.
-    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
     # A worker of another host comes back at the address that it had, and is wanted at once.
@@ -75,12 +77,10 @@ class Connections:
 
     def __init__(self, address: str) -> None:
         self.credentials = credentials_now()
-        options = OPTIONS if address.startswith(LOOPBACK) else OPTIONS + OTHER_HOST_OPTIONS
-        self._channels = [worker_channel(address, options) for _ in range(CONNECTIONS)]
+        self._channels = [_channel(address) for _ in range(CONNECTIONS)]
         stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._channels]
         self.stubs = itertools.cycle(stubs)
         self.in_use = 0
-        self.has_answered = False
 
     def close(self) -> None:
         for channel in self._channels:
@@ -111,21 +111,18 @@ class GrpcCalls:
         request = _request(model, inputs, outputs, request_id)
         request.parameters[launch_secret.SECRET_PARAMETER].string_param = self._secret
         request.parameters[VERSION_PARAMETER].int64_param = CALLS_VERSION
-        with self._connected(address) as (connections, stub):
+        with self._connected(address) as stub:
             call = stub.ModelStreamInfer(iter([request]))
             with self._lock:
                 self._running[request_id] = call
             try:
                 for response in call:
-                    connections.has_answered = True
                     if response.error_message:
                         raise from_wire(response.error_message, model)
                     if response.infer_response.raw_output_contents:
                         yield _outputs(response.infer_response)
             except grpc.RpcError as error:
-                refused = worker_tls.refusal(address, error.details(), connections.has_answered)
-                broken = from_broken_call(model, error.code(), error.details())
-                raise refused or broken from None
+                raise _broken(address, model, error) from None
             finally:
                 with contextlib.suppress(grpc.RpcError):
                     for _ in call:
@@ -135,9 +132,7 @@ class GrpcCalls:
                         del self._running[request_id]
 
     @contextlib.contextmanager
-    def _connected(
-        self, address: str
-    ) -> Iterator[tuple[Connections, service_pb2_grpc.GRPCInferenceServiceStub]]:
+    def _connected(self, address: str) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
         with self._lock:
             connections = self._connections.get(address)
             if connections is not None and connections.credentials is not credentials_now():
@@ -148,11 +143,28 @@ class GrpcCalls:
             connections.in_use += 1
             stub = next(connections.stubs)
         try:
-            yield connections, stub
+            yield stub
         finally:
             with self._lock:
                 connections.in_use -= 1
             self._close_retired()
+
+    def probe(self, address: str) -> None:
+        """Whether its Triton can be called; raises what a call would. If so, calls connect anew: a
+        connection that failed waits before it tries again."""
+        channel = _channel(address)
+        try:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=PROBE_S_MAX)
+        except grpc.RpcError as error:
+            raise _broken(address, address, error) from None
+        finally:
+            channel.close()
+        with self._lock:
+            failed = self._connections.pop(address, None)
+            self._retired.discard(address)
+            self._replaced += [failed] if failed is not None else []
+        self._close_retired()
 
     def keep(self, addresses: set[str]) -> None:
         """Close connections to all others, each when its last call has ended."""
@@ -184,6 +196,16 @@ class GrpcCalls:
             self._retired.clear()
         for connections in closing:
             connections.close()
+
+
+def _channel(address: str) -> grpc.Channel:
+    near = address.startswith(LOOPBACK)
+    return worker_channel(address, OPTIONS if near else OPTIONS + OTHER_HOST_OPTIONS)
+
+
+def _broken(address: str, model: str, error: grpc.RpcError) -> ServingError:
+    refused = worker_tls.refusal(address, error.details())
+    return refused or from_broken_call(model, error.code(), error.details())
 
 
 def _request(

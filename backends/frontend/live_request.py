@@ -54,6 +54,7 @@ from backends.frontend.lifecycle.machine import Phase, State, due_s, step
 from backends.frontend.request import ClientRequest, RequestLimits
 from backends.frontend.request_times import RequestTimes
 from backends.frontend.token_streams import TokenStreams
+from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.text.text_stream import Emission, TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
@@ -86,6 +87,7 @@ class Services:
     calls: grpc_calls.GrpcCalls
     streams: TokenStreams
     outbox: WorkerOutbox
+    unreached: UnreachedWorkers
     start: Callable[..., None]  # a function, in a thread of the pool
     abandon: Callable[[str, tuple[str, str]], None]  # a call that only its worker ends
     on_end: Callable[[LiveRequest], None]
@@ -230,7 +232,8 @@ class LiveRequest:
             inputs, parameters, self.request_id, services.tokenizer, limits
         )
         if request.describe:
-            described = describe(served, limits, self._client.outputs)
+            causes = services.unreached.causes()
+            described = describe(served, limits, causes, self._client.outputs)
             self._client.send(described, is_final=True)
             return events.Described()
         self._request, self._served = request, served
@@ -432,6 +435,8 @@ class LiveRequest:
                 log.warning("request %s, %s: %s", request_id, action.loss.value, action.error)
             case events.NoteFailed():
                 services.cluster.worker_failed(*action.worker)
+            case events.NoteUnreached():
+                services.unreached.add(action.worker, action.error)
             case events.NoteRefused():
                 services.cluster.worker_refused(*action.worker)
                 self.times.prefill_wasted(action.wasted_s)

@@ -111,6 +111,8 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
     page.counter_to("mooncake_self_checks_total", frontend.cluster.self_check.passed)
     for role in ("prefill", "decode"):
         page.gauge("mooncake_workers_live", frontend.cluster.workers_live(role), now_s, role=role)
+    for worker, (cause, _) in frontend.unreached.causes().items():
+        page.gauge("mooncake_worker_unreached", 1, now_s, worker=worker, cause=cause)
     show_store(page, shown.store, now_s)
 
 

@@ -185,6 +185,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         gauge("mooncake_workers_live", "workers", (FRONTEND,),
               "Workers that the conductor may choose from.",
               Label("role", ("prefill", "decode"))),
+        gauge("mooncake_worker_unreached", "1", (FRONTEND,),
+              "1 while this frontend cannot call the worker, which rests until a probe reaches it. "
+              "refused: keys or certificates; cut_off: no connection.",
+              Label("worker"), Label("cause", ("refused", "cut_off")), is_use=True),
         gauge("mooncake_requests_waiting", "requests", WORKERS,
               "Accepted and not running: prefill: without pages; decode: not in the batch yet.",
               is_use=True),

@@ -8,8 +8,8 @@ in a prefill queue, one in a decode batch and one send at the node that its pref
 A worker takes requests when all of these hold; `why_not` names the first that does not:
 its node is up; it is the newest incarnation of its name (while Triton reloads a model the old one
 finishes its streams, but new calls reach the new one); it reported within report_s_max; it is not
-draining; and no call to it failed since its last report (a mark that also expires by itself, so a
-quiet worker is never shut out for good).
+draining; there is a way to it from here, as far as the shell knows; and no call to it failed since
+its last report (a mark that also expires by itself, so a quiet worker is never shut out for good).
 
 Not here: choosing among workers (routing.py), where blocks are (mooncake_store.prefix_index).
 """
@@ -156,6 +156,13 @@ class Cluster:
             worker.failed_at_s = now_s
             self._pools[worker.info.role].heard(worker)
 
+    def worker_reached(self, key: WorkerKey, is_reached: bool) -> None:
+        """Whether there is a way to it: its reports come through the directory and say nothing."""
+        worker = self.workers.get(key)
+        if worker is not None:
+            worker.is_unreached = not is_reached
+            self._pools[worker.info.role].heard(worker)
+
     def worker_refused(self, key: WorkerKey, now_s: float) -> None:
         """It was too full for a request that came there; see arrival_check.py."""
         if key in self.workers:
@@ -206,6 +213,8 @@ class Cluster:
             return f"no report for more than {self.config.report_s_max:g} s"
         if worker.is_draining:
             return "draining"
+        if worker.is_unreached:
+            return "not reached from here"
         failed_at_s = worker.failed_at_s
         if failed_at_s is not None and now_s - failed_at_s < self.config.failed_mark_s:
             return "a call to it failed"

@@ -95,7 +95,7 @@ class Pool:
             self._unrouted[row] = float(order - len(infos))
         self._is_in = np.array([is_in(worker) for worker in workers], bool)
         self._reported_s, self._failed_s = self._zeros(), self._zeros()
-        self._is_draining = np.zeros(len(workers), bool)
+        self._is_away = np.zeros(len(workers), bool)
         self._measured, self._estimated, self._measured_s = (self._zeros() for _ in range(3))
         self.ratio = np.ones(len(workers))
         self._ratio_s = -math.inf
@@ -165,12 +165,13 @@ class Pool:
         row, failed_s = worker.row, worker.failed_at_s
         self._reported_s[row] = worker.reported_at_s
         failed_s = -math.inf if failed_s is None else failed_s
+        is_away = worker.is_draining or worker.is_unreached
         if (
             not self._takers[row]
             or failed_s != self._failed_s[row]
-            or worker.is_draining != self._is_draining[row]
+            or is_away != self._is_away[row]
         ):
-            self._failed_s[row], self._is_draining[row] = failed_s, worker.is_draining
+            self._failed_s[row], self._is_away[row] = failed_s, is_away
             self._takers_until_s = -math.inf
 
     def _learn(self, worker: WorkerState) -> None:
@@ -194,7 +195,7 @@ class Pool:
             expires_s = self._reported_s + config.report_s_max
             is_failed = now_s - self._failed_s < config.failed_mark_s
             is_silent = now_s - self._reported_s > config.report_s_max
-            self._takers = self._is_in & ~self._is_draining & ~is_failed & ~is_silent
+            self._takers = self._is_in & ~self._is_away & ~is_failed & ~is_silent
             ends = np.concatenate(
                 (expires_s[self._takers], self._failed_s[is_failed] + config.failed_mark_s)
             )

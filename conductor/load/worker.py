@@ -63,7 +63,7 @@ class WorkerState:
         self.batch = DecodeBatch()
         self.speed = SpeedRatio()
         self.joined_s = self.reported_at_s = now_s  # registering is the first sign of life
-        self.is_draining = False
+        self.is_draining = self.is_unreached = False
         self.failed_at_s: float | None = None
         self._prefills: deque[tuple[float, float]] = deque(maxlen=PREFILLS_KEPT)  # end, seconds
         self.routed_at = 0  # number of the last request routed here, 0 before the first

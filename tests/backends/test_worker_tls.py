@@ -120,7 +120,7 @@ def test_only_hosts_of_the_cluster_are_served(
             continue
         details = refused(triton.address)
         # As if the Triton were on another host: on this one a plain client is never refused.
-        error = worker_tls.refusal(f"10.0.0.1:{1}", details, has_answered=False)
+        error = worker_tls.refusal("10.0.0.1:1", details)
         assert error is not None and "mooncake keys check" in str(error), (host, details)
         assert "10.0.0.1" in str(error)
     secret = (folder / "a" / "host.key").read_text()
@@ -138,18 +138,20 @@ def test_a_triton_that_is_not_of_the_cluster_is_not_believed(
 ) -> None:
     triton = start(Keys(place(folder, server)) if server else None)
     monkeypatch.setenv(VARIABLE, str(folder / "b"))
-    error = worker_tls.refusal(triton.address, refused(triton.address), has_answered=False)
+    error = worker_tls.refusal(triton.address, refused(triton.address))
     assert error is not None and triton.address in str(error)
 
 
 def test_a_triton_that_dies_is_no_refusal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = "Socket closed"
-    assert worker_tls.refusal("127.0.0.1:1", closed, has_answered=False) is None
-    assert worker_tls.refusal("10.0.0.1:1", closed, has_answered=True) is None
+    """One that refuses us ends the connection while it is made, before anything is sent."""
+    in_a_call, at_first = "Stream removed (Socket closed)", "failed to connect: Socket closed"
+    nobody = "failed to connect: Connection refused"
+    assert worker_tls.refusal("127.0.0.1:1", at_first) is None
+    assert worker_tls.refusal("10.0.0.1:1", in_a_call) is None
     monkeypatch.setenv(VARIABLE, str(folder / "b"))
-    assert worker_tls.refusal("127.0.0.1:1", closed, has_answered=True) is None
-    assert worker_tls.refusal("127.0.0.1:1", "Connection refused", has_answered=False) is None
-    assert worker_tls.refusal("127.0.0.1:1", closed, has_answered=False) is not None
+    assert worker_tls.refusal("127.0.0.1:1", in_a_call) is None
+    assert worker_tls.refusal("127.0.0.1:1", nobody) is None
+    assert worker_tls.refusal("127.0.0.1:1", at_first) is not None
 
 
 def test_without_keys_triton_gets_no_argument_more() -> None:

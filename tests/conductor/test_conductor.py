@@ -131,7 +131,10 @@ class RandomLife:
         self.conductor.on_events([event], self.now_s)
 
     def fail(self) -> None:
-        lost = self.rng.choice((self.conductor.on_worker_failed, self.conductor.on_worker_refused))
+        lost = self.rng.choice((
+            self.conductor.on_worker_failed, self.conductor.on_worker_refused,
+            self.conductor.on_worker_unreached, self.conductor.on_worker_reached,
+        ))  # fmt: skip
         lost(f"d{self.rng.randrange(4)}", "w1", self.now_s)
 
     def tick(self) -> None:

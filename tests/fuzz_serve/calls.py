@@ -34,6 +34,10 @@ from tests.fuzz_serve.loop import Process
 from tests.fuzz_serve.network import Network, Wire
 
 CONNECT_S_MAX = 1.0
+# As gRPC words them: the other end died, its link was cut, nobody was there.
+RESET = "Stream removed (Socket closed)"
+LINK_CUT = "Stream removed (recvmsg:Connection timed out (110))"
+NEVER_SENT = "failed to connect to all addresses"
 _decoders = {
     "prefill": msgspec.msgpack.Decoder(PrefillRequest).decode,
     "decode": msgspec.msgpack.Decoder(DecodeRequest).decode,
@@ -66,15 +70,15 @@ class Call:
         if self.caller.is_alive and not self.is_over:
             self.answers.put(answer)
 
-    def lost(self) -> None:
+    def lost(self, details: str) -> None:
         """Its connection breaks: the caller hears of it, sooner or later."""
         world = loop()
         delay_s = self.triton.network.delay_s(self.caller.host, self.triton.process.host)
-        world.at(world.now_s + delay_s, self._break, None, self.caller)
+        world.at(world.now_s + delay_s, self._break, details, self.caller)
 
-    def _break(self, _: Any) -> None:
+    def _break(self, details: str) -> None:
         if not self.is_over:
-            self.answers.put(WorkerUnavailable("the connection broke"))
+            self.answers.put(from_broken_call("", "UNAVAILABLE", details))
 
 
 class GreenReply:
@@ -106,7 +110,7 @@ class GreenReply:
             return
         answer = {REPLY_IDS: ids, REPLY_BODY: string_tensor(encode(body))}
         if not call.back.send(call.come_back, answer):
-            call.lost()
+            call.lost(LINK_CUT)
 
 
 class GreenCalls:
@@ -125,7 +129,7 @@ class GreenCalls:
         assert caller is not None
         if triton is None or not triton.process.is_alive or triton.worker is None:
             sleep(loop().rng.random() * CONNECT_S_MAX)
-            raise from_broken_call(model, "UNAVAILABLE", "failed to connect to all addresses")
+            raise from_broken_call(model, "UNAVAILABLE", NEVER_SENT)
         call = self._running[request_id] = Call(triton, caller)
         seen = loop().seen
         seen["calls"] += 1
@@ -133,11 +137,11 @@ class GreenCalls:
         try:
             request = inputs[REQUEST_IDS].copy(), bytes(inputs[REQUEST_BODY][0])
             if not call.out.send(lambda what: _arrive(triton, call, what), request):
-                call.lost()
+                call.lost(LINK_CUT)
             answer = call.answers.get()
             if isinstance(answer, Exception):
                 seen["calls that broke"] += 1
-                raise from_broken_call(model, "UNAVAILABLE", str(answer))
+                raise answer
             yield answer
         finally:
             call.is_over = True
@@ -148,6 +152,17 @@ class GreenCalls:
         if (call := self._running.get(request_id)) is not None:
             call.answers.put(WorkerUnavailable("cancelled"))
 
+    def probe(self, address: str) -> None:
+        caller, triton = in_process(), self.tritons.get(address)
+        assert caller is not None
+        sleep(loop().rng.random() * CONNECT_S_MAX)
+        if triton is None or not triton.process.is_alive or triton.worker is None:
+            raise from_broken_call(address, "UNAVAILABLE", NEVER_SENT)
+        here, there, network = caller.host, triton.process.host, triton.network
+        if network.is_cut(here, there) or network.is_cut(there, here):
+            raise from_broken_call(address, "UNAVAILABLE", NEVER_SENT)
+        loop().seen["workers reached again"] += 1
+
     def keep(self, addresses: set[str]) -> None: ...
 
     def close(self) -> None: ...
@@ -157,7 +172,7 @@ def _arrive(triton: Triton, call: Call, request: tuple[np.ndarray, bytes]) -> No
     process = triton.process
     if not process.is_alive:
         if triton.is_reset:
-            call.lost()
+            call.lost(RESET)
         return
     triton.under_way[id(call)] = call
 
@@ -179,7 +194,7 @@ def ended(triton: Triton) -> None:
     calls, triton.under_way = list(triton.under_way.values()), {}
     if triton.is_reset:
         for call in calls:
-            call.lost()
+            call.lost(RESET)
 
 
 __all__ = ["GreenCalls", "Triton", "ended"]

@@ -45,6 +45,7 @@ class Client:
     outputs: frozenset[str] = NAMES
     has_left: bool = False
     end: str = ""  # how it ended; "" while it has not
+    words: str = ""  # of the error that it ended with
     ended_s: float = 0.0
 
     def _must(self, holds: bool, what: str) -> None:
@@ -71,6 +72,7 @@ class Client:
 
     def fail(self, error: Exception) -> None:
         self._must(isinstance(error, ServingError), f"fails with {error!r}, which nobody knows")
+        self.words = str(error)
         self._end(type(error).__name__)
 
     def is_cancelled(self) -> bool:

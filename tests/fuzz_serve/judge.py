@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from backends.frontend.lifecycle.attempts import Loss
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.layout import geometry
 from mooncake_store.memory.buffers import checksum
@@ -20,6 +21,8 @@ from tests.fuzz_serve.green import looking_into
 from tests.fuzz_serve.loop import Process
 from tests.fuzz_serve.memory import Memories
 from tests.fuzz_serve.site import Deployment
+
+DEADLY = {"kill", "stub", "leave", "reload", "freeze", "pause"}  # to a worker, as others see it
 
 
 def directory_of(process: Process) -> Directory | None:
@@ -142,6 +145,13 @@ def check_answers(every: list[Client], deadline_s: float) -> None:
     late = [client.number for client in every
             if client.ended_s > client.asked_s + deadline_s]  # fmt: skip
     assert not late, f"requests {late} ended more than {deadline_s} s after they came"
+
+
+def check_losses(every: list[Client], faults: set[str]) -> None:
+    """A link that is cut is no fault of the request's. (That a worker died says the directory,
+    also of one that was cut off from it; so those may be blamed.)"""
+    blamed = [client.number for client in every if Loss.WORKER_FAILED.value in client.words]
+    assert faults & DEADLY or not blamed, f"requests {blamed} are blamed for what links did"
 
 
 def _check_directory(site: Deployment, directory: Directory) -> None:

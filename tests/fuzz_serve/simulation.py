@@ -62,6 +62,8 @@ class Simulation:
         self.clients = Clients(world, self.site)
         self.faults = Faults(world, self.site, self.network, self.memories)
         self.faults.kinds -= without
+        if not self.faults.kinds & judge.DEADLY:
+            shape.attempts_max = 1  # nothing may count
         self._checks_every = 1 if checks_all else CHECK_STEPS
 
     def run(self) -> Outcome:
@@ -98,6 +100,7 @@ class Simulation:
             if self._is_at_rest():
                 break
         judge.check_rest(self.site, self.clients, DEADLINE_S)
+        judge.check_losses(self.clients.all, self.faults.kinds)
         is_damaged = bool({"bits", "wire"} & self.faults.kinds)
         judge.check_memory(self.site, self.memories, self.clients, is_damaged)
 

@@ -65,6 +65,7 @@ class Shape:
     token_s: float = 0.001
     policy: str = "adaptive"
     queue_requests_max: int = 8
+    attempts_max: int = 3
     conductor: dict[str, Any] = field(default_factory=dict)
 
 
@@ -243,8 +244,8 @@ class Deployment:
         cluster = ClusterView(deciding, DIRECTORY, "")
         streams = TokenStreams(f"ipc:///sockets/{process.name}", 500.0)
         frontend = Frontend(
-            FrontendConfig(requests_max=16, cancel_poll_s=0.8), GreenTokenizer(),  # type: ignore[arg-type]
-            cluster, GreenCalls(), streams, open_outbox(),
+            FrontendConfig(requests_max=16, cancel_poll_s=0.8, attempts_max=shape.attempts_max),
+            GreenTokenizer(), cluster, GreenCalls(), streams, open_outbox(),  # type: ignore[arg-type]
         )  # fmt: skip
         process.state["cluster"], process.state["frontend"] = cluster, frontend
         green.Event().wait()

@@ -7,7 +7,8 @@ a loss costs time, and the only question is whose fault it was.
                After `counted_max` of these the request is given up, or a poisonous prompt would
                kill one worker after the other
     is free    the request had no part in it: KV that is gone is computed again, a worker that was
-               not there is not asked again, whoever finds nobody waits. Until the deadline: the
+               not there, that keys keep out of reach or whose link was cut is not asked again,
+               whoever finds nobody waits. Until the deadline: the
                client's own, or so long after the request came. An attempt that decoded tokens
                puts the latter off: a long answer is not given up for being long
     avoids     the next attempt leaves out the worker, as long as there is another
@@ -34,7 +35,9 @@ from backends.errors import (
     ServingError,
     StoreLost,
     WorkerGone,
+    WorkerRefused,
     WorkerUnavailable,
+    WorkerUnreached,
 )
 from backends.workers.protocol import HEARTBEAT_S
 
@@ -51,6 +54,8 @@ class Loss(Enum):
     NO_ROOM = "a storage node had no room for it"
     WORKER_FULL = "a worker was full"
     WORKER_GONE = "a worker was not there"
+    WORKER_UNREACHED = "there was no way to a worker"
+    WORKER_REFUSED = "a worker did not let this host in"
     STORE_LOST = "the store did not answer"
     KV_GONE = "its KV was gone"
     MESSAGES_LOST = "messages were lost"
@@ -70,6 +75,8 @@ RULES: Mapping[Loss, Rule] = {
     Loss.NO_ROOM: Rule(counts=True, avoids=True),
     Loss.WORKER_FULL: Rule(counts=False, avoids=True),
     Loss.WORKER_GONE: Rule(counts=False, avoids=True),
+    Loss.WORKER_UNREACHED: Rule(counts=False, avoids=True),
+    Loss.WORKER_REFUSED: Rule(counts=False, avoids=True),
     Loss.STORE_LOST: Rule(counts=False, avoids=True),
     Loss.KV_GONE: Rule(counts=False, avoids=False),
     Loss.MESSAGES_LOST: Rule(counts=False, avoids=False),
@@ -99,6 +106,8 @@ def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) ->
     for kind, loss in (
         (KvMissing, Loss.KV_GONE),
         (StoreLost, Loss.STORE_LOST),
+        (WorkerRefused, Loss.WORKER_REFUSED),
+        (WorkerUnreached, Loss.WORKER_UNREACHED),
         (WorkerGone, Loss.WORKER_GONE),
         (MessagesLost, Loss.MESSAGES_LOST),
         (WorkerUnavailable, Loss.WORKER_FAILED),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from backends.errors import ServingError
+from backends.errors import ServingError, WorkerUnreached
 from backends.frontend.lifecycle.attempts import Attempts, Loss
 from backends.text.text_stream import Emission
 
@@ -209,6 +209,13 @@ class NoteFailed(NamedTuple):
     worker: WorkerId
 
 
+class NoteUnreached(NamedTuple):
+    """There is no way to this worker: nobody is sent there until a probe gets through."""
+
+    worker: WorkerId
+    error: WorkerUnreached
+
+
 class NoteRefused(NamedTuple):
     """The decode worker had no time for it after all: it counts as full for a while."""
 
@@ -258,5 +265,6 @@ class End(NamedTuple):
 
 LifecycleAction = (
     Pause | Decide | CallPrefill | CallDecode | Send | NotePrefill | NoteLoss | NoteFailed
-    | NoteRefused | StopWorkers | CancelCall | AbandonCall | ReleaseKv | EndAttempt | End
+    | NoteUnreached | NoteRefused | StopWorkers | CancelCall | AbandonCall | ReleaseKv | EndAttempt
+    | End
 )  # fmt: skip

@@ -33,7 +33,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from backends.errors import MessagesLost, Overloaded, ServingError, WorkerGone, WorkerUnavailable
+from backends.errors import (
+    MessagesLost,
+    Overloaded,
+    ServingError,
+    WorkerGone,
+    WorkerUnavailable,
+    WorkerUnreached,
+)
 from backends.frontend.lifecycle.attempts import (
     RULES,
     Attempts,
@@ -64,6 +71,7 @@ from backends.frontend.lifecycle.events import (
     NoteLoss,
     NotePrefill,
     NoteRefused,
+    NoteUnreached,
     NotRouted,
     Pause,
     PauseOver,
@@ -349,7 +357,9 @@ def _lost_to(
     if loss is None:
         return state._replace(phase=Phase.DONE), [End(error), *actions, *ended]
     assert isinstance(error, ServingError)
-    if worker is not None and isinstance(error, WorkerUnavailable):
+    if worker is not None and isinstance(error, WorkerUnreached):
+        actions = [*actions, NoteUnreached(worker, error)]
+    elif worker is not None and isinstance(error, WorkerUnavailable):
         actions = [*actions, NoteFailed(worker)]
     return _again(state, loss, error, now_s, [*actions, *ended])
 

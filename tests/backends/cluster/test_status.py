@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,40 @@ def test_a_deployment_that_does_not_run_is_down_and_says_why() -> None:
     assert not found.is_well and host.parts["directory"].startswith(DOWN)
     assert host.parts["frontend"].startswith(UNKNOWN), "it is on loopback, maybe another machine's"
     assert "StoreUnavailable" in found.problem or "Timeout" in found.problem, found.problem
+
+
+class FrontendOf(BaseHTTPRequestHandler):
+    """Triton's HTTP port, with a conductor that does not reach one worker."""
+
+    def do_GET(self) -> None:
+        self._answer({})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/v2/models/conductor/generate" and asked["describe"] is True
+        facts = {"unreached_workers": {"decode_here_0": "its certificate has expired"}}
+        self._answer({"text_output": json.dumps(facts)})
+
+    def _answer(self, body: dict[str, str]) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_worker_that_a_frontend_does_not_reach_is_named_with_its_cause() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), FrontendOf) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        text = ONE_HOST + (
+            f"directories: {{hosts: [here], port: {free_port()}}}\n"
+            f"frontends: {{hosts: [here], address: 0.0.0.0, http_port: {server.server_port}}}\n"
+            "keys: {insecure: true}\n"
+        )
+        found = fleet_status(parse(text), f"tcp://127.0.0.1:{free_port()}")
+        server.shutdown()
+    (host,) = found.hosts
+    assert host.parts["frontend to decode_here_0"] == f"{DOWN}: its certificate has expired"
 
 
 def test_the_command_ends_with_status_1_where_etcd_does_not_answer(tmp_path: Path) -> None:

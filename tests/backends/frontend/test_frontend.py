@@ -55,7 +55,9 @@ class Site:
             served=self._wait, inboxes=lambda worker_id: [], grpc_addresses=set,
             finished=lambda *_: None, worker_failed=lambda *_: None, release=lambda _: None,
         )  # fmt: skip
-        calls = SimpleNamespace(cancel=self.cancelled.append, keep=lambda addresses: None)
+        calls = SimpleNamespace(
+            cancel=self.cancelled.append, keep=lambda addresses: None, probe=lambda address: None
+        )
         streams = SimpleNamespace(heard_s=lambda request_id: 0.0, forget=lambda request_id: None)
         outbox = SimpleNamespace(
             send=lambda inbox, message: self.stopped.append((inbox, message.request_id))

@@ -5,26 +5,39 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from backends.errors import WorkerUnavailable
-from backends.frontend.grpc_calls import GrpcCalls
+from backends.errors import WorkerGone, WorkerRefused, WorkerUnavailable, WorkerUnreached
+from backends.frontend.grpc_calls import CONNECTIONS, GrpcCalls
+from mooncake_store.keys.authority import Authority
+from mooncake_store.keys.folder import VARIABLE, Keys
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Answers with its own number; a request called "slow" waits until `go`."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(
+        self, number: int, address: str = "127.0.0.1:0",
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:  # fmt: skip
         self.number = number
         self.begun, self.go = threading.Event(), threading.Event()
         self.server = grpc.server(ThreadPoolExecutor(4))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self.server)
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        if credentials is None:
+            port = self.server.add_insecure_port(address)
+        else:
+            port = self.server.add_secure_port(address, credentials)
+        self.address = f"127.0.0.1:{port}"
         self.server.start()
+
+    def ServerLive(self, request, context):
+        return service_pb2.ServerLiveResponse(live=True)
 
     def ModelStreamInfer(self, requests, context):
         for request in requests:
@@ -90,6 +103,57 @@ def test_a_call_to_a_worker_that_is_gone_can_be_cancelled(tritons: list[FakeTrit
         calls.cancel("slow")
         with pytest.raises(WorkerUnavailable):
             pending.result(30.0)
+    calls.close()
+
+
+def test_a_probe_says_what_a_call_would_meet_and_calls_behind_it_connect_anew(
+    tritons: list[FakeTriton],
+) -> None:
+    calls, (triton, _) = GrpcCalls(), tritons
+    address = triton.address
+    assert ask(calls, triton) == 1
+    triton.server.stop(None).wait()
+    for _ in range(CONNECTIONS):
+        with pytest.raises(WorkerUnreached):
+            ask(calls, triton)
+    with pytest.raises(WorkerUnreached, match=address):
+        calls.probe(address)
+    waiting = calls._connections[address]
+    tritons[0] = again = FakeTriton(3, address)
+    calls.probe(address)
+    assert waiting not in calls._connections.values() and not calls._replaced
+    assert ask(calls, again) == 3
+    calls.close()
+
+
+def test_a_triton_that_does_not_believe_us_refuses_and_one_that_dies_does_not(
+    tritons: list[FakeTriton], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cluster in ("ours", "other"):
+        (tmp_path / cluster).mkdir()
+        Authority.begun(tmp_path / cluster).add_host("a")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "ours" / "a"))
+    theirs = Keys(tmp_path / "other" / "a")
+    chain = [(theirs.private_key.read_bytes(), theirs.certificate.read_bytes())]
+    strange = FakeTriton(
+        4, credentials=grpc.ssl_server_credentials(chain, theirs.authorities.read_bytes(), True)
+    )
+    tritons.append(strange)
+    calls = GrpcCalls()
+    for _ in range(CONNECTIONS + 1):
+        with pytest.raises(WorkerRefused, match="mooncake keys check"):
+            ask(calls, strange)
+    with pytest.raises(WorkerRefused):
+        calls.probe(strange.address)
+    monkeypatch.delenv(VARIABLE)
+    dying = tritons[0]
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(ask, calls, dying, "slow")
+        assert dying.begun.wait(30.0)
+        dying.server.stop(0)
+        with pytest.raises(WorkerUnavailable) as died:
+            pending.result(30.0)
+    assert not isinstance(died.value, WorkerGone), "the request may have been its end"
     calls.close()
 
 

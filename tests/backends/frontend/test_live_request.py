@@ -213,6 +213,7 @@ class Case:
         self.pauses_s: list[float] = []
         self.stopped: list[tuple[str, Stop]] = []
         self.abandoned: list[tuple[str, tuple[str, str]]] = []
+        self.unreached: list[tuple[tuple[str, str], ServingError]] = []
         self.ended: list[LiveRequest] = []
         self.works: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.observations = Observations()
@@ -223,6 +224,7 @@ class Case:
             calls=cast(Any, self.calls),
             streams=cast(Any, self.streams),
             outbox=cast(Any, SimpleNamespace(send=lambda *sent: self.stopped.append(sent))),
+            unreached=cast(Any, SimpleNamespace(add=lambda *found: self.unreached.append(found))),
             start=lambda work, *arguments: self.works.append((work, arguments)),
             abandon=lambda *call: self.abandoned.append(call),
             on_end=self.ended.append,

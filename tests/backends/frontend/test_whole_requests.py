@@ -86,6 +86,8 @@ class Calls:
         self.before: Callable[[str], None] = lambda model: None
         self.models: list[str] = []
 
+    def probe(self, address: str) -> None: ...
+
     def __call__(
         self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
         request_id: str,

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends import worker_tls
 from backends.errors import (
     Cancelled,
     InvalidRequest,
@@ -16,6 +17,7 @@ from backends.errors import (
     StoreLost,
     WorkerGone,
     WorkerUnavailable,
+    WorkerUnreached,
     from_broken_call,
     from_wire,
 )
@@ -38,7 +40,7 @@ def test_every_loss_has_a_rule() -> None:
     assert set(RULES) == set(Loss)
     assert set(FREE) == {
         Loss.WORKER_FULL, Loss.WORKER_GONE, Loss.STORE_LOST, Loss.KV_GONE, Loss.MESSAGES_LOST,
-        Loss.NOBODY,
+        Loss.NOBODY, Loss.WORKER_UNREACHED, Loss.WORKER_REFUSED,
     }  # fmt: skip
 
 
@@ -208,10 +210,21 @@ def test_an_error_keeps_its_class_on_its_way_from_a_worker(
 
 def test_a_call_that_was_never_sent_found_nobody_and_a_broken_one_was_in_somebody_s_hands() -> None:
     refused = "failed to connect to all addresses; last error: UNKNOWN: Connection refused"
-    assert type(from_broken_call("decode_0", "UNAVAILABLE", refused)) is WorkerGone
-    for details in ("Socket closed", "recvmsg:Connection reset by peer", None):
+    assert type(from_broken_call("decode_0", "UNAVAILABLE", refused)) is WorkerUnreached
+    for details in ("Stream removed (Socket closed)", "recvmsg:Connection reset by peer", None):
         broken = from_broken_call("decode_0", "UNAVAILABLE", details)
         assert type(broken) is WorkerUnavailable
+
+
+def test_what_only_the_way_to_a_worker_did_never_counts() -> None:
+    """As gRPC words them: keys that are not believed, and a link that is cut during a call."""
+    strange = "failed to connect to all addresses; last error: UNKNOWN: Tls handshake failed"
+    refused = worker_tls.refusal("10.0.0.1:1", strange)
+    assert refused is not None
+    cut = from_broken_call("p0", "UNAVAILABLE", "Stream removed (recvmsg:Connection timed out)")
+    for error in (refused, cut):
+        loss = loss_of(error, is_resumed=False)
+        assert loss is not None and not RULES[loss].counts and RULES[loss].avoids, error
 
 
 def test_a_worker_that_was_silent_before_the_call_never_had_the_request() -> None:

@@ -14,6 +14,7 @@ from backends.errors import (
     Overloaded,
     ServingError,
     WorkerGone,
+    WorkerRefused,
     WorkerUnavailable,
 )
 from backends.frontend.lifecycle.attempts import Attempts, Loss
@@ -37,6 +38,7 @@ from backends.frontend.lifecycle.events import (
     NoteLoss,
     NotePrefill,
     NoteRefused,
+    NoteUnreached,
     NotRouted,
     Pause,
     PauseOver,
@@ -69,6 +71,7 @@ P, D = ("prefill_0", "p"), ("decode_0", "d")
 LEFT, BROKE = Cancelled("the client went away"), ValueError("a mistake")
 GONE, KV_GONE = WorkerGone("it is shutting down"), KvMissing("blocks [0] of 1 are gone")
 CRASHED = WorkerUnavailable("internal_error: x")
+STRANGE = WorkerRefused("its certificate is of another cluster")
 REFUSED = Overloaded("decode_slow", "too slow", 1.0)
 
 
@@ -173,6 +176,9 @@ CASES: dict[tuple[Phase, type], list[Case]] = {
         (PREFILLING, CallFailed(1, CRASHED, 3.0), Phase.ROUTING,
          [NoteLoss(1, Loss.WORKER_FAILED, CRASHED), *RELEASED, NoteFailed(P), EndAttempt(1),
           avoiding(P)]),
+        (LAST_PREFILL, CallFailed(1, STRANGE, 3.0), Phase.ROUTING,
+         [NoteLoss(1, Loss.WORKER_REFUSED, STRANGE), *RELEASED, NoteUnreached(P, STRANGE),
+          EndAttempt(1), avoiding(P)]),
         (LAST_PREFILL, CallFailed(1, CRASHED, 3.0), Phase.DONE,
          [NoteLoss(1, Loss.WORKER_FAILED, CRASHED), *RELEASED, NoteFailed(P), EndAttempt(1), End]),
         (PREFILLING, CallFailed(1, BROKE, 3.0), Phase.DONE,

@@ -14,7 +14,9 @@ from backends.errors import (
     ServingError,
     StoreLost,
     WorkerGone,
+    WorkerRefused,
     WorkerUnavailable,
+    WorkerUnreached,
 )
 from backends.frontend.lifecycle.attempts import RULES, Attempts
 from backends.frontend.lifecycle.events import (
@@ -152,6 +154,7 @@ class World:
         if not self.is_calm and self.chance.random() < 0.25:
             errors: list[Exception] = [
                 KvMissing("gone"), StoreLost("down"), WorkerGone("left"), WorkerUnavailable("died"),
+                WorkerRefused("keys"), WorkerUnreached("cut"),
                 Overloaded("store_full", "full", 1.0), Overloaded("decode_slow", "slow", 1.0),
                 ValueError("a mistake"),
             ]  # fmt: skip

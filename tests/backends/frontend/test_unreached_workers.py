@@ -1,0 +1,89 @@
+"""A worker that cannot be called rests, and comes back when a probe reaches it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+
+import pytest
+
+from backends.errors import WorkerRefused, WorkerUnreached
+from backends.frontend import unreached_workers
+from backends.frontend.unreached_workers import UnreachedWorkers
+
+P, D = ("p0", "w1"), ("d0", "w1")
+REFUSED, CUT = WorkerRefused("its certificate has expired"), WorkerUnreached("timed out")
+
+
+class World:
+    """In place of the cluster and of gRPC; `turn` lets every unreached worker be probed once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(unreached_workers, "REST_S", 3600.0)
+        self.addresses = {P: "a:1", D: "b:1"}
+        self.refusals: dict[str, WorkerUnreached] = {}
+        self.said: list[tuple[str, bool]] = []
+        self.workers = UnreachedWorkers(cast(Any, self), self._probe)
+
+    def grpc_address(self, worker_id: str, incarnation: str) -> str | None:
+        return self.addresses.get((worker_id, incarnation))
+
+    def worker_reached(self, worker_id: str, incarnation: str, is_reached: bool) -> None:
+        self.said.append((worker_id, is_reached))
+
+    def _probe(self, address: str) -> None:
+        if (error := self.refusals.get(address)) is not None:
+            raise error
+
+    def turn(self) -> None:
+        for worker in list(self.workers._errors):
+            self.workers._look(worker)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_the_first_call_that_finds_no_way_takes_the_worker_out_until_a_probe_does(
+    world: World,
+) -> None:
+    world.refusals["a:1"] = REFUSED
+    world.workers.add(P, REFUSED)
+    assert world.said == [("p0", False)]
+    assert world.workers.causes() == {"p0": ("refused", "its certificate has expired")}
+    world.turn()
+    assert set(world.said) == {("p0", False)}, "whoever registers again meanwhile is out, too"
+    world.refusals.clear()
+    world.turn()
+    assert world.said[-1] == ("p0", True) and not world.workers.causes()
+    world.workers.close()
+
+
+def test_a_probe_names_the_newest_cause(world: World) -> None:
+    world.refusals["b:1"] = REFUSED
+    world.workers.add(D, CUT)
+    assert world.workers.causes()["d0"][0] == "cut_off"
+    world.turn()
+    assert world.workers.causes()["d0"][0] == "refused"
+    world.workers.close()
+
+
+def test_a_process_that_is_gone_is_probed_no_more(world: World) -> None:
+    world.workers.add(D, CUT)
+    del world.addresses[D]
+    world.turn()
+    assert not world.workers.causes() and ("d0", True) not in world.said
+    world.workers.close()
+
+
+def test_probes_are_made_by_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.workers.close()
+    monkeypatch.setattr(unreached_workers, "REST_S", 0.01)
+    reached = threading.Event()
+    world.worker_reached = lambda *_, is_reached: is_reached and reached.set()  # type: ignore[method-assign]
+    workers = UnreachedWorkers(cast(Any, world), world._probe)
+    workers.add(P, CUT)
+    assert reached.wait(30.0)
+    workers.close()
