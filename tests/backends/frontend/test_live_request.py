@@ -72,7 +72,7 @@ class Cluster:
     decisions: list[Reject | None] = field(default_factory=list)
     config: ConductorConfig = field(default_factory=ConductorConfig)
     asked: list[Request] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    failed: list[object] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     finished_ids: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
@@ -92,8 +92,7 @@ class Cluster:
 
     def decide(self, request: Request, wants_candidates: bool) -> Decided | Reject:
         self.asked.append(request)
-        decision = self.decisions.pop(0) if self.decisions else None
-        if decision is not None:
+        if self.decisions and (decision := self.decisions.pop(0)) is not None:
             return decision
         prefill = WorkerRef("prefill_0", "p", "s0", "ipc://p")
         decode = WorkerRef("decode_0", "d", "s0", "ipc://d")
@@ -213,7 +212,6 @@ class Case:
         self.pauses_s: list[float] = []
         self.stopped: list[tuple[str, Stop]] = []
         self.abandoned: list[tuple[str, tuple[str, str]]] = []
-        self.unreached: list[tuple[tuple[str, str], ServingError]] = []
         self.ended: list[LiveRequest] = []
         self.works: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.observations = Observations()
@@ -224,7 +222,9 @@ class Case:
             calls=cast(Any, self.calls),
             streams=cast(Any, self.streams),
             outbox=cast(Any, SimpleNamespace(send=lambda *sent: self.stopped.append(sent))),
-            unreached=cast(Any, SimpleNamespace(add=lambda *found: self.unreached.append(found))),
+            unreached=cast(
+                Any, SimpleNamespace(add=lambda one, _: self.cluster.failed.append(one))
+            ),
             start=lambda work, *arguments: self.works.append((work, arguments)),
             abandon=lambda *call: self.abandoned.append(call),
             on_end=self.ended.append,

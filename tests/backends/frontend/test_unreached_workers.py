@@ -10,6 +10,7 @@ import pytest
 from backends.errors import WorkerRefused, WorkerUnreached
 from backends.frontend import unreached_workers
 from backends.frontend.unreached_workers import UnreachedWorkers
+from tests.backends.frontend.test_live_request import ANSWER, Case
 
 P, D = ("p0", "w1"), ("d0", "w1")
 REFUSED, CUT = WorkerRefused("its certificate has expired"), WorkerUnreached("timed out")
@@ -75,6 +76,12 @@ def test_a_process_that_is_gone_is_probed_no_more(world: World) -> None:
     world.turn()
     assert not world.workers.causes() and ("d0", True) not in world.said
     world.workers.close()
+
+
+def test_a_request_that_meets_refusals_goes_on_elsewhere_and_none_of_them_counts() -> None:
+    case = Case({"decode_0": [REFUSED] * 3 + [CUT] * 3})
+    assert case.run() == ANSWER
+    assert case.cluster.failed == [("decode_0", "d")] * 6
 
 
 def test_probes_are_made_by_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
