@@ -222,9 +222,7 @@ class Case:
             calls=cast(Any, self.calls),
             streams=cast(Any, self.streams),
             outbox=cast(Any, SimpleNamespace(send=lambda *sent: self.stopped.append(sent))),
-            unreached=cast(
-                Any, SimpleNamespace(add=lambda one, _: self.cluster.failed.append(one))
-            ),
+            unreached=cast(Any, SimpleNamespace(add=lambda *it: self.cluster.failed.append(it))),
             start=lambda work, *arguments: self.works.append((work, arguments)),
             abandon=lambda *call: self.abandoned.append(call),
             on_end=self.ended.append,
