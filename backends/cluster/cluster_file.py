@@ -28,6 +28,7 @@ from backends.cluster.deployment import (
     NodeSpec,
     PoolSpec,
     WorkerSpec,
+    is_ip,
     is_loopback,
 )
 from backends.cluster.model_rendering import (
@@ -152,12 +153,12 @@ class _ClusterFile:
                 section.note(name, "has no address: say where other hosts reach it (address: IP)")
             unread = f"{name}.invalid"  # as far as other mistakes are concerned
             address = host.word("address", unread, _is_address, ADDRESS_WANTED)
-            default = address if _is_ip(address) else "0.0.0.0"
+            default = address if is_ip(address) else "0.0.0.0"
             if address == "localhost":
                 default = "127.0.0.1"
             yield name, Host(
                 name=name, address=address,
-                listen=host.word("listen", default, _is_ip, "an IPv4 address of the host"),
+                listen=host.word("listen", default, is_ip, "an IPv4 address of the host"),
                 identity=host.text("identity") or "",
                 state_dir=host.text("state_dir") or f".mooncake/{name}",
                 rack=host.text("rack") or "",
@@ -261,12 +262,12 @@ class _ClusterFile:
                 self._first_host() if self.top.has("pools") else (),
                 "a second frontend of a machine is another host with its address",
             ),
-            address=section.word("address", "127.0.0.1", _is_ip, "an IPv4 address, or 0.0.0.0"),
+            address=section.word("address", "127.0.0.1", is_ip, "an IPv4 address, or 0.0.0.0"),
             http_port=section.port("http_port", 8000),
             grpc_port=section.port("grpc_port", 8001),
             metrics_port=section.port("metrics_port", 8002),
             metrics_address=section.word(
-                "metrics_address", "127.0.0.1", _is_ip, "an IPv4 address, or 0.0.0.0"
+                "metrics_address", "127.0.0.1", is_ip, "an IPv4 address, or 0.0.0.0"
             ),
         )
         section.close()
@@ -580,17 +581,9 @@ def _ports(deployment: Deployment) -> dict[tuple[str, int], list[tuple[str, str]
     return found
 
 
-def _is_ip(text: str) -> bool:
-    try:
-        IPv4Address(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _is_address(text: str) -> bool:
     """Where somebody else can be reached."""
-    if _is_ip(text):
+    if is_ip(text):
         return not IPv4Address(text).is_unspecified and not IPv4Address(text).is_multicast
     is_number = re.fullmatch(r"[\d.]+", text, re.ASCII)  # 10.0.0.300, 10.1
     return bool(DNS_NAME.fullmatch(text)) and not is_number

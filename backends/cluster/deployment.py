@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+OCTETS = frozenset(map(str, range(256)))  # as they are written in an address
 HOST_PORT_STEP = 10  # between the ports of hosts of one address
 NODE_PORT = 7010  # of the first storage node on a host: control; data is the next one
 
@@ -168,3 +169,9 @@ class Deployment:
 def is_loopback(address: str) -> bool:
     """Can only this machine reach it?"""
     return address == "localhost" or (address.startswith("127.") and address.count(".") == 3)
+
+
+def is_ip(address: str) -> bool:
+    """A number, and not a DNS name."""
+    parts = address.split(".")
+    return len(parts) == 4 and all(part in OCTETS for part in parts)

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from backends.cluster.deployment import ClusterFileInvalid, Deployment, Host, is_loopback
+from backends.cluster.deployment import ClusterFileInvalid, Deployment, Host, is_ip, is_loopback
 from backends.cluster.host_plan import HostPlan, host_plan
 
 IMAGE = "mooncake"
@@ -106,13 +106,13 @@ def _ask(plan: HostPlan) -> str:
 
 
 def _place(host: Host) -> dict[str, Any]:
-    return {"aliases": [host.address]} if _is_name(host) else {"ipv4_address": host.address}
+    return {"ipv4_address": host.address} if is_ip(host.address) else {"aliases": [host.address]}
 
 
 def _network(deployment: Deployment) -> dict[str, Any]:
     """One that has all addresses: the smallest, but room for the gateway and its neighbours."""
     addresses = [IPv4Address(each.address) for each in deployment.hosts.values()
-                 if not _is_name(each)]  # fmt: skip
+                 if is_ip(each.address)]  # fmt: skip
     if not addresses:
         return {}
     if any(each.is_loopback for each in addresses):
@@ -126,11 +126,3 @@ def _network(deployment: Deployment) -> dict[str, Any]:
         network = network.supernet()
     gateway = next(each for each in reversed(list(network.hosts())[-300:]) if each not in addresses)
     return {"ipam": {"config": [{"subnet": str(network), "gateway": str(gateway)}]}}
-
-
-def _is_name(host: Host) -> bool:
-    try:
-        IPv4Address(host.address)
-    except ValueError:
-        return True
-    return False

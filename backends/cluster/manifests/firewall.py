@@ -16,9 +16,8 @@ program of the host too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ipaddress import IPv4Address
 
-from backends.cluster.deployment import ClusterFileInvalid, Deployment
+from backends.cluster.deployment import ClusterFileInvalid, Deployment, is_ip
 from backends.cluster.host_plan import HostPlan, host_plan
 from backends.cluster.manifests.doors import CLIENTS, FLEET, MONITORS, Door, doors, hosts_of
 
@@ -27,7 +26,7 @@ ELASTIC = "elastic"  # the set of addresses
 
 def firewall(deployment: Deployment, plan: HostPlan) -> str:
     """The text for `nft -f`; ClusterFileInvalid when hosts have names instead of addresses."""
-    named = [name for name, each in deployment.hosts.items() if not _is_number(each.address)]
+    named = [name for name, each in deployment.hosts.items() if not is_ip(each.address)]
     if named:
         what = f"hosts: {', '.join(named)} have DNS names, and firewall rules need IP addresses"
         raise ClusterFileInvalid(deployment.path, (what,))
@@ -82,11 +81,3 @@ def _openings(deployment: Deployment, open_to: Sequence[Door]) -> Iterator[str]:
 
 def _is_elastic(deployment: Deployment) -> bool:
     return any(pool.elastic is not None for pool in deployment.pools)
-
-
-def _is_number(address: str) -> bool:
-    try:
-        IPv4Address(address)
-    except ValueError:
-        return False
-    return True
