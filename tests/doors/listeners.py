@@ -14,17 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.keys.authority import Authority
 from mooncake_store.keys.curve import PeerAccess
 from mooncake_store.keys.folder import VARIABLE
-from mooncake_store.keys.tls import TlsContexts, contexts_of_process
+from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.records.membership import NodeInfo
-from mooncake_store.transports import tcp_frames as frames
-from mooncake_store.transports.tcp_frames import FrameKind
 from mooncake_store.transports.tcp_tls import called
+from mooncake_store.transports.tcp_transport import TcpTransport
+from mooncake_store.transports.transport import ByteSpan
 from mooncake_store.wire.mailbox import Inbox, Outbox
 from mooncake_store.wire.node_protocol import NodeClient
 from tests.mooncake_store.processes import StartedProcess
@@ -150,15 +151,12 @@ class Site:
 
 def data_serves(info: NodeInfo) -> bool:
     """A byte of the segment is read, with the token and with TLS."""
-    tls = contexts_of_process()
-    assert tls is not None
-    with tls_connection(info.data_address, tls) as connection:
-        token = info.incarnation.encode()
-        connection.sendall(frames.pack(FrameKind.HELLO, len(token)) + token)
-        connection.sendall(frames.pack(FrameKind.READ, 1) + frames.pack_spans([(0, 1)]))
-        until_s = time.monotonic() + PATIENCE_S
-        raw = frames.receive_bytes(connection, 2 * frames.HEADER.size + 1, until_s)
-    return frames.unpack(raw[16:32]) == (FrameKind.DONE, 1)
+    transport, target, span = TcpTransport(), np.zeros(1, np.uint8), ByteSpan(0, 1)
+    try:
+        transport.read(info, [span], [(target, span)], PATIENCE_S)
+    finally:
+        transport.close()
+    return True
 
 
 @contextmanager

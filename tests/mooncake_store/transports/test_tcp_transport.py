@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from tests.mooncake_store.makers import node_info
 from tests.mooncake_store.targets import TARGET_BYTES, Target, TargetPool
 
 SIZE = 1024**2
+ESTABLISHED, CLOSE_WAIT = "01", "08"  # in /proc/net/tcp
 
 
 @pytest.fixture
@@ -62,6 +64,19 @@ def open_files(target: Target) -> int:
     return len(os.listdir(f"/proc/{target.process.pid}/fd"))
 
 
+def files_when_idle(target: Target) -> int:
+    """Once the node has seen that the clients of earlier tests are gone."""
+    port = f":{int(target.info.data_address.rpartition(':')[2]):04X}"
+    until_s = time.monotonic() + 20.0
+    while any(
+        fields[1].endswith(port) and fields[3] in (ESTABLISHED, CLOSE_WAIT)
+        for fields in map(str.split, Path("/proc/net/tcp").read_text().splitlines())
+    ):
+        assert time.monotonic() < until_s, "the node keeps a connection of nobody"
+        time.sleep(0.01)  # poll
+    return open_files(target)
+
+
 def wait_until_equal(target: Target, files: int) -> None:
     until_s = time.monotonic() + 20.0
     while open_files(target) != files:
@@ -76,7 +91,7 @@ def test_a_frozen_node_is_a_timeout_after_which_nothing_arrives(
     with Segment.open(target.path) as segment:
         chance = np.random.default_rng(seed)
         segment.view[:] = chance.integers(1, 256, TARGET_BYTES, dtype=np.uint8)
-        before = open_files(target)
+        before = files_when_idle(target)
         transport.read(target.info, [ByteSpan(0, SIZE)], [(buffer, ByteSpan(0, SIZE))], 10.0)
         target.freeze()
         try:
@@ -104,7 +119,7 @@ def test_a_write_that_was_given_up_does_not_land_when_the_node_thaws(
     buffer = np.full(SIZE, 255, np.uint8)
     with Segment.open(target.path) as segment:
         segment.view[:] = 7
-        before = open_files(target)
+        before = files_when_idle(target)
         transport.connect(target.info)
         wait_until_equal(target, before + 1)
         target.freeze()
