@@ -48,7 +48,7 @@ from backends.launcher.launch_files import LaunchFiles, remove_leftovers
 from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
 from backends.launcher.processes import ChildProcess, Command
-from backends.launcher.renewal import ETCD, CertificateRenewal, HostTurn
+from backends.launcher.renewal import ETCD, CertificateRenewal, HostTurn, turn_at
 from backends.launcher.repository import ModelLoad, ModelState, RepositoryMirror, WorkerFolders
 from backends.launcher.triton_arguments import (
     common_arguments,
@@ -130,7 +130,7 @@ class Launcher:
         triton = environment.find_triton()
         options, plan = self.options, self.plan
         self._keys = self._keys_of_host()
-        turn = HostTurn(plan.directory_address, plan.host)
+        turn = turn_at(plan.directory_address, plan.host)
         self._renewal = CertificateRenewal(self._keys, turn)
         end_orphans(remove_leftovers())
         self._check(triton)

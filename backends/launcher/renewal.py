@@ -2,8 +2,9 @@
 
 When the host's folder of keys changes, each worker's Triton that was started with other
 certificates is drained and started again, while all other workers of this host serve. Hosts take
-turns, by an election in etcd of their own, because folders may be copied to all at once: so a role
-with two workers always has one. Requests under way end where they are; new ones go elsewhere.
+turns, because folders may be copied to all at once: so a role with two workers always has one.
+Requests under way end where they are; new ones go elsewhere. A turn is an election of its own in
+etcd, or, where one directory serves without an election, a block that only one may write.
 
 etcd's member reads its certificate at each handshake, but the authorities only when it starts, so
 it is started again when those change, before the workers, and in the same turn: so etcd keeps its
@@ -17,6 +18,7 @@ Not here: keys (mooncake_store/keys), draining and starting (triton_process.py).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -24,11 +26,14 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.election import Leader, Leadership, campaign, parse_address
 from mooncake_store.directory.etcd import EtcdFailed
-from mooncake_store.errors import StoreError
+from mooncake_store.errors import EpochPassed, StoreError
 from mooncake_store.keys.folder import Keys, LiveFiles
 from mooncake_store.keys.tls import TlsContexts
+from mooncake_store.records.blocks import Slot
 from mooncake_store.wire.addresses import ELECTED
 
 SETTLED_S = 3.0  # a folder that is being copied changes file by file
@@ -36,6 +41,10 @@ WHOLE_S = 2.0  # all workers serve for so long before the next one is restarted
 TTL_S = 5
 KEPT_OUT_S = 10.0  # etcd has let nobody in for so long: no turn is to be had
 ETCD = "etcd's member"  # among the workers
+# Of a turn where nothing is elected: whose block, its size, and how it is asked for.
+TURN_KEY = hashlib.blake2b(b"renewal", digest_size=KEY_BYTES).digest()
+TURN_BYTES = 4096
+LEASE_S, ASK_AGAIN_S, ASK_S_MAX = 15.0, 1.0, 1.0
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +53,6 @@ class HostTurn:
     """Whether it is this host's turn. It is asked for at the first question, and given back."""
 
     def __init__(self, directory_address: str, host: str) -> None:
-        """`directory_address`: without an election there is one host only."""
         self._address, self._host = directory_address, host
         self._held: Leadership | None = None
         self._thread: threading.Thread | None = None
@@ -52,8 +60,6 @@ class HostTurn:
         self._failing_from_s: float | None = None
 
     def is_held(self) -> bool:
-        if not self._address.startswith(ELECTED):
-            return True
         if self._held is not None and not self._held.may_serve():
             self.give_back()
         if self._held is None and self._thread is None:
@@ -94,6 +100,66 @@ class HostTurn:
         if self._held is not None:
             self._held.close()
         self._thread = self._held = None
+
+
+class DirectoryTurn(HostTurn):
+    """The same where nothing is elected. Of a directory only one owner has the slot of a block that
+    is being written, which ends with its lease, so the host that has that of TURN_KEY restarts."""
+
+    def __init__(self, directory_address: str, host: str) -> None:
+        super().__init__(directory_address, host)
+        self._owner = f"renewal of {host}"
+        self._client: DirectoryClient | None = None
+        self._slot: Slot | None = None
+        self._is_sure = False
+        self.asked_s = float("-inf")
+
+    def is_held(self) -> bool:
+        now_s = time.monotonic()
+        if now_s - self.asked_s >= ASK_AGAIN_S:
+            self.asked_s = now_s
+            try:
+                self._is_sure = self._ask_directory()
+            except StoreError as error:
+                log.warning("no turn to restart workers: %s", error)
+                self._is_sure = False
+        return self._is_sure
+
+    def _ask_directory(self) -> bool:
+        if self._client is None:
+            self._client = DirectoryClient(self._address, ASK_S_MAX)
+        client, slot = self._client, self._slot
+        try:
+            if slot is not None and client.renew(self._owner, LEASE_S, slot.epoch):
+                return True
+        except EpochPassed:
+            log.warning("the directory has begun anew: the turn to restart workers is over")
+        self._slot = None
+        nodes = [each.node_id for each in client.stats().nodes
+                 if each.tier == "dram" and each.is_open and not each.is_draining]  # fmt: skip
+        if nodes:
+            client.attach(min(nodes), "renewal", TURN_BYTES)
+            given = client.allocate(
+                min(nodes), [TURN_KEY], self._owner, LEASE_S, ephemeral=True, size_bytes=TURN_BYTES
+            )
+            self._slot = given.slots[0]
+        return self._slot is not None
+
+    def is_kept_out(self, now_s: float) -> bool:
+        return False  # there is no member of etcd
+
+    def give_back(self) -> None:
+        if self._client is not None:
+            with contextlib.suppress(StoreError):  # then it ends with its lease
+                self._client.abandon([self._slot] if self._slot else [], self._owner)
+            self._client.close()
+        self._client = self._slot = None
+        self._is_sure, self.asked_s = False, float("-inf")
+
+
+def turn_at(directory_address: str, host: str) -> HostTurn:
+    is_elected = directory_address.startswith(ELECTED)
+    return (HostTurn if is_elected else DirectoryTurn)(directory_address, host)
 
 
 class CertificateRenewal:

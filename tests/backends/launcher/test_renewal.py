@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from backends.launcher import renewal
 from backends.launcher.renewal import (
     ETCD,
     KEPT_OUT_S,
     SETTLED_S,
     WHOLE_S,
     CertificateRenewal,
+    DirectoryTurn,
     HostTurn,
+    turn_at,
 )
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.directory.core.directory import Directory
+from mooncake_store.directory.server import DirectoryServer
 from mooncake_store.keys.authority import Authority
 from mooncake_store.keys.folder import Keys
 from tests.mooncake_store.etcd_process import BINARY, HOW_TO, EtcdProcess
+from tests.mooncake_store.makers import node_info
 
 WORKERS = ("decode_a_0", "prefill_a_0")
 
@@ -168,10 +176,107 @@ def test_files_that_do_not_belong_together_are_waited_for(host: Host, tmp_path: 
     assert before != (place / "host.pem").read_bytes()
 
 
-def test_without_an_election_it_is_always_this_host_s_turn() -> None:
-    turn = HostTurn("tcp://127.0.0.1:7001", "a")
-    assert turn.is_held()
-    turn.give_back()
+class ServedDirectory:
+    """One directory, without an election."""
+
+    def __init__(self, epoch: int = 1) -> None:
+        self.server = DirectoryServer(Directory(epoch), "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+        self.client = DirectoryClient(self.server.address, timeout_s=30.0)
+        for name in ("s1", "s0"):
+            self.client.register_node(node_info(name))
+        self.turns: list[HostTurn] = []
+
+    def turn(self, host: str) -> HostTurn:
+        self.turns.append(turn_at(self.server.address, host))
+        return self.turns[-1]
+
+    def writing(self) -> dict[str, int]:
+        return {each.node_id: each.writing_blocks for each in self.client.stats().nodes}
+
+    def close(self) -> None:
+        for turn in self.turns:
+            turn.give_back()
+        self.client.close()
+        self.server.stop()
+        self.thread.join()
+        self.server.close()
+
+
+@pytest.fixture
+def directory() -> Iterator[ServedDirectory]:
+    made = ServedDirectory()
+    yield made
+    made.close()
+
+
+def asked(turn: HostTurn) -> bool:
+    """Now, however lately it was asked."""
+    if isinstance(turn, DirectoryTurn):
+        turn.asked_s = float("-inf")
+    return turn.is_held()
+
+
+def test_without_an_election_hosts_take_turns_by_the_directory(directory: ServedDirectory) -> None:
+    a, b = directory.turn("a"), directory.turn("b")
+    assert asked(a) and not asked(b)
+    assert asked(a) and not asked(b), "and it stays so"
+    assert directory.writing() == {"s0": 1, "s1": 0}
+    assert not b.is_kept_out(1e9)
+    a.give_back()
+    assert directory.writing() == {"s0": 0, "s1": 0}
+    assert asked(b) and not asked(a)
+
+
+def test_two_hosts_never_restart_workers_at_once(
+    directory: ServedDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewal, "ASK_AGAIN_S", 0.0)
+    authority = Authority.begun(tmp_path / "keys")
+    left = dict.fromkeys("ab", 0)  # looks until the worker that is restarted serves again
+    renewals, restarted = {}, []
+    for name in left:
+        authority.add_host(name)
+        keys = Keys(tmp_path / "keys" / name)
+        renewals[name] = CertificateRenewal(keys, directory.turn(name))
+        renewals[name].started(f"decode_{name}_0")
+    for look in range(40):
+        if look == 1:
+            authority.rotate()
+        for name, each in renewals.items():
+            left[name] = max(0, left[name] - 1)
+            if worker := each.due([f"decode_{name}_0"], lambda n=name: not left[n], 10.0 * look):
+                assert not any(left.values()), f"look {look}: {left}"
+                each.started(worker)
+                restarted.append(worker)
+                left[name] = 5
+    assert sorted(restarted) == ["decode_a_0", "decode_b_0"]
+    assert directory.writing() == {"s0": 0, "s1": 0}, "the turn is given back"
+
+
+def test_a_turn_passes_by_nodes_that_drain(directory: ServedDirectory) -> None:
+    directory.client.drain("s0", True)
+    assert asked(directory.turn("a")) and not asked(directory.turn("b"))
+    assert directory.writing() == {"s0": 0, "s1": 1}
+
+
+def test_the_turn_of_a_host_that_died_ends_with_its_lease(
+    directory: ServedDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewal, "LEASE_S", 0.5)
+    dead, next_one = directory.turn("a"), directory.turn("b")
+    assert asked(dead)
+    wait_until(lambda: asked(next_one))
+    assert not asked(dead), "it learns so when it asks"
+
+
+def test_nobody_has_a_turn_while_the_directory_is_silent(directory: ServedDirectory) -> None:
+    turn = directory.turn("a")
+    assert asked(turn)
+    directory.server.stop()
+    directory.thread.join()
+    assert not asked(turn)
 
 
 @pytest.mark.servers
@@ -179,7 +284,7 @@ def test_without_an_election_it_is_always_this_host_s_turn() -> None:
 def test_hosts_take_turns_by_an_election(tmp_path: Path) -> None:
     etcd = EtcdProcess(tmp_path)
     address = f"etcd://{etcd.url.removeprefix('http://')}/mooncake/demo/directory"
-    turns = {name: HostTurn(address, name) for name in ("a", "b")}
+    turns = {name: turn_at(address, name) for name in ("a", "b")}
     try:
         wait_until(lambda: turns["a"].is_held())
         assert not any(turns["b"].is_held() for _ in range(50))
