@@ -19,6 +19,10 @@ from itertools import islice
 
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
+# Of notes of frontends, in the log: as many as one turn of the directory's loop can bring (1,024
+# requests of 16 KiB), so that those who follow get all of them before the first one goes.
+NOTES_BYTES_KEPT_MAX = 16 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class BlockAdded:
@@ -88,11 +92,13 @@ class Snapshot:
 
 
 class EventLog:
-    """The last `events_max` events."""
+    """The last `events_max` events, and of their notes no more than NOTES_BYTES_KEPT_MAX."""
 
     def __init__(self, events_max: int) -> None:
         assert events_max > 0
         self._events: deque[Event] = deque(maxlen=events_max)
+        self._notes: deque[tuple[int, int]] = deque()  # numbers of such events, and their bytes
+        self._notes_bytes = 0
         self._sequence = 0
 
     @property
@@ -103,6 +109,20 @@ class EventLog:
     def append(self, event: Event) -> None:
         self._sequence += 1
         self._events.append(event)
+        if isinstance(event, FrontendNoted):
+            self._notes.append((self._sequence, len(event.notes)))
+            self._notes_bytes += len(event.notes)
+            self._bound_notes()
+
+    def _bound_notes(self) -> None:
+        """Drop the oldest events until their notes fit."""
+        first = self._sequence - len(self._events) + 1
+        while self._notes[0][0] < first or self._notes_bytes > NOTES_BYTES_KEPT_MAX:
+            number, length_bytes = self._notes.popleft()
+            self._notes_bytes -= length_bytes
+            for _ in range(first, number + 1):
+                self._events.popleft()
+            first = max(first, number + 1)
 
     def extend(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -123,4 +143,10 @@ class EventLog:
         """Prove the invariants."""
         maxlen = self._events.maxlen
         assert maxlen is not None
-        assert len(self._events) == min(self._sequence, maxlen), "the log lost or invented events"
+        first = self._sequence - len(self._events) + 1
+        notes = [(number, len(event.notes)) for number, event in enumerate(self._events, first)
+                 if isinstance(event, FrontendNoted)]  # fmt: skip
+        assert [note for note in self._notes if note[0] >= first] == notes, "notes are miscounted"
+        assert sum(length for _, length in notes) <= NOTES_BYTES_KEPT_MAX, "too many notes are kept"
+        is_full = len(self._events) == min(self._sequence, maxlen)
+        assert is_full or self._notes, "the log lost or invented events"

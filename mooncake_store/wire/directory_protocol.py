@@ -33,7 +33,7 @@ from mooncake_store.wire.request_reply import Verb
 
 T = TypeVar("T")
 KEYS_MAX = 65_536  # in one request
-NOTES_BYTES_MAX = 16_384  # of a hundred requests; the log keeps thousands of events
+NOTES_BYTES_MAX = 16_384  # of a hundred requests
 
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]

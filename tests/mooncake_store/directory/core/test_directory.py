@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from mooncake_store.directory.core.config import DirectoryConfig
@@ -14,7 +16,17 @@ from mooncake_store.errors import (
     StoreFull,
 )
 from mooncake_store.records.blocks import Slot
-from mooncake_store.records.events import BlockAdded, BlockRemoved, NodeDown, NodeUp
+from mooncake_store.records.events import (
+    NOTES_BYTES_KEPT_MAX,
+    BlockAdded,
+    BlockRemoved,
+    Event,
+    EventLog,
+    FrontendNoted,
+    NodeDown,
+    NodeUp,
+)
+from mooncake_store.wire.directory_protocol import NOTES_BYTES_MAX
 from tests.mooncake_store.makers import (
     BLOCK_BYTES,
     chain,
@@ -376,6 +388,41 @@ def test_the_first_generation_of_a_later_epoch_is_above_all_of_an_earlier_one() 
         slots = [allocated(directory, key, f"w{i}") for i, key in enumerate(chain(8))]
         generations.append([slot.generation for slot in slots])
     assert max(generations[0]) < min(generations[1])
+
+
+def test_notes_of_frontends_are_kept_by_their_bytes_and_the_oldest_events_go_for_them() -> None:
+    directory = directory_with("s0")
+    put(directory, chain(1))
+    before, notes = directory.sequence, bytes(NOTES_BYTES_MAX)
+    fitting = NOTES_BYTES_KEPT_MAX // NOTES_BYTES_MAX
+    for number in range(fitting):
+        directory.note_routed("f0", number, notes, 0.0)
+    assert len(directory.events_since(0) or []) == before + fitting
+    directory.note_routed("f0", fitting, b"x", 0.0)
+    assert directory.events_since(before) is None, "whoever has not seen it takes a snapshot"
+    kept = directory.events_since(before + 1) or []
+    assert [each.number for each in kept if isinstance(each, FrontendNoted)] == [
+        *range(1, fitting + 1)
+    ]
+    put(directory, chain(3, "b"))
+    assert len(directory.events_since(before + 1) or []) == fitting + 3
+    directory.check()
+
+
+def test_events_and_notes_at_random_are_kept_within_both_bounds(seed: int) -> None:
+    chance = random.Random(seed)
+    log, said = EventLog(20), list[Event]()
+    for number in range(2_000):
+        size = chance.choice([0, NOTES_BYTES_MAX, NOTES_BYTES_KEPT_MAX // chance.randint(2, 30)])
+        event: Event = FrontendNoted("f0", number, bytes(size))
+        said.append(event if chance.random() < 0.5 else BlockAdded(bytes(16), "s0"))
+        log.append(said[-1])
+        log.check()
+        missed = chance.randint(0, min(len(said), 25))
+        latest = said[len(said) - missed :]
+        weight = sum(len(each.notes) for each in latest if isinstance(each, FrontendNoted))
+        is_kept = missed <= 20 and weight <= NOTES_BYTES_KEPT_MAX
+        assert log.since(len(said) - missed) == (latest if is_kept else None)
 
 
 def test_events_that_are_not_kept_any_more_ask_for_a_snapshot() -> None:
