@@ -284,12 +284,12 @@ class NixlTransport(Transport):
 
     def _connect(self, node: NodeInfo, until_s: float, wanted: AgentLane | None = None) -> None:
         """Have another thread connect a lane to this node, and wait for it, but not for ever."""
-        left_s = min(until_s - time.monotonic(), CONNECT_S_MAX)
+        left_s = max(0.0, min(until_s - time.monotonic(), CONNECT_S_MAX))
         failures: list[Exception] = []
         is_over = threading.Event()
         other = self._connecting.setdefault(node.agent_name, is_over)  # in one step
         if other is not is_over:
-            if not other.wait(max(0.0, left_s)):
+            if not other.wait(left_s):
                 raise _not_connected(node, left_s)
             return  # the caller sees whether it is connected now
 
@@ -314,8 +314,13 @@ class NixlTransport(Transport):
                 del self._connecting[node.agent_name]
                 is_over.set()
 
-        threading.Thread(target=connect, name="connect", daemon=True).start()
-        if not is_over.wait(max(0.0, left_s)):
+        try:
+            threading.Thread(target=connect, name="connect", daemon=True).start()
+        except RuntimeError as error:  # this process has as many threads as it may
+            del self._connecting[node.agent_name]
+            is_over.set()
+            raise TransferFailed(f"node {node.node_id}: cannot connect: {error}") from error
+        if not is_over.wait(left_s):
             raise _not_connected(node, left_s)
         if failures:
             raise failures[0]

@@ -164,6 +164,9 @@ class TcpServer:
             except LimitReached as error:
                 self._turn_away(client, error)
                 connection.close()
+            except RuntimeError as error:  # this process has as many threads as it may
+                log.warning("no TCP connection accepted: %s", error)
+                connection.close()
 
     def _begin(self, client: OpenConnection) -> None:
         """Have a thread of its own serve it; LimitReached when there is no room for it."""
@@ -175,8 +178,8 @@ class TcpServer:
             client.thread = threading.Thread(
                 target=self._serve, args=(client,), name="tcp-serve", daemon=True
             )
-            self._open.append(client)
             client.thread.start()
+            self._open.append(client)
 
     def _make_room(self, arriving: OpenConnection) -> None:
         strangers = [each for each in self._open if not each.is_member and not each.reached_limit]

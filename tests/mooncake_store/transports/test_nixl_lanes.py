@@ -344,6 +344,23 @@ def test_a_host_that_does_not_answer_takes_no_lane(
     assert "nothing answers at" in str(problems[0])
 
 
+def test_a_process_without_room_for_threads_connects_when_it_has_some(
+    transport: NixlTransport, start: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, buffer = start("t0"), np.zeros(4096, np.uint8)
+    transport.register(buffer)
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransferFailed, match="t0: cannot connect: can't start"):
+            read(transport, target.info, buffer, PATIENCE_S)
+    read(transport, target.info, buffer, PATIENCE_S)
+    assert (buffer == 7).all()
+
+
 def test_a_probe_of_a_frozen_node_has_a_deadline_and_is_not_repeated_on_top_of_itself(
     start: Callable[[str], Target], transport: NixlTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:

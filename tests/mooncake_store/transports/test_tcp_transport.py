@@ -289,6 +289,20 @@ def test_connections_are_bounded(
     transport.connect(node_of(server))
 
 
+def test_a_server_without_room_for_threads_serves_when_it_has_some(
+    server: TcpServer, transport: TcpTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransferFailed):
+            transport.connect(node_of(server))
+    transport.connect(node_of(server))
+    wait_for_connections(server, 1)
+
+
 def test_strangers_that_say_nothing_keep_no_client_out(
     server: TcpServer, transport: TcpTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
