@@ -25,6 +25,7 @@ Samples = Sequence[tuple[int, int, float]]
 
 class Driver(ABC, Generic[W, J]):
     engine: ServingEngine
+    is_native: bool = False  # the engine hands KV over by itself
     _worker: W  # from `begin` on
 
     @property

@@ -88,7 +88,8 @@ class WorkerProcess:
         profile = machine_profile.load_or_measure(
             driver, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )
-        self.info = self._info(role, kv_layout.describe(*print_fields), slots_max, profile)
+        described = kv_layout.describe(*print_fields)
+        self.info = self._info(role, described, slots_max, profile, driver.is_native)
         self.call_limits = CallLimits(
             self.context_tokens_max, self.engine.vocabulary_tokens, inboxes_known()
         )
@@ -110,8 +111,9 @@ class WorkerProcess:
         self._watcher = threading.Thread(target=self._watch_loop, name="watch", daemon=True)
 
     def _info(
-        self, role: str, description: str, slots_max: int, profile: machine_profile.MachineProfile
-    ) -> WorkerInfo:
+        self, role: str, description: str, slots_max: int,
+        profile: machine_profile.MachineProfile, is_native: bool,
+    ) -> WorkerInfo:  # fmt: skip
         """What the directory hears of this worker; measures how far its nodes are."""
         config, layout = self.config, self.engine.layout
         return WorkerInfo(
@@ -132,6 +134,7 @@ class WorkerProcess:
             transfer_bytes_per_s=self.store.measure_rates(),
             transfer_latency_s=self.store.latencies_s(),  # as those found them
             grpc_address=os.environ.get("MOONCAKE_GRPC", ""),
+            is_native=is_native,
         )
 
     def _context_tokens_max(self, folder: Path) -> int:

@@ -113,14 +113,18 @@ def decode_loads(
 
 
 def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:
-    """No worker of this role can take it: none takes requests, or each is too small."""
+    """No worker of this role can take it: none takes requests, or each is too small. One that goes
+    on waits for the worker that was large enough: it may be starting again."""
     takers = [w for w in cluster.takers(role, now_s) if w.key not in request.excluded_workers]
-    if takers:
-        return _too_large(role, takers, request)
+    tokens = request.prompt_tokens + request.output_tokens_max * (role == "decode")
+    if takers and not (request.is_resumed and tokens <= cluster.largest_seen[role]):
+        return _too_large(cluster, role, takers, request)
     reasons: dict[str, int] = {}
     for worker in cluster.workers.values():
         if worker.info.role == role:
-            why = cluster.why_not(worker, now_s) or "excluded by this request"
+            is_small = cluster.tokens_max(worker.info) < tokens
+            why = "too small for it" if is_small else "excluded by this request"
+            why = cluster.why_not(worker, now_s) or why
             reasons[why] = reasons.get(why, 0) + 1
     counts = ", ".join(f"{count} x {why}" for why, count in sorted(reasons.items()))
     reason = f"no {role} worker takes requests ({counts or 'none is registered'})"
@@ -128,14 +132,22 @@ def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) 
     return Reject(request.request_id, f"no_{role}_worker", reason, None, retry_s)
 
 
-def _too_large(role: str, workers: Sequence[WorkerState], request: Request) -> Reject:
+def _too_large(
+    cluster: Cluster, role: str, workers: Sequence[WorkerState], request: Request
+) -> Reject:
     """No worker that is there could ever hold it; asking again will not help."""
+    info = max((worker.info for worker in workers), key=cluster.tokens_max)
+    node_blocks, wanted = cluster.node_blocks(info), request.prompt_tokens
+    if node_blocks < min(info.pages_max, blocks_touched(wanted, info.block_tokens)):
+        reason = (
+            f"{wanted} prompt tokens need {blocks_touched(wanted, info.block_tokens)} blocks of "
+            f"KV, and the largest storage node of a prefill worker, {info.node_id}, holds "
+            f"{node_blocks:.0f}; shorten the prompt, or give the node more memory (dram)"
+        )
+        return Reject(request.request_id, "too_large", reason, None, 0.0)
     output = f" + {request.output_tokens_max} to generate" if role == "decode" else ""
-    largest = max(
-        min(w.info.context_tokens_max, w.info.pages_max * w.info.block_tokens) for w in workers
-    )
     reason = (
-        f"{request.prompt_tokens} prompt tokens{output} exceed the {largest} tokens that the "
+        f"{wanted} prompt tokens{output} exceed the {cluster.tokens_max(info)} tokens that the "
         f"largest {role} worker can hold; shorten the prompt or max_tokens"
     )
     return Reject(request.request_id, "too_large", reason, None, 0.0)

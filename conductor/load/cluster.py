@@ -34,7 +34,7 @@ from conductor.load.pool import RATIO_FRESH_S, Pool
 from conductor.load.prefill_pool import PrefillPool
 from conductor.load.worker import WorkerKey, WorkerState, warm_up
 from conductor.messages import Request, Route
-from mooncake_store.layout import blocks_touched
+from mooncake_store.layout import blocks_touched, geometry
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
 PATHS_PER_TICK = 64  # made ahead for each role; one takes up to 0.1 ms in a large cluster
@@ -87,6 +87,7 @@ class Cluster:
         self.is_beside_decode = np.zeros(0, bool)  # prefill workers with a decode one on their node
         self._is_stale = True  # somebody came or went since the pools were built
         self._looked_s = -math.inf  # when they were last asked to bring up to date what fades
+        self.largest_seen: dict[str, int] = {}  # by role: tokens_max of any worker so far
 
     # Membership
 
@@ -226,7 +227,9 @@ class Cluster:
             self._is_stale, self._looked_s = False, -math.inf
             for role, pool in self._pools.items():
                 members = [w for w in self.workers.values() if w.info.role == role]
-                pool.build(members, self._is_in)
+                pool.build(members, self._is_in, self.tokens_max)
+                largest = max(pool.tokens_max.tolist(), default=0)
+                self.largest_seen[role] = max(self.largest_seen.get(role, 0), largest)
             self.is_beside_decode = self.prefills.has_neighbour(self.decodes)
         if not now_s - self._looked_s <= RATIO_FRESH_S:
             self._looked_s = now_s
@@ -242,6 +245,19 @@ class Cluster:
     def _is_in(self, worker: WorkerState) -> bool:
         info = worker.info
         return info.node_id in self.nodes and self._newest[info.worker_id] == worker.key
+
+    def tokens_max(self, info: WorkerInfo) -> int:
+        """Of one request that the worker could hold with nobody else there."""
+        blocks = min(info.pages_max, self.node_blocks(info))
+        return int(min(info.context_tokens_max, blocks * info.block_tokens))
+
+    def node_blocks(self, info: WorkerInfo) -> float:
+        """How many blocks of one prompt its node can hold: a prompt is handed over through it."""
+        node = self.nodes.get(info.node_id)
+        if info.role != "prefill" or info.is_native or node is None or not node.segment_bytes:
+            return math.inf
+        units = geometry(node.segment_bytes, node.unit_bytes).units
+        return units // -(-info.block_bytes // node.unit_bytes)
 
     def takers(self, role: str, now_s: float) -> list[WorkerState]:
         """The workers of a role that may be given a request now."""

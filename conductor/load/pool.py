@@ -55,9 +55,12 @@ class Pool:
         self.order = config.order
         self.workers: list[WorkerState] = []
 
-    def build(self, workers: Sequence[WorkerState], is_in: Callable[[WorkerState], bool]) -> None:
+    def build(
+        self, workers: Sequence[WorkerState], is_in: Callable[[WorkerState], bool],
+        tokens_max: Callable[[WorkerInfo], int],
+    ) -> None:  # fmt: skip
         """Anew, after somebody came or went. `is_in`: its node is up, and no newer incarnation is
-        there."""
+        there. `tokens_max`: of one request that it could hold with nobody else there."""
         infos = [worker.info for worker in workers]
         for row, worker in enumerate(workers):
             worker.row = row
@@ -69,9 +72,7 @@ class Pool:
         self.block_tokens_of = np.array([float(info.block_tokens) for info in infos])
         self.block_tokens_max = max(tokens, default=0)
         self.block_tokens = tokens.pop() if len(tokens) == 1 else 0  # where all have the same
-        self.tokens_max = np.array(
-            [min(i.context_tokens_max, i.pages_max * i.block_tokens) for i in infos]
-        )
+        self.tokens_max = np.array([tokens_max(info) for info in infos])
         self._tokens_max_least = min(self.tokens_max.tolist(), default=0)
         self.block_bytes = np.array([float(info.block_bytes) for info in infos])
         self._paths: dict[str, Path] = {}

@@ -76,6 +76,7 @@ class WorkerInfo:
     transfer_bytes_per_s: dict[str, float]  # from node_id; measured when the worker starts
     transfer_latency_s: dict[str, float]  # of one small read, from node_id; measured with the rates
     grpc_address: str = ""  # HOST:PORT of the Triton that serves it; "" when it cannot be called
+    is_native: bool = False  # its engine hands KV over by itself: its node need not hold a prompt
 
 
 @dataclass(frozen=True, slots=True)

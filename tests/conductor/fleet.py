@@ -35,8 +35,8 @@ def keys(text: str) -> list[bytes]:
     return found
 
 
-def node(node_id: str, incarnation: str = "n1") -> NodeInfo:
-    return NodeInfo(node_id, incarnation, "host", f"/dev/shm/{node_id}", 1 << 30, "", b"", 0)
+def node(node_id: str, incarnation: str = "n1", segment_bytes: int = 1 << 40) -> NodeInfo:
+    return NodeInfo(node_id, incarnation, "host", f"/dev/shm/{node_id}", segment_bytes, "", b"", 0)
 
 
 def worker(worker_id: str, role: str, node_id: str, **changes: object) -> WorkerInfo:

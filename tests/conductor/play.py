@@ -56,8 +56,8 @@ class Play:
     def at(self, seconds: str) -> None:
         self.now_s = float(seconds)
 
-    def node(self, node_id: str, incarnation: str = "n1") -> None:
-        self.conductor.on_events([NodeUp(node(node_id, incarnation))], self.now_s)
+    def node(self, node_id: str, incarnation: str = "n1", bytes: str = "1000000000000") -> None:
+        self.conductor.on_events([NodeUp(node(node_id, incarnation, int(bytes)))], self.now_s)
 
     def node_down(self, node_id: str, incarnation: str = "n1") -> None:
         self.conductor.on_events([NodeDown(node_id, incarnation)], self.now_s)

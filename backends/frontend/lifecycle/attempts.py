@@ -91,8 +91,8 @@ def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) ->
     """What a failed attempt was lost to; None: the error is the answer.
 
     `is_resumed`: an attempt before this one was let in. Then a rejection says only that nobody can
-    take it now; a request that is new is told so at once. A storage node without room may be one
-    that is just starting again, so another one is asked in both cases.
+    take it now (too_large: nobody ever could); a request that is new is told so at once. A storage
+    node without room may be one that is just starting again, so another one is asked in both cases.
 
     `asks_others`: other frontends fill the workers too, so that this one was full says nothing of
     the others; a frontend that is alone knows how full all of them are.
@@ -102,7 +102,7 @@ def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) ->
             return Loss.STORE_LOST if is_resumed else Loss.NO_ROOM
         if asks_others and error.kind in WORKER_FULL_KINDS and not is_resumed:
             return Loss.WORKER_FULL
-        return Loss.NOBODY if is_resumed else None
+        return Loss.NOBODY if is_resumed and error.kind != "too_large" else None
     for kind, loss in (
         (KvMissing, Loss.KV_GONE),
         (StoreLost, Loss.STORE_LOST),

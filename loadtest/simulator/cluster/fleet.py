@@ -199,6 +199,7 @@ class SimulatedFleet(SimulatedCluster):
             worker_id=name, incarnation=INCARNATION, role="prefill" if is_prefill else "decode",
             node_id=node_id, fingerprint="print", description="", inbox=name,
             block_tokens=settings.block_tokens, block_bytes=site.block_bytes,
+            is_native=True,  # the simulated nodes count blocks, whatever their bytes
             context_tokens_max=CONTEXT_TOKENS_MAX, pages_max=site.pages_max,
             slots_max=settings.waiting_max if is_prefill else settings.decode_slots,
             prefill_coefficients=fits.prefill.estimate.coefficients,

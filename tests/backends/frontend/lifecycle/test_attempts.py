@@ -156,9 +156,13 @@ def test_an_error_of_a_new_request_says_what_was_lost(
     assert loss_of(error, is_resumed=False) is loss
 
 
-@pytest.mark.parametrize("kind", ["no_decode_worker", "decode_queue_full", "ttft_slo", "too_large"])
+@pytest.mark.parametrize("kind", ["no_decode_worker", "decode_queue_full", "ttft_slo"])
 def test_a_request_that_goes_on_is_shed_by_nobody(kind: str) -> None:
     assert loss_of(Overloaded(kind, "", 1.0), is_resumed=True) is Loss.NOBODY
+
+
+def test_a_request_that_has_grown_too_large_for_every_worker_waits_for_none() -> None:
+    assert loss_of(Overloaded("too_large", "", 0.0), is_resumed=True) is None
 
 
 FULL_KINDS = ("prefill_queue_full", "decode_queue_full", "decode_overload")
