@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.errors import EpochPassed, RequestInvalid, StoreError
+from mooncake_store.errors import EpochPassed, RequestInvalid, StoreError, StoreUnavailable
 from mooncake_store.memory.slot_memory import Block
 from mooncake_store.records.membership import NodeInfo
 
@@ -64,6 +64,21 @@ class Registration:
         try:
             return self._directory.node_report(info.node_id, info.incarnation, epoch=self.epoch)
         except EpochPassed:  # another leads, and somebody said there that we live
+            return False
+        except StoreUnavailable:
+            if self._is_epoch_lost():
+                return False
+            raise
+
+    def _is_epoch_lost(self) -> bool:
+        """Does a directory lead whose epoch is smaller than the one that this holder knows?
+
+        What etcd says is the latest there is. So its count was lost, with its data or by somebody's
+        hand, and the directory of our epoch will never lead again.
+        """
+        try:
+            return self._directory.is_elected and self._directory.leader().epoch < self.epoch
+        except StoreUnavailable:  # nobody leads
             return False
 
     def _send_inventory(self) -> None:

@@ -18,6 +18,8 @@ from mooncake_store.records.membership import NodeInfo
 class InProcessDirectory:
     """Stands where a DirectoryClient would."""
 
+    is_elected = False
+
     def __init__(self) -> None:
         self.directory = Directory(epoch=1)
         self.is_down = False

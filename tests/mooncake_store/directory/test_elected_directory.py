@@ -18,7 +18,7 @@ import pytest
 from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.__main__ import main
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.election import NoLeader, leader_at
+from mooncake_store.directory.election import NoLeader, leader_at, parse_address
 from mooncake_store.directory.event_feed import EventFeed
 from mooncake_store.errors import StoreUnavailable
 from mooncake_store.records.events import Event, NodeUp, Snapshot
@@ -26,6 +26,8 @@ from tests.mooncake_store.elected import PATIENCE_S, Elected, until_answered
 from tests.mooncake_store.etcd_process import EtcdProcess
 from tests.mooncake_store.makers import node_info
 from tests.mooncake_store.processes import NodeProcess
+
+LATE = 2_000_000_000_000  # an epoch of the year 2033
 
 
 class Heard:
@@ -77,11 +79,16 @@ def test_a_killed_leader_is_replaced_and_clients_and_feeds_find_the_next(
     assert leader_at(election).address == second.address
 
 
+@pytest.mark.parametrize("is_lost", [False, True], ids=["etcd counts on", "etcd lost its count"])
 def test_blocks_outlive_the_leader_that_stored_them(
-    start: Callable[[str], Elected], election: str, tmp_path: Path
+    start: Callable[[str], Elected], election: str, tmp_path: Path, is_lost: bool
 ) -> None:
+    etcd, prefix = parse_address(election)
+    if is_lost:
+        etcd.change_unless_changed({}, {f"{prefix}/epoch": b"%d" % LATE}, [])
     first = start("a")
-    first.wait_ready()
+    epoch = first.wait_ready()
+    assert (epoch == LATE + 1) == is_lost
     second = start("b")
     node = NodeProcess(tmp_path, election, "s0", 8, "--mapped-only")
     try:
@@ -89,8 +96,10 @@ def test_blocks_outlive_the_leader_that_stored_them(
         blocks = [np.full(4096 * (i + 1), i + 1, np.uint8) for i in range(8)]
         with StoreClient(election, "s0", transports="mapped") as client:
             assert client.put(keys, blocks) == [True] * 8
+            if is_lost:
+                etcd.change_unless_changed({}, {}, [(f"{prefix}/epoch", f"{prefix}/epoci")])
             first.process.send_signal(signal.SIGKILL)
-            second.wait_ready()
+            assert (second.wait_ready() < epoch) == is_lost
             until_s = time.monotonic() + PATIENCE_S
             found: list[np.ndarray | None] = []
             while len(found) != 8 or any(block is None for block in found):

@@ -9,7 +9,8 @@ import pytest
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.errors import EpochPassed
+from mooncake_store.directory.election import Leader, NoLeader
+from mooncake_store.errors import EpochPassed, StoreUnavailable
 from mooncake_store.layout import STATE_READY
 from mooncake_store.memory.slot_memory import Block
 from mooncake_store.node.registration import Registration
@@ -65,3 +66,32 @@ def test_a_directory_that_changes_within_an_inventory_gets_all_of_it(
     assert looked.epochs == [1, 8]
     (node,) = looked.directory.stats().nodes
     assert (node.adopted, node.is_open) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("led_by", "comes_back"), [(3, True), (7, False), (8, False), (None, False)]
+)
+def test_a_holder_of_a_later_epoch_follows_an_earlier_one_only_where_etcd_says_that_it_leads(
+    led_by: int | None, comes_back: bool
+) -> None:
+    """Others answer in its name: an ex-leader on a machine that was paused, for instance."""
+    looked = LookedAt()
+    looked.directory.directory = Directory(7, begin_s=0.6)
+    looked.registration.report()
+
+    def leader() -> Leader:
+        if led_by is None:
+            raise NoLeader("nobody leads")
+        return Leader("ipc:///a", "ipc:///b", epoch=led_by)
+
+    vars(looked.directory).update(
+        directory=Directory(3, begin_s=0.6), is_elected=True, leader=leader
+    )
+    if comes_back:
+        looked.registration.report()
+        (node,) = looked.directory.stats().nodes
+        assert (node.adopted, node.is_open) == (1, True)
+    else:
+        with pytest.raises(StoreUnavailable, match="cannot lead any more"):
+            looked.registration.report()
+    assert looked.registration.epoch == (3 if comes_back else 7)
