@@ -187,13 +187,15 @@ def test_keys_are_renewed_while_requests_run_and_none_fails(fleet: KeyedFleet) -
         thread.start()
     try:
         for _ in range(3):
-            before = fleet.workers()
+            before, members = fleet.workers(), etcd_members(fleet)
             assert before
-            fleet.authority.rotate()
+            step = fleet.authority.rotate()
             until_s = time.monotonic() + RENEWED_S_MAX
             while not is_renewed(fleet, before):
                 assert time.monotonic() < until_s, f"{before} -> {fleet.workers()}"
                 time.sleep(0.3)  # poll
+            kept = members & etcd_members(fleet)
+            assert kept == (members if step == "switch" else set()), "whom etcd believes, it reads"
     finally:
         is_over.set()
         for thread in threads:
@@ -209,3 +211,8 @@ def is_renewed(fleet: KeyedFleet, before: dict[str, str]) -> bool:
     """Is every worker there in another incarnation?"""
     now = fleet.workers()
     return now.keys() == before.keys() and all(now[name] != before[name] for name in before)
+
+
+def etcd_members(fleet: KeyedFleet) -> set[int]:
+    """Their processes, one of each host."""
+    return {each.pid for host in fleet.hosts.values() for each in host.processes("etcd")}
