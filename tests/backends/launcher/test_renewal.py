@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +21,9 @@ from backends.launcher.renewal import (
 )
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.server import DirectoryServer
 from mooncake_store.keys.authority import Authority
 from mooncake_store.keys.folder import Keys
+from tests.mooncake_store.directory_thread import DirectoryThread
 from tests.mooncake_store.etcd_process import BINARY, HOW_TO, EtcdProcess
 from tests.mooncake_store.makers import node_info
 
@@ -180,9 +179,8 @@ class ServedDirectory:
     """One directory, without an election."""
 
     def __init__(self, epoch: int = 1) -> None:
-        self.server = DirectoryServer(Directory(epoch), "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
-        self.thread = threading.Thread(target=self.server.run)
-        self.thread.start()
+        self.thread = DirectoryThread(Directory(epoch))
+        self.server = self.thread.server
         self.client = DirectoryClient(self.server.address, timeout_s=30.0)
         for name in ("s1", "s0"):
             self.client.register_node(node_info(name))
@@ -199,9 +197,7 @@ class ServedDirectory:
         for turn in self.turns:
             turn.give_back()
         self.client.close()
-        self.server.stop()
-        self.thread.join()
-        self.server.close()
+        self.thread.close()
 
 
 @pytest.fixture
@@ -274,8 +270,7 @@ def test_the_turn_of_a_host_that_died_ends_with_its_lease(
 def test_nobody_has_a_turn_while_the_directory_is_silent(directory: ServedDirectory) -> None:
     turn = directory.turn("a")
     assert asked(turn)
-    directory.server.stop()
-    directory.thread.join()
+    directory.thread.stop()
     assert not asked(turn)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,8 +10,8 @@ import pytest
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.server import DirectoryServer
 from mooncake_store.records.blocks import Allocation
+from tests.mooncake_store.directory_thread import DirectoryThread
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, node_info
 
 BEGIN_S = 1_000.0  # whoever begins in a test is in time, unless the test makes it late
@@ -20,12 +19,9 @@ BEGIN_S = 1_000.0  # whoever begins in a test is in time, unless the test makes 
 
 class ServedDirectory:
     def __init__(self) -> None:
-        self.server = DirectoryServer(
-            Directory(5, begin_s=BEGIN_S), "tcp://127.0.0.1:*", "tcp://127.0.0.1:*"
-        )
-        self.thread = threading.Thread(target=self.server.run)
-        self.thread.start()
-        self.client = DirectoryClient(self.server.address, timeout_s=30.0)
+        self.thread = DirectoryThread(Directory(5, begin_s=BEGIN_S))
+        self.stop = self.thread.stop
+        self.client = DirectoryClient(self.thread.address, timeout_s=30.0)
         self.client.register_node(node_info("s0"))
         self.client.attach("s0", "print", BLOCK_BYTES)
 
@@ -34,13 +30,8 @@ class ServedDirectory:
         assert given.begin_s == BEGIN_S and given.asked_s > 0.0
         return replace(given, asked_s=given.asked_s - 2 * BEGIN_S) if is_late else given
 
-    def stop(self) -> None:
-        self.server.stop()
-        self.thread.join()
-
     def close(self) -> None:
-        self.stop()
-        self.server.close()
+        self.thread.close()
         self.client.close()
 
 
@@ -76,7 +67,7 @@ def test_who_is_late_goes_on_where_the_same_directory_leads(served: ServedDirect
 
 def test_who_is_late_and_finds_another_epoch_writes_nothing(served: ServedDirectory) -> None:
     given = served.granted(is_late=True)
-    served.server.directory.epoch = 6
+    served.thread.server.directory.epoch = 6
     assert not served.client.may_write(given, "w", 60.0)
     slot = given.slots[0]
     assert slot is not None and slot.epoch == 5
@@ -92,7 +83,7 @@ def test_who_is_late_and_hears_nothing_writes_nothing(served: ServedDirectory) -
 
 
 def test_where_nobody_is_elected_there_is_no_hurry(served: ServedDirectory) -> None:
-    served.server.directory.begin_s = 0.0
+    served.thread.server.directory.begin_s = 0.0
     given = served.client.allocate("s0", chain(2), "w", 60.0)
     assert (given.begin_s, given.asked_s) == (0.0, 0.0)
     served.stop()

@@ -21,8 +21,8 @@ from mooncake_store.directory.core.durable_log import DurableLog, LogChange, Pin
 from mooncake_store.directory.core.tenants import TENANTS_MAX
 from mooncake_store.directory.durable_verbs import DurableVerbs, restore
 from mooncake_store.directory.journal import SavedState, StateJournal
-from mooncake_store.directory.server import DirectoryServer
 from mooncake_store.errors import StateNotSaved, StoreError, StoreFull, StoreUnavailable
+from tests.mooncake_store.directory_thread import DirectoryThread
 
 KEYS = [bytes([number]) * 16 for number in range(8)]
 
@@ -52,10 +52,8 @@ class Served:
             self.directory, cast(StateJournal, self.journal), DurableLog(), now_ms=lambda: 1_000_000
         )
         events = "tcp://127.0.0.1:*" if address.startswith("tcp") else f"{address}-events"
-        self.server = DirectoryServer(self.directory, address, events, durable=self.durable)
-        self.address = self.server.address
-        self.thread = threading.Thread(target=self.server.run)
-        self.thread.start()
+        self.thread = DirectoryThread(self.directory, address, events, durable=self.durable)
+        self.server, self.address = self.thread.server, self.thread.address
         self.pool = ThreadPoolExecutor(4)
 
     def later(self, verb: str, *arguments: object) -> Future[object]:
@@ -74,9 +72,7 @@ class Served:
         return change
 
     def close(self) -> None:
-        self.server.stop()
-        self.thread.join()
-        self.server.close()
+        self.thread.close()
         self.pool.shutdown()
 
 
@@ -140,9 +136,7 @@ def test_taking_pins_away_where_there_are_none_is_not_written(served: Served) ->
 def test_who_still_waits_when_the_directory_ends_is_told(served: Served) -> None:
     pin = served.later("pin", KEYS, "hard", 0.0)
     served.journal.asked.get(timeout=30.0)
-    served.server.stop()
-    served.thread.join()
-    served.server.close()
+    served.thread.close()
     with pytest.raises(StoreUnavailable):
         pin.result(60.0)
     assert served.journal.is_closed

@@ -15,7 +15,6 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.event_feed import EventFeed
-from mooncake_store.directory.server import DirectoryServer
 from mooncake_store.errors import StoreError
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
 from mooncake_store.records.events import (
@@ -27,6 +26,7 @@ from mooncake_store.records.events import (
     WorkerDown,
 )
 from mooncake_store.wire.framing import MessageKind, pack_header
+from tests.mooncake_store.directory_thread import DirectoryThread
 from tests.mooncake_store.makers import BLOCK_BYTES, chain, node_info, worker_info
 from tests.mooncake_store.processes import DirectoryProcess
 
@@ -82,21 +82,6 @@ class Replica:
         known = {key: tuple(self.index.holders(key)) for key in keys if key in self.index}
         assert known == {key: tuple(sorted(nodes)) for key, nodes in truth.holders}
         assert len(self.index) == len(truth.holders)
-
-
-class ServerThread:
-    """A DirectoryServer in this process, where its config can be anything."""
-
-    def __init__(self, folder: Path, config: DirectoryConfig) -> None:
-        addresses = (f"ipc://{folder}/d", f"ipc://{folder}/e")
-        self.server = DirectoryServer(Directory(1, config), *addresses)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.stop()
-        self.thread.join()
-        self.server.close()
 
 
 @pytest.fixture
@@ -200,7 +185,8 @@ def test_a_feed_may_start_before_the_directory(tmp_path: Path) -> None:
 
 
 def test_events_that_were_lost_are_noticed_at_the_next_heartbeat(tmp_path: Path) -> None:
-    thread = ServerThread(tmp_path, DirectoryConfig(events_max=4))
+    directory = Directory(1, DirectoryConfig(events_max=4))
+    thread = DirectoryThread(directory, f"ipc://{tmp_path}/d", f"ipc://{tmp_path}/e")
     server = thread.server
     replica = Replica(server.address, server.events_address)
     assert replica.feed.wait_ready(WAIT_S)

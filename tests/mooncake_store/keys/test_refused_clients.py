@@ -26,23 +26,11 @@ from mooncake_store.wire.framing import PROTOCOL_VERSION, MessageKind, pack_head
 from mooncake_store.wire.mailbox import Inbox, Outbox
 from mooncake_store.wire.node_protocol import NodeClient
 from mooncake_store.wire.request_reply import Failure
+from tests.mooncake_store.directory_thread import ANY_PORT, DirectoryThread
 from tests.mooncake_store.keys.hosts import Hosts
 
-ANY_PORT = "tcp://127.0.0.1:*"
 PATIENCE_S = 30.0  # far more than a refusal takes: what needs it all is a mere timeout
 WHO = {"stranger": "does not know the key of this host|key is another", "": "asks? for keys"}
-
-
-class DirectoryThread:
-    def __init__(self) -> None:
-        self.server = DirectoryServer(Directory(1), ANY_PORT, ANY_PORT)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.stop()
-        self.thread.join()
-        self.server.close()
 
 
 @pytest.fixture

@@ -11,15 +11,14 @@ import pytest
 import zmq
 
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.event_feed import EventFeed
 from mooncake_store.directory.server import DirectoryServer
 from mooncake_store.errors import AccessRefused
 from mooncake_store.keys.curve import RENEW_NOTE_S, RENEW_S_MAX, DirectoryKey, secured_server
 from mooncake_store.keys.folder import VARIABLE, of_process
+from tests.mooncake_store.directory_thread import ANY_PORT, DirectoryThread
 from tests.mooncake_store.keys.hosts import Hosts
 
-ANY_PORT = "tcp://127.0.0.1:*"
 PATIENCE_S = 30.0
 
 
@@ -45,9 +44,8 @@ def test_each_step_is_read_live_by_the_directory_and_by_clients_of_a_step_before
     """The directory's host is copied first, then last; requests and events go on in any order."""
     copies = CopiedHosts(hosts, tmp_path)
     monkeypatch.setenv(VARIABLE, str(copies.copy("a")))
-    server = DirectoryServer(Directory(1), ANY_PORT, ANY_PORT)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
+    running = DirectoryThread()
+    server = running.server
     monkeypatch.setenv(VARIABLE, str(copies.copy("b")))
     client = DirectoryClient(server.address, PATIENCE_S)
     snapshots = threading.Semaphore(0)
@@ -68,9 +66,7 @@ def test_each_step_is_read_live_by_the_directory_and_by_clients_of_a_step_before
     assert feed.wait_ready(PATIENCE_S)
     feed.close()
     client.close()
-    server.stop()
-    thread.join()
-    server.close()
+    running.close()
 
 
 def test_a_port_that_somebody_takes_while_the_key_is_renewed_is_named_until_it_is_free(
@@ -145,15 +141,12 @@ def test_who_missed_a_whole_renewal_is_refused(hosts: Hosts, tmp_path: Path) -> 
     for _ in range(3):
         hosts.authority.rotate()
     hosts.be("a")
-    server = DirectoryServer(Directory(1), ANY_PORT, ANY_PORT)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
+    running = DirectoryThread()
+    server = running.server
     hosts._monkeypatch.setenv(VARIABLE, str(stale))
     with DirectoryClient(server.address, PATIENCE_S) as client:
         with pytest.raises(AccessRefused, match="different clusters or generations"):
             client.nodes()
         copies.copy("b")
         assert client.nodes() == [], "read again without a restart"
-    server.stop()
-    thread.join()
-    server.close()
+    running.close()
