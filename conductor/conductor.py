@@ -404,9 +404,12 @@ class Conductor:
         if not self.config.replicate:
             return []
         targets = {worker.info.node_id for worker in self._cluster.takers("prefill", now_s)}
-        suggestions = self._hotspots.suggest(self._tiers.dram, targets, now_s)
+        suggestions = self._hotspots.suggest(self._tiers.dram, targets, now_s, self._turn)
         self._totals.replicated_blocks += sum(len(s.block_keys) for s in suggestions)
         return suggestions
+
+    def _turn(self, key: bytes) -> int:
+        return self._others.turn(self._noted.frontend, key)
 
     def stats(self) -> ConductorStats:
         """Totals so far."""

@@ -23,12 +23,17 @@ Not here: what is noted (notes.py), how it travels (backends/frontend/routing_no
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from conductor.load.cluster import Cluster
 from conductor.messages import Prediction, Request, Route
 from conductor.notes import EndedNote, NoteBatch, PrefilledNote, RoutedNote
 
 FRONTENDS_MAX = 256  # beyond, the one that was silent for the longest is forgotten
+
+
+def _digest(frontend: str, key: bytes) -> bytes:
+    return blake2b(frontend.encode() + key, digest_size=8).digest()
 
 
 @dataclass(slots=True)
@@ -61,6 +66,12 @@ class OtherFrontends:
     def wanted_per_s(self) -> float:
         """Prefill seconds per second that all of them were asked for lately."""
         return sum(known.wanted_per_s for known in self._known.values())
+
+    def turn(self, own: str, key: bytes) -> int:
+        """Whose turn it is to act on what all see: 0 is first, and all agree on the order, which
+        differs from key to key (rendezvous hashing)."""
+        first = _digest(own, key)
+        return sum(_digest(frontend, key) < first for frontend in self._known)
 
     def on_batch(self, batch: NoteBatch, now_s: float) -> None:
         """Notes in the order of their batches; one that comes again or too late is passed over."""

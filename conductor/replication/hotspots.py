@@ -19,6 +19,10 @@ Limits: blocks suggested per tick, in flight in total, in flight to one target, 
 node that joins others lacks everything, so it would be everybody's first choice: its limit grows
 from an eighth to the whole (conductor/load/worker.py).
 
+Turns. Frontends that see the same hits would all suggest the same copy. So for each prefix they
+have an order: the first suggests at once, the second when it still wants the copy `TURN_S` later,
+and so on. Nobody has to be asked, and a prefix that only one of them sees is copied by that one.
+
 Not here: copying (the shell and mooncake_store), which node has what (prefix_index).
 """
 
@@ -27,7 +31,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from conductor.config import ConductorConfig
@@ -38,6 +42,7 @@ from mooncake_store.prefix_index.prefix_index import PrefixIndex
 
 NOTES_MAX = 1024  # requests noted between two ticks; more are counted at once
 KEYS_CONSIDERED_MAX = 128  # hottest keys looked at per tick
+TURN_S = 6.0  # the shell gives up a copy after 5
 
 
 @dataclass(slots=True)
@@ -60,6 +65,7 @@ class Hotspots:
         self._decay = ForwardDecay(config.hot_half_life_s)
         self._notes: list[tuple[Sequence[bytes], int, float]] = []
         self._arriving: dict[tuple[str, bytes], float] = {}  # (target, key) -> given up at
+        self._wanted_s: dict[bytes, float] = {}  # leaves that want a copy, and since when
         self._joined_s: dict[str, float] = {}  # when each target was first seen beside others
 
     def __len__(self) -> int:
@@ -80,8 +86,12 @@ class Hotspots:
     def node_down(self, node_id: str) -> None:
         self._arriving = {k: v for k, v in self._arriving.items() if k[0] != node_id}
 
-    def suggest(self, index: PrefixIndex, targets: Iterable[str], now_s: float) -> list[Replicate]:
-        """Copies worth making now, hottest prefix first. `targets`: nodes that may take copies."""
+    def suggest(
+        self, index: PrefixIndex, targets: Iterable[str], now_s: float,
+        turn: Callable[[bytes], int] = lambda key: 0,
+    ) -> list[Replicate]:  # fmt: skip
+        """Copies worth making now, hottest prefix first. `targets`: nodes that may take copies;
+        `turn`: how many frontends come before this one for the prefix that begins with this key."""
         self._count()
         self._arriving = {k: v for k, v in self._arriving.items() if v > now_s}
         nodes, found = self._with_room(sorted(targets), now_s), []
@@ -89,9 +99,13 @@ class Hotspots:
             self._config.hot_blocks_per_tick_max,
             self._config.hot_blocks_in_flight_max - len(self._arriving),
         )
-        for rate, key in self._leaves(index, now_s):
+        leaves = self._leaves(index, now_s)
+        self._wanted_s = {key: self._wanted_s.get(key, now_s) for _, key in leaves}
+        for rate, key in leaves:
             if left <= 0:
                 break
+            if now_s < self._wanted_s[key] + TURN_S * turn(self._chain(key)[0]):
+                continue
             suggestion = self._copy(index, nodes, key, rate, left)
             if suggestion is not None:
                 found.append(suggestion)

@@ -12,7 +12,14 @@ from conductor import Conductor, ConductorConfig, Request, Route
 from conductor.load.decode_batch import DecodeLoad
 from conductor.load.other_frontends import FRONTENDS_MAX
 from conductor.notes import NOTES_WAITING_MAX, NoteBatch
-from mooncake_store.records.events import Event, Snapshot, WorkerDown, WorkerReported, WorkerUp
+from mooncake_store.records.events import (
+    BlockAdded,
+    Event,
+    Snapshot,
+    WorkerDown,
+    WorkerReported,
+    WorkerUp,
+)
 from mooncake_store.records.membership import WorkerReport
 from tests.conductor.fleet import BLOCK_TOKENS, fleet, keys, node, prompt, report, worker
 
@@ -521,3 +528,20 @@ def test_a_report_is_heard_the_same_whoever_routed() -> None:
         one.check()
         assert batches(one) == batches(alone)
         assert queues(one, 2.1) == queues(alone, 2.1)
+
+
+def test_frontends_that_see_the_same_hits_copy_a_hot_prefix_once() -> None:
+    fronts = acquainted(4, hot_hits_per_s=0.01, hot_half_life_s=100.0)
+    firsts = set()
+    for family in FAMILIES:
+        for one in fronts:
+            one.on_events([BlockAdded(key, "s0") for key in family], 1.0)
+        for number in range(40):
+            for name, one in enumerate(fronts):
+                route_of(one, Request(f"{family[0]!r}{number}-{name}", 800, family, 1), 1.0)
+                one.on_finished(f"{family[0]!r}{number}-{name}", 1.0)
+        suggested = [{made.block_keys[0] for made in one.on_tick(1.0)} for one in fronts]
+        those = [name for name, found in enumerate(suggested) if family[0] in found]
+        assert len(those) == 1, suggested
+        firsts |= set(those)
+    assert len(firsts) > 1, "it is not always the same one"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from conductor import ConductorConfig
-from conductor.replication.hotspots import Hotspots
+from conductor.replication.hotspots import TURN_S, Hotspots
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
 from tests.conductor.fleet import keys
 
@@ -182,3 +182,32 @@ def test_a_node_that_joins_others_is_not_flooded_with_copies() -> None:
         sent[now_s] = sum(len(suggestion.block_keys) for suggestion in made)
         hot.check()
     assert sent == {10.0: 8, 25.0: 32, 60.0: 64}
+
+
+def test_who_comes_later_copies_a_prefix_that_is_still_wanted_when_its_turn_comes() -> None:
+    hot, index = setup(hot_hits_per_s=0.01, hot_half_life_s=100.0)
+    hold(index, "s0", "a*3")
+    for _ in range(30):
+        hot.note(keys("a*3"), 3, 0.0)
+    nodes = ["s0", "s1"]
+    asked = []
+
+    def second(key: bytes) -> int:
+        asked.append(key)
+        return 1
+
+    assert hot.suggest(index, nodes, 0.0, second) == []
+    assert hot.suggest(index, nodes, TURN_S - 0.1, second) == []
+    assert hot.suggest(index, nodes, TURN_S, second), "those before it do not see it, or died"
+    assert set(asked) == {keys("a*3")[0]}, "all agree on the order: they may know different ends"
+
+
+def test_who_comes_later_leaves_alone_what_was_copied_before_its_turn() -> None:
+    hot, index = setup(hot_hits_per_s=0.2, hot_half_life_s=10.0, hot_copies_max=2)
+    hold(index, "s0", "a*3")
+    for _ in range(6):
+        hot.note(keys("a*3"), 3, 0.0)
+    nodes = ["s0", "s1"]
+    assert hot.suggest(index, nodes, 0.0, lambda key: 1) == []
+    hold(index, "s1", "a*3")
+    assert hot.suggest(index, nodes, TURN_S, lambda key: 1) == []
