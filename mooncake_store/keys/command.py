@@ -137,7 +137,8 @@ def show(folder: Folder) -> None:
         for host, may_direct in sorted(state.hosts.items()):
             until = certificate_facts(folder / host).until
             role = "" if may_direct else ", no directory may run there"
-            typer.echo(f"{host}: certificate until {until:%Y-%m-%d}{role}")
+            named = f" of {state.addresses[host]}" if host in state.addresses else ""
+            typer.echo(f"{host}: certificate{named} until {until:%Y-%m-%d}{role}")
 
 
 @app.command()

@@ -127,6 +127,7 @@ def test_the_commands_take_a_cluster_through_its_life(tmp_path: Path) -> None:
     assert refused.exit_code == 1 and "neither an IP address nor a DNS name" in refused.output
     assert run(app, ["add-host", folder, "w", "--no-directory"]).exit_code == 0
     assert "w: certificate until" in (shown := run(app, ["show", folder]).output)
+    assert "c: certificate of 10.77.0.3 until" in shown
     assert "no directory may run there" in shown
     for step in ("prepare", "switch", "retire"):
         assert run(app, ["rotate", folder]).output.startswith(step)
