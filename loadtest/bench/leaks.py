@@ -4,7 +4,8 @@
     python -m loadtest.bench.leaks --seconds 3600 --capacity-share 0.8
 
 Starts its own server with `--self-check`: every process proves its invariants each second, and ends
-when one is broken. Storage nodes are small, so that they are full and evict after a minute. Then
+when one is broken. What fills slowly by design is small, so that it is full after a minute: storage
+nodes, and the blocks whose hits the conductor counts. Then
 
     warm_up  mixed requests, more at once than later: they fill thread pools and open connections.
     pace     with `--capacity-share` only: how many requests are answered when no user thinks, then
@@ -53,7 +54,7 @@ from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import benchmark, console
 from loadtest.harness.processes import Look, Looks, ProcessWatch
 from loadtest.harness.result import Cell, Target
-from loadtest.harness.server import PROJECT, CannotMeasure, started
+from loadtest.harness.server import PROJECT, CannotMeasure, own_repository, started
 
 RSS_RATIO_GOAL = 1.03
 WINDOW_S = 60.0
@@ -64,6 +65,7 @@ IN_FLIGHT_MAX = 24
 REST, MINUTES = ("before", "after"), ("second", "last")
 SELF_CHECKS = "mooncake_self_checks_total"
 STORE_BYTES = "96M"
+HOT_KEYS_MAX = 2_048
 LOCUST_FILE = PROJECT / "loadtest" / "locustfile.py"
 HTTP_S_MAX = 120.0
 SHARES = {"good": 5, "good http": 1, "bad": 2, "left": 2, "left http": 1}
@@ -509,7 +511,10 @@ def main(
     console.print(f"--seed {seed}")
     with (
         benchmark("leaks") as run,
-        started(["--self-check", "--store-bytes", STORE_BYTES]) as server,
+        own_repository((), {"conductor": {"hot_keys_max": str(HOT_KEYS_MAX)}}) as repository,
+        started(
+            ["--self-check", "--store-bytes", STORE_BYTES, "--model-repository", str(repository)]
+        ) as server,
     ):
         test = LeakTest(server.addresses, server.pid, seed, run.rows, run.targets)
         test.warm_up(mixed)
