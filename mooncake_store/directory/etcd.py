@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import NewConnectionError
 
 from mooncake_store.errors import AccessRefused, StoreUnavailable
 from mooncake_store.keys import folder
@@ -237,6 +238,10 @@ def access_problem(endpoint: str, error: Exception) -> str:
     """What a failed call means where one side does not believe the other; "": something else."""
     if not isinstance(error, requests.ConnectionError) or isinstance(error, requests.Timeout):
         return ""
+    if isinstance(
+        getattr(error.args[0], "reason", None) if error.args else None, NewConnectionError
+    ):
+        return ""  # nobody is there to refuse anything
     cause = _tls_error(error)
     # Who is refused in the middle of a request may read no more than that the connection is gone.
     if cause is None or isinstance(cause, ssl.SSLEOFError):
