@@ -182,8 +182,7 @@ class Conductor:
         if isinstance(options, Reject):
             return self._refuse(options)
         pair = options.best()
-        share = self._share(now_s) if self._others else 1.0
-        pressure = pressure_on(options, pair.decode, self.config, share)
+        pressure = pressure_on(options, pair.decode, self.config, self._others.wanted_of)
         kind, advice = self._gate.objection(pair, request, pressure, options.ttft_limit_s), None
         if kind:
             shed = self._gate.shed(pair, request, pressure) if kind == "fair_share" else None
@@ -222,7 +221,7 @@ class Conductor:
         candidates = []
         for is_other, _, _, (prefill, decode) in heapq.nsmallest(shown, ranked, lambda r: r[:3]):
             pair = options.pair(prefill, decode)
-            pressure = pressure_on(options, decode, self.config, self._share(now_s))
+            pressure = pressure_on(options, decode, self.config, self._others.wanted_of)
             verdict = self._gate.objection(pair, request, pressure, options.ttft_limit_s)
             candidates.append(_candidate(pair, verdict or ("slower" if is_other else "chosen")))
         return Explanation(tuple(candidates), len(ranked) - shown)
@@ -360,7 +359,7 @@ class Conductor:
     def take_notes(self, now_s: float, count_max: int, is_last: bool = False) -> NoteBatch:
         """What this frontend has to tell, or that it lives; a batch that is not sent is lost."""
         now_s = self._advance(now_s)
-        return self._noted.take(now_s, count_max, self._gate.wanted_per_s(now_s), is_last)
+        return self._noted.take(now_s, count_max, self._gate.wanted_of(now_s), is_last)
 
     @property
     def notes_waiting(self) -> int:
@@ -371,12 +370,6 @@ class Conductor:
     def frontends_known(self) -> int:
         """Others than this one, which were heard of lately."""
         return len(self._others)
-
-    def _share(self, now_s: float) -> float:
-        """Of what all frontends were asked for lately, this one's."""
-        theirs = self._others.wanted_per_s
-        own = self._gate.wanted_per_s(now_s)
-        return own / (own + theirs) if own > 0 and theirs > 0 else 1.0
 
     def _note_routed(self, route: Route, request: Request, send_s: float, now_s: float) -> None:
         predicted, prefill, decode = route.predicted, route.prefill, route.decode

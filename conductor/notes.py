@@ -20,8 +20,11 @@ Not here: bytes (backends/frontend/routing_notes.py), what is done with the note
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from heapq import nlargest
 
+TENANTS_NOTED = 16
 NOTES_WAITING_MAX = 4_096  # nobody fetched them for seconds: they are of no use any more
 
 
@@ -71,6 +74,7 @@ class NoteBatch:
     ended: tuple[EndedNote, ...] = ()
     is_last: bool = False  # the frontend closes
     wanted_per_s: float = 0.0  # prefill seconds per second that it was asked for lately
+    wanted_of: Mapping[str, float] = field(default_factory=dict)  # of those, its largest tenants'
 
 
 Note = RoutedNote | PrefilledNote | EndedNote
@@ -94,7 +98,7 @@ class OutgoingNotes:
             self._number += 1  # a batch that is never sent: the others see the gap
 
     def take(
-        self, now_s: float, count_max: int, wanted_per_s: float, is_last: bool = False
+        self, now_s: float, count_max: int, wanted_of: Mapping[str, float], is_last: bool = False
     ) -> NoteBatch:
         """The next batch; it may be empty."""
         notes, self._notes = self._notes[:count_max], self._notes[count_max:]
@@ -107,7 +111,8 @@ class OutgoingNotes:
             prefilled=tuple(note for note in notes if isinstance(note, PrefilledNote)),
             ended=tuple(note for note in notes if isinstance(note, EndedNote)),
             is_last=is_last,
-            wanted_per_s=wanted_per_s,
+            wanted_per_s=sum(wanted_of.values()),
+            wanted_of=dict(nlargest(TENANTS_NOTED, wanted_of.items(), key=lambda one: one[1])),
         )
 
     def check(self) -> None:

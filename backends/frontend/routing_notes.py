@@ -84,6 +84,7 @@ class NotesMessage(msgspec.Struct, array_like=True, frozen=True):
     ended: list[EndedMessage]
     is_last: bool
     wanted_per_s: Seconds
+    wanted_of: dict[Text, Seconds] = {}  # not from releases before this field
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -99,6 +100,7 @@ def pack_notes(batch: NoteBatch) -> bytes:
             ended=[_message(note, EndedMessage) for note in batch.ended],
             is_last=batch.is_last,
             wanted_per_s=batch.wanted_per_s,
+            wanted_of=dict(batch.wanted_of),
         )
     )
 
@@ -119,6 +121,7 @@ def unpack_notes(event: FrontendNoted) -> NoteBatch | None:
         ended=tuple(_note(one, EndedNote) for one in message.ended),
         is_last=message.is_last,
         wanted_per_s=message.wanted_per_s,
+        wanted_of=message.wanted_of,
     )
 
 

@@ -310,10 +310,10 @@ def _bounded(wait_s: float, config: ConductorConfig) -> float:
 
 
 def pressure_on(
-    options: Options, decode: DecodeOption, config: ConductorConfig, share: float = 1.0
+    options: Options, decode: DecodeOption, config: ConductorConfig, elsewhere: Mapping[str, float]
 ) -> Pressure:
     """What the pools are loaded with before this request: all prefill queues, the best batch.
-    `share`: of what all frontends were asked for, this one's."""
+    `elsewhere`: what other frontends were asked for, by tenant."""
     info, load = decode.worker.info, decode.load
     decode_load = max(
         decode.tbt_s / config.tbt_slo_s,
@@ -321,7 +321,7 @@ def pressure_on(
         load.pages / info.pages_max,
     )
     return Pressure(
-        options.backlog_s, options.prefill_count, decode_load, load.sequences > 0, share
+        options.backlog_s, options.prefill_count, decode_load, load.sequences > 0, elsewhere
     )
 
 
@@ -382,9 +382,9 @@ class Gate:
             self._share.decode_is_short()
         self._share.note(request, pair.predicted.prefill_s, pressure, now_s, not kind)
 
-    def wanted_per_s(self, now_s: float) -> float:
-        """What was offered to this frontend lately; 0 where nobody is shed."""
-        return self._share.wanted_per_s(now_s) if self._share is not None else 0.0
+    def wanted_of(self, now_s: float) -> dict[str, float]:
+        """What was offered to this frontend lately, by tenant; empty where nobody is shed."""
+        return self._share.wanted_of(now_s) if self._share is not None else {}
 
     def decode_was_short(self) -> None:
         """A decode worker refused a request that had been admitted."""

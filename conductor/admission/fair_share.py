@@ -7,12 +7,11 @@ ttft_slo_s`, and work may be admitted at the rate
 
     capacity = workers x (1 + (target - backlog) / ttft_slo_s)      [prefill seconds per second]
 
-(several frontends divide it in the ratio of what each was offered, `wanted_per_s`, as they tell),
-
 so an excess is drained within one service level. At or below half the target nobody is turned away.
-The capacity is divided among tenants max-min fairly by `tenant_shares`; of a tenant that gets less
-than it wants, the costliest requests of each class of prompt length are turned away, with a floor
-for each class (`Demand.split`):
+The capacity is divided among tenants max-min fairly by `tenant_shares`, over all frontends: they
+tell each other what each tenant asked them for, and what it gets is theirs in that ratio. Of a
+tenant that gets less than it wants, the costliest requests of each class of prompt length are
+turned away, with a floor for each class (`Demand.split`):
 
     admit a request of class c  if its cost is below cut[c]
     cut[c] = the same for every class, raised where that would admit less than a floor:
@@ -33,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -173,7 +172,8 @@ class Pressure:
     workers: int  # of those
     decode_load: float  # of the best decode worker: the highest of its loads / limits
     is_decoding: bool = True  # it is not empty
-    share: float = 1.0  # of what is asked of the workers: by this frontend
+    # Prefill seconds per second that other frontends were asked for lately, by tenant.
+    elsewhere: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,6 @@ class FairShare:
         self._decay = ForwardDecay(config.demand_half_life_s)
         self._recent = ForwardDecay(config.demand_half_life_s / RECENT_FASTER)
         self._planned_s = -math.inf
-        self._wanted_per_s = 0.0  # by all tenants, when plans were made
         self._noted_s = -math.inf  # when the latest request was counted
         self._decode_part = 1.0  # of what prefill could do: what decoding can
         self._is_decode_short = False  # a request was rejected for it since the last plan
@@ -226,10 +225,11 @@ class FairShare:
             length, work_s, limit_s, backlog_s, self.target_s, max(0.0, excess_s), wanted, granted
         )
 
-    def wanted_per_s(self, now_s: float) -> float:
-        """Prefill seconds per second that were offered here lately, taken or not."""
+    def wanted_of(self, now_s: float) -> dict[str, float]:
+        """Prefill seconds per second that each tenant offered here lately, taken or not."""
         faded = max(0.0, now_s - self._planned_s) / self._config.demand_half_life_s
-        return self._wanted_per_s * math.pow(2.0, -faded)
+        kept = math.pow(2.0, -faded)
+        return {tenant: wanted * kept for tenant, (wanted, _) in self._granted.items()}
 
     def is_shedding(self, tenant: str) -> bool:
         """Whether the plan turns some of this tenant's requests away, when there is a queue."""
@@ -292,23 +292,27 @@ class FairShare:
         demands = {
             t: max(steady[t] * per_s, d.recent_s * recent_per_s) for t, d in self._demands.items()
         }
-        self._wanted_per_s = sum(demands.values())
-        capacity = self._capacity(pressure, self._wanted_per_s)
-        grants = max_min(demands, self._weights, capacity)
+        everywhere = dict(pressure.elsewhere)
         for tenant, wanted in demands.items():
-            self._granted[tenant] = (wanted, grants[tenant])
-            if wanted > grants[tenant]:
+            everywhere[tenant] = everywhere.get(tenant, 0.0) + wanted
+        capacity = self._capacity(pressure, sum(everywhere.values()))
+        grants = max_min(everywhere, self._weights, capacity)
+        for tenant, wanted in demands.items():
+            # What a tenant has everywhere is divided between frontends as it asks them.
+            part = grants[tenant] / everywhere[tenant] if everywhere[tenant] > 0 else 1.0
+            self._granted[tenant] = (wanted, wanted * part)
+            if part < 1.0:
                 floor = self._config.length_share_min
                 # The mix of requests is taken from the steady rate, which has more samples, and
                 # the amount from the larger of both rates.
-                self._demands[tenant].split(steady[tenant] * grants[tenant] / wanted, floor)
+                self._demands[tenant].split(steady[tenant] * part, floor)
             else:
                 self._demands[tenant].cuts = NO_CUTS
 
     def _capacity(self, pressure: Pressure, wanted: float) -> float:
         """Prefill seconds that may be admitted per second."""
         excess = (pressure.backlog_s - self.target_s) / self._config.ttft_slo_s
-        capacity = pressure.workers * pressure.share * max(CAPACITY_MIN, 1 - excess)
+        capacity = pressure.workers * max(CAPACITY_MIN, 1 - excess)
         if self._is_decode_short:
             self._decode_part = max(CAPACITY_MIN, DECODE_LESS * self._decode_part)
         else:

@@ -22,6 +22,7 @@ Not here: what is noted (notes.py), how it travels (backends/frontend/routing_no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -29,6 +30,7 @@ from conductor.load.cluster import Cluster
 from conductor.messages import Prediction, Request, Route
 from conductor.notes import EndedNote, NoteBatch, PrefilledNote, RoutedNote
 
+SMALL_TENANTS = "\0"  # those that a batch does not name, taken for one
 FRONTENDS_MAX = 256  # beyond, the one that was silent for the longest is forgotten
 
 
@@ -40,7 +42,7 @@ def _digest(frontend: str, key: bytes) -> bytes:
 class _KnownFrontend:
     number: int  # of its latest batch
     heard_s: float
-    wanted_per_s: float = 0.0
+    wanted_of: Mapping[str, float] = field(default_factory=dict)
     request_ids: dict[int, str] = field(default_factory=dict)  # by the number of the routing
 
 
@@ -51,6 +53,8 @@ class OtherFrontends:
         self._cluster = cluster
         self._silence_s_max = silence_s_max
         self._known: dict[str, _KnownFrontend] = {}
+        # Prefill seconds per second that all of them were asked for lately, by tenant.
+        self.wanted_of: dict[str, float] = {}
         self.batches_received = 0
         self.batches_missed = 0
 
@@ -62,10 +66,11 @@ class OtherFrontends:
         """How many of the in-flight requests are theirs."""
         return sum(len(known.request_ids) for known in self._known.values())
 
-    @property
-    def wanted_per_s(self) -> float:
-        """Prefill seconds per second that all of them were asked for lately."""
-        return sum(known.wanted_per_s for known in self._known.values())
+    def _sum_wanted(self) -> None:
+        self.wanted_of = {}
+        for known in self._known.values():
+            for tenant, per_s in known.wanted_of.items():
+                self.wanted_of[tenant] = self.wanted_of.get(tenant, 0.0) + per_s
 
     def turn(self, own: str, key: bytes) -> int:
         """Whose turn it is to act on what all see: 0 is first, and all agree on the order, which
@@ -87,7 +92,9 @@ class OtherFrontends:
             self._give_up(known, now_s)
         self.batches_received += 1
         known.number, known.heard_s = batch.number, now_s
-        known.wanted_per_s = batch.wanted_per_s
+        rest = max(0.0, batch.wanted_per_s - sum(batch.wanted_of.values()))
+        known.wanted_of = {**batch.wanted_of, SMALL_TENANTS: rest}
+        self._sum_wanted()
         offset_s = now_s - batch.sent_s  # from its clock to ours; the way took no time
         for routed in batch.routed:
             self._routed(batch.frontend, known, routed, offset_s, now_s)
@@ -98,6 +105,7 @@ class OtherFrontends:
         if batch.is_last:
             self._give_up(known, now_s)
             del self._known[batch.frontend]
+            self._sum_wanted()
 
     def expire(self, now_s: float) -> None:
         """Give up the frontends of which nothing was heard for too long."""
@@ -105,6 +113,7 @@ class OtherFrontends:
             if now_s - known.heard_s > self._silence_s_max:
                 self._give_up(known, now_s)
                 del self._known[frontend]
+                self._sum_wanted()
 
     def _make_room(self) -> None:
         if len(self._known) >= FRONTENDS_MAX:

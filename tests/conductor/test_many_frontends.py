@@ -10,8 +10,8 @@ import pytest
 
 from conductor import Conductor, ConductorConfig, Request, Route
 from conductor.load.decode_batch import DecodeLoad
-from conductor.load.other_frontends import FRONTENDS_MAX
-from conductor.notes import NOTES_WAITING_MAX, NoteBatch
+from conductor.load.other_frontends import FRONTENDS_MAX, SMALL_TENANTS
+from conductor.notes import NOTES_WAITING_MAX, TENANTS_NOTED, NoteBatch, OutgoingNotes
 from mooncake_store.records.events import (
     BlockAdded,
     Event,
@@ -178,7 +178,7 @@ def test_a_request_that_is_routed_again_under_its_name_is_reserved_once() -> Non
     assert total(batches(second)) == EMPTY and second.stats().routed_elsewhere == 0
 
 
-def test_frontends_divide_what_workers_can_do_as_they_are_asked_for_it() -> None:
+def test_frontends_hear_what_others_are_asked_for() -> None:
     first, second = acquainted(2)
     for number in range(200):
         now_s = 1.0 + 0.1 * number
@@ -188,10 +188,21 @@ def test_frontends_divide_what_workers_can_do_as_they_are_asked_for_it() -> None
                 one.on_request(prompt(name, prompt_tokens=200), now_s)
                 one.on_finished(name, now_s)
         pass_on([first, second], now_s)
-    assert first._share(21.0) == pytest.approx(0.75, abs=0.02)
-    assert second._share(21.0) == pytest.approx(0.25, abs=0.02)
+    of_second, of_first = first._others.wanted_of[""], second._others.wanted_of[""]
+    assert of_first == pytest.approx(3 * of_second, rel=0.05)
     first.on_tick(21.0 + first.config.frontend_silent_s_max)
-    assert first._share(30.0) == 1.0, "the other is gone, and all of it is for this one"
+    assert not first._others.wanted_of, "the other is gone, and all of it is for this one"
+
+
+def test_beyond_the_largest_tenants_the_others_of_a_frontend_count_as_one() -> None:
+    first, _ = acquainted(2)
+    wanted = {f"t{number}": 0.1 * (number + 1) for number in range(TENANTS_NOTED + 2)}
+    batch = OutgoingNotes("f1").take(1.0, WHOLE, wanted)
+    first.on_routed_elsewhere(replace(batch, number=9), 1.0)
+    heard = first._others.wanted_of
+    assert len(heard) == TENANTS_NOTED + 1 and "t0" not in heard
+    assert heard[SMALL_TENANTS] == pytest.approx(0.1 + 0.2)
+    assert sum(heard.values()) == pytest.approx(sum(wanted.values()))
 
 
 # ---- what happens without them

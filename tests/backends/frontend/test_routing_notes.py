@@ -32,6 +32,7 @@ BATCH = NoteBatch(
     frontend="f", number=7, sent_s=100.0, routed=(ROUTED,),
     prefilled=(PrefilledNote(1, 99.0, 64, 0.5),), ended=(EndedNote(2, 99.0, 12),), is_last=True,
     wanted_per_s=1.5,
+    wanted_of={"": 1.0, "tenant": 0.25},
 )  # fmt: skip
 
 

@@ -248,3 +248,35 @@ def test_names_made_up_by_clients_do_not_fill_the_memory(seed: int) -> None:
     share.check()
     share.note(asked(8_000, "late"), 1.0, BUSY, 1e6, True)
     share.check()
+
+
+def beside(shop: Shop, other: Shop, step: int) -> Pressure:
+    """100 steps a second; what is counted is counted anew when rates are known."""
+    shop.now_s = step * 0.01
+    if step == 6_000:
+        shop.came.clear(), shop.went_in.clear(), shop.work_s.clear()
+    return Pressure(4.0, 2, 0.0, elsewhere=other.share.wanted_of(shop.now_s))
+
+
+def test_a_flood_at_another_frontend_leaves_a_tenant_its_share() -> None:
+    flooded, calm = Shop(demand_half_life_s=10.0), Shop(demand_half_life_s=10.0)
+    for step in range(9_000):
+        for shop, other, tenant, every in ((flooded, calm, "flood", 1), (calm, flooded, "b", 12)):
+            pressure = beside(shop, other, step)
+            if step % every == 0:
+                shop.ask(asked(8_000, tenant), 0.1, tenant, pressure)
+    assert calm.rate("b") > 0.9, "it asks for 0.83 of 2 seconds per second"
+    assert flooded.work_s["flood"] / 30 == pytest.approx(2 - 0.83, rel=0.15)
+
+
+def test_a_tenant_at_two_frontends_has_one_share() -> None:
+    first, second = Shop(demand_half_life_s=10.0), Shop(demand_half_life_s=10.0)
+    for step in range(9_000):
+        for shop, other in ((first, second), (second, first)):
+            pressure = beside(shop, other, step)
+            shop.ask(asked(8_000, "both"), 0.1, "both", pressure)
+            if shop is first:
+                shop.ask(asked(8_000, "one"), 0.1, "one", pressure)
+    both_s = first.work_s["both"] + second.work_s["both"]
+    assert both_s / 30 == pytest.approx(1.0, rel=0.15)
+    assert first.work_s["one"] / 30 == pytest.approx(1.0, rel=0.15)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from conductor import Conductor, ConductorConfig
+from conductor import ConductorConfig
+from conductor.admission.fair_share import FairShare
 from loadtest.replay.trace import read_trace
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
@@ -71,7 +72,7 @@ def test_overload_is_held_about_where_a_single_frontend_holds_it(
 ) -> None:
     """Because each tells what it is asked for; else each lets in what all the workers can do."""
     alone_s, four_s = overloaded_ttft_s(1), overloaded_ttft_s(4)
-    monkeypatch.setattr(Conductor, "_share", lambda self, now_s: 1.0)
+    monkeypatch.setattr(FairShare, "wanted_of", lambda self, now_s: {})
     assert four_s < 1.5 * alone_s < 0.6 * overloaded_ttft_s(4)
 
 
