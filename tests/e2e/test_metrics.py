@@ -14,6 +14,7 @@ from backends.metrics.table import METRICS
 from tests.e2e.causes import (
     CAUSES,
     B,
+    Family,
     Page,
     ask,
     families,
@@ -109,13 +110,17 @@ def test_the_numbers_of_known_requests_are_exact(demo: Server) -> None:
 
 
 def test_the_page_is_what_prometheus_reads(demo: Server) -> None:
-    ours = [family for family in families(demo) if family.name.startswith("mooncake_")]
+    def ours() -> list[Family]:
+        return [family for family in families(demo) if family.name.startswith("mooncake_")]
+
     declared = {
         name.removesuffix("_total"): metric for name, metric in METRICS.items()
         if not name.startswith("nv_trt_llm_") and name not in OF_NETWORK_CARDS | {UNREACHED}
     }  # fmt: skip
-    assert {family.name for family in ours} == declared.keys()
-    for family in ours:
+    # The page is put together of those of all Tritons, which say something once a second.
+    wait_until(lambda: {family.name for family in ours()} == declared.keys(),
+               "every metric of every model to be on the page")  # fmt: skip
+    for family in ours():
         metric = declared[family.name]
         assert (family.type, family.documentation) == (metric.kind, metric.meaning)
         for sample in family.samples:
