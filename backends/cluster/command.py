@@ -115,8 +115,7 @@ def drain(
     """Empty a host so that it can be stopped: requests end or move, its only copies are copied."""
     with shown_mistakes():
         deployment = load(cluster)
-        is_elastic = any(pool.elastic for pool in deployment.pools)
-        if host not in deployment.hosts and not is_elastic:
+        if host not in deployment.hosts and not deployment.elastic_pools:
             plans_of(deployment, host)  # says which hosts there are
         with contextlib.closing(
             HostDrain(deployment, host, join_as_operator(deployment, keys_of))

@@ -142,6 +142,15 @@ class Deployment:
         return self.path.rpartition("/")[0] or ("/" if self.path.startswith("/") else ".")
 
     @property
+    def file_name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def elastic_pools(self) -> list[PoolSpec]:
+        """Those whose workers may also be hosts that are not in the file."""
+        return [pool for pool in self.pools if pool.elastic is not None]
+
+    @property
     def workers(self) -> list[WorkerSpec]:
         return [worker for pool in self.pools for worker in pool.workers]
 

@@ -151,7 +151,7 @@ def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: s
 
     KeyError when there is no such pool, or it is not elastic.
     """
-    pool = {pool.name: pool for pool in deployment.pools if pool.elastic}[pool_name]
+    pool = {pool.name: pool for pool in deployment.elastic_pools}[pool_name]
     assert pool.elastic is not None
     host = Host(name=name, address=address, listen=address, state_dir=f".mooncake/{name}")
     node = NodeSpec(
@@ -222,7 +222,7 @@ def _environment(deployment: Deployment, host: Host) -> dict[str, str]:
     found["MOONCAKE_DIRECTORY"] = directory_address(deployment)
     found["MOONCAKE_EVENTS"] = _events_address(deployment)
     found["MOONCAKE_ADDRESS"] = host.address
-    is_elastic = any(pool.elastic for pool in deployment.pools)
+    is_elastic = bool(deployment.elastic_pools)
     peers = [each.address for each in deployment.hosts.values()]
     found["MOONCAKE_PEERS"] = "*" if is_elastic else ",".join(peers)
     if host.listen != host.address:

@@ -50,7 +50,7 @@ def rendered_models(
     deployment: Deployment, plan: HostPlan, templates: Mapping[str, str]
 ) -> dict[str, str]:
     """The text of each model's config.pbtxt; `templates`: those of the base repository."""
-    head = f"# Rendered from {deployment.path.rpartition('/')[2]}; an edit here wins until "
+    head = f"# Rendered from {deployment.file_name}; an edit here wins until "
     head += "`mooncake cluster render models`.\n"
     found: dict[str, str] = {}
     if plan.frontend is not None:

@@ -51,7 +51,7 @@ def firewall(cluster: ClusterFile = Path("cluster.yaml"), host: OneHost = "") ->
     with shown_mistakes():
         deployment = load(cluster)
         plans = plans_of(deployment, host)
-        elastic = [pool.name for pool in deployment.pools if pool.elastic and not host]
+        elastic = [] if host else [pool.name for pool in deployment.elastic_pools]
         plans += [pool_host_plan(deployment, name, f"{name}-elastic", "0.0.0.0")
                   for name in elastic]  # fmt: skip
         for plan in plans:

@@ -161,7 +161,7 @@ def plan_in_file(
             pool_host_plan(deployment, pool, host, address) if pool else host_plan(deployment, host)
         )
     except KeyError:
-        there = ", ".join(each.name for each in deployment.pools if each.elastic) if pool else (
+        there = ", ".join(each.name for each in deployment.elastic_pools) if pool else (
             ", ".join(deployment.hosts)
         )  # fmt: skip
         what = f"elastic pool {pool!r}" if pool else f"host {host!r}"

@@ -141,10 +141,7 @@ class Putter:
                 digests = self._write(info, writes, given, owner, deadline_s)
         except WriteGivenUp:
             raise
-        except EpochPassed as error:
-            log.warning("put on node_id=%s: %s", node_id, error)
-            return done
-        except TransferTimeout as error:
+        except (EpochPassed, TransferTimeout) as error:
             log.warning("put on node_id=%s: %s", node_id, error)
             return done
         except TransferFailed as error:

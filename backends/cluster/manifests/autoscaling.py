@@ -8,10 +8,15 @@ wait at the pool's workers.
 
 from __future__ import annotations
 
-import yaml
-
 from backends.cluster.deployment import Deployment, PoolSpec
-from backends.cluster.manifests.pods import METRICS, Document, labels, metadata, selector
+from backends.cluster.manifests.pods import (
+    METRICS,
+    Document,
+    documents_text,
+    labels,
+    metadata,
+    selector,
+)  # fmt: skip
 
 LIVE, WAITING = "mooncake_requests_live", "mooncake_requests_waiting"  # docs/metrics.md
 INSTANCE = "app.kubernetes.io/instance"
@@ -23,10 +28,10 @@ CALM_S = 300  # a pool shrinks only after the load was low for so long: a worker
 
 def monitoring_component(deployment: Deployment) -> dict[str, str]:
     """Files of the component by name."""
-    elastic = [pool for pool in deployment.pools if pool.elastic is not None]
-    files = {"service-monitor.yaml": _text(_monitor(deployment))}
+    elastic = deployment.elastic_pools
+    files = {"service-monitor.yaml": documents_text(_monitor(deployment))}
     if elastic:
-        files["autoscaling.yaml"] = _text([_scaler(deployment, pool) for pool in elastic])
+        files["autoscaling.yaml"] = documents_text([_scaler(deployment, pool) for pool in elastic])
     component: Document = {
         "apiVersion": "kustomize.config.k8s.io/v1alpha1",
         "kind": "Component",
@@ -41,14 +46,7 @@ def monitoring_component(deployment: Deployment) -> dict[str, str]:
             }
             for pool in elastic
         ]
-    return {**files, "kustomization.yaml": _text([component])}
-
-
-def _text(documents: list[Document]) -> str:
-    head = (
-        "# Rendered by `mooncake cluster render kubernetes`; change cluster.yaml or an overlay.\n"
-    )
-    return head + yaml.safe_dump_all(documents, sort_keys=False, width=100)
+    return {**files, "kustomization.yaml": documents_text([component])}
 
 
 def _monitor(deployment: Deployment) -> list[Document]:

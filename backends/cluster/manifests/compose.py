@@ -18,21 +18,25 @@ from typing import Any
 
 import yaml
 
-from backends.cluster.deployment import ClusterFileInvalid, Deployment, Host, is_ip, is_loopback
+from backends.cluster.deployment import (
+    HOST_PORT_STEP,
+    ClusterFileInvalid,
+    Deployment,
+    Host,
+    is_ip,
+    is_loopback,
+)
 from backends.cluster.host_plan import HostPlan, host_plan
+from backends.cluster.manifests.pods import FOLDER, IMAGE, SHM_EXTRA_BYTES, USER
 
-IMAGE = "mooncake"
-FOLDER = "/var/lib/mooncake"  # of the cluster file, in every container
-SHM_EXTRA_BYTES = 1 << 30  # what Tritons need beside the segments of storage nodes
 STOP_S = 30
-USER = 1_000  # of the image
 BACK = "../.."  # from compose.yaml to the folder of the cluster file
 
 
 def compose(deployment: Deployment, owners: Mapping[str, int] | None = None) -> str:
     """The text of compose.yaml, which lies two folders below the cluster file. `owners`: who has
     the keys of hosts, by user id."""
-    file = deployment.path.rpartition("/")[2]
+    file = deployment.file_name
     services = {
         name: _service(deployment, host_plan(deployment, name), number, (owners or {}).get(name))
         for number, name in enumerate(deployment.hosts)
@@ -71,7 +75,7 @@ def _read(deployment: Deployment) -> list[str]:
 def _service(
     deployment: Deployment, plan: HostPlan, number: int, owner: int | None
 ) -> dict[str, Any]:
-    file = deployment.path.rpartition("/")[2]
+    file = deployment.file_name
     # Logs, etcd's data, SSD tiers and rendered models, live edits among them.
     volumes = [f"state-{plan.host}:{FOLDER}", *map(_mount, (file, *_read(deployment)))]
     if deployment.keys_folder:
@@ -96,7 +100,7 @@ def _service(
     if plan.frontend is not None and not is_loopback(deployment.frontends.address):
         # Every frontend gets ports of its own on the machine: the first one those of the file.
         ports = (deployment.frontends.http_port, deployment.frontends.grpc_port)
-        service["ports"] = [f"127.0.0.1:{port + 10 * number}:{port}" for port in ports]
+        service["ports"] = [f"127.0.0.1:{port + HOST_PORT_STEP * number}:{port}" for port in ports]
     return service
 
 

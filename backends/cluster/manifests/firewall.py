@@ -35,11 +35,12 @@ def firewall(deployment: Deployment, plan: HostPlan) -> str:
     here = [host_plan(deployment, name) for name, each in hosts if each.address == plan.address]
     open_to = list(dict.fromkeys(door for each in here or [plan] for door in doors(each)))
     closed = ", ".join(door.ports for door in open_to if door.who != CLIENTS)
+    named_later = [f"  set {ELASTIC} {{ type ipv4_addr; flags interval; }}"]
     lines = [
-        f"# Rendered from {deployment.path.rpartition('/')[2]} for {plan.host} by `mooncake "
+        f"# Rendered from {deployment.file_name} for {plan.host} by `mooncake "
         "cluster render firewall`.",
         f"table {name} {{",
-        *([f"  set {ELASTIC} {{ type ipv4_addr; flags interval; }}"] * _is_elastic(deployment)),
+        *(named_later if deployment.elastic_pools else []),
         "  chain input { type filter hook input priority filter; policy accept; }",
         "}",
         f"flush chain {name} input",  # what was loaded before
@@ -72,12 +73,8 @@ def _openings(deployment: Deployment, open_to: Sequence[Door]) -> Iterator[str]:
         addresses = [deployment.hosts[name].address for name in hosts_of(deployment, door.who)]
         sources = ", ".join(dict.fromkeys(addresses))
         yield f"ip saddr {{ {sources} }} tcp dport {door.ports} accept {comment}"
-        if door.who == FLEET and _is_elastic(deployment):
+        if door.who == FLEET and deployment.elastic_pools:
             yield f"ip saddr @{ELASTIC} tcp dport {door.ports} accept {comment}"
         if door.last_port and deployment.trusted_data_network:
             names = ", ".join(f'"{name}"' for name in deployment.trusted_data_network)
             yield f"iifname {{ {names} }} tcp dport {door.ports} accept {comment}"
-
-
-def _is_elastic(deployment: Deployment) -> bool:
-    return any(pool.elastic is not None for pool in deployment.pools)

@@ -18,8 +18,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import yaml
-
 from backends.cluster.deployment import ClusterFileInvalid, Deployment, PoolSpec, is_loopback
 from backends.cluster.host_plan import HostPlan, host_plan, pool_host_plan
 from backends.cluster.manifests.pods import (
@@ -28,6 +26,7 @@ from backends.cluster.manifests.pods import (
     METRICS,
     STATE_FOLDER,
     Document,
+    documents_text,
     labels,
     metadata,
     pod,
@@ -43,28 +42,20 @@ def kustomize_base(deployment: Deployment, text: str) -> dict[str, str]:
     groups = _groups(deployment)
     files = {"cluster.yaml": text}
     for name, plans in groups.items():
-        files[f"{name}.yaml"] = _text(_group(deployment, name, plans))
-    for pool in deployment.pools:
-        if pool.elastic is not None:
-            if pool.name in groups:
-                what = f"pools.{pool.name}: is also a group of hosts ({pool.name}-0): rename one"
-                raise ClusterFileInvalid(deployment.path, (what,))
-            files[f"{pool.name}.yaml"] = _text(_pool(deployment, pool))
-    files["network-policies.yaml"] = _text(_network_policies(deployment, groups))
+        files[f"{name}.yaml"] = documents_text(_group(deployment, name, plans))
+    for pool in deployment.elastic_pools:
+        if pool.name in groups:
+            what = f"pools.{pool.name}: is also a group of hosts ({pool.name}-0): rename one"
+            raise ClusterFileInvalid(deployment.path, (what,))
+        files[f"{pool.name}.yaml"] = documents_text(_pool(deployment, pool))
+    files["network-policies.yaml"] = documents_text(_network_policies(deployment, groups))
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": [name for name in files if name != "cluster.yaml"],
         "configMapGenerator": [{"name": "cluster-file", "files": ["cluster.yaml"]}],
     }
-    return files | {"kustomization.yaml": _text([kustomization])}
-
-
-def _text(documents: list[Document]) -> str:
-    head = (
-        "# Rendered by `mooncake cluster render kubernetes`; change cluster.yaml or an overlay.\n"
-    )
-    return head + yaml.safe_dump_all(documents, sort_keys=False, width=100)
+    return files | {"kustomization.yaml": documents_text([kustomization])}
 
 
 def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
@@ -139,7 +130,7 @@ def _group(deployment: Deployment, name: str, plans: list[HostPlan]) -> list[Doc
                 # Directories and etcd find each other before they are ready.
                 "publishNotReadyAddresses": True,
                 "selector": selector(deployment, name),
-                "ports": [{"name": "metrics", "port": deployment.frontends.metrics_port,
+                "ports": [{"name": METRICS, "port": deployment.frontends.metrics_port,
                            "targetPort": METRICS}],
             },
         },

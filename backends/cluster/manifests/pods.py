@@ -10,21 +10,31 @@ from __future__ import annotations
 import posixpath
 from typing import Any
 
+import yaml
+
 from backends.cluster.deployment import Deployment
 from backends.cluster.host_plan import HostPlan, gpus_of
 
 IMAGE = "mooncake"  # an overlay names the real one (`images:`)
-FOLDER = "/var/lib/mooncake"
+FOLDER = "/var/lib/mooncake"  # of the cluster file, in every container
 STATE_FOLDER = ".mooncake"  # in it: what hosts keep, a volume
 HTTP, GRPC, METRICS = "http", "grpc", "metrics"  # names of ports
 GPU = "nvidia.com/gpu"  # the resource of NVIDIA's device plugin
-USER = 1_000
+USER = 1_000  # of the image
 BASE_MEMORY_BYTES = 2 << 30  # a host that serves the demo needs 1 GiB; engines need their KV
 SHM_EXTRA_BYTES = 1 << 30  # what Tritons need in /dev/shm beside the segments
 STOP_S = 60
 DRAIN_S_MAX = 240  # before a storage node is asked to stop
 
 Document = dict[str, Any]
+
+
+def documents_text(documents: list[Document]) -> str:
+    """One file of a base or component."""
+    head = (
+        "# Rendered by `mooncake cluster render kubernetes`; change cluster.yaml or an overlay.\n"
+    )
+    return head + yaml.safe_dump_all(documents, sort_keys=False, width=100)
 
 
 def labels(deployment: Deployment) -> dict[str, str]:
@@ -77,7 +87,7 @@ def pod(deployment: Deployment, name: str, plan: HostPlan, arguments: list[str])
 
 
 def _container(deployment: Deployment, plan: HostPlan, arguments: list[str]) -> Document:
-    file = deployment.path.rpartition("/")[2]
+    file = deployment.file_name
     mounts: list[Document] = [
         {"name": "folder", "mountPath": FOLDER},
         {"name": "cluster-file", "mountPath": f"{FOLDER}/{file}", "subPath": "cluster.yaml"},

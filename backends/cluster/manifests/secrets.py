@@ -24,10 +24,9 @@ def secrets(deployment: Deployment, folder: Path) -> str:
         match = POD_HOST.fullmatch(host)
         group = match["group"] if match else host
         groups.setdefault(group, {}).update(_files(folder / host, f"{host}."))
-    for pool in deployment.pools:
-        if pool.elastic is not None:
-            groups[pool.name] = dict(_files(folder / pool.name, ""))
-    missing = [host for host in (*deployment.hosts, *_pools(deployment))
+    pools = [pool.name for pool in deployment.elastic_pools]
+    groups |= {name: dict(_files(folder / name, "")) for name in pools}
+    missing = [host for host in (*deployment.hosts, *pools)
                if not any(_files(folder / host, ""))]  # fmt: skip
     if missing:
         what = f"there are no keys of {', '.join(missing)}: mooncake keys add-host {folder} NAME"
@@ -42,10 +41,6 @@ def secrets(deployment: Deployment, folder: Path) -> str:
         for group, files in groups.items()
     ]  # fmt: skip
     return yaml.safe_dump_all(documents, sort_keys=False, width=100)
-
-
-def _pools(deployment: Deployment) -> list[str]:
-    return [pool.name for pool in deployment.pools if pool.elastic is not None]
 
 
 def _files(folder: Path, prefix: str) -> Iterator[tuple[str, Path]]:

@@ -25,7 +25,7 @@ def unit_name(deployment: Deployment, host: str) -> str:
 def unit(deployment: Deployment, plan: HostPlan, program: str, folder: str, user: str) -> str:
     """`program` is the `mooncake` of that host, `folder` where its cluster file lies, and `user`
     whom it runs as; the model repository to render from lies in `folder` too."""
-    cluster_file = deployment.path.rpartition("/")[2]
+    cluster_file = deployment.file_name
     return f"""\
 # Rendered from {cluster_file} for host {plan.host} by `mooncake cluster render systemd`.
 [Unit]

@@ -92,6 +92,9 @@ class NicClient:
     def holds(self, value: int) -> Answer:
         return {"holds": all(bool((target == value).all()) for target in self.targets.values())}
 
+    def exist(self, numbers: list[int]) -> Answer:
+        return {"exist": self.store.exist([key_of(str(number)) for number in numbers])}
+
     def remove(self, numbers: list[int]) -> Answer:
         return {"removed": self.store.remove([key_of(str(number)) for number in numbers])}
 

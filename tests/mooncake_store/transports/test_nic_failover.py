@@ -369,11 +369,61 @@ def test_hosts_with_one_card_each_have_one_agent_as_ever(tmp_path: Path) -> None
         hosts.close()
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(40, marks=pytest.mark.long)])
+class KnownBlocks:
+    """What is stored, of a walk: number -> size in bytes.
+
+    A block is lost only in the way that transports/nic_transport.py tells of: bytes that the kernel
+    kept for a card which was cut again and again may arrive after the quarantine of their slots;
+    what lies there then is found broken, is given up and is a miss.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.client, self.lost = client, 0
+        self.sizes: dict[int, int] = {}
+
+    def forget_what_was_lost(self) -> set[int]:
+        numbers = list(self.sizes)
+        said = self.client.ask("exist", numbers=numbers)["exist"] if numbers else []
+        gone = {number for number, is_there in zip(numbers, said, strict=True) if not is_there}
+        for number in gone:
+            del self.sizes[number]
+        self.lost += len(gone)
+        return gone
+
+    def get(self, numbers: list[int], cut: Callable[[], object], **how: float) -> dict[str, Any]:
+        said = self.client.ask("get", cut, numbers=numbers, **how)
+        assert not said["wrong"], said
+        missed = {n for n, is_here in zip(numbers, said["came"], strict=True) if not is_here}
+        return {**said, "missed": missed}
+
+    def put(self, numbers: list[int], cut: Callable[[], object], **how: Any) -> dict[str, Any]:
+        said = self.client.ask("put", cut, numbers=numbers, **how)
+        missed = {n for n, is_there in zip(numbers, said["stored"], strict=True) if not is_there}
+        if not missed:  # otherwise a miss, or there after all: not known
+            self.sizes.update(dict.fromkeys(numbers, how["size_bytes"]))
+        return {**said, "missed": missed}
+
+    def remove_the_oldest(self) -> None:
+        """As many as keep the node far from what makes it evict."""
+        while sum(self.sizes.values()) > HELD_BYTES_MAX:
+            oldest = next(iter(self.sizes))
+            del self.sizes[oldest]
+            self.client.ask("remove", numbers=[oldest])
+
+    def is_served(self) -> bool:
+        if not self.sizes:
+            return True
+        number, size_bytes = next(iter(self.sizes.items()))
+        missed = self.get([number], lambda: None, size_bytes=size_bytes, deadline_s=4.0)["missed"]
+        return missed <= self.forget_what_was_lost()
+
+
+@pytest.mark.timeout(900)  # a step takes five seconds here, and up to a minute on a busy machine
+@pytest.mark.parametrize("steps", [4, pytest.param(24, marks=pytest.mark.long)])
 def test_random_cuts_during_random_reads_and_writes(hosts: TwoHosts, steps: int, seed: int) -> None:
-    """Bytes are always right, and the loss of a card that carries only KV costs no block."""
+    """Bytes are always right, and the loss of a card that carries only KV costs no call a block."""
     chance, client = random.Random(seed), hosts.client
-    known: dict[int, int] = {}  # number -> size
+    known = KnownBlocks(client)
     for step in range(steps):
         size_bytes = chance.choice((256 * 1024, MB, 4 * MB))
         faults = chance.choice(([], ["e0"], ["e1"], ["e1"], ["e0", "e1"]))
@@ -384,40 +434,30 @@ def test_random_cuts_during_random_reads_and_writes(hosts: TwoHosts, steps: int,
                 hosts.cut(link, kind)
 
         with hosts.slow("a"), hosts.slow("b"):
-            if chance.random() < 0.5 or not known:
+            if chance.random() < 0.5 or not known.sizes:
                 numbers = [10_000 + 100 * step + at for at in range(8)]
-                said = client.ask("put", cut, numbers=numbers, size_bytes=size_bytes,
-                                  deadline_s=10.0)  # fmt: skip
-                came = said["stored"]
-                known.update(dict.fromkeys(numbers, size_bytes))
-                if not all(came):
-                    for number in numbers:  # a miss, or there after all: not known
-                        del known[number]
+                said = known.put(numbers, cut, size_bytes=size_bytes, deadline_s=10.0)
             else:
-                size_bytes = chance.choice(list(known.values()))
-                numbers = [number for number, size in known.items() if size == size_bytes]
+                size_bytes = chance.choice(list(known.sizes.values()))
+                numbers = [number for number, size in known.sizes.items() if size == size_bytes]
                 numbers = chance.sample(numbers, min(8, len(numbers)))
-                said = client.ask("get", cut, numbers=numbers, size_bytes=size_bytes,
-                                  deadline_s=10.0)  # fmt: skip
-                came = said["came"]
-                assert not said["wrong"], (step, said)
+                said = known.get(numbers, cut, size_bytes=size_bytes, deadline_s=10.0)
+        assert said["seconds"] < 14.0, (step, said)
+        is_last = client.ask("counters")["frozen"] == FROZEN_MAX
+        hosts.heal()
         # The directory is behind e0: without it a call may be a miss. So may it when as many
         # agents were given up as may be.
-        is_last = client.ask("counters")["frozen"] == FROZEN_MAX
-        assert "e0" in faults or all(came) or is_last, (step, faults, kind, said)
-        assert said["seconds"] < 14.0, (step, said)
-        hosts.heal()
-        while sum(known.values()) > HELD_BYTES_MAX:  # far from what makes the node evict
-            oldest = next(iter(known))
-            del known[oldest]
-            client.ask("remove", numbers=[oldest])
-        if "e0" in faults and known:  # a node that failed is left alone for a moment
-            number, size_bytes = next(iter(known.items()))
-            one = {"numbers": [number], "size_bytes": size_bytes, "deadline_s": 4.0}
-            hosts.wait_until(lambda one=one: all(client.ask("get", **one)["came"]))
-    for size_bytes in set(known.values()):
-        numbers = [number for number, size in known.items() if size == size_bytes]
-        said = client.ask("get", numbers=numbers, size_bytes=size_bytes, deadline_s=30.0)
-        assert all(said["came"]) and not said["wrong"], said
+        is_unharmed = said["missed"] <= known.forget_what_was_lost()
+        assert is_unharmed or "e0" in faults or is_last, (step, faults, kind, said)
+        known.remove_the_oldest()
+        if "e0" in faults:  # a node that failed is left alone for a moment
+            hosts.wait_until(known.is_served)
+    for size_bytes in set(known.sizes.values()):
+        numbers = [number for number, size in known.sizes.items() if size == size_bytes]
+        said = known.get(numbers, lambda: None, size_bytes=size_bytes, deadline_s=30.0)
+        assert said["missed"] <= known.forget_what_was_lost(), said
     counted = client.ask("counters")
+    given_up = sum(nic["given_up"] for nic in counted["nics"].values())
+    print(f"{known.lost} blocks were broken by what came late; {given_up} parts were given up")
+    assert known.lost == 0 or given_up > 0
     assert counted["frozen"] <= FROZEN_MAX, counted
