@@ -17,19 +17,23 @@ Not here: which keys that needs (operator.py).
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from backends.cluster.deployment import Deployment
-from backends.workers.protocol import DrainWorker, open_outbox
+from backends.workers.protocol import DrainWorker, WorkerOutbox, encode, open_outbox
 from mooncake_store.client.client import StoreClient
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import StoreError
 from mooncake_store.records.events import Snapshot
 from mooncake_store.records.membership import SSD_SUFFIX, WorkerInfo
 
 LOOK_S = 0.5  # between two looks at reports, which come twice a second
 MOVED_AT_ONCE = 256  # blocks
 COPY_S_MAX = 30.0  # for so many
+ASK_S_MAX = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,22 @@ class Left:
     @property
     def is_empty(self) -> bool:
         return not self.requests and not self.blocks
+
+
+def move_requests(directory: str, workers: Collection[str], secret: str) -> None:
+    """Requests at these workers go on elsewhere at once: their processes are about to end.
+
+    As far as the directory says within ASK_S_MAX where they are; a request whose worker is not told
+    goes on when that has ended.
+    """
+    with (
+        contextlib.suppress(StoreError),
+        DirectoryClient(directory, ASK_S_MAX) as client,
+        contextlib.closing(WorkerOutbox(encode, secret)) as outbox,
+    ):
+        for worker in client.workers():
+            if worker.worker_id in workers:
+                outbox.send(worker.inbox, DrainWorker(is_on=True, moves=True))
 
 
 class HostDrain:

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from backends import launch_secret
+from backends.cluster.drain import move_requests
 from backends.cluster.host_plan import EtcdMember, NodePlan
 from backends.launcher import admin_key, environment
 from backends.launcher.admin_key import AdminKey
@@ -400,7 +401,8 @@ class Launcher:
 
     def stop(self) -> None:
         """End everything: first the Triton that clients call, so that nobody calls the workers'
-        any more; then those, so that workers can leave the directory in order."""
+        any more; then those, so that workers can leave the directory in order. What other hosts'
+        frontends have there is moved first: a Triton whose requests take long is killed."""
         give_up_s = time.monotonic() + STOP_S_MAX
         self._files.say_stopping()
         self._renewal.close()
@@ -411,6 +413,10 @@ class Launcher:
         first = [self.frontend] if self.frontend is not None else []
         self._end([each.child for each in first], FRONTEND_STOP_S)
         workers = [*self.workers.values(), *self._leaving]
+        if self.plan.deployment and workers:
+            move_requests(
+                self.plan.directory_address, {each.name for each in workers}, self._secret()
+            )
         left_s = give_up_s - time.monotonic()
         self._end([each.child for each in workers], left_s - OTHERS_STOP_S)
         if self.plan.deployment:  # each says goodbye to the next

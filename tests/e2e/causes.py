@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import psutil
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from backends.metrics.table import METRICS
 from tests.e2e.server import Answer, Server, take, wait_until
+from tests.e2e.server_processes import process_of, processes_of, stub_of
 
 B = 64  # block_tokens
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]  # (name, labels) -> value
@@ -95,24 +95,6 @@ def ask(
     )
     assert not answer.error, answer.error
     return answer
-
-
-def stub_of(server: Server, model: str) -> psutil.Process:
-    return process_of(server, f"/{model}/1/model.py")
-
-
-def has_process(server: Server, mark: str) -> bool:
-    with contextlib.suppress(AssertionError):
-        return bool(process_of(server, mark))
-    return False
-
-
-def process_of(server: Server, mark: str) -> psutil.Process:
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and mark in " ".join(process.cmdline()):
-                return process
-    raise AssertionError(f"no process has {mark}")
 
 
 @cause(
@@ -227,7 +209,7 @@ def a_worker_that_is_added(server: Server) -> Iterator[None]:
     yield
     shutil.rmtree(folder)
     # It drains first, and may be given a request until the conductor has heard of that.
-    wait_until(lambda: not has_process(server, "/decode_2/1/model.py"), "decode_2 to end", 60.0)
+    wait_until(lambda: not processes_of(server, "/decode_2/1/model.py"), "decode_2 to end", 60.0)
 
 
 @cause("retries_total", "start_time_seconds", is_rough=True)

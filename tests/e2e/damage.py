@@ -125,16 +125,6 @@ class BitFlips:
             os.close(descriptor)
 
 
-def process_of(server: Server, words: str) -> psutil.Process:
-    """The one live process below the launcher whose command line has these words."""
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            is_alive = process.status() != psutil.STATUS_ZOMBIE
-            if is_alive and words in " ".join(process.cmdline()):
-                return process
-    raise AssertionError(f"no process has {words!r} in its command line")
-
-
 @contextlib.contextmanager
 def frozen(process: psutil.Process) -> Iterator[None]:
     process.suspend()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.e2e.server import Server, Stream, tensor, wait_until
+from tests.e2e.server_processes import stubs_of
 
 CONTEXT = 8192  # of the demo checkpoint
 PROMPT = {"text_input": "It is a truth"}
@@ -84,16 +83,6 @@ def test_good_neighbours_of_bad_requests_get_the_same_answer_as_alone(demo: Serv
         good = [pool.submit(lambda: demo.ask(**PROMPT, max_tokens=12)) for _ in range(8)]
         assert all(future.result() for future in bad)
         assert {future.result().text for future in good} == {alone.text}
-
-
-def stubs_of(server: Server) -> dict[str, psutil.Process]:
-    """The process of each model, by the model's name."""
-    found = {}
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        arguments = [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
-        if len(arguments) > 1 and "triton_python_backend_stub" in arguments[0]:
-            found[Path(arguments[1]).parents[1].name] = process
-    return found
 
 
 def threads_and_files(server: Server) -> dict[str, tuple[int, int]]:

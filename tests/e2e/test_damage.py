@@ -17,8 +17,9 @@ import pytest
 from tests.backends.engine.checkpoints import load_reference, make_checkpoint
 from tests.backends.engine.reference import greedy
 from tests.backends.small_tokenizers import EOS, byte_level, write_checkpoint
-from tests.e2e.damage import Asked, BitFlips, Clients, all_serve, frozen, process_of
+from tests.e2e.damage import Asked, BitFlips, Clients, all_serve, frozen
 from tests.e2e.server import Server, running, wait_until
+from tests.e2e.server_processes import process_of
 
 CLIENTS, OUTPUT_TOKENS, VOCABULARY = 4, 40, 352
 PROMPT_TOKENS = (40, 64, 65, 130, 200, 257, 320, 333, 400, 450, 513, 600)

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import tritonclient.grpc as triton
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from tests.e2e.server import Answer, Server, running, take, wait_until
+from tests.e2e.server_processes import processes, stub_of, triton_of
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +25,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterato
 def serving(server: Server) -> None:
     """Each test begins with a server that answers, whatever the one before it has killed."""
     wait_until(lambda: answers_again(server), "the server to answer", 90.0)
-
-
-def triton_of(server: Server, name: str) -> psutil.Process:
-    """The tritonserver of the frontend or of one worker."""
-    for process in processes(server):
-        if any(part.endswith(f"/{name}") for part in process.cmdline() if "=" in part):
-            return process
-    raise AssertionError(f"{name} has no Triton")
-
-
-def stub_of(server: Server, model: str) -> psutil.Process:
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        is_zombie = process.status() == psutil.STATUS_ZOMBIE
-        if not is_zombie and f"/{model}/1/model.py" in " ".join(process.cmdline()):
-            return process
-    raise AssertionError(f"{model} has no process")
 
 
 def ask(server: Server, prompt: list[int], tokens: int) -> Answer:
@@ -129,7 +113,10 @@ def test_whatever_is_killed_is_started_again_and_serves(server: Server, name: st
     prompt = [60 + 11 * n % 1800 for n in range(200)]
     expected = ask(server, prompt, 8)
     assert not expected.error, expected.error
-    [victim] = [p for p in processes(server) if name in " ".join(p.cmdline()[:8])]
+    [victim] = [
+        process for process, arguments in processes(server).items()
+        if name in " ".join(arguments[:8])
+    ]  # fmt: skip
     victim.kill()
     wait_until(
         lambda: "died, starting it again" in server.log.read_text(errors="replace"),
@@ -156,11 +143,11 @@ def test_a_killed_directory_costs_no_cached_prefix(server: Server) -> None:
     first = ask(server, prompt, 4)
     assert not first.error, first.error
     before = restarts(server)
-    [victim] = [
-        process for process in processes(server)
-        if "mooncake_store.directory" in process.cmdline()
+    [(victim, words)] = [
+        (process, arguments) for process, arguments in processes(server).items()
+        if "mooncake_store.directory" in arguments
     ]  # fmt: skip
-    address = victim.cmdline()[victim.cmdline().index("--address") + 1]
+    address = words[words.index("--address") + 1]
     victim.kill()
     wait_until(lambda: restarts(server) > before, "the launcher's word")
 
@@ -206,8 +193,3 @@ def answers_again(server: Server) -> bool:
 
 def restarts(server: Server) -> int:
     return server.log.read_text(errors="replace").count("died, starting it again")
-
-
-def processes(server: Server) -> list[psutil.Process]:
-    every = psutil.Process(server.process.pid).children(recursive=True)
-    return [process for process in every if process.status() != psutil.STATUS_ZOMBIE]

@@ -7,7 +7,6 @@ middle of a step; all the rest of the process goes on, reports included.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.server import Answer, Server, running, take, wait_until
-from tests.e2e.test_failures import stub_of
+from tests.e2e.server_processes import processes_of, stub_of
 
 MODEL = Path(__file__).with_name("hanging_model.py")
 WORKERS = ("prefill_0", "prefill_1", "decode_0", "decode_1")
@@ -44,20 +43,12 @@ def take_test_models(server: Server, folder: Path) -> None:
     for worker in WORKERS:
         server.edit(worker, "lease_s", "31")
     for worker, pid in before.items():
-        wait_until(
-            lambda w=worker, old=pid: old not in pids(server, w) and serves(server, w),
-            f"{worker} to run the test's model", 60.0,
-        )  # fmt: skip
 
+        def is_new(worker: str = worker, old: int = pid) -> bool:
+            stubs = processes_of(server, f"/{worker}/1/model.py")  # two while it reloads
+            return old not in {each.pid for each in stubs} and serves(server, worker)
 
-def pids(server: Server, worker: str) -> list[int]:
-    """Of all its processes: two while it reloads."""
-    found = []
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if f"/{worker}/1/model.py" in " ".join(process.cmdline()):
-                found.append(process.pid)
-    return found
+        wait_until(is_new, f"{worker} to run the test's model", 60.0)
 
 
 def asked(server: Server, prompt: list[int], **further: object) -> Answer:

@@ -21,11 +21,11 @@ from tests.e2e.causes import (
     moved,
     page,
     prompt,
-    stub_of,
     total,
     wait_until_all_serve,
 )
 from tests.e2e.server import Server, running, wait_until
+from tests.e2e.server_processes import stub_of
 
 # They move with that engine only: test_trtllm.py.
 OF_TENSORRT_LLM = {name for name in METRICS if name.startswith("nv_trt_llm_")} | {

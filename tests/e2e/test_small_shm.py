@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from mooncake_store.directory.client import DirectoryClient
 from tests.e2e.server import Server, running, wait_until
+from tests.e2e.server_processes import process_of
 from tests.e2e.test_pools import B, ask, directory_address
 
 README_BYTES = 3 * 2**30
@@ -35,14 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterato
         yield from running(folder, state_dir, {}, ["--store-bytes", "1G"])
 
 
-def node_process(server: Server, node: str) -> psutil.Process | None:
-    for process in psutil.Process(server.process.pid).children():
-        arguments = process.cmdline()
-        if "--node-id" in arguments and arguments[arguments.index("--node-id") + 1] == node:
-            return process
-    return None
-
-
 def test_a_killed_storage_node_comes_back_and_serving_goes_on(server: Server) -> None:
     prompts = [[16 + number] * (16 * B) for number in range(4)]
     for prompt in prompts:
@@ -50,9 +42,7 @@ def test_a_killed_storage_node_comes_back_and_serving_goes_on(server: Server) ->
     with DirectoryClient(directory_address(server)) as client:
         for node in ("s0", "s1"):
             before = {info.node_id: info.incarnation for info in client.nodes()}
-            victim = node_process(server, node)
-            assert victim is not None
-            victim.kill()
+            process_of(server, f"--node-id {node}").kill()
 
             def is_back(node: str = node, life: str = before[node]) -> bool:
                 found = {info.node_id: info.incarnation for info in client.nodes()}

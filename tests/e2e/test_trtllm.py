@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.e2e.server import Answer, Server, take, wait_until
-from tests.e2e.test_failures import stub_of
+from tests.e2e.server_processes import stub_of
 from tests.e2e.trtllm import expected, serving, set_parameter
 
 B, PAGE = 64, 32

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
 from backends.cluster.cluster_file import parse
-from backends.cluster.drain import HostDrain, Left
+from backends.cluster.drain import HostDrain, Left, move_requests
+from backends.workers.protocol import DrainWorker, WorkerInbox, WorkerMessage, decode_message
 from mooncake_store.cli.serving import StoreProcesses
 from mooncake_store.client.client import StoreClient, key_of
 from tests.backends.cluster.fleet_text import THREE_HOSTS
 from tests.e2e.server import wait_until
+from tests.mooncake_store.makers import worker_info
 
 pytestmark = pytest.mark.servers
 KIB = 1 << 10
@@ -82,6 +88,37 @@ def test_a_drained_host_gets_no_new_blocks_until_that_is_undone(store: StoreProc
         with closing(HostDrain(parse(THREE_HOSTS), "a", store.address)) as draining:
             draining.undo()
         assert client.put([key(99)], [content(99)], "a0") == [True]
+
+
+def test_workers_that_are_about_to_end_are_told_to_move_their_requests_and_no_others(
+    store: StoreProcesses, tmp_path: Path
+) -> None:
+    heard: SimpleQueue[tuple[str, WorkerMessage]] = SimpleQueue()
+
+    def hear(name: str, messages: list[WorkerMessage]) -> None:
+        for message in messages:
+            heard.put((name, message))
+
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(StoreClient(store.address))
+        for name in ("prefill_a_0", "prefill_b_0"):
+            inbox = WorkerInbox(
+                f"ipc://{tmp_path}/{name}", decode_message, partial(hear, name), "of this launch"
+            )
+            stack.callback(inbox.close)
+            known = replace(worker_info(), worker_id=name, inbox=inbox.address)
+            client.directory.register_worker(known)
+        moved = DrainWorker(is_on=True, moves=True)
+        move_requests(store.address, {"prefill_a_0"}, "of this launch")
+        assert heard.get(timeout=60.0) == ("prefill_a_0", moved)
+        move_requests(store.address, {"prefill_a_0"}, "of another launch")
+        move_requests(store.address, {"prefill_b_0"}, "of this launch")
+        assert heard.get(timeout=60.0) == ("prefill_b_0", moved)
+        assert heard.empty(), "who does not know the secret is not heard"
+
+
+def test_where_no_directory_answers_nobody_waits_to_be_told(tmp_path: Path) -> None:
+    move_requests(f"ipc://{tmp_path}/directory", {"prefill_a_0"}, "")
 
 
 def test_what_others_have_no_room_for_is_counted(store: StoreProcesses) -> None:
