@@ -12,21 +12,28 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from backends.errors import ServingError, WorkerRefused
 from backends.frontend.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
 REST_S = 2.0
+PROBES_AT_ONCE = 8
+CLOSE_S_MAX = 0.5
 
 
 class UnreachedWorkers:
+    """What is known here and what the conductor was told change together, under one lock: a call
+    may find no way while a probe does."""
+
     def __init__(self, cluster: ClusterView, probe: Callable[[str], None]) -> None:
         """`probe`: GrpcCalls.probe."""
         self._cluster, self._probe = cluster, probe
         self._errors: dict[tuple[str, str], ServingError] = {}
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
+        self._probes = ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="worker-probe")
         self._thread = threading.Thread(target=self._run, name="worker-probes", daemon=True)
         self._thread.start()
 
@@ -35,7 +42,7 @@ class UnreachedWorkers:
         with self._lock:
             is_new = worker not in self._errors
             self._errors[worker] = error
-        self._cluster.worker_reached(*worker, is_reached=False)
+            self._cluster.worker_reached(*worker, is_reached=False)
         if is_new:
             log.warning("%s gets no request until a probe reaches it: %s", worker[0], error)
 
@@ -48,26 +55,38 @@ class UnreachedWorkers:
             }
 
     def close(self) -> None:
+        """Waits for no probe that is under way."""
         self._is_closing.set()
-        self._thread.join(timeout=5.0)
+        self._thread.join(timeout=CLOSE_S_MAX)
+        self._probes.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         while not self._is_closing.wait(REST_S):
-            for worker in list(self._errors):
-                try:
-                    self._look(worker)
-                except Exception:  # edge: the others are probed all the same
-                    log.exception("probing %s failed", worker[0])
+            self._probe_all()
 
-    def _look(self, worker: tuple[str, str]) -> None:
-        address = self._cluster.grpc_address(*worker)
-        if address is not None:
-            try:
-                self._probe(address)
-            except ServingError as error:
-                self.add(worker, error)
-                return
-            self._cluster.worker_reached(*worker, is_reached=True)
-            log.warning("%s is reached again", worker[0])
+    def _probe_all(self) -> None:
+        """Each once, several at a time: one whose link is cut does not answer at all."""
         with self._lock:
+            unreached = dict(self._errors)
+        wait([self._probes.submit(self._look, *each) for each in unreached.items()])
+
+    def _look(self, worker: tuple[str, str], seen: ServingError) -> None:
+        try:
+            address = self._cluster.grpc_address(*worker)
+            if address is not None:
+                self._probe(address)
+        except ServingError as error:
+            self.add(worker, error)
+        except Exception:  # edge: it is probed again
+            log.exception("probing %s failed", worker[0])
+        else:
+            self._forget(worker, seen, is_there=address is not None)
+
+    def _forget(self, worker: tuple[str, str], seen: ServingError, is_there: bool) -> None:
+        with self._lock:
+            if self._errors.get(worker) is not seen:
+                return  # a call has failed since: the next probe says how it is
+            if is_there:
+                self._cluster.worker_reached(*worker, is_reached=True)
+                log.warning("%s is reached again", worker[0])
             del self._errors[worker]

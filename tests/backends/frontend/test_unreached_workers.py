@@ -37,8 +37,7 @@ class World:
             raise error
 
     def turn(self) -> None:
-        for worker in list(self.workers._errors):
-            self.workers._look(worker)
+        self.workers._probe_all()
 
 
 @pytest.fixture
@@ -76,6 +75,59 @@ def test_a_process_that_is_gone_is_probed_no_more(world: World) -> None:
     world.turn()
     assert not world.workers.causes() and ("d0", True) not in world.said
     world.workers.close()
+
+
+def test_a_call_that_fails_while_a_probe_gets_through_leaves_nobody_out_for_good(
+    world: World,
+) -> None:
+    """The conductor and the list of those to be probed agree, whatever comes first."""
+    has_failed, is_probed, tell = threading.Event(), threading.Event(), world.worker_reached
+
+    def worker_reached(worker_id: str, incarnation: str, is_reached: bool) -> None:
+        if not is_reached and is_probed.is_set():  # the second call: the probe may go on now
+            has_failed.set()
+            threading.Event().wait(0.2)
+        tell(worker_id, incarnation, is_reached)
+
+    def probe(address: str) -> None:
+        is_probed.set()
+        assert has_failed.wait(60.0)
+
+    world.workers.add(P, CUT)
+    world.worker_reached, world.workers._probe = worker_reached, probe  # type: ignore[method-assign]
+    probing = threading.Thread(target=world.turn)
+    probing.start()
+    assert is_probed.wait(60.0)
+    world.workers.add(P, REFUSED)
+    probing.join()
+    is_probed_again = "p0" in world.workers.causes()
+    assert is_probed_again == (not world.said[-1][1]), world.said
+    assert is_probed_again, "the call failed after the probe had begun"
+    world.workers.close()
+
+
+def test_a_worker_that_does_not_answer_keeps_no_other_one_waiting_nor_the_end(
+    world: World,
+) -> None:
+    reached, is_over = threading.Event(), threading.Event()
+
+    def probe(address: str) -> None:
+        if address == "a:1":
+            is_over.wait(60.0)
+
+    def worker_reached(worker_id: str, incarnation: str, is_reached: bool) -> None:
+        if is_reached:
+            reached.set()
+
+    world.worker_reached, world.workers._probe = worker_reached, probe  # type: ignore[method-assign]
+    world.workers.add(P, CUT)
+    world.workers.add(D, CUT)
+    probing = threading.Thread(target=world.turn)
+    probing.start()
+    assert reached.wait(60.0) and not is_over.is_set()
+    world.workers.close()
+    is_over.set()
+    probing.join()
 
 
 def test_a_request_that_meets_refusals_goes_on_elsewhere_and_none_of_them_counts() -> None:
