@@ -24,7 +24,6 @@ from conductor.notes import EndedNote, Note, NoteBatch, PrefilledNote, RoutedNot
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.events import FrontendNoted
-from mooncake_store.wire.directory_protocol import NOTES_BYTES_MAX
 
 NOTES_S = 0.02
 NOTES_MAX = 64  # in one batch
@@ -182,10 +181,7 @@ class NoteSender:
     def _send(self, take: Callable[[], NoteBatch]) -> None:
         try:
             batch = take()
-            packed = pack_notes(batch)
-            if len(packed) > NOTES_BYTES_MAX:  # names of hundreds of characters
-                raise StoreError(f"{len(packed)} bytes of notes, at most {NOTES_BYTES_MAX}")
-            self._client.note_routed(batch.frontend, batch.number, packed)
+            self._client.note_routed(batch.frontend, batch.number, pack_notes(batch))
             self.batches_sent += 1
         except StoreError as error:
             self.batches_unsent += 1

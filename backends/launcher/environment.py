@@ -125,9 +125,10 @@ def problems(
 
 
 def free_ports(
-    count: int, promised: Collection[int], port_min: int = PORT_MIN, port_max: int = PORT_MAX
-) -> list[int]:
-    """Ports of loopback that nobody has now, nor is going to take; they differ."""
+    count: int, promised: Collection[int], port_min: int = PORT_MIN, port_max: int = PORT_MAX,
+    host: str = "127.0.0.1",
+) -> list[int]:  # fmt: skip
+    """Ports of `host` that nobody has now, nor is going to take; they differ."""
     chance = random.SystemRandom()
     with contextlib.ExitStack() as held:
         ports: list[int] = []
@@ -136,8 +137,12 @@ def free_ports(
             port = chance.randrange(port_min, port_max)
             if port in promised:
                 continue
-            with contextlib.suppress(OSError):
-                listener.bind(("127.0.0.1", port))
+            try:
+                listener.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise EnvironmentProblem(f"{host}: nothing can listen there: {error}") from None
+            else:
                 ports.append(port)
     return ports
 

@@ -29,6 +29,7 @@ from types import FrameType
 from backends import launch_secret
 from backends.cluster.drain import move_requests
 from backends.cluster.host_plan import EtcdMember, NodePlan
+from backends.cluster.manifests.doors import FREE_PORTS
 from backends.launcher import admin_key, environment
 from backends.launcher.admin_key import AdminKey
 from backends.launcher.deployment_watch import (
@@ -60,6 +61,7 @@ from backends.launcher.triton_arguments import (
 from backends.launcher.triton_process import (
     FRONTEND,
     PROMISED,
+    AnyPort,
     Endpoints,
     Restart,
     Stubs,
@@ -113,6 +115,9 @@ class Launcher:
         self._mirrors = self.state_dir / f"repository-{plan.host}"
         self._worker_folders = WorkerFolders(self.repository)
         self._worker_names: set[str] = set()
+        self._any_port = (
+            AnyPort(plan.listen, plan.address, FREE_PORTS) if plan.deployment else AnyPort()
+        )
         self.frontend: Triton | None = None
         self.workers: dict[str, WorkerTriton] = {}
         self._leaving: list[WorkerTriton] = []  # their folders are gone
@@ -239,12 +244,13 @@ class Launcher:
         )  # fmt: skip
 
     def _add_worker(self, name: str) -> None:
-        """A folder that the plan does not name, because it was copied, gets any free port."""
+        """A folder that the plan does not name, because it was copied, gets any free port: among
+        hosts one of those that their firewalls leave to each other."""
         planned = {worker.model: worker for worker in self.plan.workers}.get(name)
         fixed = Endpoints(planned.listen_grpc, called_grpc=planned.grpc) if planned else None
         self.workers[name] = WorkerTriton(
             name, self.repository, self._mirrors / name, self.log_dir / f"{name}.log",
-            self.socket_dir, self._triton_command, fixed, self.plan.address,
+            self.socket_dir, self._triton_command, fixed, self._any_port,
         )  # fmt: skip
 
     def _directory_command(self, *options: str) -> list[str]:
@@ -405,7 +411,6 @@ class Launcher:
         frontends have there is moved first: a Triton whose requests take long is killed."""
         give_up_s = time.monotonic() + STOP_S_MAX
         self._files.say_stopping()
-        self._renewal.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._watch is not None:
@@ -419,6 +424,7 @@ class Launcher:
             )
         left_s = give_up_s - time.monotonic()
         self._end([each.child for each in workers], left_s - OTHERS_STOP_S)
+        self._renewal.close()  # another host may have its turn
         if self.plan.deployment:  # each says goodbye to the next
             give_up_s = time.monotonic() + FLEET_OTHERS_STOP_S
             self._end([*self._nodes], give_up_s - time.monotonic() - 2.0)

@@ -3,6 +3,7 @@
     GET /metrics   for Prometheus
     GET /ready     200 once every model serves, else 503; {"models": [{"name", "is_ready"}]}
                    (on a host without models always 200)
+    GET /live      200 always, whatever the Tritons do: who asks whether this launcher hangs
 
 Each Triton has a page of its own, an operator wants one. Our metrics (metrics/table.py) carry the
 name of their model already; Triton's own get a label `triton`. A family's HELP and TYPE stand once.
@@ -216,11 +217,13 @@ class MetricsServer:
             def do_GET(self) -> None:
                 if self.path == "/metrics":
                     self._answer(200, "text/plain; version=0.0.4", server.page().encode())
+                elif self.path == "/live":
+                    self._answer(200, "text/plain", b"alive\n")
                 elif self.path == "/ready":
                     is_ready, body = server._ready()
                     self._answer(200 if is_ready else 503, "application/json", body)
                 else:
-                    self._answer(404, "text/plain", b"/metrics or /ready\n")
+                    self._answer(404, "text/plain", b"/metrics, /ready or /live\n")
 
             def _answer(self, status: int, kind: str, body: bytes) -> None:
                 self.send_response(status)

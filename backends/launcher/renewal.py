@@ -44,6 +44,7 @@ ETCD = "etcd's member"  # among the workers
 # Of a turn where nothing is elected: whose block, its size, and how it is asked for.
 TURN_KEY = hashlib.blake2b(b"renewal", digest_size=KEY_BYTES).digest()
 TURN_BYTES = 4096
+CLOSE_S_MAX = 0.5
 LEASE_S, ASK_AGAIN_S, ASK_S_MAX = 15.0, 1.0, 1.0
 
 log = logging.getLogger(__name__)
@@ -92,11 +93,12 @@ class HostTurn:
                 self._failing_from_s = now_s
         return self._failing_from_s is not None and now_s - self._failing_from_s >= KEPT_OUT_S
 
-    def give_back(self) -> None:
+    def give_back(self, wait_s: float | None = None) -> None:
+        """`wait_s`: for an answer of etcd, when this process ends and the turn with it."""
         self._failing_from_s = None
         self._is_over.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(wait_s)
         if self._held is not None:
             self._held.close()
         self._thread = self._held = None
@@ -148,7 +150,7 @@ class DirectoryTurn(HostTurn):
     def is_kept_out(self, now_s: float) -> bool:
         return False  # there is no member of etcd
 
-    def give_back(self) -> None:
+    def give_back(self, wait_s: float | None = None) -> None:
         if self._client is not None:
             with contextlib.suppress(StoreError):  # then it ends with its lease
                 self._client.abandon([self._slot] if self._slot else [], self._owner)
@@ -231,7 +233,7 @@ class CertificateRenewal:
         self._turn.give_back()
 
     def close(self) -> None:
-        self._turn.give_back()
+        self._turn.give_back(CLOSE_S_MAX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from backends.launcher.environment import free_ports
+from backends.launcher.environment import PORT_MAX, PORT_MIN, free_ports
 from backends.launcher.processes import (
     ChildProcess,
     Command,
@@ -135,6 +135,21 @@ class Restart:
         return f"{self.name} died, starting it again{when}"
 
 
+@dataclass(frozen=True, slots=True)
+class AnyPort:
+    """Where a Triton listens that was given no port."""
+
+    listen: str = LOOPBACK
+    called: str = ""  # by others, when that is not where it listens
+    ports: tuple[int, int] = (PORT_MIN, PORT_MAX)
+
+    def endpoints(self, metrics: str, promised: Collection[int]) -> Endpoints:
+        [port] = free_ports(1, promised, *self.ports, self.listen)
+        called = f"{self.called}:{port}" if self.called else ""
+        return Endpoints(f"{self.listen}:{port}", metrics, called_grpc=called)
+
+
+ANY_OF_LOOPBACK = AnyPort()
 Plan = Callable[["Triton", Endpoints], Command]
 
 
@@ -151,15 +166,15 @@ class Triton:
         cwd: Path,
         plan: Plan,
         fixed: Endpoints | None,
-        host: str = LOOPBACK,
+        any_port: AnyPort = ANY_OF_LOOPBACK,
     ) -> None:
-        """`fixed`: addresses that others know; without, it gets ports of its own on `host` at each
-        start. Its metrics are on loopback always. Nothing is started yet."""
+        """`fixed`: addresses that others know; without, it gets a port of its own at each start.
+        Its metrics are on loopback always. Nothing is started yet."""
         self.name = name
         self.number = next(NUMBERS)
         self.mirror = mirror
         self.log_path = log_path
-        self._cwd, self._plan, self._fixed, self._host = cwd, plan, fixed, host
+        self._cwd, self._plan, self._fixed, self._any_port = cwd, plan, fixed, any_port
         self._log = TritonLog(log_path)
         self.endpoints: Endpoints | None = None  # of the running incarnation
         self.incarnation = 0  # its number
@@ -183,13 +198,14 @@ class Triton:
         self._loaded.clear()
 
     def _command(self) -> Command:
-        ports = free_ports(2, {port for pair in PROMISED.values() for port in pair})
-        PROMISED[self.name] = ports
-        metrics = f"{LOOPBACK}:{ports[1]}"
+        promised = {port for each in PROMISED.values() for port in each}
+        [port] = free_ports(1, promised)
+        metrics = f"{LOOPBACK}:{port}"
         if self._fixed:
             self.endpoints = replace(self._fixed, metrics=metrics)
         else:
-            self.endpoints = Endpoints(f"{self._host}:{ports[0]}", metrics)
+            self.endpoints = self._any_port.endpoints(metrics, {*promised, port})
+        PROMISED[self.name] = [port, int(self.endpoints.grpc.rpartition(":")[2])]
         self._read_log()
         self._log.service_problem = ""
         self._log.is_load_pending = False
@@ -295,12 +311,12 @@ class WorkerTriton(Triton):
 
     def __init__(
         self, worker: str, repository: Path, target: Path, log_path: Path, cwd: Path, plan: Plan,
-        fixed: Endpoints | None = None, host: str = LOOPBACK,
+        fixed: Endpoints | None = None, any_port: AnyPort = ANY_OF_LOOPBACK,
     ) -> None:  # fmt: skip
         mirror = RepositoryMirror(
             repository, target, lambda name: name == worker and self._draining_from_s is None
         )
-        super().__init__(worker, mirror, log_path, cwd, plan, fixed, host)
+        super().__init__(worker, mirror, log_path, cwd, plan, fixed, any_port)
         self._draining_from_s: float | None = None
         self._ending_from_s: float | None = None
         self._load_pending_from_s: float | None = None

@@ -33,7 +33,9 @@ from mooncake_store.wire.request_reply import Verb
 
 T = TypeVar("T")
 KEYS_MAX = 65_536  # in one request
-NOTES_BYTES_MAX = 16_384  # of a hundred requests
+# Notes about 64 requests are 10 KB; with the longest names that may be (clients choose tenants),
+# which nothing may keep from arriving, 0.4 MiB.
+NOTES_BYTES_MAX = 512 * 1024
 
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]

@@ -30,6 +30,7 @@ from backends.cluster.host_plan import HostPlan, host_plan
 from backends.cluster.manifests.pods import FOLDER, IMAGE, SHM_EXTRA_BYTES, USER
 
 STOP_S = 30
+PREFIX_BITS_MIN = 8  # the largest private network is 10.0.0.0/8
 BACK = "../.."  # from compose.yaml to the folder of the cluster file
 
 
@@ -128,5 +129,12 @@ def _network(deployment: Deployment) -> dict[str, Any]:
     network = IPv4Network(f"{addresses[0]}/24", strict=False)
     while not all(each in network for each in addresses):
         network = network.supernet()
-    gateway = next(each for each in reversed(list(network.hosts())[-300:]) if each not in addresses)
+    if network.prefixlen < PREFIX_BITS_MIN:
+        what = (
+            f"hosts: {network} is the smallest network with all addresses of containers: too large"
+        )
+        raise ClusterFileInvalid(deployment.path, (what,))
+    gateway = network.broadcast_address - 1
+    while gateway in addresses:
+        gateway -= 1
     return {"ipam": {"config": [{"subnet": str(network), "gateway": str(gateway)}]}}

@@ -10,7 +10,7 @@ whose name changes with its content, so that an edit rolls through the pods.
     pools with `elastic`      Deployment, PodDisruptionBudget
     ports (doors.py)          NetworkPolicies
 
-Not here: Secrets (secrets.py), what depends on other operators (deploy/kubernetes/components).
+Not here: Secrets (secrets.py), what depends on other operators (autoscaling.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from backends.cluster.manifests.pods import (
     selector,
 )  # fmt: skip
 
-POD_HOST = re.compile(r"(?P<group>[a-z][a-z0-9-]*?)-(?P<number>\d+)")
+POD_HOST = re.compile(r"(?P<group>[a-z][a-z0-9-]*?)-(?P<number>0|[1-9]\d*)")
 STATE_BYTES = 8 << 30  # of a volume, beside its SSD tier: logs, and etcd's data
 
 
@@ -80,6 +80,8 @@ def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
         members.append(host_plan(deployment, name))
     if is_loopback(deployment.frontends.metrics_address):
         problems.append("frontends.metrics_address: must be 0.0.0.0: probes ask there")
+    if deployment.frontends.hosts and is_loopback(deployment.frontends.address):
+        problems.append("frontends.address: must be 0.0.0.0: the service of clients calls there")
     problems += [f"{group}: {what}" for group, plans in found.items() for what in _unlike(plans)]
     if problems:
         raise ClusterFileInvalid(deployment.path, tuple(problems))

@@ -109,10 +109,10 @@ def _container(deployment: Deployment, plan: HostPlan, arguments: list[str]) -> 
         "env": _environment(),
         "ports": _ports(deployment, plan),
         # /ready says 200 once every model of the host serves; a launcher starts again what dies
-        # below it, so only one that answers nothing at all is started again.
+        # below it, so only one that answers nothing at all is started again, as /live says.
         "startupProbe": _probe("/ready", period_s=5, failures=120),
         "readinessProbe": _probe("/ready", period_s=5, failures=2),
-        "livenessProbe": _probe("/metrics", period_s=10, failures=6),
+        "livenessProbe": _probe("/live", period_s=10, failures=6),
         "resources": _resources(plan),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": mounts,

@@ -212,6 +212,11 @@ def test_every_host_is_a_service_with_its_own_address_and_memory() -> None:
     assert set(made["services"]) == {"a", "b", "c"}
     subnet = made["networks"]["fleet"]["ipam"]["config"][0]
     assert subnet["subnet"] == "10.77.0.0/24" and subnet["gateway"] == "10.77.0.254"
+    far = THREE_HOSTS.replace("10.77.0.3", "10.255.255.254")
+    [subnet] = yaml.safe_load(compose(parse(far)))["networks"]["fleet"]["ipam"]["config"]
+    assert subnet == {"subnet": "10.0.0.0/8", "gateway": "10.255.255.253"}
+    with pytest.raises(ClusterFileInvalid, match="too large"):
+        compose(parse(THREE_HOSTS.replace("10.77.0.3", "192.168.0.3")))
     for name, service in made["services"].items():
         assert_serves(service["command"])
         assert service["command"][-1] == name
@@ -422,6 +427,8 @@ def test_pools_scale_by_metrics_that_are_on_our_page() -> None:
         ({"storage-1": "storage-2"}, "leave none out"),
         ({"storage-1:": "disk-0:", "host: storage-1": "host: disk-0"}, "a pod's is disk-0"),
         ({"frontend-1": "front"}, "are named NAME-0"),
+        ({"storage-0": "storage-00"}, "are named NAME-0"),
+        ({"\n  address: 0.0.0.0": "\n  address: 127.0.0.1"}, "the service of clients calls there"),
         ({"metrics_address: 0.0.0.0": "metrics_address: 127.0.0.1"}, "probes ask there"),
         ({"storage-1.storage}": "storage-1.storage, state_dir: /x}"}, "state_dir: must be in"),
         ({"storage-1, dram: 4G": "storage-1, dram: 5G"}, "storage-1 runs other things"),

@@ -14,11 +14,12 @@ import msgspec
 import pytest
 
 from backends.frontend.cluster_view import ClusterView, Decided
-from backends.frontend.routing_notes import pack_notes, unpack_notes
+from backends.frontend.routing_notes import NOTES_MAX, pack_notes, unpack_notes
 from conductor.config import ConductorConfig
-from conductor.notes import EndedNote, NoteBatch, PrefilledNote, RoutedNote
+from conductor.notes import TENANTS_NOTED, EndedNote, NoteBatch, PrefilledNote, RoutedNote
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.records.events import FrontendNoted
+from mooncake_store.wire.directory_protocol import NOTES_BYTES_MAX
 from tests.conductor.fleet import node, prompt, worker
 from tests.mooncake_store.processes import DirectoryProcess
 
@@ -180,6 +181,17 @@ def test_a_frozen_directory_delays_no_decision(
     first.routed("last")
     second.wait_for("the last", lambda: second.stats().routed_elsewhere == 1)
     second._check()
+
+
+def test_a_batch_of_the_longest_names_that_clients_and_operators_may_choose_fits() -> None:
+    longest = chr(0x10FFFF) * 256  # four bytes each
+    routed = replace(ROUTED, prefill=(longest, longest), decode=(longest, longest),
+                     fetch_node=longest, tenant=longest)  # fmt: skip
+    tenants = {longest[:-2] + f"{number:02}": 1.0 for number in range(TENANTS_NOTED)}
+    batch = replace(BATCH, routed=(routed,) * NOTES_MAX, wanted_of=tenants)
+    packed = pack_notes(batch)
+    assert len(packed) <= NOTES_BYTES_MAX
+    assert unpack_notes(FrontendNoted(batch.frontend, batch.number, packed)) == batch
 
 
 def test_notes_are_read_as_they_were_written() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from backends.cluster.cluster_file import parse
 from backends.cluster.host_plan import HostPlan, host_plan
+from backends.cluster.manifests.doors import FREE_PORTS
 from backends.launcher import launch
 from backends.launcher.environment import TritonInstall, problems
 from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
@@ -119,12 +120,32 @@ def test_a_worker_of_the_plan_is_called_at_its_port_and_a_copied_one_at_any(
 ) -> None:
     for name in ("prefill_a_0", "prefill_a_9"):
         launcher._add_worker(name)
-    monkeypatch.setattr("backends.launcher.triton_process.free_ports", lambda *_: [11_111, 11_112])
+    monkeypatch.setattr(
+        "backends.launcher.triton_process.free_ports", lambda *at: [11_111 if at[2:] else 11_112]
+    )
     for worker in launcher.workers.values():
         worker._plan = lambda triton, endpoints: endpoints  # type: ignore[assignment]
     planned, copied = (launcher.workers[name]._command() for name in ("prefill_a_0", "prefill_a_9"))
     assert (planned.called, planned.metrics) == ("10.77.0.1:7100", "127.0.0.1:11112")  # type: ignore[attr-defined]
     assert copied.called == "10.77.0.1:11111"  # type: ignore[attr-defined]
+    assert launcher.workers["prefill_a_9"]._any_port.ports == FREE_PORTS, "firewalls leave it open"
+
+
+def test_a_copied_worker_listens_where_its_host_does_and_is_called_at_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = CLUSTER.replace("{address: 10.77.0.1,", "{address: 10.77.0.1, listen: 0.0.0.0,")
+    made = launch.Launcher(HostOptions(host_plan(parse(text, str(tmp_path / "c.yaml")), "a")))
+    try:
+        made._add_worker("prefill_a_9")
+        worker = made.workers["prefill_a_9"]
+        worker._plan = lambda triton, endpoints: endpoints  # type: ignore[assignment,return-value]
+        endpoints = worker._command()
+        host, _, port = endpoints.grpc.partition(":")  # type: ignore[attr-defined]
+        assert host == "0.0.0.0"
+        assert endpoints.called == f"10.77.0.1:{port}"  # type: ignore[attr-defined]
+    finally:
+        made.stop()
 
 
 def test_processes_of_all_hosts_know_each_other_s_messages(

@@ -117,6 +117,14 @@ def test_a_triton_that_hangs_keeps_nobody_s_page_away(tritons: Tritons) -> None:
     assert f'{COUNTER}{{model="decode_1"}} 7' in text, "as it was"
 
 
+def test_the_launcher_lives_while_its_tritons_hang(tritons: Tritons) -> None:
+    """Who asks must not wait for pages: readers of those are served one after the other."""
+    for page in tritons.pages:
+        page.is_hung = True
+    with tritons.server._lock:  # as while pages are fetched
+        assert tritons.get("/live") == (200, "alive\n")
+
+
 def test_ready_says_who_serves(tritons: Tritons) -> None:
     status, text = tritons.get("/ready")
     assert status == 503
