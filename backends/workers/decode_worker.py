@@ -197,7 +197,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             observations = self.process.observations
             observations.observe("mooncake_decode_queue_seconds", job.queue_s)
             observations.observe("mooncake_handover_load_seconds", job.load_s)
-            self.process.owners.release(job.request_id)
+            self._release_handed_over(job)
         return True
 
     # -- what a driver says of a request
@@ -266,7 +266,13 @@ class DecodeWorker(JobWorker[DecodeJob]):
     def forget(self, job: DecodeJob) -> None:
         """In the writer's thread: nothing more of it goes to the store."""
         job.end_put()
-        self.process.owners.release(job.request_id)
+        self._release_handed_over(job)
+
+    def _release_handed_over(self, job: DecodeJob) -> None:
+        """The prefill worker's leases on blocks, which are its own business where the engines hand
+        KV over: there it may still be writing slots in the name of this request."""
+        owners = self.process.owners
+        (owners.drop if job.request.native else owners.release)(job.request_id)
 
     # -- turns
 

@@ -18,7 +18,7 @@ from backends.errors import Cancelled, WorkerGone, WorkerUnavailable
 from backends.workers import step_times, worker_process
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.trtllm.conftest import fake_package  # noqa: F401  (a fixture)
-from tests.backends.workers.pair import WAIT_S, Pair, pairs
+from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs
 from tests.e2e.trtllm import expected
 
 BLOCK = 64
@@ -80,6 +80,38 @@ def test_a_cached_prefix_is_not_computed_again(pair: Pair, kind: str) -> None:
     again.wait()
     assert again.prefill_reply is not None
     assert again.prefill_reply.cached_tokens >= 3 * BLOCK
+
+
+def test_a_decode_worker_that_is_quicker_than_the_saving_of_the_prompt_costs_no_block(
+    pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that hand KV over themselves answer a prompt before it is in the store."""
+    if kind != "native":
+        pytest.skip("the prompt is in the store before it is answered")
+    ids, driver, writer = prompt(4, 3 * BLOCK + 5), pair.prefill.driver, pair.prefill.writer
+    asked = Asked(pair, "quick", ids)
+    is_answered, has_left, committed = threading.Event(), threading.Event(), list[Any]()
+    saved, commit = driver.saved, writer._commit  # type: ignore[attr-defined]
+
+    def saved_late(*arguments: Any) -> None:
+        assert is_answered.wait(WAIT_S)
+        saved(*arguments)
+
+    def commit_late(*arguments: Any) -> None:
+        asked.wait_over()
+        pair.decode.writer.then(has_left.set)  # behind what it gives up
+        assert has_left.wait(WAIT_S)
+        commit(*arguments)
+        committed.append(arguments)
+
+    monkeypatch.setattr(driver, "saved", saved_late)
+    monkeypatch.setattr(writer, "_commit", commit_late)
+    asked.before_decode = is_answered.set
+    pair.submit(asked)
+    assert asked.wait() == wanted(kind, ids, 8)
+    pair.wait_until_idle()
+    assert asked.error is None and committed, "its slots were taken away"
+    assert not len(pair.prefill.process.owners) and not len(pair.decode.process.owners)
 
 
 def test_the_next_turn_finds_what_decode_has_generated(pair: Pair, kind: str) -> None:
