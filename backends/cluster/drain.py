@@ -9,7 +9,7 @@
     4. Its storage nodes take no new blocks, and what came meanwhile is copied too.
 
 Afterwards the host may be stopped without loss. A worker that is started again takes requests; the
-flag on storage nodes stays until `undo`, or until another directory leads.
+flag on storage nodes stays until `undo`, until they register again, or another directory leads.
 
 What is at the host's frontend is bound to its clients' connections: it is not moved.
 Not here: which keys that needs (operator.py).
@@ -27,13 +27,13 @@ from backends.workers.protocol import DrainWorker, WorkerOutbox, encode, open_ou
 from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
-from mooncake_store.records.events import Snapshot
 from mooncake_store.records.membership import SSD_SUFFIX, WorkerInfo
 
-LOOK_S = 0.5  # between two looks at reports, which come twice a second
+LOOK_S = 1.0  # between two looks at reports, which come with a snapshot of all blocks
 MOVED_AT_ONCE = 256  # blocks
 COPY_S_MAX = 30.0  # for so many
 ASK_S_MAX = 1.0
+SNAPSHOT_S_MAX = 30.0  # one of millions of blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class HostDrain:
         self._models = {worker.model for worker in deployment.workers if worker.host == host}
         self._pools = tuple(f"{pool.name}_{host}_" for pool in deployment.pools)
         self._store = StoreClient(directory)
+        self._store.directory.timeout_s = SNAPSHOT_S_MAX
         self._outbox = open_outbox()
 
     def close(self) -> None:
@@ -86,7 +87,7 @@ class HostDrain:
         """Does the directory know a node or a worker of this host?"""
         snapshot = self._store.directory.snapshot()
         nodes = {info.node_id for info in snapshot.nodes}
-        return bool(nodes & self._nodes or list(self._workers(snapshot)))
+        return bool(nodes & self._nodes or self._workers(snapshot.workers))
 
     def undo(self) -> None:
         """Its workers and nodes take requests and blocks again."""
@@ -113,7 +114,7 @@ class HostDrain:
         return Left(self.requests(), blocks)
 
     def _tell_workers(self, is_on: bool, moves: bool = False) -> None:
-        for worker in self._workers(self._store.directory.snapshot()):
+        for worker in self._workers(self._store.directory.workers()):
             self._outbox.send(worker.inbox, DrainWorker(is_on, moves))
 
     def _tell_nodes(self, is_on: bool) -> None:
@@ -124,17 +125,17 @@ class HostDrain:
     def requests(self) -> int:
         """At its workers, queued or running, as they reported last."""
         snapshot = self._store.directory.snapshot()
-        ours = {(each.worker_id, each.incarnation) for each in self._workers(snapshot)}
+        ours = {(each.worker_id, each.incarnation) for each in self._workers(snapshot.workers)}
         return sum(
             report.queue_requests + report.running
             for report in snapshot.reports
             if (report.worker_id, report.incarnation) in ours
         )
 
-    def _workers(self, snapshot: Snapshot) -> Iterable[WorkerInfo]:
+    def _workers(self, workers: Iterable[WorkerInfo]) -> list[WorkerInfo]:
         """Those of the file, and those that an operator added under a like name."""
         return [
-            worker for worker in snapshot.workers
+            worker for worker in workers
             if worker.worker_id in self._models or worker.worker_id.startswith(self._pools)
         ]  # fmt: skip
 

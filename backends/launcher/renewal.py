@@ -131,18 +131,21 @@ class DirectoryTurn(HostTurn):
         if self._client is None:
             self._client = DirectoryClient(self._address, ASK_S_MAX)
         client, slot = self._client, self._slot
-        try:
-            if slot is not None and client.renew(self._owner, LEASE_S, slot.epoch):
-                return True
-        except EpochPassed:
-            log.warning("the directory has begun anew: the turn to restart workers is over")
-        self._slot = None
         nodes = [each.node_id for each in client.stats().nodes
                  if each.tier == "dram" and each.is_open and not each.is_draining]  # fmt: skip
-        if nodes:
-            client.attach(min(nodes), "renewal", TURN_BYTES)
+        node = min(nodes, default="")  # where all hosts ask: one may come, or drain, meanwhile
+        if slot is not None:
+            try:
+                if slot.node_id == node and client.renew(self._owner, LEASE_S, slot.epoch):
+                    return True
+                client.abandon([slot], self._owner)
+            except EpochPassed:
+                log.warning("the directory has begun anew: the turn to restart workers is over")
+            self._slot = None
+        if node:
+            client.attach(node, "renewal", TURN_BYTES)
             given = client.allocate(
-                min(nodes), [TURN_KEY], self._owner, LEASE_S, ephemeral=True, size_bytes=TURN_BYTES
+                node, [TURN_KEY], self._owner, LEASE_S, ephemeral=True, size_bytes=TURN_BYTES
             )
             self._slot = given.slots[0]
         return self._slot is not None

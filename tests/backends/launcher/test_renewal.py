@@ -257,6 +257,19 @@ def test_a_turn_passes_by_nodes_that_drain(directory: ServedDirectory) -> None:
     assert directory.writing() == {"s0": 0, "s1": 1}
 
 
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_turn_is_one_host_s_when_its_node_begins_to_drain(
+    directory: ServedDirectory, first: str
+) -> None:
+    turns = {name: directory.turn(name) for name in "ab"}
+    assert asked(turns["a"]) and not asked(turns["b"])
+    directory.client.drain("s0", True)
+    second = "ab".replace(first, "")
+    assert asked(turns[first]) and not asked(turns[second])
+    directory.client.drain("s0", False)
+    assert asked(turns[second]) and not asked(turns[first])
+
+
 def test_the_turn_of_a_host_that_died_ends_with_its_lease(
     directory: ServedDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
