@@ -19,6 +19,7 @@ import ipaddress
 import itertools
 import logging
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ RENEW_S_MAX = 3.0  # until the port that a socket let go of can be had again
 RENEW_NOTE_S = 60.0  # between two lines about one that cannot
 HANDSHAKE_MS = 5_000  # who connects and says nothing
 SILENT_FAILURES_MAX = 3  # a server that ends breaks off a handshake or two as well
+LOST_FAILURES = 10  # between two looks at a connection that nobody uses
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -198,6 +200,9 @@ def client_keys(address: str) -> list[ClientKeys]:
 
 
 _MONITORS = itertools.count()
+# Who reads them must last as long as the socket: without a reader its I/O thread waits for one.
+_READERS: weakref.WeakKeyDictionary[zmq.Socket[Any], zmq.Socket[bytes]]
+_READERS = weakref.WeakKeyDictionary()
 
 
 class PeerAccess:
@@ -230,8 +235,7 @@ class PeerAccess:
             socket.curve_serverkey = self._used.server_public
         if is_tcp(self._address) and self._watched is not socket:
             # A name of its own: that of a socket is free again only a while after `close`.
-            name = f"inproc://peer-access-{next(_MONITORS)}"
-            self._monitor = socket.get_monitor_socket(EVENTS, name)
+            self._monitor = _monitor(socket, f"inproc://peer-access-{next(_MONITORS)}")
             self._watched = socket
         socket.connect(self._address.partition("#")[0])
 
@@ -259,15 +263,27 @@ class PeerAccess:
         However often ZeroMQ has tried these keys by itself since the last look counts as once: the
         others that this host has are still to be tried.
         """
-        failure = None
+        events = self._events()
+        if zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
+            self._failures = 0
+        if not events or events[-1] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return None
+        self._failures += 1
+        return events[-1]
+
+    def is_lost(self) -> bool:
+        """Has nothing but failed many times since the last look? For a connection in no use: what
+        has happened to it is forgotten, so that it does not pile up.
+        """
+        events = self._events()
+        return len(events) >= LOST_FAILURES and zmq.EVENT_HANDSHAKE_SUCCEEDED not in events
+
+    def _events(self) -> list[int]:
+        """What has happened since the last look, oldest first."""
+        events: list[int] = []
         while self._monitor is not None and self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._failures, failure = 0, None
-            else:
-                failure = event
-        self._failures += failure is not None
-        return failure
+            events.append(recv_monitor_message(self._monitor)["event"])
+        return events
 
     def _causes(self, failure: int) -> str:
         if failure == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -281,6 +297,21 @@ class PeerAccess:
             self._watched.disable_monitor()
             self._monitor.close(linger=0)
         self._monitor = self._watched = None
+
+
+def _monitor(socket: zmq.Socket[Any], name: str) -> zmq.Socket[bytes]:
+    """Where the socket's handshakes are told.
+
+    Without a limit: ZeroMQ waits for room in it, and so its I/O thread would stop, with every
+    socket of the context, as soon as a connection has failed often and nobody has read why. Idle
+    ones are looked at by wire/idle_look.py.
+    """
+    socket.monitor(name, EVENTS)
+    reader: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    reader.setsockopt(zmq.RCVHWM, 0)
+    reader.connect(name)
+    _READERS[socket] = reader
+    return reader
 
 
 _UNKNOWN_CLIENT = (

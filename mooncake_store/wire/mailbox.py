@@ -30,6 +30,7 @@ import zmq
 from mooncake_store.errors import AccessRefused, ProtocolMismatch, RequestInvalid, StoreError
 from mooncake_store.keys.curve import PeerAccess, is_tcp, secured_server
 from mooncake_store.wire.addresses import bindable, notice_silence, with_port
+from mooncake_store.wire.idle_look import look_after
 
 log = logging.getLogger(__name__)
 MESSAGES_MAX = 10_000  # queued per peer
@@ -142,6 +143,7 @@ class Outbox(Generic[M]):
         self._ways: dict[str, _Way] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        look_after(self)
 
     def send(self, address: str, message: M) -> bool:
         """False: the peer lets too many wait or refuses us, and this one is lost. After close()
@@ -171,6 +173,12 @@ class Outbox(Generic[M]):
             self._ways.pop(next(iter(self._ways))).close()
         way = self._ways[address] = _Way(address, self._messages_max)
         return way
+
+    def look_after_idle(self) -> None:
+        """Drop the way to an inbox that refuses this process; see idle_look.py."""
+        with self._lock:
+            for address in [each for each, way in self._ways.items() if way.access.is_lost()]:
+                self._ways.pop(address).close()
 
     def close(self) -> None:
         with self._lock:

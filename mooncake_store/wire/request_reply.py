@@ -37,6 +37,7 @@ from mooncake_store.wire.framing import (
     pack_header,
     unpack_header,
 )
+from mooncake_store.wire.idle_look import look_after
 
 CONNECTIONS_IDLE_MAX = 4
 MOVED_CHECK_S = 0.25  # a silent server that was elected may have been replaced
@@ -164,6 +165,9 @@ class Connection(Protocol):
     def send(self, frames: list[bytes]) -> None:
         """Send, and do not wait: the reply is passed over by the next exchange."""
 
+    def is_lost(self) -> bool:
+        """Is it refused again and again, while nobody uses it?"""
+
     def close(self) -> None: ...
 
 
@@ -226,6 +230,9 @@ class ZeroMqConnection:
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
+    def is_lost(self) -> bool:
+        return self._access.is_lost()
+
     def close(self) -> None:
         self._access.close()
         self._socket.close(linger=0)
@@ -255,6 +262,7 @@ class Requester:
         self._idle: list[Connection] = []
         self._number = 0
         self._is_closed = False
+        look_after(self)
 
     def ask(self, request: Verb, decoder: msgspec.msgpack.Decoder[T], timeout_s: float) -> T:
         """What the reply says; the error that it names is raised."""
@@ -298,6 +306,13 @@ class Requester:
             for connection in self._idle:
                 connection.close()
             self._idle.clear()
+
+    def look_after_idle(self) -> None:
+        """Drop connections that the other side refuses; see idle_look.py."""
+        with self._lock:
+            for connection in [each for each in self._idle if each.is_lost()]:
+                self._idle.remove(connection)
+                connection.close()
 
     def close(self) -> None:
         """Twice is harmless. A request under way in another thread ends with StoreUnavailable, or,

@@ -169,6 +169,9 @@ class UnixConnection:
             return
         self.close()
 
+    def is_lost(self) -> bool:
+        return False  # the kernel keeps nothing of one that broke
+
     def _await(self, peer: socket.socket, number: int, deadline_s: float) -> list[bytes] | None:
         while True:
             left_s = deadline_s - time.monotonic()

@@ -162,11 +162,14 @@ class Socket:
 
     def subscribe(self, _: bytes) -> None: ...
 
-    def get_monitor_socket(self, _events: int, _name: str = "") -> Socket:
+    def monitor(self, _address: str, _events: int) -> None:
         """Of handshakes, none of which fails where there are no keys."""
-        return Socket(self.exchange, self.process, zmq.PAIR)
 
     def disable_monitor(self) -> None: ...
+
+    @property
+    def context(self) -> Context:
+        return Context()
 
     def getsockopt_string(self, _: int) -> str:
         return self._address
@@ -178,6 +181,8 @@ class Socket:
         self.exchange.bind(address, self)
 
     def connect(self, address: str) -> None:
+        if address.startswith("inproc://"):
+            return  # to a monitor
         self._links.append(Link(self.exchange, self, address))
 
     def disconnect(self, address: str) -> None:
