@@ -78,6 +78,13 @@ class AuthorityState(msgspec.Struct):
             return "prepare"
         return "switch" if self.used == self.generations[0].number else "retire"
 
+    @property
+    def steps_to_forget(self) -> int:
+        """How often to `rotate` until every generation of now is retired: what a host that was
+        removed has seen. A renewal that is under way is ended first."""
+        left = len(STEPS) - STEPS.index(self.next_step)
+        return left if len(self.generations) == 1 else left + len(STEPS)
+
 
 class Authority:
     """Of one cluster, in the folder where its keys are made."""

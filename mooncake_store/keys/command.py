@@ -101,9 +101,14 @@ def remove_host(folder: Folder, host: str) -> None:
     from mooncake_store.keys.authority import Authority
 
     with _refusals():
-        Authority.read(folder).remove_host(host)
+        authority = Authority.read(folder)
+        authority.remove_host(host)
         typer.echo(f"removed host {host}. {COPY.format(folder=folder)}.")
-        typer.echo("It still has a valid certificate and the cluster's keys: rotate three times.")
+        typer.echo(
+            "It still has a valid certificate and the cluster's keys: rotate "
+            f"{authority.state.steps_to_forget} times, and copy the folders after each. Only the "
+            "cluster's secret stays, which opens no door without these."
+        )
 
 
 @app.command()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from typer.testing import CliRunner
 
 from mooncake_store.errors import RequestInvalid
@@ -135,10 +138,46 @@ def test_the_commands_take_a_cluster_through_its_life(tmp_path: Path) -> None:
         assert certificate_problems(Keys(tmp_path / "keys" / "c"), address="10.77.0.3") == []
     assert run(app, ["add-host", folder, "w"]).exit_code == 0
     assert "no directory may run there" in run(app, ["show", folder]).output, "as it was"
-    assert run(app, ["remove-host", folder, "w"]).exit_code == 0
+    removed = run(app, ["remove-host", folder, "w"])
+    assert removed.exit_code == 0 and "rotate 3 times" in removed.output
     assert not (tmp_path / "keys" / "w").exists()
     assert "there is no host w" in run(app, ["remove-host", folder, "w"]).output
     assert "no keys are made in" in run(app, ["show", str(tmp_path)]).output
+
+
+@pytest.mark.parametrize(("steps_before", "steps"), [(0, 3), (1, 5), (2, 4), (3, 3)])
+def test_what_a_removed_host_holds_is_believed_until_the_last_step(
+    hosts: Hosts, tmp_path: Path, steps_before: int, steps: int
+) -> None:
+    for _ in range(steps_before):
+        hosts.authority.rotate()
+    copied = tmp_path / "c"
+    shutil.copytree(hosts.ours / "c", copied)
+    held = Keys(copied)
+    hosts.authority.remove_host("c")
+    assert hosts.authority.state.steps_to_forget == steps
+    for step in range(steps):
+        assert believed(held, hosts.keys("a")), f"after {step} steps"
+        hosts.authority.rotate()
+    assert not believed(held, hosts.keys("a"))
+    assert held.secret == hosts.keys("a").secret, "no step renews it"
+
+
+def believed(held: Keys, ours: Keys) -> set[str]:
+    """What of the keys in somebody's hands one of our hosts still goes by."""
+    found = set()
+    certificate = x509.load_pem_x509_certificate(held.certificate.read_bytes())
+    for authority in x509.load_pem_x509_certificates(ours.authorities.read_bytes()):
+        with contextlib.suppress(ValueError):  # another one's name
+            certificate.verify_directly_issued_by(authority)
+            found.add("certificate")
+    there = ours.curve.generations
+    for each in held.curve.generations:
+        if ours.curve.host_of(each.own_public):
+            found.add("own key")
+        if each.directory_secret in [other.directory_secret for other in there]:
+            found.add("directory's key")
+    return found
 
 
 def test_keys_that_know_no_addresses_are_read_and_learn_them(hosts: Hosts) -> None:
