@@ -174,7 +174,7 @@ class EtcdClient:
     def _session(self) -> requests.Session:
         """With the certificates of now: renewed ones are shown by a new connection only."""
         contexts = contexts_of_process()
-        now = contexts.client if contexts is not None else None
+        now = contexts.http_client if contexts is not None else None
         held: tuple[ssl.SSLContext | None, requests.Session] | None
         held = getattr(self._local, "session", None)
         if held is None or held[0] is not now:
@@ -194,9 +194,11 @@ class MemberAdapter(HTTPAdapter):
     def init_poolmanager(
         self, connections: int, maxsize: int, block: bool = False, **more: Any
     ) -> None:
+        # With assert_hostname urllib3 would check the name itself, and switch the context's check
+        # off; so it is the context that checks server_hostname.
         super().init_poolmanager(
             connections, maxsize, block, ssl_context=self._context, **more,
-            server_hostname=folder.MEMBER, assert_hostname=folder.MEMBER,
+            server_hostname=folder.MEMBER,
         )  # fmt: skip
 
     def cert_verify(self, *_: Any, **__: Any) -> None:
@@ -225,7 +227,7 @@ def etcd_session() -> requests.Session:
     session = requests.Session()
     session.trust_env = False  # etcd is near; a proxy for the internet does not know it
     if (contexts := contexts_of_process()) is not None:
-        session.mount("https://", MemberAdapter(contexts.client))
+        session.mount("https://", MemberAdapter(contexts.http_client))
     return session
 
 

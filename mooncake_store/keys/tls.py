@@ -43,11 +43,16 @@ class TlsContexts:
     def client(self) -> ssl.SSLContext:
         return self._contexts.get()[1]
 
-    def _made(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    @property
+    def http_client(self) -> ssl.SSLContext:
+        """As `client`, for a library that changes the context which it is given, as urllib3."""
+        return self._contexts.get()[2]
+
+    def _made(self) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.verify_mode = ssl.CERT_REQUIRED
-        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        for context in (server, client):
+        client, http_client = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) for _ in range(2))
+        for context in (server, client, http_client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             try:
                 context.load_cert_chain(self._keys.certificate, self._keys.private_key)
@@ -58,7 +63,7 @@ class TlsContexts:
                     "copy the whole folder again"
                 ) from error
         server.num_tickets = 0  # a client connects seldom, and each time shows who it is
-        return server, client
+        return server, client, http_client
 
 
 _contexts: dict[Keys, TlsContexts] = {}
