@@ -5,7 +5,8 @@
         fleet.why_not_whole("b")                 # "" again, seconds later
 
 Two hosts of three have each part that requests need (a frontend, a directory, a prefill worker, a
-decode worker), and all three have a member of etcd and a storage node: any one may be lost.
+decode worker), and all three have a member of etcd and a storage node: any one may be lost. They
+know each other by keys; while the fleet runs this process has those of a fourth host, `outside`.
 
 Not here: one host (host.py), the network (namespaces.py).
 """
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from loadtest.harness.fleet.host import READY_S_MAX, FleetHost
@@ -25,9 +27,11 @@ from loadtest.harness.fleet.namespaces import Namespaces
 from loadtest.harness.server import ServerFailed
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
+from mooncake_store.keys.authority import Authority
+from mooncake_store.keys.folder import VARIABLE
 from mooncake_store.records.membership import WorkerInfo
 
-NAME = "fleet"
+NAME, OUTSIDE = "fleet", "outside"
 DRAM = "128M"  # of each storage node
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 LOOK_S_MAX = 2.0
@@ -44,7 +48,8 @@ pools:
   prefill: {{role: prefill, threads: 1, workers: {{a: 1, b: 1}}}}
   decode: {{role: decode, threads: 1, workers: {{b: 1, c: 1}}}}
 conductor: {{ttft_slo_s: 60, tbt_slo_s: 10}}
-keys: {{insecure: true}}
+keys: {{folder: keys}}
+trusted_data_network: [e0]
 """
 
 
@@ -73,6 +78,11 @@ class ServedFleet:
         self.namespaces = Namespaces(names)
         self.path = folder / "cluster.yaml"
         self.path.write_text(cluster_file(self.namespaces, text))
+        authority = Authority.begun(folder / "keys")
+        for name in names:
+            authority.add_host(name, address=self.namespaces.address(name))
+        authority.add_host(OUTSIDE, may_direct=False)
+        self._closing = contextlib.ExitStack()
         self.hosts = {
             name: FleetHost(self.namespaces, name, self.path, folder / f"{name}.log", options)
             for name in names
@@ -83,6 +93,7 @@ class ServedFleet:
         self.directory: DirectoryClient | None = None
 
     def __enter__(self) -> ServedFleet:
+        self._closing.enter_context(keys_of_process(self.folder / "keys" / OUTSIDE))
         try:
             self.start()
         except BaseException:
@@ -178,7 +189,22 @@ class ServedFleet:
             if any(host.is_running for host in self.hosts.values()):
                 self.stop()
         finally:
+            self._closing.close()
             self.namespaces.close()
+
+
+@contextlib.contextmanager
+def keys_of_process(folder: Path) -> Iterator[None]:
+    """These, and then those that it had before."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
 
 
 def not_ready(metrics: str) -> str:
