@@ -38,6 +38,7 @@ KINDS = (
     "loss", "cut two", "cut off", "cut one way", "rate", "link down",
 )  # fmt: skip
 ENDS_STREAMS = ("kill frontend", "kill conductor", "kill host")  # of the frontend on that host
+SILENCE = ("link down", "cut off")  # nobody hears then that something on that host has ended
 
 
 @dataclass(slots=True)
@@ -56,6 +57,10 @@ class Strike:
         if self.recovered_s is None or self.undone_s is None:
             return None
         return self.recovered_s - self.undone_s
+
+    def is_on(self, at_s: float) -> bool:
+        """Had it begun by then, and was it not undone?"""
+        return self.struck_s <= at_s < (float("inf") if self.undone_s is None else self.undone_s)
 
     def covers(self, start_s: float, end_s: float) -> bool:
         """It was there, or the fleet recovered from it, at some time between."""

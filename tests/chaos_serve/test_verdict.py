@@ -88,6 +88,10 @@ def test_a_stream_of_a_killed_frontend_that_lingers_is_noticed() -> None:
     late = replace(FINE, outcome="unreachable", tokens=(), ended_s=20.0)
     before = replace(FINE, sent_s=1.0, ended_s=5.0)
     assert "ended only 9.0 s later" in judged(before, late, strikes=(KILL,)).broken[0]
+    down = Strike("link down", KILL.hosts, "e0 of a down", KILL.struck_s - 5.0)
+    for undone_s, is_noticed in ((KILL.struck_s + 3.0, False), (KILL.struck_s - 1.0, True)):
+        link = replace(down, undone_s=undone_s, recovered_s=undone_s + 1.0)
+        assert bool(judged(before, late, strikes=(link, KILL)).broken) == is_noticed
     begun_later = replace(late, sent_s=11.5)
     assert judged(before, begun_later, strikes=(KILL,)).broken == []
 

@@ -19,7 +19,7 @@ from typing import Any
 from loadtest.harness.processes import Look
 from tests.chaos_serve.answers import RightAnswer
 from tests.chaos_serve.streams import FINISHED, HUNG, NO_ANSWER, EndedRequest
-from tests.chaos_serve.strikes import ENDS_STREAMS, Strike
+from tests.chaos_serve.strikes import ENDS_STREAMS, SILENCE, Strike
 
 FINISHED_SHARE_MIN = 0.99
 CUT_S_MAX = 3.0  # from the kill of a frontend to the end of its streams
@@ -84,7 +84,12 @@ def judge(
             report.broken.append(f"hung: {_words(each, strikes)}")
         if kill := _frontends_end(each, strikes):
             report.apart[each.outcome] += 1
-            _judge_cut(report, each, kill)
+            is_silent = any(
+                other.kind in SILENCE and set(kill.hosts) & set(other.hosts)
+                and other.is_on(kill.struck_s) for other in strikes
+            )  # fmt: skip
+            if not is_silent:
+                _judge_cut(report, each, kill)
             continue
         lived[each.outcome] += 1
         if each.outcome != FINISHED:
