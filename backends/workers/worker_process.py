@@ -46,6 +46,7 @@ from mooncake_store.records.membership import WorkerInfo, WorkerReport
 log = logging.getLogger(__name__)
 REPORT_S = 0.5
 WATCH_S = 1.0
+MEASURE_S_MAX = 4.0  # for nodes that keep silent when a worker starts, as all others do then
 STEPS_S_MAX = 10.0  # what is broken may hang as well
 LAST_WORDS_S = 1.0  # for answers that are on their way to clients
 
@@ -131,7 +132,7 @@ class WorkerProcess:
             slots_max=slots_max,
             prefill_coefficients=profile.prefill,
             decode_coefficients=profile.decode,
-            transfer_bytes_per_s=self.store.measure_rates(),
+            transfer_bytes_per_s=self.store.measure_rates(MEASURE_S_MAX),
             transfer_latency_s=self.store.latencies_s(),  # as those found them
             grpc_address=os.environ.get("MOONCAKE_GRPC", ""),
             is_native=is_native,

@@ -369,9 +369,10 @@ class Store:
 
     # ---- numbers
 
-    def measure_rates(self) -> dict[str, float]:
-        """Bytes per second from each node that answers now; see rates.py. Takes ~0.1 s per node."""
-        return self._probe.rates()
+    def measure_rates(self, patience_s: float = 0.0) -> dict[str, float]:
+        """Bytes per second from each node that answers now; see rates.py. Takes ~0.1 s per node,
+        and up to patience_s when one keeps silent."""
+        return self._probe.rates(patience_s)
 
     def latencies_s(self) -> dict[str, float]:
         """Seconds for one small read from each node, as measure_rates() found them."""

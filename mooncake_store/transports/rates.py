@@ -33,6 +33,7 @@ PROBE_BYTES = 2 * 1024**2
 HELLO_BYTES = 4096
 ROUNDS = 5
 PROBE_S_MAX = 0.25  # per node and transport
+AGAIN_S = 0.05  # between two probes of a node that did not answer
 CMA_OVER_TCP_MIN = 1.5  # seen: 3.9 with CMA, 0.9 without
 
 
@@ -68,21 +69,35 @@ class Probe:
         """What rates() found last."""
         return list(self._paths.values())
 
-    def rates(self) -> dict[str, float]:
-        """Bytes per second from each node that answers within PROBE_S_MAX."""
-        found = {}
+    def rates(self, patience_s: float = 0.0) -> dict[str, float]:
+        """Bytes per second from each node that answers within PROBE_S_MAX.
+
+        Those that did not are probed again until patience_s have passed: on a machine that is busy
+        a good node may be late.
+        """
+        found: dict[str, PathReport] = {}
+        until_s = time.monotonic() + patience_s
         self._nodes.refresh()
         with self._lock:
-            for info in self._nodes.all():
-                transport = self._nodes.transport(info)
-                path = self._path(info, transport) if transport else None
-                if path is not None:
-                    found[info.node_id] = path
-                    self._log(info, path)
+            silent = self._nodes.all()
+            while True:
+                silent = [info for info in silent if not self._is_found(info, found)]
+                if not silent or time.monotonic() >= until_s:
+                    break
+                time.sleep(AGAIN_S)
             self._paths = found
             rates = {node_id: path.bytes_per_s for node_id, path in found.items()}
             self._nodes.bytes_per_s = rates
         return dict(rates)
+
+    def _is_found(self, info: NodeInfo, found: dict[str, PathReport]) -> bool:
+        """Probe this node; also true of one to which there is no way, which needs no patience."""
+        transport = self._nodes.transport(info)
+        path = self._path(info, transport) if transport else None
+        if path is not None:
+            found[info.node_id] = path
+            self._log(info, path)
+        return path is not None or transport is None
 
     def _path(self, info: NodeInfo, transport: Transport) -> PathReport | None:
         try:

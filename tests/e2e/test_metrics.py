@@ -63,7 +63,7 @@ def test_every_cause_moves_its_metrics(name: str, request: pytest.FixtureRequest
 
     with CAUSES[name].act(server):
         try:
-            wait_until(is_all_seen, "metrics to move", 20.0)
+            wait_until(is_all_seen, "metrics to move", 90.0)
         except AssertionError:
             pytest.fail(f"these did not move: {sorted(CAUSES[name].names - seen)}")
     wait_until(server.is_idle, "pages, slots and leases to be free")

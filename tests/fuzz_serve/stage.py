@@ -109,6 +109,7 @@ def _host_id(path: str) -> str:
 STOPWATCH = SimpleNamespace(
     monotonic=green.monotonic,
     perf_counter=lambda: green.monotonic() + 1e-6 * next(green.loop().looks),
+    sleep=green.sleep,
 )
 UUID = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=_hex(32)))
 SECRETS = SimpleNamespace(token_hex=lambda n=16: _hex(2 * n))
