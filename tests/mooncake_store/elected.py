@@ -7,18 +7,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreUnavailable
 
 PATIENCE_S = 30.0
+TTL_S = 2  # a leader may be a second late; each one that dies costs its test so long
+T = TypeVar("T")
 
 
 class Elected:
     """A directory process that waits for its election."""
 
-    def __init__(self, folder: Path, name: str, election: str, ttl_s: int = 1) -> None:
+    def __init__(self, folder: Path, name: str, election: str, ttl_s: int = TTL_S) -> None:
         self.address = f"ipc://{folder}/{name}"
         self.process = subprocess.Popen(
             [
@@ -47,6 +51,18 @@ class Elected:
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()
+
+
+def when_led(ask: Callable[[], T]) -> T:
+    """What is asked of a directory, once one leads; StoreUnavailable after PATIENCE_S."""
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return ask()
+        except StoreUnavailable:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(0.02)  # poll
 
 
 def until_answered(client: DirectoryClient, but_not_epoch: int = -1) -> int:

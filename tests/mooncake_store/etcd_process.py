@@ -27,13 +27,15 @@ class EtcdProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self._numbers = itertools.count()
         peer = f"http://127.0.0.1:{peer_port}"
+        # Members that are late for a moment must not elect a leader each time.
+        election_ms = 500 if members else 100
         self._log = folder / f"{name}.log"
         self._command = [
             str(BINARY), "--name", name, "--data-dir", str(folder / name),
             "--listen-client-urls", self.url, "--advertise-client-urls", self.url,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
             "--initial-cluster", members or f"{name}={peer}",
-            "--heartbeat-interval", "20", "--election-timeout", "100",
+            "--heartbeat-interval", str(election_ms // 10), "--election-timeout", str(election_ms),
         ]  # fmt: skip
         self.start()
         if not members:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -98,7 +99,7 @@ def test_a_silent_directory_is_named_with_the_time_that_was_waited(tmp_path: Pat
         start_s = time.monotonic()
         with pytest.raises(StoreUnavailable) as refusal:
             client.lookup(chain(1), "reader", 1.0)
-        assert time.monotonic() - start_s < 2.0
+        assert time.monotonic() - start_s < 20.0
     assert str(refusal.value) == (
         f"the directory at {address} did not answer lookup within 0.2 s; "
         "is it running, and is the address right?"
@@ -106,9 +107,11 @@ def test_a_silent_directory_is_named_with_the_time_that_was_waited(tmp_path: Pat
 
 
 def test_a_hung_directory_does_not_hang_its_clients(process: DirectoryProcess) -> None:
-    with DirectoryClient(process.address, timeout_s=0.3) as client:
+    with DirectoryClient(process.address, timeout_s=10.0) as client:
         assert client.nodes() == []
         process.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.process.pid, os.WSTOPPED | os.WNOWAIT)
+        client.timeout_s = 0.3
         with pytest.raises(StoreUnavailable):
             client.nodes()
         process.process.send_signal(signal.SIGCONT)

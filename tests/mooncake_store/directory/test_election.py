@@ -30,25 +30,31 @@ from mooncake_store.records.blocks import EPOCH_MAX
 from tests.mooncake_store.etcd_process import EtcdProcess
 
 TTL_S = 1
+LONG_TTL_S = 5  # where a leader must not lose the lead because the machine is busy
 A, B = Leader("tcp://a:1", "tcp://a:2"), Leader("tcp://b:1", "tcp://b:2")
 
 
 @pytest.fixture
 def client(etcd: EtcdProcess) -> EtcdClient:
-    return EtcdClient([etcd.url], timeout_s=0.5)
+    return EtcdClient([etcd.url], timeout_s=5.0)
 
 
 def win(
-    client: EtcdClient, prefix: str, leader: Leader = A, patience_s: float = 20.0
-) -> Leadership:
+    client: EtcdClient, prefix: str, leader: Leader = A, patience_s: float = 20.0,
+    ttl_s: int = TTL_S,
+) -> Leadership:  # fmt: skip
     until_s = time.monotonic() + patience_s
-    won = campaign(client, prefix, leader, lambda: time.monotonic() > until_s, ttl_s=TTL_S)
+    won = campaign(client, prefix, leader, lambda: time.monotonic() > until_s, ttl_s=ttl_s)
     assert won is not None, f"nobody became leader within {patience_s} s"
     return won
 
 
 def address_of(etcd: EtcdProcess, prefix: str) -> str:
     return f"etcd://127.0.0.1:{etcd.port}/{prefix}"
+
+
+def leader_of(etcd: EtcdProcess, prefix: str) -> Leader:
+    return leader_at(address_of(etcd, prefix), timeout_s=5.0)
 
 
 def wait_until_invalid(leadership: Leadership) -> None:
@@ -61,16 +67,16 @@ def wait_until_invalid(leadership: Leadership) -> None:
 def test_the_first_leads_and_the_next_when_it_ends(etcd: EtcdProcess, client: EtcdClient) -> None:
     prefix = etcd.fresh_prefix()
     with pytest.raises(NoLeader, match="start one with --etcd"):
-        leader_at(address_of(etcd, prefix))
-    first = win(client, prefix, A)
-    assert leader_at(address_of(etcd, prefix)) == replace(A, epoch=first.epoch)
-    assert campaign(client, prefix, B, _soon(0.5), ttl_s=TTL_S) is None  # while A renews
+        leader_of(etcd, prefix)
+    first = win(client, prefix, A, ttl_s=LONG_TTL_S)
+    assert leader_of(etcd, prefix) == replace(A, epoch=first.epoch)
+    assert campaign(client, prefix, B, _soon(0.5), ttl_s=LONG_TTL_S) is None  # while A renews
     assert first.may_serve()
     first.close()
     first.close()
     assert not first.may_serve()
-    second = win(client, prefix, B, patience_s=TTL_S / 2)  # a clean end waits for no TTL
-    assert leader_at(address_of(etcd, prefix)) == replace(B, epoch=second.epoch)
+    second = win(client, prefix, B, LONG_TTL_S / 2, LONG_TTL_S)  # a clean end waits for no TTL
+    assert leader_of(etcd, prefix) == replace(B, epoch=second.epoch)
     assert second.epoch > first.epoch
     second.close()
 
@@ -82,11 +88,11 @@ def _soon(seconds: float) -> Callable[[], bool]:
 
 def test_a_leader_renews_for_longer_than_its_ttl(etcd: EtcdProcess, client: EtcdClient) -> None:
     prefix = etcd.fresh_prefix()
-    leader = win(client, prefix)
-    until_s = time.monotonic() + 2.5 * TTL_S
+    leader = win(client, prefix, ttl_s=LONG_TTL_S)
+    until_s = time.monotonic() + 1.1 * LONG_TTL_S
     while time.monotonic() < until_s:
         assert leader.may_serve()
-        assert leader_at(address_of(etcd, prefix)).address == A.address
+        assert leader_of(etcd, prefix).address == A.address
         time.sleep(0.02)  # poll
     leader.close()
 
@@ -104,24 +110,22 @@ def test_epochs_grow_even_when_a_clock_goes_back(etcd: EtcdProcess, client: Etcd
 def test_a_hung_etcd_makes_the_leader_stop_before_its_ttl_and_nobody_else_lead(
     etcd: EtcdProcess, client: EtcdClient
 ) -> None:
-    prefix = etcd.fresh_prefix()
+    prefix, hasty = etcd.fresh_prefix(), EtcdClient([etcd.url], timeout_s=0.5)
     first = win(client, prefix, A)
     etcd.freeze()
     try:
         frozen_s = boot_s()
         wait_until_invalid(first)
         assert first._valid_until_s - frozen_s < TTL_S  # whenever this process got to see it
-        assert campaign(client, prefix, B, _soon(1.0), ttl_s=TTL_S) is None
+        assert campaign(hasty, prefix, B, _soon(1.0), ttl_s=TTL_S) is None
         with pytest.raises(EtcdFailed, match=f"127.0.0.1:{etcd.port}"):
             leader_at(address_of(etcd, prefix), timeout_s=0.3)
     finally:
         etcd.thaw()
-    second = win(client, prefix, B)
+    second = win(client, prefix, B, ttl_s=LONG_TTL_S)
     assert second.epoch > first.epoch and second.may_serve() and not first.may_serve()
     first.close()
-    assert leader_at(address_of(etcd, prefix)).address == B.address, (
-        "the first one took the lead away"
-    )
+    assert leader_of(etcd, prefix).address == B.address, "the first one took the lead away"
     second.close()
 
 
@@ -287,7 +291,7 @@ def test_a_key_that_is_no_leader_is_named(etcd: EtcdProcess, client: EtcdClient)
     prefix = etcd.fresh_prefix()
     client.write_unless_changed({}, {f"{prefix}/leader": b"{}"}, {})
     with pytest.raises(StoreUnavailable, match=f"{prefix}/leader in etcd names no directory"):
-        leader_at(address_of(etcd, prefix))
+        leader_of(etcd, prefix)
 
 
 @pytest.mark.parametrize("number", [EPOCH_MAX, 10**18 - 1, 2**64 - 1, 10**30])

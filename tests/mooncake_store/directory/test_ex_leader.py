@@ -22,7 +22,7 @@ from mooncake_store.layout import STATE_READY
 from mooncake_store.memory.segment import Segment
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.wire.node_protocol import NodeClient, Restore
-from tests.mooncake_store.elected import PATIENCE_S, Elected
+from tests.mooncake_store.elected import PATIENCE_S, TTL_S, Elected
 from tests.mooncake_store.processes import DirectoryProcess, NodeProcess
 
 BLOCK_BYTES = 64 * 1024
@@ -79,7 +79,7 @@ class ElectedSite:
         self.leader.wait_ready()
         self.next = start("b")
         self.node = NodeProcess(folder, address, "s0", 4, *node_options)
-        self.client = DirectoryClient(address, timeout_s=2.0)
+        self.client = DirectoryClient(address, timeout_s=5.0)
         self.segment = Segment.open(self.node.path)
         shape = self.client.attach("s0", "store", BLOCK_BYTES)
         self.memory = SlotMemory(self.segment.view, shape)
@@ -162,7 +162,7 @@ def test_a_put_that_a_frozen_leader_let_begin_is_refused_and_hurts_nobody(
 
 def test_a_writer_that_did_not_begin_in_time_writes_no_byte(site: ElectedSite) -> None:
     put = OpenPut(site.client, range(4), site.memory)
-    assert put.given.begin_s == pytest.approx(0.2), "a fifth of the TTL"
+    assert put.given.begin_s == pytest.approx(TTL_S / 5), "a fifth of the TTL"
     assert site.client.may_write(put.given, "late", 30.0)  # it still leads, however late it is
     site.change_leader()
     put.mark()
