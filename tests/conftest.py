@@ -57,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.servers)
         if "e2e" in item.path.parts:
             item.add_marker(pytest.mark.e2e)
+        if item.get_closest_marker("e2e") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))  # the first test waits for its servers too
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -39,7 +39,8 @@ class Monkey:
     def __init__(self, site: ChaosSite, seed: int) -> None:
         self.site, self.rng = site, random.Random(seed)
         self.done: Counter[str] = Counter()
-        self.stops: list[Stop] = []
+        self.stops: list[Stop] = []  # that are over
+        self._stopped_s: dict[str, float] = {}  # since when, by name
         self._amends: list[tuple[float, int, str, Member]] = []  # heap: when, _, what, whom
         self._count = 0
 
@@ -70,7 +71,7 @@ class Monkey:
             member.stop()
             is_late = member.name == "late"
             seconds = self.rng.uniform(*(LATE_S if is_late else (0.1, STOPPED_S_MAX)))
-            self.stops.append(Stop(member.name, now_s, now_s + seconds))
+            self._stopped_s[member.name] = now_s
             self._later("go on", member, now_s + seconds)
         self.done[f"{'kill' if is_kill else 'stop'} {member.name}"] += 1
 
@@ -88,3 +89,5 @@ class Monkey:
                 member.start()
             else:
                 member.go_on()
+                since_s = self._stopped_s.pop(member.name)
+                self.stops.append(Stop(member.name, since_s, time.monotonic()))

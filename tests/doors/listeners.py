@@ -76,7 +76,7 @@ class Site:
         os.environ[VARIABLE] = str(folder / "keys" / "a")
         self.directory = self._started(
             "mooncake_store.directory", "--address", ANY_PORT, "--events", ANY_PORT,
-            "--log-level", "ERROR", log=folder / "directory.log",
+            "--log-level", "ERROR", "--node-ttl-s", "60", log=folder / "directory.log",
         )  # fmt: skip
         self.directory_address = self.directory.ready.split("address=")[1].split()[0]
         self.events_address = self.directory.ready.split("events=")[1].split()[0]

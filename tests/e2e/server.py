@@ -28,7 +28,7 @@ import tritonclient.grpc as triton
 from loadtest.harness import server as bench_server
 
 ROOT = Path(__file__).resolve().parents[2]
-READY_S_MAX = 120.0
+READY_S_MAX = 240.0
 TYPES = {
     "input_ids": "INT32", "max_tokens": "INT32", "min_tokens": "INT32", "end_id": "INT32",
     "top_k": "INT32", "stream_interval": "INT32", "stream": "BOOL", "return_decision": "BOOL",
@@ -108,6 +108,15 @@ class Stream:
         """Go away as a client that is killed does."""
         self._client.stop_stream(cancel_requests=True)
         self._client.close()
+
+    def begun(self, tokens: int) -> Answer:
+        """What came until so many tokens were there: messages hold more when somebody is slow."""
+        answer = Answer()
+        while len(answer.output_ids) < tokens:
+            result = self.next()
+            assert result is not None, f"ended after {len(answer.output_ids)} tokens"
+            take(answer, result)
+        return answer
 
     def all(self) -> Answer:
         answer = Answer()

@@ -1,4 +1,4 @@
-"""A client that goes away in the middle of a stream frees everything within a second."""
+"""A client that goes away in the middle of a stream frees everything, long before lease_s."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import http.client
 import json
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 
 from tests.e2e.server import Server, wait_until
 
-TOKENS = 4000  # minutes of decoding: nothing ends by itself during these tests
+TOKENS = 7_900  # as many as the context has room for: nothing ends by itself in these tests
+FREED_S_MAX = 15.0  # leases that nobody releases end after lease_s, 30 s
 
 
 def wait_busy(server: Server) -> None:
@@ -21,11 +23,14 @@ def wait_busy(server: Server) -> None:
     )
 
 
-def assert_freed_within_a_second(server: Server, left_s: float) -> None:
-    wait_until(server.is_idle, "pages, slots and leases to be free", deadline_s=5.0)
-    took_s = time.monotonic() - left_s
-    print(f"freed after {took_s:.2f} s")
-    assert took_s < 1.0 + 0.5, "the metrics port itself is refreshed every 0.2 s"
+def cancelled(server: Server) -> float:
+    return server.metric("mooncake_requests_total", outcome="cancelled")
+
+
+def assert_freed(server: Server, cancelled_before: float) -> None:
+    """By the cancellation: a request that came to its own end is counted as answered."""
+    wait_until(server.is_idle, "pages, slots and leases to be free", FREED_S_MAX)
+    wait_until(lambda: cancelled(server) == cancelled_before + 1, "the request to be cancelled")
 
 
 def leave_over_grpc(server: Server) -> None:
@@ -49,19 +54,23 @@ def leave_over_http(server: Server) -> None:
 
 
 @pytest.mark.parametrize("leave", [leave_over_grpc, leave_over_http])
-def test_a_client_that_leaves_frees_pages_slot_and_leases(demo: Server, leave) -> None:
+def test_a_client_that_leaves_frees_pages_slot_and_leases(
+    demo: Server, leave: Callable[[Server], None]
+) -> None:
     wait_until(demo.is_idle, "an idle start")
+    before = cancelled(demo)
     leave(demo)
-    assert_freed_within_a_second(demo, time.monotonic())
+    assert_freed(demo, before)
 
 
 def test_a_client_that_leaves_during_prefill_frees_everything(demo: Server) -> None:
     wait_until(demo.is_idle, "an idle start")
+    before = cancelled(demo)
     prompt = [20 + (index * index) % 2000 for index in range(8000)]
     stream = demo.stream(input_ids=prompt, max_tokens=100, end_id=-1, stream=True)
     wait_until(lambda: demo.metric("mooncake_queue_tokens"), "prefill to begin")
     stream.leave()
-    assert_freed_within_a_second(demo, time.monotonic())
+    assert_freed(demo, before)
 
 
 @pytest.mark.parametrize("kind", ["a parameter", "Triton's own"])

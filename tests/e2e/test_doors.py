@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from backends.workers.protocol import REPLY_BODY, REPLY_IDS, REQUEST_BODY, REQUE
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.records.membership import WorkerInfo
 from tests.e2e.server import Server
+from tests.e2e.server_processes import processes
 
 HEADER = "mooncake-admin-key"
 
@@ -136,23 +138,27 @@ def test_a_worker_s_triton_has_no_other_door(demo: Server) -> None:
 
 
 def test_the_secret_of_the_launch_is_in_no_argument_and_no_log(demo: Server) -> None:
-    family = psutil.Process(demo.process.pid).children(recursive=True)
-    secrets = {process.environ().get(launch_secret.SECRET_VARIABLE, "") for process in family}
+    family = processes(demo)
+    secrets = set()
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            secrets.add(process.environ().get(launch_secret.SECRET_VARIABLE, ""))
     assert len(secrets) == 1
     (secret,) = secrets
     assert len(secret) >= 32
-    assert not [p for p in family if any(secret in argument for argument in p.cmdline())]
+    assert not [p for p, arguments in family.items() if any(secret in each for each in arguments)]
     assert secret not in demo.triton_log() + demo.log.read_text()
 
 
 def test_nothing_of_one_machine_listens_beyond_the_loopback(demo: Server) -> None:
     """UCX's ports among them: they know no keys."""
-    family = psutil.Process(demo.process.pid).children(recursive=True)
-    listening = {
-        (Path(process.exe()).name, connection.laddr.ip.removeprefix("::ffff:"))
-        for process in family
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    listening = set()
+    for process in processes(demo):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            listening |= {
+                (Path(process.exe()).name, connection.laddr.ip.removeprefix("::ffff:"))
+                for connection in process.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+            }
     assert listening
     assert {address for _, address in listening} <= {"127.0.0.1", "::1"}, listening

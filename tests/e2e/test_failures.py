@@ -33,14 +33,12 @@ def ask(server: Server, prompt: list[int], tokens: int) -> Answer:
 
 def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(server: Server) -> None:
     prompt = [30 + 7 * n % 1900 for n in range(150)]
-    alone = ask(server, prompt, 300)
+    alone = ask(server, prompt, 1_000)
     stream = server.stream(
-        input_ids=prompt, max_tokens=300, end_id=-1, return_decision=True, stream=True,
+        input_ids=prompt, max_tokens=1_000, end_id=-1, return_decision=True, stream=True,
         temperature=0.0,
     )  # fmt: skip
-    answer = Answer()
-    for _ in range(40):
-        take(answer, stream.next())
+    answer = stream.begun(40)
     stub_of(server, answer.decision["decode"]).kill()
     rest = stream.all()
     assert not rest.error, rest.error

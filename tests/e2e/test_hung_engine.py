@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.server import Answer, Server, running, take, wait_until
+from tests.e2e.server import Answer, Server, running, wait_until
 from tests.e2e.server_processes import processes_of, stub_of
 
 MODEL = Path(__file__).with_name("hanging_model.py")
+TOKENS = 1_000  # of an answer whose engine hangs: it must not be there before that
 WORKERS = ("prefill_0", "prefill_1", "decode_0", "decode_1")
 
 
@@ -78,19 +79,17 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_engine_hangs(
     server: Server, folder: Path
 ) -> None:
     prompt = [70 + 13 * n % 1700 for n in range(150)]
-    alone = asked(server, prompt, max_tokens=300)
-    answer = Answer()
+    alone = asked(server, prompt, max_tokens=TOKENS)
     stream = server.stream(
-        input_ids=prompt, max_tokens=300, end_id=-1, return_decision=True, stream=True
+        input_ids=prompt, max_tokens=TOKENS, end_id=-1, return_decision=True, stream=True
     )
-    for _ in range(20):
-        take(answer, stream.next())
+    answer = stream.begun(20)
     worker = answer.decision["decode"]
     process = hung_process(server, folder, worker)
     rest = stream.all()
     assert not rest.error, rest.error
     assert answer.output_ids + rest.output_ids == alone.output_ids
-    wait_until(lambda: has_ended(process), f"the process of {worker} to end")
+    wait_until(lambda: has_ended(process), f"the process of {worker} to end", 60.0)
     (folder / worker).unlink()
     wait_until(lambda: serves(server, worker), f"{worker} to serve again", 90.0)
     wait_until(server.is_idle, "pages, slots and leases to be free")
@@ -106,7 +105,7 @@ def test_prompts_go_on_elsewhere_when_their_prefill_engine_hangs(
         pending = [pool.submit(asked, server, prompt, max_tokens=4) for prompt in prompts]
         answers = [future.result() for future in pending]
     assert not [answer.error for answer in answers if answer.error]
-    wait_until(lambda: has_ended(process), f"the process of {worker} to end")
+    wait_until(lambda: has_ended(process), f"the process of {worker} to end", 60.0)
     (folder / worker).unlink()
     wait_until(lambda: serves(server, worker), f"{worker} to serve again", 90.0)
     wait_until(server.is_idle, "pages, slots and leases to be free")

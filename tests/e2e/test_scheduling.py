@@ -28,6 +28,7 @@ from tests.e2e.test_pools import holders
 
 PREFIX_BLOCKS = 32
 SENT = 20
+OVERLOAD_TOKENS = 1024  # of each prompt
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +85,23 @@ def test_a_new_policy_takes_effect_under_load_and_loses_no_request(server: Serve
     assert policies[0] == "adaptive" and policies[-1] == "load_balance"
 
 
+def ttft_alone_s(server: Server, number: int) -> float:
+    answer = server.ask(
+        input_ids=prompt(number, OVERLOAD_TOKENS), max_tokens=1, end_id=-1, return_decision=True
+    )
+    assert not answer.error, answer.error
+    return float(answer.decision["ttft_s"])
+
+
 def test_under_overload_no_token_of_a_rejected_prompt_is_computed(
     server: Server, seed: int
 ) -> None:
-    set_parameters(server.repository, "conductor", {"admission": "predictive", "ttft_slo_s": 1.0})
+    alone_s = statistics.median(ttft_alone_s(server, 300 + number) for number in range(3))
+    slo_s = max(1.0, 4 * alone_s)  # a slow machine shall serve some as well
+    set_parameters(server.repository, "conductor", {"admission": "predictive", "ttft_slo_s": slo_s})
     wait_until(lambda: ask(server, 3).decision.get("admission") == "predictive",
                "the service level to be in force")  # fmt: skip
-    shape = OverloadShape(prompt_tokens=1024, output_tokens=4, seconds=2.0, at_once=1)
+    shape = OverloadShape(prompt_tokens=OVERLOAD_TOKENS, output_tokens=4, seconds=2.0, at_once=1)
     load = OverloadClient(server.addresses, TokenSource(2048, range(16), seed), shape, seed)
     phase = asyncio.run(load.overload("4x", rate_per_s=40.0, seed=seed))
     assert len(phase.records) == 80 and not phase.of(FAILED)
@@ -116,7 +127,7 @@ def test_a_batch_that_would_be_too_slow_is_predicted_before_any_prefill(server: 
 
     def is_decoded(number: int) -> bool:
         """Not at once: the conductor may not have heard yet that a worker is idle again."""
-        stream = server.stream(input_ids=prompt(number), max_tokens=4000, end_id=-1, stream=True)
+        stream = server.stream(input_ids=prompt(number), max_tokens=7_900, end_id=-1, stream=True)
         try:
             assert all(stream.next() is not None for _ in range(3))
         except triton.InferenceServerException:
@@ -127,7 +138,7 @@ def test_a_batch_that_would_be_too_slow_is_predicted_before_any_prefill(server: 
 
     try:
         for number in (5, 6):
-            wait_until(lambda n=number: is_decoded(n), "an idle decode worker", 10.0)
+            wait_until(lambda n=number: is_decoded(n), "an idle decode worker", 30.0)
         refused = server.ask(input_ids=prompt(7), max_tokens=200, end_id=-1)
     finally:
         for stream in streams:

@@ -14,17 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from loadtest.harness.server import set_parameters
 from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.records.membership import WorkerInfo
 from tests.e2e.server import Answer, Server, running, wait_until
+from tests.e2e.server_processes import process_of, stub_of
 from tests.e2e.test_pools import B, ask, demo_block_bytes, directory_address, nixl_read_bytes
 
 BLOCKS = 100
+SENDS_MAX = 6  # of the quicker node, while the slower one sends once
+STARTS_MAX = 5
 
 
 def add_third(repository: Path) -> None:
@@ -76,11 +79,7 @@ def forget_at_third(server: Server, client: StoreClient, prompts: Sequence[list[
 
 
 def kill_node(server: Server, node_id: str) -> None:
-    for process in psutil.Process(server.process.pid).children():
-        if f"--node-id {node_id} " in " ".join(process.cmdline()):
-            process.kill()
-            return
-    raise AssertionError(f"{node_id} has no process")
+    process_of(server, f"--node-id {node_id} ").kill()
 
 
 def sent(answer: Answer) -> tuple[str, int]:
@@ -108,17 +107,43 @@ def sends_that_outlast_one(server: Server) -> int:
     """So many sends of the quicker of s0 and s1 take longer than one of the slower one.
 
     A worker measures both once, when it starts; on a machine that is busy then, one may seem to be
-    several times slower, and waiting for the quicker one is right for as long.
+    several times slower, and waiting for the quicker one is right for as long. When there were
+    too many, the worker starts and measures again.
     """
+    for _ in range(STARTS_MAX):
+        worker = worker_of(server, "prefill_2")
+        size_bytes = BLOCKS * worker.block_bytes
+        send_s = [
+            worker.transfer_latency_s[node_id] + size_bytes / worker.transfer_bytes_per_s[node_id]
+            for node_id in ("s0", "s1")
+        ]
+        print(f"s0 and s1 are expected to send in {send_s[0]:.4f} and {send_s[1]:.4f} s")
+        if (sends := math.ceil(max(send_s) / min(send_s))) <= SENDS_MAX:
+            return sends
+        start_again(server, worker)
+    raise AssertionError(f"one of s0 and s1 looks {SENDS_MAX} times slower at every start")
+
+
+def worker_of(server: Server, worker_id: str) -> WorkerInfo:
     with DirectoryClient(directory_address(server)) as client:
-        [worker] = [worker for worker in client.workers() if worker.worker_id == "prefill_2"]
-    size_bytes = BLOCKS * worker.block_bytes
-    send_s = [
-        worker.transfer_latency_s[node_id] + size_bytes / worker.transfer_bytes_per_s[node_id]
-        for node_id in ("s0", "s1")
-    ]
-    print(f"s0 and s1 are expected to send in {send_s[0]:.4f} and {send_s[1]:.4f} s")
-    return math.ceil(max(send_s) / min(send_s))
+        [worker] = [worker for worker in client.workers() if worker.worker_id == worker_id]
+    return worker
+
+
+def start_again(server: Server, old: WorkerInfo) -> None:
+    stub_of(server, old.worker_id).kill()
+
+    def serves() -> bool:
+        with DirectoryClient(directory_address(server)) as client:
+            if not {worker.incarnation for worker in client.workers()
+                    if worker.worker_id == old.worker_id} - {old.incarnation}:  # fmt: skip
+                return False
+        answer = server.ask(
+            input_ids=[40, 41, 42], max_tokens=2, parameters={"prefill_worker": old.worker_id}
+        )
+        return not answer.error
+
+    wait_until(serves, f"{old.worker_id} to serve again", 90.0)
 
 
 def test_a_busy_sender_is_avoided(server: Server, chance: random.Random) -> None:

@@ -27,7 +27,7 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.election import Leader, leader_at
 from mooncake_store.errors import StoreError
 from mooncake_store.keys.authority import Authority
-from tests.e2e.server import Answer, Stream, take, tensor, wait_until
+from tests.e2e.server import Answer, Stream, tensor, wait_until
 
 NAMES = ("a", "b", "c")
 B = 64
@@ -119,12 +119,7 @@ class Fleet:
 
     def begun(self, stream: Stream, tokens: int) -> Answer:
         """What came until so many tokens were there."""
-        answer = Answer()
-        while len(answer.output_ids) < tokens:
-            result = stream.next()
-            assert result is not None, f"ended after {len(answer.output_ids)} tokens"
-            take(answer, result)
-        return answer
+        return stream.begun(tokens)
 
     def serves(self, frontend: str, **pins: str) -> bool:
         """Does a small request come through this frontend, with these workers?"""

@@ -28,8 +28,12 @@ def cluster(fleet: Fleet, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_status_shows_every_host_and_who_leads(fleet: Fleet) -> None:
     wait_whole(fleet)
-    shown = cluster(fleet, "status", "--json")
-    assert shown.returncode == 0, shown.stdout + shown.stderr
+
+    def is_well() -> subprocess.CompletedProcess[str] | None:
+        said = cluster(fleet, "status", "--json")
+        return said if said.returncode == 0 else None
+
+    shown = wait_until(is_well, "all to be well", BACK_S_MAX)
     parts = {host["name"]: host["parts"] for host in json.loads(shown.stdout)["hosts"]}
     assert set(parts) == {"a", "b", "c"}
     leading = [name for name, of in parts.items() if of.get("directory") == "leads"]

@@ -16,6 +16,7 @@ from tests.chaos.verdict import assert_in_time, assert_kept
 
 @pytest.mark.servers
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_no_prank_makes_a_read_wrong_a_call_hang_or_a_living_nodes_block_go(seed: int) -> None:
     done, counts = run(20.0, seed)
     assert sum(done.values()) >= 10, f"the monkey slept: {done}"

@@ -117,8 +117,8 @@ def test_a_client_that_hangs_is_ended_with_the_processes_it_started(tmp_path: Pa
         "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE); "
         "print(child.pid, flush=True); child.wait()"
     )
-    with pytest.raises(ClientFailed, match="ran over 2 s"):
-        run_client([sys.executable, "-c", program], tmp_path, run_s_max=2.0)
+    with pytest.raises(ClientFailed, match="ran over 6 s"):
+        run_client([sys.executable, "-c", program], tmp_path, run_s_max=6.0)
     child = int((tmp_path / "output.txt").read_text())
     with pytest.raises(ProcessLookupError):
         wait_for_end(child)

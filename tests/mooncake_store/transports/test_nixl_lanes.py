@@ -277,6 +277,17 @@ def test_reads_from_a_healthy_node_go_on_while_others_are_frozen(
     transport.check()
 
 
+def read_when_connected(transport: NixlTransport, target: Target, buffer: np.ndarray) -> None:
+    """Again when a busy machine took longer than CONNECT_S_MAX to connect."""
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return read(transport, target.info, buffer, PATIENCE_S)
+        except TransferFailed as error:
+            if "no connection within" not in str(error) or time.monotonic() > until_s:
+                raise
+
+
 def test_a_node_that_is_never_connected_takes_one_lane_and_that_one_is_replaced(
     transport: NixlTransport, start: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,7 +312,7 @@ def test_a_node_that_is_never_connected_takes_one_lane_and_that_one_is_replaced(
             for target in silent:
                 with pytest.raises(TransferFailed, match=f"{target.node_id}: no connection within"):
                     read(transport, target.info, np.zeros(64, np.uint8), 0.4)
-            read(transport, healthy.info, buffer, PATIENCE_S)
+            read_when_connected(transport, healthy, buffer)
             assert (buffer == 7).all()
             buffer[:] = 0
         busy = [lane for lane in transport._lanes if lane.lock.locked()]

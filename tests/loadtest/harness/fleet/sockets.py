@@ -11,7 +11,7 @@ from loadtest.harness.fleet import Namespaces
 
 PORT = 9_000
 CLONE_NEWNET = 0x40000000
-WAIT_S_MAX = 20.0
+WAIT_S_MAX = 60.0
 
 
 def socket_on(hosts: Namespaces, host: str, kind: socket.SocketKind) -> socket.socket:
