@@ -30,7 +30,7 @@ def test_five_users_over_grpc_are_answered_and_counted_and_reported(
     demo: Server, tmp_path: Path
 ) -> None:
     mix = "chat:2,shared:1,document:1,burst:1"
-    run = headless(demo, tmp_path, "--workload", mix, *LENIENT, seconds=12)
+    run = headless(demo, tmp_path, "--workload", mix, *LENIENT, seconds=8)
     assert (run.status, run.failures) == (0, 0), run.log
     records = run.recording.requests
     assert {record.outcome for record in records} == {COMPLETED}

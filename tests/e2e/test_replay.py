@@ -24,7 +24,7 @@ def test_a_replayed_trace_is_answered_and_finds_what_an_unlimited_cache_would(
     page = tmp_path / "run.html"
     command = [
         sys.executable, "-m", "backends.cli", "replay", str(EXTRACT), "--requests", "32",
-        "--length-scale", "0.06", "--speed", "200", "--url", demo.addresses.grpc, "--json",
+        "--length-scale", "0.06", "--speed", "250", "--url", demo.addresses.grpc, "--json",
         "--seed", str(seed % 1000), "--report", str(page),
         "--metrics-url", f"http://{demo.addresses.metrics}/metrics", "--slo-ttft-s", "60",
     ]  # fmt: skip
