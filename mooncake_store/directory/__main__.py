@@ -8,9 +8,11 @@ storage nodes fill again with what they hold. stdout carries `ready ...` at each
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -176,6 +178,13 @@ def with_huge_tables() -> None:
     os.execv(sys.executable, [sys.executable, "-m", "mooncake_store.directory", *sys.argv[1:]])
 
 
+def raise_descriptor_limit() -> None:
+    """As far as this user may: each client on this host takes one, and 1,024 is the usual limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # where even that is not allowed
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     logging.basicConfig(level=options.log_level, format="%(asctime)s directory %(message)s")
@@ -188,6 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Ten million blocks are as many objects, none of them in a cycle: a full collection would find
     # nothing and hold up every request for seconds. Young garbage is still collected.
     gc.set_threshold(50_000, 20, 1_000_000)
+    raise_descriptor_limit()
     stop = StopSignal()
     try:
         if options.etcd:

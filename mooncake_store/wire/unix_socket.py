@@ -25,6 +25,8 @@ UNREAD_BYTES_MAX = 2 * REQUEST_BYTES_MAX  # answers that a client does not fetch
 RECEIVE_BYTES = 256 * 1024
 PATH_BYTES_MAX = 107  # of the kernel
 RETRY_S = 0.02
+ACCEPT_PAUSE_S = 0.1  # after a client could not be taken, as for want of descriptors
+NOTE_S = 10.0  # between two lines about that
 
 log = logging.getLogger(__name__)
 Reply = Callable[[list[bytes]], list[bytes] | Later]  # the frames of a request -> of its reply
@@ -78,6 +80,7 @@ class UnixListener:
         self._reply = reply
         self._path = path
         self._clients: dict[int, _Client] = {}
+        self._accept_s = self._note_s = float("-inf")  # not before these
         with contextlib.suppress(FileNotFoundError):
             # Left by a process that ended: ZeroMQ's address has been bound, so nobody uses it.
             os.unlink(path)
@@ -89,7 +92,8 @@ class UnixListener:
     def files(self) -> dict[int, bool]:
         """Descriptors to be polled for reading; True: for writing too."""
         found = {fd: bool(each.outgoing) for fd, each in self._clients.items()}
-        found[self._listener.fileno()] = False
+        if time.monotonic() >= self._accept_s:
+            found[self._listener.fileno()] = False
         return found
 
     def serve(self, ready: list[int]) -> None:
@@ -101,15 +105,28 @@ class UnixListener:
                 self._serve(fd, self._clients[fd])
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
+        """Everybody who waits; who cannot be taken now waits on, in the kernel's queue."""
+        while True:
+            try:
                 peer, _ = self._listener.accept()
-                if len(self._clients) >= CONNECTIONS_MAX:
-                    log.warning("refused a client: %d are connected", CONNECTIONS_MAX)
-                    peer.close()
-                    continue
-                peer.setblocking(False)
-                self._clients[peer.fileno()] = _Client(peer)
+            except BlockingIOError:
+                return
+            except OSError as error:  # out of descriptors, say: those who are here are served
+                self._accept_s = time.monotonic() + ACCEPT_PAUSE_S
+                self._note(f"accepted no client: {error}")
+                return
+            if len(self._clients) >= CONNECTIONS_MAX:
+                self._note(f"refused a client: {CONNECTIONS_MAX} are connected")
+                peer.close()
+                continue
+            peer.setblocking(False)
+            self._clients[peer.fileno()] = _Client(peer)
+
+    def _note(self, what: str) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._note_s:
+            self._note_s = now_s + NOTE_S
+            log.warning("%s", what)
 
     def _serve(self, fd: int, client: _Client) -> None:
         try:
