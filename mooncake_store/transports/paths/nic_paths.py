@@ -99,6 +99,7 @@ class NicPath:
     is_resting: bool = False
     probe_s: float = 0.0  # when the next probe is due, while it rests
     rest_s: float = REST_S  # the pause after that
+    is_forgotten: bool = False  # its node is gone; a call that began before may still use it
 
     def began(self, part_bytes: int) -> None:
         self.under_way_bytes += part_bytes
@@ -135,7 +136,7 @@ class NicPath:
             self.is_resting, self.rest_s = True, REST_S
             self.probe_s = now_s + self.rest_s
             self.counters.rests += 1
-            self.counters.resting += 1
+            self.counters.resting += not self.is_forgotten  # nobody would count it down again
 
     def probe_failed(self, now_s: float) -> None:
         self.rest_s = min(2 * self.rest_s, REST_S_MAX)
@@ -143,15 +144,17 @@ class NicPath:
 
     def probe_worked(self, now_s: float) -> None:
         self.answered_s = now_s
-        if self.is_resting:
-            self.is_resting = False
-            self.counters.resting -= 1
+        self._rest_ends()
 
     def forget(self) -> None:
         """Its node is gone."""
+        self._rest_ends()
+        self.is_forgotten = True
+
+    def _rest_ends(self) -> None:
         if self.is_resting:
             self.is_resting = False
-            self.counters.resting -= 1
+            self.counters.resting -= not self.is_forgotten
 
     def allowance_s(self, part_bytes: int, left_s: float) -> float:
         """How long a part that was posted just now may wait; `left_s` of the call's deadline.

@@ -145,3 +145,20 @@ def test_a_path_under_any_history_keeps_its_numbers(seed: int) -> None:
         assert counters.resting == sum(one.is_resting for one in paths)
     assert counters.rests == rests
     assert counters.read_bytes + counters.write_bytes == moved
+
+
+def test_a_part_that_fails_after_its_path_was_forgotten_is_counted_as_resting_by_nobody() -> None:
+    """A call goes on over the paths that it began with, while the node begins anew."""
+    for rests_before in (False, True):
+        for heals in (False, True):
+            gone = path()
+            if rests_before:
+                gone.failed(1.0)
+            gone.forget()
+            assert gone.counters.resting == 0
+            gone.gave_up(2.0)
+            assert gone.is_resting, "the call itself avoids it"
+            assert gone.counters.resting == 0
+            if heals:
+                gone.probe_worked(3.0)
+            assert gone.counters.resting == 0 and gone.counters.rests == 1 + rests_before
