@@ -7,7 +7,6 @@ effect: leases end by themselves, and commits and registrations can be repeated.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +15,7 @@ import msgspec
 import zmq
 
 from mooncake_store.block_keys import check_keys
+from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.errors import AccessRefused, EpochPassed, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import Geometry
 from mooncake_store.records.blocks import Allocation, Copy, Slot, Spill
@@ -49,11 +49,6 @@ _BLOCKS = Decoder(list[tuple[bytes, Copy]])
 _WORKERS = Decoder(list[WorkerInfo])
 _SNAPSHOT = Decoder(Snapshot)
 _STATS = Decoder(DirectoryStats)
-
-
-def _boot_s() -> float:
-    """Seconds since this machine was started, those in which it slept included."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _elected_address(address: str) -> ElectedAddress | None:
@@ -118,7 +113,7 @@ class DirectoryClient:
         request = protocol.Allocate(
             node_id, list(keys), owner, lease_s, ephemeral, size_bytes, tenant
         )
-        asked_s = _boot_s()
+        asked_s = boot_s()
         given = self._ask(request, _ALLOCATION)
         return replace(given, asked_s=asked_s) if given.begin_s else given
 
@@ -135,7 +130,7 @@ class DirectoryClient:
         miss for whoever reads there with checksums, and by generation for nearly all others
         (docs/decisions/0026).
         """
-        if not given.begin_s or _boot_s() - given.asked_s <= given.begin_s:
+        if not given.begin_s or boot_s() - given.asked_s <= given.begin_s:
             return True
         granted = [slot for slot in given.slots if slot is not None]
         if not granted:

@@ -28,6 +28,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec import structs
 
+from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.directory.etcd import EtcdClient, EtcdFailed, decimal, etcd_url
 from mooncake_store.errors import RequestInvalid, StoreUnavailable
 from mooncake_store.records.blocks import EPOCH_MAX
@@ -54,11 +55,6 @@ class Leader(msgspec.Struct, frozen=True):
     events: str
     name: str = ""  # for people: host and process
     epoch: int = 0  # of its reign; the election sets it
-
-
-def boot_s() -> float:
-    """Seconds since this machine was started, those in which it slept included."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Leadership:
