@@ -92,7 +92,8 @@ class Replicas:
             ]
             if wanted:
                 chosen, copies = zip(*wanted, strict=True)
-                self._restorer.client(target.control).fetch(chosen, copies, left_s)
+                with self._restorer.client(target) as client:
+                    client.fetch(chosen, copies, left_s)
         finally:
             self._directory.release_later(owner)
 

@@ -9,9 +9,11 @@ Not here: reading the file (the node), moving what is in DRAM (block_reader.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -19,7 +21,7 @@ from typing import NamedTuple
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, QuotaExceeded, StoreError, StoreFull
 from mooncake_store.records.blocks import Allocation, Copy, Slot
-from mooncake_store.records.membership import SSD_SUFFIX
+from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.wire.node_protocol import NodeClient, Restore
 
@@ -45,15 +47,35 @@ class Restorer:
         self._directory = directory
         self._nodes = nodes
         self._lock = threading.Lock()
-        self._clients: dict[str, NodeClient] = {}  # by address
+        self._clients: dict[str, NodeClient] = {}  # from node_id; of its newest incarnation
+        self._users = Counter[NodeClient]()
         self._pool: ThreadPoolExecutor | None = None
 
-    def client(self, address: str) -> NodeClient:
-        """The control socket of a node."""
+    @contextlib.contextmanager
+    def client(self, node: NodeInfo) -> Iterator[NodeClient]:
+        """The control socket of a node. That of its incarnation before, which has threads and
+        descriptors, is closed as soon as nobody uses it any more.
+        """
         with self._lock:
-            if address not in self._clients:
-                self._clients[address] = NodeClient(address)
-            return self._clients[address]
+            before = self._clients.get(node.node_id)
+            is_same = before is not None and before.address == node.control
+            client = before if before and is_same else NodeClient(node.control)
+            self._clients[node.node_id] = client
+            self._users[client] += 1
+            is_over = before is not None and not is_same and not self._users[before]
+        if before is not None and is_over:
+            before.close()
+        try:
+            yield client
+        finally:
+            with self._lock:
+                self._users[client] -= 1
+                is_over = not self._users[client]
+                if is_over:
+                    del self._users[client]
+                is_over = is_over and self._clients.get(node.node_id) is not client
+            if is_over:
+                client.close()
 
     def restore(
         self,
@@ -80,9 +102,9 @@ class Restorer:
                 for index, slot in zip(indices, given.slots, strict=True)
                 if slot is not None
             ]
-            client = self.client(info.control)
             epoch = max((slot.epoch for slot in given.slots if slot is not None), default=0)
-            yield from self._load(client, node_id, todo, terms, epoch)
+            with self.client(info) as client:
+                yield from self._load(client, node_id, todo, terms, epoch)
             covered = zip(indices[: given.covered], given.slots, strict=False)
             others = [index for index, slot in covered if slot is None]
             if others:
