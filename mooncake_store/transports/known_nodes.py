@@ -48,6 +48,7 @@ BAD_NODE_S = 2.0
 REFRESH_S = 0.02  # the directory is not asked for unknown or bad nodes more often than this
 MODES = ("auto", "mapped", "nixl", "tcp")
 NODES_MAX = 4_096
+GONE_S = 60.0  # out of the directory for so long: no restart, and no change of leader
 
 
 class NodeAccess(NamedTuple):
@@ -106,6 +107,7 @@ class KnownNodes:
         self._mode = mode
         self._lock = threading.Lock()
         self._nodes: dict[str, NodeInfo] = {}
+        self._gone_s: dict[str, float] = {}  # from node_id; when it was out of the directory first
         self._asked_s = 0.0
         self._bad: dict[str, tuple[str, float]] = {}  # node_id -> (incarnation, until_s)
         self._host_id = host_id("/dev/shm/segment")  # while the own node is not registered
@@ -122,8 +124,24 @@ class KnownNodes:
         nodes = {info.node_id: info for info in self._directory.nodes()}
         there = {(info.node_id, info.incarnation) for info in nodes.values()}
         with self._lock:
+            self._gone_s |= dict.fromkeys(self._nodes, asked_s)
+            self._gone_s = {name: s for name, s in self._gone_s.items() if name not in nodes}
+            over = [name for name, gone_s in self._gone_s.items() if asked_s - gone_s > GONE_S]
             self._nodes, self._asked_s = nodes, asked_s
             self._bad = {name: bad for name, bad in self._bad.items() if (name, bad[0]) in there}
+        for node_id in over:
+            self._let_go(node_id)
+
+    def _let_go(self, node_id: str) -> None:
+        """Of what leads to a node that is gone. Mapped memory goes by its owner's life instead."""
+        is_over = self.tcp.disconnect(node_id)
+        if self.nixl is not None:
+            is_over &= self.nixl.disconnect(node_id)
+        with self._lock:
+            if is_over:
+                self._gone_s.pop(node_id, None)
+            elif node_id in self._gone_s:  # a lane connects to a silent node, say: again later
+                self._gone_s[node_id] = time.monotonic()
 
     def all(self) -> list[NodeInfo]:
         with self._lock:

@@ -125,11 +125,12 @@ class MappedTransport(Transport):
         """Count what was moved under `owned`; started_s as of time.monotonic()."""
         self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
 
-    def disconnect(self, node_id: str) -> None:
+    def disconnect(self, node_id: str) -> bool:
         with self._lock:
             known = self._segments.pop(node_id, None)
         if known is not None:
             self._close(known[1])
+        return True
 
     def close(self) -> None:
         self._stop.set()

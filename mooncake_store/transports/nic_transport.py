@@ -142,11 +142,10 @@ class MultiNicTransport(Transport):
         path = NicPath(peer, self._nics[nic.name], has_rdma)
         return NicRoute(nic, info, path)
 
-    def _forget(self, node_id: str) -> list[NicRoute]:
+    def _forget(self, node_id: str) -> None:
         _, routes = self._routes.pop(node_id, ("", []))
         for route in routes:
             route.path.forget()
-        return routes
 
     def card(self, nic: Interface) -> NixlTransport:
         """The transport of one card, made at its first use. TransferFailed while it cannot be."""
@@ -227,13 +226,17 @@ class MultiNicTransport(Transport):
             if buffer is not self.scratch
         ]
 
-    def disconnect(self, node_id: str) -> None:
+    def disconnect(self, node_id: str) -> bool:
         with self.lock:
-            routes = self._forget(node_id)
-        self._shared.disconnect(node_id)
+            _, routes = self._routes.get(node_id, ("", []))
+        is_over = self._shared.disconnect(node_id)
         for route in routes:
             for transport in self._made():
-                transport.disconnect(route.node.node_id)
+                is_over &= transport.disconnect(route.node.node_id)
+        if is_over:  # else they name what is still to be disconnected
+            with self.lock:
+                self._forget(node_id)
+        return is_over
 
     def nic_counters(self) -> dict[str, NicCounters]:
         """By the name of each card of this host that has an agent of its own."""

@@ -355,9 +355,14 @@ class NixlTransport(Transport):
                 found += orphan.targets
         return found
 
-    def disconnect(self, node_id: str) -> None:
+    def disconnect(self, node_id: str) -> bool:
+        with self._lock:
+            lanes = [lane for lane in self._lanes if not lane.is_frozen]
+        looked_at = []
         for lane in self._each_lane():
             lane.disconnect(node_id)
+            looked_at.append(lane)
+        return len(looked_at) >= len(lanes)
 
     def close(self) -> None:
         with self._lock:

@@ -130,10 +130,11 @@ class TcpTransport(Transport):
                 return
         connection.close()
 
-    def disconnect(self, node_id: str) -> None:
+    def disconnect(self, node_id: str) -> bool:
         with self._lock:
             pool = self._pools.pop(node_id, None)
         _close(pool.idle if pool else [])
+        return True  # connections in use are closed when they are given back
 
     def close(self) -> None:
         with self._lock:

@@ -138,8 +138,8 @@ class Transport:
         """Move all of it; the spans have been checked."""
         raise NotImplementedError
 
-    def disconnect(self, node_id: str) -> None:
-        """Forget this node; unknown names are fine."""
+    def disconnect(self, node_id: str) -> bool:
+        """Forget this node; unknown names are fine. False: something of it is busy, ask again."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -123,7 +123,8 @@ class GreenNixl(Transport):
 
     def connect(self, node: NodeInfo) -> None: ...
 
-    def disconnect(self, node_id: str) -> None: ...
+    def disconnect(self, node_id: str) -> bool:
+        return True
 
     def close(self) -> None: ...
 

@@ -18,6 +18,7 @@ from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.nixl_agent import NixlUnavailable, load_nixl
+from mooncake_store.transports.nixl_transport import NixlTransport
 from mooncake_store.transports.paths.path_cost import Distance
 from mooncake_store.transports.rates import Probe
 from mooncake_store.transports.tcp_transport import TcpTransport
@@ -121,6 +122,76 @@ def test_routes_leave_out_what_cannot_be_read_and_what_failed_a_moment_ago(
     assert nodes.choose([[far, near]]) == [near]
     nodes.mark_bad(NODES[1])
     assert nodes.choose([[far, near], [near]]) == [far, None]
+    nodes.close()
+
+
+# ---- nodes that go away
+
+
+def leave(directory: InProcessDirectory, *names: str) -> None:
+    for info in directory.nodes():
+        if info.node_id in names:
+            directory.deregister_node(info.node_id, info.incarnation)
+
+
+def test_what_leads_to_a_node_is_let_go_when_it_is_gone_for_long(
+    directory: InProcessDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go: list[str] = []
+    busy = {"far-tcp"}
+
+    def disconnect(_: TcpTransport, node_id: str) -> bool:
+        let_go.append(node_id)
+        return node_id not in busy
+
+    monkeypatch.setattr(TcpTransport, "disconnect", disconnect)
+    nodes = known(directory, "tcp")
+    leave(directory, "far", "far-tcp", "neighbour")
+    nodes.refresh()
+    nodes.refresh()
+    assert let_go == [], "it may be back in a moment"
+    directory.register_node(NODES[1])
+    monkeypatch.setattr("mooncake_store.transports.known_nodes.GONE_S", 0.0)
+    nodes.refresh()
+    assert sorted(let_go) == ["far", "far-tcp"], "the neighbour is back"
+    nodes.refresh()
+    assert sorted(let_go) == ["far", "far-tcp", "far-tcp"], "once more what was busy"
+    busy.clear()
+    for _ in range(3):
+        nodes.refresh()
+    assert let_go.count("far-tcp") == 3 and let_go.count("far") == 1
+    leave(directory, "neighbour")
+    for _ in range(3):
+        nodes.refresh()
+    assert let_go.count("neighbour") == 1
+    nodes.close()
+
+
+def test_memory_that_is_mapped_stays_so_while_its_owner_lives(
+    directory: InProcessDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may be writing there, and its node may only be cut off from the directory."""
+    monkeypatch.setattr("mooncake_store.transports.known_nodes.GONE_S", 0.0)
+    nodes = known(directory, "tcp")
+    monkeypatch.setattr(nodes.mapped, "disconnect", lambda _: pytest.fail("unmapped"))
+    leave(directory, "own")
+    for _ in range(3):
+        nodes.refresh()
+    monkeypatch.undo()
+    nodes.close()
+
+
+def test_a_nixl_lane_that_is_busy_is_disconnected_another_time(
+    directory: InProcessDirectory,
+) -> None:
+    nodes = known(directory, "nixl")
+    transport = nodes.nixl
+    assert isinstance(transport, NixlTransport)
+    transport.make_lanes(2)
+    [first, *_] = transport._lanes
+    with first.lock:
+        assert not transport.disconnect("far")
+    assert transport.disconnect("far")
     nodes.close()
 
 
