@@ -33,10 +33,16 @@ class OwnSegment(SlotMemory):
 
     def begin(
         self, key: bytes, slot: Slot, size_bytes: int, lease_s: float, is_ephemeral: bool = False
-    ) -> None:
-        """The slot is about to be filled: the old block's header must not vouch for new bytes."""
+    ) -> bool:
+        """The slot is about to be filled: the old block's header must not vouch for new bytes.
+
+        False: it is somebody else's by now, and was left alone.
+        """
+        if self.is_newer(slot.slot, slot.generation):
+            return False
         header = SlotHeader.writing(slot.generation, key, size_bytes, lease_s, is_ephemeral)
         self.write_header(slot.slot, header)
+        return True
 
     def finish(self, key: bytes, slot: Slot, digest: int, size_bytes: int) -> None:
         """The slot holds its block now."""

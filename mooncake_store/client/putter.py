@@ -200,7 +200,8 @@ class Putter:
         """The checksum of each block written (0 when this store computes none).
 
         TransferFailed: nothing of it may be committed. TransferTimeout: bytes may still arrive.
-        EpochPassed: the slots may be somebody else's; no byte of a payload was written.
+        EpochPassed: the slots may be somebody else's; no byte of a payload was written, nor, where
+        that was seen in time, of a header.
         """
         node = self._nodes.access_to(info)
         if node is None:
@@ -213,6 +214,7 @@ class Putter:
             if not self._directory.may_write(given, owner, lease_s):
                 raise EpochPassed("the slots were granted by a directory that leads no more")
 
+        confirm()  # and again when the headers are written, which keep the next one off these slots
         if isinstance(node.transport, MappedTransport):
             return self._write_mapped(node.transport, node, writes, confirm, deadline_s)
         return self._write_remote(node, writes, confirm, time.monotonic() + deadline_s)
@@ -231,6 +233,8 @@ class Putter:
         digests, moved_bytes = [], 0
         with transport.owned(info) as view:
             slots = SlotMemory(view, shape)
+            if any(slots.is_newer(write.slot, write.generation) for write in writes):
+                raise EpochPassed("the slots have been given away since: this comes too late")
             for write in writes:  # all at once: the code for it is in the CPU's cache then
                 slots.write_header(write.slot, write.header_writing(deadline_s + LEASE_MARGIN_S))
             confirm()

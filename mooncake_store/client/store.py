@@ -222,13 +222,15 @@ class Store:
                 self.abandon([slot for slot in given.slots if slot is not None], owner)
                 self._map_next_incarnation(own)
                 continue
+            # Before too: who is late finds blocks of others there, and their headers.
+            is_ours = self._directory.may_write(given, owner, lease_s)
             for key, slot in zip(keys, given.slots, strict=True):
-                if slot is None:
+                if slot is None or not is_ours:
                     continue
                 own.first_generation = min(own.first_generation, slot.generation)
                 if (here := own.now()) is not None:
-                    here.begin(key, slot, size_bytes, lease_s, ephemeral)
-            if self._directory.may_write(given, owner, lease_s):
+                    is_ours = here.begin(key, slot, size_bytes, lease_s, ephemeral)
+            if is_ours and self._directory.may_write(given, owner, lease_s):
                 return given
         else:
             self._check_alive(self._own)

@@ -30,6 +30,7 @@ from mooncake_store.layout import (
     Geometry,
 )
 from mooncake_store.memory.buffers import ByteArray, checksum
+from mooncake_store.records.blocks import GENERATION_MAX
 
 MAGIC = b"MKVB"
 FIELDS = struct.Struct("<4sIQ16sQQQ")  # magic, state, generation, key, checksum, length, ephemeral
@@ -133,6 +134,18 @@ class SlotMemory:
         if header.state == STATE_WRITING:
             raw = raw.ljust(heads.stop - heads.start, b"\0")
         self.view[heads.start : heads.start + len(raw)] = np.frombuffer(raw, np.uint8)
+
+    def is_newer(self, slot: int, generation: int) -> bool:
+        """Does a whole header there say that the slot was given away again since that generation?
+
+        Then its writer came too late: whatever it wrote would be on top of somebody else's block.
+        """
+        start = self.shape.header_offset_bytes(slot)
+        there = _PREFIX.unpack_from(self.view.data, start)[2]
+        if there <= generation:  # nearly always: for each block of a put, so it must cost little
+            return False
+        header = self.header(slot)
+        return header is not None and generation < header.generation < GENERATION_MAX
 
     def is_ready(self, slot: int, generation: int, key: bytes) -> bool:
         """Does that very use of the slot hold its block?"""

@@ -32,7 +32,6 @@ from mooncake_store.errors import EpochPassed, RequestInvalid, StoreError, Store
 from mooncake_store.layout import STATE_READY
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.node.puller import Puller
-from mooncake_store.records.blocks import GENERATION_MAX
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.ssd.entries import SsdEntry
 from mooncake_store.ssd.ssd_tier import BlockJob, LoadOutcome, SsdTier
@@ -216,8 +215,7 @@ class NodeVerbs:
 
     def _take(self, block: Restore, until_s: float) -> bool:
         """Mark the slot as being written, unless somebody newer has it."""
-        there = self._memory.header(block.slot)
-        if there is not None and block.generation < there.generation < GENERATION_MAX:
+        if self._memory.is_newer(block.slot, block.generation):
             return False
         lease_s = max(0.0, until_s - time.monotonic()) + LEASE_MARGIN_S
         header = SlotHeader.writing(block.generation, block.key, block.size_bytes, lease_s)

@@ -103,10 +103,11 @@ class Puller:
         except QuotaExceeded as error:
             log.info("node_id=%s takes no further copies: %s", node_id, error)
             return Allocation((None,) * len(keys), 0)
+        is_ours = self._directory.may_write(given, owner, lease_s)
         for key, slot in zip(keys, given.slots, strict=True):
-            if slot is not None:
-                self._own.begin(key, slot, size_bytes, lease_s)
-        if not self._directory.may_write(given, owner, lease_s):
+            if slot is not None and is_ours:
+                is_ours = self._own.begin(key, slot, size_bytes, lease_s)
+        if not is_ours or not self._directory.may_write(given, owner, lease_s):
             return Allocation((None,) * len(keys), 0)
         return given
 
