@@ -83,10 +83,13 @@ class TargetPool:
         self._idle: list[Target] = []
 
     def take(self, node_id: str, environment: dict[str, str] | None = None) -> Target:
-        """A target of this name; its segment may hold anything."""
+        """A target of this name, with empty memory: a directory that begins anew in a test gives
+        out lower generations than the headers of the test before have."""
         for target in self._idle:
             if target.node_id == node_id and environment is None:
                 self._idle.remove(target)
+                with Segment.open(target.path) as segment:
+                    segment.view[:] = 0
                 return target
         return Target(f"{self._prefix}-{next(self._numbers)}", node_id, environment)
 
