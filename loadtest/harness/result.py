@@ -72,12 +72,22 @@ class Result:
     def print(self, console: Console | None = None) -> None:
         """Tables for people, then the JSON as the last line."""
         console = console or Console(highlight=False)
-        if self.rows:
-            console.print(_rows_table(self.name, self.rows))
+        for rows in _alike(self.rows):
+            console.print(_rows_table(self.name, rows))
         if self.targets:
             console.print(_targets_table(self.targets))
         console.file.write(self.to_json() + "\n")
         console.file.flush()
+
+
+def _alike(rows: Sequence[Mapping[str, Cell]]) -> list[list[Mapping[str, Cell]]]:
+    """Rows that follow each other and have a column in common, so that one table holds them."""
+    found: list[list[Mapping[str, Cell]]] = []
+    for row in rows:
+        if not found or not any(row.keys() & other.keys() for other in found[-1]):
+            found.append([])
+        found[-1].append(row)
+    return found
 
 
 def _rows_table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Table:

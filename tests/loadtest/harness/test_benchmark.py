@@ -40,6 +40,16 @@ def test_a_result_ends_with_one_line_of_json_in_the_common_shape() -> None:
     assert "not measured" in file.getvalue()
 
 
+def test_rows_that_have_nothing_in_common_stand_in_tables_of_their_own() -> None:
+    console = Console(file=io.StringIO(), width=60)
+    rows = [{"way": "store", "rate": 1}, {"what": "kill", "seconds": 2}, {"what": "cut", "lost": 0}]
+    Result("b", 0.0, rows, []).print(console)
+    heads = [line.split("┃") for line in console.file.getvalue().splitlines() if "┃" in line]  # type: ignore[attr-defined]
+    assert [[cell.strip() for cell in head[1:-1]] for head in heads] == [
+        ["way", "rate"], ["what", "seconds", "lost"],
+    ]  # fmt: skip
+
+
 def test_a_benchmark_prints_its_result_when_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
     with benchmark("demo") as run:
         run.rows.append({"step": "cold"})
