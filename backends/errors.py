@@ -7,6 +7,7 @@
     x WorkerGone      it was not there: dead before the call, starting again, or shutting down
       x WorkerUnreached there is no way to it: no connection, or its link was cut
         x WorkerRefused it does not let this host in: keys, or certificates
+          x WorkerDistrusts its secret is another one: until one of the two begins anew
     x StoreLost       the directory or the worker's storage node did not do its part
     x MessagesLost    tokens that were sent did not arrive
   x KvMissing         blocks of a request left the store; they are computed again first
@@ -81,6 +82,13 @@ class WorkerRefused(WorkerUnreached):
     """Keys: the worker's Triton does not let this host in, or is not believed."""
 
 
+class WorkerDistrusts(WorkerRefused):
+    """The worker knows another secret than who calls it. Both read theirs when they start, so that
+    no probe finds out whether it has changed."""
+
+    prefix = "unavailable: distrusts:"
+
+
 class StoreLost(WorkerUnavailable):
     """The directory, or the storage node of the worker, did not do its part."""
 
@@ -112,7 +120,7 @@ def from_wire(message: str, where: str) -> ServingError:
     rejected = re.search(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", message, re.DOTALL)
     if rejected:
         return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
-    for kind in (InvalidRequest, KvMissing, Cancelled, WorkerGone, StoreLost):
+    for kind in (InvalidRequest, KvMissing, Cancelled, WorkerGone, WorkerDistrusts, StoreLost):
         if kind.prefix in message:
             return kind(message.split(kind.prefix, 1)[1].strip())
     if any(words in message for words in TRITON_NEVER_PASSED_ON):

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from backends.errors import ServingError, WorkerRefused
+from backends.errors import ServingError, WorkerDistrusts, WorkerRefused
 from backends.frontend.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class UnreachedWorkers:
     def _look(self, worker: tuple[str, str], seen: ServingError) -> None:
         try:
             address = self._cluster.grpc_address(*worker)
+            if address is not None and isinstance(seen, WorkerDistrusts):
+                return
             if address is not None:
                 self._probe(address)
         except ServingError as error:

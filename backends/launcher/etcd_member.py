@@ -22,7 +22,7 @@ from typing import Any
 import requests
 
 from backends.cluster.host_plan import EtcdMember
-from mooncake_store.directory.etcd import etcd_session, etcd_url
+from mooncake_store.directory.etcd import access_problem, etcd_session, etcd_url
 from mooncake_store.keys.folder import Keys
 
 HEARTBEAT_MS, ELECTION_MS = 100, 1_000  # etcd's own defaults, for hosts of one site
@@ -144,6 +144,7 @@ class EtcdAnswers:
 
     alive: tuple[str, ...]
     silent: tuple[str, ...]
+    refused: str = ""  # what one of the silent ones has against this host's keys
 
     @property
     def has_quorum(self) -> bool:
@@ -153,28 +154,33 @@ class EtcdAnswers:
         members = len(self.alive) + len(self.silent)
         needed = members // 2 + 1
         silent = f"; silent: {', '.join(self.silent)}" if self.silent else ""
-        return f"{len(self.alive)} of {members} members answer, {needed} are needed{silent}"
+        refused = f"; {self.refused}" if self.refused else ""
+        return (
+            f"{len(self.alive)} of {members} members answer, {needed} are needed{silent}{refused}"
+        )
 
 
 def ask_etcd(endpoints: Sequence[str]) -> EtcdAnswers:
     """All at once, each at most ASK_S_MAX: a member that is there answers without a quorum too."""
     with ThreadPoolExecutor(max(len(endpoints), 1)) as pool:
-        answers = list(pool.map(_is_there, endpoints))
+        problems = dict(zip(endpoints, pool.map(_problem, endpoints), strict=True))
     return EtcdAnswers(
-        tuple(each for each, is_there in zip(endpoints, answers, strict=True) if is_there),
-        tuple(each for each, is_there in zip(endpoints, answers, strict=True) if not is_there),
+        tuple(each for each, problem in problems.items() if problem is None),
+        tuple(each for each, problem in problems.items() if problem is not None),
+        next(filter(None, problems.values()), ""),
     )
 
 
 def member_serves(member: EtcdMember) -> bool:
     """Does it answer by itself, as one of a quorum?"""
-    return _is_there(member.advertised_client_url.partition("//")[2], "health")
+    return _problem(member.advertised_client_url.partition("//")[2], "health") is None
 
 
-def _is_there(endpoint: str, what: str = "version") -> bool:
+def _problem(endpoint: str, what: str = "version") -> str | None:
+    """None: it answers. "": it does not. Or why one of the two sides does not believe the other."""
     try:
         with etcd_session() as session:
             answer = session.get(f"{etcd_url(endpoint)}/{what}", timeout=ASK_S_MAX)
-            return answer.status_code == 200
-    except requests.RequestException:
-        return False
+            return None if answer.status_code == 200 else ""
+    except requests.RequestException as error:
+        return access_problem(etcd_url(endpoint), error)

@@ -360,7 +360,7 @@ class Launcher:
         self._leaving = [worker for worker in self._leaving if not worker.drain(alive[worker])]
         gone = self.workers.keys() - self._worker_names
         renewable = (self.workers.keys() - gone) | ({ETCD} if self._etcd is not None else set())
-        renewed = self._renewal.due(renewable, self._is_whole)
+        renewed = self._renewal.due(renewable, self._is_whole, self._serves)
         if renewed == ETCD and self._etcd is not None:
             self._etcd.terminate()  # so that it hands its lead over
             self._etcd.finish(OTHERS_STOP_S)
@@ -379,8 +379,11 @@ class Launcher:
             return False
         if self.plan.etcd is not None and not member_serves(self.plan.etcd):
             return False
-        states = [triton.states() for triton in self.workers.values()]
-        return all(found and all(each.is_ready for each in found) for found in states)
+        return all(self._serves(worker) for worker in self.workers)
+
+    def _serves(self, worker: str) -> bool:
+        states = self.workers[worker].states()
+        return bool(states) and all(each.is_ready for each in states or ())
 
     def news(self) -> list[ModelLoad]:
         """Loads and refusals since the last call."""

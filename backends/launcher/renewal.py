@@ -11,6 +11,9 @@ it is started again when those change, before the workers, and in the same turn:
 quorum. Where etcd lets nobody in any more, as after two steps of a renewal at once, no turn can be
 had; then it is started again without.
 
+A worker that cannot be called any more, because two steps came too fast and nobody believes its
+certificate, is started again without a turn: there is nothing to lose, and it would never be whole.
+
 Everything else reads renewed keys by itself: ZeroMQ, KV over TCP, and the frontends' channels.
 
 Not here: keys (mooncake_store/keys), draining and starting (triton_process.py).
@@ -37,6 +40,7 @@ from mooncake_store.records.blocks import Slot
 from mooncake_store.wire.addresses import ELECTED
 
 SETTLED_S = 3.0  # a folder that is being copied changes file by file
+SILENT_S = 5.0  # a worker is not called to be lost for one answer that is late
 WHOLE_S = 2.0  # all workers serve for so long before the next one is restarted
 TTL_S = 5
 KEPT_OUT_S = 10.0  # etcd has let nobody in for so long: no turn is to be had
@@ -181,6 +185,7 @@ class CertificateRenewal:
         self._changed_s = float("-inf")
         self._is_under_way = False  # a turn was asked for, and not given back
         self._whole_from_s: float | None = None
+        self._silent_from_s: dict[str, float] = {}  # stale workers that cannot be called
 
     def started(self, worker: str) -> None:
         """Its process is being started, with the certificates of now. `worker`: or ETCD."""
@@ -188,11 +193,13 @@ class CertificateRenewal:
             self._started_with[worker] = self._digests.get().read_by(worker)
 
     def due(
-        self, workers: Collection[str], is_whole: Callable[[], bool], now_s: float | None = None
-    ) -> str:
+        self, workers: Collection[str], is_whole: Callable[[], bool],
+        serves: Callable[[str], bool], now_s: float | None = None,
+    ) -> str:  # fmt: skip
         """The worker to be drained and started again, or ETCD; "" for none now.
 
-        `is_whole`: does all of it serve on this host? Asked only while one is to be restarted.
+        `is_whole`: does all of it serve on this host? `serves`: does this worker? Asked only while
+        one is to be restarted.
         """
         if self._digests is None:
             return ""
@@ -202,6 +209,9 @@ class CertificateRenewal:
             return ""
         if now_s - self._changed_s < SETTLED_S:
             return ""
+        if silent := self._silent(stale, serves, now_s):
+            log.info("certificates have changed, and %s cannot be called any more", silent)
+            return silent
         self._is_under_way = True
         if not self._turn.is_held():
             if not stale:  # they began anew by themselves
@@ -222,6 +232,14 @@ class CertificateRenewal:
             return stale[0]
         self._end_turn()
         return ""
+
+    def _silent(self, stale: Collection[str], serves: Callable[[str], bool], now_s: float) -> str:
+        """A stale worker that has not served for SILENT_S: with what it was started, nobody
+        believes it."""
+        silent = [each for each in stale if each != ETCD and not serves(each)]
+        self._silent_from_s = {each: self._silent_from_s.get(each, now_s) for each in silent}
+        over = (each for each, from_s in self._silent_from_s.items() if now_s - from_s >= SILENT_S)
+        return next(over, "")
 
     def _stale(self, workers: Collection[str], now: FileDigests, now_s: float) -> list[str]:
         """Which were started with other files, in the order of their restarts."""

@@ -26,6 +26,7 @@ from backends.errors import (
     InvalidRequest,
     Overloaded,
     ServingError,
+    WorkerDistrusts,
     WorkerUnavailable,
 )
 from backends.metrics.page import MetricPage
@@ -154,11 +155,16 @@ class StopCall:
 
 def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | StopCall:
     """A call to a prefill or decode worker; raises InvalidRequest for anything else, WorkerGone for
-    a call of another release."""
+    a call of another release, WorkerDistrusts for one with another secret."""
     parameters = parameters_of(request)
     given = parameters.get(launch_secret.SECRET_PARAMETER)
-    if not launch_secret.is_right(given, launch_secret.secret_of_launch()):
+    if not given:
         raise InvalidRequest("workers answer to their own frontend; clients call `conductor`")
+    if not launch_secret.is_right(given, launch_secret.secret_of_launch()):
+        raise WorkerDistrusts(
+            "this worker has another secret than who calls it: the file `secret` in the keys of "
+            "the two hosts differs; copy both folders again and start both hosts again"
+        )
     check_version(parameters.get(VERSION_PARAMETER))
     inputs = inputs_of(request)
     stop = inputs.get(REQUEST_STOP)

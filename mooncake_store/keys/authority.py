@@ -24,6 +24,7 @@ import ipaddress
 import os
 import re
 import secrets
+import time
 from pathlib import Path
 
 import msgspec
@@ -157,6 +158,10 @@ class Authority:
             (self.path / host).rmdir()
 
     # ---- renewal
+
+    def age_s(self) -> float:
+        """Since it was written."""
+        return max(0.0, time.time() - (self.path / FOLDER / STATE).stat().st_mtime)
 
     def rotate(self, days: float = DAYS) -> str:
         """Take the next step, and say which it was."""

@@ -13,9 +13,10 @@ from typing import Annotated
 
 import typer
 
-from mooncake_store.errors import StoreError
+from mooncake_store.errors import RequestInvalid, StoreError
 
 WARN_DAYS = 30
+STEP_S_MIN = 120.0  # between two steps of a renewal
 NEXT = {
     "prepare": "The next generation is believed, the one of now is used.",
     "switch": "The next generation is used, the old one is still believed.",
@@ -112,12 +113,25 @@ def remove_host(folder: Folder, host: str) -> None:
 
 
 @app.command()
-def rotate(folder: Folder, days: Days = 365) -> None:
+def rotate(
+    folder: Folder,
+    days: Days = 365,
+    now: Annotated[
+        bool, typer.Option("--now", help="however short ago the step before was")
+    ] = False,
+) -> None:
     """Renew all keys, in three steps that overlap: prepare, switch, retire."""
     from mooncake_store.keys.authority import Authority
 
     with _refusals():
         authority = Authority.read(folder)
+        pause_s = authority.age_s()
+        if authority.state.next_step != "prepare" and pause_s < STEP_S_MIN and not now:
+            raise RequestInvalid(
+                f"keys were written {pause_s:.0f} s ago, and hosts need minutes to begin anew: a "
+                "worker that still has what two steps before was believed is called by nobody. "
+                "Look at `mooncake cluster status`; --now goes on all the same"
+            )
         step = authority.rotate(days)
         typer.echo(f"{step}: {NEXT[step]}")
         typer.echo(f"{COPY.format(folder=folder)}.")

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from backends.errors import WorkerRefused, WorkerUnreached
+from backends.errors import WorkerDistrusts, WorkerRefused, WorkerUnreached
 from backends.frontend import unreached_workers
 from backends.frontend.unreached_workers import UnreachedWorkers
 from tests.backends.frontend.test_live_request import ANSWER, Case
@@ -66,6 +66,16 @@ def test_a_probe_names_the_newest_cause(world: World) -> None:
     assert world.workers.causes()["d0"][0] == "cut_off"
     world.turn()
     assert world.workers.causes()["d0"][0] == "refused"
+    world.workers.close()
+
+
+def test_who_knows_another_secret_is_asked_again_when_it_has_begun_anew(world: World) -> None:
+    world.workers.add(P, WorkerDistrusts("another secret"))
+    world.turn()
+    assert world.workers.causes() == {"p0": ("refused", "another secret")}
+    del world.addresses[P]
+    world.turn()
+    assert not world.workers.causes() and ("p0", True) not in world.said
     world.workers.close()
 
 

@@ -220,6 +220,9 @@ def test_a_stranger_is_refused_by_name_with_the_likely_causes(
     assert isinstance(refused.value, AccessRefused) and isinstance(refused.value, StoreUnavailable)
     assert member.endpoints[0] in str(refused.value)
     assert cause in state(f"etcd://{member.endpoints[0]}/test").said
+    [silent] = free_ports(1, ())
+    two = state(f"etcd://{member.endpoints[0]},127.0.0.1:{silent}/test")
+    assert "etcd has no quorum: 0 of 2" in two.said and cause in two.said
     monkeypatch.setenv(VARIABLE, str(tmp_path / "keys" / "outside"))
     assert member.can_decide(), "others are served on"
 

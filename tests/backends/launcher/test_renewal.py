@@ -13,6 +13,7 @@ from backends.launcher.renewal import (
     ETCD,
     KEPT_OUT_S,
     SETTLED_S,
+    SILENT_S,
     WHOLE_S,
     CertificateRenewal,
     DirectoryTurn,
@@ -56,6 +57,7 @@ class Host:
         self.turn = Turn()
         self.renewal = CertificateRenewal(Keys(folder / "a"), self.turn)
         self.is_whole = True
+        self.silent: set[str] = set()  # workers that cannot be called
         self.now_s = 100.0
         self.runs = (*WORKERS, ETCD)
         for each in self.runs:
@@ -63,7 +65,9 @@ class Host:
 
     def due(self, after_s: float) -> str:
         self.now_s += after_s
-        return self.renewal.due(self.runs, lambda: self.is_whole, self.now_s)
+        return self.renewal.due(
+            self.runs, lambda: self.is_whole, lambda each: each not in self.silent, self.now_s
+        )
 
     def restart_etcd(self) -> None:
         """The first of those that a change of the authorities asks for."""
@@ -79,7 +83,7 @@ def host(tmp_path: Path) -> Host:
 def test_nothing_is_restarted_while_nothing_changes(host: Host) -> None:
     assert [host.due(10.0) for _ in range(5)] == [""] * 5
     assert host.turn.given_back == 0
-    assert CertificateRenewal(None, host.turn).due(WORKERS, lambda: True) == ""
+    assert CertificateRenewal(None, host.turn).due(WORKERS, lambda: True, lambda _: True) == ""
 
 
 def test_workers_are_restarted_one_by_one_and_then_the_turn_is_given_back(host: Host) -> None:
@@ -100,6 +104,23 @@ def test_workers_are_restarted_one_by_one_and_then_the_turn_is_given_back(host: 
     assert host.turn.given_back == 0
     assert host.due(WHOLE_S) == "" and host.turn.given_back == 1
     assert host.due(WHOLE_S) == "" and host.turn.given_back == 1
+
+
+def test_a_worker_that_nobody_believes_any_more_is_restarted_at_once_and_alone(host: Host) -> None:
+    """Steps of a renewal that come too fast; its host would never be whole again."""
+    host.due(1.0)
+    host.authority.rotate()
+    host.turn.may = False
+    host.due(1.0)
+    assert host.due(SETTLED_S) == ""
+    host.silent, host.is_whole = {"prefill_a_0"}, False
+    assert host.due(1.0) == "" and host.due(SILENT_S / 2) == "", "it may be late for once"
+    host.silent.clear()
+    assert host.due(SILENT_S) == ""
+    host.silent.add("prefill_a_0")
+    assert host.due(1.0) == "" and host.due(SILENT_S) == "prefill_a_0"
+    host.renewal.started("prefill_a_0")
+    assert host.due(SILENT_S) == "" and host.due(SILENT_S) == "", "it was started with the new ones"
 
 
 def test_a_host_waits_for_its_turn(host: Host) -> None:
@@ -242,7 +263,9 @@ def test_two_hosts_never_restart_workers_at_once(
             authority.rotate()
         for name, each in renewals.items():
             left[name] = max(0, left[name] - 1)
-            if worker := each.due([f"decode_{name}_0"], lambda n=name: not left[n], 10.0 * look):
+            if worker := each.due(
+                [f"decode_{name}_0"], lambda n=name: not left[n], lambda _: True, 10.0 * look
+            ):
                 assert not any(left.values()), f"look {look}: {left}"
                 each.started(worker)
                 restarted.append(worker)

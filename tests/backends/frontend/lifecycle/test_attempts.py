@@ -15,6 +15,7 @@ from backends.errors import (
     Overloaded,
     ServingError,
     StoreLost,
+    WorkerDistrusts,
     WorkerGone,
     WorkerUnavailable,
     WorkerUnreached,
@@ -200,6 +201,7 @@ def test_a_node_without_room_is_left_for_another_one_at_no_cost_to_who_goes_on()
     [
         ("unavailable: store: the directory does not answer", StoreLost),
         (WorkerGone("decode_0 is shutting down").wire_message(), WorkerGone),
+        (WorkerDistrusts("another secret").wire_message(), WorkerDistrusts),
         ("Request for unknown model: 'decode_7' is not found", WorkerGone),
         ("Stub process 'decode_0_0' is not healthy.", WorkerGone),
         ("unavailable: decode_0: internal_error: ValueError: x", WorkerUnavailable),
