@@ -137,6 +137,12 @@ class ChildProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_crashed(self) -> bool:
+        """Did a signal end it?"""
+        status = self._process.poll()
+        return status is not None and status < 0
+
     def check_alive(self) -> None:
         if self._process.poll() is not None:
             raise ChildDied(

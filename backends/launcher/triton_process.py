@@ -97,6 +97,7 @@ class StubWatch:
 
 FRONTEND = "frontend"
 LOOPBACK = "127.0.0.1"
+CRASHES_MAX = 2
 PROMISED: dict[str, list[int]] = {}  # ports of each Triton's newest incarnation
 INCARNATIONS = itertools.count(1)  # of all Tritons of this launcher
 NUMBERS = itertools.count(1)  # a Triton's own, whatever its incarnations
@@ -180,6 +181,7 @@ class Triton:
         self.incarnation = 0  # its number
         self.child: ChildProcess | None = None
         self._starts = 0
+        self._crashes = 0  # before it was ready for the first time
         self._stubs = StubWatch()
         self._loaded: set[str] = set()  # by this incarnation
         self._loads: list[ModelLoad] = []
@@ -257,7 +259,9 @@ class Triton:
     def supervise_start(self) -> str:
         """Until it is ready for the first time: the reason why it cannot start, or "".
 
-        A port of its own that somebody took is replaced by another; ChildDied when it ended.
+        A port of its own that somebody took is replaced by another. A Triton that a signal ended is
+        started again, CRASHES_MAX times: on a busy machine 2.51 aborts now and then while it makes
+        the shared memory of its models. ChildDied when it ended by itself, or too often.
         """
         if self.child is None:
             self.mirror.sync()
@@ -267,7 +271,11 @@ class Triton:
             self.child.start_again()
             self._began()
             return ""
-        if not problem:
+        if self.child.has_crashed and self._crashes < CRASHES_MAX:
+            self._crashes += 1
+            self.child.start_again()
+            self._began()
+        elif not problem:
             self.child.check_alive()
         return problem
 

@@ -210,6 +210,19 @@ def test_keys_are_renewed_while_requests_run_and_none_fails(fleet: KeyedFleet) -
             client.nodes()
 
 
+def test_steps_of_a_renewal_that_come_too_fast_lock_no_worker_out(fleet: KeyedFleet) -> None:
+    """Nobody believes workers that were started two steps ago: they are started again all the
+    same, and the fleet serves."""
+    before = fleet.workers()
+    for _ in range(3):
+        fleet.authority.rotate()
+    wait_until(lambda: is_renewed(fleet, before), "all workers to be new", 3 * RENEWED_S_MAX)
+    for frontend in "ab":
+        fleet.wait_serves(frontend)
+        answer = fleet.ask(frontend, PROMPT, 8)
+        assert not answer.error and len(answer.output_ids) == 8
+
+
 def is_renewed(fleet: KeyedFleet, before: dict[str, str]) -> bool:
     """Is every worker there in another incarnation?"""
     now = fleet.workers()

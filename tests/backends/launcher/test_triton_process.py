@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from backends.launcher import environment
-from backends.launcher.processes import Command
-from backends.launcher.triton_process import Endpoints, Restart, Triton, WorkerTriton
+from backends.launcher.processes import ChildDied, Command
+from backends.launcher.triton_process import CRASHES_MAX, Endpoints, Restart, Triton, WorkerTriton
 from tests.e2e.server import wait_until
 
 # Says what a Triton would: it loaded its model, or that its gRPC port was taken, which ends it.
@@ -83,6 +83,31 @@ def test_a_start_that_loses_the_race_for_its_port_takes_another(
         wait_until(lambda: worker.supervise_start() == "" and loaded(worker)(), "another port")
     assert worker.child.starts == 2
     assert worker.endpoints is not None and str(taken) not in worker.endpoints.grpc
+
+
+@pytest.mark.parametrize("crashes", [CRASHES_MAX, CRASHES_MAX + 1])
+def test_a_start_that_aborts_is_tried_again_but_not_for_ever(
+    worker: WorkerTriton, tmp_path: Path, crashes: int
+) -> None:
+    begun: list[int] = []
+
+    def start(triton: Triton, endpoints: Endpoints) -> Command:
+        begun.append(len(begun))
+        aborts = [sys.executable, "-c", "import os; print('an exception', flush=True); os.abort()"]
+        return Command(aborts, os.environ) if len(begun) <= crashes else plan(triton, endpoints)
+
+    worker._plan = start
+    worker.start()
+
+    def is_loaded() -> bool:
+        return worker.supervise_start() == "" and loaded(worker)()
+
+    if crashes <= CRASHES_MAX:
+        wait_until(is_loaded, "the start that does not abort")
+    else:
+        with pytest.raises(ChildDied, match="an exception"):
+            wait_until(is_loaded, "the launcher to give up")
+    assert len(begun) == CRASHES_MAX + 1
 
 
 def test_a_worker_whose_process_died_gets_a_new_triton_with_other_ports(

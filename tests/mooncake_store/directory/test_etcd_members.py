@@ -35,6 +35,7 @@ def test_any_one_member_may_die_and_the_same_directory_leads_on(
     try:
         epoch = only.wait_ready()
         with DirectoryClient(election, timeout_s=10.0) as client:
+            assert client.stats().epoch == epoch  # who leads is known from now on
             for number, member in enumerate(cluster.members):
                 member.close()
                 until_s = time.monotonic() + 5.5  # longer than it leads without renewing
