@@ -147,6 +147,8 @@ def ask_http(address: str) -> Ask:
 
 
 def ask_grpc(address: str) -> Ask:
+    # gRPC writes each refused handshake to stderr, several a second; who asks says what it means.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import grpc  # here, for who only reads logs
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
