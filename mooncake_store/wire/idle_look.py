@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
 from typing import Protocol
 
@@ -23,6 +22,7 @@ LOOK_S = 30.0
 
 log = logging.getLogger(__name__)
 _lock = threading.Lock()
+_never = threading.Event()
 
 
 class ConnectionOwner(Protocol):
@@ -46,8 +46,7 @@ def look_after(owner: ConnectionOwner) -> None:
 
 
 def _run() -> None:
-    while True:
-        time.sleep(LOOK_S)
+    while not _never.wait(LOOK_S):
         look_at_all()
 
 

@@ -199,7 +199,7 @@ def test_two_directories_that_both_believe_to_lead_cost_misses_and_never_wrong_b
     """A machine that was paused, its clocks too: nothing tells it that another leads by now."""
     chance = random.Random(seed)
     (tmp_path / "later").mkdir()
-    there = listed = 0
+    there = listed = refused = 0
     with (
         DirectoryProcess(tmp_path, "--node-ttl-s", "1000") as paused,
         NodeProcess(tmp_path, paused.address, "s0", 4, "--mapped-only") as node,
@@ -220,11 +220,12 @@ def test_two_directories_that_both_believe_to_lead_cost_misses_and_never_wrong_b
             for turn in range(40):
                 client.node_report("s0", info.incarnation, epoch=epoch)
                 store = chance.choice([one, two])
-                put_all(store, range(turn * 5, turn * 5 + chance.randint(1, 20)))
+                done = put_all(store, range(turn * 5, turn * 5 + chance.randint(1, 20)))
+                refused += not all(done.values())  # its slots hold what the other one wrote
                 for reader in (one, two):
                     start = chance.randrange(turn * 5 + 1)
                     numbers = range(start, start + 20)
                     listed += sum(map(bool, reader.stat([key(number) for number in numbers])))
                     there += check_reads(reader, numbers)
         assert believer.stats().epoch < epoch
-    assert 100 < there < listed, "they never met in one slot"
+    assert there > 100 and (there < listed or refused), "they never met in one slot"
