@@ -61,7 +61,9 @@ def assert_refused(server: Server, *parts: str) -> None:
     wait_until(lambda: not leftovers(server), "everything to be cleaned up")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_a_signal_ends_everything_while_requests_run(
     serve: Callable[..., Server], number: int
 ) -> None:

@@ -40,6 +40,12 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "qwen2 sharded": ("qwen2", {"max_shard_size": "60KB", "num_hidden_layers": 3}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
 }
+# Engine and transformers are compared for all kinds without a server, tests/backends/engine/.
+IN_EVERY_RUN = ("demo", "llama3 rope")
+PARAMS = [
+    pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long)
+    for name in CHECKPOINTS
+]
 
 
 @dataclass(slots=True)
@@ -76,7 +82,7 @@ def text_of(tokens: int, tokenizer: Tokenizer, chance: random.Random) -> str:
     return text
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
+@pytest.fixture(scope="module", params=PARAMS)
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, state_dir: Path
 ) -> Iterator[Case]:

@@ -126,6 +126,7 @@ def test_killing_the_leading_directory_costs_no_token_and_no_cached_prefix(
     wait_whole(fleet)
 
 
+@pytest.mark.long
 def test_killing_a_member_of_etcd_is_not_noticed_and_it_comes_back(
     fleet: Fleet, story: list[int], reference: Reference
 ) -> None:

@@ -419,7 +419,7 @@ class KnownBlocks:
 
 
 @pytest.mark.timeout(900)  # a step takes five seconds here, and up to a minute on a busy machine
-@pytest.mark.parametrize("steps", [4, pytest.param(24, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [3, pytest.param(24, marks=pytest.mark.long)])
 def test_random_cuts_during_random_reads_and_writes(hosts: TwoHosts, steps: int, seed: int) -> None:
     """Bytes are always right, and the loss of a card that carries only KV costs no call a block."""
     chance, client = random.Random(seed), hosts.client
