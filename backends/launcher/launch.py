@@ -382,8 +382,8 @@ class Launcher:
         return all(self._serves(worker) for worker in self.workers)
 
     def _serves(self, worker: str) -> bool:
-        states = self.workers[worker].states()
-        return bool(states) and all(each.is_ready for each in states or ())
+        states = self.workers[worker].states() or []
+        return bool(states) and all(each.is_ready for each in states)
 
     def news(self) -> list[ModelLoad]:
         """Loads and refusals since the last call."""

@@ -192,6 +192,10 @@ class Triton:
         )
         self._began()
 
+    def _start_again(self, child: ChildProcess) -> None:
+        child.start_again()
+        self._began()
+
     def _began(self) -> None:
         """A new incarnation of the process."""
         assert self.child is not None
@@ -268,13 +272,11 @@ class Triton:
             return ""
         problem = self.service_problem()  # that of gRPC ends Triton, that of metrics does not
         if problem and (self._fixed is None or "Metrics" in problem):
-            self.child.start_again()
-            self._began()
+            self._start_again(self.child)
             return ""
         if self.child.has_crashed and self._crashes < CRASHES_MAX:
             self._crashes += 1
-            self.child.start_again()
-            self._began()
+            self._start_again(self.child)
         elif not problem:
             self.child.check_alive()
         return problem
