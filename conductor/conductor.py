@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from conductor.admission.admission import (
@@ -130,22 +130,21 @@ class Conductor:
     def on_events(self, events: Iterable[Event], now_s: float) -> None:
         """Apply what changed, in order."""
         now_s = self._advance(now_s)
-        added: list[bytes] = []  # one after the other on `node_id`, and not in the index yet
-        node_id = ""
+        kind: type[BlockAdded] | type[BlockRemoved] = BlockAdded
+        node_id = ""  # of the changes of the index that are still to be made
+        keys: list[bytes] = []
         for event in events:
-            if isinstance(event, BlockAdded):
-                if event.node_id != node_id:
-                    self._tiers.add_many(added, node_id)
-                    added, node_id = [], event.node_id
-                added.append(event.key)
-                self._hotspots.arrived(event.key, node_id)
+            if event.__class__ is BlockAdded or event.__class__ is BlockRemoved:
+                if event.__class__ is not kind or event.node_id != node_id:
+                    if keys:
+                        self._index(kind, keys, node_id)
+                    kind, keys, node_id = event.__class__, [], event.node_id
+                keys.append(event.key)
                 continue
-            if added:
-                self._tiers.add_many(added, node_id)
-                added = []
-            if isinstance(event, BlockRemoved):
-                self._tiers.remove(event.key, event.node_id)
-            elif isinstance(event, WorkerReported):
+            if keys:
+                self._index(kind, keys, node_id)
+                keys = []
+            if isinstance(event, WorkerReported):
                 self._cluster.worker_reported(event.report, now_s)
             elif isinstance(event, WorkerUp):
                 self._cluster.worker_up(event.info, now_s)
@@ -159,7 +158,18 @@ class Conductor:
                 pass  # the shell reads its bytes: on_routed_elsewhere
             else:
                 raise TypeError(f"{type(event).__name__} is not a directory event")
-        self._tiers.add_many(added, node_id)
+        if keys:
+            self._index(kind, keys, node_id)
+
+    def _index(
+        self, kind: type[BlockAdded] | type[BlockRemoved], keys: Sequence[bytes], node_id: str
+    ) -> None:
+        """These blocks came to the node, or left it."""
+        if kind is BlockRemoved:
+            self._tiers.remove_many(keys, node_id)
+            return
+        self._tiers.add_many(keys, node_id)
+        self._hotspots.arrived_many(keys, node_id)
 
     def on_silence(self, seconds: float, now_s: float) -> None:
         """The directory said nothing for so long, so the workers could not be heard of either."""

@@ -20,6 +20,8 @@ Not here: what becomes of a hung worker (worker.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 SMOOTHING = 0.2  # weight of the newest step in the recent mean, once there are five
 SPEED_STEPS = 100.0  # that the speed looks back on
 PRIOR_STEPS = 20.0  # what was known before the first step of a batch counts as so many
@@ -51,6 +53,24 @@ class StepTimes:
             self._speed_steps = min(SPEED_STEPS, self._speed_steps + 1)
             ratio = min(step_s / estimated_s, OUTLIER_MAX)
             self.speed += (ratio - self.speed) / self._speed_steps
+
+    def took_many(self, steps_s: Sequence[float], estimated_s: Sequence[float]) -> None:
+        """`took` for several steps with estimates above 0, in order: for a simulator, which looks
+        at many at once."""
+        recent_s, recent_steps, total_s = self.recent_s, self._recent_steps, self.total_s
+        speed, speed_steps = self.speed, self._speed_steps
+        for step_s, as_estimated_s in zip(steps_s, estimated_s, strict=True):
+            recent_steps += 1
+            weight = 1 / recent_steps if recent_steps * SMOOTHING < 1.0 else SMOOTHING
+            recent_s += weight * (step_s - recent_s)
+            total_s += step_s
+            if speed_steps < SPEED_STEPS:
+                speed_steps = min(SPEED_STEPS, speed_steps + 1)
+            ratio = step_s / as_estimated_s
+            speed += ((ratio if ratio < OUTLIER_MAX else OUTLIER_MAX) - speed) / speed_steps
+        self.recent_s, self._recent_steps, self.total_s = recent_s, recent_steps, total_s
+        self.speed, self._speed_steps = speed, speed_steps
+        self.steps += len(steps_s)
 
     def batch_is_empty(self) -> None:
         """What is said of recent steps begins anew with the next one."""

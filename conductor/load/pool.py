@@ -83,11 +83,13 @@ class Pool:
         self._rows_on: dict[str, list[int]] = {}
         for row, node_id in enumerate(self.node_ids):
             self._rows_on.setdefault(node_id, []).append(row)
-        self._measured_paths = [
-            (row, info.transfer_bytes_per_s, info.transfer_latency_s)
-            for row, info in enumerate(infos)
-            if info.transfer_bytes_per_s or info.transfer_latency_s
-        ]
+        self._rates_from: dict[str, list[tuple[int, float]]] = {}  # node -> (row, bytes per s)
+        self._latencies_from: dict[str, list[tuple[int, float]]] = {}  # node -> (row, seconds)
+        for row, info in enumerate(infos):
+            for node_id, rate in info.transfer_bytes_per_s.items():
+                self._rates_from.setdefault(node_id, []).append((row, rate))
+            for node_id, latency_s in info.transfer_latency_s.items():
+                self._latencies_from.setdefault(node_id, []).append((row, latency_s))
         self._bound_paths(infos)
         # Workers that were never routed to come before all others, in the order of their names.
         by_name = sorted(range(len(infos)), key=lambda row: infos[row].worker_id)
@@ -255,10 +257,11 @@ class Pool:
         block_s, latency_s = both
         for row in own:
             block_s[row] = self.block_bytes[row] / self.config.local_bytes_per_s
-        for row, rates, latencies_s in self._measured_paths:
-            if rate := rates.get(node_id):
+        for row, rate in self._rates_from.get(node_id, ()):
+            if rate:
                 block_s[row] = self.block_bytes[row] / rate
-            latency_s[row] = latencies_s.get(node_id, latency_s[row])
+        for row, measured_s in self._latencies_from.get(node_id, ()):
+            latency_s[row] = measured_s
         for row in own:
             latency_s[row] = 0.0  # it is mapped
         return Path(both, block_s, latency_s, own)

@@ -83,6 +83,11 @@ class Hotspots:
         if self._arriving:
             self._arriving.pop((node_id, key), None)
 
+    def arrived_many(self, keys: Iterable[bytes], node_id: str) -> None:
+        if self._arriving:
+            for key in keys:
+                self._arriving.pop((node_id, key), None)
+
     def node_down(self, node_id: str) -> None:
         self._arriving = {k: v for k, v in self._arriving.items() if k[0] != node_id}
 

@@ -151,8 +151,9 @@ class Tiers:
         if keys:
             self._of(holder).add_many(keys, holder.removesuffix(SSD_SUFFIX))
 
-    def remove(self, key: bytes, holder: str) -> None:
-        self._of(holder).remove_many((key,), holder.removesuffix(SSD_SUFFIX))
+    def remove_many(self, keys: Sequence[bytes], holder: str) -> None:
+        if keys:
+            self._of(holder).remove_many(keys, holder.removesuffix(SSD_SUFFIX))
 
     def drop_holder(self, holder: str) -> None:
         self._of(holder).drop_holder(holder.removesuffix(SSD_SUFFIX))

@@ -6,7 +6,8 @@ mooncake simulate --experiment hit-rate --traces FOLDER [--json] [--plot hit-rat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,7 @@ from loadtest.simulator.options import (
     console,
     progress_bar,
 )
+from loadtest.simulator.runs import RunsStopped
 
 
 class Experiment(str, Enum):
@@ -89,6 +91,15 @@ NotesLatency = Annotated[
         help="frontends: what one routed, the others know so much later; repeatable.",
     ),
 ]  # fmt: skip
+Jobs = Annotated[int, typer.Option(min=1, help="Runs at once, each in a process of its own.")]
+Kept = Annotated[
+    str,
+    typer.Option(
+        "--kept", envvar="MOONCAKE_SIMULATIONS",
+        help="Folder of runs that are known: the same run is not made twice, and an experiment "
+        "that was stopped goes on. Only a folder of one's own. none: make all, keep none.",
+    ),
+]  # fmt: skip
 PeerPython = Annotated[
     str | None,
     typer.Option(
@@ -122,6 +133,8 @@ def simulate(
     directory: WholeDirectory = False,
     changes: Changes = None,
     peer_python: PeerPython = None,
+    jobs: Jobs = 1,
+    kept: Kept = ".mooncake/simulations",
     picture: Annotated[
         Path | None, typer.Option("--plot", help=f"Draw it: a {', '.join(SUFFIXES)} file.")
     ] = None,
@@ -147,7 +160,7 @@ def simulate(
 
     coupled: the same trace on as many nodes of vLLM-like engines, swept over their knobs.
     """
-    try:
+    with _reasons_shown():
         options = SimulationOptions(
             folder=traces, traces=tuple(trace or ()), policies=tuple(policy or ()),
             admissions=tuple(admission or ()), speeds=tuple(speed or ()),
@@ -155,16 +168,27 @@ def simulate(
             decodes=decodes, is_directory=directory, picture=picture,
             changes=tuple(changes or ()), peer_python=peer_python,
             frontends=tuple(frontend_counts or ()),
-            notes_latencies_s=tuple(notes_latency_s or ()),
+            notes_latencies_s=tuple(notes_latency_s or ()), jobs=jobs,
+            kept=None if kept == "none" else Path(kept),
         )  # fmt: skip
         result = answer(experiment, options)
-    except (SimulationRefused, TraceError) as problem:
-        console.print(f"cannot simulate: {problem}", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from None
     if as_json:
         print(result.to_json())
     else:
         result.print()
+
+
+@contextmanager
+def _reasons_shown() -> Iterator[None]:
+    """What ends a simulation early is said, with the exit status that belongs to it."""
+    try:
+        yield
+    except (SimulationRefused, TraceError) as problem:
+        console.print(f"cannot simulate: {problem}", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except RunsStopped as stopped:
+        console.print(f"stopped: {stopped}", markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
 
 
 def answer(experiment: Experiment, options: SimulationOptions) -> Result:

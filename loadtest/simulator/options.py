@@ -20,8 +20,8 @@ from backends.config_pbtxt import OLD_NAMES
 from conductor import ConductorConfig
 from loadtest.harness.result import Cell, Target
 from loadtest.replay.trace import TraceRow, read_trace
-from loadtest.simulator.cluster.job import Offered, offered_of
 from loadtest.simulator.cluster.site import ClusterSettings
+from loadtest.simulator.runs import Begin, TraceSource
 
 WHERE = "https://github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
 NODES = 8  # of each kind, in what the paper's figures show
@@ -33,7 +33,6 @@ console = Console(stderr=True, highlight=False)
 
 Rows = list[dict[str, Cell]]
 Answer = tuple[Rows, list[Target]]  # what an experiment found
-Begin = Callable[[str, int], Callable[[], None]]  # a line of so many steps -> what counts one
 
 
 class SimulationRefused(Exception):
@@ -60,6 +59,8 @@ class SimulationOptions:
     frontends: tuple[int, ...] = ()
     notes_latencies_s: tuple[float, ...] = ()
     peer_python: str | None = None  # with Dynamo's wheel, to run its own replay beside ours
+    jobs: int = 1  # runs at once, each in its process
+    kept: Path | None = None  # the folder of runs that are known (runs.py)
 
     def __post_init__(self) -> None:
         if self.picture is not None and self.picture.suffix not in SUFFIXES:
@@ -123,15 +124,29 @@ class SimulationOptions:
             raise SimulationRefused(f"one --trace at a time, not {', '.join(self.traces)}")
         return self.traces[0] if self.traces else default
 
-    def promised(self, trace: str) -> tuple[list[Offered], str]:
+    def promised(self, trace: str) -> tuple[TraceSource, str]:
         """The requests, and why what was promised of all of `trace` on 8 + 8 nodes does not follow
         from them; or ""."""
         asked = self.one_trace(trace)
         why_not = self.is_shortened if asked == trace else f"it was promised of the {trace} trace"
-        return offered_of(self.rows(asked)), why_not
+        return self.source(asked), why_not
+
+    @property
+    def only_changes(self) -> SimulationOptions:
+        """What of them decides a run beside its settings."""
+        return SimulationOptions(changes=self.changes)
+
+    def source(self, trace: str, is_spread: bool = False) -> TraceSource:
+        """The requests of a trace for runs in other processes; TraceError when the file is wrong"""
+        source = TraceSource.of(self._path(trace), self.requests, is_spread)
+        source.offered()  # a mistake shows before anything runs
+        return source
 
     def rows(self, trace: str) -> list[TraceRow]:
         """The requests of a trace, in order of arrival; TraceError when the file is wrong."""
+        return read_trace(self._path(trace), self.requests)
+
+    def _path(self, trace: str) -> Path:
         if self.folder is None:
             raise SimulationRefused(
                 "say where the traces are: --traces FOLDER, or MOONCAKE_TRACES in the "
@@ -140,7 +155,7 @@ class SimulationOptions:
         path = self.folder / f"{trace}_trace.jsonl"
         if not path.is_file():
             raise SimulationRefused(f"{path} is not there; fetch it from {WHERE}")
-        return read_trace(path, self.requests)
+        return path
 
 
 NO_OPTIONS = SimulationOptions()

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from mooncake_store.directory.core import inventory
-from mooncake_store.directory.core.copies import BlockIndex, CopyTable
+from mooncake_store.directory.core.block_index import BlockIndex
+from mooncake_store.directory.core.copies import CopyTable
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.holder import Holder
 from mooncake_store.directory.core.inventory import InventoryBlock
@@ -38,15 +39,17 @@ def a_leased_block_is_evicted(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_event_is_lost(patch: pytest.MonkeyPatch) -> None:
-    append = EventLog.append
+    append, extend = EventLog.append, EventLog.extend
     seen = [0]
 
-    def planted(log: EventLog, event: Event) -> None:
+    def is_kept(event: Event) -> bool:
         seen[0] += isinstance(event, BlockRemoved)
-        if not isinstance(event, BlockRemoved) or seen[0] % 20:
-            append(log, event)
+        return not isinstance(event, BlockRemoved) or seen[0] % 20 > 0
 
-    patch.setattr(EventLog, "append", planted)
+    patch.setattr(EventLog, "append", lambda log, event: is_kept(event) and append(log, event))
+    patch.setattr(
+        EventLog, "extend", lambda log, events: extend(log, [e for e in events if is_kept(e)])
+    )
 
 
 def a_commit_skips_the_generation(patch: pytest.MonkeyPatch) -> None:

@@ -215,12 +215,12 @@ class PrefillBatching(Admission):
         self._prompt_tokens: dict[str, int] = {}  # of waiting and admitted ones
         self._started: dict[str, Progress] = {}
         self._order: list[Place] = []  # of the started ones, sorted
+        self._queue_tokens = 0  # of all of them, less what was computed
 
     @property
     def queue_tokens(self) -> int:
         """Prompt tokens not computed yet; what may still be fetched counts as not computed."""
-        computed = sum(progress.computed_tokens for progress in self._started.values())
-        return sum(self._prompt_tokens.values()) - computed
+        return self._queue_tokens
 
     def add(
         self, request_id: str, prompt_tokens: int, key_s: float = 0.0, is_resumed: bool = False
@@ -230,6 +230,7 @@ class PrefillBatching(Admission):
         if not self._add(request_id, prompt_tokens, key_s, is_resumed):
             return False
         self._prompt_tokens[request_id] = prompt_tokens
+        self._queue_tokens += prompt_tokens
         return True
 
     def ahead(self, request_id: str) -> int:
@@ -249,6 +250,7 @@ class PrefillBatching(Admission):
         prompt_tokens = self._prompt_tokens[request_id]
         assert 0 <= computed_tokens < prompt_tokens, (computed_tokens, prompt_tokens)
         self._started[request_id] = Progress(request_id, prompt_tokens, computed_tokens)
+        self._queue_tokens -= computed_tokens
         insort(self._order, self._places[request_id])
 
     def next_step(self) -> list[Chunk]:
@@ -270,20 +272,25 @@ class PrefillBatching(Admission):
                 continue  # removed while it was computed
             assert progress.computed_tokens == chunk.start, (progress, chunk)
             progress.computed_tokens += chunk.tokens
+            self._queue_tokens -= chunk.tokens
             if chunk.is_last:
                 complete.append(chunk.request_id)
         return complete
 
     def remove(self, request_id: str) -> list[int]:
-        if self._started.pop(request_id, None) is not None:
+        self._queue_tokens -= self._prompt_tokens.pop(request_id)
+        progress = self._started.pop(request_id, None)
+        if progress is not None:
+            self._queue_tokens += progress.computed_tokens
             del self._order[bisect_left(self._order, self._places[request_id])]
-        self._prompt_tokens.pop(request_id)
         return super().remove(request_id)
 
     def check(self) -> None:
         super().check()
         assert self._prompt_tokens.keys() == self._waiting.keys() | self._pages.keys()
         assert self._started.keys() <= self._pages.keys(), "started without pages"
+        computed = sum(progress.computed_tokens for progress in self._started.values())
+        assert self._queue_tokens == sum(self._prompt_tokens.values()) - computed, "miscounted"
         assert self._order == sorted(self._places[request_id] for request_id in self._started)
         for request_id, progress in self._started.items():
             assert 0 <= progress.computed_tokens <= progress.prompt_tokens, progress
@@ -300,6 +307,7 @@ class DecodeBatching(Admission):
         super().__init__(pages, block_tokens, slots_max, waiting_max)
         self._tokens_max: dict[str, int] = {}  # prompt and longest output, of all requests
         self._started: dict[str, int] = {}  # request -> tokens it has; in order of start
+        self._context_tokens = 0  # of all of these
 
     @property
     def running(self) -> int:
@@ -308,7 +316,7 @@ class DecodeBatching(Admission):
     @property
     def context_tokens(self) -> int:
         """KV tokens that the next step reads."""
-        return sum(self._started.values())
+        return self._context_tokens
 
     def add(
         self, request_id: str, prompt_tokens: int, output_tokens_max: int, is_resumed: bool = False
@@ -326,6 +334,7 @@ class DecodeBatching(Admission):
         assert request_id in self._pages and request_id not in self._started, request_id
         assert 0 < tokens <= self._tokens_max[request_id], (tokens, self._tokens_max[request_id])
         self._started[request_id] = tokens
+        self._context_tokens += tokens
 
     def next_step(self) -> list[str]:
         """The requests that get a token now; changes nothing."""
@@ -336,6 +345,7 @@ class DecodeBatching(Admission):
         for request_id in request_ids:
             if request_id in self._started:  # else removed while it was computed
                 self._started[request_id] += 1
+                self._context_tokens += 1
                 assert self._started[request_id] <= self._tokens_max[request_id], request_id
 
     def steps_alike(self, tokens_at_end: Mapping[str, int]) -> int:
@@ -349,20 +359,23 @@ class DecodeBatching(Admission):
 
     def advance(self, steps: int) -> None:
         """As `computed(next_step())`, `steps` times."""
-        for request_id, tokens in self._started.items():
-            assert tokens + steps <= self._tokens_max[request_id], (request_id, tokens, steps)
-            self._started[request_id] = tokens + steps
+        tokens_max, started = self._tokens_max, self._started
+        for request_id, tokens in started.items():
+            assert tokens + steps <= tokens_max[request_id], (request_id, tokens, steps)
+            started[request_id] = tokens + steps
+        self._context_tokens += steps * len(started)
 
     def remove(self, request_id: str) -> list[int]:
         pages = super().remove(request_id)
         self._tokens_max.pop(request_id)
-        self._started.pop(request_id, None)
+        self._context_tokens -= self._started.pop(request_id, 0)
         return pages
 
     def check(self) -> None:
         super().check()
         assert self._tokens_max.keys() == self._waiting.keys() | self._pages.keys()
         assert self._started.keys() <= self._pages.keys(), "started without pages"
+        assert self._context_tokens == sum(self._started.values()), "tokens are miscounted"
         for request_id, tokens in self._started.items():
             room_tokens = len(self._pages[request_id]) * self._block_tokens
             assert tokens <= self._tokens_max[request_id] <= room_tokens, (request_id, tokens)

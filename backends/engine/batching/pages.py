@@ -40,26 +40,27 @@ class PagePool:
         if pages > len(self._free):
             return None
         taken = [heapq.heappop(self._free) for _ in range(pages)]
+        is_taken = self._is_taken
         for page in taken:
-            assert not self._is_taken[page], f"page {page} was free and taken"
-            self._is_taken[page] = 1
+            assert not is_taken[page], f"page {page} was free and taken"
+            is_taken[page] = 1
         self.on_change(self.used_pages)
         return taken
 
     def release(self, pages: Sequence[int]) -> None:
+        is_taken, free, push = self._is_taken, self._free, heapq.heappush
         for page in pages:
-            assert self._is_taken[page], f"page {page} released twice"
-            self._is_taken[page] = 0
-            heapq.heappush(self._free, page)
+            assert is_taken[page], f"page {page} released twice"
+            is_taken[page] = 0
+            push(free, page)
         self.on_change(self.used_pages)
 
     def check(self) -> None:
         """Prove the invariants. Tests call it after every step, a worker when it is idle."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a page is on the free list twice"
+        assert len(set(self._free)) == len(self._free), "a page is on the free list twice"
         assert len(self._is_taken) == self.pages_max, "the pool changed its size"
-        for page, is_taken in enumerate(self._is_taken):
-            assert bool(is_taken) != (page in free), f"page {page} is free and taken, or neither"
+        assert not any(map(self._is_taken.__getitem__, self._free)), "a page is free and taken"
+        assert self._is_taken.count(1) == self.used_pages, "a page is neither free nor taken"
 
 
 class Occupation:

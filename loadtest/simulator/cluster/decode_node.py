@@ -100,6 +100,8 @@ class DecodeNode(SimulatedWorker):
         """The admission re-check of a request that comes: why it is not taken, or ""."""
         if job.request_id not in self._arrivals:
             return "decode_queue_full"
+        if not tbt_slo_s:
+            return ""
         done, batching = self._steps_done(), self._batching
         running_context = batching.context_tokens + done * batching.running
         waiting = [a.job for a in self._arrivals.values() if a.is_asked and a.first_step < 0]
@@ -269,11 +271,11 @@ class DecodeNode(SimulatedWorker):
 
     def _step_times(self, steps: int) -> StepTimes:
         """What it knows of its steps after so many of them."""
-        measured_s = self._log.slice(self._steps_known, steps).tolist()
-        estimated_s = self._estimates.slice(self._steps_known, steps).tolist()
-        for step_s, as_estimated_s in zip(measured_s, estimated_s, strict=True):
-            self._times.took(step_s, as_estimated_s)
-        self._steps_known = steps
+        known = self._steps_known
+        if steps != known:
+            measured_s, estimated_s = self._log.slice(known, steps), self._estimates
+            self._times.took_many(measured_s.tolist(), estimated_s.slice(known, steps).tolist())
+            self._steps_known = steps
         return self._times
 
     def die(self) -> list[SimulatedJob]:

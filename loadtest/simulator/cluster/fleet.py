@@ -45,6 +45,9 @@ from loadtest.simulator.cluster.store import INCARNATION, SimulatedStore
 from mooncake_store.records.events import Event
 from mooncake_store.records.membership import WorkerInfo
 
+# Workers say how fast each node reaches them. All are alike, and in a larger fleet those would be
+# millions of numbers: there the conductor is told once, as an operator would.
+PATHS_NODES_MAX = 256
 CONTEXT_TOKENS_MAX = 1_000_000  # no prompt of a published trace is longer
 
 
@@ -148,9 +151,17 @@ class SimulatedFleet(SimulatedCluster):
         gpu: GpuModel,
         faults: Sequence[Fault] = (),
     ) -> None:
+        nodes = settings.prefills + settings.decodes
+        if nodes > PATHS_NODES_MAX:
+            config = replace(
+                config, transfer_bytes_per_s=settings.nic_bytes_per_s,
+                transfer_latency_s=settings.nic_latency_s,
+            )  # fmt: skip
         super().__init__(settings.max_tokens, config, settings.frontends)
         self.settings = settings
-        store = SimulatedStore(self.clock, self._on_events, settings.eviction)
+        store = SimulatedStore(
+            self.clock, self._on_events, settings.eviction, nodes, settings.node_blocks
+        )
         network = Network(self.clock, settings.nic_bytes_per_s, settings.nic_latency_s)
         self.site = SimulatedSite(
             self.clock, store, network, gpu, settings,
@@ -193,7 +204,8 @@ class SimulatedFleet(SimulatedCluster):
         self, name: str, node_id: str, nodes: Sequence[str], is_prefill: bool, fits: Calibration
     ) -> WorkerInfo:
         settings, site = self.settings, self.site
-        rates = dict.fromkeys(nodes, settings.nic_bytes_per_s)
+        far = nodes if len(nodes) <= PATHS_NODES_MAX else ()
+        rates = dict.fromkeys(far, settings.nic_bytes_per_s)
         rates[node_id] = settings.host_to_gpu_bytes_per_s
         return WorkerInfo(
             worker_id=name, incarnation=INCARNATION, role="prefill" if is_prefill else "decode",
@@ -205,7 +217,7 @@ class SimulatedFleet(SimulatedCluster):
             prefill_coefficients=fits.prefill.estimate.coefficients,
             decode_coefficients=fits.decode.estimate.coefficients,
             transfer_bytes_per_s=rates,
-            transfer_latency_s=dict.fromkeys(nodes, settings.nic_latency_s),
+            transfer_latency_s=dict.fromkeys(far, settings.nic_latency_s),
         )  # fmt: skip
 
     # -- a request's way

@@ -173,7 +173,7 @@ class PrefillNode(SimulatedWorker):
         self.busy_s += seconds
         self._steps.took(seconds)
         self._batching.computed(chunks)
-        new_tokens = sum(chunk.tokens for chunk in chunks)
+        new_tokens = chunks[0].tokens if len(chunks) == 1 else sum(c.tokens for c in chunks)
         for chunk in chunks:
             job = self._jobs[chunk.request_id]
             job.compute_s += seconds

@@ -28,8 +28,9 @@ UNIT_BYTES = 4_096
 FOREVER_S = 1e12
 WORKER_TTL_S = 5.0  # the directory's own
 CHECKSUM = 1
-EVENTS_MAX = 1_024  # more than any one group of verbs makes
+EVENTS_MAX = 1_024  # a group of verbs makes fewer, the loss of a node and reports apart
 INCARNATION = "incarnation1"
+OWNERS_PER_NODE, LEASES_PER_NODE = 1_000, 100_000  # of a large fleet that has more work than room
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,18 @@ class SimulatedStore:
         clock: VirtualClock,
         on_events: Callable[[Sequence[Event]], None],
         eviction: str,
+        nodes: int = 1,
+        node_blocks: int = 0,
     ) -> None:
+        """Room for so many nodes with a worker each, at least for as many as a directory has by
+        itself."""
+        bounds = DirectoryConfig()
         config = DirectoryConfig(
             node_ttl_s=FOREVER_S, worker_ttl_s=WORKER_TTL_S, lease_s_max=FOREVER_S,
-            eviction=eviction, events_max=EVENTS_MAX,
+            eviction=eviction, events_max=EVENTS_MAX + node_blocks + 2 * nodes,
+            nodes_max=max(nodes, bounds.nodes_max), workers_max=max(nodes, bounds.workers_max),
+            owners_max=max(nodes * OWNERS_PER_NODE, bounds.owners_max),
+            leases_max=max(nodes * LEASES_PER_NODE, bounds.leases_max),
         )  # fmt: skip
         self.directory = Directory(1, config)
         self._clock = clock
@@ -89,7 +98,10 @@ class SimulatedStore:
         copies = self.directory.lookup(keys, owner, FOREVER_S, self.now_s) if keys else []
         own = 0
         for places in copies:
-            if all(copy.node_id != node_id for copy in places):
+            for copy in places:
+                if copy.node_id == node_id:
+                    break
+            else:
                 break
             own += 1
         return Found(copies, own)

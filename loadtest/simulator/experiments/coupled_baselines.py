@@ -7,19 +7,21 @@ The first row is the project's own 8 + 8 nodes. Nothing is rejected anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from loadtest.harness.result import Cell
 from loadtest.simulator.cluster.coupled import CoupledFleet, CoupledSettings
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
-from loadtest.simulator.cluster.job import SimulatedJob, offered_of
+from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.cluster.outcome import outcome_of, within
+from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.experiments import scheduling
-from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
+from loadtest.simulator.options import Answer, Begin, SimulationOptions
+from loadtest.simulator.runs import PlannedRun, run_all
 
-TRACE, TTFT_SLO_S = "conversation", 30.0
+TRACE, POLICY, TTFT_SLO_S = "conversation", "kvcache_centric", 30.0
 TBT_SLOS_S = (0.1, 0.2, 0.3)  # FAST'25, Figure 1
 CHUNKED = CoupledSettings("chunked")
 SWEPT = (
@@ -32,22 +34,34 @@ SWEPT = (
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Every engine and knob at every speed."""
-    gpu = Roofline()
-    offered = offered_of(options.rows(options.one_trace(TRACE)))
-    rows: Rows = []
-    shape = options.settings()
+    source, shape = options.source(options.one_trace(TRACE)), options.settings()
+    planned: list[PlannedRun[dict[str, Cell]]] = []
     for speed in options.speeds or (1.0,):
-        on_over = begin(f"{shape.prefills} + {shape.decodes} {speed:g}x", len(offered))
-        config = options.changed(scheduling.config_for("kvcache_centric"))
-        fleet = SimulatedFleet(config, shape, gpu)
-        name = f"{shape.prefills}P+{shape.decodes}D kvcache_centric"
-        rows.append(_row(name, speed, None, fleet.run(offered, speed, on_over)))
+        name = f"{shape.prefills}P+{shape.decodes}D {POLICY}"
+        planned.append(PlannedRun(
+            f"{name} {speed:g}x", source, run_own, (name, speed, shape, options.only_changes)
+        ))  # fmt: skip
         for swept in SWEPT:
             settings = replace(swept, nodes=shape.prefills + shape.decodes, seed=options.seed)
-            on_over = begin(f"{settings.engine} {speed:g}x", len(offered))
-            jobs = CoupledFleet(settings, gpu).run(offered, speed, on_over)
-            rows.append(_row(settings.engine, speed, settings, jobs))
-    return rows, []
+            planned.append(
+                PlannedRun(f"{settings.engine} {speed:g}x", source, run_coupled, (settings, speed))
+            )
+    return run_all(planned, begin, options.jobs, options.kept), []
+
+
+def run_own(
+    offered: Sequence[Offered], name: str, speed: float, shape: ClusterSettings,
+    options: SimulationOptions, on_over: Callable[[], None],
+) -> dict[str, Cell]:  # fmt: skip
+    fleet = SimulatedFleet(options.changed(scheduling.config_for(POLICY)), shape, Roofline())
+    return _row(name, speed, None, fleet.run(offered, speed, on_over))
+
+
+def run_coupled(
+    offered: Sequence[Offered], settings: CoupledSettings, speed: float, on_over: Callable[[], None]
+) -> dict[str, Cell]:
+    jobs = CoupledFleet(settings, Roofline()).run(offered, speed, on_over)
+    return _row(settings.engine, speed, settings, jobs)
 
 
 def _row(

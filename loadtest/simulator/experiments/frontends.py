@@ -16,17 +16,19 @@ Not here: the cluster (cluster/), the policies (scheduling.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loadtest.harness.result import Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline
-from loadtest.simulator.cluster.job import Offered, offered_of, spread_ticks
+from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of
+from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.experiments.scheduling import POLICIES, config_for, ratio_target
-from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
+from loadtest.simulator.options import NO_OPTIONS, Answer, Begin, Rows, SimulationOptions
+from loadtest.simulator.runs import PlannedRun, run_all
 
 TRACE, SPEED, POLICY = "conversation", 2.0, "adaptive"
 FRONTENDS = (1, 4)
@@ -56,7 +58,7 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
         for frontends in options.frontends or FRONTENDS
         for latency_s in (options.notes_latencies_s or LATENCIES_S if frontends > 1 else (None,))
     ]
-    runs = run_all(cases, options, begin)
+    runs = runs_of(cases, options, begin)
     why_not = options.is_shortened
     if options.one_trace(TRACE) != TRACE:
         why_not = f"it was promised of the {TRACE} trace"
@@ -68,21 +70,26 @@ def ttft_target(folder: Path | None, begin: Begin, requests: int | None = None) 
     options = SimulationOptions(folder=folder, requests=requests)
     cases: list[Case] = [("evenly", POLICY, SPEED, 1, None)]
     cases.append(("evenly", POLICY, SPEED, 4, LATENCIES_S[0]))
-    return target_of(run_all(cases, options, begin), options.is_shortened)
+    return target_of(runs_of(cases, options, begin), options.is_shortened)
 
 
-def run_all(cases: Sequence[Case], options: SimulationOptions, begin: Begin) -> list[FrontendsRun]:
-    rows = options.rows(options.one_trace(TRACE))
-    offered = {"recorded": offered_of(rows), "evenly": offered_of(spread_ticks(rows))}
-    return [run(case, offered[case[0]], options, begin) for case in cases]
+def runs_of(cases: Sequence[Case], options: SimulationOptions, begin: Begin) -> list[FrontendsRun]:
+    trace, settings = options.one_trace(TRACE), options.settings()
+    source = {name: options.source(trace, is_spread=name == "evenly") for name in ARRIVALS}
+    planned = [
+        PlannedRun(f"{case[3]} frontends, notes {case[4]}, {case[0]}", source[case[0]], run,
+                   (case, settings, options.only_changes))
+        for case in cases
+    ]  # fmt: skip
+    return run_all(planned, begin, options.jobs, options.kept)
 
 
 def run(
-    case: Case, offered: Sequence[Offered], options: SimulationOptions, begin: Begin
-) -> FrontendsRun:
+    offered: Sequence[Offered], case: Case, settings: ClusterSettings,
+    options: SimulationOptions = NO_OPTIONS, on_over: Callable[[], None] = lambda: None,
+) -> FrontendsRun:  # fmt: skip
     _, policy, speed, frontends, latency_s = case
-    on_over = begin(f"{frontends} frontends, notes {latency_s}, {case[0]}", len(offered))
-    settings = replace(options.settings(), frontends=frontends, notes_latency_s=latency_s)
+    settings = replace(settings, frontends=frontends, notes_latency_s=latency_s)
     fleet = SimulatedFleet(options.changed(config_for(policy)), settings, Roofline())
     outcome = outcome_of(fleet.run(offered, speed, on_over))
     stats = [one.stats() for one in fleet.conductors]

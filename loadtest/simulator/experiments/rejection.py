@@ -27,6 +27,7 @@ from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of, wi
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.experiments.scheduling import ratio_target
 from loadtest.simulator.options import NO_OPTIONS, Answer, Begin, Rows, SimulationOptions
+from loadtest.simulator.runs import PlannedRun, run_all
 
 TRACE = "conversation"
 ADMISSIONS = ("baseline", "early", "predictive", "predictive_lengths")
@@ -81,18 +82,26 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """The speed, then every admission at it."""
     admissions = options.one_of(options.admissions, ADMISSIONS, "admission")
     settings = options.settings()
-    offered, why_not = options.promised(TRACE)
+    source, why_not = options.promised(TRACE)
+
+    def made(cases: Sequence[tuple[str, float]]) -> list[RejectionRun]:
+        planned = [
+            PlannedRun(f"{case[0]} {case[1]:g}x", source, run,
+                       (*case, settings, options.only_changes))
+            for case in cases
+        ]  # fmt: skip
+        return run_all(planned, begin, options.jobs, options.kept)
+
     runs: list[RejectionRun] = []
-    for speed in options.speeds or SPEEDS:
-        on_over = begin(f"baseline {speed:g}x", len(offered))
-        runs.append(run(offered, "baseline", speed, settings, options, on_over))
-        if runs[-1].outcome.wasted_share >= WASTED_SHARE_MIN:
+    speeds, at_once = options.speeds or SPEEDS, options.jobs
+    for first in range(0, len(speeds), at_once):
+        runs += made([("baseline", speed) for speed in speeds[first : first + at_once]])
+        wasting = [n for n, r in enumerate(runs) if r.outcome.wasted_share >= WASTED_SHARE_MIN]
+        if wasting:
+            del runs[wasting[0] + 1 :]  # they ran beside it, for nothing
             break
     speed = runs[-1].speed
-    for admission in admissions:
-        if admission != "baseline":
-            on_over = begin(f"{admission} {speed:g}x", len(offered))
-            runs.append(run(offered, admission, speed, settings, options, on_over))
+    runs += made([(admission, speed) for admission in admissions if admission != "baseline"])
     return rows_of(runs), targets_of(runs, why_not)
 
 

@@ -24,6 +24,7 @@ from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.options import NO_OPTIONS, Answer, Begin, Rows, SimulationOptions
+from loadtest.simulator.runs import PlannedRun, run_all
 
 POLICIES = ("random", "load_balance", "cache_aware", "kvcache_centric", "adaptive")
 SPEEDS = (1.0, 1.5, 2.0)
@@ -54,12 +55,15 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Every policy at every speed."""
     policies = options.one_of(options.policies, POLICIES, "policy")
     settings = options.settings()
-    offered, why_not = options.promised(TRACE)
-    runs: list[SchedulingRun] = []
-    for speed in options.speeds or SPEEDS:
-        for policy in policies:
-            on_over = begin(f"{policy} {speed:g}x", len(offered))
-            runs.append(run(offered, policy, speed, settings, options, on_over))
+    source, why_not = options.promised(TRACE)
+    planned = [
+        PlannedRun(
+            f"{policy} {speed:g}x", source, run, (policy, speed, settings, options.only_changes)
+        )
+        for speed in options.speeds or SPEEDS
+        for policy in policies
+    ]
+    runs = run_all(planned, begin, options.jobs, options.kept)
     return rows_of(runs), targets_of(runs, why_not)
 
 

@@ -12,25 +12,35 @@ that have no copy on the node's SSD are written there. Eviction stays what it wa
 drops is then on SSD already. When blocks come faster than the SSD writes, some are dropped unspilt:
 a cache may lose them, a request must not wait.
 
-Not here: verbs and their refusals (directory.py), the order of eviction (eviction/).
+Not here: verbs and their refusals (directory.py), the index (block_index.py), the order of
+eviction (eviction/).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from mooncake_store.directory.core.block_index import BlockIndex, copies_of
 from mooncake_store.directory.core.config import DirectoryConfig
-from mooncake_store.directory.core.holder import CopyKind, CopyState, HeldCopy, Holder, Pin
+from mooncake_store.directory.core.holder import (
+    CopyKind,
+    CopyState,
+    HeldCopy,
+    Holder,
+    Pin,
+    SizeClass,
+    become_idle,
+)
 from mooncake_store.directory.core.inventory import InventoryBlock
 from mooncake_store.directory.core.leases import LeaseTable, PinTable
 from mooncake_store.directory.core.tenants import TenantTable
+from mooncake_store.errors import QuotaExceeded
 from mooncake_store.records.blocks import (
     EPOCH_MAX,
     GENERATION_MAX,
     GENERATIONS_PER_EPOCH,
-    Copy,
+    Slot,
     Spill,
 )
 from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, NodeDown
@@ -39,112 +49,8 @@ from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, No
 # is its start in milliseconds, so the generations of a restarted directory are new (below 10**9 per
 # second), unless the clock was set back: then what nodes say they hold moves it on (outgrow).
 LOOK_AGAIN_S = 1e-4  # per idle block; looking at one takes about 1e-6
-SPILLS_LOOKED_AT_MAX = 512  # of the coldest blocks of a size, per question
 _made = tuple.__new__
-Held = HeldCopy | tuple[HeldCopy, ...]
-
-
-def copies_of(held: Held | None) -> tuple[HeldCopy, ...]:
-    if held is None:
-        return ()
-    return held if isinstance(held, tuple) else (held,)
-
-
-def records_of(held: Held | None) -> tuple[Copy, ...]:
-    """The answer to a lookup of one key."""
-    if isinstance(held, HeldCopy):
-        size_class, row = held.size_class, held.row
-        columns = size_class.columns
-        use = size_class.node_id, columns.slot[row], columns.generation[row], columns.checksum[row]
-        return (_made(Copy, (*use, held.size_bytes)),)  # half the time of Copy(...)
-    return tuple(copy.record for copy in held or ())
-
-
-def hash_all(keys: Iterable[bytes]) -> None:
-    """Before many of them are looked up: Python keeps the hash of a `bytes`. What is left of each
-    lookup is waiting for memory, and the CPU then waits for several keys at once."""
-    deque(map(hash, keys), maxlen=0)
-
-
-class BlockIndex:
-    """key -> its ready copies, over all holders.
-
-    Nearly every key has one copy, so the value is that copy itself; a key with several has a tuple
-    of them, DRAM before SSD. At ten million keys this dictionary is the largest thing in the
-    process. Copies that are being written are not here: their holder has them.
-    """
-
-    def __init__(self) -> None:
-        self.held: dict[bytes, Held] = {}  # read by everybody, written only here
-
-    def __len__(self) -> int:
-        return len(self.held)
-
-    def add(self, copy: HeldCopy) -> None:
-        held = self.held.setdefault(copy.key, copy)
-        if held is copy:
-            return
-        both = sorted((*copies_of(held), copy), key=lambda each: each.holder.info.tier != "dram")
-        self.held[copy.key] = tuple(both)
-
-    def remove(self, copy: HeldCopy) -> None:
-        if self.held[copy.key] is copy:
-            del self.held[copy.key]
-            return
-        left = tuple(each for each in copies_of(self.held[copy.key]) if each is not copy)
-        if not left:
-            del self.held[copy.key]
-        else:
-            self.held[copy.key] = left if len(left) > 1 else left[0]
-
-    def on(self, key: bytes, holder: Holder) -> HeldCopy | None:
-        """The ready copy of `key` in this holder."""
-        held = self.held.get(key)
-        if held is None:
-            return None
-        if isinstance(held, HeldCopy):
-            return held if held.size_class.holder is holder else None
-        return next((copy for copy in held if copy.size_class.holder is holder), None)
-
-    def prefix(self, keys: Sequence[bytes]) -> list[Held]:
-        """What is known of `keys` up to the first that is nowhere."""
-        hash_all(keys)
-        get = self.held.get
-        found: list[Held] = []
-        for key in keys:
-            held = get(key)
-            if held is None:
-                break
-            found.append(held)
-        return found
-
-    def each(self, keys: Sequence[bytes]) -> list[Held | None]:
-        hash_all(keys)
-        return list(map(self.held.get, keys))
-
-    def announced(self) -> Iterator[tuple[bytes, tuple[str, ...]]]:
-        """key -> holders, without ephemeral copies: what a replica may know."""
-        for key, held in self.held.items():
-            nodes = tuple(copy.node_id for copy in copies_of(held) if not copy.is_ephemeral)
-            if nodes:
-                yield key, nodes
-
-    def copies(self) -> Iterator[HeldCopy]:
-        for held in self.held.values():
-            yield from copies_of(held)
-
-    def check(self) -> None:
-        """Prove the invariants."""
-        for key, held in self.held.items():
-            copies = copies_of(held)
-            assert copies, f"{key.hex()} is indexed and nowhere"
-            assert isinstance(held, tuple) == (len(copies) > 1)
-            assert all(copy.key == key for copy in copies)
-            assert all(copy.state is CopyState.READY for copy in copies)
-            nodes = [copy.node_id for copy in copies]
-            assert len(nodes) == len(set(nodes)), f"two copies of {key.hex()} on one holder"
-            tiers = [copy.holder.info.tier != "dram" for copy in copies]
-            assert tiers == sorted(tiers), f"{key.hex()}: an SSD copy before a DRAM copy"
+SPILLS_LOOKED_AT_MAX = 512  # of the coldest blocks of a size, per question
 
 
 @dataclass(slots=True)
@@ -165,7 +71,7 @@ class CopyTable:
     """All copies, and everything that must change with them."""
 
     def __init__(self, epoch: int, config: DirectoryConfig) -> None:
-        self.config = config
+        self.epoch, self.config = epoch, config
         self.now_s = float("-inf")
         self.blocks = BlockIndex()
         self.leases = LeaseTable(config)
@@ -207,16 +113,147 @@ class CopyTable:
             self.tenants.charge(tenant, copy)
         return copy
 
+    def grant(
+        self, holder: Holder, keys: Sequence[bytes], there: Sequence[HeldCopy | None], owner: str,
+        size_bytes: int, is_ephemeral: bool, first: int, until_s: float,
+    ) -> list[Slot | None]:  # fmt: skip
+        """A slot, leased, for each key that is not `there` and nobody writes; up to the first that
+        finds no room. Nobody has a quota. `first`: how deep the first key is."""
+        writing, epoch = holder.writing, self.epoch
+        new = [
+            key
+            for key, held in zip(keys, there, strict=True)
+            if held is None and key not in writing
+        ]
+        if len(new) > 1:
+            new = list(dict.fromkeys(new))
+        copies = self._reserve_chain(holder, new, owner, size_bytes, is_ephemeral)
+        if len(copies) == len(keys):
+            self.leases.write_chain(owner, first, copies, until_s)
+            node_id, columns = holder.info.node_id, holder.columns
+            at, generations = columns.slot, columns.generation
+            return [
+                _made(Slot, (node_id, at[copy.row], generations[copy.row], epoch))
+                for copy in copies
+            ]
+        made = {copy.key: copy for copy in copies}
+        slots: list[Slot | None] = []
+        for depth, (key, held) in enumerate(zip(keys, there, strict=True), first):
+            copy = made.pop(key, None)
+            if copy is not None:
+                self.leases.write(owner, depth, copy, until_s)
+                slots.append(copy.use(epoch))
+            elif held is not None or key in writing:
+                slots.append(None)
+            else:
+                break
+        return slots
+
+    def _reserve_chain(
+        self, holder: Holder, keys: Sequence[bytes], owner: str, size_bytes: int, is_ephemeral: bool
+    ) -> list[HeldCopy]:
+        """`reserve` for as many of these keys as find room, each of them leased once."""
+        pool, units = holder.pool, holder.pool.units_for(size_bytes)
+        size_class = holder.size_class(units)
+        kind = CopyKind.EPHEMERAL if is_ephemeral else CopyKind.COMMITTED
+        slots = pool.take_many(units, len(keys))
+        if len(slots) < len(keys) and pool.end_quarantines(self.now_s):
+            slots += pool.take_many(units, len(keys) - len(slots))
+        copies: list[HeldCopy] = []
+        if slots:
+            copies = holder.hold_chain(
+                size_class, keys[: len(slots)], owner, slots, self.next_generation, size_bytes, kind
+            )
+            self.next_generation += len(copies)
+        if len(copies) < len(keys):
+            more = keys[len(copies) :]
+            copies += self._take_over(size_class, more, owner, size_bytes, kind)
+        for key in keys[len(copies) :]:
+            copy = self.reserve(holder, key, owner, size_bytes, is_ephemeral)
+            if copy is None:
+                break
+            copy.leases = 1
+            copies.append(copy)
+        return copies
+
+    def _take_over(
+        self, size_class: SizeClass, keys: Sequence[bytes], owner: str, size_bytes: int,
+        kind: CopyKind,
+    ) -> list[HeldCopy]:  # fmt: skip
+        """For as many of these keys as there are idle blocks of their size: the coldest of those is
+        evicted, and its slot and its row are the new copy's at once. In a full memory this is the
+        usual way."""
+        holder, columns = size_class.holder, size_class.columns
+        generations, checksums, writing = columns.generation, columns.checksum, holder.writing
+        held, made, generation = self.blocks.held, [], self.next_generation
+        victims = size_class.idle.take_coldest(len(keys))
+        for victim, key in zip(victims, keys, strict=False):
+            gone = held[victim]
+            if gone.__class__ is HeldCopy:
+                del held[victim]
+            else:
+                gone = self._on(victim, holder)
+                self.blocks.remove(gone)
+            assert not gone.leases, f"{victim.hex()} is leased and would be evicted"
+            gone.state, row = CopyState.GONE, gone.row
+            holder.used_bytes += size_bytes - gone.size_bytes
+            generations[row], checksums[row] = generation, 0
+            copy = HeldCopy(key, size_class, row, size_bytes, CopyState.WRITING, kind, Pin.NONE, 1)
+            writing[key] = copy, owner
+            made.append(copy)
+            generation += 1
+            if self.tenants:
+                self.tenants.discharge(gone)
+        self.next_generation = generation
+        holder.ready -= len(made)
+        holder.evictions += len(made)
+        self.totals.evictions += len(made)
+        self.events.extend([BlockRemoved(victim, size_class.node_id) for victim in victims])
+        return made
+
+    def grant_by_quota(
+        self, holder: Holder, keys: Sequence[bytes], there: Sequence[HeldCopy | None], owner: str,
+        size_bytes: int, is_ephemeral: bool, first: int, until_s: float, tenant: str,
+    ) -> list[Slot | None]:  # fmt: skip
+        """`grant` where some tenant has a quota: one key after the other. QuotaExceeded only when
+        it has no room for the very first key."""
+        payers = [tenant] * len(keys)
+        if self.tenants and not tenant and not is_ephemeral:
+            payers = [self.payer(key) for key in keys]
+        slots: list[Slot | None] = []
+        for depth, (key, held, payer) in enumerate(zip(keys, there, payers, strict=True), first):
+            if held is not None or key in holder.writing:
+                slots.append(None)
+                continue
+            try:
+                copy = self.reserve(holder, key, owner, size_bytes, is_ephemeral, payer)
+            except QuotaExceeded:
+                if not slots:
+                    raise
+                break
+            if copy is None:
+                break
+            self.leases.write(owner, depth, copy, until_s)
+            slots.append(copy.use(self.epoch))
+        return slots
+
     def publish(self, copy: HeldCopy, checksum: int) -> None:
         """The slot is written: others may read it."""
-        size_class = copy.size_class
-        size_class.holder.publish(copy, checksum)
-        self.blocks.add(copy)
-        if copy.kind is CopyKind.EPHEMERAL:
-            self.ephemeral += 1
-        else:
-            self.events.append(BlockAdded(copy.key, size_class.node_id))
-        if len(self.pins):
+        copy.size_class.holder.publish(copy, checksum)
+        self.show((copy,))
+
+    def show(self, copies: Sequence[HeldCopy]) -> None:
+        """These are ready by the word of their holders: index and announce them."""
+        known, events = self.blocks.held.setdefault, []
+        for copy in copies:
+            if known(copy.key, copy) is not copy:
+                self.blocks.add(copy)
+            if copy.kind is CopyKind.EPHEMERAL:
+                self.ephemeral += 1
+            else:
+                events.append(BlockAdded(copy.key, copy.size_class.node_id))
+        self.events.extend(events)
+        for copy in copies if self.pins else ():
             copy.holder.mark_pin(copy, self._possible(copy, self.pins.get(copy.key)))
 
     def adopt(self, holder: Holder, block: InventoryBlock) -> bool:
@@ -363,7 +400,7 @@ class CopyTable:
     def unleased(self, copies: Iterable[HeldCopy]) -> None:
         """These copies lost a lease, deepest first. What becomes of those that lost the last?"""
         writing, ephemeral = CopyState.WRITING, CopyKind.EPHEMERAL
-        counts_tenants = len(self.tenants)
+        idle: list[HeldCopy] = []
         for copy in copies:
             if copy.leases > 0:
                 continue
@@ -372,9 +409,10 @@ class CopyTable:
             elif copy.kind is ephemeral:
                 self.remove(copy, is_certain=True)
             else:
-                copy.become_idle()
-                if counts_tenants:
-                    self.tenants.used(copy)
+                idle.append(copy)
+        become_idle(idle)
+        for copy in idle if self.tenants else ():
+            self.tenants.used(copy)
 
     def lose(self, holder: Holder) -> None:
         """The holder is gone, and its memory with it."""

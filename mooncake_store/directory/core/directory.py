@@ -34,8 +34,9 @@ from itertools import islice
 
 from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.directory.core import inventory
+from mooncake_store.directory.core.block_index import Held, copies_of, records_of
 from mooncake_store.directory.core.config import DirectoryConfig
-from mooncake_store.directory.core.copies import CopyTable, Held, copies_of, records_of
+from mooncake_store.directory.core.copies import CopyTable
 from mooncake_store.directory.core.holder import CopyKind, CopyState, HeldCopy, Pin
 from mooncake_store.directory.core.leases import PinTable
 from mooncake_store.directory.core.nodes import NodeTable
@@ -44,7 +45,6 @@ from mooncake_store.directory.core.workers import WorkerTable
 from mooncake_store.errors import (
     EpochPassed,
     NodeUnknown,
-    QuotaExceeded,
     RequestInvalid,
     StoreUnavailable,
 )
@@ -157,30 +157,15 @@ class Directory:
             return Allocation((None,) * len(keys), 0)
         until_s = table.leases.deadline_s(now_s, lease_s)
         first = table.leases.next_depth(owner)
-        on, reserve, writing = table.blocks.on, table.reserve, holder.writing
-        there = [on(key, holder) for key in keys]
+        there = table.blocks.all_on(keys, holder)
         ready = [(i, copy) for i, copy in enumerate(there, first) if copy is not None]
         if ready:
             table.leases.hold(owner, ready, until_s)
-        slots: list[Slot | None] = []
-        epoch = self.epoch
-        payers = [tenant] * len(keys)
-        if table.tenants and not tenant and not ephemeral:
-            payers = [table.payer(key) for key in keys]
-        for depth, (key, held, payer) in enumerate(zip(keys, there, payers, strict=True), first):
-            if held is not None or key in writing:
-                slots.append(None)
-                continue
-            try:
-                copy = reserve(holder, key, owner, size_bytes, ephemeral, payer)
-            except QuotaExceeded:
-                if not slots:
-                    raise
-                break
-            if copy is None:
-                break
-            table.leases.write(owner, depth, copy, until_s)
-            slots.append(copy.use(epoch))
+        asked = holder, keys, there, owner, size_bytes, ephemeral, first, until_s
+        if table.tenants.are_limited:
+            slots = table.grant_by_quota(*asked, tenant)
+        else:
+            slots = table.grant(*asked)
         covered = len(slots)
         return Allocation((*slots, *[None] * (len(keys) - covered)), covered, self.begin_s)
 
@@ -209,9 +194,10 @@ class Directory:
         for key, slot, generation, checksum in blocks:
             copy = holder.writing_copy(key, owner, slot, generation) if holder else None
             if copy is not None:
-                table.publish(copy, checksum)
+                copy.size_class.holder.publish(copy, checksum)
                 committed.append(copy)
             done.append(copy is not None)
+        table.show(committed)
         if blocks and not committed:
             self._refuse_misuse(node_id, blocks)
         if lease_s > 0 and committed:
@@ -295,9 +281,7 @@ class Directory:
         totals.lookups += 1
         totals.lookup_blocks += len(keys)
         totals.hit_blocks += len(hits)
-        totals.hit_ssd_blocks += sum(
-            copies_of(held)[0].size_class.holder.info.is_ssd for held in hits
-        )
+        totals.hit_ssd_blocks += sum(copies_of(held)[0].size_class.is_ssd for held in hits)
         if lease_s > 0 and not owner:
             raise RequestInvalid("a lease needs an owner: name the request that will release it")
         if lease_s > 0 and hits:

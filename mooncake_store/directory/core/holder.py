@@ -9,16 +9,17 @@ The copies of one size form a *size class* with its own order of eviction: to ma
 of that size, one block of the same size goes. Soft-pinned copies wait in a second order that is
 touched when the first is empty; hard-pinned copies are in none.
 
-Ten million copies must fit into 4 GiB, so their numbers are in columns, the index (copies.py) is
-the only dictionary that has every key, and who writes a copy is remembered for writing ones only.
+Ten million copies must fit into 4 GiB, so their numbers are in columns, the index (block_index.py)
+is the only dictionary that has every key, and who writes a copy is remembered for writing ones
+only.
 
-Not here: the key -> copies index over all holders, leases, events (copies.py, leases.py).
+Not here: the key -> copies index over all holders (block_index.py), leases, events (copies.py).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -101,6 +102,7 @@ class SizeClass:
     node_id: str  # of the holder, as is `columns`; here too because every lookup asks for them
     columns: ColumnStore
     idle: EvictionOrder  # ready and not leased
+    is_ssd: bool  # of the holder
     soft: EvictionOrder = field(default_factory=Lru)  # ... and soft-pinned
 
     def coldest(self) -> bytes | None:
@@ -182,6 +184,37 @@ class HeldCopy:
             self.size_class.soft.touch(self.key)
 
 
+def _by_order(copies: Iterable[HeldCopy]) -> Iterable[tuple[EvictionOrder, list[bytes]]]:
+    """The keys of these copies, none of them pinned hard, for each order that has candidates of
+    them: one call for a whole chain. Orders know nothing of each other, so only what goes to the
+    same one keeps its sequence."""
+    found: dict[SizeClass, list[bytes]] = {}
+    soft: dict[SizeClass, list[bytes]] = {}
+    for copy in copies:
+        if copy.pin is Pin.NONE:
+            keys = found.get(copy.size_class)
+            if keys is None:
+                found[copy.size_class] = [copy.key]
+            else:
+                keys.append(copy.key)
+        elif copy.pin is Pin.SOFT:
+            soft.setdefault(copy.size_class, []).append(copy.key)
+    yield from ((size_class.idle, keys) for size_class, keys in found.items())
+    yield from ((size_class.soft, keys) for size_class, keys in soft.items())
+
+
+def leave_idle(copies: Iterable[HeldCopy]) -> None:
+    """`HeldCopy.leave_idle` for each of them."""
+    for order, keys in _by_order(copies):
+        order.discard_many(keys)
+
+
+def become_idle(copies: Iterable[HeldCopy]) -> None:
+    """`HeldCopy.become_idle` for each of them, in this order."""
+    for order, keys in _by_order(copies):
+        order.add_many(keys)
+
+
 @dataclass(slots=True, eq=False)
 class Holder:
     """A registered holder. It takes blocks once it is *open*: what it had before is known."""
@@ -213,7 +246,9 @@ class Holder:
         found = self.size_classes.get(units)
         if found is None:
             order = make_eviction(self.eviction)
-            found = SizeClass(self, units, self.info.node_id, self.columns, order)
+            found = SizeClass(
+                self, units, self.info.node_id, self.columns, order, is_ssd=self.info.is_ssd
+            )
             self.size_classes[units] = found
         return found
 
@@ -245,6 +280,27 @@ class Holder:
         self.writing[key] = copy, owner
         self.used_bytes += size_bytes
         return copy
+
+    def hold_chain(
+        self,
+        size_class: SizeClass,
+        keys: Sequence[bytes],
+        owner: str,
+        slots: Sequence[int],
+        generation: int,
+        size_bytes: int,
+        kind: CopyKind,
+    ) -> list[HeldCopy]:
+        """`hold` for several keys, each leased once; their generations count up from this one."""
+        take, writing, held = self.columns.take, self.writing, []
+        for key, slot in zip(keys, slots, strict=True):
+            row = take(slot, generation)
+            copy = HeldCopy(key, size_class, row, size_bytes, CopyState.WRITING, kind, Pin.NONE, 1)
+            writing[key] = copy, owner
+            held.append(copy)
+            generation += 1
+        self.used_bytes += len(held) * size_bytes
+        return held
 
     def writing_copy(self, key: bytes, owner: str, slot: int, generation: int) -> HeldCopy | None:
         """The copy that `owner` is writing in that slot; None when it is not, or not any more."""

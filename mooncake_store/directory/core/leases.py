@@ -21,7 +21,7 @@ from heapq import heapify, heappop, heappush
 from itertools import repeat
 
 from mooncake_store.directory.core.config import DirectoryConfig
-from mooncake_store.directory.core.holder import CopyState, HeldCopy, Pin
+from mooncake_store.directory.core.holder import CopyState, HeldCopy, Pin, leave_idle
 from mooncake_store.errors import StoreFull
 
 PINS_MAX = 1_000_000
@@ -80,18 +80,31 @@ class LeaseTable:
         held = holding.copies
         before = len(held)
         deepest = -1
+        first: list[HeldCopy] = []
         for depth, copy in copies:
             if copy not in held:
                 held[copy] = depth
+                if not copy.leases:
+                    first.append(copy)
                 copy.leases += 1
-                if copy.leases == 1:
-                    copy.leave_idle()
             elif held[copy] < depth:
                 held[copy] = depth
             if depth > deepest:
                 deepest = depth
+        leave_idle(first)
         holding.next_depth = max(holding.next_depth, deepest + 1)
         self._leases += len(held) - before
+
+    def write_chain(
+        self, owner: str, first: int, copies: Sequence[HeldCopy], until_s: float
+    ) -> None:
+        """`write` for new copies of consecutive blocks, of which the first is so deep."""
+        if not copies:
+            return
+        holding = self._extended(owner, until_s)
+        holding.copies.update(zip(copies, range(first, first + len(copies)), strict=False))
+        holding.next_depth = max(holding.next_depth, first + len(copies))
+        self._leases += len(copies)
 
     def write(self, owner: str, depth: int, copy: HeldCopy, until_s: float) -> None:
         """Lease a copy that was just made, to its writer. `hold`, for one that is not idle."""
@@ -134,13 +147,14 @@ class LeaseTable:
             return []
         holding.is_gone = True
         self._leases -= len(holding.copies)
-        ended = sorted(holding.copies.items(), key=lambda item: item[1], reverse=True)
-        for copy, _ in ended:
+        ended = sorted(holding.copies, key=holding.copies.__getitem__, reverse=True)
+        for copy in ended:
             copy.leases -= 1
         if len(self._heap) > 2 * len(self._owners) + 64:
             self._heap = [entry for entry in self._heap if not entry[2].is_gone]
             heapify(self._heap)
-        return [copy for copy, _ in ended if copy.state is not CopyState.GONE]
+        gone = CopyState.GONE
+        return [copy for copy in ended if copy.state is not gone]
 
     def due(self, now_s: float) -> str | None:
         """An owner whose deadline has passed; the caller releases it and asks again."""

@@ -132,6 +132,13 @@ class SlotPool:
         self.used_units += units
         return slot
 
+    def take_many(self, units: int, count: int) -> list[int]:
+        """Up to so many slots."""
+        found: list[int] = []
+        while len(found) < count and (slot := self.take(units)) is not None:
+            found.append(slot)
+        return found
+
     def free(self, slot: int) -> None:
         units = self._give(slot)
         self.used_units -= units

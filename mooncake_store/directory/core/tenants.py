@@ -37,6 +37,11 @@ class TenantTable:
         """Copies that count for somebody."""
         return len(self._tenant_of)
 
+    @property
+    def are_limited(self) -> bool:
+        """Does any tenant have a quota?"""
+        return bool(self._tenants)
+
     def set_quota(self, name: str, quota_bytes: int) -> None:
         """0 takes the quota away. What the tenant stored before it had one is not counted."""
         known = self._tenants.get(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ from loadtest.simulator.cluster.job import Offered, SimulatedJob, offered_of, sp
 from loadtest.simulator.cluster.outcome import outcome_of
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.experiments import frontends
-from loadtest.simulator.options import NO_OPTIONS
 from tests.loadtest.simulator.fleets import START, fleet, start_of_trace
 
 TWO_AND_TWO = ClusterSettings(prefills=2, decodes=2)
@@ -117,7 +115,7 @@ def test_without_notes_no_worker_goes_over_its_limits_and_who_is_refused_goes_el
 
 def test_the_experiment_says_what_notes_buy_and_that_it_was_shortened() -> None:
     runs = [
-        frontends.run(("evenly", "adaptive", 2.0, count, latency_s), evenly(60), NO_OPTIONS, silent)
+        frontends.run(evenly(60), ("evenly", "adaptive", 2.0, count, latency_s), ClusterSettings())
         for count, latency_s in ((1, None), (4, 0.005))
     ]
     target = frontends.target_of(runs)
@@ -126,7 +124,3 @@ def test_the_experiment_says_what_notes_buy_and_that_it_was_shortened() -> None:
     assert table[1]["of_one_frontend"] == round(target.value, 3)
     assert table[0]["note_batches"] == 0 and int(str(table[1]["note_batches"])) > 0
     assert frontends.target_of(runs, "only some").value is None
-
-
-def silent(name: str, steps: int) -> Callable[[], None]:
-    return lambda: None

@@ -19,9 +19,11 @@ and *again*. The block to drop is the coldest of one of them: the one of less va
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from math import exp, log
+
+import numpy as np
 
 from mooncake_store.directory.core.eviction.lru import RecencyQueue
 
@@ -93,15 +95,20 @@ class Ghosts:
         self._marks = bytearray(MARK_BYTES * ENTRIES * self._buckets)
         self._stamps = array("H", bytes(2 * ENTRIES * self._buckets))
 
-    def remember(self, key: bytes) -> None:
-        """It was dropped. Only after a first resize."""
-        self._drops += 1
-        bucket, mark = self._entry(key)
-        at = self._next[bucket]
-        self._next[bucket] = (at + 1) % ENTRIES
-        at += ENTRIES * bucket
-        self._marks[MARK_BYTES * at : MARK_BYTES * (at + 1)] = mark
-        self._stamps[at] = self._drops // self._per_stamp & STAMP_MASK
+    def remember(self, keys: Iterable[bytes]) -> None:
+        """They were dropped, in this order. Only after a first resize."""
+        following, marks, stamps, per_stamp = self._next, self._marks, self._stamps, self._per_stamp
+        drops, buckets, from_bytes = self._drops, self._buckets, int.from_bytes
+        for key in keys:
+            drops += 1
+            rest, bucket = divmod(from_bytes(key, "little") % HASH_PRIME, buckets)  # _entry
+            at = following[bucket]
+            following[bucket] = (at + 1) % ENTRIES
+            at += ENTRIES * bucket
+            mark = (rest & 0xFFFFFF or 1).to_bytes(MARK_BYTES, "little")
+            marks[MARK_BYTES * at : MARK_BYTES * (at + 1)] = mark
+            stamps[at] = drops // per_stamp & STAMP_MASK
+        self._drops = drops
 
     def take(self, key: bytes) -> bool:
         """Was it dropped not long ago? Its name is forgotten: the block is back."""
@@ -200,9 +207,7 @@ class ReuseTimes:
         while len(self._seen) > SAMPLE_MAX and self.sampled > 1:
             self.sampled //= 2
             self._seen = {key: at for key, at in self._seen.items() if key[-1] < self.sampled}
-        young = [[0.0] * BUCKETS, [0.0] * BUCKETS]
-        for seen in self._seen.values():
-            young[seen & 1][bucket_of(clock - (seen >> 1))] += 1
+        young = self._by_age(clock)
         kinds = zip(self._returned, self._lost, young, strict=True)
         values = [
             values_of(returned, [a + b for a, b in zip(lost, alive, strict=True)])
@@ -214,6 +219,18 @@ class ReuseTimes:
             self.value = values
         for counts in (*self._returned, *self._lost):
             counts[:] = [KEPT_PER_LESSON * count for count in counts]
+
+    def _by_age(self, clock: int) -> list[list[float]]:
+        """How many watched blocks of each kind there are in each bucket: of all at once, as there
+        are thousands of them."""
+        seen = np.fromiter(self._seen.values(), np.int64, len(self._seen))
+        ages = (clock - (seen >> 1)).astype(np.float64)
+        part, bits = np.frexp(ages)  # exact: an age is below 2**53
+        buckets = np.where(ages < 2, 0, 2 * (bits.astype(np.int64) - 1) + (part >= 0.75))
+        return [
+            np.bincount(buckets[seen & 1 == kind], minlength=BUCKETS).astype(np.float64).tolist()
+            for kind in (ONCE, AGAIN)
+        ]
 
     def _lose(self, before: int, clock: int) -> None:
         """Who was last used before then is not coming back."""
@@ -295,6 +312,28 @@ class Density:
             queue = self._again if self._ghosts.take(key) else self._once
         self._use(key, queue)
 
+    def add_many(self, keys: Sequence[bytes]) -> None:
+        """`add`, a chain at once: this is what the end of a request costs."""
+        away, once, again, ghosts = self._away, self._once, self._again, self._ghosts
+        clock, renew_at, stamp, same_use = self._clock, self._renew_at, self._stamp, self._same_use
+        reuse = self._reuse
+        sampled, used = reuse.sampled, reuse.used
+        for key in keys:
+            queue = away.pop(key, None)
+            if queue is None:
+                assert key not in once and key not in again, f"{key.hex()} is idle already"
+                queue = again if ghosts.take(key) else once
+            clock += 1
+            if clock >= renew_at:
+                self._clock = clock
+                self._renew()
+                renew_at, stamp, same_use = self._renew_at, self._stamp, self._same_use
+                sampled = reuse.sampled
+            if key[-1] < sampled:
+                used(key, clock, same_use)
+            queue.append(key, stamp)
+        self._clock = clock
+
     def touch(self, key: bytes) -> None:
         queue = self._next_queue(key)
         assert queue is not None, f"{key.hex()} is touched and not idle"
@@ -304,6 +343,16 @@ class Density:
         queue = self._next_queue(key)
         if queue is not None:
             self._away[key] = queue
+
+    def discard_many(self, keys: Sequence[bytes]) -> None:
+        away, once, again = self._away, self._once, self._again
+        pop_once, pop_again, later = once.pop, again.pop, self._clock - self._same_use
+        for key in keys:
+            stamp = pop_once(key)
+            if stamp is not None:
+                away[key] = once if stamp > later else again
+            elif pop_again(key) is not None:
+                away[key] = again
 
     def _use(self, key: bytes, queue: RecencyQueue) -> None:
         self._clock = clock = self._clock + 1
@@ -324,7 +373,7 @@ class Density:
         self.forget(key)
         if not self._ghosts.table_bytes:
             self._ghosts.resize(GHOSTS_PER_BLOCK * self._blocks)
-        self._ghosts.remember(key)
+        self._ghosts.remember((key,))
 
     def forget(self, key: bytes) -> None:
         if self._once.pop(key) is None and self._again.pop(key) is None:
@@ -334,7 +383,31 @@ class Density:
         once, again = self._once.first(), self._again.first()
         if once is None or again is None:
             return again if once is None else once
-        return once if self._is_worth_less(once, again) else again
+        stamps = self._once.stamp(once), self._again.stamp(again)
+        return once if self._is_worth_less(*stamps) else again
+
+    def take_coldest(self, count: int) -> list[bytes]:
+        taken: list[bytes] = []
+        queues, heads = (self._once, self._again), [self._once.head(), self._again.head()]
+        compared, worse = (-1, -1), ONCE  # many keys share a stamp, so few are compared anew
+        for left in range(count - 1, -1, -1):
+            once, again = heads
+            if once is None or again is None:
+                if once is again:
+                    break
+                worse = AGAIN if once is None else ONCE
+                compared = -1, -1
+            elif (once[1], again[1]) != compared:
+                compared = once[1], again[1]
+                worse = ONCE if self._is_worth_less(once[1], again[1]) else AGAIN
+            taken.append(queues[worse].pop_head())
+            if left:
+                heads[worse] = queues[worse].head()
+        if taken:
+            if not self._ghosts.table_bytes:
+                self._ghosts.resize(GHOSTS_PER_BLOCK * (self._blocks + len(taken) - 1))
+            self._ghosts.remember(taken)
+        return taken
 
     def coldest_keys(self, limit: int) -> list[bytes]:
         return list(islice(self._in_order(), limit))
@@ -347,17 +420,22 @@ class Density:
         queues = iter(self._once), iter(self._again)
         once, again = next(queues[ONCE], None), next(queues[AGAIN], None)
         while once is not None or again is not None:
-            if again is None or (once is not None and self._is_worth_less(once, again)):
+            is_once = again is None
+            if once is not None and again is not None:
+                stamps = self._once.stamp(once), self._again.stamp(again)
+                is_once = self._is_worth_less(*stamps)
+            if is_once:
                 assert once is not None
                 yield once
                 once = next(queues[ONCE], None)
             else:
+                assert again is not None
                 yield again
                 again = next(queues[AGAIN], None)
 
-    def _is_worth_less(self, once: bytes, again: bytes) -> bool:
+    def _is_worth_less(self, stamp_of_once: int, stamp_of_again: int) -> bool:
+        """Is the one that was used once worth less than the one that was used again?"""
         value, clock = self._reuse.value, self._clock
-        stamp_of_once, stamp_of_again = self._once.stamp(once), self._again.stamp(again)
         of_once = value[ONCE][bucket_of(clock - stamp_of_once)]
         of_again = value[AGAIN][bucket_of(clock - stamp_of_again)]
         if of_once == of_again:

@@ -12,7 +12,7 @@ counts as used until its last lease ends, so it comes back as the most recent on
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 BATCH_MIN = 64
@@ -64,6 +64,16 @@ class RecencyQueue:
             self._fill_coldest()
         return next(iter(self._coldest))
 
+    def head(self) -> tuple[bytes, int] | None:
+        """The first key and its stamp."""
+        if not self._coldest and self.first() is None:
+            return None
+        return next(iter(self._coldest.items()))
+
+    def pop_head(self) -> bytes:
+        """Take out the key that `head` has just named."""
+        return self._coldest.popitem(last=False)[0]
+
     def stamp(self, key: bytes) -> int:
         stamp = self._rest.get(key)
         return self._coldest[key] if stamp is None else stamp
@@ -114,8 +124,22 @@ class Lru:
     evicted = discard
     forget = discard
 
+    def add_many(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.add(key)
+
+    def discard_many(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._queue.pop(key)
+
     def coldest(self) -> bytes | None:
         return self._queue.first()
+
+    def take_coldest(self, count: int) -> list[bytes]:
+        queue, taken = self._queue, list[bytes]()
+        while len(taken) < count and queue.first() is not None:
+            taken.append(queue.pop_head())
+        return taken
 
     def coldest_keys(self, limit: int) -> list[bytes]:
         return list(islice(self._queue, limit))

@@ -18,7 +18,7 @@ the reverse is not true. No depth is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mooncake_store.directory.core.eviction.density import Density
@@ -43,8 +43,17 @@ class EvictionOrder(Protocol):
     def discard(self, key: bytes) -> None:
         """It is leased: no candidate until it is added again. Unknown keys are no mistake."""
 
+    def add_many(self, keys: Sequence[bytes]) -> None:
+        """`add` each of them, in this order."""
+
+    def discard_many(self, keys: Sequence[bytes]) -> None:
+        """`discard` each of them."""
+
     def coldest(self) -> bytes | None:
         """The copy to drop first; None when there is no candidate."""
+
+    def take_coldest(self, count: int) -> list[bytes]:
+        """Up to so many times `coldest`, `evicted`: they were dropped for room."""
 
     def coldest_keys(self, limit: int) -> list[bytes]:
         """The first candidates, coldest first."""

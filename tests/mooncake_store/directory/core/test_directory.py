@@ -53,6 +53,19 @@ def free_slots(directory: Directory, now_s: float) -> int:
     return directory.stats(now_s).nodes[0].free_units
 
 
+def test_a_key_that_is_asked_for_twice_gets_one_slot() -> None:
+    directory = directory_with("s0")
+    first, second = chain(2)
+    asked = directory.allocate("s0", [first, second, first], "w", 10.0, False, 0.0)
+    assert asked.covered == 3 and asked.slots[2] is None
+    assert asked.slots[0] is not None and asked.slots[1] is not None
+    assert asked.slots[0].slot != asked.slots[1].slot
+    directory.check()
+    blocks = [(first, asked.slots[0].slot, asked.slots[0].generation, 99)] * 2
+    assert directory.commit("s0", blocks, "w", 10.0, 0.0) == [True, False]
+    directory.check()
+
+
 def test_a_block_is_found_only_after_its_commit() -> None:
     directory = directory_with("s0")
     key = chain(1)[0]

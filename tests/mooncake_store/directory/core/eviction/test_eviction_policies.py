@@ -36,6 +36,39 @@ def names(rng: random.Random, count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_chain_at_once_is_its_blocks_one_after_the_other(policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    at_once, one_by_one = make_eviction(policy), make_eviction(policy)
+    keys, idle, leased = names(rng, 2_000), list[bytes](), list[bytes]()
+    for step in range(1_200):
+        chain = rng.sample(keys, rng.randrange(1, 40))
+        if step % 3 == 0:
+            there = set(idle)
+            at_once.discard_many(chain)
+            for key in chain:
+                one_by_one.discard(key)
+            leased += [key for key in chain if key in there]
+        elif step % 3 == 1:
+            back, leased = leased, []
+            new = [key for key in chain if key not in at_once and key not in back]
+            at_once.add_many(back + new)
+            for key in back + new:
+                one_by_one.add(key)
+        else:
+            count = rng.randrange(30)
+            taken = at_once.take_coldest(count)
+            assert len(taken) == min(count, len(one_by_one)), "too few, or too many"
+            for key in taken:
+                assert one_by_one.coldest() == key
+                one_by_one.evicted(key)
+        idle = at_once.keys()
+        assert idle == one_by_one.keys()
+        assert not set(leased) & set(idle)
+    at_once.check()
+    assert len(idle) > 20, "too dull to prove it"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_whatever_is_done_candidates_are_what_is_idle(policy: str, seed: int) -> None:
     rng = random.Random(seed)
     order = make_eviction(policy)
@@ -224,7 +257,7 @@ def test_ghosts_are_the_last_names_and_no_others(seed: int) -> None:
     ghosts.resize(1)
     keys = names(rng, 3 * NAMES_MIN)
     for key in keys:
-        ghosts.remember(key)
+        ghosts.remember((key,))
     ghosts.check()
     last, older = keys[-NAMES_MIN:], keys[: -NAMES_MIN - 100]
     assert sum(map(ghosts.take, older)) <= 2, "old names, or names that were never there"

@@ -1,0 +1,195 @@
+"""Who computes the runs of an experiment, and which of them are known already?
+
+A run is a function of a trace and of settings: nothing else decides what comes of it, so runs are
+independent. They are made one after the other, or with `--jobs N` in so many processes, and what
+came of each is kept in a file that is named by everything that decides it: the requests, the
+settings, and the code (`DECIDING`). An experiment that was stopped goes on where it was; one whose
+targets or pictures alone were changed makes no run again.
+
+Not here: which runs an experiment needs (experiments/), a run itself (cluster/).
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import pickle
+import platform
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from loadtest.replay.trace import read_trace
+from loadtest.simulator.cluster.job import Offered, offered_of, spread_ticks
+
+ROOT = Path(__file__).resolve().parents[2]
+# The code that decides what comes of a run, as folders and files of the source tree. Beside it
+# counts the module of the function that makes the run.
+DECIDING = (
+    "loadtest/simulator/cluster", "loadtest/simulator/block_cache.py", "loadtest/replay/trace.py",
+    "conductor", "mooncake_store/directory/core", "mooncake_store/prefix_index",
+    "mooncake_store/records", "mooncake_store/layout.py", "mooncake_store/block_keys.py",
+    "mooncake_store/errors.py", "backends/engine/batching", "backends/workers/prefix_loading.py",
+    "backends/workers/step_times.py", "backends/frontend/routing_notes.py",
+    "backends/frontend/lifecycle/attempts.py",
+)  # fmt: skip
+KEPT_MAX = 4_096  # runs in one folder; the oldest go first
+SUFFIX = ".run"
+
+Came = TypeVar("Came")
+Quiet = Callable[[], None]
+Begin = Callable[[str, int], Quiet]
+
+
+class RunsStopped(Exception):
+    """Ctrl-C. What was finished is kept, if anything is."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSource:
+    """Where the requests of a run come from; cheap to send to another process."""
+
+    path: Path = field(repr=False)
+    requests: int | None = None  # the first so many
+    is_spread: bool = False  # evenly over the ticks of the recording
+    digest: str = ""  # of the file
+
+    @classmethod
+    def of(cls, path: Path, requests: int | None = None, is_spread: bool = False) -> TraceSource:
+        return cls(
+            path, requests, is_spread, blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        )
+
+    def offered(self) -> list[Offered]:
+        """Made once for all runs of this process."""
+        return _offered(self)
+
+
+@lru_cache(maxsize=4)
+def _offered(source: TraceSource) -> list[Offered]:
+    rows = read_trace(source.path, source.requests)
+    return offered_of(spread_ticks(rows) if source.is_spread else rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun(Generic[Came]):
+    """`make(offered, *arguments, on_over=...)`, a function of a module; `name` is for people."""
+
+    name: str
+    source: TraceSource
+    make: Callable[..., Came]
+    arguments: tuple[Any, ...] = ()
+
+    def key(self) -> str:
+        """What decides the run, as one name. Settings count as they are shown: all of them are
+        records of numbers and words."""
+        shown = repr((self.make.__module__, self.make.__qualname__, self.source, self.arguments))
+        assert " at 0x" not in shown, f"a setting of {self.name} has no name: {shown}"
+        code = code_digest(self.make.__module__, inspect.getsourcefile(self.make) or "")
+        return blake2b(f"{code} {shown}".encode(), digest_size=16).hexdigest()
+
+    def run(self, on_over: Quiet = lambda: None) -> Came:
+        return self.make(self.source.offered(), *self.arguments, on_over=on_over)
+
+
+@cache
+def code_digest(module: str, file: str) -> str:
+    """Of the code that decides, of this module of an experiment, and of what it computes with."""
+    digest = blake2b(f"{platform.python_version()} {np.__version__} {module}".encode())
+    for name in (*DECIDING, file):
+        path = ROOT / name
+        for source in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(source.relative_to(ROOT).as_posix().encode() + source.read_bytes())
+    return digest.hexdigest()
+
+
+class KeptRuns:
+    """What came of runs, one file for each. Only for a folder of one's own: files are pickles."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """None: nothing is kept."""
+        self._folder = folder
+
+    def get(self, planned: PlannedRun[Came]) -> Came | None:
+        """What came of it; None when it is not known, or its file is damaged."""
+        if self._folder is None:
+            return None
+        try:
+            found: Came = pickle.loads((self._folder / (planned.key() + SUFFIX)).read_bytes())
+        except Exception:  # a file of half a run, or from elsewhere: the run is made again
+            return None
+        return found
+
+    def put(self, planned: PlannedRun[Came], came: Came) -> None:
+        """Whole or not at all: it is written beside and renamed."""
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".part", delete=False) as file:
+            file.write(pickle.dumps(came))
+        os.replace(file.name, self._folder / (planned.key() + SUFFIX))
+        kept = sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        for path in kept[:-KEPT_MAX]:
+            path.unlink(missing_ok=True)
+
+
+def run_all(
+    planned: Sequence[PlannedRun[Came]], begin: Begin, jobs: int = 1, folder: Path | None = None
+) -> list[Came]:
+    """What came of each, in this order. RunsStopped after Ctrl-C."""
+    kept = KeptRuns(folder)
+    came = {number: kept.get(one) for number, one in enumerate(planned)}
+    known = {number: found for number, found in came.items() if found is not None}
+    missing = {number: one for number, one in enumerate(planned) if number not in known}
+    try:
+        if jobs == 1 or len(missing) < 2:
+            for number, one in missing.items():
+                known[number] = one.run(begin(one.name, len(one.source.offered())))
+                kept.put(one, known[number])
+        else:
+            _in_processes(missing, known, begin, min(jobs, len(missing)), kept)
+    except KeyboardInterrupt:
+        where = f" and kept in {folder}: the same command goes on from there" if folder else ""
+        raise RunsStopped(f"{len(known)} of {len(planned)} runs were made{where}") from None
+    return [known[number] for number in range(len(planned))]
+
+
+def _in_processes(
+    missing: Mapping[int, PlannedRun[Came]], known: dict[int, Came], begin: Begin, jobs: int,
+    kept: KeptRuns,
+) -> None:  # fmt: skip
+    """Fresh processes: a forked one would inherit the threads' locks, of the bar for instance."""
+    done = begin(f"runs, {jobs} at a time", len(missing))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, context, initializer=_leave_interrupts)
+    try:
+        numbers = {pool.submit(_run, one): number for number, one in missing.items()}
+        for ended in as_completed(numbers):
+            number = numbers[ended]
+            known[number] = ended.result()
+            kept.put(missing[number], known[number])
+            done()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
+    pool.shutdown()
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C reaches all processes of a terminal: the first one alone says what happens."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _run(planned: PlannedRun[Came]) -> Came:
+    return planned.run()

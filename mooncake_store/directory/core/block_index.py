@@ -1,0 +1,130 @@
+"""Which key has which ready copies, over all holders.
+
+Nearly every key has one copy, so what is held for a key is that copy itself; a key with several has
+a tuple of them, DRAM before SSD. Not here: how a copy comes and goes (copies.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from mooncake_store.directory.core.holder import CopyState, HeldCopy, Holder
+from mooncake_store.records.blocks import Copy
+
+_made = tuple.__new__
+Held = HeldCopy | tuple[HeldCopy, ...]
+
+
+def copies_of(held: Held | None) -> tuple[HeldCopy, ...]:
+    if held is None:
+        return ()
+    return held if isinstance(held, tuple) else (held,)
+
+
+def records_of(held: Held | None) -> tuple[Copy, ...]:
+    """The answer to a lookup of one key."""
+    if isinstance(held, HeldCopy):
+        size_class, row = held.size_class, held.row
+        columns = size_class.columns
+        use = size_class.node_id, columns.slot[row], columns.generation[row], columns.checksum[row]
+        return (_made(Copy, (*use, held.size_bytes)),)  # half the time of Copy(...)
+    return tuple(copy.record for copy in held or ())
+
+
+def hash_all(keys: Iterable[bytes]) -> None:
+    """Before many of them are looked up: Python keeps the hash of a `bytes`. What is left of each
+    lookup is waiting for memory, and the CPU then waits for several keys at once."""
+    deque(map(hash, keys), maxlen=0)
+
+
+class BlockIndex:
+    """key -> its ready copies, over all holders.
+
+    Nearly every key has one copy, so the value is that copy itself; a key with several has a tuple
+    of them, DRAM before SSD. At ten million keys this dictionary is the largest thing in the
+    process. Copies that are being written are not here: their holder has them.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, Held] = {}  # read by everybody, written only here
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def add(self, copy: HeldCopy) -> None:
+        held = self.held.setdefault(copy.key, copy)
+        if held is copy:
+            return
+        both = sorted((*copies_of(held), copy), key=lambda each: each.holder.info.tier != "dram")
+        self.held[copy.key] = tuple(both)
+
+    def remove(self, copy: HeldCopy) -> None:
+        if self.held[copy.key] is copy:
+            del self.held[copy.key]
+            return
+        left = tuple(each for each in copies_of(self.held[copy.key]) if each is not copy)
+        if not left:
+            del self.held[copy.key]
+        else:
+            self.held[copy.key] = left if len(left) > 1 else left[0]
+
+    def on(self, key: bytes, holder: Holder) -> HeldCopy | None:
+        """The ready copy of `key` in this holder."""
+        held = self.held.get(key)
+        if held is None:
+            return None
+        if isinstance(held, HeldCopy):
+            return held if held.size_class.holder is holder else None
+        return next((copy for copy in held if copy.size_class.holder is holder), None)
+
+    def all_on(self, keys: Sequence[bytes], holder: Holder) -> list[HeldCopy | None]:
+        """`on` for each of them."""
+        found: list[HeldCopy | None] = []
+        for held in map(self.held.get, keys):
+            if held is None or (held.__class__ is HeldCopy and held.size_class.holder is holder):
+                found.append(held)
+                continue
+            here = (copy for copy in copies_of(held) if copy.size_class.holder is holder)
+            found.append(next(here, None))
+        return found
+
+    def prefix(self, keys: Sequence[bytes]) -> list[Held]:
+        """What is known of `keys` up to the first that is nowhere."""
+        hash_all(keys)
+        get = self.held.get
+        found: list[Held] = []
+        for key in keys:
+            held = get(key)
+            if held is None:
+                break
+            found.append(held)
+        return found
+
+    def each(self, keys: Sequence[bytes]) -> list[Held | None]:
+        hash_all(keys)
+        return list(map(self.held.get, keys))
+
+    def announced(self) -> Iterator[tuple[bytes, tuple[str, ...]]]:
+        """key -> holders, without ephemeral copies: what a replica may know."""
+        for key, held in self.held.items():
+            nodes = tuple(copy.node_id for copy in copies_of(held) if not copy.is_ephemeral)
+            if nodes:
+                yield key, nodes
+
+    def copies(self) -> Iterator[HeldCopy]:
+        for held in self.held.values():
+            yield from copies_of(held)
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        for key, held in self.held.items():
+            copies = copies_of(held)
+            assert copies, f"{key.hex()} is indexed and nowhere"
+            assert isinstance(held, tuple) == (len(copies) > 1)
+            assert all(copy.key == key for copy in copies)
+            assert all(copy.state is CopyState.READY for copy in copies)
+            nodes = [copy.node_id for copy in copies]
+            assert len(nodes) == len(set(nodes)), f"two copies of {key.hex()} on one holder"
+            tiers = [copy.holder.info.tier != "dram" for copy in copies]
+            assert tiers == sorted(tiers), f"{key.hex()}: an SSD copy before a DRAM copy"
