@@ -1,15 +1,22 @@
 """Coupled engines, as the paper compares with: prefill and decode on one node, in one batch.
 
     vllm      continuous batching: waiting prompts are computed whole, before any decode step
-    prefix    the same with a prefix cache in the GPU's own free memory
-    chunked   a prefix cache, and steps that carry all decodes and fill up with chunks of prompts
+    chunked   steps that carry all decodes and fill up with chunks of prompts
+
+Each with or without a prefix cache in the GPU's own free memory; the paper's "+ prefix cache" is
+`vllm` with it, its "+ chunked prefill" is `chunked` without. A chunk ends at any token, so a step
+is full whatever decodes beside it. A step that carries prompt tokens is charged wholly to them, as
+decodes would not have made it longer than a step of their own.
 
 Requests are dispatched to a node when they come (round robin, at random, or to the fewest requests)
 and stay there; each node's waiting line is first come, first served; memory for prompt and longest
 answer is reserved, so nothing is preempted. The cache is the store's LRU order over the blocks that
 no request holds. Only for comparison: none of the project's own scheduling is in it.
 
-Not here: seconds of a step (gpu.py), what is asked of it (experiments/coupled_baselines.py).
+Steps that only decode the same sequences are taken at once; whoever comes meanwhile cuts them
+behind the step that is under way. The outcome is that of one step after the other (a test says so).
+
+Not here: seconds of a step (gpu.py), what is asked of it (experiments/).
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -26,29 +34,39 @@ from loadtest.simulator.cluster.clock import VirtualClock
 from loadtest.simulator.cluster.fleet import SimulatedCluster
 from loadtest.simulator.cluster.gpu import GpuModel
 from loadtest.simulator.cluster.job import SimulatedJob
-from loadtest.simulator.cluster.steps import Jitter, StepLog, longest_tenth_s
+from loadtest.simulator.cluster.steps import Jitter, Seconds, StepLog, longest_tenth_s
 from mooncake_store.directory.core.eviction import make_eviction
 from mooncake_store.layout import blocks_touched
 
-ENGINES = ("vllm", "prefix", "chunked")
+ENGINES = ("vllm", "chunked")
 DISPATCHES = ("round_robin", "random", "least_requests")
+TOKEN = 1  # what a chunk is a multiple of
+NO_STEPS: Seconds = np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True)
 class CoupledSettings:
     engine: str
     nodes: int = 16
+    has_prefix_cache: bool = False
     chunk_tokens: int = 2_048  # of `chunked`: all tokens of a step
-    prompts_tokens: int = 131_072  # of the others: prompt tokens of a step, so prompts are whole
+    prompts_tokens: int = 131_072  # of `vllm`: prompt tokens of a step, so prompts are whole
     sequences_max: int = 256
     dispatch: str = "round_robin"
     block_tokens: int = 512
     max_tokens: int = 2_000
     jitter: float = 0.05
     seed: int = 0
+    steps_at_once: int = 0  # most decode steps taken together; 0: as many as are alike
 
     def __post_init__(self) -> None:
         assert self.engine in ENGINES and self.dispatch in DISPATCHES, self
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        engine = f"chunked {self.chunk_tokens}" if self.engine == "chunked" else "vllm"
+        return f"{engine} + prefix cache" if self.has_prefix_cache else engine
 
 
 @dataclass(slots=True, eq=False)
@@ -115,16 +133,20 @@ class CoupledNode:
     ) -> None:
         self._clock, self._gpu, self._settings = clock, gpu, settings
         self._jitter, self._on_end = jitter, on_end
+        self._is_chunked = settings.engine == "chunked"
         blocks_max = gpu.pages_bytes // (settings.block_tokens * gpu.token_bytes)
-        self._memory = GpuBlocks(blocks_max, settings.engine != "vllm")
+        self._memory = GpuBlocks(blocks_max, settings.has_prefix_cache)
         self._waiting: deque[SimulatedJob] = deque()
         self._computing: dict[str, Progress] = {}
         self._jobs: dict[str, SimulatedJob] = {}  # admitted
-        self._running: list[CoupledSequence] = []
+        self._running = 0  # sequences that decode
+        self._ends: list[tuple[int, int, CoupledSequence]] = []  # a heap: after which step
         self._gaps = StepLog()  # between the ends of one decode step and the next
         self._decoded_s = 0.0  # when the last one ended
         self._steps = self._context = 0
         self._is_busy = False
+        self._ends_s: Seconds = NO_STEPS  # of the decode steps that are planned
+        self._plan = 0
 
     @property
     def requests(self) -> int:
@@ -134,6 +156,8 @@ class CoupledNode:
         self._waiting.append(job)
         if not self._is_busy:
             self._begin()
+        elif len(self._waiting) == 1:  # whoever waited before has cut the plan already
+            self._cut_plan()
 
     def _admit(self) -> None:
         while self._waiting and len(self._jobs) < self._settings.sequences_max:
@@ -152,40 +176,63 @@ class CoupledNode:
         return blocks_touched(tokens, self._settings.block_tokens)
 
     def _begin(self) -> None:
-        """The next step: chunks, decodes, or both."""
+        """The next step: chunks, decodes, or both; or as many decode steps as are alike."""
         self._admit()
-        settings, is_chunked = self._settings, self._settings.engine == "chunked"
-        decodes = len(self._running) if is_chunked or not self._computing else 0
-        budget = settings.chunk_tokens - decodes if is_chunked else settings.prompts_tokens
-        budget -= budget % settings.block_tokens
-        chunks: list[Chunk] = []
-        if self._computing and budget:
-            chunks = next_chunks(self._computing.values(), budget, settings.block_tokens)
-        self._is_busy = bool(chunks or decodes)
-        if not self._is_busy:
+        chunks = self._chunks() if self._computing else []
+        self._is_busy = bool(chunks or self._running)
+        if not chunks:
+            if self._running:
+                self._plan_decodes()
             return
+        decodes = self._running if self._is_chunked else 0
         spans = [(chunk.start, chunk.tokens) for chunk in chunks]
         factor = float(self._jitter.factors(self._steps, 1)[0])
-        context = float(self._context)
-        seconds = factor * self._gpu.mixed_s(spans, decodes, context)
+        seconds = factor * self._gpu.mixed_s(spans, decodes, float(self._context))
         self._steps += 1
-        # A prompt's share of the GPU: what the step takes longer for it.
-        alone_s = factor * float(self._gpu.decode_s(decodes, context)) if decodes else 0.0
         new_tokens = sum(chunk.tokens for chunk in chunks)
         for chunk in chunks:
-            share = (seconds - alone_s) * chunk.tokens / new_tokens
-            self._jobs[chunk.request_id].own_compute_s += share
+            self._jobs[chunk.request_id].own_compute_s += seconds * chunk.tokens / new_tokens
         self._clock.after(seconds, self._stepped, chunks, decodes)
+
+    def _chunks(self) -> list[Chunk]:
+        settings, computing = self._settings, self._computing.values()
+        if self._is_chunked:
+            budget = settings.chunk_tokens - self._running
+            return next_chunks(computing, budget, TOKEN) if budget > 0 else []
+        chunks = next_chunks(computing, settings.prompts_tokens, TOKEN)
+        if len(chunks) > 1 and not chunks[-1].is_last:
+            del chunks[-1]  # it is computed whole, in a later step
+        return chunks
+
+    def _plan_decodes(self) -> None:
+        steps = self._ends[0][0] - self._gaps.steps
+        steps = min(steps, self._settings.steps_at_once or steps)
+        context = self._context + self._running * np.arange(float(steps))
+        factors = self._jitter.factors(self._steps, steps)
+        seconds = factors * self._gpu.decode_s(self._running, context)
+        self._ends_s = np.cumsum(np.concatenate(([self._clock.now_s], seconds)))[1:]
+        self._plan += 1
+        self._clock.at(float(self._ends_s[-1]), self._planned, self._plan)
+
+    def _cut_plan(self) -> None:
+        """Somebody waits: the decode step under way is the last before it is looked at."""
+        steps = int(np.searchsorted(self._ends_s, self._clock.now_s, side="right")) + 1
+        if steps < len(self._ends_s):
+            self._ends_s = self._ends_s[:steps]
+            self._plan += 1
+            self._clock.at(float(self._ends_s[-1]), self._planned, self._plan)
+
+    def _planned(self, plan: int) -> None:
+        if plan != self._plan:
+            return  # it was cut
+        self._steps += len(self._ends_s)
+        ends_s, self._ends_s = self._ends_s, NO_STEPS
+        self._decoded(ends_s)
+        self._begin()
 
     def _stepped(self, chunks: Sequence[Chunk], decodes: int) -> None:
         if decodes:
-            self._gaps.append(np.array([self._clock.now_s - self._decoded_s]))
-            self._decoded_s = self._clock.now_s
-            self._context += decodes
-            for running in self._running[:]:
-                if running.first + running.job.output_tokens - 1 == self._gaps.steps:
-                    self._running.remove(running)
-                    self._finish(running)
+            self._decoded(np.array([self._clock.now_s]))
         for chunk in chunks:
             self._computing[chunk.request_id].computed_tokens += chunk.tokens
             if chunk.is_last:
@@ -193,14 +240,25 @@ class CoupledNode:
                 self._prefilled(self._jobs[chunk.request_id])
         self._begin()
 
+    def _decoded(self, ends_s: Seconds) -> None:
+        """Every running sequence has a token more at each of these times."""
+        self._gaps.append(np.diff(ends_s, prepend=self._decoded_s))
+        self._decoded_s = self._clock.now_s
+        self._context += self._running * len(ends_s)
+        while self._ends and self._ends[0][0] == self._gaps.steps:
+            self._running -= 1
+            self._finish(heappop(self._ends)[2])
+
     def _prefilled(self, job: SimulatedJob) -> None:
         job.prefilled_s = job.first_token_s = self._clock.now_s
-        running = CoupledSequence(job, self._gaps.steps)
+        sequence = CoupledSequence(job, self._gaps.steps)
         self._context += job.prompt_tokens + 1
         if job.output_tokens > 1:
-            self._running.append(running)
+            self._running += 1
+            last = sequence.first + job.output_tokens - 1
+            heappush(self._ends, (last, job.number, sequence))
         else:
-            self._finish(running)
+            self._finish(sequence)
 
     def _finish(self, running: CoupledSequence) -> None:
         job, now_s = running.job, self._clock.now_s
@@ -216,7 +274,8 @@ class CoupledNode:
         self._on_end()
 
     def check(self) -> None:
-        assert not self._waiting and not self._jobs and not self._running and not self._context
+        assert not self._waiting and not self._jobs and not self._ends
+        assert (self._running, self._context) == (0, 0), (self._running, self._context)
         self._memory.check()
 
 

@@ -1,6 +1,6 @@
 """What coupled engines do with the same trace on the same 16 nodes, swept over their knobs.
 
-vLLM-like continuous batching, with a prefix cache, with chunked prefill; the size of a chunk, the
+vLLM-like continuous batching, with chunked prefill, with a prefix cache; the size of a chunk, the
 batch and the dispatch matter as much as the engine, so each is varied on its own from the default.
 The first row is the project's own 8 + 8 nodes. Nothing is rejected anywhere.
 """
@@ -25,7 +25,8 @@ TRACE, POLICY, TTFT_SLO_S = "conversation", "kvcache_centric", 30.0
 TBT_SLOS_S = (0.1, 0.2, 0.3)  # FAST'25, Figure 1
 CHUNKED = CoupledSettings("chunked")
 SWEPT = (
-    CoupledSettings("vllm"), CoupledSettings("prefix"), CHUNKED,
+    CoupledSettings("vllm"), CoupledSettings("vllm", has_prefix_cache=True), CHUNKED,
+    replace(CHUNKED, has_prefix_cache=True),
     replace(CHUNKED, chunk_tokens=512), replace(CHUNKED, chunk_tokens=8_192),
     replace(CHUNKED, sequences_max=32), replace(CHUNKED, dispatch="random"),
     replace(CHUNKED, dispatch="least_requests"),
@@ -44,7 +45,7 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
         for swept in SWEPT:
             settings = replace(swept, nodes=shape.prefills + shape.decodes, seed=options.seed)
             planned.append(
-                PlannedRun(f"{settings.engine} {speed:g}x", source, run_coupled, (settings, speed))
+                PlannedRun(f"{settings.name} {speed:g}x", source, run_coupled, (settings, speed))
             )
     return run_all(planned, begin, options.jobs, options.kept), []
 
@@ -71,6 +72,7 @@ def _row(
     row: dict[str, Cell] = {
         "engine": name,
         "speed": speed,
+        "has_prefix_cache": settings.has_prefix_cache if settings else None,
         "chunk_tokens": settings.chunk_tokens if settings else None,
         "sequences_max": settings.sequences_max if settings else None,
         "dispatch": settings.dispatch if settings else None,
