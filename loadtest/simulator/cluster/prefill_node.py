@@ -120,6 +120,8 @@ class PrefillNode(SimulatedWorker):
         by_source: dict[str, int] = {}
         for places in found.copies[found.own : found.own + wanted]:
             nodes = [copy.node_id for copy in places]
+            if self.node_id in nodes:
+                continue  # it lies behind a hole that came since the decision
             source = next((node for node in sources if node in nodes), nodes[0])
             by_source[source] = by_source.get(source, 0) + 1
         arriving = len(by_source)

@@ -7,10 +7,19 @@ from dataclasses import replace
 import pytest
 
 from conductor import ConductorConfig
+from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Roofline, prompt_s
+from loadtest.simulator.cluster.job import SimulatedJob
 from loadtest.simulator.cluster.outcome import outcome_of, within
 from loadtest.simulator.cluster.site import ClusterSettings
-from tests.loadtest.simulator.fleets import ONE_AND_ONE, everything, fleet, prompt, start_of_trace
+from tests.loadtest.simulator.fleets import (
+    ONE_AND_ONE,
+    OPEN,
+    everything,
+    fleet,
+    prompt,
+    start_of_trace,
+)
 
 FOUR = ClusterSettings(prefills=2, decodes=2)
 
@@ -128,3 +137,23 @@ def test_what_decode_has_no_memory_for_waits_and_its_first_interval_says_so() ->
     assert all(job.tbt_s > 2 * job.tbt_decode_s for job in jobs[1:])
     handovers_s = [(job.first_token_s or 0.0) - (job.prefilled_s or 0.0) for job in jobs]
     assert max(handovers_s) < 0.1, "waiting for room is no hand-over"
+
+
+class HoleyFleet(SimulatedFleet):
+    """A route that was decided on before blocks came and went: s1 is to send what s0 has by now."""
+
+    def _submit(self, job: SimulatedJob, order_key_s: float) -> None:
+        assert job.route is not None
+        job.route = replace(job.route, fetch_blocks=2, fetch_node="s1")
+        super()._submit(job, order_key_s)
+
+
+def test_what_lies_behind_a_hole_on_the_own_node_is_not_sent_to_itself() -> None:
+    tried = HoleyFleet(OPEN, ONE_AND_ONE, Roofline())
+    asked = prompt(0, 1.0, range(4))
+    for node_id, key in zip(("s0", "s1", "s0"), asked.keys, strict=False):
+        tried.site.store.put([key], node_id, "before")
+    tried.site.store.release("before")
+    job = tried.run([asked])[0]
+    assert job.cached_tokens == 3 * 512
+    assert tried.site.network.moved_bytes == (1 + 4) * tried.site.block_bytes, "and to decode"
