@@ -2,6 +2,9 @@
 
     {"name": ..., "seconds": ..., "rows": [{...}], "targets": [{"name", "value", "op", "goal"}]}
 
+A simulated experiment adds "constants", what it was run with, and "shortened", why it was not run
+whole ("" when it was).
+
 One target for each number that was promised. A value that could not be measured is null and has a
 `why`; it is never left out, and never a guess. The exit status of a benchmark says that it ran, not
 that its targets were met: whoever reads the line decides what follows.
@@ -15,7 +18,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
@@ -58,6 +61,8 @@ class Result:
     seconds: float
     rows: Sequence[Mapping[str, Cell]]
     targets: Sequence[Target]
+    constants: Mapping[str, Cell] = field(default_factory=dict)  # what a simulation was run with
+    shortened: str = ""  # why less was run than what is promised of; "" when all of it was
 
     def to_json(self) -> str:
         """One line; rows may hold numbers, strings, booleans and null."""
@@ -67,6 +72,8 @@ class Result:
             "rows": [dict(row) for row in self.rows],
             "targets": [target.to_json() for target in self.targets],
         }
+        if self.constants:
+            fields |= {"constants": dict(self.constants), "shortened": self.shortened}
         return json.dumps(fields, allow_nan=False)
 
     def print(self, console: Console | None = None) -> None:
@@ -76,6 +83,11 @@ class Result:
             console.print(_rows_table(self.name, rows))
         if self.targets:
             console.print(_targets_table(self.targets))
+        if self.constants:
+            stated = ", ".join(f"{name} {value}" for name, value in self.constants.items())
+            console.print(f"constants: {stated}", markup=False)
+        if self.shortened:
+            console.print(f"shortened: {self.shortened}", markup=False)
         console.file.write(self.to_json() + "\n")
         console.file.flush()
 

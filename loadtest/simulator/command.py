@@ -17,6 +17,7 @@ import typer
 from loadtest.harness.result import Result
 from loadtest.replay.trace import TraceError
 from loadtest.simulator.experiments import (
+    constants,
     coupled_baselines,
     dynamo_replay,
     frontends,
@@ -24,11 +25,25 @@ from loadtest.simulator.experiments import (
     rejection,
     scheduling,
 )
+from loadtest.simulator.experiments.paper import (
+    bandwidth,
+    cache_policies,
+    capacity,
+    datasets,
+    global_cache,
+    gpu_time,
+    long_prefix,
+    pd_ratio,
+    real,
+    replicas,
+    simulated_long,
+)
 from loadtest.simulator.options import (
     SUFFIXES,
     WHERE,
     Answer,
     Begin,
+    Rows,
     SimulationOptions,
     SimulationRefused,
     console,
@@ -44,6 +59,17 @@ class Experiment(str, Enum):
     COUPLED = "coupled"
     DYNAMO_REPLAY = "dynamo-replay"
     FRONTENDS = "frontends"
+    GPU_TIME = "gpu-time"
+    CAPACITY = "capacity"
+    GLOBAL_CACHE = "global-cache"
+    PD_RATIO = "pd-ratio"
+    LONG_PREFIX = "long-prefix"
+    BANDWIDTH = "bandwidth"
+    REPLICAS = "replicas"
+    SIMULATED_LONG = "simulated-long"
+    DATASETS = "datasets"
+    REAL = "real"
+    CACHE_POLICIES = "cache-policies"
 
 
 EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] = {
@@ -53,8 +79,52 @@ EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] =
     Experiment.COUPLED: coupled_baselines.answer,
     Experiment.DYNAMO_REPLAY: dynamo_replay.answer,
     Experiment.FRONTENDS: frontends.answer,
+    Experiment.GPU_TIME: gpu_time.answer,
+    Experiment.CAPACITY: capacity.answer,
+    Experiment.GLOBAL_CACHE: global_cache.answer,
+    Experiment.PD_RATIO: pd_ratio.answer,
+    Experiment.LONG_PREFIX: long_prefix.answer,
+    Experiment.BANDWIDTH: bandwidth.answer,
+    Experiment.REPLICAS: replicas.answer,
+    Experiment.SIMULATED_LONG: simulated_long.answer,
+    Experiment.DATASETS: datasets.answer,
+    Experiment.REAL: real.answer,
+    Experiment.CACHE_POLICIES: cache_policies.answer,
 }
 
+OF_PAPERS = (
+    Experiment.GPU_TIME, Experiment.CAPACITY, Experiment.GLOBAL_CACHE, Experiment.REPLICAS,
+    Experiment.BANDWIDTH, Experiment.LONG_PREFIX, Experiment.PD_RATIO, Experiment.SIMULATED_LONG,
+    Experiment.DATASETS, Experiment.REAL, Experiment.CACHE_POLICIES,
+)  # fmt: skip
+
+ABOUT = """What to find out.
+
+hit-rate: which part of the block references of each trace is found by one cache of 1,000 to 100,000
+blocks of 512 tokens and by an unlimited one, with each policy of eviction, and what the best policy
+would find that knows the future. Order of requests only, no clock.
+
+scheduling: mean TTFT under each prefill policy (the paper's Figure 5, and ours); the real
+conductor, directory and batching on a virtual clock, 8 + 8 nodes, a model of the GPUs.
+
+rejection: what each admission policy does when more is offered than fits (the paper's Table 3).
+
+dynamo-replay: the conductor in the engine of NVIDIA Dynamo's replay, beside Dynamo's router; with
+--speed, --blocks, --prefills, --decodes or --trace, every scheduler on that case.
+
+frontends: mean TTFT with several frontends that tell each other what they routed, or not.
+
+coupled: the same trace on as many nodes of vLLM-like engines, swept over their knobs.
+
+Figures of FAST'25, beside the paper's numbers and with one set of constants: gpu-time (Figure 8),
+capacity (1 and 7), global-cache (10), replicas (11), bandwidth (13), long-prefix (14), pd-ratio
+(15); of the arXiv report: datasets (11), simulated-long (12), real (13), cache-policies (Table 1).
+"""
+Which = Annotated[Experiment | None, typer.Option(help=ABOUT)]
+Every = Annotated[
+    bool, typer.Option("--all", help="Every figure of the papers, as one HTML page: --book.")
+]
+Book = Annotated[Path, typer.Option(help="Where --all writes its page.")]
 Folder = Annotated[
     Path | None,
     typer.Option(envvar="MOONCAKE_TRACES", help=f"Folder with NAME_trace.jsonl ({WHERE})."),
@@ -110,7 +180,9 @@ PeerPython = Annotated[
 
 
 def simulate(
-    experiment: Annotated[Experiment, typer.Option(help="What to find out.")],
+    experiment: Which = None,
+    every: Every = False,
+    book: Book = Path("papers.html"),
     traces: Folder = None,
     trace: Annotated[
         list[str] | None, typer.Option(help="Only this trace, e.g. conversation; repeatable.")
@@ -142,24 +214,7 @@ def simulate(
         bool, typer.Option("--json", help="Print one line of JSON and nothing else.")
     ] = False,
 ) -> None:
-    """Run an experiment on recorded requests; no server is needed.
-
-    hit-rate: which part of the block references of each trace is found by one cache of 1,000 to
-    100,000 blocks of 512 tokens and by an unlimited one, with each policy of eviction, and what
-    the best policy would find that knows the future. Order of requests only, no clock.
-
-    scheduling: mean TTFT under each prefill policy (the paper's Figure 5, and ours); the real
-    conductor, directory and batching on a virtual clock, 8 + 8 nodes, a model of the GPUs.
-
-    rejection: what each admission policy does when more is offered than fits (the paper's Table 3).
-
-    dynamo-replay: the conductor in the engine of NVIDIA Dynamo's replay, beside Dynamo's router;
-    with --speed, --blocks, --prefills, --decodes or --trace, every scheduler on that case.
-
-    frontends: mean TTFT with several frontends that tell each other what they routed, or not.
-
-    coupled: the same trace on as many nodes of vLLM-like engines, swept over their knobs.
-    """
+    """Run an experiment on recorded requests; no server is needed."""
     with _reasons_shown():
         options = SimulationOptions(
             folder=traces, traces=tuple(trace or ()), policies=tuple(policy or ()),
@@ -171,6 +226,11 @@ def simulate(
             notes_latencies_s=tuple(notes_latency_s or ()), jobs=jobs,
             kept=None if kept == "none" else Path(kept),
         )  # fmt: skip
+        if every:
+            write_all(options, book)
+            return
+        if experiment is None:
+            raise SimulationRefused("say what to find out: --experiment NAME, or --all")
         result = answer(experiment, options)
     if as_json:
         print(result.to_json())
@@ -197,8 +257,30 @@ def answer(experiment: Experiment, options: SimulationOptions) -> Result:
     with progress_bar() as begin:
         rows, targets = EXPERIMENTS[experiment](options, begin)
     if options.picture is not None:
-        from loadtest.simulator.experiments import pictures  # loads matplotlib
+        draw(experiment, options.picture, rows)
+    return Result(
+        experiment.value, time.monotonic() - started_s, rows, targets,
+        constants=constants.stated(), shortened=options.is_shortened,
+    )  # fmt: skip
 
-        if (save := pictures.SAVE.get(experiment.value)) is not None:
-            save(options.picture, rows)
-    return Result(experiment.value, time.monotonic() - started_s, rows, targets)
+
+def draw(experiment: Experiment, path: Path, rows: Rows) -> None:
+    """Its picture, if it has one."""
+    from loadtest.simulator.experiments import pictures  # loads matplotlib
+    from loadtest.simulator.experiments.paper import pictures as of_papers
+
+    if (save := {**pictures.SAVE, **of_papers.SAVE}.get(experiment.value)) is not None:
+        save(path, rows)
+
+
+def write_all(options: SimulationOptions, path: Path) -> None:
+    """Each figure of the papers as a chapter; the page is there, and true, after each of them."""
+    from loadtest.simulator.book import BookChapter, svg_of, write_book  # loads matplotlib
+
+    chapters: list[BookChapter] = []
+    for experiment in OF_PAPERS:
+        result = answer(experiment, options)
+        svg = svg_of(lambda file, e=experiment, r=result: draw(e, file, list(map(dict, r.rows))))
+        chapters.append(BookChapter(result, svg))
+        write_book(path, chapters)
+    console.print(f"written: {path}", markup=False, soft_wrap=True)

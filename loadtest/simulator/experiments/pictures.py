@@ -35,22 +35,22 @@ Row = Mapping[str, Cell]
 def save_hit_rate(path: Path, rows: Sequence[Row]) -> None:
     """Hit rates by size: one panel a trace, one line a policy, dots for a known future."""
     traces = list(dict.fromkeys(str(row["trace"]) for row in rows))
-    figure, panels = _panels(len(traces), 9.0)
+    figure, panels = panels_beside(len(traces), 9.0)
     for panel, trace in zip(panels, traces, strict=True):
         of_trace = [row for row in rows if row["trace"] == trace]
         sized = [row for row in of_trace if row["blocks"] is not None]
-        sizes = sorted({int(_number(row, "blocks")) for row in sized})
+        sizes = sorted({int(number_of(row, "blocks")) for row in sized})
         lines: dict[str, dict[int, float]] = {}
         for row in sized:
             line = lines.setdefault(str(row["policy"]), {})
-            line[int(_number(row, "blocks"))] = _number(row, "hit_percent")
+            line[int(number_of(row, "blocks"))] = number_of(row, "hit_percent")
         best = lines.pop("optimum")
         for (policy, points), colour in zip(lines.items(), MANY, strict=False):
             panel.plot(sizes, [points[blocks] for blocks in sizes], "o-", color=colour,
                        markersize=4, label=policy)  # fmt: skip
         panel.plot(sizes, [best[blocks] for blocks in sizes], ":", color=NAMED["slate"],
                    label="the future known")  # fmt: skip
-        unlimited = next(_number(row, "hit_percent") for row in of_trace if row not in sized)
+        unlimited = next(number_of(row, "hit_percent") for row in of_trace if row not in sized)
         panel.axhline(unlimited, color=NAMED["muted"], linewidth=0.8)
         panel.text(sizes[0], unlimited, f"unlimited {unlimited:.1f} %", va="bottom", fontsize=8)
         panel.set_xscale("log")
@@ -59,7 +59,7 @@ def save_hit_rate(path: Path, rows: Sequence[Row]) -> None:
         panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / 1000:.3g}k"))
         panel.set_ylim(0, unlimited * 1.12)
         panel.set_xlabel("blocks of 512 tokens (5,859 are 3 M tokens)")
-        _plain(panel, f"{trace} trace", axis="both")
+        finish_panel(panel, f"{trace} trace", axis="both")
     panels[0].set_ylabel("hits, % of block references")
     panels[0].legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(path, dpi=DOTS_PER_INCH)
@@ -67,15 +67,15 @@ def save_hit_rate(path: Path, rows: Sequence[Row]) -> None:
 
 def save_scheduling(path: Path, rows: Sequence[Row]) -> None:
     """Mean TTFT of each policy, one panel a speed; a line where the paper has it."""
-    speeds = list(dict.fromkeys(_number(row, "speed") for row in rows))
-    figure, panels = _panels(len(speeds), 3.2 * len(speeds))
+    speeds = list(dict.fromkeys(number_of(row, "speed") for row in rows))
+    figure, panels = panels_beside(len(speeds), 3.2 * len(speeds))
     for panel, speed in zip(panels, speeds, strict=True):
         chosen = [row for row in rows if row["speed"] == speed]
-        values = [_number(row, "ttft_mean_s") for row in chosen]
+        values = [number_of(row, "ttft_mean_s") for row in chosen]
         names = [str(row["policy"]) for row in chosen]
-        _bars(panel, names, values, [row["paper_ttft_s"] for row in chosen], ".2f")
+        draw_bars(panel, names, values, [row["paper_ttft_s"] for row in chosen], ".2f")
         panel.set_yscale("log")
-        _plain(panel, f"{speed:g}x as fast as recorded")
+        finish_panel(panel, f"{speed:g}x as fast as recorded")
     panels[0].set_ylabel("mean TTFT, s (lines: the paper)")
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
@@ -84,29 +84,29 @@ def save_rejection(path: Path, rows: Sequence[Row]) -> None:
     """What each admission wastes, keeps and rejects at the speed that was found; the paper's
     rejections as lines."""
     rows = [row for row in rows if row["speed"] == rows[-1]["speed"]]
-    figure, panels = _panels(len(REJECTION_PANELS), 10.0)
+    figure, panels = panels_beside(len(REJECTION_PANELS), 10.0)
     for panel, (column, title) in zip(panels, REJECTION_PANELS, strict=True):
-        values = [_number(row, column) for row in rows]
+        values = [number_of(row, column) for row in rows]
         paper: list[Cell] = [None for row in rows]
         if column == "rejected":
             shares = zip(values, rows, strict=True)
-            values = [value * 100 / _number(row, "offered") for value, row in shares]
+            values = [value * 100 / number_of(row, "offered") for value, row in shares]
             paper = [row["paper_rejected_percent"] for row in rows]
-        _bars(panel, [str(row["admission"]) for row in rows], values, paper, ",.3g")
-        _plain(panel, title)
+        draw_bars(panel, [str(row["admission"]) for row in rows], values, paper, ",.3g")
+        finish_panel(panel, title)
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
 def save_dynamo_replay(path: Path, rows: Sequence[Row]) -> None:
     """Mean TTFT beside Dynamo's routers, and who is served in overload."""
-    figure, panels = _panels(len(DYNAMO_PANELS), 12.0, 4.6)
+    figure, panels = panels_beside(len(DYNAMO_PANELS), 12.0, 4.6)
     for panel, (ticks, speed, column, title) in zip(panels, DYNAMO_PANELS, strict=True):
         of_load = [row for row in rows if row["ticks"] == ticks and row["speed"] == speed]
         names = list(dict.fromkeys(map(_scheduler, of_load)))
-        sizes = sorted({_number(row, "blocks") for row in of_load})
+        sizes = sorted({number_of(row, "blocks") for row in of_load})
         height = BAR_SHARE / max(1, len(sizes))
         for row in of_load:  # a pair of bars for each scheduler: the small cache and the large one
-            blocks, value = _number(row, "blocks"), _number(row, column)
+            blocks, value = number_of(row, "blocks"), number_of(row, column)
             size = sizes.index(blocks)
             at = names.index(_scheduler(row)) + (size - (len(sizes) - 1) / 2) * height
             colour = NAMED["blue" if row["engine"] == "here" else "pale"]
@@ -134,7 +134,7 @@ def _scheduler(row: Row) -> str:
     return f"Dynamo {row['policy']}"
 
 
-def _panels(
+def panels_beside(
     count: int, width_in: float, height_in: float = HEIGHT_IN
 ) -> tuple[Figure, Sequence[Axes]]:
     """Axes beside each other."""
@@ -143,7 +143,7 @@ def _panels(
     return figure, figure.subplots(1, count, squeeze=False)[0]
 
 
-def _bars(
+def draw_bars(
     panel: Axes, names: Sequence[str], values: Sequence[float], paper: Sequence[Cell], shown: str
 ) -> None:
     """A bar for each name with its value above it, and a line where the paper has it."""
@@ -155,14 +155,14 @@ def _bars(
     panel.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
 
 
-def _plain(panel: Axes, title: str, axis: str = "y") -> None:
+def finish_panel(panel: Axes, title: str, axis: str = "y") -> None:
     panel.set_title(title, fontsize=10)
     panel.grid(axis=axis, color=NAMED["grid"], linewidth=0.6)  # type: ignore[arg-type]
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _number(row: Row, column: str) -> float:
+def number_of(row: Row, column: str) -> float:
     value = row[column]
     assert isinstance(value, int | float), f"{column} of {row} is no number"
     return float(value)

@@ -1,0 +1,1 @@
+"""Which figures of Mooncake's papers come out of the simulated cluster? One module a figure."""

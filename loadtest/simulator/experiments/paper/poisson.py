@@ -1,0 +1,188 @@
+"""The highest rate of Poisson arrivals that four nodes serve within limits of the unloaded request.
+
+What the arXiv report does in Figures 11 and 12: all prompts of a workload are alike, a share of
+each is one of a few prefixes that were sent before, and the P90 of TTFT may be 10 times, that of
+TBT 5 times what a single request takes. One pair of limits holds for all systems: that of a request
+alone on plain vLLM without a cache. A rate is found between powers of two by halving in ratio, with
+the same arrivals, scaled.
+
+Ours runs as 3 + 1 and as 2 + 2 nodes. The paper's baseline is vLLM without chunks and cache,
+batched or one request at a time, whichever is better; the best of all baselines may also have a
+prefix cache and chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from loadtest.harness.result import Cell
+from loadtest.simulator.block_cache import key_of
+from loadtest.simulator.cluster.coupled import CoupledSettings
+from loadtest.simulator.cluster.job import Offered
+from loadtest.simulator.experiments import constants
+from loadtest.simulator.experiments.paper.served import ServedRun, ServePlan, ours, serve
+from loadtest.simulator.options import Begin, Rows, SimulationOptions
+
+NODES = 4
+REQUESTS = 200  # of each run, after those that bring the prefixes
+PREFIXES = 8
+WARM_UP_S = 15.0  # between those
+TTFT_FACTOR, TBT_FACTOR, QUANTILE = 10.0, 5.0, 0.9
+HALVINGS = 5  # a rate is 2.2 % off at most
+DOUBLINGS_MAX = 16
+SPLITS = ((3, 1), (2, 2))
+OF_PAPER = {
+    "vllm": replace(constants.VLLM, nodes=NODES),
+    "vllm, one at a time": replace(constants.VLLM, nodes=NODES, sequences_max=1),
+}
+OTHERS = {
+    settings.name: replace(settings, nodes=NODES)
+    for settings in (
+        constants.VLLM_CACHED,
+        replace(constants.CHUNKED_SMALL, has_prefix_cache=True),
+        replace(constants.CHUNKED_LARGE, has_prefix_cache=True),
+    )
+}
+
+Serve = Callable[[Sequence[Offered]], ServedRun]
+
+
+@dataclass(frozen=True, slots=True)
+class PoissonWorkload:
+    """Requests that are all alike."""
+
+    name: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_share: float  # of the prompt, one of PREFIXES
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    ttft_s: float
+    tbt_s: float
+
+    def are_kept(self, run: ServedRun, first: int) -> bool:
+        """By those after the first so many."""
+        ttft_s, tbt_s = (
+            np.quantile(times[first:], QUANTILE, method="higher")
+            for times in (run.ttfts_s, run.tbts_s)
+        )
+        return bool(ttft_s <= self.ttft_s and tbt_s <= self.tbt_s)
+
+
+def requests_of(
+    workload: PoissonWorkload, rate: float, requests: int, seed: int
+) -> tuple[list[Offered], int]:
+    """Those that bring the prefixes, to every node in turns, and then the workload; how many are
+    the former."""
+    block_tokens = constants.VLLM.block_tokens
+    shared = int(workload.cached_share * workload.prompt_tokens) // block_tokens
+    whole = workload.prompt_tokens // block_tokens
+    names = iter(range(10**9))
+    prefixes = [[key_of(next(names)) for _ in range(shared)] for _ in range(PREFIXES)]
+    offered = [
+        Offered(number, number * WARM_UP_S, shared * block_tokens, 1, prefixes[number // NODES])
+        for number in range(PREFIXES * NODES if shared else 0)
+    ]
+    first, random = len(offered), np.random.default_rng(seed)
+    at_s = first * WARM_UP_S + np.cumsum(random.exponential(1.0, requests)) / rate
+    chosen = random.integers(PREFIXES, size=requests)
+    for number in range(requests):
+        own = [key_of(next(names)) for _ in range(whole - shared)]
+        offered.append(
+            Offered(
+                first + number, float(at_s[number]), workload.prompt_tokens,
+                workload.output_tokens, prefixes[chosen[number]] + own,
+            )
+        )  # fmt: skip
+    return offered, first
+
+
+def limits_of(workload: PoissonWorkload) -> Limits:
+    """From one request alone."""
+    alone = replace(workload, cached_share=0.0)
+    run = serve(requests_of(alone, 1.0, 1, 0)[0], ServePlan(workload.name, OF_PAPER["vllm"]))
+    return Limits(TTFT_FACTOR * float(run.ttfts_s[0]), TBT_FACTOR * float(run.tbts_s[0]))
+
+
+def highest_rate(is_kept: Callable[[float], bool], guess: float) -> float:
+    """The highest rate, requests a second, to within the halvings; 0 if none is kept."""
+    low, high = 0.0, 0.0
+    rate = guess
+    for _ in range(DOUBLINGS_MAX):
+        if is_kept(rate):
+            low = rate
+            rate *= 2
+        else:
+            high = rate
+            rate /= 2
+        if low and high:
+            break
+    for _ in range(HALVINGS if low and high else 0):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if is_kept(middle) else (low, middle)
+    return low
+
+
+def rates_of(
+    workload: PoissonWorkload, options: SimulationOptions, begin: Begin
+) -> dict[str, float]:
+    """Of every system."""
+
+    def split(prefills: int, decodes: int) -> Serve:
+        shape = replace(options.settings(), prefills=prefills, decodes=decodes)
+        return lambda offered: serve(offered, ours(workload.name, shape, options=options))
+
+    def theirs(settings: CoupledSettings) -> Serve:
+        return lambda offered: serve(offered, ServePlan(workload.name, settings))
+
+    systems = {f"mooncake {p}P+{d}D": split(p, d) for p, d in SPLITS}
+    systems |= {name: theirs(settings) for name, settings in (OF_PAPER | OTHERS).items()}
+    limits, requests = limits_of(workload), options.requests or REQUESTS
+    done = begin(workload.name, len(systems))
+    found = {}
+    # Half of what four nodes would serve one request at a time.
+    alone_s = limits.ttft_s / TTFT_FACTOR + workload.output_tokens * limits.tbt_s / TBT_FACTOR
+    guess = 0.5 * NODES / alone_s
+    for name, system in systems.items():
+
+        def is_kept(rate: float, system: Serve = system) -> bool:
+            offered, first = requests_of(workload, rate, requests, options.seed)
+            return limits.are_kept(system(offered), first)
+
+        found[name] = highest_rate(is_kept, guess)
+        done()
+    return found
+
+
+def gains_of(rates: Mapping[str, float]) -> tuple[float, float]:
+    """Of our better split over the paper's baseline, and over the best of all."""
+    mooncake = max(rate for name, rate in rates.items() if name.startswith("mooncake"))
+    of_paper = max(rates[name] for name in OF_PAPER)
+    of_all = max(of_paper, *(rates[name] for name in OTHERS))
+    return mooncake / of_paper - 1, mooncake / of_all - 1
+
+
+def rows_of(
+    found: Mapping[PoissonWorkload, Mapping[str, float]], papers: Mapping[str, Cell]
+) -> Rows:
+    rows: Rows = []
+    for workload, rates in found.items():
+        of_paper, of_all = gains_of(rates)
+        for name, rate in rates.items():
+            rows.append({
+                "workload": workload.name,
+                "prompt_tokens": workload.prompt_tokens,
+                "output_tokens": workload.output_tokens,
+                "cached_percent": round(100 * workload.cached_share),
+                "system": name,
+                "requests_per_s": round(rate, 4),
+                "gain_over_paper_baseline_percent": round(100 * of_paper, 1),
+                "gain_over_best_baseline_percent": round(100 * of_all, 1),
+                "paper_gain_percent": papers[workload.name],
+            })  # fmt: skip
+    return rows
