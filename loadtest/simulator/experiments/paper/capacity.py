@@ -36,10 +36,13 @@ from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
 TTFT_SLO_S, TBT_SLOS_S = 30.0, (0.1, 0.2, 0.3)
 SUSTAINED_SHARE = 0.9
 STEP = 0.05
-PREFILLS = {"conversation": (6, 7, 8), "synthetic": (7, 8, 9)}
-PROBE_SPEED = {"conversation": 1.35, "synthetic": 1.0}  # of all splits
+PREFILLS = {"conversation": (6, 7, 8), "synthetic": (6, 7, 8)}
+PROBE_SPEED = {"conversation": 1.35, "synthetic": 1.1}  # of all splits
 TABLE = (1.0, 1.5, 2.0)  # the speeds at which all systems are shown
-FINE = (*speeds(1.2, 1.5, STEP), *speeds(1.6, 2.0, 0.1))  # where ours stops to keep up
+FINE = {  # where ours stops to keep up
+    "conversation": (*speeds(1.2, 1.5, STEP), *speeds(1.6, 2.0, 0.1)),
+    "synthetic": (*speeds(1.05, 1.5, STEP), *speeds(1.6, 2.0, 0.1)),
+}
 SLOW = speeds(0.1, 0.9, 0.1)  # where baselines sustain
 NEARLY_ALL = {"conversation": 0.95, "synthetic": 0.94}  # of ours, within at 100 ms
 PAPER_GAIN = {
@@ -153,7 +156,7 @@ def explore(trace: str, options: SimulationOptions, begin: Begin) -> TraceCapaci
         return found
     best = found.best_split(probe)
     add([best], TABLE)
-    for speed in FINE:  # the first reading
+    for speed in FINE[trace]:  # the first reading
         if any(found.has_all(ran) for ran in found.both_ran() if ran <= speed):
             break
         add([best], [speed])
@@ -162,7 +165,7 @@ def explore(trace: str, options: SimulationOptions, begin: Begin) -> TraceCapaci
         if speed != probe:
             add(BASELINES, [speed])
     for prefills in splits:  # the second
-        for speed in (TABLE[1], *(speed for speed in FINE if speed > TABLE[1])):
+        for speed in (TABLE[1], *(speed for speed in FINE[trace] if speed > TABLE[1])):
             add([prefills], [speed])
             run = found.ours[prefills][speed]
             if run.within(TTFT_SLO_S, TBT_SLOS_S[1]) < SUSTAINED_SHARE:
