@@ -41,10 +41,9 @@ WHY_APART: Mapping[str, str] = {
         "the paper's +498 % is a ratio of shares under load. With chunks of 512 tokens "
         "(baseline_chunk_tokens) the chunked baseline is nearly as good between tokens, at "
         "twice the GPU time; the paper's curve looks like 2,048 or more. On the synthetic "
-        "trace short answers keep ours below 95 % at 100 ms whatever the speed, as the "
-        "first interval is the longest tenth of their tokens (first_interval_in_tbt; "
-        "columns at_best are without it), so no higher speed can be compared at, and at 1x "
-        "chunks of 2,048 serve 81 % within 300 ms: no more than +23 % can be gained."
+        "trace short answers keep ours near 94 % at 100 ms, as the first interval is the "
+        "longest tenth of their tokens (first_interval_in_tbt; columns at_best are without "
+        "it), so it is compared at a low speed."
     ),
     "global-cache": (
         "Load balancing here does not look at caches at all, and finds less than the "
