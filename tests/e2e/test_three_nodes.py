@@ -135,9 +135,9 @@ def start_again(server: Server, old: WorkerInfo) -> None:
 
     def serves() -> bool:
         with DirectoryClient(directory_address(server)) as client:
-            if not {worker.incarnation for worker in client.workers()
-                    if worker.worker_id == old.worker_id} - {old.incarnation}:  # fmt: skip
-                return False
+            known = [worker for worker in client.workers() if worker.worker_id == old.worker_id]
+        if len(known) != 1 or known[0].incarnation == old.incarnation:
+            return False  # not there yet, or the directory has not noticed that the old one died
         answer = server.ask(
             input_ids=[40, 41, 42], max_tokens=2, parameters={"prefill_worker": old.worker_id}
         )
