@@ -24,6 +24,7 @@ from loadtest.simulator.experiments import (
     hit_rate,
     rejection,
     scheduling,
+    ssd,
 )
 from loadtest.simulator.experiments.paper import (
     bandwidth,
@@ -70,6 +71,7 @@ class Experiment(str, Enum):
     DATASETS = "datasets"
     REAL = "real"
     CACHE_POLICIES = "cache-policies"
+    SSD = "ssd"
 
 
 EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] = {
@@ -90,12 +92,14 @@ EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] =
     Experiment.DATASETS: datasets.answer,
     Experiment.REAL: real.answer,
     Experiment.CACHE_POLICIES: cache_policies.answer,
+    Experiment.SSD: ssd.answer,
 }
 
 OF_PAPERS = (
     Experiment.GPU_TIME, Experiment.CAPACITY, Experiment.GLOBAL_CACHE, Experiment.REPLICAS,
     Experiment.BANDWIDTH, Experiment.LONG_PREFIX, Experiment.PD_RATIO, Experiment.SIMULATED_LONG,
     Experiment.DATASETS, Experiment.REAL, Experiment.CACHE_POLICIES,
+    Experiment.SSD,
 )  # fmt: skip
 
 ABOUT = """What to find out.
@@ -111,6 +115,8 @@ rejection: what each admission policy does when more is offered than fits (the p
 
 dynamo-replay: the conductor in the engine of NVIDIA Dynamo's replay, beside Dynamo's router; with
 --speed, --blocks, --prefills, --decodes or --trace, every scheduler on that case.
+
+ssd: hit rate and mean TTFT with DRAM only and with an SSD of four times its size behind it.
 
 frontends: mean TTFT with several frontends that tell each other what they routed, or not.
 
@@ -149,7 +155,7 @@ Prefills = Annotated[int | None, typer.Option(min=1, help="Prefill nodes: 8, in 
 Decodes = Annotated[int | None, typer.Option(min=1, help="Decode nodes: 8, in dynamo-replay 2.")]
 Blocks = Annotated[
     list[int] | None,
-    typer.Option(min=1, help="hit-rate, dynamo-replay: only this size; repeatable."),
+    typer.Option(min=1, help="hit-rate, dynamo-replay, ssd: only this size; repeatable."),
 ]
 Frontends = Annotated[
     list[int] | None, typer.Option("--frontends", min=1, help="frontends: so many; repeatable.")

@@ -40,6 +40,7 @@ from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.cluster.network import Network
 from loadtest.simulator.cluster.prefill_node import PrefillNode
 from loadtest.simulator.cluster.site import ClusterSettings, Cores, SimulatedSite
+from loadtest.simulator.cluster.ssd import SimulatedSsds
 from loadtest.simulator.cluster.steps import Jitter
 from loadtest.simulator.cluster.store import INCARNATION, SimulatedStore
 from mooncake_store.records.events import Event
@@ -160,12 +161,16 @@ class SimulatedFleet(SimulatedCluster):
         super().__init__(settings.max_tokens, config, settings.frontends)
         self.settings = settings
         store = SimulatedStore(
-            self.clock, self._on_events, settings.eviction, nodes, settings.node_blocks
-        )
+            self.clock, self._on_events, settings.eviction, nodes,
+            settings.node_blocks + settings.ssd_blocks,
+        )  # fmt: skip
         network = Network(self.clock, settings.nic_bytes_per_s, settings.nic_latency_s)
         self.site = SimulatedSite(
             self.clock, store, network, gpu, settings,
             Cores(settings.shared_prefill, settings.shared_decode),
+            SimulatedSsds(
+                self.clock, store, settings.disk_rates, settings.block_tokens * gpu.token_bytes
+            ),
         )  # fmt: skip
         self.prefills: dict[str, PrefillNode] = {}
         self.decodes: dict[str, DecodeNode] = {}
@@ -187,7 +192,7 @@ class SimulatedFleet(SimulatedCluster):
         settings = self.settings
         nodes = [f"s{number}" for number in range(settings.prefills + settings.decodes)]
         for node_id in nodes:
-            self.site.store.add_node(node_id, settings.node_blocks)
+            self.site.store.add_node(node_id, settings.node_blocks, settings.ssd_blocks)
         for number, node_id in enumerate(nodes):
             is_prefill = number < settings.prefills
             name = f"p{number}" if is_prefill else f"d{number - settings.prefills}"
@@ -316,6 +321,9 @@ class SimulatedFleet(SimulatedCluster):
             self._tell(self.settings.notes_latency_s)
         self.clock.after(self.settings.tick_s, self._tick)
         self.clock.after(self.settings.report_s, self._report)
+        if self.settings.ssd_blocks:
+            nodes = [worker.node_id for worker in self._workers]
+            self.site.ssds.spill_all(nodes, lambda: not self._alive)
 
     def _report(self) -> None:
         self.site.store.report([w.report() for w in self._workers if not w.is_dead])
@@ -369,6 +377,7 @@ class SimulatedFleet(SimulatedCluster):
         for worker in self._workers:
             worker.check()
         self.site.network.check()
+        self.site.ssds.check()
         self.site.store.directory.check()
         assert all(one.stats().routed_elsewhere == 0 for one in self.conductors)
         stats = self.site.store.directory.stats(self.clock.now_s)

@@ -72,6 +72,7 @@ class SimulatedJob:
     started_s: float | None = None  # its first chunk began to be computed
     cached_tokens: int = 0
     fetched_blocks: int = 0
+    restored_blocks: int = 0  # from the SSD of the prefill worker's own node
     compute_s: float = 0.0  # seconds of the steps that it took part in
     own_compute_s: float = 0.0  # its share of those, by new tokens
     lost_compute_s: float = 0.0  # of that, what workers that died took with them

@@ -76,6 +76,7 @@ class SimulationOutcome:
     tbt_decode_s: Quantiles = NOTHING
     decode_s: float = 0.0  # mean time from first token to last
     fetched_blocks: int = 0
+    restored_blocks: int = 0
     prefills: int = 0  # requests of which something was computed
     prefill_s: float = 0.0  # GPU seconds of all of them
     wasted_prefills: int = 0
@@ -139,6 +140,7 @@ def outcome_of(
         tbt_decode_s=quantiles([job.tbt_decode_s for job in several]),
         decode_s=_mean([(job.finished_s or 0.0) - (job.prefilled_s or 0.0) for job in several]),
         fetched_blocks=sum(job.fetched_blocks for job in jobs),
+        restored_blocks=sum(job.restored_blocks for job in jobs),
         prefills=len(computed),
         prefill_s=sum(job.own_compute_s for job in computed),
         wasted_prefills=len(wasted),

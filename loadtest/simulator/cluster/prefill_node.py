@@ -20,7 +20,7 @@ from loadtest.simulator.cluster.job import SimulatedJob
 from loadtest.simulator.cluster.site import SimulatedSite, SimulatedWorker
 from loadtest.simulator.cluster.steps import Jitter
 from loadtest.simulator.cluster.store import Found
-from mooncake_store.records.membership import WorkerReport
+from mooncake_store.records.membership import SSD_SUFFIX, WorkerReport
 
 
 class PrefillNode(SimulatedWorker):
@@ -109,35 +109,75 @@ class PrefillNode(SimulatedWorker):
         if not self._single_flight.lead(job.keys[found.own :], job.request_id):
             self._blocked.setdefault(job.keys[found.own], []).append(job)
             return
-        wanted = min(route.fetch_blocks, len(found.copies) - found.own)
-        if wanted > 0:
-            self._fetch(job, found, wanted, route.fetch_nodes)
+        wanted = self._wanted(found, route.fetch_blocks, route.fetch_nodes)
+        if wanted:  # the first of them is not here, or it would be one of the own
+            self._bring(job, found.own, wanted)
         else:
             self._read(job, found.own)
 
-    def _fetch(self, job: SimulatedJob, found: Found, wanted: int, sources: Sequence[str]) -> None:
-        """Blocks from other nodes, each from the first that the conductor named and that has it."""
-        by_source: dict[str, int] = {}
-        for places in found.copies[found.own : found.own + wanted]:
-            nodes = [copy.node_id for copy in places]
-            if self.node_id in nodes:
-                continue  # it lies behind a hole that came since the decision
-            source = next((node for node in sources if node in nodes), nodes[0])
-            by_source[source] = by_source.get(source, 0) + 1
-        arriving = len(by_source)
+    def _wanted(self, found: Found, fetch_blocks: int, sources: Sequence[str]) -> list[str]:
+        """Whom each of the blocks after the own ones comes from: this node's SSD for whatever is
+        there, and then other nodes for as many as the conductor allows, each from the first that it
+        named and that has it. "" is a block that is here already, behind a hole."""
+        here, ssd = self.node_id, self.node_id + SSD_SUFFIX
+        wanted: list[str] = []
+        allowed = fetch_blocks
+        for places in found.copies[found.own :]:
+            holders = [copy.node_id for copy in places]
+            if here in holders or ssd in holders:
+                wanted.append("" if here in holders else ssd)
+                continue
+            if allowed <= 0:
+                break
+            allowed -= 1
+            named = (holder for node in sources for holder in (node, node + SSD_SUFFIX))
+            wanted.append(next((holder for holder in named if holder in holders), holders[0]))
+        return wanted
+
+    def _bring(self, job: SimulatedJob, own: int, wanted: Sequence[str]) -> None:
+        """From each holder what is wanted of it; what an SSD has is put into its node's DRAM
+        first."""
+        by_holder: dict[str, list[bytes]] = {}
+        for key, holder in zip(job.keys[own:], wanted, strict=False):
+            if holder:
+                by_holder.setdefault(holder, []).append(key)
+        left, lost = len(by_holder), set[bytes]()
 
         def arrived() -> None:
-            nonlocal arriving
-            arriving -= 1
-            if arriving == 0 and not self.is_dead:
-                blocks = found.own + wanted
-                there = self._site.store.put(job.keys[:blocks], self.node_id, job.request_id)
-                job.fetched_blocks = max(0, there - found.own)
-                self._read(job, there)
+            nonlocal left
+            left -= 1
+            if left or self.is_dead:
+                return
+            blocks = own + len(wanted)
+            if lost:
+                blocks = next(at for at, key in enumerate(job.keys) if key in lost)
+            there = self._site.store.put(job.keys[:blocks], self.node_id, job.request_id)
+            restored = wanted[: max(0, there - own)].count(self.node_id + SSD_SUFFIX)
+            job.restored_blocks = restored
+            job.fetched_blocks = max(0, there - own - restored)
+            self._read(job, there)
 
-        for source, blocks in by_source.items():
-            size_bytes = blocks * self._site.block_bytes
-            self._site.network.send(source, self.node_id, size_bytes, arrived)
+        for holder, keys in by_holder.items():
+            self._bring_from(job, holder, keys, lost, arrived)
+
+    def _bring_from(
+        self, job: SimulatedJob, holder: str, keys: Sequence[bytes], lost: set[bytes],
+        arrived: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`lost` gets those that found no room on the way."""
+        node_id, site = holder.removesuffix(SSD_SUFFIX), self._site
+
+        def send(blocks: int) -> None:
+            lost.update(keys[blocks:])
+            if node_id == self.node_id or not blocks:
+                arrived()
+            else:
+                site.network.send(node_id, self.node_id, blocks * site.block_bytes, arrived)
+
+        if holder == node_id:
+            send(len(keys))
+        else:
+            site.ssds.restore(node_id, keys, job.request_id, send)
 
     def _read(self, job: SimulatedJob, blocks: int) -> None:
         """From the node's DRAM into the pages."""

@@ -21,6 +21,7 @@ from loadtest.replay.trace import TRACE_BLOCK_TOKENS
 from loadtest.simulator.cluster.clock import VirtualClock
 from loadtest.simulator.cluster.gpu import GpuModel
 from loadtest.simulator.cluster.network import Network
+from loadtest.simulator.cluster.ssd import DiskRates, SimulatedSsds
 from loadtest.simulator.cluster.steps import Jitter
 from loadtest.simulator.cluster.store import INCARNATION, SimulatedStore
 
@@ -34,6 +35,12 @@ class ClusterSettings:
     # 3 M tokens of KV in a node's DRAM (Fig 10): 3 M * 320 KiB = 983 GB, a host of 1 TB.
     node_blocks: int = 5_859
     eviction: str = "density"  # the directory's default
+    # Blocks on a node's SSDs; 0: it has none. Two NVMe SSDs for data centres, of 3.84 to 7.68 TB:
+    # each reads 6.5 and writes 3.5 GB/s by its data sheet, here 6 and 3.
+    ssd_blocks: int = 0
+    ssd_read_bytes_per_s: float = 12e9
+    ssd_write_bytes_per_s: float = 6e9
+    ssd_latency_s: float = 0.0001
     # A prefill step. The paper: prefill_chunk is "larger than 1,000 tokens".
     chunk_tokens: int = 2_048
     waiting_max: int = 100_000  # prompts in a prefill queue: the conductor rejects, not the worker
@@ -55,9 +62,13 @@ class ClusterSettings:
     steps_at_once: int = 0  # most decode steps taken together; 0: as many as are alike
     attempts_max: int = 3  # attempts of a request whose worker was lost
 
+    @property
+    def disk_rates(self) -> DiskRates:
+        return DiskRates(self.ssd_read_bytes_per_s, self.ssd_write_bytes_per_s, self.ssd_latency_s)
+
     def __post_init__(self) -> None:
         assert self.chunk_tokens % self.block_tokens == 0, "a chunk would end inside a block"
-        assert min(self.prefills, self.decodes, self.node_blocks) > 0
+        assert min(self.prefills, self.decodes, self.node_blocks) > 0 <= self.ssd_blocks
         assert 0 <= self.jitter < 1
 
 
@@ -97,6 +108,8 @@ class SimulatedSite:
     gpu: GpuModel
     settings: ClusterSettings
     cores: Cores
+
+    ssds: SimulatedSsds
 
     @property
     def block_bytes(self) -> int:

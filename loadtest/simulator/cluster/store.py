@@ -20,9 +20,9 @@ from mooncake_store.block_keys import tail_key
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.layout import memory_bytes_for
-from mooncake_store.records.blocks import Copy
-from mooncake_store.records.events import Event
-from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
+from mooncake_store.records.blocks import Copy, Slot, Spill
+from mooncake_store.records.events import BlockRemoved, Event
+from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo, WorkerInfo, WorkerReport
 
 UNIT_BYTES = 4_096
 FOREVER_S = 1e12
@@ -51,12 +51,12 @@ class SimulatedStore:
         node_blocks: int = 0,
     ) -> None:
         """Room for so many nodes with a worker each, at least for as many as a directory has by
-        itself."""
+        itself. `node_blocks`: of the largest node, DRAM and SSD together."""
         bounds = DirectoryConfig()
         config = DirectoryConfig(
             node_ttl_s=FOREVER_S, worker_ttl_s=WORKER_TTL_S, lease_s_max=FOREVER_S,
             eviction=eviction, events_max=EVENTS_MAX + node_blocks + 2 * nodes,
-            nodes_max=max(nodes, bounds.nodes_max), workers_max=max(nodes, bounds.workers_max),
+            nodes_max=max(2 * nodes, bounds.nodes_max), workers_max=max(nodes, bounds.workers_max),
             owners_max=max(nodes * OWNERS_PER_NODE, bounds.owners_max),
             leases_max=max(nodes * LEASES_PER_NODE, bounds.leases_max),
         )  # fmt: skip
@@ -64,22 +64,34 @@ class SimulatedStore:
         self._clock = clock
         self._on_events = on_events
         self._announced = 0
+        self._node_ids: set[str] = set()
+        self.on_removed: list[Callable[[bytes, str], None]] = []  # key and holder
 
     @property
     def now_s(self) -> float:
         return self._clock.now_s
 
-    def add_node(self, node_id: str, blocks: int) -> None:
-        memory_bytes = memory_bytes_for(blocks, UNIT_BYTES, UNIT_BYTES)
-        info = NodeInfo(
-            node_id, INCARNATION, node_id, "", memory_bytes, "agent", b"", 0, unit_bytes=UNIT_BYTES
-        )
-        self.directory.register_node(info, self.now_s)
+    def add_node(self, node_id: str, blocks: int, ssd_blocks: int = 0) -> None:
+        holders = (node_id, blocks, "dram"), (node_id + SSD_SUFFIX, ssd_blocks, "ssd")
+        for holder, size, tier in holders:
+            if size:
+                memory_bytes = memory_bytes_for(size, UNIT_BYTES, UNIT_BYTES)
+                info = NodeInfo(
+                    holder, INCARNATION, node_id, "", memory_bytes, "agent", b"", 0,
+                    unit_bytes=UNIT_BYTES, tier=tier,
+                )  # fmt: skip
+                self.directory.register_node(info, self.now_s)
         self.directory.attach(node_id, "print", UNIT_BYTES, self.now_s)
+        self._node_ids.add(node_id)
         self.announce()
 
+    def has_node(self, node_id: str) -> bool:
+        return node_id in self._node_ids
+
     def lose_node(self, node_id: str) -> None:
-        self.directory.deregister_node(node_id, INCARNATION, self.now_s)
+        self._node_ids.discard(node_id)
+        for holder in (node_id, node_id + SSD_SUFFIX):
+            self.directory.deregister_node(holder, INCARNATION, self.now_s)
         self.announce()
 
     def add_worker(self, info: WorkerInfo) -> None:
@@ -130,6 +142,26 @@ class SimulatedStore:
         directory.commit(node_id, blocks, owner, FOREVER_S, now_s)
         return True
 
+    def take_spills(self, node_id: str, owner: str, blocks_max: int) -> list[Spill]:
+        """What is to be copied to the node's SSD; leased there until `end_spills`."""
+        spills = self.directory.take_spills(node_id, owner, blocks_max, FOREVER_S, self.now_s)
+        self.announce()  # the SSD may have dropped others for these
+        return spills
+
+    def end_spills(
+        self, node_id: str, owner: str, kept: Sequence[Spill], lost: Sequence[Spill]
+    ) -> None:
+        """`kept` are on the SSD now; `lost` were evicted before they were."""
+        directory, now_s, ssd = self.directory, self.now_s, node_id + SSD_SUFFIX
+        if kept:
+            written = [(one.key, one.ssd_slot, one.ssd_generation, CHECKSUM) for one in kept]
+            directory.commit(ssd, written, owner, 0.0, now_s)
+        if lost:
+            slots = [Slot(ssd, one.ssd_slot, one.ssd_generation) for one in lost]
+            directory.abandon(slots, owner, now_s)
+        directory.release(owner, now_s)
+        self.announce()
+
     def release(self, owner: str) -> None:
         self.directory.release(owner, self.now_s)
 
@@ -140,4 +172,9 @@ class SimulatedStore:
         events = self.directory.events_since(self._announced)
         assert events is not None, "EVENTS_MAX is too small: events were lost"
         self._announced = self.directory.sequence
+        if self.on_removed:
+            for event in events:
+                if event.__class__ is BlockRemoved:
+                    for hear in self.on_removed:
+                        hear(event.key, event.node_id)
         self._on_events(events)

@@ -120,11 +120,37 @@ def save_dynamo_replay(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
+def save_ssd(path: Path, rows: Sequence[Row]) -> None:
+    """Hit rate and mean TTFT by the size of the DRAM, with and without an SSD behind it."""
+    traces = list(dict.fromkeys(str(row["trace"]) for row in rows))
+    figure, panels = panels_beside(2 * len(traces), 6.4 * len(traces))
+    columns = (("hit_percent", "prompt tokens cached, %"), ("ttft_mean_s", "mean TTFT, s"))
+    for number, panel in enumerate(panels):
+        trace, (column, title) = traces[number // 2], columns[number % 2]
+        for label, has_ssd, colour in (("DRAM", False, MANY[0]), ("DRAM + SSD", True, MANY[1])):
+            chosen = [
+                row for row in rows if row["trace"] == trace and bool(row["ssd_blocks"]) == has_ssd
+            ]
+            sizes = [number_of(row, "dram_blocks") for row in chosen]
+            values = [number_of(row, column) for row in chosen]
+            panel.plot(sizes, values, "o-", color=colour, markersize=4, label=label)
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(FixedLocator(sizes))
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
+        panel.set_ylim(0)
+        panel.set_xlabel("blocks of DRAM a node")
+        finish_panel(panel, f"{trace}: {title}", axis="both")
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
 SAVE = {
     "hit-rate": save_hit_rate,
     "scheduling": save_scheduling,
     "rejection": save_rejection,
     "dynamo-replay": save_dynamo_replay,
+    "ssd": save_ssd,
 }
 
 

@@ -173,6 +173,7 @@ def folder(tmp_path: Path) -> Path:
         ("real", 26, []),
         ("datasets", 14, ["--requests", "2"]),
         ("cache-policies", 48, ["--requests", "20"]),
+        ("ssd", 4, ["--blocks", "300"]),
     ],
 )
 def test_an_experiment_states_its_constants_and_what_was_left_out(
