@@ -64,6 +64,25 @@ class KvLayout:
         return layer * self.layer_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Consecutive layers of a model: [first, stop)."""
+
+    first: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.stop:
+            raise ValueError(f"layers {self.first} to {self.stop} (not included) are no range")
+
+    def __len__(self) -> int:
+        return self.stop - self.first
+
+    @property
+    def indices(self) -> range:
+        return range(self.first, self.stop)
+
+
 def describe(model_id: str, weights_id: str, layout: KvLayout, tp_shape: str = "tp1") -> str:
     """The fields behind a fingerprint, readable and parseable: `name=value; name=value`."""
     values = {

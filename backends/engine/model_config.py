@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mooncake_store.layout import KvLayout
+from mooncake_store.layout import KvLayout, LayerRange
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -63,6 +63,13 @@ class ModelConfig:
     def model_id(self) -> str:
         """Says what it is, not where it lies: the same folder may have another path elsewhere."""
         return f"{self.family}-{self.layers}x{self.hidden}-v{self.vocabulary_tokens}"
+
+    def stage_layers(self, stage: int, stages: int) -> LayerRange:
+        """The share of a stage of a pipeline: contiguous, as equal as can be, larger ones first."""
+        assert 0 <= stage < stages <= self.layers, (stage, stages, self.layers)
+        share, larger = divmod(self.layers, stages)
+        first = stage * share + min(stage, larger)
+        return LayerRange(first, first + share + (stage < larger))
 
     def layout(self, dtype: str, block_tokens: int) -> KvLayout:
         return KvLayout(self.layers, self.kv_heads, self.head_dim, dtype, block_tokens)

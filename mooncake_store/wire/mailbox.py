@@ -5,6 +5,8 @@ An inbox is a ZeroMQ PULL socket with a thread of its own, on this host (ipc://)
 inbox that it writes to, so no socket is shared between threads that wait and threads that send.
 Sending never blocks: what a peer lets wait beyond `messages_max` is lost, and the sender knows it.
 So a message is something that may be lost, or whose answer somebody waits for with a deadline.
+Bytes that are large (an attachment) travel as a frame of their own behind the message: no process
+copies them.
 
 With a secret only those who know it are heard. It stands in front of each message, with the version
 of the protocol: a receiver has nothing but the bytes. Over tcp:// an inbox of a process with keys
@@ -63,19 +65,25 @@ class Inbox(Generic[M]):
         turn_s: float | None = None,
         thread_name: str = "inbox",
         listen: str = "",
+        attach: Callable[[M, memoryview], M] | None = None,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
-        """`turn_s`: call `on_messages` at least so often, with no messages if there are none.
+        """`attach` joins a message and what came with it; None: such messages are dropped.
+        `message_bytes_max`: of a frame from another host.
+
+        `turn_s`: call `on_messages` at least so often, with no messages if there are none.
         `listen`: what is bound, when that is not what others use.
 
         `address`: ipc://PATH or tcp://HOST:PORT, * for any free port. zmq.ZMQError when nothing
         can listen there, AddressUnguarded when others reach it and there are no keys.
         """
         self._decode, self._on_messages = decode, on_messages
+        self._attach = attach
         self._secret, self._turn_s = secret, turn_s
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(messages_max)
         if is_tcp(address):
-            self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, message_bytes_max)
         notice_silence(self._socket, address)
         try:
             numbered = bindable(listen or address)
@@ -116,11 +124,28 @@ class Inbox(Generic[M]):
         with contextlib.suppress(zmq.Again):
             for _ in range(READ_AT_ONCE_MAX):
                 try:
-                    data = opened(self._socket.recv(zmq.NOBLOCK), self._secret)
-                    messages.append(self._decode(data))
+                    frame, attachment = self._socket.recv(zmq.NOBLOCK), None
+                    if self._socket.getsockopt(zmq.RCVMORE):
+                        attachment = self._attachment()
+                    message = self._decode(opened(frame, self._secret))
+                    if attachment is not None:
+                        message = self._joined(message, attachment)
+                    messages.append(message)
                 except (msgspec.MsgspecError, StoreError, ValueError, RecursionError) as error:
                     self._drop(error)
         return messages
+
+    def _attachment(self) -> memoryview:
+        """The frames behind the message that was read, which have all come: it must be one."""
+        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        if len(frames) != 1:
+            raise RequestInvalid(f"a message with {len(frames)} attachments")
+        return frames[0].buffer
+
+    def _joined(self, message: M, attachment: memoryview) -> M:
+        if self._attach is None:
+            raise RequestInvalid(f"a message with {attachment.nbytes} bytes attached")
+        return self._attach(message, attachment)
 
     def _drop(self, error: Exception) -> None:
         """Note it, with a line now and then: garbage must not fill the log."""
@@ -145,9 +170,9 @@ class Outbox(Generic[M]):
         self._is_closed = False
         look_after(self)
 
-    def send(self, address: str, message: M) -> bool:
+    def send(self, address: str, message: M, attachment: memoryview | None = None) -> bool:
         """False: the peer lets too many wait or refuses us, and this one is lost. After close()
-        all are.
+        all are. An attachment is sent from where it lies: nobody writes there any more.
         """
         data = sealed(self._encode(message), self._secret)
         with self._lock:
@@ -160,7 +185,10 @@ class Outbox(Generic[M]):
                 if way.must_redial:
                     way = self._opened(address)
             try:
-                way.socket.send(data, flags=zmq.NOBLOCK)
+                if attachment is None:
+                    way.socket.send(data, flags=zmq.NOBLOCK)
+                else:
+                    way.socket.send_multipart([data, attachment], zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return False
         return True

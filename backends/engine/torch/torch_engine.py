@@ -6,6 +6,7 @@ Not here: the model (transformer.py), its memory (kv_memory.py), its weights (we
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from backends.engine.torch.rope import rope_table
 from backends.engine.torch.step_plan import plan_step
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import load_weights
-from mooncake_store.layout import KvLayout
+from mooncake_store.layout import KvLayout, LayerRange
+from mooncake_store.memory.buffers import ByteArray
 
 
 class TorchEngine:
@@ -37,15 +39,18 @@ class TorchEngine:
         transformer: Transformer,
         weights_id: str,
         context_tokens_max: int,
+        layers: LayerRange | None = None,  # None: all
     ) -> None:
         self.config = config
         self.layout = layout
+        self.layers = layers or LayerRange(0, layout.layers)
         self.context_tokens_max = context_tokens_max
         self.vocabulary_tokens = config.vocabulary_tokens
         self.eos_token_ids = config.eos_token_ids
         self.model_id = config.model_id
         self.weights_id = weights_id
-        self.pages = PagePool(len(memory.bytes) // layout.block_bytes)
+        self._page_layout = memory.layout  # of these layers only
+        self.pages = PagePool(len(memory.bytes) // memory.layout.block_bytes)
         self.kv_pool = memory.bytes
         self._memory = memory
         self._transformer = transformer
@@ -60,49 +65,105 @@ class TorchEngine:
         dtype: str = "float32",
         device: str = "cpu",
         threads: int = 1,
+        stage: int = 0,
+        stages: int = 1,
     ) -> TorchEngine:
         """Read a Hugging Face folder, or raise a CheckpointError with all its problems.
 
-        `threads` is the number of CPU threads of torch in this process, not of this engine.
+        `threads` is the number of CPU threads of torch in this process, not of this engine. With
+        several `stages` only the weights and the pages of this stage's layers are there.
         """
         torch.set_num_threads(threads)
         config, checkpoint = _open(checkpoint_dir, dtype)
         place = torch.device(device)
-        weights = load_weights(checkpoint, config, TORCH_DTYPES[dtype], place)
         layout = config.layout(dtype, block_tokens)
-        memory = KvMemory(layout, pages_max, place)
+        if stages > layout.layers:
+            raise CheckpointError(
+                checkpoint_dir,
+                [f"it has {layout.layers} layers, too few for {stages} pipeline stages"],
+            )
+        layers = config.stage_layers(stage, stages)
+        weights = load_weights(checkpoint, config, TORCH_DTYPES[dtype], place, layers)
+        memory = KvMemory(replace(layout, layers=len(layers)), pages_max, place)
         context_tokens_max = min(config.context_tokens_max, pages_max * block_tokens)
         rope = rope_table(
             config.rope, config.head_dim, context_tokens_max, TORCH_DTYPES[dtype], place
         )
         transformer = Transformer(config, weights, memory, rope)
         weights_id = checkpoint.weights_id(config)
-        return cls(config, layout, memory, transformer, weights_id, context_tokens_max)
+        return cls(config, layout, memory, transformer, weights_id, context_tokens_max, layers)
 
-    @torch.inference_mode()
+    @property
+    def hidden_bytes(self) -> int:
+        """Of the hidden states of one token."""
+        return self.config.hidden * self._memory.pool.element_size()
+
     def forward(
         self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
     ) -> NDArray[np.float32]:
+        assert len(self.layers) == self.layout.layers, f"a stage: {self.layers} of {self.layout}"
+        return self.forward_last(batch, None, on_layer)
+
+    def forward_last(
+        self,
+        batch: Sequence[Work],
+        hidden: ByteArray | None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> NDArray[np.float32]:
+        """`forward` of the last stage: `hidden` is what the stage before it made of this batch."""
+        logits, order = self._run(batch, hidden, on_layer)
+        rows = logits.float().cpu().numpy()
+        if order is None:
+            return rows
+        in_order = np.empty_like(rows)
+        in_order[order] = rows
+        return in_order
+
+    def forward_stage(
+        self,
+        batch: Sequence[Work],
+        hidden: ByteArray | None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> ByteArray:
+        """The hidden states that the layers of this stage, which has not the last layer, make.
+
+        `hidden`: what the stage before it made of this batch; None for the first stage. Both are
+        bytes that only another stage reads, with rows for padding and in an order of their own.
+        """
+        states, _ = self._run(batch, hidden, on_layer)
+        states_of_stage: ByteArray = states.contiguous().cpu().view(torch.uint8).view(-1).numpy()
+        return states_of_stage
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        batch: Sequence[Work],
+        hidden: ByteArray | None,
+        on_layer: Callable[[int], None] | None,
+    ) -> tuple[torch.Tensor, list[int] | None]:
+        """What the transformer makes of it; and the order of its works, if it is another one."""
         assert batch, "a step without work"
         for work in batch:
             self._check(work)
         plan = plan_step(
-            batch, self.layout, self._device, self.vocabulary_tokens, self.pages.pages_max
+            batch, self._page_layout, self._device, self.vocabulary_tokens, self.pages.pages_max
         )
         self._memory.clear_pages(plan.fresh_pages)
-        announce = on_layer
-        if on_layer is not None and self._memory.is_mirrored:
+        announce = None
+        if on_layer is not None:
 
             def announce(layer: int) -> None:
                 self._memory.export_layer(plan.pages, layer)
-                on_layer(layer)
+                on_layer(self.layers.first + layer)
 
-        logits = self._transformer.forward(plan, announce).float().cpu().numpy()
-        if plan.order is None:
-            return logits
-        in_order = np.empty_like(logits)
-        in_order[plan.order] = logits
-        return in_order
+        states = None if hidden is None else self._states(hidden, len(plan.token_ids))
+        return self._transformer.forward(plan, announce, states), plan.order
+
+    def _states(self, hidden: ByteArray, rows: int) -> torch.Tensor:
+        """A copy of its own: layers may work in place."""
+        assert len(hidden) == rows * self.hidden_bytes, (len(hidden), rows, self.hidden_bytes)
+        flat = torch.from_numpy(hidden.copy()).view(self._memory.pool.dtype)
+        return flat.view(rows, self.config.hidden).to(self._device)
 
     def import_pages(self, pages: Sequence[int]) -> None:
         self._memory.import_pages(pages)

@@ -1,7 +1,10 @@
 """The forward pass of Llama, Qwen2 and Qwen3: one step of a ragged batch through all layers.
 
-Linear layers see all tokens of all works as one matrix. In the last layer only the last token of
-each work goes on after its K and V are written, because nothing reads the others.
+Linear layers see all tokens of all works as one matrix. In the model's last layer only the last
+token of each work goes on after its K and V are written, because nothing reads the others.
+
+A stage of a pipeline runs a range of the layers: it takes the hidden states of the stage before,
+and gives them on unless it has the last layer.
 
 Not here: attention (attention.py), the layout of the step (step_plan.py).
 """
@@ -34,19 +37,32 @@ class Transformer:
         self._all_heads = self._rotated + config.kv_heads
         self._head_dim = config.head_dim
 
-    def forward(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
-        """Logits [works of the plan, vocabulary] of the last token of each work."""
-        hidden = F.embedding(plan.token_ids, self.weights.embedding)
+    def forward(
+        self,
+        plan: StepPlan,
+        on_layer: Callable[[int], None] | None,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [works of the plan, vocabulary] of the last token of each work.
+
+        Of a range of layers that does not begin with the first: `hidden` [rows of the plan, hidden]
+        is what the layers before made. Of one that does not end with the last: what these make of
+        it, of all rows. `on_layer` counts from the first layer here.
+        """
+        weights = self.weights
+        if hidden is None:
+            assert weights.embedding is not None, "the layers before this range have not computed"
+            hidden = F.embedding(plan.token_ids, weights.embedding)
         table = self._rope.index_select(0, plan.positions)
         cosines, sines = table[:, :1], table[:, 1:]
-        layers = self.weights.layers
-        for index, layer in enumerate(layers):
+        last = len(weights.layers) - 1 if weights.logits is not None else -1
+        for index, layer in enumerate(weights.layers):
             qkv = self._qkv(layer, hidden, cosines, sines)
             self.attention.write(index, plan.token_rows, qkv[: plan.tokens, self._heads :])
             if on_layer is not None:
                 on_layer(index)
             queries = qkv[:, : self._heads]
-            if index + 1 < len(layers):
+            if index != last:
                 seen = self.attention.all_tokens(index, plan, queries)
             else:
                 if plan.last_rows is not None:
@@ -55,7 +71,9 @@ class Transformer:
                 seen = self.attention.last_tokens(index, plan.lasts, queries)
             hidden = layer.output.add_to(hidden, seen)
             hidden = layer.down.add_to(hidden, layer.gate_up(self._normed(hidden)))
-        return self.weights.logits(self._normed(hidden).mul_(self.weights.last_norm))
+        if weights.logits is None or weights.last_norm is None:
+            return hidden
+        return weights.logits(self._normed(hidden).mul_(weights.last_norm))
 
     def _qkv(
         self,

@@ -17,6 +17,7 @@ import torch
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.model_config import CheckpointError, ModelConfig
 from backends.engine.torch.linear import GatedLinear, Linear
+from mooncake_store.layout import LayerRange
 
 SCALAR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -32,10 +33,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    embedding: torch.Tensor  # [vocabulary, hidden]
+    """Of a range of layers. The first stage has the embedding, the last one what makes logits."""
+
+    embedding: torch.Tensor | None  # [vocabulary, hidden]
     layers: list[LayerWeights]
-    last_norm: torch.Tensor  # [hidden]; not folded, so that tied embeddings stay one matrix
-    logits: Linear
+    last_norm: torch.Tensor | None  # [hidden]; not folded: tied embeddings stay one matrix
+    logits: Linear | None
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -75,27 +78,34 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
+    layers: LayerRange | None = None,  # None: all
 ) -> Weights:
     """Read, check, fuse. A CheckpointError lists every tensor that is missing or wrong."""
+    wanted = layers or LayerRange(0, config.layers)
+    is_first, is_last = wanted.first == 0, wanted.stop == config.layers
     shapes = expected_shapes(config)
     found = checkpoint.problems(shapes)
     if found:
         raise CheckpointError(checkpoint.folder, found)
     loader = _Loader(checkpoint, dtype, device)
-    layers = [
-        _load_layer(loader, config, f"model.layers.{layer}.") for layer in range(config.layers)
+    loaded = [
+        _load_layer(loader, config, f"model.layers.{layer}.")
+        for layer in range(wanted.first, wanted.stop)
     ]
-    embedding = loader.place(loader.read("model.embed_tokens.weight"))
-    last_norm = loader.place(loader.read("model.norm.weight"))
-    head = embedding
-    if not config.has_tied_embeddings:
-        head = loader.place(loader.read("lm_head.weight"))
+    embedding = last_norm = head = None
+    if is_first or (is_last and config.has_tied_embeddings):
+        embedding = head = loader.place(loader.read("model.embed_tokens.weight"))
+    if is_last:
+        last_norm = loader.place(loader.read("model.norm.weight"))
+        if not config.has_tied_embeddings:
+            head = loader.place(loader.read("lm_head.weight"))
     if loader.not_finite:
         raise CheckpointError(
             checkpoint.folder,
             [f"tensor {name} holds NaN or infinity; copy it again" for name in loader.not_finite],
         )
-    return Weights(embedding, layers, last_norm, Linear(head))
+    logits = Linear(head) if is_last and head is not None else None
+    return Weights(embedding if is_first else None, loaded, last_norm, logits)
 
 
 class _Loader:

@@ -173,3 +173,38 @@ def test_an_outbox_forgets_its_oldest_peer_when_it_writes_to_too_many(
             assert taken(came, 1) == [number]
     assert len(outbox._ways) == 2
     outbox.close()
+
+
+def test_large_bytes_come_with_their_message_and_in_its_order(open_inbox: OpenInbox) -> None:
+    attached: dict[int, bytes] = {}
+
+    def attach(number: int, attachment: memoryview) -> int:
+        attached[number] = bytes(attachment)
+        return number
+
+    inbox, came = open_inbox(secret=SECRET, attach=attach)
+    outbox: Outbox[int] = Outbox(encode, SECRET)
+    sent = {number: number.to_bytes() * 300_000 for number in range(0, 20, 2)}
+    for number in range(20):
+        large = memoryview(sent[number]) if number in sent else None
+        assert outbox.send(inbox.address, number, large)
+    assert taken(came, 20) == list(range(20))
+    assert attached == sent
+    outbox.close()
+
+
+def test_an_attachment_that_nobody_expects_or_that_a_stranger_sends_is_dropped_with_its_message(
+    open_inbox: OpenInbox,
+) -> None:
+    plain, came_plain = open_inbox(secret=SECRET)
+    guarded, came = open_inbox(secret=SECRET, attach=lambda number, _: number)
+    ours: Outbox[int] = Outbox(encode, SECRET)
+    stranger: Outbox[int] = Outbox(encode, SECRET[::-1])
+    assert stranger.send(guarded.address, 1, memoryview(b"large"))
+    for number in (2, 3):
+        assert ours.send(plain.address, number, memoryview(b"large") if number == 2 else None)
+    assert taken(came_plain, 1) == [3]
+    assert ours.send(guarded.address, 4, memoryview(b"large"))
+    assert taken(came, 1) == [4]
+    for outbox in (ours, stranger):
+        outbox.close()
