@@ -15,7 +15,10 @@ from typer.core import TyperCommand, TyperGroup
 
 GROUP = "mooncake.commands"
 # As they are listed by --help: what a day begins with comes first.
-FIRST = ("serve", "status", "cluster", "store", "keys", "replay", "report", "simulate", "profile")
+FIRST = (
+    "serve", "status", "cluster", "store", "keys", "replay", "report", "simulate", "plan",
+    "profile",
+)  # fmt: skip
 HELP = "Serve large language models as Triton models, with a shared KVCache in between."
 
 

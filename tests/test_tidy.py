@@ -47,8 +47,8 @@ FLOORS = {
         {"metrics"}, {"config_pbtxt", "tensors", "launch_secret", "worker_tls"}, {"errors"},
     ],
     "loadtest": [
-        {"locustfile"}, {"bench", "clients"}, {"users", "simulator", "profile"}, {"harness"},
-        {"replay"}, {"report"}, {"client"}, {"results"},
+        {"locustfile"}, {"bench", "clients"}, {"planner"}, {"users", "simulator", "profile"},
+        {"harness"}, {"replay"}, {"report"}, {"client"}, {"results"},
     ],
 }  # fmt: skip
 # Folders without clock, I/O and randomness of their own.

@@ -14,17 +14,18 @@ Roofline: what the hardware can do, what the model needs, how well it does.
     mixed     one pass over weights and KV that also computes the chunks: the greater of the two,
               plus the decode overheads
 
-Where the constants come from:
+Where the constants come from (data sheets of nodes and models: hardware.py):
 
-- 8x A800-SXM4-80GB (NVIDIA data sheet, the A100 with slower NVLink): 312 TFLOP/s BF16 dense and
-  2,039 GB/s of HBM2e each, 80 GB. The paper's own G = 8 x 312 TFLOP/s.
-- LLaMA3-70B (its config.json): 80 layers, d = 8,192, 64 heads, 8 KV heads of 128, bfloat16;
-  70.6 G parameters. KV: 80 * 2 * 8 * 128 * 2 B = 320 KiB a token, as in the paper.
+- 8x A800 and LLaMA3-70B are the paper's, and what every experiment runs on: G = 8 x 312 TFLOP/s,
+  KV of 80 * 2 * 8 * 128 * 2 B = 320 KiB a token.
 - MFU 0.5: with it the prefill times of Fig 14 (8k to 128k tokens) come out within 15 %.
 - MBU 0.6 and 11.5 ms of overhead a step: 30 ms for one sequence, 26 of them without it.
 - 3 ms per sequence and step. A pure roofline has no such cost; the paper's points have one. It is
   calibrated on Fig 15 (TBT from 31 to 58 ms as decode nodes get fewer: 2.9 and 3.3 ms, if those are
   12 and 4 nodes) and used everywhere; what it gives for Fig 1 (median 75 ms) is not recorded.
+- Of another model, 22 d^2 becomes what the paper counts for each weight of LLaMA3-70B's layers,
+  4 d the width of its attention. The overheads of a step are taken to be those of its layers, so
+  they shrink with them; that they are the same on other hardware is a guess on the safe side.
 
 One set for everything: no experiment changes any of them.
 
@@ -55,6 +56,7 @@ from conductor.estimates.estimates import (
     fit_decode,
     fit_prefill,
 )
+from loadtest.simulator.cluster.hardware import A800, LLAMA_3_70B, GpuNode, LlmModel
 
 Span = tuple[int, int]  # (tokens that are there already, new tokens): one chunk of one prompt
 Tokens = TypeVar("Tokens", float, npt.NDArray[np.float64])
@@ -67,13 +69,8 @@ CONTEXTS = (1_024, 8_192, 32_768)
 PAIR_FLOP = 4  # per layer, unit of d and (query, key) pair: Q K^T and P V
 TOKEN_FLOP = 22  # per layer, d^2 and token: the paper's b
 
-# One node: 8x A800-SXM4-80GB.
-FLOP_PER_S, MEMORY_BYTES_PER_S, MEMORY_BYTES = 8 * 312e12, 8 * 2.039e12, 8 * 80 * 10**9
 USABLE_SHARE = 0.9  # of memory, for weights and KV: vLLM's gpu_memory_utilization
-# LLaMA3-70B.
-LAYERS, WIDTH, KV_HEADS, HEAD_DIM, SCALAR_BYTES = 80, 8_192, 8, 128, 2
-PARAMETERS = 70.6e9
-# How well it does.
+# How well it does: 8x A800 with LLaMA3-70B.
 MFU, MBU, STEP_OVERHEAD_S, SEQUENCE_S = 0.5, 0.6, 0.0115, 0.003
 
 
@@ -123,16 +120,18 @@ def prompt_s(gpu: GpuModel, prefix_tokens: int, prompt_tokens: int, chunk_tokens
 
 
 class Roofline:
-    """A GpuModel of one node."""
+    """A GpuModel of one node; by default the paper's."""
 
-    def __init__(self) -> None:
-        flop_per_s, bytes_per_s = FLOP_PER_S * MFU, MEMORY_BYTES_PER_S * MBU
-        weight_bytes = PARAMETERS * SCALAR_BYTES
-        self.token_bytes = LAYERS * 2 * KV_HEADS * HEAD_DIM * SCALAR_BYTES
-        self.pages_bytes = int(MEMORY_BYTES * USABLE_SHARE - weight_bytes)
-        self._pair_s = LAYERS * PAIR_FLOP * WIDTH / flop_per_s
-        self._token_s = LAYERS * TOKEN_FLOP * WIDTH**2 / flop_per_s
-        self._weights_s = weight_bytes / bytes_per_s
+    def __init__(self, node: GpuNode = A800, model: LlmModel = LLAMA_3_70B) -> None:
+        flop_per_s, bytes_per_s = node.flop_per_s * MFU, node.memory_bytes_per_s * MBU
+        self.token_bytes = model.token_bytes
+        self.pages_bytes = int(node.memory_bytes * USABLE_SHARE - model.weight_bytes)
+        token_flop = TOKEN_FLOP * LLAMA_3_70B.width**2 / LLAMA_3_70B.layer_weights
+        self._pair_s = model.layers * PAIR_FLOP * model.attention_width / flop_per_s
+        self._token_s = model.layers * (token_flop * model.layer_weights) / flop_per_s
+        self._weights_s = model.weight_bytes / bytes_per_s
+        depth = model.layers / LLAMA_3_70B.layers
+        self._overhead_s, self._sequence_s = STEP_OVERHEAD_S * depth, SEQUENCE_S * depth
         self._read_token_s = self.token_bytes / bytes_per_s
 
     def _compute_s(self, spans: Sequence[Span]) -> float:
@@ -144,7 +143,7 @@ class Roofline:
         return max(self._compute_s(spans), self._weights_s + read * self._read_token_s)
 
     def decode_s(self, sequences: int, context_tokens: Tokens) -> Tokens:
-        fixed_s = STEP_OVERHEAD_S + self._weights_s + SEQUENCE_S * sequences
+        fixed_s = self._overhead_s + self._weights_s + self._sequence_s * sequences
         return fixed_s + self._read_token_s * context_tokens
 
     def mixed_s(self, spans: Sequence[Span], sequences: int, context_tokens: float) -> float:
@@ -153,7 +152,7 @@ class Roofline:
         read = context_tokens + sum(there + new for there, new in spans)
         compute_s = self._compute_s(spans) + self._token_s * sequences
         pass_s = max(compute_s, self._weights_s + self._read_token_s * read)
-        return STEP_OVERHEAD_S + SEQUENCE_S * sequences + pass_s
+        return self._overhead_s + self._sequence_s * sequences + pass_s
 
 
 class Table:

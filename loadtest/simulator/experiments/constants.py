@@ -12,7 +12,7 @@ each sequence in a decode step, was fitted to Figures 14 and 15 of FAST'25 and t
 from __future__ import annotations
 
 from loadtest.harness.result import Cell
-from loadtest.simulator.cluster import gpu
+from loadtest.simulator.cluster import gpu, hardware
 from loadtest.simulator.cluster.coupled import CoupledSettings
 from loadtest.simulator.cluster.site import ClusterSettings
 
@@ -54,8 +54,8 @@ def stated() -> dict[str, Cell]:
         "mbu": gpu.MBU,
         "step_overhead_s": gpu.STEP_OVERHEAD_S,
         "per_sequence_s": gpu.SEQUENCE_S,
-        "flop_per_s": gpu.FLOP_PER_S,
-        "memory_bytes_per_s": gpu.MEMORY_BYTES_PER_S,
+        "flop_per_s": hardware.A800.flop_per_s,
+        "memory_bytes_per_s": hardware.A800.memory_bytes_per_s,
         "usable_memory_share": gpu.USABLE_SHARE,
         "chunk_tokens": cluster.chunk_tokens,
         "node_blocks": cluster.node_blocks,

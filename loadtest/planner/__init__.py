@@ -1,0 +1,1 @@
+"""Which fleet serves this traffic best, and how is it configured?"""

@@ -1,0 +1,201 @@
+"""`mooncake plan`: which fleet serves this traffic within its service levels, and its config.pbtxt.
+
+    mooncake plan --trace T --hardware H100 --model Llama-3-70B --slo-ttft 10 --slo-tbt 0.1
+
+Not here: which fleets are tried (search.py), what is written (overlay.py, page.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.harness.result import Result, Target, shown
+from loadtest.planner.engine import NodeEngine, PlannedEngine, PlanRefused
+from loadtest.planner.fleet_run import FleetPlan, FleetRun, ServiceLevels, run_fleet
+from loadtest.planner.overlay import serve_command, store_bytes, write_overlay
+from loadtest.planner.search import Search, bounds_of, choose, explore
+from loadtest.replay.trace import TraceError
+from loadtest.simulator.cluster.hardware import HARDWARE, MODELS
+from loadtest.simulator.options import console, progress_bar
+from loadtest.simulator.runs import PlannedRun, RunsStopped, TraceSource, run_all
+
+PAGE = "plan.html"
+LEFT = ("stage", "policy", "admission")
+
+
+def plan(
+    trace: Annotated[Path, typer.Option(help="The traffic: a published trace, or a recording.")],
+    slo_ttft: Annotated[float, typer.Option(min=1e-4, help="Seconds to the first token.")],
+    slo_tbt: Annotated[
+        float,
+        typer.Option(min=1e-4, help="Seconds between tokens: mean of the longest tenth."),
+    ],
+    hardware: Annotated[
+        str, typer.Option(help=f"What a node is made of: {', '.join(HARDWARE)}.")
+    ] = "",
+    model: Annotated[str, typer.Option(help=f"What is served: {', '.join(MODELS)}.")] = "",
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a node: 8.")] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=2, help="Just so many: the best split of them. Default: the fewest."),
+    ] = None,
+    share: Annotated[
+        float,
+        typer.Option(min=0.01, max=1.0, help="Of all requests, to be within both limits."),
+    ] = 0.9,
+    speed: Annotated[
+        float, typer.Option(min=0.001, help="Of the traffic, as a multiple of the trace's.")
+    ] = 1.0,
+    requests: Annotated[
+        int | None, typer.Option(min=2, help="Only the first so many of the trace: quicker.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed, other jitter.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once, each in its process.")] = 1,
+    kept: Annotated[
+        str,
+        typer.Option(
+            envvar="MOONCAKE_SIMULATIONS",
+            help="Folder of runs that are known: a plan that was stopped goes on. none: keep none.",
+        ),
+    ] = ".mooncake/simulations",
+    out: Annotated[Path, typer.Option(help=f"Folder for the model repository and {PAGE}.")] = Path(
+        "plan"
+    ),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON and nothing else.")
+    ] = False,
+) -> None:
+    """Choose nodes, their split, cache and conductor for the best goodput on a trace, by
+    simulation; write the choice as a model repository, and what it was weighed against as a page.
+    """
+    levels = ServiceLevels(slo_ttft, slo_tbt)
+    try:
+        engine = engine_of(hardware, model, gpus)
+        source = source_of(trace, requests)
+        result = planned(
+            engine, source, levels, speed, share, nodes, seed, jobs,
+            None if kept == "none" else Path(kept), out,
+        )  # fmt: skip
+    except (PlanRefused, TraceError, OSError) as problem:
+        console.print(f"cannot plan: {problem}", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except RunsStopped as stopped:
+        console.print(f"stopped: {stopped}", markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        print(result.to_json())
+    else:
+        show(result)
+
+
+def show(result: Result) -> None:
+    """The runs as people compare them, then all of it as JSON in the last line."""
+    table = Table(title=str(result.constants["engine"]))
+    for column in ("stage", "fleet", "blocks a node", "policy", "admission", "within", "a second",
+                   "and node", "p90 TTFT", "p90 TBT"):  # fmt: skip
+        table.add_column(column, justify="left" if column in LEFT else "right")
+    for row in result.rows:
+        cells = [shown(row[name]) for name in ("node_blocks", "policy", "admission")]
+        cells += [f"{row['within_percent']} %"]
+        cells += [shown(row[name]) for name in ("goodput_per_s", "goodput_per_s_and_node",
+                                               "ttft_p90_s", "tbt_p90_s")]  # fmt: skip
+        fleet = f"{row['prefills']}P+{row['decodes']}D"
+        style = "bold" if row["is_chosen"] else ""
+        table.add_row(str(row["stage"]), fleet, *cells, style=style)
+    Console(highlight=False).print(table)
+    print(result.to_json())
+
+
+def engine_of(hardware: str, model: str, gpus: int | None) -> PlannedEngine:
+    if not hardware or not model:
+        raise PlanRefused(
+            f"say what serves: --hardware ({', '.join(HARDWARE)}) and --model ({', '.join(MODELS)})"
+        )
+    return NodeEngine.named(hardware, model, gpus)
+
+
+def source_of(trace: Path, requests: int | None) -> TraceSource:
+    """TraceError for a line that makes no sense, PlanRefused where there is no such file."""
+    if not trace.is_file():
+        raise PlanRefused(f"--trace {trace}: there is no such file")
+    source = TraceSource.of(trace, requests)
+    source.offered()
+    return source
+
+
+def planned(
+    engine: PlannedEngine, source: TraceSource, levels: ServiceLevels, speed: float, share: float,
+    nodes: int | None, seed: int, jobs: int, kept: Path | None, out: Path,
+) -> Result:  # fmt: skip
+    """The plan, which then lies in `out`."""
+    from loadtest.planner.page import PlanPage, rows_of, write_page  # loads matplotlib
+
+    started_s = time.monotonic()
+    bounds = bounds_of(source.offered(), engine, levels, speed, share)
+    out.mkdir(parents=True, exist_ok=True)  # it shows before anything runs
+
+    with progress_bar() as begin:
+
+        def run(plans: Sequence[FleetPlan]) -> Sequence[FleetRun]:
+            arguments = (engine, levels, speed, seed)
+            runs = [
+                PlannedRun(f"{plan.name}, {plan.policy}", source, run_fleet, (plan, *arguments))
+                for plan in plans
+            ]
+            return run_all(runs, begin, jobs, kept)
+
+        search = explore(engine, bounds, share, nodes, run)
+        chosen = choose(search, run)
+    why = why_chosen(search, chosen, engine, levels)
+    repository = write_overlay(out, chosen, engine, levels)
+    command = serve_command(repository, chosen.plan, engine)
+    result = Result(
+        "plan", time.monotonic() - started_s, rows_of(search, chosen), targets_of(search, chosen),
+        constants={
+            **engine.stated(), "ttft_slo_s": levels.ttft_s, "tbt_slo_s": levels.tbt_s,
+            "speed": speed, "share": share, "unloaded_ttft_p50_s": round(bounds.ttft_p50_s, 4),
+            "unloaded_ttft_of_share_s": round(bounds.ttft_share_s, 4),
+            "unloaded_tbt_s": round(bounds.tbt_s, 5),
+            "busy_prefills_at_least": round(bounds.prefills, 3),
+            "busy_decodes_at_least": round(bounds.decodes, 3),
+            "store_bytes": store_bytes(chosen.plan, engine),
+        },
+        shortened=f"the first {source.requests} requests" if source.requests else "",
+    )  # fmt: skip
+    write_page(PlanPage(search, chosen, levels, result, why, command), out / PAGE)
+    console.print(why, markup=False, soft_wrap=True)
+    console.print(f"written: {out / PAGE}, {repository}\n{command}", markup=False, soft_wrap=True)
+    return result
+
+
+def why_chosen(
+    search: Search, chosen: FleetRun, engine: PlannedEngine, levels: ServiceLevels
+) -> str:
+    """One sentence or two for people."""
+    plan, size = chosen.plan, store_bytes(chosen.plan, engine) / 1e9
+    kind = f"the best split of {plan.nodes} nodes"
+    if not search.has_nodes:
+        kind = (
+            "the smallest fleet that was found to serve that many"
+            if chosen.share >= search.share
+            else f"the best goodput found: no fleet that was tried serves {search.share:.0%} within"
+        )
+    return (
+        f"{plan.prefills} prefill + {plan.decodes} decode nodes ({engine.name}) with {size:.3g} GB "
+        f"of cache each, policy {plan.policy}, admission {plan.admission}: {chosen.share:.1%} of "
+        f"the requests within {levels.ttft_s:g} s and {levels.tbt_s:g} s, {chosen.goodput:.3g} a "
+        f"second ({chosen.goodput_per_node:.3g} a node); {kind}."
+    )
+
+
+def targets_of(search: Search, chosen: FleetRun) -> list[Target]:
+    return [
+        Target("requests within both limits, share", round(chosen.share, 4), ">=", search.share)
+    ]

@@ -1,0 +1,134 @@
+"""One fleet on one trace: what is simulated, and what came of it.
+
+The fleet is that of `mooncake simulate` with the real conductor and directory; the service levels
+are those that the conductor is configured with, so what is simulated is what will be written down.
+
+A request is *within* when it was answered, its TTFT is within the one limit and the mean of the
+longest tenth of its token intervals, the first one included, within the other. Goodput is requests
+within a second, over the time in which they arrive: the same for every fleet.
+
+Not here: which fleets are worth a run (search.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from conductor import ConductorConfig
+from loadtest.planner.engine import PlannedEngine
+from loadtest.simulator.cluster.fleet import SimulatedFleet
+from loadtest.simulator.cluster.job import Offered, SimulatedJob
+from loadtest.simulator.cluster.outcome import quantiles, within
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLevels:
+    ttft_s: float
+    tbt_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What is chosen."""
+
+    prefills: int
+    decodes: int
+    node_blocks: int  # of KV in each node's DRAM
+    policy: str = "adaptive"
+    admission: str = "predictive_lengths"
+
+    @property
+    def nodes(self) -> int:
+        return self.prefills + self.decodes
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefills}P+{self.decodes}D"
+
+    def config(self, levels: ServiceLevels) -> ConductorConfig:
+        """What the conductor is told."""
+        return ConductorConfig(
+            ttft_slo_s=levels.ttft_s, tbt_slo_s=levels.tbt_s, policy=self.policy,
+            admission=self.admission, advisory=self.admission == "none",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRun:
+    """Counts are of requests."""
+
+    plan: FleetPlan
+    offered: int
+    within: int
+    late: int  # answered, the first token too late
+    slow: int  # answered in time, but its tokens too slow
+    unanswered: int  # rejected or refused
+    arrivals_s: float
+    ttft_p90_s: float
+    tbt_p90_s: float
+    hit_share: float
+    prefill_busy: float  # share of the time, mean of the workers
+    decode_busy: float
+    in_flight_max: int
+
+    @property
+    def share(self) -> float:
+        return self.within / self.offered
+
+    @property
+    def goodput(self) -> float:
+        return self.within / self.arrivals_s
+
+    @property
+    def goodput_per_node(self) -> float:
+        return self.goodput / self.plan.nodes
+
+
+def run_fleet(
+    offered: Sequence[Offered],
+    plan: FleetPlan,
+    engine: PlannedEngine,
+    levels: ServiceLevels,
+    speed: float,
+    seed: int,
+    on_over: Callable[[], None] = lambda: None,
+) -> FleetRun:
+    settings = replace(
+        engine.settings(), prefills=plan.prefills, decodes=plan.decodes,
+        node_blocks=plan.node_blocks, seed=seed,
+    )  # fmt: skip
+    fleet = SimulatedFleet(plan.config(levels), settings, engine.gpu())
+    jobs = fleet.run(offered, speed, on_over)
+    done = [job for job in jobs if job.finished_s is not None]
+    late = sum(job.ttft_s > levels.ttft_s for job in done)
+    good = within(jobs, levels.ttft_s, levels.tbt_s)
+    prompt_tokens = sum(job.prompt_tokens for job in done)
+    busy = [
+        sum(node.busy_s for node in nodes) / len(nodes) / max(fleet.clock.now_s, 1e-9)
+        for nodes in (fleet.prefills.values(), fleet.decodes.values())
+    ]
+    return FleetRun(
+        plan, len(jobs), good, late, len(done) - late - good, len(jobs) - len(done),
+        arrivals_s_of(offered, speed), quantiles([job.ttft_s for job in done]).p90,
+        quantiles([job.tbt_s for job in done if job.output_tokens > 1]).p90,
+        sum(job.cached_tokens for job in done) / max(1, prompt_tokens), *busy,
+        in_flight_max(jobs),
+    )  # fmt: skip
+
+
+def arrivals_s_of(offered: Sequence[Offered], speed: float) -> float:
+    """The time in which requests come; at least a second, where all come at once."""
+    at_s = [one.at_s for one in offered]
+    return max(1.0, (max(at_s) - min(at_s)) / speed)
+
+
+def in_flight_max(jobs: Sequence[SimulatedJob]) -> int:
+    """How many were answered at the same time, at most."""
+    changes = [(job.arrived_s, 1) for job in jobs if job.finished_s is not None]
+    changes += [(job.finished_s, -1) for job in jobs if job.finished_s is not None]
+    most = there = 0
+    for _, change in sorted(changes):
+        there += change
+        most = max(most, there)
+    return most
