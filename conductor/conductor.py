@@ -313,7 +313,7 @@ class Conductor:
         self._ttft_errors.add(predicted_s, took_s)
         self._gate.learn_ttft(routed.request.prompt_tokens, predicted_s, took_s, now_s)
         if seconds is not None and seconds > 0:
-            self._prefill_errors.add(predicted.prefill_s, seconds)
+            self._prefill_errors.add(predicted.prefill_s - predicted.fill_s, seconds)
             self._cluster.learn_prefill(routed, cached_tokens, seconds, now_s, now_s)
 
     def on_finished(self, request_id: str, now_s: float, output_tokens: int | None = None) -> None:
@@ -447,6 +447,7 @@ class Conductor:
                 queue_s=worker.queue.work_s(now_s) if is_prefill else 0.0,
                 requests=worker.queue.requests if is_prefill else load.sequences,
                 speed_ratio=worker.speed_ratio(now_s, self.config),
+                pipeline_stages=len(worker.stages),
             ))  # fmt: skip
         return found
 
@@ -478,4 +479,5 @@ def _candidate(pair: Pair, verdict: str) -> Candidate:
         fetch_node=prefill.fetch_node,
         predicted=pair.predicted,
         verdict=verdict,
+        pipeline_stages=len(prefill.worker.stages),
     )

@@ -52,6 +52,8 @@ class Prediction:
     tbt_s: float  # one decode step when the prefill ends, this request included
     decode_sequences: float  # requests in that step
     delay_s: float = 0.0  # what this request adds to the wait of others at the prefill worker
+    # Of prefill_s: the last chunk's way through the other stages of a pipeline group.
+    fill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class Candidate:
     fetch_node: str | None
     predicted: Prediction
     verdict: str  # "chosen", "slower", or the kind of rejection it would meet
+    pipeline_stages: int = 1  # more: `prefill` is the first stage of a group that is one candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,7 @@ class WorkerStatus:
     queue_s: float  # prefill: predicted work; decode: 0
     requests: float  # prefill: reserved there; decode: in the batch, reported or reserved
     speed_ratio: float  # measured seconds / estimated seconds, 1.0 = as calibrated
+    pipeline_stages: int = 1  # of the group that this prefill worker is the first stage of
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,7 @@ def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]
 def candidate_fields(candidate: Candidate) -> dict[str, object]:
     return {
         "prefill": candidate.prefill.worker_id,
+        "pipeline_stages": candidate.pipeline_stages,
         "decode": candidate.decode.worker_id,
         "verdict": candidate.verdict,
         "cached_tokens": candidate.cached_tokens,

@@ -139,7 +139,7 @@ class ClusterView:
             workers = list(self._workers.values())
         excluded = set()
         for role, pinned in (("prefill", prefill_worker), ("decode", decode_worker)):
-            names = {worker.worker_id for worker in workers if worker.role == role}
+            names = {w.worker_id for w in workers if w.role == role and w.is_called}
             if pinned and pinned not in names:
                 raise InvalidRequest(
                     f"{role}_worker {pinned!r} is not serving; these are: {sorted(names)}"

@@ -121,7 +121,7 @@ def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) 
         return _too_large(cluster, role, takers, request)
     reasons: dict[str, int] = {}
     for worker in cluster.workers.values():
-        if worker.info.role == role:
+        if worker.info.role == role and not worker.is_follower:
             is_small = cluster.tokens_max(worker.info) < tokens
             why = "too small for it" if is_small else "excluded by this request"
             why = cluster.why_not(worker, now_s) or why

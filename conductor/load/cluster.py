@@ -10,6 +10,8 @@ its node is up; it is the newest incarnation of its name (while Triton reloads a
 finishes its streams, but new calls reach the new one); it reported within report_s_max; it is not
 draining; there is a way to it from here, as far as the shell knows; and no call to it failed since
 its last report (a mark that also expires by itself, so a quiet worker is never shut out for good).
+The first stage of a pipeline group stands for all stages: each of them is there, and all of this
+holds for each. The other stages get no requests of their own.
 
 Not here: choosing among workers (routing.py), where blocks are (mooncake_store.prefix_index).
 """
@@ -30,6 +32,7 @@ from conductor.load.decode_forecast import (
     ForecastTable,
 )
 from conductor.load.decode_pool import DecodePool
+from conductor.load.pipeline_groups import form_groups
 from conductor.load.pool import RATIO_FRESH_S, Pool
 from conductor.load.prefill_pool import PrefillPool
 from conductor.load.worker import WorkerKey, WorkerState, warm_up
@@ -142,27 +145,27 @@ class Cluster:
             if self._refused_at_s.get(worker.key, now_s) < now_s - self.config.report_lag_s:
                 del self._refused_at_s[worker.key]
             pool = self._pools[worker.info.role]
-            pool.heard(worker)
+            pool.heard(worker.leader)
             pool.measured(worker, now_s)
 
     def excuse(self, seconds: float, now_s: float) -> None:
         """Nobody could be heard for so long: that is no evidence that workers were silent."""
         for worker in self.workers.values():
             worker.reported_at_s = min(now_s, worker.reported_at_s + seconds)
-            self._pools[worker.info.role].heard(worker)
+            self._pools[worker.info.role].heard(worker.leader)
 
     def worker_failed(self, key: WorkerKey, now_s: float) -> None:
         worker = self.workers.get(key)
         if worker is not None:
             worker.failed_at_s = now_s
-            self._pools[worker.info.role].heard(worker)
+            self._pools[worker.info.role].heard(worker.leader)
 
     def worker_reached(self, key: WorkerKey, is_reached: bool) -> None:
         """Whether there is a way to it: its reports come through the directory and say nothing."""
         worker = self.workers.get(key)
         if worker is not None:
             worker.is_unreached = not is_reached
-            self._pools[worker.info.role].heard(worker)
+            self._pools[worker.info.role].heard(worker.leader)
 
     def worker_refused(self, key: WorkerKey, now_s: float) -> None:
         """It was too full for a request that came there; see arrival_check.py."""
@@ -206,6 +209,20 @@ class Cluster:
 
     def why_not(self, worker: WorkerState, now_s: float) -> str:
         """Why this worker gets no new request; empty when it does."""
+        self.look(now_s)
+        if why := self._why_not_itself(worker, now_s):
+            return why
+        if worker.is_follower:
+            group = worker.info.pipeline_group
+            return f"stage {worker.info.pipeline_stage} of pipeline group {group}"
+        if worker.broken:
+            return worker.broken
+        for number, stage in enumerate(worker.stages):
+            if why := self._why_not_itself(stage, now_s):
+                return f"stage {number} of its pipeline group: {why}"
+        return ""
+
+    def _why_not_itself(self, worker: WorkerState, now_s: float) -> str:
         if worker.info.node_id not in self.nodes:
             return f"its storage node {worker.info.node_id} is down"
         if self._newest[worker.info.worker_id] != worker.key:
@@ -225,8 +242,13 @@ class Cluster:
         """Bring the columns of both pools up to date."""
         if self._is_stale:
             self._is_stale, self._looked_s = False, -math.inf
+            newest = (self.workers[key] for key in self._newest.values())
+            form_groups((w for w in newest if w.info.role == "prefill"), self.config)
             for role, pool in self._pools.items():
-                members = [w for w in self.workers.values() if w.info.role == role]
+                members = [
+                    w for w in self.workers.values()
+                    if w.info.role == role and not w.is_follower
+                ]  # fmt: skip
                 pool.build(members, self._is_in, self.tokens_max)
                 largest = max(pool.tokens_max.tolist(), default=0)
                 self.largest_seen[role] = max(self.largest_seen.get(role, 0), largest)
@@ -243,8 +265,10 @@ class Cluster:
             pool.prepare(self.nodes, PATHS_PER_TICK)
 
     def _is_in(self, worker: WorkerState) -> bool:
-        info = worker.info
-        return info.node_id in self.nodes and self._newest[info.worker_id] == worker.key
+        return not worker.broken and all(
+            stage.info.node_id in self.nodes and self._newest.get(stage.info.worker_id) == stage.key
+            for stage in worker.stages
+        )
 
     def tokens_max(self, info: WorkerInfo) -> int:
         """Of one request that the worker could hold with nobody else there."""
@@ -359,7 +383,7 @@ class Cluster:
             return
         # The ratio is about computing, so a cache that was colder than predicted must not count.
         new_tokens = max(1, routed.request.prompt_tokens - cached_tokens)
-        estimated_s = routed.prefill.prefill_estimate.seconds(new_tokens, cached_tokens)
+        estimated_s = routed.prefill.pipeline.work_s(new_tokens, cached_tokens)
         began_s = routed.routed_at_s + routed.route.predicted.transfer_s
         routed.prefill.prefilled(began_s, seconds, estimated_s, ended_s)
         self.prefills.measured(routed.prefill, now_s)

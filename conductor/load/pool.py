@@ -165,10 +165,8 @@ class Pool:
             self._scale(worker.row)
 
     def _hear(self, worker: WorkerState) -> None:
-        row, failed_s = worker.row, worker.failed_at_s
-        self._reported_s[row] = worker.reported_at_s
-        failed_s = -math.inf if failed_s is None else failed_s
-        is_away = worker.is_draining or worker.is_unreached
+        row, failed_s, is_away = worker.row, worker.last_failed_s, worker.is_away
+        self._reported_s[row] = worker.heard_at_s
         if (
             not self._takers[row]
             or failed_s != self._failed_s[row]

@@ -5,6 +5,8 @@ new = tokens - cached, prefill.seconds(new, cached) is
 
     base + new * (per_token + per_token_pair / 2 * (tokens + cached))
 
+and a pipeline group needs its `fill_s` on top, which does not hold up those behind it.
+
 The queue behind the head is two padded matrices, a column for each worker: `keys` in order, and the
 work that has gone by after each of them. How many keys are smaller than that of a request is where
 it would stand, and that entry of the work is its wait. A request whose key is above all that were
@@ -16,12 +18,13 @@ Not here: fetching (fetching.py), which worker is best (routing.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from conductor.estimates.pipeline import PipelineEstimate
 from conductor.load.pool import REQUESTS_RANK, Column, Counts, Mask, Pool
 from conductor.load.worker import WorkerState
 from conductor.queue_order import QueueOrder
@@ -51,8 +54,10 @@ class QueuePosition(NamedTuple):
 
 class PrefillPool(Pool):
     def _allocate(self, count: int) -> None:
-        estimates = [worker.prefill_estimate.coefficients for worker in self.workers]
+        pipelines = [worker.pipeline for worker in self.workers]
+        estimates = [pipeline.slowest.coefficients for pipeline in pipelines]
         self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
+        self._fill_others(pipelines)
         self._base_s, self._per_token_s, self._half_pair_s = (self._zeros() for _ in range(3))
         self._unattributed_until_s, self._busy_until_s = self._zeros(), self._zeros()
         self._head_key_s, self._half_step_s = self._zeros(), self._zeros()
@@ -70,6 +75,15 @@ class PrefillPool(Pool):
         self.has_room = np.zeros(count, bool)  # queues are bounded
         self.full = count  # how many have none
         self._slots_max = [worker.info.slots_max for worker in self.workers]
+
+    def _fill_others(self, pipelines: Sequence[PipelineEstimate]) -> None:
+        """The stages behind the slowest, of those workers that are pipeline groups."""
+        others = [pipeline.others.coefficients for pipeline in pipelines]
+        self._others = np.array(others, np.float64).reshape(len(pipelines), 3)
+        self._hops_s = np.array([pipeline.hops_s for pipeline in pipelines])
+        chunks = [float(pipeline.chunk_tokens or math.inf) for pipeline in pipelines]
+        self._chunk_tokens = np.array(chunks)
+        self.has_groups = bool(self._others.any() or self._hops_s.any())
 
     def refresh(self, worker: WorkerState) -> None:
         row = worker.row
@@ -133,11 +147,25 @@ class PrefillPool(Pool):
         self._half_pair_s[rows] = self._coefficients[rows, 2] * ratio / 2
 
     def prefill_s(self, tokens: int, cached: int | Column) -> Column:
-        """Seconds at each worker with so many of the prompt's tokens cached there."""
+        """Seconds at each worker with so many of the prompt's tokens cached there, up to the first
+        token."""
         found_s = self._half_pair_s * (cached + float(tokens))
         found_s += self._per_token_s
         found_s *= float(tokens) - cached
         found_s += self._base_s
+        if self.has_groups:
+            found_s += self.fill_s(tokens, cached)
+        return found_s
+
+    def fill_s(self, tokens: int, cached: int | Column) -> Column:
+        """Of `prefill_s`, what a group needs when its slowest stage has done with the prompt."""
+        if not self.has_groups:
+            return self.zeros
+        last = np.minimum(tokens - cached, self._chunk_tokens)
+        base_s, per_token_s, per_pair_s = self._others.T
+        found_s: Column = base_s + last * (per_token_s + per_pair_s * (tokens - last / 2))
+        found_s += self._hops_s
+        found_s *= self.ratio
         return found_s
 
     def queues(self, now_s: float, order: QueueOrder) -> Queues:
@@ -221,7 +249,7 @@ class PrefillPool(Pool):
             key_s = self.order.key_s(now_s, float(prefill_s[row]))
             expected_s = (
                 queue.work_s(now_s),
-                worker.prefill_estimate.seconds(700, 300),
+                worker.pipeline.seconds(700, 300),
                 queue.ahead_s(key_s, now_s),
             )
             columns = (queues.queue_s, prefill_s, wait_s)

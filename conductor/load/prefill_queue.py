@@ -22,6 +22,9 @@ prompt that has begun is finished first. Between reports only the head shrinks w
 zero and no further: a request that takes longer than predicted does not eat the time of those
 behind it.
 
+The work of a pipeline group is that of its slowest stage: while the last chunk of a prompt goes
+through the other stages, the next prompt has begun (estimates/pipeline.py).
+
 Not predicted: requests that arrive later and overtake this one. No more than queue_wait_s_max of
 waiting is ever gained that way, and how much comes is not known here.
 
@@ -37,7 +40,7 @@ import math
 from bisect import insort_right
 from dataclasses import dataclass
 
-from conductor.estimates.estimates import PrefillEstimate
+from conductor.estimates.pipeline import PipelineEstimate
 
 
 @dataclass(slots=True, eq=False)  # two reservations may look alike
@@ -54,7 +57,7 @@ class PrefillReservation:
 class PrefillQueue:
     """Unattributed work, then the head, then the other reservations by their keys."""
 
-    def __init__(self, estimate: PrefillEstimate, now_s: float, preempts: bool = False) -> None:
+    def __init__(self, estimate: PipelineEstimate, now_s: float, preempts: bool = False) -> None:
         self._estimate = estimate
         self._preempts = preempts
         self._reservations: dict[str, PrefillReservation] = {}
@@ -64,6 +67,10 @@ class PrefillQueue:
         self._as_of_s = now_s  # when unattributed work was last known
         self._head_since_s = now_s  # when the head began to be worked on
         self.step_s = 0.0  # recent mean length of a step, which nothing interrupts
+
+    def goes_through(self, estimate: PipelineEstimate) -> None:
+        """It has other stages from now on; what is reserved stays as it was predicted."""
+        self._estimate = estimate
 
     def __len__(self) -> int:
         return len(self._reservations)
@@ -143,7 +150,7 @@ class PrefillQueue:
         """Routed here. `key_s`: from queue_order.py; without, first come, first served."""
         assert request_id not in self._reservations, f"{request_id} is reserved already"
         assert new_tokens > 0 and prefix_tokens >= 0, (new_tokens, prefix_tokens)
-        seconds = self._estimate.seconds(new_tokens, prefix_tokens)
+        seconds = self._estimate.work_s(new_tokens, prefix_tokens)
         order_key_s = now_s if key_s is None else key_s
         work = PrefillReservation(order_key_s, prefix_tokens, new_tokens, now_s, seconds)
         self._reservations[request_id] = work
@@ -164,7 +171,7 @@ class PrefillQueue:
 
     def _keep_what_the_head_computed(self) -> None:
         head = self._line[0]
-        whole_s = self._estimate.seconds(head.new_tokens, head.prefix_tokens)
+        whole_s = self._estimate.work_s(head.new_tokens, head.prefix_tokens)
         if whole_s > 0:
             share = max(0.0, 1.0 - head.remaining_s / whole_s)
             head.done_tokens = head.kept_tokens = int(share * head.new_tokens)
@@ -175,7 +182,10 @@ class PrefillQueue:
         if work is None:
             return False
         if work is self._line[0]:
-            self._head_since_s = now_s
+            # The next one began when the group's slowest stage had done its part of this one.
+            over_s = self._head_elapsed_s(now_s) - work.remaining_s
+            filled_s = self._estimate.fill_s(work.new_tokens, work.prefix_tokens)
+            self._head_since_s = now_s - min(filled_s, max(0.0, over_s))
         self._line.remove(work)
         return True
 
@@ -218,10 +228,10 @@ class PrefillQueue:
         if self._unattributed_requests:  # equal lengths assumed: a report does not tell them apart
             ours = sum(work.prefix_tokens + work.new_tokens for work in self._line)
             each = max(0, queue_tokens - ours) / self._unattributed_requests
-            self._unattributed_s = self._unattributed_requests * self._estimate.seconds(each, 0)
+            self._unattributed_s = self._unattributed_requests * self._estimate.work_s(each, 0)
 
     def _remaining_s(self, work: PrefillReservation) -> float:
-        return self._estimate.seconds(
+        return self._estimate.work_s(
             work.new_tokens - work.done_tokens,
             work.prefix_tokens + work.done_tokens,
         )

@@ -18,11 +18,13 @@ Not here: who is there (cluster.py), the same figures of all workers as columns 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from conductor.config import ConductorConfig
 from conductor.estimates.estimates import DecodeEstimate, PrefillEstimate
 from conductor.estimates.measured import SpeedRatio
+from conductor.estimates.pipeline import PipelineEstimate
 from conductor.load.decode_batch import DecodeBatch
 from conductor.load.prefill_queue import PrefillQueue
 from conductor.messages import WorkerRef
@@ -57,23 +59,64 @@ class WorkerState:
             info.worker_id, info.incarnation, info.node_id, info.inbox, info.grpc_address
         )
         self.key: WorkerKey = (info.worker_id, info.incarnation)
-        self.prefill_estimate = PrefillEstimate.of(info.prefill_coefficients)
         self.decode_estimate = DecodeEstimate.of(info.decode_coefficients)
-        self.queue = PrefillQueue(self.prefill_estimate, now_s, preempts)
+        # Its own layers only, until it leads a whole group (pipeline_groups.py).
+        self.pipeline = PipelineEstimate.of((PrefillEstimate.of(info.prefill_coefficients),))
+        self.queue = PrefillQueue(self.pipeline, now_s, preempts)
         self.batch = DecodeBatch()
         self.speed = SpeedRatio()
         self.joined_s = self.reported_at_s = now_s  # registering is the first sign of life
         self.is_draining = self.is_unreached = False
         self.failed_at_s: float | None = None
+        self.stages: tuple[WorkerState, ...] = (self,)  # whom a prompt goes through, itself first
+        self.leader = self  # whose stage it is
+        self.broken = ""  # why its pipeline group computes nothing
         self._prefills: deque[tuple[float, float]] = deque(maxlen=PREFILLS_KEPT)  # end, seconds
         self.routed_at = 0  # number of the last request routed here, 0 before the first
         self.row = -1  # in the pool of its role; -1 while it is in none
+
+    def alone(self) -> None:
+        """It belongs to no group that is known."""
+        self.stages, self.leader, self.broken = (self,), self, ""
+
+    def lead(
+        self, stages: tuple[WorkerState, ...], broken: str, pipeline: PipelineEstimate
+    ) -> None:
+        """It is stage 0 of this group."""
+        self.stages, self.broken = stages, broken
+        for stage in stages:
+            stage.leader = self
+        if not broken:
+            self.pipeline = pipeline
+            self.queue.goes_through(pipeline)
+
+    @property
+    def is_follower(self) -> bool:
+        """Another stage of its pipeline group is called: it is never a candidate itself."""
+        return not self.info.is_called
+
+    @property
+    def heard_at_s(self) -> float:
+        """When the stage was heard that was silent for longest."""
+        return min(stage.reported_at_s for stage in self.stages)
+
+    @property
+    def is_away(self) -> bool:
+        return any(stage.is_draining or stage.is_unreached for stage in self.stages)
+
+    @property
+    def last_failed_s(self) -> float:
+        """When a call to one of its stages failed; minus infinity: none did."""
+        failures_s = (stage.failed_at_s for stage in self.stages)
+        return max((at_s for at_s in failures_s if at_s is not None), default=-math.inf)
 
     def on_report(self, report: WorkerReport, now_s: float, config: ConductorConfig) -> None:
         self.reported_at_s = now_s
         self.is_draining = report.is_draining
         if self.failed_at_s is not None and now_s > self.failed_at_s + config.report_lag_s:
             self.failed_at_s = None
+        if self.is_follower:
+            return  # what its group has to do, stage 0 says
         if self.info.role == "prefill":
             requests = max(report.queue_requests, report.running)  # the queue's head runs
             self.queue.on_report(report.queue_tokens, requests, now_s, config.report_lag_s)

@@ -64,6 +64,7 @@ class Plans:
     transfer_s: Seconds  # restoring and fetching
     prefill_s: Seconds  # computing the rest
     fetches: list[tuple[FetchSource, Mask]]  # who fetches from where; a later one takes precedence
+    fill_s: Seconds  # of prefill_s, what does not hold up those behind: a group's other stages
     position: QueuePosition | None = None  # in the queues with that work, if known already
 
     def fetched(self, row: int) -> FetchSource | None:
@@ -83,8 +84,10 @@ def make_plans(
 ) -> Plans:
     """Fetch or compute, at each worker."""
     pool = cluster.prefills
-    own_s = pool.prefill_s(prompt_tokens, _own_tokens(pool, held, prompt_tokens))
-    plans = Plans(held, pool.zeros, own_s, [])
+    own_tokens = _own_tokens(pool, held, prompt_tokens)
+    own_s = pool.prefill_s(prompt_tokens, own_tokens)
+    fill_s = pool.fill_s(prompt_tokens, own_tokens)
+    plans = Plans(held, pool.zeros, own_s, [], fill_s)
     if held.is_empty:
         return plans
     if held.has_ssd:
@@ -156,6 +159,9 @@ def _take_the_quickest(
                 least_s = np.where(is_better, total_s, least_s)
             plans.transfer_s = np.where(is_better, transfer_s, plans.transfer_s)
             plans.prefill_s = np.where(is_better, prefill_s, plans.prefill_s)
+            if pool.has_groups:
+                fill_s = pool.fill_s(prompt_tokens, _tokens(pool, source.blocks, prompt_tokens))
+                plans.fill_s = np.where(is_better, fill_s, plans.fill_s)
             plans.fetches.append((source, is_better))
             plans.position = None
 

@@ -5,7 +5,8 @@ For each prefill worker (Algorithm 1 of the Mooncake paper, with the queue order
     plan     how much of the prefix is fetched, and from where (fetching.py)
     wait     the work there that goes before this request (prefill_queue.py)
     ttft     wait + transfer + prefill + handover          all predicted, all in seconds
-    delay    prefill x the requests there that it overtakes
+    delay    prefill x the requests there that it overtakes (of a pipeline group: without what its
+             other stages do while those begin)
 
 and the policy (policies.py) says what of it is to be least. Then the pair. One objective, in
 seconds: when the expected answer will be done, and what that costs others. Over all pairs (p, d) of
@@ -61,6 +62,7 @@ class PrefillOption:
     fetch_s: float  # restoring and fetching
     transfer_s: float  # of that, what the wait does not hide
     prefill_s: float
+    fill_s: float  # of that, what holds up nobody behind it (estimates/pipeline.py)
     delay_s: float  # what it does to others there
     has_room: bool  # its queue is bounded
 
@@ -140,7 +142,9 @@ class Options:
                 np.maximum(transfer_s, pool.zeros, transfer_s)
             start_s = wait_s + transfer_s
             start_s += prefill_s
-        delay_s = pool.zeros if behind is pool.none else prefill_s * behind
+        delay_s = pool.zeros
+        if behind is not pool.none:
+            delay_s = (prefill_s - plans.fill_s) * behind if pool.has_groups else prefill_s * behind
         self._terms = Terms(queues.queue_s, wait_s, transfer_s, prefill_s, delay_s, start_s)
 
     def _rooms(self) -> Mask:
@@ -333,8 +337,8 @@ class Options:
         blocks = int(held.blocks.item(row))
         restore = blocks - int(held.dram_blocks.item(row)) if held.has_ssd else 0
         used, prompt_tokens = source.blocks if source else blocks, self._request.prompt_tokens
-        prefill_s = terms.prefill_s.item(row)
-        delay_s = prefill_s * pool.behind(self._queues, row, prefill_s)
+        prefill_s, fill_s = terms.prefill_s.item(row), plans.fill_s.item(row)
+        delay_s = (prefill_s - fill_s) * pool.behind(self._queues, row, prefill_s)
         return PrefillOption(
             worker=worker,
             local_blocks=blocks,
@@ -346,6 +350,7 @@ class Options:
             fetch_s=plans.transfer_s.item(row),
             transfer_s=terms.transfer_s.item(row),
             prefill_s=prefill_s,
+            fill_s=fill_s,
             delay_s=delay_s,
             has_room=pool.has_room.item(row),
         )
@@ -382,6 +387,7 @@ class Options:
             tbt_s=decode.tbt_s,
             decode_sequences=decode.load.sequences + 1,
             delay_s=prefill.delay_s,
+            fill_s=prefill.fill_s,
         )
         return Pair(prefill, decode, predicted)
 

@@ -82,6 +82,13 @@ class WorkerInfo:
     pipeline_group: str = ""
     pipeline_stage: int = 0
     pipeline_stages: int = 1
+    pipeline_hop_s: float = 0.0  # a chunk's hidden states from the stage before; 0: not measured
+    chunk_tokens: int = 0  # most new tokens of a prefill step; 0: not said
+
+    @property
+    def is_called(self) -> bool:
+        """By frontends: it is no later stage of a pipeline group."""
+        return not self.pipeline_group or self.pipeline_stage == 0
 
 
 @dataclass(frozen=True, slots=True)

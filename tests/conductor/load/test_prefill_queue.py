@@ -7,9 +7,10 @@ import random
 import pytest
 
 from conductor.estimates.estimates import PrefillEstimate
+from conductor.estimates.pipeline import PipelineEstimate
 from conductor.load.prefill_queue import PrefillQueue
 
-ONE_MS_A_TOKEN = PrefillEstimate(0.0, 0.001, 0.0)
+ONE_MS_A_TOKEN = PipelineEstimate.of((PrefillEstimate(0.0, 0.001, 0.0),))
 
 
 def queue() -> PrefillQueue:
@@ -159,3 +160,25 @@ def test_ahead_and_behind_agree_with_a_walk_over_the_line(seed: int, preempts: b
             ahead += 1
         assert made.ahead_s(probe_s, 0.0) == pytest.approx(0.1 * ahead)
         assert made.behind(probe_s) == len(keys) - ahead
+
+
+def test_the_next_prompt_of_a_group_begins_while_the_last_chunk_passes_the_other_stages() -> None:
+    half = PrefillEstimate(0.0, 0.0005, 0.0)
+    made = PrefillQueue(PipelineEstimate.of((half, half), chunk_tokens=100), 0.0)
+    made.reserve("a", 1_000, 0, 0.0)
+    made.reserve("b", 1_000, 0, 0.0)
+    assert made.work_s(0.0) == pytest.approx(1.0), "two halves, one after the other"
+    made.drop("a", 0.55)  # 0.5 s of work, and the last 100 tokens once more
+    assert made.work_s(0.55) == pytest.approx(0.45)
+    made.drop("b", 0.8)
+    assert made.work_s(0.8) == 0.0
+    made.check()
+
+
+def test_a_cancelled_prompt_of_a_group_does_not_give_the_next_one_a_start() -> None:
+    half = PrefillEstimate(0.0, 0.0005, 0.0)
+    made = PrefillQueue(PipelineEstimate.of((half, half), chunk_tokens=100), 0.0)
+    made.reserve("a", 1_000, 0, 0.0)
+    made.reserve("b", 1_000, 0, 0.0)
+    made.drop("a", 0.2)
+    assert made.work_s(0.2) == pytest.approx(0.5)
