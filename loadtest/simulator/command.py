@@ -23,6 +23,7 @@ from loadtest.simulator.experiments import (
     frontends,
     hit_rate,
     rejection,
+    scale,
     scheduling,
     ssd,
 )
@@ -72,6 +73,7 @@ class Experiment(str, Enum):
     REAL = "real"
     CACHE_POLICIES = "cache-policies"
     SSD = "ssd"
+    SCALE = "scale"
 
 
 EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] = {
@@ -93,13 +95,14 @@ EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] =
     Experiment.REAL: real.answer,
     Experiment.CACHE_POLICIES: cache_policies.answer,
     Experiment.SSD: ssd.answer,
+    Experiment.SCALE: scale.answer,
 }
 
 OF_PAPERS = (
     Experiment.GPU_TIME, Experiment.CAPACITY, Experiment.GLOBAL_CACHE, Experiment.REPLICAS,
     Experiment.BANDWIDTH, Experiment.LONG_PREFIX, Experiment.PD_RATIO, Experiment.SIMULATED_LONG,
     Experiment.DATASETS, Experiment.REAL, Experiment.CACHE_POLICIES,
-    Experiment.SSD,
+    Experiment.SSD, Experiment.SCALE,
 )  # fmt: skip
 
 ABOUT = """What to find out.
@@ -117,6 +120,9 @@ dynamo-replay: the conductor in the engine of NVIDIA Dynamo's replay, beside Dyn
 --speed, --blocks, --prefills, --decodes or --trace, every scheduler on that case.
 
 ssd: hit rate and mean TTFT with DRAM only and with an SSD of four times its size behind it.
+
+scale: what a run costs and what a decision takes on 16 to 2,000 workers; with --prefills on so many
+of each role.
 
 frontends: mean TTFT with several frontends that tell each other what they routed, or not.
 

@@ -145,7 +145,38 @@ def save_ssd(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
+def save_scale(path: Path, rows: Sequence[Row]) -> None:
+    """CPU milliseconds of a request by part, what a decision takes, and what requests got."""
+    figure, (cost, decision, served) = panels_beside(3, 11.0)
+    workers = [number_of(row, "workers") for row in rows]
+    names, below = [f"{count:,.0f}" for count in workers], [0.0] * len(rows)
+    parts = [column for column in rows[0] if column.endswith("_cpu_s") and "per" not in column]
+    for part, colour in zip(parts, MANY, strict=False):
+        values = [1e3 * number_of(row, part) / number_of(row, "requests") for row in rows]
+        cost.bar(names, values, BAR_SHARE, below, color=colour, label=part.removesuffix("_cpu_s"))
+        below = [one + value for one, value in zip(below, values, strict=True)]
+    for column, colour in (("decision_mean_us", MANY[0]), ("decision_p99_us", MANY[1])):
+        values = [number_of(row, column) for row in rows]
+        decision.plot(workers, values, "o-", color=colour, label=column.split("_")[1])
+    for column, colour in (("within_slo_percent", MANY[0]), ("hit_percent", MANY[1])):
+        values = [number_of(row, column) for row in rows]
+        served.plot(workers, values, "o-", color=colour, label=column.removesuffix("_percent"))
+    decision.set_ylim(bottom=0)
+    served.set_ylim(0, 102)
+    for panel, title in ((cost, "CPU of a request, ms"), (decision, "one decision, µs"),
+                         (served, "requests within SLO, tokens found, %")):  # fmt: skip
+        panel.set_xlabel("workers")
+        panel.legend(frameon=False, fontsize=7)
+        finish_panel(panel, title)
+    for panel in (decision, served):
+        panel.set_xscale("log")
+        panel.set_xticks(workers, names)
+        panel.xaxis.set_minor_locator(NullLocator())
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
 SAVE = {
+    "scale": save_scale,
     "hit-rate": save_hit_rate,
     "scheduling": save_scheduling,
     "rejection": save_rejection,

@@ -1,7 +1,9 @@
 """Which key has which ready copies, over all holders.
 
 Nearly every key has one copy, so what is held for a key is that copy itself; a key with several has
-a tuple of them, DRAM before SSD. Not here: how a copy comes and goes (copies.py).
+a tuple of them, DRAM before SSD. The start of a hot prefix is on every node of a fleet, and every
+request asks for it: what a lookup answers for such a key is made once and kept until a copy comes
+or goes. Not here: how that happens (copies.py).
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ from mooncake_store.directory.core.holder import CopyState, HeldCopy, Holder
 from mooncake_store.records.blocks import Copy
 
 _made = tuple.__new__
-Held = HeldCopy | tuple[HeldCopy, ...]
+KEPT_FROM = 8  # copies of a key: answers for fewer are quick to make, and there are many such keys
+
+
+class SeveralCopies(tuple[HeldCopy, ...]):
+    """All copies of one key. Of a copy that is ready nothing changes that a lookup answers."""
+
+    answer: tuple[Copy, ...] = ()  # to a lookup, once it was made and if it is kept
+
+
+Held = HeldCopy | SeveralCopies
 
 
 def copies_of(held: Held | None) -> tuple[HeldCopy, ...]:
@@ -29,13 +40,30 @@ def records_of(held: Held | None) -> tuple[Copy, ...]:
         columns = size_class.columns
         use = size_class.node_id, columns.slot[row], columns.generation[row], columns.checksum[row]
         return (_made(Copy, (*use, held.size_bytes)),)  # half the time of Copy(...)
-    return tuple(copy.record for copy in held or ())
+    if held is None:
+        return ()
+    if held.answer:
+        return held.answer
+    answer = tuple(copy.record for copy in held)
+    if len(answer) >= KEPT_FROM:
+        held.answer = answer
+    return answer
 
 
 def hash_all(keys: Iterable[bytes]) -> None:
     """Before many of them are looked up: Python keeps the hash of a `bytes`. What is left of each
     lookup is waiting for memory, and the CPU then waits for several keys at once."""
     deque(map(hash, keys), maxlen=0)
+
+
+def _with_answer(held: Held, start: int, end: int, instead: tuple[HeldCopy, ...]) -> SeveralCopies:
+    """These copies with `instead` for those from `start` to `end`, and the kept answer likewise."""
+    before = copies_of(held)
+    after = SeveralCopies((*before[:start], *instead, *before[end:]))
+    if isinstance(held, SeveralCopies) and held.answer and len(after) >= KEPT_FROM:
+        new = tuple(copy.record for copy in instead)
+        after.answer = (*held.answer[:start], *new, *held.answer[end:])
+    return after
 
 
 class BlockIndex:
@@ -56,18 +84,22 @@ class BlockIndex:
         held = self.held.setdefault(copy.key, copy)
         if held is copy:
             return
-        both = sorted((*copies_of(held), copy), key=lambda each: each.holder.info.tier != "dram")
-        self.held[copy.key] = tuple(both)
+        before = copies_of(held)
+        at = len(before)
+        if not copy.size_class.is_ssd:
+            while at and before[at - 1].size_class.is_ssd:
+                at -= 1
+        self.held[copy.key] = _with_answer(held, at, at, (copy,))
 
     def remove(self, copy: HeldCopy) -> None:
         if self.held[copy.key] is copy:
             del self.held[copy.key]
             return
-        left = tuple(each for each in copies_of(self.held[copy.key]) if each is not copy)
-        if not left:
-            del self.held[copy.key]
-        else:
-            self.held[copy.key] = left if len(left) > 1 else left[0]
+        held = self.held[copy.key]
+        assert isinstance(held, SeveralCopies), f"{copy.key.hex()} has another copy"
+        at = held.index(copy)
+        left = _with_answer(held, at, at + 1, ())
+        self.held[copy.key] = left if len(left) > 1 else left[0]
 
     def on(self, key: bytes, holder: Holder) -> HeldCopy | None:
         """The ready copy of `key` in this holder."""
@@ -123,6 +155,8 @@ class BlockIndex:
             assert copies, f"{key.hex()} is indexed and nowhere"
             assert isinstance(held, tuple) == (len(copies) > 1)
             assert all(copy.key == key for copy in copies)
+            kept = held.answer if isinstance(held, SeveralCopies) else ()
+            assert kept in ((), tuple(copy.record for copy in copies)), "an old answer is kept"
             assert all(copy.state is CopyState.READY for copy in copies)
             nodes = [copy.node_id for copy in copies]
             assert len(nodes) == len(set(nodes)), f"two copies of {key.hex()} on one holder"
