@@ -14,6 +14,7 @@ threads may read their clock before they get the lock, so an older `now_s` count
     on_worker_refused                          a decode worker was too full: the same, for new ones
     on_routed_elsewhere, take_notes            what other frontends routed; what to tell them
     on_tick                                    housekeeping, and suggestions for hot prefixes
+    propose_flip                               a worker that had better take the other role
 
 Not here: the formulas (routing.py, estimates.py), the limits (admission.py).
 """
@@ -47,11 +48,13 @@ from conductor.messages import (
     Reject,
     Replicate,
     Request,
+    RoleFlip,
     Route,
     WorkerStatus,
 )
 from conductor.notes import EndedNote, NoteBatch, OutgoingNotes, PrefilledNote, RoutedNote
 from conductor.replication.hotspots import Hotspots
+from conductor.roles.balance import RoleBalance
 from conductor.routing.routing import Options, Pair
 from conductor.routing.tiers import Tiers
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
@@ -82,6 +85,9 @@ class _Totals:
     replicated_blocks: int = 0
 
 
+FLIPS_KEY = b"role flips"  # one frontend proposes them
+
+
 class Conductor:
     """Decides; never sleeps, never sends, never asks what time it is. Not thread-safe."""
 
@@ -99,6 +105,7 @@ class Conductor:
         self._hotspots = Hotspots(config)
         self._prefill_errors, self._ttft_errors = RelativeErrors(), RelativeErrors()
         self._gate = Gate(config)
+        self._balance = None if config.role_flips == "off" else RoleBalance(self._cluster)
         is_reserved = LOAD_POLICIES[config.admission] is load_reserved
         self._loads = None if is_reserved else decode_loads
         self._now_s = float("-inf")
@@ -192,6 +199,9 @@ class Conductor:
         if isinstance(options, Reject):
             return self._refuse(options)
         pair = options.best()
+        if self._balance is not None:
+            prefill_s, decode = pair.predicted.prefill_s, pair.decode.worker
+            self._balance.asked(prefill_s, request.prompt_tokens, decode, now_s)
         pressure = pressure_on(options, pair.decode, self.config, self._others.wanted_of)
         kind, advice = self._gate.objection(pair, request, pressure, options.ttft_limit_s), None
         if kind:
@@ -325,6 +335,8 @@ class Conductor:
         routed = self._drop(request_id, now_s, output_tokens)
         if routed is not None:
             self._cluster.learn_decode(routed, output_tokens, now_s)
+            if self._balance is not None and output_tokens is not None:
+                self._balance.ended(output_tokens, now_s)
 
     def _drop(
         self, request_id: str, now_s: float, output_tokens: int | None = None
@@ -365,6 +377,8 @@ class Conductor:
         now_s = self._advance(now_s)
         if batch.frontend != self._noted.frontend:
             self._others.on_batch(batch, now_s)
+            if self._balance is not None:
+                self._balance.heard(batch, now_s)
 
     def take_notes(self, now_s: float, count_max: int, is_last: bool = False) -> NoteBatch:
         """What this frontend has to tell, or that it lives; a batch that is not sent is lost."""
@@ -411,11 +425,19 @@ class Conductor:
         self._totals.replicated_blocks += sum(len(s.block_keys) for s in suggestions)
         return suggestions
 
+    def propose_flip(self, now_s: float) -> RoleFlip | None:
+        """About once a second. Of several frontends one proposes; all agree which."""
+        now_s = self._advance(now_s)
+        if self._balance is None:
+            return None
+        return self._balance.propose(self._turn(FLIPS_KEY) == 0, now_s)
+
     def _turn(self, key: bytes) -> int:
         return self._others.turn(self._noted.frontend, key)
 
     def stats(self) -> ConductorStats:
         """Totals so far."""
+        balance = self._balance
         return ConductorStats(
             **asdict(self._totals),
             rejected=dict(self._rejected),
@@ -429,6 +451,8 @@ class Conductor:
             routed_elsewhere=self._others.requests,
             note_batches_received=self._others.batches_received,
             note_batches_missed=self._others.batches_missed,
+            workers_wanted=balance.workers_wanted(self._now_s) if balance is not None else {},
+            flips_proposed=balance.flips_proposed if balance is not None else {},
         )
 
     def status(self, now_s: float) -> list[WorkerStatus]:
@@ -458,6 +482,8 @@ class Conductor:
         self._others.check()
         self._noted.check()
         self._gate.check()
+        if self._balance is not None:
+            self._balance.check()
         self._tiers.check()
         routed_or_not = self._totals.routed + sum(self._rejected.values())
         assert routed_or_not == self._totals.requests, "a request was neither routed nor not"

@@ -19,8 +19,10 @@ ADMISSIONS = ("reserved", "predictive_lengths", "predictive", "early", "baseline
 PREDICTIVE = ("predictive", "predictive_lengths")  # of them, those that look ahead
 SHEDDINGS = ("fair_share", "limit")
 QUEUE_ORDERS = ("fifo", "shortest_first")
+ROLE_FLIPS = ("off", "dry_run", "on")
 CHOICES = {
     "policy": POLICIES, "admission": ADMISSIONS, "shedding": SHEDDINGS, "queue_order": QUEUE_ORDERS,
+    "role_flips": ROLE_FLIPS,
 }  # fmt: skip
 OVERLOAD_STRETCH = 20.0  # nearly all prompts reach the bound
 
@@ -104,6 +106,10 @@ class ConductorConfig:
     # request that lost its workers goes on so long without a decoded token, unless its client set
     # a timeout.
     request_s_max: float = 600.0
+
+    # Whether workers that can take both roles change theirs when the load lastingly wants it.
+    # dry_run: it is only counted and logged. See roles/controller.py.
+    role_flips: str = "off"
 
     # Memory and hot spots.
     index_blocks_max: int = 4_000_000  # about 100 B each; beyond, the oldest are forgotten

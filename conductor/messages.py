@@ -9,7 +9,7 @@ Not here: directory events and worker reports (mooncake_store), knobs (config.py
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,15 @@ class Replicate:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleFlip:
+    """A suggestion: this worker drains and takes the other role."""
+
+    worker: WorkerRef
+    role: str  # that it shall take
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One pair that was considered, as `Conductor.explain` shows it."""
 
@@ -178,3 +187,6 @@ class ConductorStats:
     routed_elsewhere: int = 0  # a gauge: their requests, as far as they said
     note_batches_received: int = 0
     note_batches_missed: int = 0
+    # As seen by the role controller (roles/); empty while it is off.
+    workers_wanted: Mapping[str, float] = field(default_factory=dict)  # by role: gauges
+    flips_proposed: Mapping[str, int] = field(default_factory=dict)  # by the role to take

@@ -281,9 +281,13 @@ class ClusterView:
             if DIRECTORY_SILENT_S < self._feed.silent_s() < DIRECTORY_SILENT_S_MAX:
                 self._conductor.on_silence(seconds, time.monotonic())
             suggestions = self._conductor.on_tick(time.monotonic())
+            flip = self._conductor.propose_flip(time.monotonic())
             lost = self._never_heard_again(time.monotonic())
         for worker_id, incarnation, heard_s in lost:
             self.on_worker_down(worker_id, incarnation, heard_s)
+        if flip is not None:
+            name, mode = flip.worker.worker_id, self.config.role_flips
+            log.info("role_flips %s: %s to %s: %s", mode, name, flip.role, flip.reason)
         for suggestion in suggestions:
             log.info("replicate %s", suggestion.reason)
             self._copies.carry_out(suggestion)

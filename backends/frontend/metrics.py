@@ -99,6 +99,10 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
     page.counter_to("mooncake_routed_total", stats.routed)
     page.counter_to("mooncake_fetches_total", stats.fetches)
     page.counter_to("mooncake_replicated_blocks_total", stats.replicated_blocks)
+    for role, wanted in stats.workers_wanted.items():
+        page.gauge("mooncake_workers_wanted", wanted, now_s, role=role)
+    for role, proposed in stats.flips_proposed.items():
+        page.counter_to("mooncake_role_flips_proposed_total", proposed, role=role)
     page.gauge("mooncake_frontends_known", stats.frontends_known, now_s)
     page.gauge("mooncake_routed_elsewhere", stats.routed_elsewhere, now_s)
     notes = frontend.cluster.notes

@@ -23,6 +23,7 @@ from loadtest.simulator.experiments import (
     frontends,
     hit_rate,
     rejection,
+    roles,
     scale,
     scheduling,
     ssd,
@@ -61,6 +62,7 @@ class Experiment(str, Enum):
     COUPLED = "coupled"
     DYNAMO_REPLAY = "dynamo-replay"
     FRONTENDS = "frontends"
+    ROLES = "roles"
     GPU_TIME = "gpu-time"
     CAPACITY = "capacity"
     GLOBAL_CACHE = "global-cache"
@@ -83,6 +85,7 @@ EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] =
     Experiment.COUPLED: coupled_baselines.answer,
     Experiment.DYNAMO_REPLAY: dynamo_replay.answer,
     Experiment.FRONTENDS: frontends.answer,
+    Experiment.ROLES: roles.answer,
     Experiment.GPU_TIME: gpu_time.answer,
     Experiment.CAPACITY: capacity.answer,
     Experiment.GLOBAL_CACHE: global_cache.answer,
@@ -125,6 +128,9 @@ scale: what a run costs and what a decision takes on 16 to 2,000 workers; with -
 of each role.
 
 frontends: mean TTFT with several frontends that tell each other what they routed, or not.
+
+roles: requests within both limits when the load changes from short of prefill to short of decode:
+every fixed split, workers that flip with the load, and an oracle that knows when it changes.
 
 coupled: the same trace on as many nodes of vLLM-like engines, swept over their knobs.
 

@@ -77,6 +77,7 @@ class WorkerInfo:
     transfer_latency_s: dict[str, float]  # of one small read, from node_id; measured with the rates
     grpc_address: str = ""  # HOST:PORT of the Triton that serves it; "" when it cannot be called
     is_native: bool = False  # its engine hands KV over by itself: its node need not hold a prompt
+    can_flip: bool = False  # told to, it drains and registers in the other role
     # A pipeline group is the prefill workers of one name, each with a share of the layers: stages 0
     # to pipeline_stages - 1. Frontends call stage 0 only. "": it has all layers itself.
     pipeline_group: str = ""

@@ -22,7 +22,7 @@ def render(view: View, where: str) -> RenderableType:
     sides.add_row(latency_table(view), ended_table(view))
     return Group(
         Text.from_markup(head), Text(), sides, Text(), workers_table(view), Text(),
-        store_table(view), Text.from_markup(transfers(view)),
+        store_table(view), Text.from_markup(transfers(view)), Text(roles(view)),
     )  # fmt: skip
 
 
@@ -81,6 +81,15 @@ def workers_table(view: View) -> Table:
                 duration(worker.step_s), share(worker.busy),
             )  # fmt: skip
     return table
+
+
+def roles(view: View) -> str:
+    """What the role controller finds, where it is on."""
+    found = [
+        f"{role} {wanted:.1f} wanted, {view.flips_proposed.get(role, 0)} flips to it proposed"
+        for role, wanted in view.workers_wanted.items()
+    ]
+    return f"roles: {'; '.join(found)}" if found else ""
 
 
 def store_table(view: View) -> Table:

@@ -162,6 +162,8 @@ class View(msgspec.Struct, frozen=True):
     up_s: float  # the oldest process of ours
     live: int
     workers_live: dict[str, int]  # by role, as the conductor sees it
+    workers_wanted: dict[str, float]  # by role; empty where role_flips is off
+    flips_proposed: dict[str, int]  # by the role to take; since the server began
     recent: PeriodView
     total: PeriodView
     retries: int  # since the server began
@@ -181,6 +183,11 @@ def view(now: Page, before: Page, unix_s: float) -> View:
         workers_live={
             role: int(now.total("mooncake_workers_live", role=role)) for role in ROLES
         },
+        workers_wanted={
+            role: max(found.values()) for role in ROLES
+            if (found := now.by("mooncake_workers_wanted", "model", role=role))
+        },
+        flips_proposed=_counts(now.by("mooncake_role_flips_proposed_total", "role")),
         recent=span(recent),
         total=span(total),
         retries=int(now.total("mooncake_retries_total")),

@@ -263,7 +263,7 @@ class DecodeNode(SimulatedWorker):
         step_s = speed * self._estimate.step_s(batching.running, context_tokens)
         return WorkerReport(
             self.worker_id, self.incarnation, asked - batching.running, 0, batching.running,
-            self._pool.used_pages, context_tokens, step_s, False,
+            self._pool.used_pages, context_tokens, step_s, self.is_draining,
         )  # fmt: skip
 
     def _end_of(self, done: int) -> int:
@@ -277,6 +277,10 @@ class DecodeNode(SimulatedWorker):
             self._times.took_many(measured_s.tolist(), estimated_s.slice(known, steps).tolist())
             self._steps_known = steps
         return self._times
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._arrivals
 
     def die(self) -> list[SimulatedJob]:
         """The process is killed; its jobs, which nobody will end. Those that are still in prefill

@@ -35,7 +35,7 @@ from conductor import Conductor, ConductorConfig, Reject, Replicate, Request
 from conductor.notes import NoteBatch
 from loadtest.simulator.cluster.clock import VirtualClock
 from loadtest.simulator.cluster.decode_node import DecodeNode
-from loadtest.simulator.cluster.gpu import Calibration, GpuModel, calibrate, prompt_s
+from loadtest.simulator.cluster.gpu import GpuModel, calibrate, prompt_s
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.cluster.network import Network
 from loadtest.simulator.cluster.prefill_node import PrefillNode
@@ -49,6 +49,7 @@ from mooncake_store.records.membership import WorkerInfo
 # Workers say how fast each node reaches them. All are alike, and in a larger fleet those would be
 # millions of numbers: there the conductor is told once, as an operator would.
 PATHS_NODES_MAX = 256
+DRAIN_LOOK_S, IDLE_S = 0.25, 1.0
 CONTEXT_TOKENS_MAX = 1_000_000  # no prompt of a published trace is longer
 
 
@@ -58,6 +59,16 @@ class Fault:
     worker_id: str
     kind: Literal["slow", "kill", "host"]
     factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A worker that has taken the other role."""
+
+    worker_id: str
+    role: str  # its new one
+    began_s: float  # to drain
+    ended_s: float
 
 
 class SimulatedCluster:
@@ -177,8 +188,11 @@ class SimulatedFleet(SimulatedCluster):
         self.reported: Callable[[SimulatedFleet], None] = lambda fleet: None  # each report_s
         self._copies = 0
         self.refusals = 0  # that led to another worker
+        self.flips: list[Flip] = []  # in order of their end
         self._alive_due_s = dict.fromkeys(self.conductors, 0.0)
-        self._make_workers(calibrate(gpu, settings.chunk_tokens))
+        self._node_ids = [f"s{number}" for number in range(nodes)]
+        self._calibration = calibrate(gpu, settings.chunk_tokens)
+        self._make_workers()
         for fault in faults:
             assert fault.worker_id in self.prefills or fault.worker_id in self.decodes, fault
             assert fault.factor > 0, fault
@@ -188,41 +202,46 @@ class SimulatedFleet(SimulatedCluster):
     def _workers(self) -> list[PrefillNode | DecodeNode]:
         return [*self.prefills.values(), *self.decodes.values()]
 
-    def _make_workers(self, calibration: Calibration) -> None:
+    def _make_workers(self) -> None:
         settings = self.settings
-        nodes = [f"s{number}" for number in range(settings.prefills + settings.decodes)]
-        for node_id in nodes:
+        for node_id in self._node_ids:
             self.site.store.add_node(node_id, settings.node_blocks, settings.ssd_blocks)
-        for number, node_id in enumerate(nodes):
+        for number, node_id in enumerate(self._node_ids):
             is_prefill = number < settings.prefills
             name = f"p{number}" if is_prefill else f"d{number - settings.prefills}"
-            what = name, node_id, self.site, Jitter(settings.jitter, settings.seed, number)
-            if is_prefill:
-                self.prefills[name] = PrefillNode(
-                    *what, calibration.prefill.estimate, self._begun, self._prefilled
-                )
-            else:
-                self.decodes[name] = DecodeNode(*what, calibration.decode.estimate, self._over)
-            self.site.store.add_worker(self._info(name, node_id, nodes, is_prefill, calibration))
+            self._add_worker(name, node_id, "prefill" if is_prefill else "decode", INCARNATION)
 
-    def _info(
-        self, name: str, node_id: str, nodes: Sequence[str], is_prefill: bool, fits: Calibration
-    ) -> WorkerInfo:
-        settings, site = self.settings, self.site
-        far = nodes if len(nodes) <= PATHS_NODES_MAX else ()
+    def _add_worker(self, name: str, node_id: str, role: str, incarnation: str) -> None:
+        settings, fits = self.settings, self._calibration
+        jitter = Jitter(settings.jitter, settings.seed, int(node_id[1:]))
+        what = name, node_id, self.site, jitter
+        if role == "prefill":
+            worker: PrefillNode | DecodeNode = PrefillNode(
+                *what, fits.prefill.estimate, self._begun, self._prefilled
+            )
+            self.prefills[name] = worker
+        else:
+            worker = self.decodes[name] = DecodeNode(*what, fits.decode.estimate, self._over)
+        worker.incarnation = incarnation
+        self.site.store.add_worker(self._info(worker, role))
+
+    def _info(self, worker: PrefillNode | DecodeNode, role: str) -> WorkerInfo:
+        settings, site, fits = self.settings, self.site, self._calibration
+        far = self._node_ids if len(self._node_ids) <= PATHS_NODES_MAX else ()
         rates = dict.fromkeys(far, settings.nic_bytes_per_s)
-        rates[node_id] = settings.host_to_gpu_bytes_per_s
+        rates[worker.node_id] = settings.host_to_gpu_bytes_per_s
         return WorkerInfo(
-            worker_id=name, incarnation=INCARNATION, role="prefill" if is_prefill else "decode",
-            node_id=node_id, fingerprint="print", description="", inbox=name,
+            worker_id=worker.worker_id, incarnation=worker.incarnation, role=role,
+            node_id=worker.node_id, fingerprint="print", description="", inbox=worker.worker_id,
             block_tokens=settings.block_tokens, block_bytes=site.block_bytes,
             is_native=True,  # the simulated nodes count blocks, whatever their bytes
             context_tokens_max=CONTEXT_TOKENS_MAX, pages_max=site.pages_max,
-            slots_max=settings.waiting_max if is_prefill else settings.decode_slots,
+            slots_max=settings.waiting_max if role == "prefill" else settings.decode_slots,
             prefill_coefficients=fits.prefill.estimate.coefficients,
             decode_coefficients=fits.decode.estimate.coefficients,
             transfer_bytes_per_s=rates,
             transfer_latency_s=dict.fromkeys(far, settings.nic_latency_s),
+            can_flip=True,  # where the conductor is told to (role_flips)
         )  # fmt: skip
 
     # -- a request's way
@@ -233,17 +252,25 @@ class SimulatedFleet(SimulatedCluster):
     def _begun(self, job: SimulatedJob) -> None:
         """The first layers will be there soon: decode may reserve a place and read along."""
         assert job.route is not None
-        if job.output_tokens > 1:
+        decode = self._decode_of(job)
+        if job.output_tokens > 1 and decode is not None:
             paced_s = prompt_s(
                 self.site.gpu, job.cached_tokens, job.prompt_tokens, self.settings.chunk_tokens
             )
-            self.decodes[job.decode].expect(job, job.route.prefill.node_id, paced_s)
+            decode.expect(job, job.route.prefill.node_id, paced_s)
+
+    def _decode_of(self, job: SimulatedJob) -> DecodeNode | None:
+        """Where its answer is to be generated; None when that worker has another role by now."""
+        decode = self.decodes.get(job.decode)
+        assert job.route is not None
+        is_it = decode is not None and decode.incarnation == job.route.decode.incarnation
+        return decode if is_it else None
 
     def _prefilled(self, job: SimulatedJob) -> None:
         """The first token is there, or the worker could not make it."""
-        decode, now_s = self.decodes[job.decode], self.clock.now_s
+        decode, now_s = self._decode_of(job), self.clock.now_s
         if job.refused:
-            decode.forget(job.request_id)
+            self._forget(job)
             self._refused(job, job.prefill)
             return
         conductor = self._of(job)
@@ -252,9 +279,12 @@ class SimulatedFleet(SimulatedCluster):
             job.first_token_s = job.finished_s = now_s
             self._over(job)
             return
-        if decode.is_dead:
+        if decode is None:
+            assert job.route is not None
+            self._lost([job], job.route.decode.worker_id, job.route.decode.incarnation)
+        elif decode.is_dead:
             conductor.on_worker_failed(decode.worker_id, decode.incarnation, now_s)
-            self._lost([job], decode.worker_id)
+            self._lost([job], decode.worker_id, decode.incarnation)
         elif not decode.submit(job, self.config.arrival_tbt_slo_s):
             conductor.on_worker_refused(decode.worker_id, decode.incarnation, now_s)
             self._refused(job, decode.worker_id)
@@ -266,7 +296,7 @@ class SimulatedFleet(SimulatedCluster):
         if is_full and job.attempts < self.settings.attempts_max:
             self.refusals += 1
             job.refused = ""
-            self._lost([job], worker_id)
+            self._lost([job], worker_id, INCARNATION)
         else:
             self._over(job)
 
@@ -277,10 +307,15 @@ class SimulatedFleet(SimulatedCluster):
         self._of(job).on_finished(job.request_id, self.clock.now_s, output_tokens)
         self._count_over()
 
-    def _lost(self, jobs: Sequence[SimulatedJob], worker_id: str) -> None:
+    def _forget(self, job: SimulatedJob) -> None:
+        """Its place in decode is free."""
+        if (decode := self._decode_of(job)) is not None:
+            decode.forget(job.request_id)
+
+    def _lost(self, jobs: Sequence[SimulatedJob], worker_id: str, incarnation: str) -> None:
         """These jobs' worker is gone: another attempt elsewhere, or the end of it."""
         for job in jobs:
-            self.decodes[job.decode].forget(job.request_id)
+            self._forget(job)
             self.site.store.release(job.request_id)
             self._of(job).on_finished(job.request_id, self.clock.now_s)
             if job.attempts == self.settings.attempts_max:
@@ -291,7 +326,7 @@ class SimulatedFleet(SimulatedCluster):
             job.lost_compute_s = job.own_compute_s
             job.request = replace(
                 job.request, request_id=f"r{job.number}-{job.attempts}",
-                excluded_workers=job.request.excluded_workers | {(worker_id, INCARNATION)},
+                excluded_workers=job.request.excluded_workers | {(worker_id, incarnation)},
             )  # fmt: skip
             job.started_s = job.prefilled_s = job.first_token_s = job.joined_s = None
             self._decide(job)
@@ -308,7 +343,37 @@ class SimulatedFleet(SimulatedCluster):
             one.on_worker_failed(worker.worker_id, worker.incarnation, self.clock.now_s)
         if fault.kind == "host":
             self.site.store.lose_node(worker.node_id)
-        self._lost(jobs, worker.worker_id)
+        self._lost(jobs, worker.worker_id, worker.incarnation)
+
+    # -- a worker takes the other role
+
+    def flip(self, worker_id: str) -> None:
+        """It finishes what it has, and then it is a worker of the other role with an incarnation of
+        its own: nothing is loaded again, and blocks on its node stay."""
+        worker = self.prefills.get(worker_id) or self.decodes[worker_id]
+        assert not worker.is_draining and not worker.is_dead, worker_id
+        worker.is_draining = True
+        self.site.store.report([worker.report()])
+        self._drain(worker, self.clock.now_s, self.clock.now_s)
+
+    def _drain(self, worker: PrefillNode | DecodeNode, began_s: float, idle_since_s: float) -> None:
+        """Looks whether it has had nothing to do for long enough, until it has."""
+        if worker.is_dead:
+            return
+        name, now_s = worker.worker_id, self.clock.now_s
+        if not worker.is_idle:
+            idle_since_s = now_s
+        if now_s - idle_since_s < IDLE_S:
+            if self._alive:
+                self.clock.after(DRAIN_LOOK_S, self._drain, worker, began_s, idle_since_s)
+            return
+        role = "prefill" if name in self.decodes else "decode"
+        worker.check()
+        worker.is_dead = True
+        (self.decodes if role == "prefill" else self.prefills).pop(name)
+        self.site.store.remove_worker(name, worker.incarnation)
+        self.flips.append(Flip(name, role, began_s, now_s))
+        self._add_worker(name, worker.node_id, role, f"incarnation{len(self.flips) + 1}")
 
     # -- what goes on beside
 
@@ -335,6 +400,9 @@ class SimulatedFleet(SimulatedCluster):
         for one in self.conductors:
             for suggestion in one.on_tick(self.clock.now_s):
                 self._copy(suggestion)
+            proposed = one.propose_flip(self.clock.now_s)
+            if proposed is not None and self.config.role_flips == "on":
+                self.flip(proposed.worker.worker_id)
         if self._alive:
             self.clock.after(self.settings.tick_s, self._tick)
 

@@ -64,8 +64,13 @@ class PrefillNode(SimulatedWorker):
         batching = self._batching
         return WorkerReport(
             self.worker_id, self.incarnation, len(self._jobs), batching.queue_tokens,
-            batching.admitted, self._pool.used_pages, 0, self._steps.recent_s, False,
+            batching.admitted, self._pool.used_pages, 0, self._steps.recent_s,
+            self.is_draining,
         )  # fmt: skip
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._jobs
 
     def die(self) -> list[SimulatedJob]:
         """The process is killed; its jobs, which nobody will end."""

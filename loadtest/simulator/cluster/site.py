@@ -122,12 +122,12 @@ class SimulatedSite:
 
 
 class SimulatedWorker:
-    """What a prefill and a decode worker have in common: one process on one node."""
-
-    incarnation = INCARNATION
+    """What a prefill and a decode worker have in common: one process on one node, in one role."""
 
     def __init__(self, worker_id: str, node_id: str, site: SimulatedSite, jitter: Jitter) -> None:
         self.worker_id, self.node_id = worker_id, node_id
+        self.incarnation = INCARNATION  # another one after each change of role
+        self.is_draining = False  # it finishes what it has and will take the other role
         self.slowness = 1.0  # 2.0: every step takes twice as long (Fault)
         self.busy_s = 0.0
         self.is_dead = False

@@ -98,6 +98,10 @@ class SimulatedStore:
         self.directory.register_worker(info, self.now_s)
         self.announce()
 
+    def remove_worker(self, worker_id: str, incarnation: str) -> None:
+        self.directory.deregister_worker(worker_id, incarnation, self.now_s)
+        self.announce()
+
     def report(self, reports: Sequence[WorkerReport]) -> None:
         """Every worker's report of this second; whoever is silent is gone after its TTL."""
         for report in reports:

@@ -175,8 +175,42 @@ def save_scale(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
+def save_roles(path: Path, rows: Sequence[Row]) -> None:
+    """Share within both limits of every fixed split, beside the controller and the best oracle;
+    and how many prefill workers the controller has over time."""
+    figure, panels = panels_beside(2, 9.0)
+    of = {
+        name: [row for row in rows if row["system"] == name]
+        for name in ("fixed", "controller", "oracle")
+    }
+    xs = [number_of(row, "prefills") for row in of["fixed"]]
+    for column, label, colour in (
+        ("within_percent", "fixed, both phases", MANY[0]),
+        ("within_first_percent", "fixed, first phase", NAMED["muted"]),
+        ("within_second_percent", "fixed, second phase", MANY[3]),
+    ):
+        ys = [number_of(row, column) for row in of["fixed"]]
+        panels[0].plot(xs, ys, "o-", color=colour, markersize=3, label=label)
+    for name, colour in (("controller", MANY[1]), ("oracle", MANY[2])):
+        best = max(number_of(row, "within_percent") for row in of[name])
+        panels[0].axhline(best, color=colour, label=f"{name}: {best:.1f} %")
+    panels[0].set_xlabel("prefill nodes of 16")
+    panels[0].set_ylabel("requests within both limits, %")
+    panels[0].legend(frameon=False, fontsize=7)
+    finish_panel(panels[0], "two phases, TTFT <= 30 s, TBT <= 100 ms", axis="both")
+    (ours,) = of["controller"]
+    steps = [step.split(":") for step in str(ours["prefills_over_time"]).split()]
+    panels[1].step([float(at) for at, _ in steps], [int(count) for _, count in steps],
+                   where="post", color=MANY[1])  # fmt: skip
+    panels[1].set_xlabel("s since the first request")
+    panels[1].set_ylim(0, 16)
+    finish_panel(panels[1], "prefill workers under the controller", axis="both")
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
 SAVE = {
     "scale": save_scale,
+    "roles": save_roles,
     "hit-rate": save_hit_rate,
     "scheduling": save_scheduling,
     "rejection": save_rejection,

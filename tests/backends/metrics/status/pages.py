@@ -43,6 +43,9 @@ def server(scale: float = 1.0) -> dict[str, float]:
         'mooncake_requests_live{model="conductor"}': 7,
         'mooncake_workers_live{model="conductor",role="prefill"}': 1,
         'mooncake_workers_live{model="conductor",role="decode"}': 0,
+        'mooncake_workers_wanted{model="conductor",role="prefill"}': 2.25,
+        'mooncake_workers_wanted{model="conductor2",role="prefill"}': 2.5,  # another frontend
+        'mooncake_role_flips_proposed_total{model="conductor",role="prefill"}': 3,
         'mooncake_requests_total{model="conductor",outcome="answered"}': 100 * scale,
         'mooncake_requests_total{model="conductor",outcome="rejected"}': 10 * scale,
         'mooncake_requests_total{model="conductor",outcome="internal_error"}': 0,

@@ -41,6 +41,8 @@ def test_workers_are_those_that_are_there_with_their_recent_speed(seen: View) ->
     )  # fmt: skip
     assert (decode.name, decode.tokens_per_s) == ("decode_0", 90.0)
     assert seen.workers_live == {"prefill": 1, "decode": 0}
+    assert seen.workers_wanted == {"prefill": 2.5}, "decode: nobody said so"
+    assert seen.flips_proposed == {"prefill": 3}
 
 
 def test_nodes_and_transfers(seen: View) -> None:
@@ -79,7 +81,8 @@ def test_the_view_fits_the_terminal_and_says_what_matters(seen: View, columns: i
     words = " ".join(text.split())
     for part in ("up 100.0 s", "live requests 7", "TTFT p50 55.6 ms", "answered 10.0/s 200",
                  "rejected 1.0/s 20", "ttft_slo 1.0/s 20", "prompt tokens cached 25% 25%",
-                 "prefill, 1 live", "decode, 0 live", "prefill_0 s0 4 3 64/256",
+                 "prefill, 1 live", "decode, 0 live",
+                 "roles: prefill 2.5 wanted, 3 flips to it proposed", "prefill_0 s0 4 3 64/256",
                  "300/s 10 ms 5%", "s0 2.5 MiB 5.0 MiB", "nixl 400 B/s, 3 failed",
                  "further attempts 2"):  # fmt: skip
         assert part in words, (part, text)

@@ -1,0 +1,1 @@
+"""Which worker should take the other role?"""

@@ -1,0 +1,1 @@
+"""When workers had better take the other role."""
