@@ -35,7 +35,7 @@ FLOORS = {
         {"block_keys", "layout"}, {"errors"},
     ],
     "conductor": [
-        {"conductor"}, {"admission", "replication"}, {"routing"}, {"load"}, {"estimates"},
+        {"conductor"}, {"admission", "replication", "roles"}, {"routing"}, {"load"}, {"estimates"},
         {"config"}, {"queue_order", "messages", "notes"},
     ],
     "backends": [
