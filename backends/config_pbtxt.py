@@ -21,6 +21,7 @@ TRTLLM_DTYPES = ("float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
 # What parameters were called before; accepted for one release, with a warning in the log.
 OLD_NAMES = {"overtaker_share": "expected_arrivals_share"}
+RECORDING_BYTES_MIN = 2**20
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -223,9 +224,16 @@ class FrontendConfig:
     cancel_poll_s: float = 0.1  # how often clients are checked for having gone away
     output_tokens_default: int = 256  # max_tokens where a request names none
     messages_per_s_max: int = 0  # to all streaming clients; 0: by the cores of this machine
+    recording_folder: str = ""  # traces of the traffic (relative: to the repository's); "": none
+    recording_bytes_max: int = 2**30  # of all traces in that folder; the oldest go
 
     def problems(self) -> list[str]:
         found = [] if self.checkpoint else ["checkpoint must be 'demo' or a Hugging Face folder"]
+        if self.recording_bytes_max < RECORDING_BYTES_MIN:
+            found.append(
+                f"recording_bytes_max is {self.recording_bytes_max}; use {RECORDING_BYTES_MIN} or "
+                "more, 1073741824 is usual"
+            )
         for name in ("requests_max", "attempts_max", "output_tokens_default"):
             if getattr(self, name) < 1:
                 found.append(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -247,9 +255,12 @@ def checkpoint_folder(checkpoint: str, repository: str) -> Path:
     """The folder that `checkpoint` names; relative paths start beside the model repository."""
     if checkpoint == "demo":
         return Path(__file__).parent / "demo_checkpoint"
-    path = Path(checkpoint).expanduser()
-    if not path.is_absolute():
-        path = Path(repository).resolve().parent / path
+    path = path_beside(checkpoint, repository)
     if not (path / "config.json").exists():
         raise ConfigError(f"checkpoint {path} has no config.json: it must be a Hugging Face folder")
     return path
+
+
+def path_beside(path: str, repository: str) -> Path:
+    """As an operator writes it: relative paths start beside the model repository."""
+    return Path(repository).resolve().parent / Path(path).expanduser()

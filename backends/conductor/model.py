@@ -7,12 +7,13 @@ import os
 import time
 import uuid
 
-from backends.config_pbtxt import FrontendConfig, checkpoint_folder, read_configs
+from backends.config_pbtxt import FrontendConfig, checkpoint_folder, path_beside, read_configs
 from backends.frontend import metrics
 from backends.frontend.cluster_view import ClusterView
 from backends.frontend.frontend import Frontend
 from backends.frontend.grpc_calls import GrpcCalls
 from backends.frontend.token_streams import TokenStreams, messages_per_s_affordable
+from backends.frontend.traffic_recorder import TrafficRecorder
 from backends.launcher.launch_files import STOPPING
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
@@ -29,8 +30,12 @@ class TritonPythonModel:
         try:
             model, raw, count = triton_io.parameters(args)
             config, deciding = read_configs((FrontendConfig, ConductorConfig), model, raw, count)
-            folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
-            tokenizer = Tokenizer.load(folder)
+            repository = triton_io.repository_of(args)
+            tokenizer = Tokenizer.load(checkpoint_folder(config.checkpoint, repository))
+            recorder = None
+            if config.recording_folder:
+                recording = path_beside(config.recording_folder, repository)
+                recorder = TrafficRecorder(recording, config.recording_bytes_max)
             self.outbox = open_outbox()
             self.cluster = ClusterView(
                 deciding,
@@ -45,7 +50,7 @@ class TritonPythonModel:
             config.messages_per_s_max or messages_per_s_affordable(),
         )
         self.frontend = Frontend(
-            config, tokenizer, self.cluster, self.calls, self.streams, self.outbox
+            config, tokenizer, self.cluster, self.calls, self.streams, self.outbox, recorder
         )
         self.store = metrics.StoreWatch(self.cluster.client)
         shown = metrics.Shown(self.frontend, self.store, started_at_s)

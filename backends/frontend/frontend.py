@@ -27,6 +27,7 @@ from backends.frontend.live_request import LiveRequest, Services
 from backends.frontend.live_requests import LiveRequests, TenantCap
 from backends.frontend.request_times import RequestTimes
 from backends.frontend.token_streams import TokenStreams
+from backends.frontend.traffic_recorder import TrafficRecorder
 from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.metrics.page import Observations
 from backends.text.tokenizer import Tokenizer
@@ -47,10 +48,12 @@ class Frontend:
         calls: GrpcCalls,
         streams: TokenStreams,
         outbox: WorkerOutbox,
+        recorder: TrafficRecorder | None = None,
     ) -> None:
         self._config = config
         self.cluster = cluster
         self._calls = calls
+        self.recorder = recorder
         # Threads beyond requests_max wait for the last word of workers that fell silent.
         self._pool = ThreadPoolExecutor(2 * config.requests_max, thread_name_prefix="request")
         self._abandoned: dict[str, tuple[str, str]] = {}  # a call, and the worker it waits for
@@ -71,7 +74,7 @@ class Frontend:
             unreached=self.unreached,
             start=self._start,
             abandon=self._abandon,
-            on_end=self.live.discard,
+            on_end=self._ended,
         )
         cluster.on_worker_down = self._worker_down
 
@@ -94,6 +97,11 @@ class Frontend:
             return
         request.start(inputs, parameters)
 
+    def _ended(self, request: LiveRequest) -> None:
+        self.live.discard(request)
+        if self.recorder is not None and (ended := request.ended()) is not None:
+            self.recorder.note(ended)
+
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
         """In a thread of the pool; `close` waits for it."""
         future = self._pool.submit(work, *arguments)
@@ -111,6 +119,8 @@ class Frontend:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.live.close()
         self.unreached.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     def _wait_idle(self, timeout_s: float) -> None:
         give_up_s = time.monotonic() + timeout_s

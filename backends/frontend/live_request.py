@@ -54,6 +54,7 @@ from backends.frontend.lifecycle.machine import Phase, State, due_s, step
 from backends.frontend.request import ClientRequest, RequestLimits
 from backends.frontend.request_times import RequestTimes
 from backends.frontend.token_streams import TokenStreams
+from backends.frontend.traffic_recorder import EndedRequest
 from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.text.text_stream import Emission, TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
@@ -203,6 +204,17 @@ class LiveRequest:
             if is_silent(now_s, heard_s):
                 log.warning("%s says nothing of request %s", worker[0], self.request_id)
                 self.post(events.WorkerSilent(worker, now_s))
+
+    def ended(self) -> EndedRequest | None:
+        """For a recording; None of one that was never understood."""
+        if self._request is None:
+            return None
+        return EndedRequest(
+            arrived_s=self._arrived_s,
+            prompt_ids=self._request.prompt_ids,
+            output_tokens=len(self._sent_ids),
+            cache_salt=self._request.cache_salt,
+        )
 
     def first_token(self, attempt: int, message: FirstToken) -> None:
         """From the thread that reads messages."""

@@ -112,6 +112,9 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
     }  # fmt: skip
     for result, count in batches.items():
         page.counter_to("mooncake_routing_note_batches_total", count, result=result)
+    if (recorder := frontend.recorder) is not None:
+        for result, count in (("written", recorder.written), ("dropped", recorder.dropped)):
+            page.counter_to("mooncake_recorded_requests_total", count, result=result)
     page.counter_to("mooncake_self_checks_total", frontend.cluster.self_check.passed)
     for role in ("prefill", "decode"):
         page.gauge("mooncake_workers_live", frontend.cluster.workers_live(role), now_s, role=role)

@@ -36,6 +36,7 @@ REASONS = (
     "decode_overload", "store_full", "tenant_full", "other",
 )  # fmt: skip
 NOTE_RESULTS = ("sent", "unsent", "received", "missed")
+RECORDING_RESULTS = ("written", "dropped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Notes to and of other frontends about what they routed. unsent: the directory did "
                 "not take them; missed: they never came here, and reports have to do.",
                 Label("result", NOTE_RESULTS)),
+        counter("mooncake_recorded_requests_total", "requests", (FRONTEND,),
+                "Requests of the recording (recording_folder). dropped: the disk was full, gone or "
+                "too slow; the requests themselves were served all the same.",
+                Label("result", RECORDING_RESULTS)),
     ),
     "Latency": (
         seconds("mooncake_ttft_seconds", FRONTEND,

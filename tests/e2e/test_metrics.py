@@ -39,6 +39,7 @@ UNREACHED = "mooncake_worker_unreached"  # shown of workers to which there is no
 OF_A_FLEET = OF_NETWORK_CARDS | {
     "mooncake_nixl_agents_given_up_total", "mooncake_frontends_known", "mooncake_routed_elsewhere",
     "mooncake_routing_note_batches_total", UNREACHED,
+    "mooncake_recorded_requests_total",  # only where a recording is asked for: test_recording.py
 }  # fmt: skip
 
 

@@ -32,9 +32,12 @@ class Offered:
 
 
 def offered_of(rows: Sequence[TraceRow], block_tokens: int = TRACE_BLOCK_TOKENS) -> list[Offered]:
+    """The first comes at 0 s: a recording that was rotated begins late."""
+    first_ms = rows[0].timestamp_ms if rows else 0.0
     return [
         Offered(
-            number, row.timestamp_ms / 1e3, row.input_tokens, max(1, row.output_tokens),
+            number, (row.timestamp_ms - first_ms) / 1e3, row.input_tokens,
+            max(1, row.output_tokens),
             [key_of(block) for block in row.hash_ids[: row.input_tokens // block_tokens]],
         )
         for number, row in enumerate(rows)

@@ -1,0 +1,250 @@
+"""Traffic of one's own as a trace: lengths, times and which prompts share what, and no text.
+
+The format is that of the published traces, which `mooncake replay`, `simulate` and `plan` read:
+
+    {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}
+
+`timestamp` counts from when the recorder began, `output_length` is what the client got: of a
+request that was rejected, nothing. A hash id names 512 tokens and all before them, the last one
+what is left. It is a hash with a key of 32 random bytes that are in memory only: who has the file
+cannot try texts against it, and two recordings have no id in common. Tenants with a cache salt of
+their own share no ids, as they share no KV.
+
+A request costs its thread a place in a bounded queue. Everything else is a thread's: when the
+disk is slow, full or gone, requests are not recorded, and counted. A line is one write, so a
+frontend that is killed leaves whole lines but for the one being written, which the next recorder
+of the folder cuts off. Files are locked by who writes them, so that several frontends share a
+folder; the oldest that nobody writes go when all together are too large.
+
+Not here: reading traces (loadtest/replay/trace.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from backends.errors import ConfigError
+from mooncake_store.block_keys import KEY_BYTES, block_keys, packed_tokens
+
+log = logging.getLogger(__name__)
+TRACE_BLOCK_TOKENS = 512  # of the published format, whatever the workers' blocks are
+FILES = 8  # that share recording_bytes_max
+WAITING_MAX = 256  # requests; a prompt of 100,000 tokens is 400 kB
+CLOSE_S_MAX = 2.0
+WARN_EVERY_S = 60.0
+NAMES = "trace-*.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """What is known of a request when it is over."""
+
+    arrived_s: float  # of the monotonic clock
+    prompt_ids: np.ndarray
+    output_tokens: int
+    cache_salt: str
+
+
+class SaltedBlocks:
+    """Hash ids that mean nothing without this object. Pure but for its salt."""
+
+    def __init__(self) -> None:
+        self._salt = secrets.token_bytes(32)
+
+    def ids(self, prompt_ids: np.ndarray, cache_salt: str) -> list[int]:
+        seed = hashlib.blake2b(cache_salt.encode(), digest_size=KEY_BYTES, key=self._salt).digest()
+        keys = block_keys(prompt_ids, TRACE_BLOCK_TOKENS, seed)
+        if len(prompt_ids) > len(keys) * TRACE_BLOCK_TOKENS:
+            rest = packed_tokens(prompt_ids[len(keys) * TRACE_BLOCK_TOKENS :])
+            before = keys[-1] if keys else seed
+            keys.append(hashlib.blake2b(rest, digest_size=KEY_BYTES, key=before).digest())
+        return [int.from_bytes(key[:8], "little") >> 1 for key in keys]  # 63 bits, as others read
+
+
+class TraceFiles:
+    """The files of one recorder in a folder. Every method may raise OSError, and can be called
+    again after that. Not thread-safe."""
+
+    def __init__(self, folder: Path, bytes_max: int) -> None:
+        self._folder, self._bytes_max = folder, bytes_max
+        self._file_bytes_max = max(1, bytes_max // FILES)
+        began = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        self._name = f"trace-{began}-{secrets.token_hex(4)}"
+        self._number = 0
+        self._size = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._cut_dead_ends()
+        self._fd: int | None = self._opened()
+
+    def append(self, line: bytes) -> None:
+        """Whole, or not at all."""
+        if self._fd is None or (self._size and self._size + len(line) > self._file_bytes_max):
+            self.close()
+            self._prune(len(line))
+            self._fd = self._opened()
+        try:
+            written = os.write(self._fd, line)
+        except OSError:
+            self._cut()
+            raise
+        if written < len(line):
+            self._cut()
+            raise OSError(f"the disk took {written} of {len(line)} bytes")
+        self._size += written
+
+    def close(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+            if not self._size:
+                self._path.unlink(missing_ok=True)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._name}-{self._number:04}.jsonl"
+
+    def _opened(self) -> int:
+        self._number += 1
+        self._size = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        fd = os.open(self._path, flags, 0o600)  # when people asked for what, is theirs
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fd
+
+    def _cut(self) -> None:
+        """What a failed write left behind the last whole line."""
+        assert self._fd is not None
+        try:
+            os.ftruncate(self._fd, self._size)
+        except OSError:  # then nothing follows it: the next line begins a file
+            os.close(self._fd)
+            self._fd = None
+            raise
+
+    def _prune(self, coming_bytes: int) -> None:
+        """The oldest files that nobody writes, until there is room for one more."""
+        found = []
+        for path in self._folder.glob(NAMES):
+            with contextlib.suppress(FileNotFoundError):  # another recorder was faster
+                state = path.stat()
+                found.append((state.st_mtime, state.st_size, path))
+        total = sum(size for _, size, _ in found) + max(coming_bytes, self._file_bytes_max)
+        for _, size, path in sorted(found):
+            if total <= self._bytes_max:
+                return
+            with _unwritten(path) as fd:
+                if fd is not None:
+                    path.unlink(missing_ok=True)
+                    total -= size
+
+    def _cut_dead_ends(self) -> None:
+        """A frontend that was killed in the middle of a line left a part of it."""
+        for path in self._folder.glob(NAMES):
+            with contextlib.suppress(OSError), _unwritten(path) as fd:
+                if fd is None:
+                    continue
+                text = path.read_bytes()
+                whole = text.rfind(b"\n") + 1
+                if not whole:
+                    path.unlink(missing_ok=True)
+                elif whole < len(text):
+                    os.ftruncate(fd, whole)
+
+
+@contextlib.contextmanager
+def _unwritten(path: Path) -> Iterator[int | None]:
+    """The file, locked; None while a recorder has it, or when it is gone."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError:
+        yield None
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        yield None
+    else:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class TrafficRecorder:
+    """Thread-safe. `written` and `dropped` count requests."""
+
+    def __init__(self, folder: Path, bytes_max: int) -> None:
+        """ConfigError when nothing can be written there."""
+        try:
+            self._files = TraceFiles(folder, bytes_max)
+        except OSError as error:
+            raise ConfigError(
+                f"recording_folder {folder} cannot be written ({error.strerror or error}): name "
+                "another folder, or leave it empty to record nothing"
+            ) from None
+        self.written = self.dropped = 0
+        self._began_s = time.monotonic()
+        self._warned_s = -WARN_EVERY_S
+        self._blocks = SaltedBlocks()
+        self._waiting: queue.Queue[EndedRequest | None] = queue.Queue(WAITING_MAX)
+        self._counting = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="traffic-recorder", daemon=True)
+        self._thread.start()
+        log.info("traffic is recorded in %s", folder)
+
+    def note(self, request: EndedRequest) -> None:
+        """Never waits and never fails."""
+        try:
+            self._waiting.put_nowait(request)
+        except queue.Full:
+            self._drop("more requests end than the disk takes")
+
+    def close(self) -> None:
+        """What waits is written, if the disk is quick enough."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_S_MAX)
+        self._thread.join(CLOSE_S_MAX)
+
+    def _run(self) -> None:
+        while (request := self._waiting.get()) is not None:
+            try:
+                self._files.append(self._line(request))
+            except Exception as error:  # edge: no request of a client depends on it
+                self._drop(str(error))
+            else:
+                with self._counting:
+                    self.written += 1
+        with contextlib.suppress(OSError):
+            self._files.close()
+
+    def _line(self, request: EndedRequest) -> bytes:
+        fields = {
+            "timestamp": max(0, round((request.arrived_s - self._began_s) * 1e3)),
+            "input_length": len(request.prompt_ids),
+            "output_length": request.output_tokens,
+            "hash_ids": self._blocks.ids(request.prompt_ids, request.cache_salt),
+        }
+        return json.dumps(fields).encode() + b"\n"
+
+    def _drop(self, why: str) -> None:
+        now_s = time.monotonic()
+        with self._counting:
+            self.dropped += 1
+            if is_new := now_s - self._warned_s >= WARN_EVERY_S:
+                self._warned_s = now_s
+        if is_new:
+            log.warning("requests are not recorded, %d so far: %s", self.dropped, why)
