@@ -27,7 +27,7 @@ from loadtest.simulator.options import console, progress_bar
 from loadtest.simulator.runs import PlannedRun, RunsStopped, TraceSource, run_all
 
 PAGE = "plan.html"
-LEFT = ("stage", "policy", "admission")
+LEFT = ("policy", "admission")
 
 
 def plan(
@@ -97,18 +97,19 @@ def plan(
 
 def show(result: Result) -> None:
     """The runs as people compare them, then all of it as JSON in the last line."""
-    table = Table(title=str(result.constants["engine"]))
-    for column in ("stage", "fleet", "blocks a node", "policy", "admission", "within", "a second",
-                   "and node", "p90 TTFT", "p90 TBT"):  # fmt: skip
-        table.add_column(column, justify="left" if column in LEFT else "right")
+    table = Table(title=str(result.constants["engine"]), box=None, padding=(0, 1))
+    for column in ("fleet", "blocks", "policy", "admission", "within", "good/s", "TTFT", "TBT"):
+        table.add_column(
+            column, justify="left" if column in LEFT else "right", overflow="fold",
+            no_wrap=column not in LEFT,
+        )  # fmt: skip
     for row in result.rows:
-        cells = [shown(row[name]) for name in ("node_blocks", "policy", "admission")]
-        cells += [f"{row['within_percent']} %"]
-        cells += [shown(row[name]) for name in ("goodput_per_s", "goodput_per_s_and_node",
-                                               "ttft_p90_s", "tbt_p90_s")]  # fmt: skip
+        cells = [str(row["node_blocks"]), str(row["policy"]), str(row["admission"])]
+        cells += [f"{row['within_percent']:.1f}%"]
+        cells += [shown(row[name]) for name in ("goodput_per_s", "ttft_p90_s", "tbt_p90_s")]
         fleet = f"{row['prefills']}P+{row['decodes']}D"
-        style = "bold" if row["is_chosen"] else ""
-        table.add_row(str(row["stage"]), fleet, *cells, style=style)
+        table.add_row(fleet, *cells, style="bold" if row["is_chosen"] else "")
+    table.caption = "good/s: within both limits; TTFT and TBT: their p90 in seconds"
     Console(highlight=False).print(table)
     print(result.to_json())
 
