@@ -15,8 +15,7 @@ from pathlib import Path
 
 from loadtest.clients.agreement import ClientLoad, ClientReport
 from loadtest.clients.environment import run_client
-from loadtest.replay.prompts import scaled_lengths
-from loadtest.replay.trace import read_trace
+from loadtest.replay.trace import read_trace, scaled_lengths
 
 NAME = "mooncake replay"
 

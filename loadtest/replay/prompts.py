@@ -8,11 +8,6 @@ Tokens come from Philox, a counter-based generator keyed by (seed, hash id): no 
 every machine, and a block can be made without making the ones before it. The first few tokens of a
 block spell its id instead (in base "vocabulary"), because random tokens alone would let two
 different ids coincide when a small scale leaves a block only two or three tokens.
-
-Lengths: a prompt keeps all of its blocks, and the last one is cut so that the whole is
-`round(input_length x length_scale)` tokens long. Where rounding 512 x scale makes that impossible
-(28 blocks of 51 tokens cannot hold 1,434), sharing wins over length: the last block keeps between
-one token and all of its tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ import numpy.typing as npt
 
 from loadtest.client.protocol import GenerateRequest
 from loadtest.client.server import ServerDescription
-from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
+from loadtest.replay.trace import TraceRow, scaled_lengths
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -57,30 +52,6 @@ class PlannedRequest:
             end_id=-1 if ignore_eos else None,
             return_decision=return_decision or None,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledLengths:
-    """A row's lengths at some scale: `block_tokens` for each id, less in the last."""
-
-    block_tokens: int
-    prompt_tokens: int
-    output_tokens: int
-
-    @property
-    def context_tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
-
-
-def scaled_lengths(row: TraceRow, length_scale: float) -> ScaledLengths:
-    assert length_scale > 0, f"length_scale {length_scale} must be positive"
-    block_tokens = max(1, round(TRACE_BLOCK_TOKENS * length_scale))
-    blocks = len(row.hash_ids)
-    prompt_tokens = round(row.input_tokens * length_scale)
-    prompt_tokens = min(max(prompt_tokens, (blocks - 1) * block_tokens + 1), blocks * block_tokens)
-    return ScaledLengths(
-        block_tokens, prompt_tokens, max(1, round(row.output_tokens * length_scale))
-    )
 
 
 class TokenSource:

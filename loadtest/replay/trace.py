@@ -6,6 +6,11 @@ prompt. An id names the block *and its whole prefix*, so two requests that share
 share k blocks. `conversation_trace`, `synthetic_trace`, `toolagent_trace` and `mooncake_trace` all
 have this format; fields that other tools add (`session_id`, `delay`, ...) are left alone.
 
+At a scale, a prompt keeps all of its blocks, and the last one is cut so that the whole is
+`round(input_length x length_scale)` tokens long. Where rounding 512 x scale makes that impossible
+(28 blocks of 51 tokens cannot hold 1,434), sharing wins over length: the last block keeps between
+one token and all of its tokens.
+
 A line that does not make sense is refused with its position, `FILE:LINE`, and what is wrong: a
 trace that is silently repaired measures something else than it says.
 """
@@ -36,6 +41,30 @@ class TraceRow:
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLengths:
+    """A row's lengths at some scale: `block_tokens` for each id, less in the last."""
+
+    block_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+def scaled_lengths(row: TraceRow, length_scale: float) -> ScaledLengths:
+    assert length_scale > 0, f"length_scale {length_scale} must be positive"
+    block_tokens = max(1, round(TRACE_BLOCK_TOKENS * length_scale))
+    blocks = len(row.hash_ids)
+    prompt_tokens = round(row.input_tokens * length_scale)
+    prompt_tokens = min(max(prompt_tokens, (blocks - 1) * block_tokens + 1), blocks * block_tokens)
+    return ScaledLengths(
+        block_tokens, prompt_tokens, max(1, round(row.output_tokens * length_scale))
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from loadtest.replay.trace import read_trace
+from loadtest.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 from loadtest.simulator.cluster.job import Offered, offered_of, spread_ticks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,12 +62,16 @@ class TraceSource:
     requests: int | None = None  # the first so many
     is_spread: bool = False  # evenly over the ticks of the recording
     digest: str = ""  # of the file
+    block_tokens: int = TRACE_BLOCK_TOKENS  # of the engine
+    length_scale: float = 1.0
 
     @classmethod
-    def of(cls, path: Path, requests: int | None = None, is_spread: bool = False) -> TraceSource:
-        return cls(
-            path, requests, is_spread, blake2b(path.read_bytes(), digest_size=16).hexdigest()
-        )
+    def of(
+        cls, path: Path, requests: int | None = None, is_spread: bool = False,
+        block_tokens: int = TRACE_BLOCK_TOKENS, length_scale: float = 1.0,
+    ) -> TraceSource:  # fmt: skip
+        digest = blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        return cls(path, requests, is_spread, digest, block_tokens, length_scale)
 
     def offered(self) -> list[Offered]:
         """Made once for all runs of this process."""
@@ -77,7 +81,8 @@ class TraceSource:
 @lru_cache(maxsize=4)
 def _offered(source: TraceSource) -> list[Offered]:
     rows = read_trace(source.path, source.requests)
-    return offered_of(spread_ticks(rows) if source.is_spread else rows)
+    rows = spread_ticks(rows) if source.is_spread else rows
+    return offered_of(rows, source.block_tokens, source.length_scale)
 
 
 @dataclass(frozen=True, slots=True)

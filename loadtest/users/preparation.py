@@ -20,15 +20,17 @@ from typing import Any
 from loadtest.client.answer import ReceivedAnswer
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.server import DESCRIBE, NOT_UNDERSTOOD, described, description
-from loadtest.replay.prompts import (
-    TokenSource,
-    planned_request,
-    scaled_lengths,
-)
+from loadtest.replay.prompts import TokenSource, planned_request
 from loadtest.replay.prompts import (
     too_long as trace_too_long,
 )
-from loadtest.replay.trace import TraceError, TraceRow, TraceSettings, read_trace
+from loadtest.replay.trace import (
+    TraceError,
+    TraceRow,
+    TraceSettings,
+    read_trace,
+    scaled_lengths,
+)
 from loadtest.results.metrics import COMPLETED
 from loadtest.users.run import Outgoing, RequestSender, send_one
 from loadtest.users.senders import make_sender

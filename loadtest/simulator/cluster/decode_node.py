@@ -72,7 +72,7 @@ class DecodeNode(SimulatedWorker):
         self._plan = 0
         self._times, self._steps_known = StepTimes(), 0
         self._computes = False  # as the cores know
-        site.cores.on_prefill.append(self._cut_plan)
+        site.cores.on_pace.append(self._cut_plan)
 
     # -- KV comes in
 

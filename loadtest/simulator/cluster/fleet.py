@@ -178,7 +178,9 @@ class SimulatedFleet(SimulatedCluster):
         network = Network(self.clock, settings.nic_bytes_per_s, settings.nic_latency_s)
         self.site = SimulatedSite(
             self.clock, store, network, gpu, settings,
-            Cores(settings.shared_prefill, settings.shared_decode),
+            Cores(
+                settings.shared_prefill, settings.shared_decode, settings.workers_at_once
+            ),
             SimulatedSsds(
                 self.clock, store, settings.disk_rates, settings.block_tokens * gpu.token_bytes
             ),

@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from conductor.messages import Reject, Request, Route
-from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
+from loadtest.replay.trace import (
+    TRACE_BLOCK_TOKENS,
+    ScaledLengths,
+    TraceRow,
+    scaled_lengths,
+)
 from loadtest.simulator.block_cache import key_of
 
 TICK_MS = 3_000.0
@@ -31,17 +36,32 @@ class Offered:
     keys: Sequence[bytes]  # of the full blocks
 
 
-def offered_of(rows: Sequence[TraceRow], block_tokens: int = TRACE_BLOCK_TOKENS) -> list[Offered]:
-    """The first comes at 0 s: a recording that was rotated begins late."""
+def offered_of(
+    rows: Sequence[TraceRow], block_tokens: int = TRACE_BLOCK_TOKENS, length_scale: float = 1.0
+) -> list[Offered]:
+    """In blocks of the engine, as long as `mooncake replay` sends them at this scale. The first
+    comes at 0 s: a recording that was rotated begins late."""
     first_ms = rows[0].timestamp_ms if rows else 0.0
-    return [
-        Offered(
-            number, (row.timestamp_ms - first_ms) / 1e3, row.input_tokens,
-            max(1, row.output_tokens),
-            [key_of(block) for block in row.hash_ids[: row.input_tokens // block_tokens]],
-        )
-        for number, row in enumerate(rows)
-    ]  # fmt: skip
+    found = []
+    for number, row in enumerate(rows):
+        lengths = scaled_lengths(row, length_scale)
+        found.append(Offered(
+            number, (row.timestamp_ms - first_ms) / 1e3, lengths.prompt_tokens,
+            lengths.output_tokens, engine_keys(row.hash_ids, lengths, block_tokens),
+        ))  # fmt: skip
+    return found
+
+
+def engine_keys(hash_ids: Sequence[int], lengths: ScaledLengths, block_tokens: int) -> list[bytes]:
+    """Of the full blocks of an engine. An id names its block and all before it, so a block of the
+    engine is known by the id of its last token and where in that id's block it ends."""
+    if lengths.block_tokens == block_tokens:
+        return [key_of(one) for one in hash_ids[: lengths.prompt_tokens // block_tokens]]
+    keys = []
+    for end in range(block_tokens, lengths.prompt_tokens + 1, block_tokens):
+        at, offset = divmod(end - 1, lengths.block_tokens)
+        keys.append(key_of((hash_ids[at] * lengths.block_tokens + offset) % 2**64))
+    return keys
 
 
 def spread_ticks(rows: Sequence[TraceRow]) -> list[TraceRow]:

@@ -6,7 +6,9 @@ each worker both factors are 1 and nothing happens. On a small one a prefill ste
 `prefill_factor` times as long when it begins while a decode batch runs, and decode steps take
 `decode_factor` times as long while a prefill step is computed; `mooncake profile` measures both. A
 change acts from the next decode step on, and a prefill step keeps the factor with which it began.
-How many workers of the other role compute is ignored: two of them on one machine count as one.
+Where it is known how many workers the cores compute at once, one beside any other has the factor
+of its role, and when more compute than that, they share the cores evenly; otherwise it is ignored
+how many of the other role compute.
 
 Not here: what the conductor is told (ConductorConfig), how long a step takes alone (gpu.py).
 """
@@ -58,6 +60,7 @@ class ClusterSettings:
     # How much slower a step is while the other role computes on the same cores (Cores).
     shared_prefill: float = 1.0
     shared_decode: float = 1.0
+    workers_at_once: float = 0.0  # that the machine's cores compute; 0: it is not known
     jitter: float = 0.05  # each step takes up to so much more or less than the model says
     steps_at_once: int = 0  # most decode steps taken together; 0: as many as are alike
     attempts_max: int = 3  # attempts of a request whose worker was lost
@@ -75,28 +78,39 @@ class ClusterSettings:
 class Cores:
     """Who computes now. All workers of the cluster are on this one machine."""
 
-    def __init__(self, prefill_factor: float = 1.0, decode_factor: float = 1.0) -> None:
+    def __init__(
+        self, prefill_factor: float = 1.0, decode_factor: float = 1.0, at_once: float = 0.0
+    ) -> None:
+        """`at_once`: workers that the cores compute; 0: not known."""
         assert min(prefill_factor, decode_factor) >= 1.0, "nobody gets faster by sharing"
+        self._at_once = at_once
         self._factors = {"prefill": prefill_factor, "decode": decode_factor}
         self._computing = {"prefill": 0, "decode": 0}
-        # Called when the first prefill step begins and when the last one ends.
-        self.on_prefill: list[Callable[[], None]] = []
+        # Called when decode steps get slower or quicker.
+        self.on_pace: list[Callable[[], None]] = []
 
     def prefill_factor(self) -> float:
         """Of a prefill step that begins now."""
-        return self._factors["prefill"] if self._computing["decode"] else 1.0
+        return self._factor("prefill", "decode")
 
     def decode_factor(self) -> float:
         """Of the decode steps from now on."""
-        return self._factors["decode"] if self._computing["prefill"] else 1.0
+        return self._factor("decode", "prefill")
+
+    def _factor(self, role: str, other: str) -> float:
+        if not self._at_once:
+            return self._factors[role] if self._computing[other] else 1.0
+        computing = sum(self._computing.values())  # who asks is one of them
+        shared = self._factors[role] if computing > 1 else 1.0
+        return shared * max(1.0, computing / self._at_once)
 
     def compute(self, role: str, is_computing: bool) -> None:
         """A worker of this role begins (or ends) to compute; only called at a change."""
-        before = self._computing[role]
-        after = self._computing[role] = before + (1 if is_computing else -1)
-        assert after >= 0, f"more {role} workers ended than began"
-        if role == "prefill" and bool(before) != bool(after) and self._factors["decode"] != 1.0:
-            for changed in self.on_prefill:
+        before = self.decode_factor()
+        self._computing[role] += 1 if is_computing else -1
+        assert self._computing[role] >= 0, f"more {role} workers ended than began"
+        if self.decode_factor() != before:
+            for changed in self.on_pace:
                 changed()
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.replay.prompts import TokenSource, plan, scaled_lengths, too_long
+from loadtest.replay.prompts import TokenSource, plan, too_long
 from loadtest.replay.reuse import ideal_cached_tokens, leading_hits
-from loadtest.replay.trace import TraceRow
+from loadtest.replay.trace import TraceRow, scaled_lengths
 
 SPECIAL = frozenset(range(16))
 SCALES = st.one_of(

@@ -53,7 +53,24 @@ def test_a_prefill_beside_decoding_slows_both_down() -> None:
 def test_a_second_prefill_worker_does_not_count_twice() -> None:
     heard: list[bool] = []
     cores = Cores(1.0, 2.0)
-    cores.on_prefill.append(lambda: heard.append(cores.decode_factor() > 1))
+    cores.on_pace.append(lambda: heard.append(cores.decode_factor() > 1))
     for is_computing in (True, True, False, False):
         cores.compute("prefill", is_computing)
     assert heard == [True, False]
+
+
+def test_more_workers_than_cores_share_them_evenly() -> None:
+    cores, heard = Cores(1.2, 1.5, at_once=2), []
+    cores.on_pace.append(lambda: heard.append(cores.decode_factor()))
+    for role in ("decode", "prefill", "prefill"):
+        cores.compute(role, True)
+    assert heard == pytest.approx([1.5, 1.5 * 3 / 2])
+    assert cores.prefill_factor() == pytest.approx(1.2 * 3 / 2)
+    cores.compute("decode", False)
+    assert cores.prefill_factor() == pytest.approx(1.2), "two of one role, beside each other"
+    cores.compute("prefill", False)
+    assert cores.prefill_factor() == 1.0
+    many = Cores(1.2, 1.5, at_once=16)
+    for _ in range(3):
+        many.compute("prefill", True)
+    assert many.prefill_factor() == 1.2, "they have a core each"
