@@ -35,11 +35,17 @@ from conductor import Conductor, ConductorConfig, Reject, Replicate, Request
 from conductor.notes import NoteBatch
 from loadtest.simulator.cluster.clock import VirtualClock
 from loadtest.simulator.cluster.decode_node import DecodeNode
-from loadtest.simulator.cluster.gpu import GpuModel, calibrate, prompt_s
+from loadtest.simulator.cluster.gpu import GpuModel, calibrate
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.cluster.network import Network
+from loadtest.simulator.cluster.pipeline import PipelineHead, PipelineStage, hop_s, stage_estimate
 from loadtest.simulator.cluster.prefill_node import PrefillNode
-from loadtest.simulator.cluster.site import ClusterSettings, Cores, SimulatedSite
+from loadtest.simulator.cluster.site import (
+    ClusterSettings,
+    Cores,
+    SimulatedSite,
+    SimulatedWorker,
+)
 from loadtest.simulator.cluster.ssd import SimulatedSsds
 from loadtest.simulator.cluster.steps import Jitter
 from loadtest.simulator.cluster.store import INCARNATION, SimulatedStore
@@ -185,7 +191,8 @@ class SimulatedFleet(SimulatedCluster):
                 self.clock, store, settings.disk_rates, settings.block_tokens * gpu.token_bytes
             ),
         )  # fmt: skip
-        self.prefills: dict[str, PrefillNode] = {}
+        self.prefills: dict[str, PrefillNode] = {}  # those that are called
+        self.stages: dict[str, PipelineStage] = {}  # the others of pipeline groups
         self.decodes: dict[str, DecodeNode] = {}
         self.reported: Callable[[SimulatedFleet], None] = lambda fleet: None  # each report_s
         self._copies = 0
@@ -201,8 +208,8 @@ class SimulatedFleet(SimulatedCluster):
             self.clock.at(fault.at_s, self._strike, fault)
 
     @property
-    def _workers(self) -> list[PrefillNode | DecodeNode]:
-        return [*self.prefills.values(), *self.decodes.values()]
+    def _workers(self) -> list[PrefillNode | PipelineStage | DecodeNode]:
+        return [*self.prefills.values(), *self.stages.values(), *self.decodes.values()]
 
     def _make_workers(self) -> None:
         settings = self.settings
@@ -211,7 +218,33 @@ class SimulatedFleet(SimulatedCluster):
         for number, node_id in enumerate(self._node_ids):
             is_prefill = number < settings.prefills
             name = f"p{number}" if is_prefill else f"d{number - settings.prefills}"
-            self._add_worker(name, node_id, "prefill" if is_prefill else "decode", INCARNATION)
+            is_staged = number < settings.pipeline_groups * settings.pipeline_stages
+            if is_staged:
+                self._add_stage(name, node_id, number)
+            else:
+                self._add_worker(name, node_id, "prefill" if is_prefill else "decode", INCARNATION)
+
+    def _add_stage(self, name: str, node_id: str, number: int) -> None:
+        """This prefill node has a share of the layers."""
+        settings, whole = self.settings, self._calibration.prefill.estimate
+        count = settings.pipeline_stages
+        group, stage = divmod(number, count)
+        what = name, node_id, self.site, Jitter(settings.jitter, settings.seed, number)
+        if stage == 0:
+            head = PipelineHead(*what, whole, count, self._begun, self._prefilled)
+            self.prefills[name] = head
+            info = self._info(head, "prefill")
+        else:
+            follower = self.stages[name] = PipelineStage(*what, 1 / count)
+            first = self.prefills[f"p{group * count}"]
+            assert isinstance(first, PipelineHead), first
+            first.add(follower)
+            info = self._info(follower, "prefill")
+        self.site.store.add_worker(replace(
+            info, pipeline_group=f"g{group}", pipeline_stage=stage, pipeline_stages=count,
+            pipeline_hop_s=hop_s(self.site), chunk_tokens=settings.chunk_tokens,
+            prefill_coefficients=stage_estimate(whole, count).coefficients,
+        ))  # fmt: skip
 
     def _add_worker(self, name: str, node_id: str, role: str, incarnation: str) -> None:
         settings, fits = self.settings, self._calibration
@@ -227,7 +260,7 @@ class SimulatedFleet(SimulatedCluster):
         worker.incarnation = incarnation
         self.site.store.add_worker(self._info(worker, role))
 
-    def _info(self, worker: PrefillNode | DecodeNode, role: str) -> WorkerInfo:
+    def _info(self, worker: SimulatedWorker, role: str) -> WorkerInfo:
         settings, site, fits = self.settings, self.site, self._calibration
         far = self._node_ids if len(self._node_ids) <= PATHS_NODES_MAX else ()
         rates = dict.fromkeys(far, settings.nic_bytes_per_s)
@@ -256,9 +289,7 @@ class SimulatedFleet(SimulatedCluster):
         assert job.route is not None
         decode = self._decode_of(job)
         if job.output_tokens > 1 and decode is not None:
-            paced_s = prompt_s(
-                self.site.gpu, job.cached_tokens, job.prompt_tokens, self.settings.chunk_tokens
-            )
+            paced_s = self.prefills[job.prefill].paced_s(job)
             decode.expect(job, job.route.prefill.node_id, paced_s)
 
     def _decode_of(self, job: SimulatedJob) -> DecodeNode | None:

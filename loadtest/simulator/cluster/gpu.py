@@ -77,6 +77,7 @@ MFU, MBU, STEP_OVERHEAD_S, SEQUENCE_S = 0.5, 0.6, 0.0115, 0.003
 class GpuModel(Protocol):
     token_bytes: int  # KV of one token
     pages_bytes: int  # memory for KV, weights and buffers taken off
+    hidden_bytes: int  # of one token between two layers
 
     def prefill_s(self, spans: Sequence[Span]) -> float:
         """One step that computes these chunks."""
@@ -125,6 +126,7 @@ class Roofline:
     def __init__(self, node: GpuNode = A800, model: LlmModel = LLAMA_3_70B) -> None:
         flop_per_s, bytes_per_s = node.flop_per_s * MFU, node.memory_bytes_per_s * MBU
         self.token_bytes = model.token_bytes
+        self.hidden_bytes = model.width * model.scalar_bytes
         self.pages_bytes = int(node.memory_bytes * USABLE_SHARE - model.weight_bytes)
         token_flop = TOKEN_FLOP * LLAMA_3_70B.width**2 / LLAMA_3_70B.layer_weights
         self._pair_s = model.layers * PAIR_FLOP * model.attention_width / flop_per_s
@@ -164,7 +166,10 @@ class Table:
         decode_coefficients: Sequence[float],
         token_bytes: int,
         pages_bytes: int,
+        hidden_bytes: int = 0,
     ) -> None:
+        """`hidden_bytes` counts in pipeline groups only."""
+        self.hidden_bytes = hidden_bytes
         self._prefill = PrefillEstimate.of(prefill_coefficients)
         self._decode = DecodeEstimate.of(decode_coefficients)
         self.token_bytes, self.pages_bytes = token_bytes, pages_bytes

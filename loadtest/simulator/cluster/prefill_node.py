@@ -5,7 +5,8 @@ looks its prefix up, is blocked while another prompt brings the next block, fetc
 conductor chose, loads, is computed in chunks together with others, and puts each block when it is
 whole. Fetching and loading run beside the computing of other prompts, as there.
 
-Not here: the way to decode (decode_node.py), other attempts (fleet.py).
+Not here: layers on several nodes (pipeline.py), the way to decode (decode_node.py), other attempts
+(fleet.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from backends.engine.batching.batching import Chunk, PrefillBatching
 from backends.workers.prefix_loading import SingleFlight
 from backends.workers.step_times import StepTimes
 from conductor.estimates.estimates import PrefillEstimate
+from loadtest.simulator.cluster.gpu import prompt_s
 from loadtest.simulator.cluster.job import SimulatedJob
 from loadtest.simulator.cluster.site import SimulatedSite, SimulatedWorker
 from loadtest.simulator.cluster.steps import Jitter
@@ -50,6 +52,7 @@ class PrefillNode(SimulatedWorker):
         self._loaded_blocks: dict[str, int] = {}
         self._steps = StepTimes()
         self._is_busy = False
+        self.share = 1.0  # of the layers (pipeline.py)
 
     def submit(self, job: SimulatedJob, key_s: float) -> None:
         self._jobs[job.request_id] = job
@@ -59,6 +62,11 @@ class PrefillNode(SimulatedWorker):
             self._on_end(job)
             return
         self._wake()
+
+    def paced_s(self, job: SimulatedJob) -> float:
+        """From its first chunk to its first token, if nobody shares its steps."""
+        tokens, chunk_tokens = job.prompt_tokens, self._site.settings.chunk_tokens
+        return prompt_s(self._site.gpu, job.cached_tokens, tokens, chunk_tokens)
 
     def report(self) -> WorkerReport:
         batching = self._batching
@@ -99,7 +107,7 @@ class PrefillNode(SimulatedWorker):
             if job.started_s is None:
                 job.started_s = now_s
                 self._on_begin(job)
-        factor = self.slowness * cores.prefill_factor()
+        factor = self.slowness * cores.prefill_factor() * self.share
         factor *= float(self._jitter.factors(self._steps.steps, 1)[0])
         seconds = factor * self._site.gpu.prefill_s([(c.start, c.tokens) for c in chunks])
         self._site.clock.after(seconds, self._stepped, chunks, seconds)
@@ -222,13 +230,25 @@ class PrefillNode(SimulatedWorker):
         self._batching.computed(chunks)
         new_tokens = chunks[0].tokens if len(chunks) == 1 else sum(c.tokens for c in chunks)
         for chunk in chunks:
-            job = self._jobs[chunk.request_id]
-            job.compute_s += seconds
-            job.own_compute_s += seconds * chunk.tokens / new_tokens
+            if (job := self._jobs.get(chunk.request_id)) is not None:
+                job.compute_s += seconds
+                job.own_compute_s += seconds * chunk.tokens / new_tokens
+        self._computed(chunks)
+        self._begin()
+
+    def _computed(self, chunks: Sequence[Chunk]) -> None:
+        """By this worker; a worker alone has all layers."""
+        self._end_chunks(chunks)
+
+    def _end_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """All layers are computed, and here."""
+        for chunk in chunks:
+            job = self._jobs.get(chunk.request_id)
+            if job is None:
+                continue  # given up while other stages still computed
             self._put(job, chunk)
             if job.refused or chunk.is_last:
                 self._leave(job)
-        self._begin()
 
     def _put(self, job: SimulatedJob, chunk: Chunk) -> None:
         """The blocks that this chunk has filled, and the partial one at the end of the prompt."""

@@ -32,6 +32,9 @@ from loadtest.simulator.cluster.store import INCARNATION, SimulatedStore
 class ClusterSettings:
     prefills: int = 8  # the paper does not say how its 16 nodes are split; its best is near 1:1
     decodes: int = 8
+    # So many of the prefill nodes are groups of `pipeline_stages`, a share of the layers on each.
+    pipeline_groups: int = 0
+    pipeline_stages: int = 2
     seed: int = 0
     block_tokens: int = TRACE_BLOCK_TOKENS
     # 3 M tokens of KV in a node's DRAM (Fig 10): 3 M * 320 KiB = 983 GB, a host of 1 TB.
@@ -73,6 +76,8 @@ class ClusterSettings:
         assert self.chunk_tokens % self.block_tokens == 0, "a chunk would end inside a block"
         assert min(self.prefills, self.decodes, self.node_blocks) > 0 <= self.ssd_blocks
         assert 0 <= self.jitter < 1
+        assert 0 <= self.pipeline_groups * self.pipeline_stages <= self.prefills
+        assert self.pipeline_stages > 1, "a group of one stage is a worker alone"
 
 
 class Cores:
