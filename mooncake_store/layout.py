@@ -1,9 +1,13 @@
 """The shape of one block of KV, its fingerprint, and where its slots lie in a segment.
 
 A block is one array [layers, 2 (K, V), kv_heads, block_tokens, head_dim] in C order, so a layer is
-one contiguous span: it can be stored and moved as soon as it is computed. A segment is cut into
-units: a region of headers, one for each unit, then a region of payloads. A block takes as many
-units as it needs (slots.py), and its header is that of its first one.
+one contiguous span: it can be stored and moved as soon as it is computed. A page of an engine that
+has only some consecutive layers of the model (a stage of a pipeline) holds these layers of a block
+and nothing else; the block and the fingerprint are the whole model's all the same.
+
+A segment is cut into units: a region of headers, one for each unit, a region of digests, then a
+region of payloads. A block takes as many units as it needs (slots.py), and its header is that of
+its first one. The digests of its layers lie in the digest cells of its units, one after the other.
 
 Not here: who owns a slot (slots.py), what a header holds (segment.py).
 """
@@ -18,6 +22,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 HEADER_BYTES = 64  # one cache line per unit
 STATE_WRITING, STATE_READY = 1, 2  # in a header: do not trust the payload; it is complete
 STATE_EPHEMERAL = 3  # in an inventory: complete, and of one request, which knows where it is
+DIGEST_BYTES = 8  # xxh3_64 of one layer of a block
+DIGEST_FOR_BYTES = 1024  # of payload: layers that are smaller may find no room for their digests
 SLOT_ALIGN_BYTES = 4096  # payloads start at a memory page: O_DIRECT and RDMA like it
 
 
@@ -83,6 +89,39 @@ class LayerRange:
         return range(self.first, self.stop)
 
 
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """What a page of an engine holds: some consecutive layers of one block, usually all."""
+
+    block: KvLayout
+    layers: LayerRange
+
+    def __post_init__(self) -> None:
+        if self.layers.stop > self.block.layers:
+            raise ValueError(f"{self.layers} of a model of {self.block.layers} layers")
+
+    @classmethod
+    def whole(cls, block: KvLayout) -> PageLayout:
+        return cls(block, LayerRange(0, block.layers))
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.layers) == self.block.layers
+
+    @property
+    def page_bytes(self) -> int:
+        return len(self.layers) * self.block.layer_bytes
+
+    def page_offset_bytes(self, page: int) -> int:
+        """Where this page starts in the pool of its engine."""
+        return page * self.page_bytes
+
+    def layer_offset_bytes(self, layer: int) -> int:
+        """Where this layer of the model starts inside a page."""
+        assert layer in self.layers.indices, f"layer {layer} of pages with {self.layers}"
+        return (layer - self.layers.first) * self.block.layer_bytes
+
+
 def describe(model_id: str, weights_id: str, layout: KvLayout, tp_shape: str = "tp1") -> str:
     """The fields behind a fingerprint, readable and parseable: `name=value; name=value`."""
     values = {
@@ -126,7 +165,8 @@ def _parsed(description: str) -> dict[str, str]:
 
 
 class Geometry(NamedTuple):
-    """Where the slots of a memory lie: `units` headers, then `units` units of payload.
+    """Where the slots of a memory lie: `units` headers, `units` cells of digests, `units` units of
+    payload.
 
     A slot's number is that of its first unit (slots.py). A memory without headers (an SSD file,
     whose manifest says what is where) has payload_offset_bytes = 0.
@@ -145,6 +185,14 @@ class Geometry(NamedTuple):
         start = self.header_offset_bytes(slot)
         return slice(start, start + max(1, -(-size_bytes // self.unit_bytes)) * HEADER_BYTES)
 
+    def digests(self, slot: int, size_bytes: int, layers: int) -> slice | None:
+        """Where the digests of its layers are; None where its units have no room for so many."""
+        cell_bytes = _digest_cell_bytes(self.unit_bytes)
+        start = self.units * HEADER_BYTES + slot * cell_bytes
+        room_bytes = max(1, -(-size_bytes // self.unit_bytes)) * cell_bytes
+        stop = start + layers * DIGEST_BYTES
+        return slice(start, stop) if 0 < layers * DIGEST_BYTES <= room_bytes else None
+
     def slot_offset_bytes(self, slot: int) -> int:
         """Where the payload of this slot starts, in the segment."""
         assert 0 <= slot < self.units, f"slot {slot} of {self.units} units"
@@ -159,18 +207,25 @@ def _aligned(size_bytes: int) -> int:
     return (size_bytes + SLOT_ALIGN_BYTES - 1) // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES
 
 
+def _digest_cell_bytes(unit_bytes: int) -> int:
+    """Of one unit: a digest for each KiB, and no less than a cache line."""
+    return max(HEADER_BYTES, unit_bytes // DIGEST_FOR_BYTES * DIGEST_BYTES)
+
+
 def geometry(memory_bytes: int, unit_bytes: int, has_headers: bool = True) -> Geometry:
-    """The most units that fit, headers first. `units` is 0 when not even one does."""
+    """The most units that fit, headers and digests first. `units` is 0 when not even one does."""
     assert memory_bytes >= 0 and unit_bytes > 0, (memory_bytes, unit_bytes)
     if not has_headers:
         return Geometry(unit_bytes, memory_bytes // unit_bytes, 0)
-    units = memory_bytes // (unit_bytes + HEADER_BYTES)
-    while units and _aligned(units * HEADER_BYTES) + units * unit_bytes > memory_bytes:
+    beside_bytes = HEADER_BYTES + _digest_cell_bytes(unit_bytes)
+    units = memory_bytes // (unit_bytes + beside_bytes)
+    while units and _aligned(units * beside_bytes) + units * unit_bytes > memory_bytes:
         units -= 1
-    return Geometry(unit_bytes, units, _aligned(units * HEADER_BYTES))
+    return Geometry(unit_bytes, units, _aligned(units * beside_bytes))
 
 
 def memory_bytes_for(blocks: int, block_bytes: int, unit_bytes: int) -> int:
     """The least segment in which so many blocks fit at once."""
     units = blocks * max(1, -(-block_bytes // unit_bytes))
-    return _aligned(units * HEADER_BYTES) + units * unit_bytes
+    beside_bytes = HEADER_BYTES + _digest_cell_bytes(unit_bytes)
+    return _aligned(units * beside_bytes) + units * unit_bytes

@@ -1,6 +1,7 @@
 """What every engine is to a worker: pages of KV, and the names of what computes it.
 
-A page has exactly the layout of a block (`KvLayout`), so a page is stored or filled with one copy.
+A page holds consecutive layers of a block (`PageLayout`), usually all of them: then it has exactly
+the layout of a block, and is stored or filled with one copy.
 An `Engine` computes step by step: it knows no requests, pages belong to whoever took them from
 `pages`, and a `Work` says which pages hold which tokens. The same call does prefill (many tokens)
 and decode (one token).
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.engine.batching.pages import PagePool
-from mooncake_store.layout import KvLayout
+from mooncake_store.layout import KvLayout, LayerRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,15 @@ class Work:
 class ServingEngine(Protocol):
     """One model on its devices, whoever decides what a step computes."""
 
-    layout: KvLayout
+    layout: KvLayout  # of a block: all layers of the model, whichever are here
+    layers: LayerRange  # that its pages hold
     context_tokens_max: int  # of prompt and output together
     vocabulary_tokens: int
     model_id: str
     weights_id: str
     tp_shape: str  # how KV is spread over ranks and pages, for the fingerprint
     pages: PagePool
-    # uint8; page p is kv_pool[p * block_bytes : (p + 1) * block_bytes], in the layout of a block.
+    # uint8; page p is kv_pool[p * page_bytes : (p + 1) * page_bytes], see layout.PageLayout.
     # On a GPU this is the pinned host mirror of the pages, see import_pages and export_pages.
     kv_pool: NDArray[np.uint8]
 
@@ -69,8 +71,8 @@ class Engine(ServingEngine, Protocol):
     ) -> NDArray[np.float32]:
         """float32 logits [len(batch), vocabulary] of the last token of each work.
 
-        `on_layer(l)` is called as soon as the KV of layer l of *all* works is in `kv_pool`, in
-        order of layers, while the rest is still to be computed.
+        `on_layer(l)` is called as soon as the KV of layer l of the model of *all* works is in
+        `kv_pool`, in order of layers, while the rest is still to be computed.
         """
         ...
 

@@ -16,24 +16,27 @@ from backends.errors import StoreLost
 from backends.workers.arrivals import Arrival
 from backends.workers.protocol import BlockRef, LayersReady
 from mooncake_store.client.store import Store
-from mooncake_store.layout import KvLayout
+from mooncake_store.layout import PageLayout
 from mooncake_store.records.blocks import Copy
 
 
 class KvLoader:
     """Reads blocks into the pages of one engine."""
 
-    def __init__(self, store: Store, layout: KvLayout, pool: np.ndarray, deadline_s: float) -> None:
+    def __init__(
+        self, store: Store, pages: PageLayout, pool: np.ndarray, deadline_s: float
+    ) -> None:
         self._store = store
-        self._layout = layout
+        self._pages = pages
         self._pool = pool
         self._deadline_s = deadline_s
 
     def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
-        """Block i of `copies` into pages[i]; returns how many leading blocks arrived."""
+        """Block i of `copies`, or the layers of it that pages hold, into pages[i]; returns how many
+        leading blocks arrived."""
         if not copies:
             return 0
-        offsets = [page * self._layout.block_bytes for page in pages[: len(copies)]]
+        offsets = [self._pages.page_offset_bytes(page) for page in pages[: len(copies)]]
         arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
         return arrived.index(False) if False in arrived else len(arrived)
 
@@ -56,9 +59,9 @@ class KvLoader:
         if not refs:
             return
         copies = [self._copy(ref) for ref in refs]
-        offsets = [arrival.pages[ref.index] * self._layout.block_bytes for ref in refs]
+        offsets = [self._pages.page_offset_bytes(arrival.pages[ref.index]) for ref in refs]
         whole = message.layer < 0
-        layers = range(self._layout.layers) if whole else range(message.layer, message.layer + 1)
+        layers = self._pages.layers.indices if whole else range(message.layer, message.layer + 1)
         sums = dict(zip((ref.index for ref in message.blocks), message.checksums, strict=False))
         with self._counting(arrival):
             if whole:
@@ -73,7 +76,7 @@ class KvLoader:
                 arrival.note(ref, layers)
 
     def _copy(self, ref: BlockRef) -> Copy:
-        size_bytes = self._layout.block_bytes
+        size_bytes = self._pages.block.block_bytes
         return Copy(ref.node_id, ref.slot, ref.generation, ref.checksum, size_bytes)
 
     def load_rest(self, arrival: Arrival, refs: Sequence[BlockRef]) -> list[int]:
@@ -84,11 +87,11 @@ class KvLoader:
         """
         late = self.pending_pages()
         gone = [ref.index for ref in refs if arrival.pages[ref.index] in late]
-        missing = [ref for ref in refs if not arrival.has_whole(ref, self._layout.layers)]
+        missing = [ref for ref in refs if not arrival.has_whole(ref, len(self._pages.layers))]
         if gone or not missing:
             return gone
         copies = [self._copy(ref) for ref in missing]
-        offsets = [arrival.pages[ref.index] * self._layout.block_bytes for ref in missing]
+        offsets = [self._pages.page_offset_bytes(arrival.pages[ref.index]) for ref in missing]
         with self._counting(arrival):
             arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
         return [ref.index for ref, is_here in zip(missing, arrived, strict=True) if not is_here]
@@ -105,8 +108,8 @@ class KvLoader:
             page
             for span in self._store.pending_offsets(self._pool)
             for page in range(
-                span.offset_bytes // self._layout.block_bytes,
-                (span.offset_bytes + span.length_bytes - 1) // self._layout.block_bytes + 1,
+                span.offset_bytes // self._pages.page_bytes,
+                (span.offset_bytes + span.length_bytes - 1) // self._pages.page_bytes + 1,
             )
         }
 

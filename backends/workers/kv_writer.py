@@ -5,6 +5,10 @@ it into slots of the worker's own node, tells the decode worker about it, and co
 once it is whole. Blocks that the index cannot hold (the partial last one, or one that another
 request is just writing) travel as ephemeral objects of the request.
 
+Where pages hold a part of the layers, the workers of a group write one block together: one of them
+allocates the slots and tells the others, each writes its own layers, and who has the digests of all
+of them commits the block.
+
 Not here: the way back (kv_loader.py), which blocks are missing (prefill_worker.py).
 """
 
@@ -13,7 +17,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,9 +25,10 @@ import numpy as np
 from backends.errors import Overloaded, ServingError, WorkerUnavailable
 from backends.workers.protocol import BlockRef, LayersReady, WorkerOutbox
 from mooncake_store.block_keys import tail_key
-from mooncake_store.client.store import Store, checksum
+from mooncake_store.client.store import Store
 from mooncake_store.errors import StoreError
-from mooncake_store.layout import KvLayout
+from mooncake_store.layout import PageLayout
+from mooncake_store.memory.digests import block_checksum, pack_digests
 from mooncake_store.records.blocks import Slot
 
 log = logging.getLogger(__name__)
@@ -49,21 +54,31 @@ class BlockPut:
     slots: dict[int, Slot] = field(default_factory=dict)
     slot_keys: dict[int, bytes] = field(default_factory=dict)
     refs: dict[int, BlockRef] = field(default_factory=dict)
+    digests: dict[int, dict[int, int]] = field(default_factory=dict)  # block -> layer -> its digest
+    is_owner: bool = True  # its leases are this worker's business; False: of another of its group
     error: Exception | None = None
     is_ended: bool = False  # its pages are another's now, or soon: nothing more is written for it
 
 
 class KvWriter:
-    """Puts blocks of one engine into one node, in a thread of its own, in order."""
+    """Puts blocks of one engine into the store, in a thread of its own, in order."""
 
     def __init__(
-        self, store: Store, layout: KvLayout, pool: np.ndarray, outbox: WorkerOutbox, lease_s: float
+        self,
+        store: Store,
+        pages: PageLayout,
+        pool: np.ndarray,
+        outbox: WorkerOutbox,
+        lease_s: float,
+        deadline_s: float,
     ) -> None:
+        """`deadline_s`: of one write into a node of another host."""
         self._store = store
-        self._layout = layout
+        self._pages = pages
         self._pool = pool
         self._outbox = outbox
         self._lease_s = lease_s
+        self._deadline_s = deadline_s
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
@@ -77,8 +92,26 @@ class KvWriter:
         self._tasks.put(lambda: self._guard(put, lambda: self._copy_layer(put, blocks, layer)))
 
     def blocks_done(self, put: BlockPut, blocks: Sequence[int]) -> None:
-        """All layers of `blocks` were announced: make them readable for everybody."""
+        """The digests of all layers of `blocks` are known: make them readable for everybody."""
         self._tasks.put(lambda: self._guard(put, lambda: self._commit(put, blocks)))
+
+    def allocate(self, put: BlockPut, blocks: Sequence[int], then: Callable[[], None]) -> None:
+        """Slots for `blocks`, in `put.slots`; then `then`, in the writer's thread."""
+
+        def allocate() -> None:
+            self._ensure_slots(put, blocks, may_use_objects=True)
+            then()
+
+        self._tasks.put(lambda: self._guard(put, allocate))
+
+    def add_digests(self, put: BlockPut, digests: Mapping[int, Mapping[int, int]]) -> None:
+        """block -> layer -> digest, of layers that other workers have written."""
+
+        def add() -> None:
+            for block, of_layers in digests.items():
+                put.digests.setdefault(block, {}).update(of_layers)
+
+        self._tasks.put(lambda: self._guard(put, add))
 
     def then(self, action: Callable[[], None]) -> None:
         """Run `action` in the writer's thread after everything that was put before."""
@@ -114,12 +147,8 @@ class KvWriter:
         except Exception as error:  # edge: what was written of it is not known any more
             log.exception("a write of %s failed", put.request_id)
             put.error = WorkerUnavailable(f"its KV was not written: {error!r}")
-        if put.error is not None:
+        if put.error is not None and put.is_owner:
             self._store.release(put.request_id)
-
-    def _page(self, put: BlockPut, block: int) -> np.ndarray:
-        start = put.pages[block] * self._layout.block_bytes
-        return self._pool[start : start + self._layout.block_bytes]
 
     def _ensure_slots(self, put: BlockPut, blocks: Sequence[int], may_use_objects: bool) -> None:
         missing = [block for block in blocks if block not in put.slots]
@@ -150,45 +179,55 @@ class KvWriter:
 
     def _copy_layer(self, put: BlockPut, blocks: Sequence[int], layer: int) -> None:
         self._ensure_slots(put, blocks, may_use_objects=True)
-        start = self._layout.layer_offset_bytes(layer)
-        span = slice(start, start + self._layout.layer_bytes)
-        sums, refs = [], []
-        for block in blocks:
-            slot = put.slots[block]
-            source = self._page(put, block)[span]
-            np.copyto(self._store.slot_view(slot)[span], source)
-            if put.decode_inbox:
-                sums.append(checksum(source))
-                refs.append(BlockRef(block, slot.node_id, slot.slot, slot.generation, 0))
-        if refs:
+        sums = [of_block[0] for of_block in self._write(put, blocks, range(layer, layer + 1))]
+        if put.decode_inbox:
+            slots = [(block, put.slots[block]) for block in blocks]
+            refs = [BlockRef(block, *slot[:3], checksum=0) for block, slot in slots]
             self._tell(put, layer, refs, sums)
+
+    def _write(self, put: BlockPut, blocks: Sequence[int], layers: range) -> list[tuple[int, ...]]:
+        """These layers of the pages into their slots: the digests of what was written."""
+        slots = [put.slots[block] for block in blocks]
+        offsets = [self._pages.page_offset_bytes(put.pages[block]) for block in blocks]
+        written = self._store.write(slots, self._pool, offsets, self._deadline_s, layers)
+        found = []
+        for block, digests in zip(blocks, written, strict=True):
+            if digests is None:
+                raise StoreError(f"slot {put.slots[block]} was taken away before it was written")
+            put.digests.setdefault(block, {}).update(zip(layers, digests, strict=True))
+            found.append(digests)
+        return found
 
     def _put_whole(self, put: BlockPut, blocks: Sequence[int], is_handover: bool) -> None:
         self._ensure_slots(put, blocks, may_use_objects=is_handover)
-        for block in blocks:
-            if block in put.slots:
-                np.copyto(
-                    self._store.slot_view(put.slots[block])[: self._layout.block_bytes],
-                    self._page(put, block),
-                )
-        self._commit(put, [block for block in blocks if block in put.slots])
+        given = [block for block in blocks if block in put.slots]
+        self._write(put, given, self._pages.layers.indices)
+        self._commit(put, given)
         if is_handover and put.decode_inbox:
             self._tell(put, -1, [put.refs[block] for block in blocks], [])
 
     def _commit(self, put: BlockPut, blocks: Sequence[int]) -> None:
         if not blocks:
             return
-        sums = [checksum(self._page(put, block)) for block in blocks]
+        digests = [self._digests_of(put, block) for block in blocks]
         triples = [
-            (put.slot_keys[block], put.slots[block], value)
-            for block, value in zip(blocks, sums, strict=True)
+            (put.slot_keys[block], put.slots[block], of_block)
+            for block, of_block in zip(blocks, digests, strict=True)
         ]
         accepted = self._store.commit(triples, put.request_id, self._lease_s)
-        for block, value, is_ready in zip(blocks, sums, accepted, strict=True):
-            if not is_ready:
-                raise StoreError(f"slot {put.slots[block]} was taken away while it was written")
+        for block, of_block, is_ready in zip(blocks, digests, accepted, strict=True):
             slot = put.slots[block]
-            put.refs[block] = BlockRef(block, slot.node_id, slot.slot, slot.generation, value)
+            if not is_ready:
+                raise StoreError(f"slot {slot} was taken away while it was written")
+            put.refs[block] = BlockRef(block, *slot[:3], block_checksum(pack_digests(of_block)))
+            del put.digests[block]
+
+    def _digests_of(self, put: BlockPut, block: int) -> list[int]:
+        """Of all its layers, whoever wrote them."""
+        known, layers = put.digests.get(block, {}), range(self._pages.block.layers)
+        if missing := [layer for layer in layers if layer not in known]:
+            raise StoreError(f"nobody said that layers {missing} of block {block} are written")
+        return [known[layer] for layer in layers]
 
     def tell_cached(self, put: BlockPut) -> None:
         """Announce the blocks that were in the store from the start."""

@@ -33,6 +33,7 @@ from backends.workers.kv_writer import KvWriter
 from backends.workers.protocol import DrainWorker, Stop, WorkerMessage
 from backends.workers.worker_process import WorkerProcess
 from mooncake_store.errors import StoreError
+from mooncake_store.layout import PageLayout
 from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
@@ -69,11 +70,13 @@ class JobWorker(ABC, Generic[J]):
             self.report, self.check,
         )  # fmt: skip
         engine, store = driver.engine, self.process.store
-        self._loader = KvLoader(store, engine.layout, engine.kv_pool, config.transfer_s_max)
+        pages = PageLayout(engine.layout, engine.layers)
+        self._loader = KvLoader(store, pages, engine.kv_pool, config.transfer_s_max)
         self._pages = PageGuard(engine.pages, self._loader.pending_pages)
         self.writer = KvWriter(
-            store, engine.layout, engine.kv_pool, self.process.outbox, config.lease_s
-        )
+            store, pages, engine.kv_pool, self.process.outbox, config.lease_s,
+            config.transfer_s_max,
+        )  # fmt: skip
         self._loading = ThreadPoolExecutor(loaders, thread_name_prefix="kv-loader")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 

@@ -80,8 +80,9 @@ class WorkerProcess:
         self.directory = DirectoryClient(os.environ["MOONCAKE_DIRECTORY"])
         self.fingerprint = kv_layout.fingerprint(*print_fields)
         self.store = Store(
-            self.directory, config.store_node, self.fingerprint, layout, config.transport
-        )
+            self.directory, config.store_node, self.fingerprint, layout, config.transport,
+            self.engine.layers,
+        )  # fmt: skip
         self.store.register_buffer(self.engine.kv_pool)
         self.outbox = open_outbox()
         self._on_message = on_message

@@ -23,7 +23,7 @@ import typer
 from loadtest.harness.benchmark import BlocksSeed, benchmark, console, median_s, moved
 from loadtest.harness.processes import BenchStore
 from loadtest.harness.result import Cell
-from mooncake_store.client.store import Store, checksum
+from mooncake_store.client.store import Store
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.layout import KvLayout, memory_bytes_for
 from mooncake_store.memory.segment import Segment
@@ -42,9 +42,10 @@ def fill(store: Store, blocks: int, chance: np.random.Generator) -> list[Copy]:
     rows = []
     for key, slot in zip(keys, given.slots, strict=True):
         assert slot is not None, "the segment is too small for its own blocks"
-        view = store.slot_view(slot)
-        view[:] = chance.integers(0, 256, view.size, dtype=np.uint8)
-        rows.append((key, slot, checksum(view)))
+        block = chance.integers(0, 256, store.layout.block_bytes, dtype=np.uint8)
+        [digests] = store.write([slot], block, [0], DEADLINE_S)
+        assert digests is not None
+        rows.append((key, slot, digests))
     assert all(store.commit(rows, "bench", LEASE_S))
     return [copies[0] for copies in store.lookup(keys, "bench", LEASE_S)]
 

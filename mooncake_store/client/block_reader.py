@@ -4,15 +4,15 @@ A batch of blocks is split by node and then into parts of BATCH_BYTES: a part is
 is still in the CPU's cache, which makes the checksum nearly free, and over TCP short batches are
 the faster ones. One bad block never fails its neighbours; a failed node fails only its own blocks.
 
-A header says whose block lies in a slot, and whether it is still the same one.
+A header says whose block lies in a slot, whether it is still the same one, and how many layers it
+has; the digests of these lie beside it.
 
 Not here: how bytes move (transport.py), which nodes there are (known_nodes.py), leases (store.py),
-what a header is (slot_memory.py).
+what a header is (slot_memory.py), what a checksum is of (digests.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +20,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
-from mooncake_store.layout import HEADER_BYTES
-from mooncake_store.memory.buffers import checksum, copy_and_sum
+from mooncake_store.layout import HEADER_BYTES, Geometry
+from mooncake_store.memory.buffers import ByteArray, checksum, copy_and_sum
+from mooncake_store.memory.digests import (
+    block_checksum,
+    copy_and_digest,
+    layer_digests,
+    pack_digests,
+)
 from mooncake_store.memory.registrations import SCRATCH_BYTES, Scratch
 from mooncake_store.memory.slot_memory import SlotHeader, ready_prefix
 from mooncake_store.records.blocks import Copy
@@ -44,6 +50,8 @@ class Want(NamedTuple):
     start_bytes: int  # inside the block
     target: LocalSpan
     checksums: tuple[int, ...]  # of equal consecutive parts; empty: cannot be verified
+    layers: int = 0  # of a block that is wanted whole, whose one checksum is over their digests
+    digests: list[bytes] | None = None  # then they are put here, packed, by whoever verifies it
 
     @property
     def length_bytes(self) -> int:
@@ -54,17 +62,35 @@ class Want(NamedTuple):
         """Where it ends inside the block."""
         return self.start_bytes + self.length_bytes
 
+    @property
+    def near(self) -> ByteArray:
+        buffer, (start, length_bytes) = self.target
+        return buffer[start : start + length_bytes]
+
     def is_whole(self) -> bool:
         """Are the bytes in the target the ones that were promised?"""
         if not self.checksums:
             return True
-        buffer, (start, length_bytes) = self.target
-        part_bytes = length_bytes // len(self.checksums)
-        for promised in self.checksums:
-            if checksum(buffer[start : start + part_bytes]) != promised:
-                return False
-            start += part_bytes
-        return True
+        if not self.layers and len(self.checksums) == 1:
+            return checksum(self.near) == self.checksums[0]
+        return self._are_right(layer_digests(self.near, self.layers or len(self.checksums)))
+
+    def copy_from(self, source: ByteArray) -> bool:
+        """Copy these bytes into the target: are they the ones that were promised?"""
+        if not self.checksums:
+            self.near[:] = source
+            return True
+        if not self.layers and len(self.checksums) == 1:
+            return copy_and_sum(self.near, source) == self.checksums[0]
+        parts = self.layers or len(self.checksums)
+        return self._are_right(copy_and_digest(self.near, source, parts))
+
+    def _are_right(self, packed: bytes) -> bool:
+        if not self.layers:
+            return packed == pack_digests(self.checksums)
+        if self.digests is not None:
+            self.digests[:] = [packed]
+        return block_checksum(packed) == self.checksums[0]
 
 
 class BlockReader:
@@ -76,8 +102,12 @@ class BlockReader:
         on_bad_copy: Callable[[Copy], None],
         batch_bytes: int = BATCH_BYTES,
         movers: Movers | None = None,
+        headers: HeaderReader | None = None,
     ) -> None:
+        """`headers`: where it is asked how many layers a block has that does not prove whole as
+        one without; None where the callers know."""
         self._nodes = nodes
+        self._headers = headers
         self._movers = movers or Movers(1)
         self._batch_bytes = batch_bytes
         self._on_bad_copy = on_bad_copy
@@ -163,11 +193,32 @@ class BlockReader:
             ]
             node.transport.read(node.info, sources, [want.target for want in wants], left_s)
             whole = [want.is_whole() for want in wants]
-        for index, is_whole in zip(part, whole, strict=True):
+        unknown: set[int] = set()
+        if self._headers is not None and not all(whole):
+            unknown = self._look_again(self._headers, wants, whole)
+        for at, (index, is_whole) in enumerate(zip(part, whole, strict=True)):
             if is_whole:
                 del missing[index]
-            else:
+            elif at not in unknown:
                 self._on_bad_copy(missing[index].copy)
+
+    def _look_again(
+        self, headers: HeaderReader, wants: Sequence[Want], whole: list[bool]
+    ) -> set[int]:
+        """At what was taken for blocks without layers: their headers may say that they have.
+
+        Those whose headers cannot be had, so that nobody knows.
+        """
+        unsure = [
+            at for at, want in enumerate(wants)
+            if not whole[at] and not want.layers and want.length_bytes == want.copy.size_bytes
+        ]  # fmt: skip
+        found = headers.read_all([wants[at].copy for at in unsure])
+        for at, header in zip(unsure, found, strict=True):
+            layers = header.layers if header is not None else 0
+            if layers and wants[at].length_bytes % layers == 0:
+                whole[at] = wants[at]._replace(layers=layers).is_whole()
+        return {at for at, header in zip(unsure, found, strict=True) if header is None}
 
 
 def _copied(
@@ -178,15 +229,9 @@ def _copied(
     whole, moved_bytes = [], 0
     with transport.owned(node.info) as view:
         for want in wants:
-            buffer, (start, length_bytes) = want.target
             far = node.shape.slot_offset_bytes(want.copy.slot) + want.start_bytes
-            near, source = buffer[start : start + length_bytes], view[far : far + length_bytes]
-            if len(want.checksums) == 1:
-                whole.append(copy_and_sum(near, source) == want.checksums[0])
-            else:
-                near[:] = source
-                whole.append(want.is_whole())
-            moved_bytes += length_bytes
+            whole.append(want.copy_from(view[far : far + want.length_bytes]))
+            moved_bytes += want.length_bytes
             if time.monotonic() - started_s > left_s:
                 raise TransferTimeout(
                     f"node {node.info.node_id}: copying {moved_bytes} bytes through shared memory "
@@ -207,12 +252,36 @@ class HeaderReader:
         """The header of this copy's slot; None when it cannot be had or is none."""
         return self.read_all([copy])[0]
 
-    def read_all(self, copies: Sequence[Copy]) -> list[SlotHeader | None]:
-        found = self._read_raw(copies, is_whole=False)
+    def read_all(self, copies: Sequence[Copy], must_come: bool = False) -> list[SlotHeader | None]:
+        """`must_come`: TransferFailed, instead of None, where they cannot be had."""
+
+        def first(shape: Geometry, index: int) -> ByteSpan:
+            return ByteSpan(shape.header_offset_bytes(copies[index].slot), HEADER_BYTES)
+
+        found = self._read_raw(copies, first, must_come)
         return [(raw and SlotHeader.unpack(raw)) or None for raw in found]
+
+    def digests(self, copies: Sequence[Copy], layers: Sequence[int]) -> list[bytes | None]:
+        """Of the layers of each block, which has so many, packed; b"" where what lies there is not
+        what its checksum is over, None where it cannot be had."""
+
+        def cell(shape: Geometry, index: int) -> ByteSpan | None:
+            copy = copies[index]
+            where = shape.digests(copy.slot, copy.size_bytes, layers[index])
+            return where and ByteSpan(where.start, where.stop - where.start)
+
+        return [
+            raw if raw is None or block_checksum(raw) == copy.checksum else b""
+            for raw, copy in zip(self._read_raw(copies, cell), copies, strict=True)
+        ]
 
     def still(self, keys: Sequence[bytes], copies: Sequence[Copy]) -> list[bool]:
         """Does each slot still hold that very use of it, complete? slot_memory.py says how."""
+
+        def of_all_units(shape: Geometry, index: int) -> ByteSpan:
+            heads = shape.headers(copies[index].slot, copies[index].size_bytes)
+            return ByteSpan(heads.start, heads.stop - heads.start)
+
         expected = [
             ready_prefix(copy.generation, key) for key, copy in zip(keys, copies, strict=True)
         ]
@@ -220,25 +289,31 @@ class HeaderReader:
             raw is not None
             and raw.startswith(prefix)
             and raw.count(0, HEADER_BYTES) == len(raw) - HEADER_BYTES
-            for prefix, raw in zip(expected, self._read_raw(copies, is_whole=True), strict=True)
+            for prefix, raw in zip(expected, self._read_raw(copies, of_all_units), strict=True)
         ]
 
-    def _read_raw(self, copies: Sequence[Copy], is_whole: bool) -> list[bytes | None]:
-        """The headers of the first units, or of all of them."""
+    def _read_raw(
+        self,
+        copies: Sequence[Copy],
+        span_of: Callable[[Geometry, int], ByteSpan | None],
+        must_come: bool = False,
+    ) -> list[bytes | None]:
+        """What lies there for each copy; None where there is nothing, or it cannot be had."""
         found: dict[int, bytes] = {}
         for node_id, indices in _by_node(copies).items():
             node = self._nodes.access(node_id)
             if node is None:
                 continue
-            spans: dict[int, ByteSpan] = {}
-            for index in indices:
-                _, slot, _, _, size_bytes = copies[index]
-                if node.shape.holds(slot, size_bytes):
-                    heads = node.shape.headers(slot, size_bytes)
-                    length_bytes = heads.stop - heads.start if is_whole else HEADER_BYTES
-                    spans[index] = ByteSpan(heads.start, length_bytes)
-            with contextlib.suppress(TransferFailed):
+            spans = {
+                index: span for index in indices
+                if node.shape.holds(copies[index].slot, copies[index].size_bytes)
+                and (span := span_of(node.shape, index)) is not None
+            }  # fmt: skip
+            try:
                 self._read_node(node, spans, found)
+            except TransferFailed:
+                if must_come:
+                    raise
         return [found.get(index) for index in range(len(copies))]
 
     def _read_node(

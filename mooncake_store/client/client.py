@@ -96,8 +96,8 @@ class StoreClient:
             tenant,
         )  # fmt: skip
         batch_bytes = BATCH_BYTES if is_verified else UNVERIFIED_BATCH_BYTES
-        reader = BlockReader(self.nodes, self._report_bad, batch_bytes, self._movers)
         self._headers = HeaderReader(self.nodes, scratch)
+        reader = BlockReader(self.nodes, self._report_bad, batch_bytes, self._movers, self._headers)
         self._restorer = Restorer(self.directory, self.nodes)
         self._getter = Getter(
             self.directory, self.nodes, reader, self._headers, self._restorer, is_verified

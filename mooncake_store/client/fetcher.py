@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from mooncake_store.client.block_reader import BlockReader, Want
 from mooncake_store.client.restorer import LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.layout import STATE_READY, Geometry
+from mooncake_store.layout import DIGEST_BYTES, STATE_READY, STATE_WRITING, Geometry
 from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.digests import block_checksum, pack_digests
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
@@ -44,20 +45,38 @@ class OwnSegment(SlotMemory):
         self.write_header(slot.slot, header)
         return True
 
-    def finish(self, key: bytes, slot: Slot, digest: int, size_bytes: int) -> None:
-        """The slot holds its block now."""
+    def finish_begun(self, key: bytes, slot: Slot, digests: Sequence[int], size_bytes: int) -> bool:
+        """As `finish`, unless the slot is not being filled with that block any more."""
+        begun = self.header(slot.slot)
+        if begun is None or (begun.state, begun.generation, begun.key) != (
+            STATE_WRITING,
+            slot.generation,
+            key,
+        ):
+            return False
+        packed = pack_digests(digests)
+        self.finish(key, slot, block_checksum(packed), size_bytes, packed)
+        return True
+
+    def finish(
+        self, key: bytes, slot: Slot, digest: int, size_bytes: int, digests: bytes = b""
+    ) -> None:
+        """The slot holds its block now; `digests`: of its layers, packed, if it has any."""
         begun = self.header(slot.slot)
         is_ephemeral = begun is not None and begun.key == key and begun.is_ephemeral
+        layers = len(digests) // DIGEST_BYTES
+        self.write_digests(slot.slot, size_bytes, digests)
         self.write_header(
             slot.slot,
-            SlotHeader(STATE_READY, slot.generation, key, digest, size_bytes, is_ephemeral),
+            SlotHeader(STATE_READY, slot.generation, key, digest, size_bytes, is_ephemeral, layers),
         )
 
 
 class Fetcher:
     """Thread-safe. `allocate(keys, owner, lease_s, size_bytes)` gives slots of the own node.
 
-    `own` is its segment now, None while it is down: then nothing can be pulled.
+    `own` is its segment now, None while it is down: then nothing can be pulled. `layers`: of every
+    block that is pulled here; 0: not known, the reader asks for them where they are needed.
     """
 
     def __init__(
@@ -67,7 +86,9 @@ class Fetcher:
         restorer: Restorer,
         allocate: Callable[[Sequence[bytes], str, float, int], Allocation],
         pending_in: Callable[[ByteArray], list[ByteSpan]],
+        layers: int = 0,
     ) -> None:
+        self._layers = layers
         self._directory = directory
         self._reader = reader
         self._restorer = restorer
@@ -121,21 +142,35 @@ class Fetcher:
         for _, slot, copy in wanted:
             span = ByteSpan(own.shape.slot_offset_bytes(slot.slot), copy.size_bytes)
             starts.append(span.offset_bytes)
-            # Stored without a checksum (0), it gets one here: the lease kept it as it was.
-            digests = (copy.checksum,) if copy.checksum else ()
-            wants.append(Want(copy, 0, (own.view, span), digests))
+            # Stored without a checksum (0), as plain bytes, it gets one here: the lease kept it as
+            # it was.
+            digests, layers = ((copy.checksum,), self._layers) if copy.checksum else ((), 0)
+            wants.append(Want(copy, 0, (own.view, span), digests, layers, []))
         arrived = self._reader.read(wants, terms.until_s - time.monotonic())
         rows, bytes_from = [], Counter[str]()
-        for (key, slot, copy), is_here in zip(wanted, arrived, strict=True):
+        for (key, slot, copy), want, is_here in zip(wanted, wants, arrived, strict=True):
             if is_here:
                 digest = copy.checksum or own.checksum(slot.slot, copy.size_bytes)
-                own.finish(key, slot, digest, copy.size_bytes)
+                packed = want.digests[0] if want.digests else b""
+                own.finish(key, slot, digest, copy.size_bytes, packed)
                 rows.append((key, slot.slot, slot.generation, digest))
                 bytes_from[copy.node_id] += copy.size_bytes
         if rows:
             self._directory.commit(
                 own.info.node_id, rows, terms.owner, terms.lease_s, epoch=wanted[0][1].epoch
             )
+        self._abandon(own, wanted, starts, arrived, terms)
+        return bytes_from
+
+    def _abandon(
+        self,
+        own: OwnSegment,
+        wanted: Sequence[tuple[bytes, Slot, Copy]],
+        starts: Sequence[int],
+        arrived: Sequence[bool],
+        terms: LeaseTerms,
+    ) -> None:
+        """Slots that were not filled, but for those that a late transfer may still write."""
         late = {span.offset_bytes for span in self._pending_in(own.view)}
         lost = [
             slot
@@ -144,4 +179,3 @@ class Fetcher:
         ]
         if lost:
             self._directory.abandon(lost, terms.owner)
-        return bytes_from

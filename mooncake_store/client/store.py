@@ -35,14 +35,22 @@ import numpy as np
 
 from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
 from mooncake_store.client.fetcher import Fetcher, OwnSegment
+from mooncake_store.client.layer_writer import LayerWrite, LayerWriter, WrittenBlock
 from mooncake_store.client.restorer import LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.errors import LayoutMismatch, NodeUnknown, QuotaExceeded, TransferFailed
-from mooncake_store.layout import Geometry, KvLayout
+from mooncake_store.errors import (
+    LayoutMismatch,
+    NodeUnknown,
+    QuotaExceeded,
+    RequestInvalid,
+    TransferFailed,
+)
+from mooncake_store.layout import Geometry, KvLayout, LayerRange, PageLayout
 from mooncake_store.memory.buffers import ByteArray, checksum
+from mooncake_store.memory.digests import block_checksum, pack_digests, unpack_digests
 from mooncake_store.memory.registrations import Scratch
 from mooncake_store.memory.segment import Segment, host_id
-from mooncake_store.records.blocks import GENERATION_MAX, Allocation, Copy, Slot
+from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.nixl_transport import frozen_agents
@@ -63,16 +71,11 @@ class _Own:
     info: NodeInfo
     shape: Geometry
     segment: Segment
-    first_generation: int = GENERATION_MAX  # that this incarnation of it gave out
 
     def now(self) -> OwnSegment | None:
         """Its memory, mapped for as long as this is held; None when it is dead."""
         view = self.segment.view_if_open()
         return None if view is None else OwnSegment(self.info, view, self.shape)
-
-    def holding(self, slot: Slot) -> OwnSegment | None:
-        """The same for this use of a slot; None when an earlier incarnation gave it."""
-        return self.now() if slot.generation >= self.first_generation else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +101,12 @@ class Store:
         fingerprint: str,
         layout: KvLayout,
         transports: str = "auto",
+        layers: LayerRange | None = None,
     ) -> None:
+        """`layers`: which of a block's the pages here hold; None for all."""
         self.node_id = node_id
         self.layout = layout
+        self.pages = PageLayout(layout, layers) if layers else PageLayout.whole(layout)
         self._directory = directory
         self._fingerprint = fingerprint
         self._nodes = KnownNodes(directory, node_id, transports)
@@ -109,7 +115,8 @@ class Store:
         self._recent: deque[tuple[Sequence[bytes], list[tuple[Copy, ...]]]]
         self._recent = deque(maxlen=RECENT_LOOKUPS_MAX)
         self._buffers: list[ByteArray] = []
-        self._headers = HeaderReader(self._nodes, Scratch(self._nodes))
+        scratch = Scratch(self._nodes)
+        self._headers = HeaderReader(self._nodes, scratch)
         self._restorer = Restorer(directory, self._nodes)
         self._fetcher = Fetcher(
             directory,
@@ -117,7 +124,9 @@ class Store:
             self._restorer,
             lambda keys, owner, lease_s, size: self.allocate(keys, owner, lease_s, False, size),
             self._nodes.pending_in,
+            layout.layers,
         )
+        self._layer_writer = LayerWriter(self._nodes, self._headers, scratch, layout)
         try:
             self._own = self._attach(None)
         except BaseException:
@@ -138,9 +147,11 @@ class Store:
             )
         _refuse_other_host(info)
         shape = self._directory.attach(self.node_id, self._fingerprint, self.layout.block_bytes)
+        if not self.pages.is_whole:
+            _refuse_small_layers(shape, self.layout)
         segment = self._nodes.mapped.segment(info)
         if before is not None and before.segment is segment:  # only the directory restarted
-            return _Own(info, shape, segment, before.first_generation)
+            return _Own(info, shape, segment)
         view = segment.view_if_open()
         if view is None:
             raise NodeUnknown(f"storage node {self.node_id} died a moment ago")
@@ -227,7 +238,6 @@ class Store:
             for key, slot in zip(keys, given.slots, strict=True):
                 if slot is None or not is_ours:
                     continue
-                own.first_generation = min(own.first_generation, slot.generation)
                 if (here := own.now()) is not None:
                     is_ours = here.begin(key, slot, size_bytes, lease_s, ephemeral)
             if is_ours and self._directory.may_write(given, owner, lease_s):
@@ -236,35 +246,90 @@ class Store:
             self._check_alive(self._own)
         return Allocation((None,) * len(keys), 0)
 
-    def slot_view(self, slot: Slot) -> ByteArray:
-        """The payload of a slot of the own segment, to be filled with a block (uint8).
+    def write(
+        self,
+        slots: Sequence[Slot],
+        buffer: ByteArray,
+        offsets_bytes: Sequence[int],
+        deadline_s: float,
+        layers: range | None = None,
+    ) -> list[tuple[int, ...] | None]:
+        """Layers of the page that starts at buffer[offsets_bytes[i]] into slots[i]: their digests.
 
-        When that incarnation is over, memory that nobody reads.
+        The slots may be of any node, and allocated by another process of the same release, whose
+        lease on them must be alive. `layers`: these only, instead of all that a page holds. None:
+        that slot is not being written any more (or not by whoever allocated it), nothing was
+        changed there.
+
+        TransferFailed when its node has died, TransferTimeout when bytes may still arrive: let
+        the lease run out then, do not abandon the slot, and tell nobody the digests.
         """
-        assert slot.node_id == self.node_id, f"{slot} is not of the own node {self.node_id}"
-        here = self._own.holding(slot)
-        if here is None:
-            return np.empty(self.layout.block_bytes, np.uint8)
-        return here.payload(slot.slot, self.layout.block_bytes)
+        part = self._part(layers)
+        near = part.offset_bytes - self._part(None).offset_bytes
+        sources = [buffer[at + near : at + near + part.length_bytes] for at in offsets_bytes]
+        writes = [
+            LayerWrite(slot, part.offset_bytes, source)
+            for slot, source in zip(slots, sources, strict=True)
+        ]
+        found: dict[int, tuple[int, ...] | None] = {}
+        for node_id, indices in _by_node(slots).items():
+            chosen = [writes[index] for index in indices]
+            if node_id == self.node_id:
+                digests = self._copy_layers(chosen)
+            else:
+                digests = self._layer_writer.send(node_id, chosen, deadline_s)
+            found.update(zip(indices, digests, strict=True))
+        return [found[index] for index in range(len(writes))]
 
-    def commit(
-        self, blocks: Sequence[tuple[bytes, Slot, int]], owner: str, lease_s: float
-    ) -> list[bool]:
-        """(key, slot, checksum of its whole payload) are written. False: not ours any more.
-
-        TransferFailed when the own node has died: nobody can read what was written.
-        """
+    def _copy_layers(self, writes: Sequence[LayerWrite]) -> list[tuple[int, ...] | None]:
+        """Into the own segment, however else it is read."""
         own = self._own
-        rows = []
-        for key, slot, digest in blocks:
-            if (here := own.holding(slot)) is not None:
-                here.finish(key, slot, digest, self.layout.block_bytes)
-            rows.append((key, slot.slot, slot.generation, digest))
+        here = own.now()
+        done = [None if here is None else self._layer_writer.copy(here, write) for write in writes]
         self._check_alive(own)
-        epochs = {slot.epoch for _, slot, _ in blocks} or {0}
+        return done
+
+    def commit(self, blocks: Sequence[WrittenBlock], owner: str, lease_s: float) -> list[bool]:
+        """(key, slot, digests of all its layers, whoever wrote them) are written, in slots of any
+        node that `owner` has. False: not ours any more.
+
+        TransferFailed when its node has died: nobody can read what was written.
+        """
+        done = [False] * len(blocks)
+        for _, _, digests in blocks:
+            if len(digests) != self.layout.layers:
+                raise RequestInvalid(
+                    f"{len(digests)} digests for a block of {self.layout.layers} layers: one each"
+                )
+        for node_id, indices in _by_node([slot for _, slot, _ in blocks]).items():
+            accepted = self._commit_on(node_id, [blocks[i] for i in indices], owner, lease_s)
+            for index, is_ready in zip(indices, accepted, strict=True):
+                done[index] = is_ready
+        return done
+
+    def _commit_on(
+        self, node_id: str, blocks: Sequence[WrittenBlock], owner: str, lease_s: float
+    ) -> list[bool]:
+        epochs = {slot.epoch for _, slot, _ in blocks}
         if len(epochs) > 1:  # what the earlier one granted is lost, and the request's prefix too
             return [False] * len(blocks)
-        return self._directory.commit(self.node_id, rows, owner, lease_s, epoch=epochs.pop())
+        if node_id == self.node_id:
+            own, size_bytes = self._own, self.layout.block_bytes
+            here = own.now()
+            done = [here is not None and here.finish_begun(*each, size_bytes) for each in blocks]
+            self._check_alive(own)
+        else:
+            done = self._layer_writer.finish(node_id, blocks)
+        ours = [index for index, is_ours in enumerate(done) if is_ours]
+        rows = [
+            (key, slot.slot, slot.generation, block_checksum(pack_digests(digests)))
+            for key, slot, digests in (blocks[index] for index in ours)
+        ]
+        if rows:
+            accepted = self._directory.commit(node_id, rows, owner, lease_s, epoch=epochs.pop())
+            for index, is_ready in zip(ours, accepted, strict=True):
+                done[index] = is_ready
+        return done
 
     def _check_alive(self, own: _Own) -> None:
         """Memory of a dead node can be written all the same, and the directory promises it for as
@@ -295,30 +360,55 @@ class Store:
     ) -> list[bool]:
         """Block i of copies[i] into the page that starts at buffer[offsets_bytes[i]].
 
-        With `layers` only these consecutive layers, each to its position inside the page;
-        `checksums` are then those of the single layers, block by block. Without them a partial
-        read cannot be verified. False: this block is a miss (its page may hold anything).
+        With `layers` only these consecutive ones, each to its position inside the page;
+        `checksums` are then the digests of the single layers, block by block. Without them, as for
+        pages that hold a part of the layers, the digests that are kept with the block are read
+        first, and count for nothing unless they are what its checksum is over. False: this block
+        is a miss (its page may hold anything).
         """
         part = self._part(layers)
-        per_block = len(layers) if layers is not None else 1
-        assert checksums is None or len(checksums) == len(copies) * per_block
-        wants = []
+        near_bytes = part.offset_bytes - self._part(None).offset_bytes
+        digests = self._digests(copies, layers, checksums)
+        wants: dict[int, Want] = {}
         for index, (copy, offset) in enumerate(zip(copies, offsets_bytes, strict=True)):
-            if checksums is not None:
-                digests = tuple(checksums[index * per_block : (index + 1) * per_block])
+            promised, whole_layers = digests[index]
+            if promised is not None:
+                target = (buffer, ByteSpan(offset + near_bytes, part.length_bytes))
+                wants[index] = Want(copy, part.offset_bytes, target, promised, whole_layers)
+        arrived = dict(zip(wants, self._reader.read(list(wants.values()), deadline_s), strict=True))
+        return [arrived.get(index, False) for index in range(len(copies))]
+
+    def _digests(
+        self, copies: Sequence[Copy], layers: range | None, checksums: Sequence[int] | None
+    ) -> list[tuple[tuple[int, ...] | None, int]]:
+        """What to verify each block by, and of how many layers it is the one checksum."""
+        wanted = self.pages.layers.indices if layers is None else layers
+        if checksums is not None:
+            count = len(wanted)
+            assert len(checksums) == len(copies) * count, (len(checksums), len(copies), count)
+            return [
+                (tuple(checksums[at : at + count]), 0) for at in range(0, len(checksums), count)
+            ]
+        if len(wanted) == self.layout.layers:
+            return [((copy.checksum,), self.layout.layers) for copy in copies]
+        found: list[tuple[tuple[int, ...] | None, int]] = []
+        kept = self._headers.digests(copies, [self.layout.layers] * len(copies))
+        for copy, packed in zip(copies, kept, strict=True):
+            if packed:
+                found.append((unpack_digests(packed)[wanted.start : wanted.stop], 0))
             else:
-                digests = (copy.checksum,) if layers is None else ()
-            target = (buffer, ByteSpan(offset + part.offset_bytes, part.length_bytes))
-            wants.append(Want(copy, part.offset_bytes, target, digests))
-        return self._reader.read(wants, deadline_s)
+                found.append((None, 0))
+                if packed is not None:  # what is slow is not bad
+                    self._report_bad_copy(copy)
+        return found
 
     def _part(self, layers: range | None) -> ByteSpan:
         """The span of these layers inside a block."""
-        if layers is None:
-            return ByteSpan(0, self.layout.block_bytes)
-        assert layers.step == 1 and len(layers), f"layers must be consecutive: {layers}"
-        first, last = (self.layout.layer_offset_bytes(x) for x in (layers[0], layers[-1]))
-        return ByteSpan(first, last + self.layout.layer_bytes - first)
+        wanted = self.pages.layers.indices if layers is None else layers
+        assert wanted.step == 1 and len(wanted), f"layers must be consecutive: {wanted}"
+        assert self.pages.layers.first <= wanted.start and wanted.stop <= self.pages.layers.stop
+        start = self.layout.layer_offset_bytes(wanted.start)
+        return ByteSpan(start, len(wanted) * self.layout.layer_bytes)
 
     def choose(
         self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
@@ -385,7 +475,7 @@ class Store:
         return self._probe.paths()
 
     def counters(self) -> dict[str, TransferCounters]:
-        """What each transport moved. Filling own slots through slot_view is not a transfer."""
+        """What each transport moved. Writing into own slots is not a transfer."""
         return {transport.name: transport.counters for transport in self._nodes.transports()}
 
     def nic_counters(self) -> dict[str, NicCounters]:
@@ -401,6 +491,24 @@ class Store:
         """Unmap and disconnect. Leases are not released: they belong to requests."""
         self._restorer.close()
         self._nodes.close()
+
+
+def _refuse_small_layers(shape: Geometry, layout: KvLayout) -> None:
+    """Single layers can be verified only where there is room for their digests."""
+    if shape.digests(0, layout.block_bytes, layout.layers) is None:
+        raise LayoutMismatch(
+            f"{layout.layers} layers of {layout.layer_bytes} bytes have no room for their digests "
+            f"beside units of {shape.unit_bytes} bytes, so a part of them cannot be read: use "
+            "larger blocks (block_tokens) or smaller units (--unit-bytes)"
+        )
+
+
+def _by_node(slots: Sequence[Slot]) -> dict[str, list[int]]:
+    """The numbers of these slots, by the node that has them."""
+    found: dict[str, list[int]] = {}
+    for index, slot in enumerate(slots):
+        found.setdefault(slot.node_id, []).append(index)
+    return found
 
 
 def _refuse_other_host(info: NodeInfo) -> None:

@@ -8,6 +8,9 @@ Each unit has a header; a block's is that of its first one. Whoever begins to fi
 those of the other units. So a header inside a block says that something else was written there
 since, even if the block's own header is untouched: blocks of several sizes share a memory.
 
+The digests of the layers of a block lie in a region of their own, in the cells of its units. They
+are worth what its checksum says of them (digests.py): nobody needs to trust or to empty them.
+
 Not here: where slots lie (layout.py), whose slot it is (the directory), which of the blocks that
 a node says it has are believed (inventory.py).
 """
@@ -23,17 +26,20 @@ import xxhash
 
 from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.layout import (
+    DIGEST_BYTES,
     HEADER_BYTES,
     STATE_EPHEMERAL,
     STATE_READY,
     STATE_WRITING,
     Geometry,
 )
-from mooncake_store.memory.buffers import ByteArray, checksum
+from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.digests import checksum_of
 from mooncake_store.records.blocks import GENERATION_MAX
 
-MAGIC = b"MKVB"
-FIELDS = struct.Struct("<4sIQ16sQQQ")  # magic, state, generation, key, checksum, length, ephemeral
+MAGIC = b"MKV2"  # another one whenever what lies here changes: "nothing here" for others
+# magic, state, generation, key, checksum, length, ephemeral, layers
+FIELDS = struct.Struct("<4sIQ16sQQII")
 _PREFIX = struct.Struct("<4sIQ16s")
 _SELF = struct.Struct("<Q")
 assert FIELDS.size + _SELF.size == HEADER_BYTES, FIELDS.size
@@ -41,7 +47,8 @@ Block = tuple[bytes, int, int, int, int, int]  # key, slot, generation, checksum
 KEY_AT = 16
 _COLUMNS = np.dtype(
     [("magic", "<u4"), ("state", "<u4"), ("generation", "<u8"), ("key", "V16"),
-     ("checksum", "<u8"), ("length_bytes", "<u8"), ("ephemeral", "<u8"), ("own", "<u8")]
+     ("checksum", "<u8"), ("length_bytes", "<u8"), ("ephemeral", "<u4"), ("layers", "<u4"),
+     ("own", "<u8")]
 )  # fmt: skip
 assert _COLUMNS.fields is not None and _COLUMNS.fields["key"][1] == KEY_AT
 assert _COLUMNS.itemsize == HEADER_BYTES == FIELDS.size + _COLUMNS["own"].itemsize
@@ -53,9 +60,10 @@ class SlotHeader(NamedTuple):
     state: int  # STATE_WRITING: do not trust the payload; STATE_READY: complete
     generation: int
     key: bytes  # 16 bytes
-    checksum: int  # xxh3_64 of the payload; while it is being written: see `writing`
+    checksum: int  # of the payload (digests.py); while it is being written: see `writing`
     length_bytes: int
     is_ephemeral: bool = False
+    layers: int = 0  # of a complete block; their digests are beside the header. 0: it has none
 
     @classmethod
     def writing(
@@ -77,7 +85,7 @@ class SlotHeader(NamedTuple):
         assert len(self.key) == 16, f"a key has 16 bytes, this one {len(self.key)}"
         fields = FIELDS.pack(
             MAGIC, self.state, self.generation, self.key, self.checksum, self.length_bytes,
-            self.is_ephemeral,
+            self.is_ephemeral, self.layers,
         )  # fmt: skip
         return fields + _SELF.pack(xxhash.xxh3_64_intdigest(fields))
 
@@ -85,11 +93,13 @@ class SlotHeader(NamedTuple):
     def unpack(raw: bytes | memoryview) -> SlotHeader | None:
         """The header in these 64 bytes, or None when no whole header lies there."""
         assert len(raw) == HEADER_BYTES, f"a header has {HEADER_BYTES} bytes, got {len(raw)}"
-        magic, state, generation, key, checksum, length_bytes, ephemeral = FIELDS.unpack_from(raw)
+        magic, state, generation, key, checksum, length_bytes, ephemeral, layers = (
+            FIELDS.unpack_from(raw)
+        )
         (own,) = _SELF.unpack_from(raw, FIELDS.size)
         if magic != MAGIC or own != xxhash.xxh3_64_intdigest(bytes(raw[: FIELDS.size])):
             return None
-        return SlotHeader(state, generation, key, checksum, length_bytes, bool(ephemeral))
+        return SlotHeader(state, generation, key, checksum, length_bytes, bool(ephemeral), layers)
 
 
 def ready_prefix(generation: int, key: bytes) -> bytes:
@@ -157,9 +167,22 @@ class SlotMemory:
             and not self.view[self.shape.headers(slot, header.length_bytes)][HEADER_BYTES:].any()
         )
 
-    def checksum(self, slot: int, size_bytes: int) -> int:
-        """xxh3_64 of the payload."""
-        return checksum(self.payload(slot, size_bytes))
+    def is_being_written(self, slot: int, generation: int) -> bool:
+        """Is that very use of the slot still being filled? Looks at no more than it must: a
+        pipeline's stage asks for each layer of each block."""
+        start = self.shape.header_offset_bytes(slot)
+        return _PREFIX.unpack_from(self.view.data, start)[:3] == (MAGIC, STATE_WRITING, generation)
+
+    def checksum(self, slot: int, size_bytes: int, layers: int = 0) -> int:
+        """Of the payload, as a block with so many layers."""
+        return checksum_of(self.payload(slot, size_bytes), layers)
+
+    def write_digests(self, slot: int, size_bytes: int, digests: bytes) -> None:
+        """Those of its layers, packed, beside its header; where its units have no room for them
+        only the whole block can be verified."""
+        cell = self.shape.digests(slot, size_bytes, len(digests) // DIGEST_BYTES)
+        if cell is not None:
+            self.view[cell] = np.frombuffer(digests, np.uint8)
 
     def payload(self, slot: int, size_bytes: int) -> ByteArray:
         start = self.shape.slot_offset_bytes(slot)

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import zmq
@@ -196,13 +196,14 @@ class NodeVerbs:
                 )
         taken = [block for block in blocks if tier is not None and self._take(block, until_s)]
         self._refuse_epoch(epoch)  # from here on the next directory has seen that they are taken
-        outcomes = tier.load([self._job(block) for block in taken], until_s) if tier else []
+        outcomes = self._restore(tier, taken, until_s) if tier else []
         whole = set()
-        for block, outcome in zip(taken, outcomes, strict=True):
+        for block, (outcome, layers) in zip(taken, outcomes, strict=True):
             if outcome is LoadOutcome.WHOLE:
                 header = SlotHeader(
-                    STATE_READY, block.generation, block.key, block.checksum, block.size_bytes
-                )
+                    state=STATE_READY, generation=block.generation, key=block.key,
+                    checksum=block.checksum, length_bytes=block.size_bytes, layers=layers,
+                )  # fmt: skip
                 self._memory.write_header(block.slot, header)
                 whole.add(block.slot)
             elif outcome in GONE:
@@ -222,8 +223,24 @@ class NodeVerbs:
         self._memory.write_header(block.slot, header)
         return True
 
-    def _job(self, block: Restore) -> BlockJob:
-        entry = SsdEntry(
+    def _restore(
+        self, tier: SsdTier, taken: Sequence[Restore], until_s: float
+    ) -> list[tuple[LoadOutcome, int]]:
+        """Payloads and digests into the segment: what became of each, and its count of layers."""
+        jobs = [self._job(tier, block) for block in taken]
+        slots = {job.memory_bytes: block.slot for job, block in zip(jobs, taken, strict=True)}
+
+        def on_digests(job: BlockJob, digests: bytes) -> None:
+            slot = slots[job.memory_bytes]
+            self._memory.write_digests(slot, job.entry.size_bytes, digests)
+
+        outcomes = tier.load(jobs, until_s, on_digests)
+        return [(outcome, job.entry.layers) for outcome, job in zip(outcomes, jobs, strict=True)]
+
+    def _job(self, tier: SsdTier, block: Restore) -> BlockJob:
+        asked = SsdEntry(
             block.key, block.ssd_slot, block.ssd_generation, block.checksum, block.size_bytes
         )
+        known = tier.manifest.table.find(block.ssd_slot)  # says how many layers it has
+        entry = asked if known is None else asked._replace(layers=known.layers)
         return BlockJob(entry, self._memory.shape.slot_offset_bytes(block.slot))

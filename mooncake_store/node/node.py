@@ -260,7 +260,7 @@ class StorageNode:
         )
 
         def blocks() -> list[Block]:
-            return [(*entry, STATE_READY) for entry in tier.manifest.table.entries()]
+            return [(*entry[:5], STATE_READY) for entry in tier.manifest.table.entries()]
 
         clients = self._clients
         self._registrations.append(Registration(ssd, clients.reports, clients.inventories, blocks))

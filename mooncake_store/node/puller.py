@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import Sequence
 
-from mooncake_store.client.block_reader import BlockReader
+from mooncake_store.client.block_reader import BlockReader, HeaderReader
 from mooncake_store.client.fetcher import Fetcher, OwnSegment
 from mooncake_store.client.restorer import LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, QuotaExceeded, StoreError
+from mooncake_store.memory.registrations import Scratch
 from mooncake_store.memory.slot_memory import SlotMemory
 from mooncake_store.records.blocks import Allocation, Copy
 from mooncake_store.records.membership import NodeInfo
@@ -41,6 +42,7 @@ class Puller:
         self._lock = threading.Lock()
         self._nodes: KnownNodes | None = None
         self._restorer: Restorer | None = None
+        self._headers: HeaderReader | None = None
         self._numbers = itertools.count()
 
     @property
@@ -50,16 +52,14 @@ class Puller:
 
     def pull(self, keys: Sequence[bytes], copies: Sequence[Copy], until_s: float) -> list[bool]:
         """Which of these blocks this node has in DRAM afterwards."""
-        nodes, restorer = self._open()
+        nodes, restorer, headers = self._open()
         key_of = dict(zip(copies, keys, strict=True))
 
         def on_bad_copy(copy: Copy) -> None:
             self._directory.drop_copy(key_of[copy], copy.node_id, copy.generation)
 
-        fetcher = Fetcher(
-            self._directory, BlockReader(nodes, on_bad_copy), restorer, self._allocate,
-            nodes.pending_in,
-        )  # fmt: skip
+        reader = BlockReader(nodes, on_bad_copy, headers=headers)
+        fetcher = Fetcher(self._directory, reader, restorer, self._allocate, nodes.pending_in)
         owner = f"fetch {self._own.info.incarnation} {next(self._numbers)}"
         left_s = max(0.001, until_s - time.monotonic())
         terms = LeaseTerms(owner, left_s + LEASE_MARGIN_S, until_s)
@@ -78,13 +78,14 @@ class Puller:
         node_id = self._own.info.node_id
         return [any(copy.node_id == node_id for copy in copies) for copies in found]
 
-    def _open(self) -> tuple[KnownNodes, Restorer]:
+    def _open(self) -> tuple[KnownNodes, Restorer, HeaderReader]:
         with self._lock:
-            if self._nodes is None or self._restorer is None:
+            if self._nodes is None or self._restorer is None or self._headers is None:
                 self._nodes = KnownNodes(self._directory, self._own.info.node_id, self._mode)
                 self._nodes.register(self._own.view)
                 self._restorer = Restorer(self._directory, self._nodes)
-            return self._nodes, self._restorer
+                self._headers = HeaderReader(self._nodes, Scratch(self._nodes))
+            return self._nodes, self._restorer, self._headers
 
     def _allocate(
         self, keys: Sequence[bytes], owner: str, lease_s: float, size_bytes: int
@@ -115,7 +116,7 @@ class Puller:
         """Twice is harmless."""
         with self._lock:
             nodes, restorer = self._nodes, self._restorer
-            self._nodes = self._restorer = None
+            self._nodes = self._restorer = self._headers = None
         if restorer is not None:
             restorer.close()
         if nodes is not None:

@@ -97,11 +97,8 @@ class Spiller:
         """Write them; the entries that are on the SSD now, by index."""
         jobs: dict[int, BlockJob] = {}
         for index, spill in enumerate(spills):
-            digest = self._verified(spill)
-            if digest is not None:
-                entry = SsdEntry(
-                    spill.key, spill.ssd_slot, spill.ssd_generation, digest, spill.size_bytes
-                )
+            entry = self._verified(spill)
+            if entry is not None:
                 jobs[index] = BlockJob(entry, self._memory.shape.slot_offset_bytes(spill.slot))
         written = tier.write(list(jobs.values()))
         kept = {
@@ -111,15 +108,18 @@ class Spiller:
         }
         return kept if tier.keep(list(kept.values())) else {}
 
-    def _verified(self, spill: Spill) -> int | None:
-        """The checksum of the block in its slot; None when it is not the promised block."""
-        if not self._is_still_there(spill):
+    def _verified(self, spill: Spill) -> SsdEntry | None:
+        """What the block in its slot will be on the SSD; None when it is not the promised one."""
+        header = self._memory.header(spill.slot)
+        if header is None or not self._is_still_there(spill):
             return None
-        digest = self._memory.checksum(spill.slot, spill.size_bytes)
+        digest = self._memory.checksum(spill.slot, spill.size_bytes, header.layers)
         if spill.checksum not in (0, digest):  # 0: stored without one, so it gets one now
             log.warning("node_id=%s block %s is corrupt", self._node_id, spill.key.hex())
             return None
-        return digest
+        return SsdEntry(
+            spill.key, spill.ssd_slot, spill.ssd_generation, digest, spill.size_bytes, header.layers
+        )
 
     def _is_still_there(self, spill: Spill) -> bool:
         return self._memory.is_ready(spill.slot, spill.generation, spill.key)

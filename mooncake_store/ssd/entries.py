@@ -27,13 +27,14 @@ from typing import NamedTuple
 from mooncake_store.errors import ManifestDamaged, ManifestVersion
 from mooncake_store.records.blocks import GENERATION_MAX
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 PUT, DROP = 1, 2
 RECORD_BYTES = 64
 _MAGIC = b"MKSM"
 _START = b"\x01"  # of a block, in the table
 _HEADER = struct.Struct("<4sIQQ36s")  # magic, version, unit_bytes, capacity_bytes, spare
-_RECORD = struct.Struct("<B3x16sQQQQ8x")  # kind, key, slot, generation, checksum, size, spare
+# kind, key, slot, generation, checksum, size, layers, spare
+_RECORD = struct.Struct("<B3x16sQQQQI4x")
 _CRC = struct.Struct("<I")
 assert _HEADER.size + _CRC.size == _RECORD.size + _CRC.size == RECORD_BYTES
 
@@ -46,6 +47,7 @@ class SsdEntry(NamedTuple):
     generation: int
     checksum: int
     size_bytes: int
+    layers: int = 0  # that its checksum is over the digests of; 0: it has none
 
 
 class SsdShape(NamedTuple):
@@ -101,7 +103,7 @@ def pack_put(entry: SsdEntry) -> bytes:
 
 
 def pack_drop(slot: int, generation: int) -> bytes:
-    return _sealed(_RECORD.pack(DROP, b"", slot, generation, 0, 0))
+    return _sealed(_RECORD.pack(DROP, b"", slot, generation, 0, 0, 0))
 
 
 class ManifestReplay(NamedTuple):

@@ -19,13 +19,14 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.memory.buffers import ByteArray, checksum
+from mooncake_store.memory.digests import block_checksum, layer_digests
 from mooncake_store.ssd.block_file import (
     IO_ALIGN_BYTES,
     BlockFile,
@@ -164,8 +165,16 @@ class SsdTier:
 
     # ---- from the disk
 
-    def load(self, jobs: Sequence[BlockJob], until_s: float) -> list[LoadOutcome]:
-        """Blocks into the segment. TransferTimeout: the disk hangs, bytes may still arrive."""
+    def load(
+        self,
+        jobs: Sequence[BlockJob],
+        until_s: float,
+        on_digests: Callable[[BlockJob, bytes], None] = lambda job, digests: None,
+    ) -> list[LoadOutcome]:
+        """Blocks into the segment. TransferTimeout: the disk hangs, bytes may still arrive.
+
+        `on_digests` gets the digests of the layers of each whole block, packed; b"" if it has none.
+        """
         known = [self._is_known(job.entry) for job in jobs]
         outcomes = [LoadOutcome.LATE if is_known else LoadOutcome.MISSING for is_known in known]
         self.counters.blocks_unknown += known.count(False)
@@ -176,10 +185,13 @@ class SsdTier:
                 outcomes[index] = LoadOutcome.UNREADABLE
                 self.counters.disk_errors += 1
                 log.warning("SSD %s: slot %d cannot be read: %s", self.path, entry.slot, failure)
-            elif self.checksum(start, entry.size_bytes) != entry.checksum:
+                continue
+            digests, found = self._verified(start, entry)
+            if found != entry.checksum:
                 outcomes[index] = LoadOutcome.CORRUPT
                 self._drop_corrupt(entry)
             else:
+                on_digests(jobs[index], digests)
                 outcomes[index] = LoadOutcome.WHOLE
                 self.counters.blocks_loaded += 1
                 self.counters.bytes_loaded += entry.size_bytes
@@ -188,8 +200,16 @@ class SsdTier:
     def _is_known(self, entry: SsdEntry) -> bool:
         return self.manifest.table.find(entry.slot) == entry
 
+    def _verified(self, memory_bytes: int, entry: SsdEntry) -> tuple[bytes, int]:
+        """The digests of the layers of a block in the segment, and its checksum."""
+        if not entry.layers:
+            return b"", self.checksum(memory_bytes, entry.size_bytes)
+        view = self._memory[memory_bytes : memory_bytes + entry.size_bytes]
+        digests = layer_digests(view, entry.layers)
+        return digests, block_checksum(digests)
+
     def checksum(self, memory_bytes: int, size_bytes: int) -> int:
-        """Of a block in the segment."""
+        """Of a block without layers in the segment."""
         return checksum(self._memory[memory_bytes : memory_bytes + size_bytes])
 
     def _drop_corrupt(self, entry: SsdEntry) -> None:

@@ -37,6 +37,7 @@ from backends.workers.protocol import (
 from backends.workers.step_driver import StepDecode, StepPrefill
 from backends.workers.step_times import StepTimes, StepWatch
 from backends.workers.worker_process import LeaseKeeper
+from mooncake_store.layout import LayerRange
 from tests.backends.stepped_store import (
     FINGERPRINT,
     LAYOUT,
@@ -120,6 +121,7 @@ class SteppedWriter(KvWriter):
 
 class SteppedEngine:
     layout = LAYOUT
+    layers = LayerRange(0, LAYOUT.layers)
     vocabulary_tokens = VOCABULARY
 
     def __init__(self, rng: random.Random, meanwhile: Callable[[], None]) -> None:

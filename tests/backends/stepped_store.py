@@ -15,9 +15,15 @@ from typing import Any
 import numpy as np
 
 from mooncake_store.block_keys import block_keys, chain_seed
-from mooncake_store.client.store import checksum
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import KvLayout
+from mooncake_store.memory.digests import (
+    block_checksum,
+    checksum_of,
+    copy_and_digest,
+    pack_digests,
+    unpack_digests,
+)
 from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.transports.transport import ByteSpan
 
@@ -122,16 +128,29 @@ class SteppedStore:
             given.append(slot)
         return Allocation(tuple(given), len(given))
 
-    def slot_view(self, slot: Slot) -> np.ndarray:
-        view: np.ndarray = self.memory[slot.slot]
-        return view
+    def write(
+        self,
+        slots: Sequence[Slot],
+        buffer: np.ndarray,
+        offsets_bytes: Sequence[int],
+        deadline_s: float,
+        layers: range,
+    ) -> list[tuple[int, ...] | None]:
+        start, size = LAYOUT.layer_offset_bytes(layers[0]), LAYOUT.layer_bytes * len(layers)
+        written: list[tuple[int, ...] | None] = []
+        for slot, offset in zip(slots, offsets_bytes, strict=True):
+            target = self.memory[slot.slot][start : start + size]
+            source = buffer[offset + start : offset + start + size]
+            written.append(unpack_digests(copy_and_digest(target, source, len(layers))))
+        return written
 
     def commit(
-        self, blocks: Sequence[tuple[bytes, Slot, int]], owner: str, lease_s: float
+        self, blocks: Sequence[tuple[bytes, Slot, Sequence[int]]], owner: str, lease_s: float
     ) -> list[bool]:
         self._may_fail()
         done = []
-        for key, slot, digest in blocks:
+        for key, slot, digests in blocks:
+            digest = block_checksum(pack_digests(digests))
             is_ours = self._writing.get(key) == (slot, owner)
             done.append(is_ours)
             if is_ours:
@@ -198,7 +217,7 @@ class SteppedStore:
                 continue
             self.meanwhile()
             buffer[span.offset_bytes : span.offset_bytes + size] = source
-            here.append(checksum(np.ascontiguousarray(source)) == digest)
+            here.append(checksum_of(source, 0 if layers else LAYOUT.layers) == digest)
         return here
 
     def arrive(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from backends.engine.batching.pages import PagePool
 from backends.engine.interface import Work
-from mooncake_store.layout import KvLayout
+from mooncake_store.layout import KvLayout, LayerRange
 from tests.fuzz_serve.green import sleep
 
 LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=1, dtype="float32", block_tokens=4)
@@ -72,6 +72,7 @@ class GreenEngine:
     """As backends.engine.interface.Engine. A step takes time, in which others run."""
 
     layout = LAYOUT
+    layers = LayerRange(0, LAYOUT.layers)
     vocabulary_tokens = VOCABULARY
     context_tokens_max = CONTEXT_TOKENS
     model_id, weights_id, tp_shape = "model", "weights", "tp1"

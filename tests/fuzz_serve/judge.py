@@ -14,9 +14,10 @@ from typing import Any
 from backends.frontend.lifecycle.attempts import Loss
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.layout import geometry
-from mooncake_store.memory.buffers import checksum
+from mooncake_store.memory.digests import checksum_of
 from mooncake_store.memory.slot_memory import SlotMemory
 from tests.fuzz_serve.clients import Client, Clients
+from tests.fuzz_serve.engine import LAYOUT
 from tests.fuzz_serve.green import looking_into
 from tests.fuzz_serve.loop import Process
 from tests.fuzz_serve.memory import Memories
@@ -131,7 +132,7 @@ def check_memory(site: Deployment, memories: Memories, clients: Clients, is_dama
             payload = slots.payload(copy.slot, copy.size_bytes)
             if key in site.world.objects:
                 continue  # adopted by a later directory, which cannot tell it from a block
-            is_whole = checksum(payload) == copy.checksum
+            is_whole = checksum_of(payload, LAYOUT.layers) == copy.checksum
             assert key in expected, f"{copy} has a key of tokens that nobody asked for"
             assert is_whole or is_damaged, f"{copy} was overwritten: {slots.header(copy.slot)}"
             assert not is_whole or payload.tobytes() == expected[key], (

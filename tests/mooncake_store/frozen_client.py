@@ -14,9 +14,10 @@ import time
 
 import numpy as np
 
-from mooncake_store.client.store import Store, checksum
+from mooncake_store.client.store import Store
 from mooncake_store.errors import TransferTimeout
 from mooncake_store.layout import KvLayout, geometry
+from mooncake_store.memory.digests import checksum_of
 from mooncake_store.memory.segment import Segment, host_id
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_transport import NixlTransport
@@ -80,7 +81,14 @@ def use_store(node: NodeInfo) -> None:
         rows = []
         for key, (_, slot, generation, *_) in zip(keys, given.slots, strict=True):
             start = shape.slot_offset_bytes(slot)
-            rows.append((key, slot, generation, checksum(remote.view[start : start + block])))
+            rows.append(
+                (
+                    key,
+                    slot,
+                    generation,
+                    checksum_of(remote.view[start : start + block], LAYOUT.layers),
+                )
+            )
         assert all(directory.commit(node.node_id, rows, "writer", 60.0))
         copies = [places[0] for places in store.lookup(keys, "reader", 60.0)]
         assert store.read(copies[:1], pool, [0], 10.0) == [True]

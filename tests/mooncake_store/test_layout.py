@@ -7,9 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_store.layout import (
+    DIGEST_BYTES,
     HEADER_BYTES,
     SLOT_ALIGN_BYTES,
+    Geometry,
     KvLayout,
+    LayerRange,
+    PageLayout,
     blocks_touched,
     describe,
     describe_difference,
@@ -85,8 +89,53 @@ def test_units_fill_a_segment_and_never_leave_it(segment_bytes: int, unit_power:
     end_bytes = shape.payload_offset_bytes + shape.units * shape.unit_bytes
     assert end_bytes <= segment_bytes or shape.units == 0
     one_more = shape.units + 1
-    headers_bytes = -(-one_more * HEADER_BYTES // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+    cell = Geometry(shape.unit_bytes, 1, 0).digests(0, 1, 8)
+    assert cell is not None, "a unit has room for eight digests at least"
+    beside_bytes = HEADER_BYTES + max(HEADER_BYTES, shape.unit_bytes // 1024 * DIGEST_BYTES)
+    headers_bytes = -(-one_more * beside_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
     assert headers_bytes + one_more * shape.unit_bytes > segment_bytes, "room for another unit"
+
+
+@given(
+    units=st.integers(1, 500), unit_power=st.integers(12, 18), size_units=st.integers(1, 40),
+    layers=st.integers(1, 128), seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_digests_lie_between_headers_and_payloads_and_never_in_each_others_cells(
+    units: int, unit_power: int, size_units: int, layers: int, seed: int
+) -> None:
+    unit_bytes = 2**unit_power
+    shape = geometry(memory_bytes_for(units, unit_bytes, unit_bytes), unit_bytes)
+    slot = seed % units
+    size_bytes = min(size_units, units - slot) * unit_bytes - seed % unit_bytes
+    cell = shape.digests(slot, size_bytes, layers)
+    if size_bytes // layers >= 1024:
+        assert cell is not None, "a layer of a KiB always has room for its digest"
+    if cell is None:
+        return
+    assert cell.stop - cell.start == layers * DIGEST_BYTES
+    assert units * HEADER_BYTES <= cell.start and cell.stop <= shape.payload_offset_bytes
+    behind = slot + -(-size_bytes // unit_bytes)
+    after = shape.digests(behind, 1, 1) if behind < units else None
+    assert after is None or cell.stop <= after.start
+    before = shape.digests(slot - 1, unit_bytes, 8) if slot else None
+    assert before is None or before.stop <= cell.start
+
+
+def test_a_page_of_a_stage_holds_its_layers_and_nothing_else() -> None:
+    parts = [PageLayout(LAYOUT, LayerRange(0, 1)), PageLayout(LAYOUT, LayerRange(1, 3))]
+    whole = PageLayout.whole(LAYOUT)
+    assert sum(part.page_bytes for part in parts) == whole.page_bytes == LAYOUT.block_bytes
+    assert [part.is_whole for part in (*parts, whole)] == [False, False, True]
+    assert parts[1].page_offset_bytes(3) == 3 * 2 * LAYOUT.layer_bytes
+    assert [parts[1].layer_offset_bytes(layer) for layer in (1, 2)] == [0, LAYOUT.layer_bytes]
+    assert [whole.layer_offset_bytes(x) for x in range(3)] == [
+        LAYOUT.layer_offset_bytes(x) for x in range(3)
+    ]
+    for first, stop in ((0, 0), (2, 1), (-1, 2)):
+        with pytest.raises(ValueError, match="no range"):
+            LayerRange(first, stop)
+    with pytest.raises(ValueError, match="3 layers"):
+        PageLayout(LAYOUT, LayerRange(1, 4))
 
 
 @given(

@@ -51,6 +51,7 @@ from backends.engine.trtllm.settings import (
 from backends.engine.trtllm.staging_pool import PoolProblem, StagingPool
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import ConfigError
+from mooncake_store.layout import LayerRange
 
 log = logging.getLogger(__name__)
 READY_S_MAX = 60.0  # after the LLM was built: its connectors have reported before
@@ -74,6 +75,7 @@ class TrtllmEngine:
         self.is_connected = is_connected(config, self.role)
         shape, options, kv_dtype = self._checked(spec, config, folder, repository)
         self.layout = shape.layout(kv_dtype, spec.block_tokens, config.tp_size)
+        self.layers = LayerRange(0, self.layout.layers)
         self.context_tokens_max = min(shape.context_tokens_max, spec.pages_tokens)
         self.max_seq_len = spec.context_tokens_max or self.context_tokens_max
         self.vocabulary_tokens = shape.vocabulary_tokens

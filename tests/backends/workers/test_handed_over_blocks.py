@@ -15,6 +15,7 @@ from backends.workers.kv_writer import BlockPut
 from backends.workers.protocol import BlockRef, LayersReady
 from backends.workers.trtllm.decode import TrtllmDecode
 from mooncake_store.block_keys import block_keys, chain_seed
+from mooncake_store.layout import PageLayout
 from mooncake_store.transports.transport import ByteSpan
 from tests.backends.stepped_site import Client, Outbox, Site, SteppedWriter
 from tests.backends.stepped_store import FINGERPRINT, LAYOUT, NODE, SteppedStore
@@ -100,7 +101,7 @@ def store() -> SteppedStore:
 
 def loader(store: SteppedStore) -> tuple[KvLoader, np.ndarray]:
     pool = np.zeros(4 * LAYOUT.block_bytes, np.uint8)
-    return KvLoader(store, LAYOUT, pool, 1.0), pool  # type: ignore[arg-type]
+    return KvLoader(store, PageLayout.whole(LAYOUT), pool, 1.0), pool  # type: ignore[arg-type]
 
 
 def test_a_page_that_a_late_read_may_still_write_is_not_read_into_again(
@@ -120,14 +121,18 @@ def test_a_page_that_a_late_read_may_still_write_is_not_read_into_again(
     ours.refuse_late([0, 1])
 
 
+def a_writer(store: SteppedStore) -> SteppedWriter:
+    pool = np.zeros(LAYOUT.block_bytes, np.uint8)
+    return SteppedWriter(store, PageLayout.whole(LAYOUT), pool, Outbox(), 1.0, 1.0)  # type: ignore[arg-type]
+
+
 def test_whatever_goes_wrong_in_the_writer_ends_the_put(
     store: SteppedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = SteppedWriter(store, LAYOUT, np.zeros(LAYOUT.block_bytes, np.uint8), Outbox(), 1.0)  # type: ignore[arg-type]
+    writer = a_writer(store)
     keys = block_keys(np.arange(4), 4, chain_seed(FINGERPRINT))
     put = BlockPut("r", 4, [0], keys, first_block=0)
-    whole = store.slot_view
-    monkeypatch.setattr(store, "slot_view", lambda slot: whole(slot)[:1])  # cannot be copied into
+    monkeypatch.setattr(store, "write", lambda *_: 1 / 0)
     writer.layer_done(put, [0], 0)
     writer.step()
     monkeypatch.undo()
@@ -140,7 +145,7 @@ def test_whatever_goes_wrong_in_the_writer_ends_the_put(
 
 
 def test_nothing_is_written_for_a_put_that_ended(store: SteppedStore) -> None:
-    writer = SteppedWriter(store, LAYOUT, np.zeros(LAYOUT.block_bytes, np.uint8), Outbox(), 1.0)  # type: ignore[arg-type]
+    writer = a_writer(store)
     put = BlockPut("r", 4, [0], block_keys(np.arange(4), 4, chain_seed(FINGERPRINT)), 0)
     for layer in range(LAYOUT.layers):
         writer.layer_done(put, [0], layer)

@@ -15,6 +15,8 @@ from backends.workers.kv_loader import KvLoader, PageGuard
 from backends.workers.prefix_loading import SingleFlight
 from backends.workers.protocol import BlockRef, LayersReady
 from mooncake_store.client.store import checksum
+from mooncake_store.layout import PageLayout
+from mooncake_store.memory.digests import checksum_of
 from mooncake_store.records.blocks import Copy
 from tests.backends.stepped_store import LAYOUT, NODE, SteppedStore
 
@@ -28,7 +30,7 @@ class Source:
         self.store = SteppedStore(random.Random(seed))
         self.store.memory[:] = np.random.default_rng(seed).integers(0, 256, (400, BLOCK))
         self.pool = np.zeros(8 * BLOCK, np.uint8)
-        self.loader = KvLoader(self.store, LAYOUT, self.pool, 1.0)  # type: ignore[arg-type]
+        self.loader = KvLoader(self.store, PageLayout.whole(LAYOUT), self.pool, 1.0)  # type: ignore[arg-type]
         self.arrival = Arrival("r", [5, 2, 7, 0][:blocks])
         self.refs = [self.ref(index) for index in range(blocks)]
         self.read_blocks = 0
@@ -42,7 +44,7 @@ class Source:
 
     def ref(self, index: int, slot: int | None = None, generation: int = 1) -> BlockRef:
         slot = index if slot is None else slot
-        digest = checksum(self.store.memory[slot])
+        digest = checksum_of(self.store.memory[slot], LAYERS)
         return BlockRef(index, NODE, slot, generation, digest)
 
     def layer(self, layer: int, *refs: BlockRef) -> LayersReady:

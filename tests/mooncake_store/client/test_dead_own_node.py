@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake_store.errors import TransferFailed
-from tests.mooncake_store.client.test_store import BLOCK, World, keys_of, put
+from tests.mooncake_store.client.test_store import BLOCK, LAYOUT, World, keys_of, put
 from tests.mooncake_store.targets import TargetPool
 
 
@@ -20,7 +20,7 @@ def test_nothing_is_stored_on_a_node_that_died_before_the_directory_hears_of_it(
     assert slot is not None
     world.nodes["s0"].kill()
     with pytest.raises(TransferFailed, match="storage node s0 has died"):
-        store.commit([(keys[0], slot, 1)], "writer", 60.0)
+        store.commit([(keys[0], slot, [1] * LAYOUT.layers)], "writer", 60.0)
     with pytest.raises(TransferFailed, match="storage node s0 has died"):
         store.allocate(keys[1:], "writer", 60.0)
     assert store.lookup(keys, "reader", 60.0) == []

@@ -132,9 +132,9 @@ def put(store: Store, keys: list[bytes], owner: str = "writer", is_ephemeral: bo
     rows = []
     for key, slot in zip(keys, given.slots, strict=True):
         assert slot is not None
-        view = store.slot_view(slot)
-        view[:] = content(key)
-        rows.append((key, slot, checksum(view)))
+        [digests] = store.write([slot], content(key), [0], DEADLINE_S)
+        assert digests is not None
+        rows.append((key, slot, digests))
     assert all(store.commit(rows, owner, 60.0))
 
 
@@ -323,7 +323,9 @@ def test_the_header_of_a_committed_slot_names_its_block(mapped: World, seed: int
     with Segment.open(mapped.nodes["s0"].info.segment_path) as segment:
         at = shape.header_offset_bytes(copy.slot)
         header = SlotHeader.unpack(segment.view[at : at + HEADER_BYTES].tobytes())
-    assert header == SlotHeader(STATE_READY, copy.generation, key, copy.checksum, BLOCK)
+    assert header == SlotHeader(
+        STATE_READY, copy.generation, key, copy.checksum, BLOCK, False, LAYOUT.layers
+    )
 
 
 def test_a_worker_whose_node_is_not_registered_is_told_what_to_start(mapped: World) -> None:
@@ -364,7 +366,7 @@ def test_a_restarted_directory_costs_the_blocks_but_not_the_mapping(
     put(store, keys)
     [slot, *_] = store.allocate(keys_of(1, seed + 1), "writer", 60.0).slots
     assert slot is not None
-    view = store.slot_view(slot)
+    segment = store._own.segment
     mapped.directory.directory = Directory(epoch=2)
     for node in mapped.nodes.values():
         mapped.directory.up(node.info)
@@ -372,8 +374,9 @@ def test_a_restarted_directory_costs_the_blocks_but_not_the_mapping(
     put(store, keys)
     copies = choose(store.lookup(keys, "reader", 60.0), "s0")
     assert all(store.read(copies, pool, [0, BLOCK, 2 * BLOCK], DEADLINE_S))
-    assert store.slot_view(slot).ctypes.data == view.ctypes.data, "mapped once more for nothing"
-    assert store.commit([(keys[0], slot, 1)], "writer", 60.0) == [False], "of an earlier epoch"
+    assert store._own.segment is segment, "mapped once more for nothing"
+    row = (keys[0], slot, [1] * LAYOUT.layers)
+    assert store.commit([row], "writer", 60.0) == [False], "of an earlier epoch"
 
 
 @pytest.mark.parametrize("is_released", [False, True], ids=["under way", "arrived"])

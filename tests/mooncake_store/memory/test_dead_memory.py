@@ -16,7 +16,6 @@ import pytest
 from mooncake_store.client.store import Store
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.layout import KvLayout
-from mooncake_store.memory.buffers import checksum
 from tests.mooncake_store.processes import NodeProcess, SiteProcesses
 from tests.mooncake_store.site import pause
 from tests.mooncake_store.targets import ROOT
@@ -67,9 +66,9 @@ def attempted(store: Store, key: bytes, value: int) -> bool:
         return False
     if slot is None:
         return False
-    view = store.slot_view(slot)
-    view[:] = value
-    return store.commit([(key, slot, checksum(view))], "writer", 60.0) == [True]
+    block = np.full(LAYOUT.block_bytes, value, np.uint8)
+    [digests] = store.write([slot], block, [0], PATIENCE_S)
+    return digests is not None and store.commit([(key, slot, digests)], "writer", 60.0) == [True]
 
 
 def test_an_idle_worker_gives_the_memory_of_a_dead_node_back(
@@ -93,9 +92,9 @@ def test_a_view_in_use_keeps_its_memory_until_it_is_dropped(
     node = site.nodes["s0"]
     [slot] = store.allocate([b"a" * 16], "writer", 60.0).slots
     assert slot is not None
-    views = [store.slot_view(slot)]
+    views = [store._own.segment.view[-LAYOUT.block_bytes :]]
     node.end(signal.SIGKILL)
-    until(lambda: not np.shares_memory(views[0], store.slot_view(slot)), "the worker to let go")
+    until(lambda: store._own.now() is None, "the worker to let go")
     assert is_mapped(node)
     views[0][:] = 7
     assert (views[0] == 7).all()
@@ -113,7 +112,9 @@ def test_a_late_writer_does_not_touch_the_next_life_of_its_node(
     stored(store, b"b" * 16, 2)
     [[copy]] = store.lookup([b"b" * 16], "reader", 60.0)
     assert copy.slot == late.slot, "the same place, in another life"
-    store.slot_view(late)[:] = 9
+    nines = np.full(LAYOUT.block_bytes, 9, np.uint8)
+    assert store.write([late], nines, [0], PATIENCE_S) == [None]
+    assert store.commit([(b"a" * 16, late, [9] * LAYOUT.layers)], "late", 60.0) == [False]
     page = np.zeros(LAYOUT.block_bytes, np.uint8)
     assert store.read([copy], page, [0], PATIENCE_S) == [True] and (page == 2).all()
 

@@ -160,9 +160,9 @@ def test_a_damaged_manifest_is_put_aside_loudly_and_the_tier_starts_empty(
 
 
 def test_another_version_is_refused_and_left_as_it_is_unless_told_to_reset(path: Path) -> None:
-    raw = pack_header(SHAPE, version=2) + pack_put(entry(0, 1))
+    raw = pack_header(SHAPE, version=1) + pack_put(entry(0, 1))
     path.write_bytes(raw)
-    with pytest.raises(ManifestVersion, match=r"version 2, this release writes 1: .*--ssd-reset"):
+    with pytest.raises(ManifestVersion, match=r"version 1, this release writes 2: .*--ssd-reset"):
         Manifest(str(path), SHAPE)
     assert path.read_bytes() == raw
     Manifest(str(path), SHAPE, must_reset=True).close()

@@ -1,0 +1,204 @@
+"""Layers of blocks into slots that somebody allocated, and the word that a block is complete.
+
+The writers of one block may be several processes, on several hosts, each with some of its layers.
+Whoever allocated the slot leases it, and the header there says "writing" with its generation; so
+each writer looks at the header before it writes, and one whose slot has been given away since
+writes nothing. What a writer hands back are the digests of what it wrote. With those of all layers,
+from however many writers, anybody completes the block: digests, checksum and header, and then the
+directory hears of it (store.py). A share that is late, or lost, or of other bytes than its digests
+say, never becomes part of a block that is believed: without its digests nobody can complete the
+block, and bytes that come later do not fit them.
+
+Not here: who has which layers (the pipeline's business), leases (the directory).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mooncake_store.client.block_reader import HeaderReader
+from mooncake_store.client.fetcher import OwnSegment
+from mooncake_store.errors import TransferFailed, TransferTimeout
+from mooncake_store.layout import STATE_READY, STATE_WRITING, KvLayout
+from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.digests import (
+    block_checksum,
+    copy_and_digest,
+    layer_digests,
+    pack_digests,
+    unpack_digests,
+)
+from mooncake_store.memory.registrations import Scratch
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
+from mooncake_store.records.blocks import Copy, Slot
+from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
+from mooncake_store.transports.mapped_transport import MappedTransport
+from mooncake_store.transports.movers import parts_of
+from mooncake_store.transports.transport import ByteSpan, LocalSpan
+
+PART_BYTES = 4 * 1024**2  # hashed, and sent while it lies in the CPU's cache
+FINISH_S_MAX = 5.0  # headers and digests: a few KiB
+WrittenBlock = tuple[bytes, Slot, Sequence[int]]  # key, where, the digests of all its layers
+
+
+class LayerWrite(NamedTuple):
+    """Consecutive layers of one block, and where in the block they start."""
+
+    slot: Slot
+    start_bytes: int
+    source: ByteArray
+
+
+class LayerWriter:
+    """Into nodes other than the own one. Thread-safe."""
+
+    def __init__(
+        self, nodes: KnownNodes, headers: HeaderReader, scratch: Scratch, layout: KvLayout
+    ) -> None:
+        self._nodes = nodes
+        self._headers = headers
+        self._scratch = scratch
+        self._layout = layout
+
+    def copy(self, memory: SlotMemory, write: LayerWrite) -> tuple[int, ...] | None:
+        """Into mapped memory: the digests of what was written; None when the slot is not being
+        filled under this generation, so nothing was."""
+        slot, start_bytes, source = write
+        if not memory.is_being_written(slot.slot, slot.generation):
+            return None
+        target = memory.payload(slot.slot, self._layout.block_bytes)
+        target = target[start_bytes : start_bytes + source.nbytes]
+        return unpack_digests(copy_and_digest(target, source, self._layers_in(source)))
+
+    def _layers_in(self, source: ByteArray) -> int:
+        return source.nbytes // self._layout.layer_bytes
+
+    def send(
+        self, node_id: str, writes: Sequence[LayerWrite], deadline_s: float
+    ) -> list[tuple[int, ...] | None]:
+        """The same into any node. TransferFailed, TransferTimeout: of none it is known."""
+        node, until_s = self._access(node_id), time.monotonic() + deadline_s
+        try:
+            if isinstance(node.transport, MappedTransport):
+                with node.transport.owned(node.info) as view:
+                    memory = SlotMemory(view, node.shape)
+                    return [self.copy(memory, write) for write in writes]
+            begun = self._begun(node, [write.slot for write in writes])
+            found: list[tuple[int, ...] | None] = [None] * len(writes)
+            ours = [index for index, header in enumerate(begun) if header is not None]
+            for part in parts_of(ours, lambda index: writes[index].source.nbytes, PART_BYTES):
+                digests = self._send(node, [writes[index] for index in part], until_s)
+                for index, of_layers in zip(part, digests, strict=True):
+                    found[index] = of_layers
+            return found
+        except TransferTimeout:
+            raise
+        except TransferFailed:
+            self._nodes.mark_bad(node.info)
+            raise
+
+    def _send(
+        self, node: NodeAccess, part: Sequence[LayerWrite], until_s: float
+    ) -> list[tuple[int, ...]]:
+        digests = [
+            unpack_digests(layer_digests(write.source, self._layers_in(write.source)))
+            for write in part
+        ]
+        sources: list[LocalSpan] = [
+            (write.source, ByteSpan(0, write.source.nbytes)) for write in part
+        ]
+        targets = [
+            ByteSpan(
+                node.shape.slot_offset_bytes(write.slot.slot) + write.start_bytes,
+                write.source.nbytes,
+            )
+            for write in part
+        ]
+        node.transport.write(node.info, sources, targets, _left(until_s))
+        return digests
+
+    def finish(self, node_id: str, blocks: Sequence[WrittenBlock]) -> list[bool]:
+        """Digests and header of blocks that are written whole; False: the slot is not ours."""
+        node, until_s = self._access(node_id), time.monotonic() + FINISH_S_MAX
+        size_bytes = self._layout.block_bytes
+        try:
+            if isinstance(node.transport, MappedTransport):
+                with node.transport.owned(node.info) as view:
+                    memory = OwnSegment(node.info, view, node.shape)
+                    return [memory.finish_begun(*block, size_bytes) for block in blocks]
+            begun = self._begun(node, [slot for _, slot, _ in blocks])
+            pieces: list[tuple[int, bytes]] = []  # offset in the segment, bytes
+            done = []
+            for (key, slot, digests), header in zip(blocks, begun, strict=True):
+                done.append(header is not None and header.key == key)
+                if header is not None and done[-1]:
+                    pieces += self._completion(node, header, slot, pack_digests(digests))
+            self._write_pieces(node, pieces, until_s)
+            return done
+        except TransferTimeout:
+            raise
+        except TransferFailed:
+            self._nodes.mark_bad(node.info)
+            raise
+
+    def _completion(
+        self, node: NodeAccess, begun: SlotHeader, slot: Slot, packed: bytes
+    ) -> list[tuple[int, bytes]]:
+        """What says in the segment that the block is complete."""
+        size_bytes, layers = self._layout.block_bytes, self._layout.layers
+        header = begun._replace(
+            state=STATE_READY, checksum=block_checksum(packed), length_bytes=size_bytes,
+            layers=layers,
+        )  # fmt: skip
+        pieces = [(node.shape.header_offset_bytes(slot.slot), header.pack())]
+        cell = node.shape.digests(slot.slot, size_bytes, layers)
+        if cell is not None:
+            pieces.insert(0, (cell.start, packed))
+        return pieces
+
+    def _write_pieces(
+        self, node: NodeAccess, pieces: Sequence[tuple[int, bytes]], until_s: float
+    ) -> None:
+        if not pieces:
+            return
+        raw = b"".join(piece for _, piece in pieces)
+        with self._scratch.take(len(raw)) as buffer:
+            buffer[: len(raw)] = np.frombuffer(raw, np.uint8)
+            sources: list[LocalSpan] = []
+            at = 0
+            for _, piece in pieces:
+                sources.append((buffer, ByteSpan(at, len(piece))))
+                at += len(piece)
+            targets = [ByteSpan(start, len(piece)) for start, piece in pieces]
+            node.transport.write(node.info, sources, targets, _left(until_s))
+
+    def _begun(self, node: NodeAccess, slots: Sequence[Slot]) -> list[SlotHeader | None]:
+        """The headers of slots that are being filled under these very generations."""
+        size_bytes = self._layout.block_bytes
+        copies = [Copy(node.info.node_id, s.slot, s.generation, 0, size_bytes) for s in slots]
+        return [
+            header
+            if header is not None
+            and (header.state, header.generation) == (STATE_WRITING, slot.generation)
+            else None
+            for header, slot in zip(
+                self._headers.read_all(copies, must_come=True), slots, strict=True
+            )
+        ]
+
+    def _access(self, node_id: str) -> NodeAccess:
+        node = self._nodes.access(node_id)
+        if node is None:
+            raise TransferFailed(f"storage node {node_id} cannot be written from here now")
+        return node
+
+
+def _left(until_s: float) -> float:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TransferTimeout("the deadline passed before everything was written")
+    return left_s
