@@ -8,7 +8,7 @@ mistake with its remedy. Not here: tensors (tensors.py), the conductor's schedul
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -51,6 +51,10 @@ class WorkerConfig:
     transport: str = "auto"  # auto | mapped | nixl | tcp: how bytes leave the store (auto is right)
     lease_s: float = 30.0  # how long blocks of a request are protected without a sign of life
     transfer_s_max: float = 5.0  # deadline of one transfer; later it counts as a miss
+    # Prefill workers that share the layers of the model and compute a long prompt together.
+    pipeline_group: str = ""  # its name, the same in each of them; empty: none
+    pipeline_stage: int = 0  # 0 to pipeline_stages - 1, another one in each
+    pipeline_stages: int = 1  # how many they are
 
     def problems(self) -> list[str]:
         found = []
@@ -77,7 +81,21 @@ class WorkerConfig:
             )
         if not self.store_node:
             found.append("store_node must name a storage node, s0 say")
+        found += self._pipeline_problems()
         return found
+
+    def _pipeline_problems(self) -> Iterator[str]:
+        if self.pipeline_stages < 1:
+            yield f"pipeline_stages is {self.pipeline_stages}; use the number of the group's stages"
+        elif not 0 <= self.pipeline_stage < self.pipeline_stages:
+            yield (
+                f"pipeline_stage is {self.pipeline_stage}; use 0 to pipeline_stages - 1 "
+                f"({self.pipeline_stages - 1})"
+            )
+        if self.pipeline_stages > 1 and not self.pipeline_group:
+            yield "pipeline_group is empty; give all stages of the group one name"
+        if self.pipeline_group and self.engine == "tensorrt_llm":
+            yield "pipeline_group needs the torch engine; tensorrt_llm has pipelines of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +128,8 @@ class DecodeConfig(WorkerConfig):
 
     def problems(self) -> list[str]:
         found = WorkerConfig.problems(self)
+        if self.pipeline_group:
+            found.append("pipeline_group is for prefill workers; a decode worker has all layers")
         if not 1 <= self.slots <= 4096:
             found.append(f"slots is {self.slots}; use 1 to 4096")
         if self.queue_requests_max < 1:

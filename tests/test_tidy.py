@@ -41,13 +41,13 @@ FLOORS = {
     "backends": [
         {"cli"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
         {"launcher"}, {"cluster"}, {"triton"},
-        {"frontend"}, {"frontend/lifecycle"}, {"workers/trtllm"}, {"workers"},
+        {"frontend"}, {"frontend/lifecycle"}, {"workers/trtllm", "workers/pipeline"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
         {"metrics"}, {"config_pbtxt", "tensors", "launch_secret", "worker_tls"}, {"errors"},
     ],
     "loadtest": [
-        {"locustfile"}, {"bench", "clients"}, {"planner"}, {"users", "simulator"}, {"profile"},
+        {"locustfile"}, {"bench", "clients"}, {"planner"}, {"users", "simulator", "profile"},
         {"harness"}, {"replay"}, {"report"}, {"client"}, {"results"},
     ],
 }  # fmt: skip

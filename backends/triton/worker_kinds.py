@@ -13,6 +13,7 @@ from backends.engine.trtllm import settings as trtllm_settings
 
 if TYPE_CHECKING:  # Triton tries a wrong config.pbtxt again every second: import late
     from backends.workers.decode_worker import DecodeWorker
+    from backends.workers.pipeline.later_stage import StageWorker
     from backends.workers.prefill_worker import PrefillWorker
 
 
@@ -40,6 +41,12 @@ def make_driver(role: str, model: str, repository: str, config: Any, *of_engine:
 
         kind = TrtllmPrefill if role == "prefill" else TrtllmDecode
         return kind(model, config, repository, *of_engine)
+    if config.pipeline_stages > 1:
+        from backends.workers.pipeline.first_stage import PipelinePrefill
+        from backends.workers.pipeline.stage_prefill import StagePrefill, load_stage
+
+        of_stage = StagePrefill if config.pipeline_stage else PipelinePrefill
+        return of_stage(load_stage(config, repository), config)
     from backends.workers.step_driver import StepDecode, StepPrefill, load_engine
 
     return (StepPrefill if role == "prefill" else StepDecode)(load_engine(config, repository))
@@ -47,13 +54,17 @@ def make_driver(role: str, model: str, repository: str, config: Any, *of_engine:
 
 def make_worker(
     role: str, model: str, repository: str, config: Any, *of_engine: Any
-) -> PrefillWorker | DecodeWorker:
+) -> PrefillWorker | StageWorker | DecodeWorker:
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.prefill_worker import PrefillWorker
 
     driver = make_driver(role, model, repository, config, *of_engine)
     try:
         worker = PrefillWorker if role == "prefill" else DecodeWorker
+        if config.pipeline_stage:
+            from backends.workers.pipeline.later_stage import StageWorker
+
+            return StageWorker(model, config, repository, driver)
         return worker(model, config, repository, driver)
     except BaseException:
         driver.close()

@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from backends.engine.interface import ServingEngine
+from backends.workers.kv_loader import KvLoader
+from backends.workers.protocol import WorkerMessage
+from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX
 
 W = TypeVar("W")  # the worker that it drives
 J = TypeVar("J")  # that worker's jobs
@@ -86,6 +89,30 @@ class Driver(ABC, Generic[W, J]):
     def series(self) -> Iterable[tuple[str, dict[str, str], float]]:
         """(metric, labels, value): what the engine itself has for the metrics page."""
         return ()
+
+    # -- what an engine that is spread over several workers needs (pipeline/)
+
+    @property
+    def is_available(self) -> bool:
+        """Jobs can be taken. With the lock held."""
+        return True
+
+    @property
+    def message_bytes_max(self) -> int:
+        """Of a frame that comes to the worker's inbox from another host."""
+        return MESSAGE_BYTES_MAX
+
+    def heard(self, message: WorkerMessage) -> None:
+        """A message that is not the worker's own business. In the inbox's thread."""
+
+    def prefix_loader(self, loader: KvLoader) -> KvLoader:
+        """What brings the cached prefix into the pages, which `loader` does here."""
+        return loader
+
+    def behind(self, job: J, action: Callable[[], None]) -> None:
+        """`action` when nobody elsewhere is at the pages of a job that leaves. With the lock
+        held."""
+        action()
 
     def close(self) -> None:
         """End the engine; also before `begin`, and twice."""

@@ -10,6 +10,7 @@ Not here: Triton (prefill/model.py), steps and engines (step_driver.py, trtllm/p
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -57,8 +58,9 @@ class PrefillWorker(JobWorker[PrefillJob]):
             overhead_tokens=self.estimate.overhead_tokens,
         )  # fmt: skip
         self._prefixes = PrefixLoading(
-            store, self._loader, config.store_node, config.lease_s, config.transfer_s_max
-        )
+            store, driver.prefix_loader(self._loader), config.store_node, config.lease_s,
+            config.transfer_s_max,
+        )  # fmt: skip
         driver.begin(self)
         self._serve()
 
@@ -198,8 +200,11 @@ class PrefillWorker(JobWorker[PrefillJob]):
             del self.jobs[job.request_id]
             pages = self.batching.remove(job.request_id)
             self.driver.abort(job)
-            # What it holds goes back behind the writer's last work on it.
-            self.writer.then(lambda job=job, pages=pages: self._left(job, pages))  # type: ignore[misc]
+            self.driver.behind(job, functools.partial(self._leave, job, pages))
+
+    def _leave(self, job: PrefillJob, pages: list[int]) -> None:
+        """What it holds goes back behind the writer's last work on it."""
+        self.writer.then(lambda: self._left(job, pages))
 
     def _left(self, job: PrefillJob, pages: list[int]) -> None:
         """In the writer's thread: it goes without an answer."""

@@ -7,10 +7,11 @@ which of them a worker takes.
 *Messages* go to the inbox of one very process, rather than to "whoever serves that model now" (a
 model name may be served by two processes while a config.pbtxt reloads): stop a request, hand-over
 progress from prefill to decode, the tokens of all streams that a frontend has at a decode worker,
-one message per step (token_streams.py), and which of its requests a worker has in hand. Losing one
-is harmless: hand-over progress only saves time, a stop is sent again while the request lives, and
-lost tokens are noticed. What comes from outside this launch is dropped: it does not know its secret
-(launch_secret.py).
+one message per step (token_streams.py), which of its requests a worker has in hand, and the steps
+of a pipeline group, from stage to stage, with their hidden states. Losing one is harmless: progress
+of a hand-over only saves time, a stop is sent again while the request lives, lost tokens are
+noticed, and a group that misses a step begins anew. What comes from outside this launch is dropped:
+it does not know its secret (launch_secret.py).
 
 Not here: the store's protocol (mooncake_store/wire/directory_protocol.py).
 """
@@ -27,7 +28,8 @@ import numpy as np
 from backends import launch_secret
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
 from backends.errors import InvalidRequest, WorkerGone
-from mooncake_store.wire.mailbox import Inbox, Outbox
+from mooncake_store.records.blocks import Copy, Slot
+from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX, Inbox, Outbox
 
 # Tensors of the worker models.
 REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
@@ -198,7 +200,108 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     request_ids: list[str]
 
 
-WorkerMessage = LayersReady | Stop | DrainWorker | Tokens | FirstToken | Heartbeat
+class GroupBegins(msgspec.Struct, frozen=True, tag="group"):
+    """A pipeline group is whole (stage 0 -> each other stage): from now on work of this epoch only.
+
+    The stage is to finish or drop what it has of earlier epochs, and then says StageBeat.
+    """
+
+    epoch: str
+    first_inbox: str
+    next_inbox: str  # of the next stage; "" for the last
+    chunk_tokens: int  # longest step
+
+
+class StageBeat(msgspec.Struct, frozen=True, tag="beat"):
+    """A stage is there (stage -> stage 0): in this epoch; "": in none, it has lost its place."""
+
+    epoch: str
+    stage: int
+    incarnation: str
+
+
+class PrefixWanted(msgspec.Struct, frozen=True, tag="prefix_wanted"):
+    """Read your layers of these blocks into these pages (stage 0 -> each other stage)."""
+
+    epoch: str
+    number: int
+    copies: list[Copy]
+    pages: list[int]
+
+
+class PrefixLoaded(msgspec.Struct, frozen=True, tag="prefix_loaded"):
+    """So many leading blocks are in the pages, and nothing more will be written there."""
+
+    epoch: str
+    stage: int
+    number: int
+    blocks: int
+
+
+class LastTokens(msgspec.Struct, frozen=True, array_like=True):
+    """What the last stage needs to sample: of a prompt that a step completes."""
+
+    sampling: SamplingParams
+    prompt_ids: bytes  # int32
+    output_ids: bytes
+
+
+class StageWork(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk of a step, and where the KV of the blocks that it completes goes."""
+
+    request_id: str
+    start: int
+    tokens: int
+    pages: list[int]
+    kv_tokens: int
+    reserve_tokens: int
+    decode_inbox: str
+    slots: list[tuple[int, Slot]]  # of each completed block that the store lacks
+    last: LastTokens | None = None
+
+
+class StageStep(msgspec.Struct, frozen=True, tag="step"):
+    """A step of a pipeline group (stage -> next stage); hidden states are attached to it."""
+
+    epoch: str
+    number: int  # consecutive within an epoch
+    works: list[StageWork]
+    error: str = ""  # a stage failed with it: nothing is attached, and nothing is to be computed
+
+
+class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
+    """The last stage has computed a step (-> stage 0)."""
+
+    epoch: str
+    number: int
+    token_ids: list[int]  # of each work; -1 where none was due
+    errors: list[str]  # of each work; of all of them when the step failed
+
+
+class StageWritten(msgspec.Struct, frozen=True, tag="written"):
+    """What a stage computed of a step is in the store, not committed yet (-> stage 0)."""
+
+    epoch: str
+    stage: int
+    number: int
+    digests: list[dict[int, dict[int, int]]]  # of each work: of the layers of its blocks
+    errors: list[str]  # of each work
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedStep:
+    """A step with its hidden states, as they came."""
+
+    step: StageStep
+    hidden: memoryview
+
+
+STAGE_ANSWERS = StageBeat | PrefixLoaded | StageComputed | StageWritten
+WorkerMessage = (
+    LayersReady | Stop | DrainWorker | Tokens | FirstToken | Heartbeat
+    | GroupBegins | StageBeat | PrefixWanted | PrefixLoaded
+    | StageStep | StageComputed | StageWritten
+)  # fmt: skip
 WorkerInbox = Inbox[WorkerMessage]
 WorkerOutbox = Outbox[WorkerMessage]
 _decode_message = msgspec.msgpack.Decoder(WorkerMessage)
@@ -243,14 +346,27 @@ def check_version(given: object) -> None:
         )
 
 
+def attached(message: WorkerMessage, attachment: memoryview) -> ArrivedStep:
+    """The one message that has large bytes beside it."""
+    if not isinstance(message, StageStep):
+        raise InvalidRequest(f"{type(message).__name__} has no attachment")
+    return ArrivedStep(message, attachment)
+
+
 def open_inbox(
-    address: str, on_messages: Callable[[list[WorkerMessage]], float | None]
+    address: str,
+    on_messages: Callable[[list[WorkerMessage]], float | None],
+    message_bytes_max: int = MESSAGE_BYTES_MAX,
 ) -> WorkerInbox:
     listen = address
     if (listening_host := os.environ.get(LISTEN_VARIABLE)) and address.startswith("tcp://"):
         listen = f"tcp://{listening_host}:{address.rpartition(':')[2]}"
     secret = launch_secret.secret_of_launch()
-    return Inbox(address, decode_message, on_messages, secret, listen=listen)
+    return Inbox(
+        address, decode_message, on_messages, secret, listen=listen,
+        attach=attached,  # type: ignore[arg-type]
+        message_bytes_max=message_bytes_max,
+    )  # fmt: skip
 
 
 def open_outbox() -> WorkerOutbox:

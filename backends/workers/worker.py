@@ -104,10 +104,15 @@ class JobWorker(ABC, Generic[J]):
             worker_id=self.process.worker_id,
             incarnation=self.process.incarnation,
             pages_used=self._pages.used_pages,
-            is_draining=self.is_closing or self.is_draining or self.process.is_lost,
+            is_draining=self._takes_none,
             oldest_step_s=self.process.watch.age_s(time.monotonic()),
             **of_role,
         )
+
+    @property
+    def _takes_none(self) -> bool:
+        is_leaving = self.is_closing or self.is_draining or self.process.is_lost
+        return is_leaving or not self.driver.is_available
 
     def check(self) -> None:
         """Prove the invariants of everything that this worker owns."""
@@ -211,6 +216,8 @@ class JobWorker(ABC, Generic[J]):
             self.stop(message.request_id)
         elif isinstance(message, DrainWorker):
             self._drain(message)
+        else:
+            self.driver.heard(message)
 
     def _drain(self, message: DrainWorker) -> None:
         with self.lock:

@@ -86,7 +86,10 @@ class WorkerProcess:
         self.store.register_buffer(self.engine.kv_pool)
         self.outbox = open_outbox()
         self._on_message = on_message
-        self.inbox = open_inbox(inbox_address(f"{worker_id}-{self.incarnation}"), self._on_messages)
+        self.inbox = open_inbox(
+            inbox_address(f"{worker_id}-{self.incarnation}"), self._on_messages,
+            driver.message_bytes_max,
+        )  # fmt: skip
         profile = machine_profile.load_or_measure(
             driver, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )
@@ -137,6 +140,9 @@ class WorkerProcess:
             transfer_latency_s=self.store.latencies_s(),  # as those found them
             grpc_address=os.environ.get("MOONCAKE_GRPC", ""),
             is_native=is_native,
+            pipeline_group=config.pipeline_group,
+            pipeline_stage=config.pipeline_stage,
+            pipeline_stages=config.pipeline_stages,
         )
 
     def _context_tokens_max(self, folder: Path) -> int:

@@ -103,7 +103,9 @@ class Pair:
     prefill: PrefillWorker
     decode: DecodeWorker
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **parameters: str) -> None:
+    def __init__(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int = 1, **parameters: str
+    ) -> None:
         self.directory = PairDirectory()
         path = f"/dev/shm/mooncake-test-{os.getpid()}-{secrets.token_hex(4)}"
         self._node = MappedNode(path, NODE)
@@ -118,12 +120,36 @@ class Pair:
         unmeasured = machine_profile.MachineProfile((), (), 0.0)
         monkeypatch.setattr(machine_profile, "load_or_measure", lambda *_: unmeasured)
         raw = {"transport": "mapped", "kv_pages": "64", "block_tokens": "64", **parameters}
+        self._repository, self._raw, self._stages = str(tmp_path / "repository"), raw, stages
         self._workers: list[Any] = []
+        self.stages: list[Any] = []  # of prefill, without the first
         for role in ("prefill", "decode"):
-            configs = read_worker_configs(role, f"{role}_0", raw, 1)
-            worker = make_worker(role, f"{role}_0", str(tmp_path / "repository"), *configs)
+            of_group = self.of_stage(0) if role == "prefill" else {}
+            configs = read_worker_configs(role, f"{role}_0", raw | of_group, 1)
+            worker = make_worker(role, f"{role}_0", self._repository, *configs)
             setattr(self, role, worker)
             self._workers.append(worker)
+        for stage in range(1, stages):
+            self.stages.append(self.start_stage(stage))
+
+    def of_stage(self, stage: int) -> dict[str, str]:
+        """What the config.pbtxt of a stage has beside the rest."""
+        if self._stages == 1:
+            return {}
+        values = {"group": "g0", "stage": str(stage), "stages": str(self._stages)}
+        return {f"pipeline_{name}": value for name, value in values.items()}
+
+    def start_stage(self, stage: int, name: str = "", **parameters: str) -> Any:
+        name = name or f"prefill_stage_{stage}"
+        raw = self._raw | self.of_stage(stage) | parameters
+        configs = read_worker_configs("prefill", name, raw, 1)
+        return make_worker("prefill", name, self._repository, *configs)
+
+    def wait_until_whole(self) -> None:
+        """All stages of the group are ready."""
+        with self.prefill.lock:
+            available = lambda: self.prefill.driver.is_available  # noqa: E731
+            assert self.prefill.lock.wait_for(available, WAIT_S), "the group is not whole"
 
     def ask(self, prompt: list[int], **request: Any) -> Asked:
         asked = Asked(self, f"r{next(self._numbers)}", prompt, **request)
@@ -159,13 +185,15 @@ class Pair:
             worker.check()
 
     def close(self) -> None:
-        for worker in self._workers:
+        for worker in [*self._workers, *self.stages]:
             worker.close(WAIT_S)
         self._node.close()
 
 
-def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **parameters: str) -> Iterator[Pair]:
-    pair = Pair(tmp_path, monkeypatch, **parameters)
+def pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int = 1, **parameters: str
+) -> Iterator[Pair]:
+    pair = Pair(tmp_path, monkeypatch, stages, **parameters)
     try:
         yield pair
     finally:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from conductor import ConductorConfig
 from loadtest.harness.result import Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
+from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.experiments import constants
@@ -54,7 +55,7 @@ class WatchedFleet(SimulatedFleet):
         self.counts: list[ReplicaCount] = []
         self._policy, self._ranked = policy, ranked
         self._nodes = {f"s{number}" for number in range(shape.prefills)}
-        super().__init__(config, shape, shape.gpu())
+        super().__init__(config, shape, Roofline())
         self.reported = lambda fleet: self._count()
 
     def _on_events(self, events: Sequence[Event]) -> None:

@@ -1,0 +1,311 @@
+"""Stage 0 of a pipeline group, as the driver of a prefill worker: all requests are its own.
+
+It batches, picks pages and slots for all stages (their pools are equal, so page i holds the same
+tokens everywhere), computes its layers, and sends the plan of the step with the hidden states to
+the next stage. It does not wait for the last stage before it computes the next chunk: while chunk i
+is at stage 1, chunk i + 1 is here. Each stage writes its layers of a block into the slots that are
+allocated here, and says their digests; with all of them the block is committed. The last stage
+samples. So a request has its leases, pages and answer in one process, and the others have plans.
+
+When the group breaks (group.py), its requests fail with the errors that send them elsewhere, and
+pages that another stage may still use wait until all stages are in the next epoch.
+
+Not here: what the other stages do (later_stage.py), steps in flight (step_window.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from backends.config_pbtxt import PrefillConfig
+from backends.engine.batching.batching import Chunk
+from backends.engine.interface import Work
+from backends.engine.torch.torch_engine import TorchEngine
+from backends.errors import WorkerGone, WorkerUnavailable
+from backends.workers.jobs import PrefillJob
+from backends.workers.kv_loader import KvLoader
+from backends.workers.pipeline import group
+from backends.workers.pipeline.group import PipelineGroup
+from backends.workers.pipeline.stage_prefill import StagePrefill
+from backends.workers.pipeline.step_window import SentStep, StepWindow
+from backends.workers.prefill_worker import PrefillWorker
+from backends.workers.protocol import (
+    GroupBegins,
+    LastTokens,
+    PrefixLoaded,
+    PrefixWanted,
+    StageBeat,
+    StageComputed,
+    StageStep,
+    StageWork,
+    StageWritten,
+    WorkerMessage,
+)
+from mooncake_store.errors import StoreError
+from mooncake_store.layout import blocks_touched
+from mooncake_store.records.blocks import Copy
+
+log = logging.getLogger(__name__)
+LOOK_S = 0.5  # between two looks at who is registered
+
+
+class PipelinePrefill(StagePrefill):
+    def __init__(self, engine: TorchEngine, config: PrefillConfig) -> None:
+        super().__init__(engine, config)
+        self._window = StepWindow(config.pipeline_stages)
+        self._parked: list[int] = []  # pages that another stage may use until it is in a new epoch
+        self._is_closed = threading.Event()
+
+    def begin(self, worker: PrefillWorker) -> None:
+        """Raises ConfigError with every mistake against the stages that are registered."""
+        super().begin(worker)
+        own = worker.process.info
+        self._group = PipelineGroup(own)
+        group.refuse_mistakes(own, worker.process.directory.workers())
+        threading.Thread(target=self._watch, name="group", daemon=True).start()
+
+    def close(self) -> None:
+        self._is_closed.set()
+        super().close()
+
+    # -- the group
+
+    @property
+    def is_available(self) -> bool:
+        return self._group.is_whole
+
+    def _watch(self) -> None:
+        """Looks after the group, beside the engine's thread, which a step may keep busy."""
+        worker = self._worker
+        while not self._is_closed.wait(LOOK_S):
+            try:
+                workers = worker.process.directory.workers()
+            except StoreError as error:
+                log.debug("who is registered is not known: %s", error)
+                workers = None
+            now_s = time.monotonic()
+            with worker.lock:
+                lost = self._group.registered(workers) if workers is not None else ""
+                lost = lost or self._group.silent(now_s) or self._late(now_s)
+                if lost:
+                    self._broken(lost)
+                if self._group.to_begin(now_s):
+                    self._begin_epoch()
+
+    def _late(self, now_s: float) -> str:
+        if not (late := self._window.late(now_s)):
+            return ""
+        return self._group.end(f"step {late.number} is not computed in time")
+
+    def _begin_epoch(self) -> None:
+        inboxes = self._group.others
+        for number, inbox in inboxes.items():
+            begins = GroupBegins(
+                epoch=self._group.epoch,
+                first_inbox=self._worker.process.inbox.address,
+                next_inbox=inboxes.get(number + 1, ""),
+                chunk_tokens=self.config.chunk_tokens,
+            )
+            self._worker.process.outbox.send(inbox, begins)
+
+    def _broken(self, reason: str) -> None:
+        """With the lock held: no request is lost, each goes on elsewhere."""
+        worker = self._worker
+        name = f"{worker.process.worker_id}: pipeline group {self.config.pipeline_group}"
+        log.warning("%s: %s; %d requests go on elsewhere", name, reason, len(worker.jobs))
+        at_work = self._window.requests()
+        for job in list(worker.jobs.values()):
+            kind = WorkerUnavailable if job.request_id in at_work else WorkerGone
+            worker.fail(job, kind(f"{name}: {reason}"))
+        self._window.clear()
+        worker.lock.notify_all()
+
+    def check(self, job: PrefillJob) -> None:
+        with self._worker.lock:
+            if not self._group.is_whole:
+                raise WorkerGone(f"{self._worker.process.worker_id}: {self._group.missing()}")
+
+    def heard(self, message: WorkerMessage) -> None:
+        """In the inbox's thread."""
+        with self._worker.lock:
+            if isinstance(message, StageBeat):
+                self._heard_beat(message)
+            elif getattr(message, "epoch", "") != self._group.epoch or not self._group.is_whole:
+                return
+            elif isinstance(message, PrefixLoaded):
+                self._window.loaded(message.number, message.stage, message.blocks)
+            elif isinstance(message, StageComputed):
+                self._computed(message)
+            elif isinstance(message, StageWritten):
+                self._written(message)
+            self._worker.lock.notify_all()
+
+    def _heard_beat(self, beat: StageBeat) -> None:
+        was_whole = self._group.is_whole
+        now_s = time.monotonic()
+        if lost := self._group.heard(beat.stage, beat.incarnation, beat.epoch, now_s):
+            self._broken(lost)
+        elif self._group.is_whole and not was_whole:
+            log.info("pipeline group %s is whole", self.config.pipeline_group)
+            parked, self._parked = self._parked, []
+            self._worker.release(parked)
+
+    # -- a prompt comes
+
+    def prefix_loader(self, loader: KvLoader) -> KvLoader:
+        return cast(KvLoader, _GroupLoader(self, loader))
+
+    def load_with_group(self, loader: KvLoader, copies: Sequence[Copy], pages: list[int]) -> int:
+        """In a loader's thread: every stage loads its layers; how many leading blocks all have."""
+        worker, stages = self._worker, range(1, self.config.pipeline_stages)
+        with worker.lock:
+            if not self._group.is_whole:
+                raise WorkerGone(self._group.missing())
+            load = self._window.wanted(pages, stages)
+            wanted = PrefixWanted(self._group.epoch, load.number, list(copies), pages)
+            for inbox in self._group.others.values():
+                worker.process.outbox.send(inbox, wanted)
+        blocks = loader.load_copies(copies, pages)
+        with worker.lock:
+            worker.lock.wait_for(lambda: load.is_over, 2 * self.config.transfer_s_max)
+            if not load.is_here:
+                raise WorkerUnavailable("another stage has not loaded the cached prefix in time")
+        return min(blocks, load.blocks)
+
+    def start(self, job: PrefillJob) -> None:
+        """In a loader's thread: slots for what is to be computed, which all stages will fill."""
+        blocks = blocks_touched(len(job.token_ids), self._block_tokens)
+        worker = self._worker
+        worker.writer.allocate(job.put, range(job.put.first_block, blocks), lambda: None)
+        worker.writer.then(lambda: super(PipelinePrefill, self).start(job))
+
+    # -- steps
+
+    def next_step(self, now_s: float) -> Callable[[], None] | None:
+        if not self._group.is_whole or self._window.is_full:
+            return None
+        return super().next_step(now_s)
+
+    def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
+        worker, started_s = self._worker, time.monotonic()
+        with worker.lock:
+            epoch = self._group.epoch
+        works = [
+            Work(job.token_ids[c.start : c.start + c.tokens].tolist(), c.start, job.put.pages)
+            for c, job in zip(chunks, jobs, strict=True)
+        ]
+        finished = [self._blocks_finished(c, job) for c, job in zip(chunks, jobs, strict=True)]
+
+        def on_layer(layer: int) -> None:
+            for job, blocks in zip(jobs, finished, strict=True):
+                if blocks:
+                    worker.writer.layer_done(job.put, blocks, layer)
+
+        hidden = self.engine.forward_stage(works, None, on_layer)
+        worker.process.steps.took(time.monotonic() - started_s)
+        parts = zip(chunks, jobs, finished, strict=True)
+        plans = [_plan(chunk, job, blocks, self._block_tokens) for chunk, job, blocks in parts]
+        predicted_s = sum(worker.estimate.seconds(c.tokens, c.start) for c in chunks)
+        with worker.lock:
+            if self._group.epoch != epoch or not self._group.is_whole:
+                return  # its requests have failed with the group
+            sent = SentStep(
+                number=self._window.next_number, chunks=chunks, jobs=jobs, finished=finished,
+                started_s=started_s, sent_s=time.monotonic(), predicted_s=predicted_s,
+            )  # fmt: skip
+            self._window.sent(sent)
+            worker.batching.computed(chunks)
+            step = StageStep(epoch, sent.number, plans)
+            inbox = self._group.others[1]
+            if not worker.process.outbox.send(inbox, step, hidden.data):
+                self._broken(self._group.end("stage 1 does not take a step"))
+
+    def _computed(self, message: StageComputed) -> None:
+        step = self._window.computed(message.number)
+        if step is None:
+            return
+        now_s = time.monotonic()
+        step.token_ids = message.token_ids
+        for index, (chunk, job) in enumerate(zip(step.chunks, step.jobs, strict=True)):
+            job.compute_s += now_s - max(step.started_s, job.computed_at_s)
+            job.computed_at_s = now_s
+            job.computed_tokens += chunk.tokens
+            if message.errors[index]:
+                self._worker.fail(job, WorkerUnavailable(message.errors[index]))
+            elif chunk.is_last and not job.is_leaving:
+                self._worker.send_first_token(job, message.token_ids[index])
+
+    def _written(self, message: StageWritten) -> None:
+        """Of one stage; the blocks of the step are committed when all have written."""
+        worker = self._worker
+        step = self._window.written(message.number, message.stage)
+        if step is None:
+            return
+        for index, job in enumerate(step.jobs):
+            if message.errors[index]:
+                worker.fail(job, WorkerUnavailable(message.errors[index]))
+            elif message.digests[index]:
+                worker.writer.add_digests(job.put, message.digests[index])
+        if not step.is_over:
+            return
+        for index, (chunk, job) in enumerate(zip(step.chunks, step.jobs, strict=True)):
+            if blocks := step.finished[index]:
+                worker.writer.blocks_done(job.put, blocks)
+                worker.settle_behind(job, blocks)
+            if chunk.is_last and not job.is_leaving:
+                worker.answer(job, step.token_ids[index])
+        self._window.over(step)
+
+    # -- and leaves
+
+    def behind(self, job: PrefillJob, action: Callable[[], None]) -> None:
+        self._window.behind(job, action)
+
+    @property
+    def is_drained(self) -> bool:
+        return self._window.is_empty
+
+    def free(self, job: PrefillJob, pages: list[int]) -> None:
+        with self._worker.lock:
+            if self._group.is_whole:
+                self._worker.release(pages)
+            else:  # a stage that is lost may still compute in them
+                self._parked += pages
+
+
+class _GroupLoader:
+    """A KvLoader of all stages, for who loads prefixes."""
+
+    def __init__(self, driver: PipelinePrefill, own: KvLoader) -> None:
+        self._driver, self._own = driver, own
+
+    def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
+        if not copies:
+            return 0
+        return self._driver.load_with_group(self._own, copies, list(pages[: len(copies)]))
+
+
+def _plan(chunk: Chunk, job: PrefillJob, blocks: range, block_tokens: int) -> StageWork:
+    put, last = job.put, None
+    if chunk.is_last:
+        prompt_tokens = job.request.prompt_tokens
+        last = LastTokens(
+            sampling=job.request.sampling,
+            prompt_ids=job.token_ids[:prompt_tokens].tobytes(),
+            output_ids=job.token_ids[prompt_tokens:].tobytes(),
+        )
+    return StageWork(
+        request_id=job.request_id,
+        start=chunk.start,
+        tokens=chunk.tokens,
+        pages=list(put.pages[: blocks_touched(chunk.start + chunk.tokens, block_tokens)]),
+        kv_tokens=put.kv_tokens,
+        reserve_tokens=put.reserve_tokens,
+        decode_inbox=put.decode_inbox,
+        slots=[(block, put.slots[block]) for block in blocks],
+        last=last,
+    )

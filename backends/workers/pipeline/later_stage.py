@@ -1,0 +1,309 @@
+"""A stage of a pipeline group behind the first: it takes steps, runs its layers, and passes on.
+
+It knows no requests: a step says which tokens lie in which pages and which slots their KV goes to.
+What it computes of the blocks of a step is written into those slots, and stage 0 hears the digests,
+which commits. The last stage samples. Steps of an epoch come in order and without a gap; a stage
+that misses one has lost its place, and the group begins anew (group.py).
+
+Threads: the inbox queues, the engine's thread computes one step after the other, loaders bring
+prefixes in, the writer moves KV out.
+
+Not here: who decides what is computed (first_stage.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from backends.config_pbtxt import PrefillConfig
+from backends.engine.interface import Work
+from backends.engine.sampling import sample
+from backends.errors import WorkerGone
+from backends.workers.kv_loader import KvLoader
+from backends.workers.kv_writer import BlockPut, KvWriter
+from backends.workers.pipeline import group
+from backends.workers.pipeline.stage_prefill import StagePrefill
+from backends.workers.protocol import (
+    ArrivedStep,
+    DrainWorker,
+    GroupBegins,
+    LastTokens,
+    PrefixLoaded,
+    PrefixWanted,
+    StageBeat,
+    StageComputed,
+    StageStep,
+    StageWork,
+    StageWritten,
+    WorkerMessage,
+)
+from backends.workers.worker_process import WorkerProcess
+from conductor.estimates.estimates import PrefillEstimate
+from mooncake_store.layout import PageLayout
+from mooncake_store.records.membership import WorkerReport
+
+log = logging.getLogger(__name__)
+LOADERS = 2
+LATE_READ_WAIT_S = 0.05  # between two looks whether a read that is late is over
+NO_TOKEN = -1
+
+
+class StageWorker:
+    def __init__(
+        self, worker_id: str, config: PrefillConfig, repository: str, driver: StagePrefill
+    ) -> None:
+        self.config = config
+        self._engine = engine = driver.engine
+        self._lock = threading.Condition()  # guards what the inbox and loaders change
+        self._newest_epoch = self._epoch = ""
+        self._expected = 0  # number of the next step
+        self._begins: GroupBegins | None = None
+        self._loads = 0  # under way
+        self._is_closing = self._is_draining = False
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loading = ThreadPoolExecutor(LOADERS, thread_name_prefix="kv-loader")
+        self.process = WorkerProcess(
+            "prefill", worker_id, config, repository, config.queue_requests_max, driver, {},
+            self._on_message, self._report_and_beat, self.check,
+        )  # fmt: skip
+        store = self.process.store
+        store.expect_threads(LOADERS)
+        self._estimate = PrefillEstimate.of(self.process.info.prefill_coefficients)
+        pages = PageLayout(engine.layout, engine.layers)
+        self._loader = KvLoader(store, pages, engine.kv_pool, config.transfer_s_max)
+        self._writer = KvWriter(
+            store, pages, engine.kv_pool, self.process.outbox, config.lease_s,
+            config.transfer_s_max,
+        )  # fmt: skip
+        group.refuse_mistakes(self.process.info, self.process.directory.workers())
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self.process.join()
+
+    @property
+    def _name(self) -> str:
+        return (
+            f"{self.process.worker_id} is stage {self.config.pipeline_stage} of pipeline group "
+            f"{self.config.pipeline_group}"
+        )
+
+    def submit(self, request: object, ids: object, client: object) -> None:
+        raise WorkerGone(f"{self._name}: its stage 0 takes requests")
+
+    def stop(self, request_id: str) -> None:
+        """Stage 0 sends no further chunks of it."""
+
+    def report(self) -> WorkerReport:
+        now_s = time.monotonic()
+        return WorkerReport(
+            worker_id=self.process.worker_id,
+            incarnation=self.process.incarnation,
+            queue_requests=0,
+            queue_tokens=0,
+            running=0,
+            pages_used=0,
+            context_tokens=0,
+            step_s=self.process.steps.recent_s,
+            is_draining=self._is_closing or self._is_draining or self.process.is_lost,
+            oldest_step_s=self.process.watch.age_s(now_s),
+        )
+
+    def check(self) -> None:
+        """Prove the invariants: there are none beside those of the engine's pages."""
+        self._engine.pages.check()
+
+    def close(self, timeout_s: float) -> None:
+        """Leave the group: its requests go on elsewhere, or here once it is whole again."""
+        with self._lock:
+            self._is_closing, self._newest_epoch = True, ""
+        self._tasks.put(self._lose_place)
+        self._tasks.put(None)
+        self._thread.join(timeout=timeout_s)
+        self._loading.shutdown(wait=True, cancel_futures=True)
+        self._writer.close()
+        self.process.leave()
+
+    # -- what comes
+
+    def _on_message(self, message: WorkerMessage | ArrivedStep) -> None:
+        if isinstance(message, GroupBegins):
+            self._newest_epoch = "" if self._is_closing else message.epoch
+            self._tasks.put(functools.partial(self._begin, message))
+        elif isinstance(message, ArrivedStep):
+            self._tasks.put(functools.partial(self._take, message.step, message.hidden))
+        elif isinstance(message, StageStep):
+            self._tasks.put(functools.partial(self._take, message, None))
+        elif isinstance(message, PrefixWanted):
+            with self._lock:
+                self._loads += 1
+            self._loading.submit(self._load_prefix, message)
+        elif isinstance(message, DrainWorker):
+            self._is_draining = message.is_on
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:  # edge: the group begins anew, this stage goes on
+                log.exception("%s failed", self._name)
+                self._lose_place()
+
+    def _begin(self, begins: GroupBegins) -> None:
+        """Everything of earlier epochs ends first: then pages are nobody's."""
+        if begins.epoch != self._newest_epoch:
+            return
+        if begins.chunk_tokens != self.config.chunk_tokens:
+            log.error(
+                "%s: chunk_tokens is %d, that of stage 0 is %d; use one value in all stages",
+                self._name, self.config.chunk_tokens, begins.chunk_tokens,
+            )  # fmt: skip
+            return
+        if begins.epoch != self._epoch:
+            self._epoch = ""
+            is_written = threading.Event()
+            self._writer.then(is_written.set)
+            is_written.wait()
+            with self._lock:
+                self._lock.wait_for(lambda: not self._loads or self._is_closing)
+            self._begins, self._expected, self._epoch = begins, 0, begins.epoch
+            log.info("%s: it is whole, epoch %s", self._name, begins.epoch)
+        self._beat()
+
+    def _report_and_beat(self) -> WorkerReport:
+        self._beat()
+        return self.report()
+
+    def _beat(self) -> None:
+        if (begins := self._begins) is not None:
+            beat = StageBeat(self._epoch, self.config.pipeline_stage, self.process.incarnation)
+            self.process.outbox.send(begins.first_inbox, beat)
+
+    def _lose_place(self) -> None:
+        self._epoch = ""
+        self._beat()
+
+    def _load_prefix(self, wanted: PrefixWanted) -> None:
+        """In a loader's thread."""
+        blocks = 0
+        try:
+            if wanted.epoch == self._newest_epoch:
+                blocks = self._loader.load_copies(wanted.copies, wanted.pages)
+            # Until a read that is late is over nobody may compute in these pages.
+            while self._loader.pending_pages().intersection(wanted.pages):
+                time.sleep(LATE_READ_WAIT_S)
+        except Exception:  # edge: the prefix is computed again
+            log.exception("%s: loading a prefix failed", self._name)
+        finally:
+            with self._lock:
+                self._loads -= 1
+                self._lock.notify_all()
+        self._answer(PrefixLoaded(wanted.epoch, self.config.pipeline_stage, wanted.number, blocks))
+
+    def _answer(self, message: WorkerMessage) -> None:
+        if (begins := self._begins) is not None:
+            self.process.outbox.send(begins.first_inbox, message)
+
+    # -- steps
+
+    def _take(self, step: StageStep, hidden: memoryview | None) -> None:
+        if step.epoch != self._epoch or step.epoch != self._newest_epoch:
+            return
+        if step.number != self._expected:
+            log.warning("%s: step %d came, not %d", self._name, step.number, self._expected)
+            self._lose_place()
+            return
+        self._expected += 1
+        if step.error or hidden is None:
+            self._pass_on_failure(step, step.error or "its hidden states are missing")
+            return
+        predicted_s = sum(self._estimate.seconds(w.tokens, w.start) for w in step.works)
+        started_s = time.monotonic()
+        self.process.watch.began(started_s, predicted_s)
+        try:
+            self._compute(step, np.frombuffer(hidden, np.uint8))
+        except Exception as error:  # edge: a failed step fails its requests, not the worker
+            log.exception("a step of %s failed", self.process.worker_id)
+            self._pass_on_failure(step, f"{self._name}: {error}")
+        finally:
+            self.process.watch.ended()
+            self.process.steps.took(time.monotonic() - started_s)
+
+    def _compute(self, step: StageStep, hidden: np.ndarray) -> None:
+        works = [Work([0] * work.tokens, work.start, work.pages) for work in step.works]
+        puts = [_put(work) for work in step.works]
+        writer, begins = self._writer, self._begins
+        assert begins is not None, "a step before the group began"
+
+        def on_layer(layer: int) -> None:
+            for put in puts:
+                if put.slots:
+                    writer.layer_done(put, list(put.slots), layer)
+
+        if begins.next_inbox:
+            states = self._engine.forward_stage(works, hidden, on_layer)
+            passed = StageStep(step.epoch, step.number, step.works)
+            if not self.process.outbox.send(begins.next_inbox, passed, states.data):
+                self._lose_place()
+        else:
+            logits = self._engine.forward_last(works, hidden, on_layer)
+            sampled = [_sampled(work, row) for work, row in zip(step.works, logits, strict=True)]
+            token_ids, errors = [token for token, _ in sampled], [error for _, error in sampled]
+            self._answer(StageComputed(step.epoch, step.number, token_ids, errors))
+        writer.then(lambda: self._written(step, puts))
+
+    def _written(self, step: StageStep, puts: list[BlockPut]) -> None:
+        """In the writer's thread, behind the layers of this step."""
+        digests = [put.digests for put in puts]
+        errors = ["" if put.error is None else str(put.error) for put in puts]
+        stage = self.config.pipeline_stage
+        self._answer(StageWritten(step.epoch, stage, step.number, digests, errors))
+
+    def _pass_on_failure(self, step: StageStep, error: str) -> None:
+        """Those behind keep count, and stage 0 fails the requests."""
+        begins, works = self._begins, len(step.works)
+        assert begins is not None
+        if begins.next_inbox:
+            failed = StageStep(step.epoch, step.number, step.works, error)
+            self.process.outbox.send(begins.next_inbox, failed)
+        else:
+            tokens, errors = [NO_TOKEN] * works, [error] * works
+            self._answer(StageComputed(step.epoch, step.number, tokens, errors))
+        written = StageWritten(
+            epoch=step.epoch,
+            stage=self.config.pipeline_stage,
+            number=step.number,
+            digests=[{} for _ in step.works],
+            errors=[error] * works,
+        )
+        self._writer.then(lambda: self._answer(written))
+
+
+def _put(work: StageWork) -> BlockPut:
+    """The blocks of this chunk; the slots and their leases are stage 0's."""
+    return BlockPut(
+        work.request_id, work.kv_tokens, work.pages, keys=[], first_block=0,
+        decode_inbox=work.decode_inbox, reserve_tokens=work.reserve_tokens,
+        slots=dict(work.slots), is_owner=False,
+    )  # fmt: skip
+
+
+def _sampled(work: StageWork, logits: np.ndarray) -> tuple[int, str]:
+    """(token, what went wrong): one request must not fail its neighbours in the step."""
+    last: LastTokens | None = work.last
+    if last is None:
+        return NO_TOKEN, ""
+    prompt = np.frombuffer(last.prompt_ids, np.int32).tolist()
+    output = np.frombuffer(last.output_ids, np.int32).tolist()
+    try:
+        return sample(logits, last.sampling, len(output), prompt, output), ""
+    except Exception as error:  # edge: see above
+        log.exception("sampling of %s failed", work.request_id)
+        return NO_TOKEN, f"sampling failed: {error!r}"

@@ -1,0 +1,70 @@
+"""What every stage's driver has: an engine with a share of the layers, and how fast that is.
+
+Not here: what a stage does with a step (first_stage.py, later_stage.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from backends.config_pbtxt import PrefillConfig, checkpoint_folder
+from backends.engine import calibration
+from backends.engine.interface import Work
+from backends.engine.torch.step_plan import rounded_rows
+from backends.engine.torch.torch_engine import TorchEngine
+from backends.workers.driver import Samples
+from backends.workers.step_driver import PREFILL_POINTS, StepPrefill
+
+FRAMING_BYTES = 2**20  # of a message, beside the hidden states
+
+
+class _Rehearsal:
+    """An engine for who wants to know how long a step takes: what a stage computes is no logits."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self.engine = engine
+        self.pages, self.layout = engine.pages, engine.layout
+        self.context_tokens_max = engine.context_tokens_max
+        self.vocabulary_tokens = engine.vocabulary_tokens
+
+    def forward(
+        self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
+    ) -> np.ndarray:
+        engine, hidden = self.engine, None
+        if engine.layers.first > 0:
+            tokens = sum(len(work.token_ids) for work in batch)
+            rows = tokens if tokens == len(batch) else rounded_rows(tokens)
+            hidden = np.zeros(rows * engine.hidden_bytes, np.uint8)
+        is_last = engine.layers.stop == engine.layout.layers
+        return (engine.forward_last if is_last else engine.forward_stage)(batch, hidden, on_layer)
+
+
+class StagePrefill(StepPrefill):
+    engine: TorchEngine
+
+    def __init__(self, engine: TorchEngine, config: PrefillConfig) -> None:
+        super().__init__(engine)
+        self.config = config
+
+    @property
+    def message_bytes_max(self) -> int:
+        """Hidden states of the longest step, each row padded as the plan of a step does."""
+        rows = rounded_rows(self.config.chunk_tokens)
+        return rows * self.engine.hidden_bytes + FRAMING_BYTES
+
+    def measure(self, budget_s: float) -> Samples:
+        longest = self.engine.context_tokens_max
+        points = [(new, before) for new, before in PREFILL_POINTS if new + before <= longest]
+        rehearsal = _Rehearsal(self.engine)
+        return calibration.measure_prefill(rehearsal, points, budget_s)  # type: ignore[arg-type]
+
+
+def load_stage(config: PrefillConfig, repository: str) -> TorchEngine:
+    """The weights and the pages of this stage's layers only."""
+    return TorchEngine.load(
+        checkpoint_folder(config.checkpoint, repository), pages_max=config.kv_pages,
+        block_tokens=config.block_tokens, dtype=config.dtype, device=config.device,
+        threads=config.threads, stage=config.pipeline_stage, stages=config.pipeline_stages,
+    )  # fmt: skip

@@ -1,0 +1,150 @@
+"""Steps of a pipeline group that are under way, and prefixes that its stages load. Pure.
+
+A step is over when the last stage has computed it and every other stage has written its layers. At
+most one more than there are stages are being computed at once: enough that no stage waits for a
+plan, and so few that a prompt that goes first still meets a short line. What is to happen behind a
+request's last step (its pages and leases go back) waits for it here.
+
+The worker's lock guards it. Not here: who the stages are (group.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from backends.engine.batching.batching import Chunk
+from backends.workers.jobs import PrefillJob
+from backends.workers.step_times import limit_s
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SentStep:
+    number: int
+    chunks: Sequence[Chunk]
+    jobs: Sequence[PrefillJob]
+    finished: Sequence[range]  # blocks of each job that the step completes and the store lacks
+    started_s: float
+    sent_s: float
+    predicted_s: float  # of one stage
+    token_ids: Sequence[int] = ()
+    is_computed: bool = False
+    unwritten: set[int] = field(default_factory=set)  # stages
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_computed and not self.unwritten
+
+
+@dataclass(slots=True, eq=False)
+class PrefixLoad:
+    number: int
+    pages: frozenset[int]
+    waiting: set[int]  # stages
+    blocks: int  # that all stages who have answered have
+    is_lost: bool = False
+
+    @property
+    def is_here(self) -> bool:
+        return not self.waiting and not self.is_lost
+
+    @property
+    def is_over(self) -> bool:
+        return not self.waiting or self.is_lost
+
+
+class StepWindow:
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._steps: dict[int, SentStep] = {}  # in order
+        self._loads: dict[int, PrefixLoad] = {}
+        self._loads_begun = 0
+        self._behind: list[tuple[PrefillJob, Callable[[], None]]] = []
+        self.next_number = 0
+
+    @property
+    def is_full(self) -> bool:
+        return sum(not step.is_computed for step in self._steps.values()) > self._stages
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps and not self._behind
+
+    def requests(self) -> set[str]:
+        """Those whose chunks are under way."""
+        return {job.request_id for step in self._steps.values() for job in step.jobs}
+
+    def sent(self, step: SentStep) -> None:
+        assert step.number == self.next_number, (step.number, self.next_number)
+        step.unwritten = set(range(1, self._stages))
+        self._steps[step.number] = step
+        self.next_number += 1
+
+    def computed(self, number: int) -> SentStep | None:
+        """None: it is not known (any more)."""
+        step = self._steps.get(number)
+        if step is None or step.is_computed:
+            return None
+        step.is_computed = True
+        return step
+
+    def written(self, number: int, stage: int) -> SentStep | None:
+        step = self._steps.get(number)
+        if step is None or stage not in step.unwritten:
+            return None
+        step.unwritten.discard(stage)
+        return step
+
+    def over(self, step: SentStep) -> None:
+        del self._steps[step.number]
+        self._run_behind()
+
+    def wanted(self, pages: Sequence[int], stages: Iterable[int]) -> PrefixLoad:
+        self._loads_begun += 1
+        load = PrefixLoad(self._loads_begun, frozenset(pages), set(stages), len(pages))
+        self._loads[load.number] = load
+        return load
+
+    def loaded(self, number: int, stage: int, blocks: int) -> None:
+        load = self._loads.get(number)
+        if load is None:
+            return
+        load.waiting.discard(stage)
+        load.blocks = min(load.blocks, blocks)
+        if load.is_here:
+            del self._loads[number]
+            self._run_behind()
+
+    def behind(self, job: PrefillJob, action: Callable[[], None]) -> None:
+        """`action` when no stage reads or writes its pages any more."""
+        self._behind.append((job, action))
+        self._run_behind()
+
+    def _run_behind(self) -> None:
+        waiting = []
+        for job, action in self._behind:
+            if self._is_at_work(job):
+                waiting.append((job, action))
+            else:
+                action()
+        self._behind = waiting
+
+    def _is_at_work(self, job: PrefillJob) -> bool:
+        loads = any(load.pages.intersection(job.put.pages) for load in self._loads.values())
+        return loads or any(job in step.jobs for step in self._steps.values())
+
+    def late(self, now_s: float) -> SentStep | None:
+        """One that takes so long that some stage must hang, or that was lost on its way."""
+        for step in self._steps.values():
+            if now_s - step.sent_s > limit_s(step.predicted_s * self._stages):
+                return step
+        return None
+
+    def clear(self) -> None:
+        """The group has broken: nothing of this comes any more."""
+        self._steps.clear()
+        for load in self._loads.values():
+            load.is_lost = True
+        self._loads.clear()
+        self.next_number = 0
+        self._run_behind()

@@ -1,0 +1,1 @@
+"""Workers that share the layers of a model."""

@@ -1,0 +1,140 @@
+"""A real group of prefill workers and a decode worker in one process: tokens, losses, leaks."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from backends.config_pbtxt import checkpoint_folder
+from backends.engine.generate import generate
+from backends.engine.sampling_params import SamplingParams
+from backends.engine.torch.torch_engine import TorchEngine
+from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
+from tests.backends.workers.pair import Pair, pairs
+
+SEED = int(os.environ.get("MOONCAKE_TEST_SEED", "1"))
+OUTPUT_TOKENS = 6
+
+
+@pytest.fixture(params=[2, 3])
+def group(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
+    for pair in pairs(tmp_path, monkeypatch, stages=request.param, block_tokens="16"):
+        pair.wait_until_whole()
+        yield pair
+
+
+def prompts(chance: random.Random) -> list[list[int]]:
+    """Of all lengths around blocks and chunks, some with a prefix in common."""
+    shared = [chance.randrange(3, 2000) for _ in range(80)]
+    lengths = (1, 15, 16, 17, 100, 513)
+    own = [[chance.randrange(3, 2000) for _ in range(length)] for length in lengths]
+    return [*own, *([*shared, *tail[:40]] for tail in own[2:])]
+
+
+@cache
+def whole_engine() -> TorchEngine:
+    return TorchEngine.load(checkpoint_folder("demo", ""), pages_max=64, block_tokens=16)
+
+
+def expected(prompt: list[int], tokens: int = OUTPUT_TOKENS) -> list[int]:
+    [output] = generate(whole_engine(), [prompt], SamplingParams(max_tokens=tokens))
+    return output
+
+
+def test_prompts_with_and_without_a_cached_prefix_get_the_tokens_of_the_whole_model(
+    group: Pair,
+) -> None:
+    chance = random.Random(SEED)
+    chosen = prompts(chance)
+    for turn in range(2):
+        asked = [group.ask(prompt, max_tokens=OUTPUT_TOKENS) for prompt in chosen]
+        for prompt, each in zip(chosen, asked, strict=True):
+            assert each.wait() == expected(prompt), f"turn {turn}, {len(prompt)} tokens"
+            reply = each.prefill_reply
+            assert reply is not None
+            cached_blocks = (len(prompt) - 1) // 16 if turn else 0
+            assert reply.cached_tokens >= cached_blocks * 16, "every stage had its layers"
+    group.wait_until_idle()
+
+
+def test_a_stage_that_leaves_fails_what_is_under_way_and_joins_again_later(group: Pair) -> None:
+    prompt = [7] * 600
+    before = group.ask(prompt, max_tokens=1)
+    group.stages.pop(0).close(30.0)
+    before.wait_over()  # it went well, or says what happened
+    assert before.error is None or isinstance(before.error, WorkerUnavailable)
+    with pytest.raises(WorkerGone, match="it waits for stage 1"):
+        group.ask(prompt, max_tokens=1)
+    assert group.prefill.report().is_draining, "nothing is routed to a group with a stage missing"
+    group.stages.insert(0, group.start_stage(1))
+    group.wait_until_whole()
+    assert group.ask(prompt, max_tokens=3).wait() == expected(prompt, 3)
+    group.wait_until_idle()
+
+
+def test_a_stage_whose_computing_fails_fails_the_requests_of_the_step_and_goes_on(
+    group: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = group.stages[0]._engine
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_run", broken)
+        error = group.ask([5] * 40, max_tokens=1).wait_failed()
+        assert isinstance(error, WorkerUnavailable)
+        assert "out of memory" in str(error)
+    assert group.ask([5] * 40, max_tokens=2).wait() == expected([5] * 40, 2)
+    group.wait_until_idle()
+
+
+def test_requests_that_are_stopped_while_their_chunks_are_at_another_stage_leave_nothing_behind(
+    group: Pair,
+) -> None:
+    chance = random.Random(SEED)
+    asked = [
+        group.ask([chance.randrange(3, 2000) for _ in range(900)], max_tokens=1) for _ in range(6)
+    ]
+    for each in chance.sample(asked, 4):
+        group.prefill.stop(each.request_id)
+    for each in asked:
+        each.wait_over()
+    group.wait_until_idle()
+    assert not group.directory.stats().leases
+
+
+def test_a_lost_step_breaks_the_group_which_begins_anew(
+    group: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = group.prefill.driver._window
+    with group.prefill.lock:
+        window.next_number += 1  # as if a step had been sent that never arrived
+    error = group.ask([9] * 64, max_tokens=1).wait_failed()
+    assert isinstance(error, WorkerUnavailable)
+    group.wait_until_whole()
+    assert group.ask([9] * 64, max_tokens=2).wait() == expected([9] * 64, 2)
+    group.wait_until_idle()
+
+
+def test_stages_that_do_not_fit_together_are_refused_with_all_that_is_wrong(group: Pair) -> None:
+    stages = group.prefill.config.pipeline_stages
+    with pytest.raises(ConfigError) as caught:
+        group.start_stage(1, name="another", kv_pages="32", context_tokens_max="128")
+    said = str(caught.value)
+    assert f"another/config.pbtxt has {2 * stages + 1} mistake(s)" in said
+    for words in ("kv_pages is 32", "context_tokens_max is 128", "has the same pipeline_stage"):
+        assert words in said
+    assert group.ask([9] * 64, max_tokens=2).wait() == expected([9] * 64, 2)
+
+
+def test_a_later_stage_takes_no_requests(group: Pair) -> None:
+    with pytest.raises(WorkerGone, match="stage 1 of pipeline group g0"):
+        group.stages[0].submit(None, None, None)
