@@ -19,11 +19,16 @@ prompt and those behind it one overhead. So it is taken while
 Short prompts behind a deep queue share steps; a long prompt does not fill the rest of a short one's
 step (docs/reference/conductor.md, "Sharing a prefill step").
 
+**Making way**: while the cached prefix of a prompt that goes first is still being loaded, the
+engine computes others, and a step is never interrupted. So such a step is a short one: MAKING_WAY
+times as many tokens as its overhead is worth, in whole blocks.
+
 Not here: what the queue holds (prefill_queue.py; in a worker backends/engine/batching/batching.py).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -43,6 +48,7 @@ FIFO = QueueOrder(stretch=0.0, wait_s_max=0.0)
 
 
 ALWAYS = float("inf")  # as overhead_tokens: every step is filled as far as it goes
+MAKING_WAY = 4  # a short step loses at most a fifth of its time to overhead
 
 
 def shares_step(sharing: int, behind: int, tokens: int, overhead_tokens: float) -> bool:
@@ -53,3 +59,12 @@ def shares_step(sharing: int, behind: int, tokens: int, overhead_tokens: float) 
     """
     assert sharing >= 0 and behind >= 1 and tokens > 0, (sharing, behind, tokens)
     return sharing * tokens <= behind * overhead_tokens
+
+
+def short_step_tokens(chunk_tokens: int, block_tokens: int, overhead_tokens: float) -> int:
+    """What a step takes at most while a prompt that goes first is being loaded."""
+    wanted = MAKING_WAY * overhead_tokens
+    if wanted >= chunk_tokens:
+        return chunk_tokens
+    blocks = max(1, math.ceil(wanted / block_tokens))
+    return min(chunk_tokens, blocks * block_tokens)

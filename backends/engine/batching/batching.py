@@ -19,8 +19,9 @@ gives no key and is first come, first served.
 Prefill: one step takes at most `chunk_tokens` new tokens, so that it has a bounded length. The
 head takes what it needs, the rest of the budget goes to those behind it: several short prompts
 share a step, as long as that pays (conductor/queue_order.py). A chunk that is not its
-prompt's last ends at the end of a block, so that the block can be handed over at once. Decode: one
-token of every started request.
+prompt's last ends at the end of a block, so that the block can be handed over at once. While a
+prompt that goes before all of these is still being loaded, a step is short: it would keep that one
+waiting until its end. Decode: one token of every started request.
 
 Not here: tokens (generate.py), page memory (kv_memory.py), when to reject (conductor).
 """
@@ -33,7 +34,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from backends.engine.batching.pages import PagePool
-from conductor.queue_order import ALWAYS, shares_step
+from conductor.queue_order import ALWAYS, shares_step, short_step_tokens
 from mooncake_store.layout import blocks_touched
 
 Place = tuple[float, int, str]  # (key, how many came before, request): the least is next
@@ -212,6 +213,7 @@ class PrefillBatching(Admission):
         assert chunk_tokens >= block_tokens, (chunk_tokens, block_tokens)
         self._chunk_tokens = chunk_tokens
         self._overhead_tokens = overhead_tokens
+        self._short_tokens = short_step_tokens(chunk_tokens, block_tokens, overhead_tokens)
         self._prompt_tokens: dict[str, int] = {}  # of waiting and admitted ones
         self._started: dict[str, Progress] = {}
         self._order: list[Place] = []  # of the started ones, sorted
@@ -256,8 +258,20 @@ class PrefillBatching(Admission):
     def next_step(self) -> list[Chunk]:
         """What to compute now; changes nothing."""
         in_order = (self._started[request_id] for _, _, request_id in self._order)
+        tokens = self._short_tokens if self._is_first_loading() else self._chunk_tokens
         return next_chunks(
-            in_order, self._chunk_tokens, self._block_tokens, self._overhead_tokens, self.waiting
+            in_order, tokens, self._block_tokens, self._overhead_tokens, self.waiting
+        )
+
+    def _is_first_loading(self) -> bool:
+        """A prompt that goes before all that can be computed has its pages, but not yet its KV."""
+        if not self._order or len(self._pages) == len(self._started):
+            return False
+        first = self._order[0]
+        return any(
+            self._places[request_id] < first
+            for request_id in self._pages
+            if request_id not in self._started
         )
 
     def computed(self, chunks: Iterable[Chunk]) -> list[str]:

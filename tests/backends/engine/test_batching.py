@@ -16,7 +16,7 @@ from backends.engine.batching.batching import (
     next_chunks,
 )
 from backends.engine.batching.pages import PagePool
-from conductor.queue_order import QueueOrder
+from conductor.queue_order import ALWAYS, QueueOrder, short_step_tokens
 
 BLOCK_TOKENS = 16
 
@@ -122,6 +122,33 @@ def test_a_short_prompt_overtakes_a_long_one_between_two_chunks() -> None:
     batching.remove("short")
     assert batching.next_step() == [Chunk("long", 96, 64, False)], "and loses nothing by it"
     batching.check()
+
+
+def test_a_step_is_short_while_a_prompt_that_goes_first_is_loaded() -> None:
+    batching = PrefillBatching(PagePool(64), BLOCK_TOKENS, 64, 8, 8, overhead_tokens=5.0)
+    batching.add("long", 200, ORDER.key_s(0.0, work_s=2.0))
+    start_all(batching)
+    assert batching.next_step() == [Chunk("long", 0, 64, False)]
+    batching.add("first", 100, ORDER.key_s(0.0, work_s=0.1))
+    batching.add("last", 100, ORDER.key_s(0.0, work_s=9.0))
+    batching.admit()
+    assert batching.next_step() == [Chunk("long", 0, 32, False)], "4 x 5 tokens, in whole blocks"
+    batching.start("first", 96)
+    assert batching.next_step() == [Chunk("first", 96, 4, True)]
+    batching.computed(batching.next_step())
+    batching.remove("first")
+    assert batching.next_step() == [Chunk("long", 0, 64, False)], "nobody waits for the last one"
+    batching.check()
+
+
+@pytest.mark.parametrize(
+    ("overhead_tokens", "short"), [(0.0, 16), (3.9, 16), (4.1, 32), (15.9, 64), (1e9, 64)]
+)
+def test_a_short_step_is_whole_blocks_and_no_more_than_a_step(
+    overhead_tokens: float, short: int
+) -> None:
+    assert short_step_tokens(64, BLOCK_TOKENS, overhead_tokens) == short
+    assert short_step_tokens(64, BLOCK_TOKENS, ALWAYS) == 64
 
 
 def test_a_short_prompt_that_waits_gets_its_pages_before_a_long_one() -> None:
