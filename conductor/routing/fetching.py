@@ -12,12 +12,15 @@ What is beyond the own run may be fetched from one other node, and the rest is c
     threshold   the paper's: the longest run, if it is more than kvcache_balancing_threshold times
                 the own one (and, with fetch_must_pay, if that is predicted to be quicker)
     times       ours: of no fetch and one from each holder, as deep as it goes, the least
-                max(wait, transfer) + prefill. Fetching runs beside the work in front of it, so
-                as much of it as the request would wait anyway costs nothing. A shorter run at an
-                idle node can beat the longest one at a busy node; a part of one run cannot beat
-                the whole: each further block costs the same to fetch and more to compute.
+                max(wait, transfer) + prefill + crowding. Fetching runs beside the work in front
+                of it, so as much of it as the request would wait anyway costs nothing. A shorter
+                run at an idle node can beat the longest one at a busy node; a part of one run
+                cannot beat the whole: each further block costs the same to fetch and more to
+                compute.
 
-The second is Eq. 2 of the paper with what it leaves out: queues, latency, and the sender.
+The second is Eq. 2 of the paper with what it leaves out: queues, latency, the sender, and those
+who come later: what is fetched is kept, so where memory is full as many other blocks go, and some
+of those will be computed again. There *crowding* is CROWDING_SHARE of what the fetch saves.
 
 Not every holder is looked at. Of equal runs the one that can send soonest counts, and a shorter run
 only if it can be sent sooner than every longer one, as far as SOURCES_MAX of them. Where workers
@@ -44,6 +47,9 @@ from conductor.routing.policies import Policy, Seconds
 from conductor.routing.tiers import Holdings
 
 SOURCES_MAX = 4  # holders that are compared for one prompt
+# Of the seconds that a fetch saves, what its copies cost others: the chance that a block which had
+# to go would have been used once more.
+CROWDING_SHARE = 0.1
 NAMES_MAX = 64  # of equal holders that are asked when they can send
 
 
@@ -65,6 +71,7 @@ class Plans:
     prefill_s: Seconds  # computing the rest
     fetches: list[tuple[FetchSource, Mask]]  # who fetches from where; a later one takes precedence
     fill_s: Seconds  # of prefill_s, what does not hold up those behind: a group's other stages
+    crowding_s: Seconds  # what the copies of those fetches will cost others
     position: QueuePosition | None = None  # in the queues with that work, if known already
 
     def fetched(self, row: int) -> FetchSource | None:
@@ -87,7 +94,7 @@ def make_plans(
     own_tokens = _own_tokens(pool, held, prompt_tokens)
     own_s = pool.prefill_s(prompt_tokens, own_tokens)
     fill_s = pool.fill_s(prompt_tokens, own_tokens)
-    plans = Plans(held, pool.zeros, own_s, [], fill_s)
+    plans = Plans(held, pool.zeros, own_s, [], fill_s, pool.zeros)
     if held.is_empty:
         return plans
     if held.has_ssd:
@@ -144,7 +151,7 @@ def _take_the_quickest(
     """Each worker fetches from the source with which its prefill ends soonest, if that is before
     `least_s`. `is_wanted`: who may fetch at all; otherwise whoever has less than the source.
     `hidden_s`: so much of the transfer costs nothing."""
-    held, restore_s = plans.held, plans.transfer_s
+    held, restore_s, own_s = plans.held, plans.transfer_s, plans.prefill_s
     for source in sources:
         may_fetch = held.blocks < source.blocks if is_wanted is None else is_wanted
         if not np.count_nonzero(may_fetch):
@@ -152,6 +159,11 @@ def _take_the_quickest(
         prefill_s, transfer_s = _with(source, pool, held, restore_s, prompt_tokens)
         total_s = transfer_s if hidden_s is None else np.maximum(hidden_s, transfer_s)
         total_s = total_s + prefill_s
+        crowding_s = None
+        if hidden_s is not None and held.full is not pool.zeros:
+            crowding_s = CROWDING_SHARE * (own_s - prefill_s)
+            crowding_s *= held.full
+            total_s += crowding_s
         is_better = total_s < least_s
         is_better &= may_fetch
         if np.count_nonzero(is_better):
@@ -159,6 +171,8 @@ def _take_the_quickest(
                 least_s = np.where(is_better, total_s, least_s)
             plans.transfer_s = np.where(is_better, transfer_s, plans.transfer_s)
             plans.prefill_s = np.where(is_better, prefill_s, plans.prefill_s)
+            if crowding_s is not None:
+                plans.crowding_s = np.where(is_better, crowding_s, plans.crowding_s)
             if pool.has_groups:
                 fill_s = pool.fill_s(prompt_tokens, _tokens(pool, source.blocks, prompt_tokens))
                 plans.fill_s = np.where(is_better, fill_s, plans.fill_s)

@@ -14,9 +14,9 @@ prefill and decode workers that have room
 
     J(p, d) = cost(p) + handover(p, d) + n x tbt(d)
 
-is to be least, with cost(p) the policy's (of `adaptive` ttft + delay, of `kvcache_centric` ttft,
-each before the hand-over), tbt(d) the step once everything that was routed to d has arrived, and n
-the tokens that are expected: max_tokens, at most output_tokens_expected.
+is to be least, with cost(p) the policy's (of `adaptive` ttft + delay + crowding, of
+`kvcache_centric` ttft, each before the hand-over), tbt(d) the step once everything that was routed
+to d has arrived, and n the tokens that are expected: max_tokens, at most output_tokens_expected.
 
 Not every pair is looked at, and predictions within tie_ratio are equal; which pair is chosen then,
 and by how much its J may miss the least, is in docs/reference/conductor.md ("The best pair").
@@ -64,6 +64,7 @@ class PrefillOption:
     prefill_s: float
     fill_s: float  # of that, what holds up nobody behind it (estimates/pipeline.py)
     delay_s: float  # what it does to others there
+    crowding_s: float  # ... and to those who come later, by the copies of its fetch
     has_room: bool  # its queue is bounded
 
     @property
@@ -145,7 +146,9 @@ class Options:
         delay_s = pool.zeros
         if behind is not pool.none:
             delay_s = (prefill_s - plans.fill_s) * behind if pool.has_groups else prefill_s * behind
-        self._terms = Terms(queues.queue_s, wait_s, transfer_s, prefill_s, delay_s, start_s)
+        self._terms = Terms(
+            queues.queue_s, wait_s, transfer_s, prefill_s, delay_s, start_s, plans.crowding_s
+        )
 
     def _rooms(self) -> Mask:
         """Who of the decode workers in question has room, as admission takes the loads to be."""
@@ -352,6 +355,7 @@ class Options:
             prefill_s=prefill_s,
             fill_s=fill_s,
             delay_s=delay_s,
+            crowding_s=plans.crowding_s.item(row),
             has_room=pool.has_room.item(row),
         )
 
@@ -387,6 +391,7 @@ class Options:
             tbt_s=decode.tbt_s,
             decode_sequences=decode.load.sequences + 1,
             delay_s=prefill.delay_s,
+            crowding_s=prefill.crowding_s,
             fill_s=prefill.fill_s,
         )
         return Pair(prefill, decode, predicted)

@@ -6,6 +6,8 @@ has its own index. Blocks leave DRAM from the end of a prefix, so what is on an 
 end of a run whose start is in memory: the run on the SSD is looked for where the one in DRAM ends.
 A prefix that changes between the two more than once is undercounted.
 
+A node that let a block go is *full* from then on: what comes there takes the room of others.
+
 Not here: what it costs to bring a block from one of them (fetching.py).
 """
 
@@ -28,14 +30,15 @@ class Holdings:
     """Who has how much of one prompt's prefix. Good until the next change of an index."""
 
     __slots__ = (
-        "_in_dram", "_keys", "_on_ssd", "_tiers", "blocks", "dram_blocks", "has_ssd", "is_empty",
-        "is_same", "least", "longest",
+        "_in_dram", "_keys", "_on_ssd", "_tiers", "blocks", "dram_blocks", "full", "has_ssd",
+        "is_empty", "is_same", "least", "longest",
     )  # fmt: skip
 
     def __init__(self, tiers: Tiers, keys: Sequence[bytes], pool: Pool) -> None:
         self._tiers, self._keys = tiers, keys
         dram = tiers.dram
         self._in_dram = dram.find(keys)
+        self.full = tiers.full(pool)  # 1 where the worker's node is
         self._on_ssd: list[tuple[int, list[Segment]]] = []  # (DRAM blocks before, what follows)
         # How many leading blocks each worker's node has in DRAM, and with its SSD behind that.
         self.dram_blocks: Column = pool.zeros
@@ -145,6 +148,8 @@ class Tiers:
         self.dram = dram
         self.ssd = PrefixIndex(dram.blocks_max)
         self._nodes: dict[int, _Nodes] = {}  # by the index
+        self._full: set[str] = set()
+        self._full_rows: tuple[Sequence[str], Column] | None = None  # of these workers' nodes
 
     def add_many(self, keys: Sequence[bytes], holder: str) -> None:
         """In the order in which they were announced."""
@@ -154,13 +159,29 @@ class Tiers:
     def remove_many(self, keys: Sequence[bytes], holder: str) -> None:
         if keys:
             self._of(holder).remove_many(keys, holder.removesuffix(SSD_SUFFIX))
+            if holder not in self._full:
+                self._full.add(holder)
+                self._full_rows = None
 
     def drop_holder(self, holder: str) -> None:
         self._of(holder).drop_holder(holder.removesuffix(SSD_SUFFIX))
+        self._full.discard(holder)
+        self._full_rows = None
 
     def clear(self) -> None:
         self.dram.clear()
         self.ssd.clear()
+        self._full.clear()
+        self._full_rows = None
+
+    def full(self, pool: Pool) -> Column:
+        """For each worker 1 if its node's memory is full, else 0; `pool.zeros` if nobody's is."""
+        if not self._full:
+            return pool.zeros
+        if self._full_rows is None or self._full_rows[0] is not pool.node_ids:
+            is_full = [float(node_id in self._full) for node_id in pool.node_ids]
+            self._full_rows = (pool.node_ids, np.array(is_full))
+        return self._full_rows[1]
 
     def _of(self, holder: str) -> PrefixIndex:
         return self.ssd if holder.endswith(SSD_SUFFIX) else self.dram

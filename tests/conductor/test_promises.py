@@ -11,6 +11,7 @@ import pytest
 
 from conductor import Candidate, Conductor, ConductorConfig, Route
 from conductor.config import ADMISSIONS
+from conductor.routing.fetching import CROWDING_SHARE
 from conductor.routing.policies import POLICIES
 from mooncake_store.records.events import (
     BlockAdded,
@@ -33,6 +34,7 @@ class Blocks:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.held = rng, {holder: set[bytes]() for holder in HOLDERS}
+        self.full = set[str]()  # a block left them
 
     def change(self, made: Conductor, now_s: float) -> None:
         holder, chain = self.rng.choice(HOLDERS), self.rng.choice(CHAINS)
@@ -43,6 +45,7 @@ class Blocks:
         else:
             self.held[holder] -= set(chain[start:end])
             events = [BlockRemoved(key, holder) for key in chain[start:end]]
+            self.full |= {holder} if events else set()
         made.on_events(events, now_s)
 
     def run(self, node_id: str, chain: list[bytes]) -> int:
@@ -203,7 +206,11 @@ def best_start_s(
         for depth in (whole, dram) if by_times else (whole,) * wanted:
             if depth > own:
                 found.append(plan(own_dram, own, dram, depth))
-    return min(found, key=sum)
+    if not by_times:
+        return min(found, key=sum)
+    # A fetch is worth its seconds and what its copies cost others.
+    share = CROWDING_SHARE * (candidate.prefill.node_id in blocks.full)
+    return min(found, key=lambda way: sum(way) + share * (compute[1] - way[1]))
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "kvcache_centric"])
@@ -224,6 +231,10 @@ def test_fetch_or_compute_is_what_trying_every_source_gives(seed: int, policy: s
             )
             found_s = candidate.predicted.transfer_s + candidate.predicted.prefill_s
             assert found_s == pytest.approx(transfer_s + prefill_s, rel=1e-9)
+            assert bool(candidate.predicted.crowding_s) == (
+                policy == "adaptive" and candidate.fetch_node is not None
+                and candidate.prefill.node_id in blocks.full
+            )  # fmt: skip
             fetched += candidate.fetch_node is not None
     assert fetched, "too dull to prove anything"
 

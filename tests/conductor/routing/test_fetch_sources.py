@@ -7,14 +7,18 @@ import random
 import pytest
 
 from conductor import Conductor, Route
-from mooncake_store.records.events import Event, NodeDown, NodeUp, WorkerUp
-from tests.conductor.fleet import added, conductor, node, prompt, worker
+from conductor.routing.fetching import CROWDING_SHARE
+from mooncake_store.records.events import BlockRemoved, Event, NodeDown, NodeUp, WorkerUp
+from tests.conductor.fleet import BLOCK_TOKENS, added, conductor, keys, node, prompt, worker
 
 SLOW = {"s0": 1e8, "s1": 1e8}  # bytes/s: 30 blocks of 1 MB take 0.3 s
 
 
 def on_s2(
-    rates: dict[str, float], *held: Event, latency_s: dict[str, float] | None = None
+    rates: dict[str, float],
+    *held: Event,
+    latency_s: dict[str, float] | None = None,
+    policy: str = "kvcache_centric",
 ) -> Conductor:
     """Both workers on s2; s0 and s1 only hold blocks. Computing takes longer than any fetch."""
     events: list[Event] = [NodeUp(node(f"s{n}")) for n in range(3)]
@@ -25,7 +29,7 @@ def on_s2(
         ))
         for role in ("prefill", "decode")
     ]  # fmt: skip
-    return conductor([*events, *held], ttft_slo_s=1e6, admission="none")
+    return conductor([*events, *held], ttft_slo_s=1e6, admission="none", policy=policy)
 
 
 def routed(made: Conductor, name: str, blocks: str, now_s: float) -> Route:
@@ -104,3 +108,22 @@ def test_a_node_that_nobody_measured_has_the_configured_latency() -> None:
     made = on_s2({}, *added("s0", "a*30"), latency_s={"s1": 0.0001})
     found = routed(made, "r1", "a*30", 0.0)
     assert found.predicted.transfer_s == pytest.approx(0.001 + 30 * 1e6 / 1e9)
+
+
+@pytest.mark.parametrize(("of_computing", "fetches"), [(0.85, True), (0.95, False)])
+def test_copies_for_a_small_gain_are_not_made_where_memory_is_full(
+    of_computing: float, fetches: bool
+) -> None:
+    """To fetch takes so much of the time that computing takes, and crowds out other blocks."""
+    rate = 1e6 / (of_computing * 0.01 * BLOCK_TOKENS)
+    for policy in ("adaptive", "kvcache_centric"):
+        made = on_s2({"s0": rate}, *added("s0", "a*30"), *added("s2", "b*1"), policy=policy)
+        found = routed(made, "r0", "a*30", 0.0)
+        assert found.fetch_nodes == ("s0",) and found.predicted.crowding_s == 0, "there is room"
+        made.on_finished("r0", 1.0)
+        made.on_events([BlockRemoved(key, "s2") for key in keys("b*1")], 2.0)
+        found = routed(made, "r1", "a*30", 2.0)
+        does_fetch = fetches or policy == "kvcache_centric"
+        assert found.fetch_nodes == (("s0",) if does_fetch else ())
+        saved_s = 30 * BLOCK_TOKENS * 0.01 if does_fetch and policy == "adaptive" else 0.0
+        assert found.predicted.crowding_s == pytest.approx(CROWDING_SHARE * saved_s)

@@ -65,8 +65,10 @@ def steps(case: Case) -> int:
 def cost_s(case: Case, pair: Candidate) -> float:
     """What the policy minimises of the prefill worker alone."""
     predicted = pair.predicted
-    delay_s = predicted.delay_s if case.made.config.policy == "adaptive" else 0.0
-    return predicted.queue_s + predicted.transfer_s + predicted.prefill_s + delay_s
+    start_s = predicted.queue_s + predicted.transfer_s + predicted.prefill_s
+    if case.made.config.policy != "adaptive":
+        return start_s
+    return start_s + predicted.delay_s + predicted.crowding_s
 
 
 def rest_s(case: Case, pair: Candidate) -> float:
