@@ -40,7 +40,7 @@ DECIDING = (
     "mooncake_store/records", "mooncake_store/layout.py", "mooncake_store/block_keys.py",
     "mooncake_store/errors.py", "backends/engine/batching", "backends/workers/prefix_loading.py",
     "backends/workers/step_times.py", "backends/frontend/routing_notes.py",
-    "backends/frontend/lifecycle/attempts.py",
+    "backends/frontend/lifecycle/attempts.py", "loadtest/simulator/experiments/paper/served.py",
 )  # fmt: skip
 KEPT_MAX = 4_096  # runs in one folder; the oldest go first
 SUFFIX = ".run"
@@ -78,6 +78,14 @@ class TraceSource:
         return _offered(self)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnRequests:
+    """Of a run that makes its requests itself, from its arguments."""
+
+    def offered(self) -> list[Offered]:
+        return []
+
+
 @lru_cache(maxsize=4)
 def _offered(source: TraceSource) -> list[Offered]:
     rows = read_trace(source.path, source.requests)
@@ -90,7 +98,7 @@ class PlannedRun(Generic[Came]):
     """`make(offered, *arguments, on_over=...)`, a function of a module; `name` is for people."""
 
     name: str
-    source: TraceSource
+    source: TraceSource | OwnRequests
     make: Callable[..., Came]
     arguments: tuple[Any, ...] = ()
 

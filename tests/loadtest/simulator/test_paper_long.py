@@ -23,6 +23,7 @@ from loadtest.simulator.experiments.paper.poisson import (
     gains_of,
     highest_rate,
     limits_of,
+    rate_of,
     requests_of,
 )
 from loadtest.simulator.experiments.paper.served import ServePlan, serve
@@ -55,6 +56,17 @@ def test_the_highest_rate_is_found_from_any_guess(limit: float) -> None:
         rate = highest_rate(lambda rate: rate <= limit, guess)
         assert limit / 1.03 <= rate <= limit
     assert highest_rate(lambda rate: False, 1.0) == 0.0
+
+
+def test_a_rate_is_not_above_what_the_nodes_compute() -> None:
+    """However long a first token may take: requests come for longer than that."""
+    cold = replace(HALF, cached_share=0.0, output_tokens=1)
+    one = requests_of(cold, 1.0, 1, 0)[0]
+    plan = ServePlan("half", OF_PAPER["vllm, one at a time"])
+    computed_s = serve(one, plan).outcome.prefill_s
+    rate = rate_of([], cold, plan, None, 0)
+    assert 0.7 * NODES / computed_s <= rate <= 1.15 * NODES / computed_s
+    assert rate_of([], cold, plan, 20, 0) > 1.15 * NODES / computed_s, "too few to say"
 
 
 def test_a_tenth_of_the_requests_may_miss_a_limit() -> None:

@@ -4,7 +4,8 @@ What the arXiv report does in Figures 11 and 12: all prompts of a workload are a
 each is one of a few prefixes that were sent before, and the P90 of TTFT may be 10 times, that of
 TBT 5 times what a single request takes. One pair of limits holds for all systems: that of a request
 alone on plain vLLM without a cache. A rate is found between powers of two by halving in ratio, with
-the same arrivals, scaled.
+the same arrivals, scaled. Requests come for SPAN times as long as a first token may take: with
+fewer, a system could take more than it computes and have them wait within the limit.
 
 Ours runs as 3 + 1 and as 2 + 2 nodes. The paper's baseline is vLLM without chunks and cache,
 batched or one request at a time, whichever is better; the best of all baselines may also have a
@@ -13,6 +14,7 @@ prefix cache and chunks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,14 +22,15 @@ import numpy as np
 
 from loadtest.harness.result import Cell
 from loadtest.simulator.block_cache import key_of
-from loadtest.simulator.cluster.coupled import CoupledSettings
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.experiments import constants
 from loadtest.simulator.experiments.paper.served import ServedRun, ServePlan, ours, serve
 from loadtest.simulator.options import Begin, Rows, SimulationOptions
+from loadtest.simulator.runs import OwnRequests, PlannedRun, run_all
 
 NODES = 4
-REQUESTS = 200  # of each run, after those that bring the prefixes
+REQUESTS = 200  # of each run at least, after those that bring the prefixes
+SPAN = 10.0
 PREFIXES = 8
 WARM_UP_S = 15.0  # between those
 TTFT_FACTOR, TBT_FACTOR, QUANTILE = 10.0, 5.0, 0.9
@@ -46,8 +49,6 @@ OTHERS = {
         replace(constants.CHUNKED_LARGE, has_prefix_cache=True),
     )
 }
-
-Serve = Callable[[Sequence[Offered]], ServedRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,9 @@ def requests_of(
         for number in range(PREFIXES * NODES if shared else 0)
     ]
     first, random = len(offered), np.random.default_rng(seed)
-    at_s = first * WARM_UP_S + np.cumsum(random.exponential(1.0, requests)) / rate
+    gaps = random.exponential(1.0, requests)
+    gaps *= requests / gaps.sum()  # as many come as the rate says
+    at_s = first * WARM_UP_S + np.cumsum(gaps) / rate
     chosen = random.integers(PREFIXES, size=requests)
     for number in range(requests):
         own = [key_of(next(names)) for _ in range(whole - shared)]
@@ -132,31 +135,39 @@ def rates_of(
     workload: PoissonWorkload, options: SimulationOptions, begin: Begin
 ) -> dict[str, float]:
     """Of every system."""
-
-    def split(prefills: int, decodes: int) -> Serve:
+    plans = {}
+    for prefills, decodes in SPLITS:
         shape = replace(options.settings(), prefills=prefills, decodes=decodes)
-        return lambda offered: serve(offered, ours(workload.name, shape, options=options))
+        plans[f"mooncake {prefills}P+{decodes}D"] = ours(workload.name, shape, options=options)
+    for name, settings in (OF_PAPER | OTHERS).items():
+        plans[name] = ServePlan(workload.name, settings)
+    planned = [
+        PlannedRun(
+            f"{workload.name}, {name}", OwnRequests(), rate_of,
+            (workload, plan, options.requests, options.seed),
+        )
+        for name, plan in plans.items()
+    ]  # fmt: skip
+    rates = run_all(planned, begin, options.jobs, options.kept)
+    return dict(zip(plans, rates, strict=True))
 
-    def theirs(settings: CoupledSettings) -> Serve:
-        return lambda offered: serve(offered, ServePlan(workload.name, settings))
 
-    systems = {f"mooncake {p}P+{d}D": split(p, d) for p, d in SPLITS}
-    systems |= {name: theirs(settings) for name, settings in (OF_PAPER | OTHERS).items()}
-    limits, requests = limits_of(workload), options.requests or REQUESTS
-    done = begin(workload.name, len(systems))
-    found = {}
+def rate_of(
+    offered: Sequence[Offered], workload: PoissonWorkload, plan: ServePlan, requests: int | None,
+    seed: int, on_over: Callable[[], None] = lambda: None,
+) -> float:  # fmt: skip
+    """The highest rate that this system serves within the limits; `requests`: of each run."""
+    assert not offered, "the workload has requests of its own"
+    limits = limits_of(workload)
     # Half of what four nodes would serve one request at a time.
     alone_s = limits.ttft_s / TTFT_FACTOR + workload.output_tokens * limits.tbt_s / TBT_FACTOR
-    guess = 0.5 * NODES / alone_s
-    for name, system in systems.items():
 
-        def is_kept(rate: float, system: Serve = system) -> bool:
-            offered, first = requests_of(workload, rate, requests, options.seed)
-            return limits.are_kept(system(offered), first)
+    def is_kept(rate: float) -> bool:
+        many = requests or max(REQUESTS, math.ceil(rate * SPAN * limits.ttft_s))
+        own, first = requests_of(workload, rate, many, seed)
+        return limits.are_kept(serve(own, plan), first)
 
-        found[name] = highest_rate(is_kept, guess)
-        done()
-    return found
+    return highest_rate(is_kept, 0.5 * NODES / alone_s)
 
 
 def gains_of(rates: Mapping[str, float]) -> tuple[float, float]:
