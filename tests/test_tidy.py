@@ -47,7 +47,7 @@ FLOORS = {
         {"metrics"}, {"config_pbtxt", "tensors", "launch_secret", "worker_tls"}, {"errors"},
     ],
     "loadtest": [
-        {"locustfile"}, {"bench", "clients"}, {"planner"}, {"users", "simulator", "profile"},
+        {"locustfile"}, {"bench", "clients"}, {"planner"}, {"users", "simulator"}, {"profile"},
         {"harness"}, {"replay"}, {"report"}, {"client"}, {"results"},
     ],
 }  # fmt: skip

@@ -1,19 +1,21 @@
 """The simulator against the real server: the same requests, the same decisions, how far apart?
 
-    python -m loadtest.bench.sim_reality [--trace conversation_trace.jsonl]
+    python -m loadtest.bench.sim_reality [--trace conversation_trace.jsonl] [--case ssd]
 
-A server of our own with one prefill and one decode worker of one thread each. First it is profiled
-(`mooncake profile`), alone. Then, for each run, the first requests of a trace at a scale are sent
-to it at their times, with fresh tokens; and the simulator serves requests with the very same blocks
-with that profile: the real Conductor, Directory and batching, steps as long as the profile says.
+A server of our own with one prefill and one decode worker of one thread each. In every turn it is
+profiled (`mooncake profile`), alone; then the first requests of a trace at a scale are sent to it
+at their times, with fresh tokens; and the simulator serves requests with the very same blocks with
+that profile (simulator/profiled.py): the real Conductor, Directory and batching, steps and gaps as
+long as the profile says. Three cases, medians over the turns of each:
 
-    TTFT   as the client sees it; the simulator's has the profile's `serving` on top, and so has
-           its first interval
+    recorded   the trace at its own speed
+    doubled    twice as fast
+    ssd        on a server with little memory and an SSD: all prompts, then all of them again, when
+               they have been pushed out to the SSD
+
+    TTFT   as the client sees it
     TBT    mean interval between the tokens of a request, its first one (prefill to decode) included
     longest 10 %   the mean of the longest tenth of a request's intervals, as in the paper
-
-Means over all requests, medians over the runs. The two workers share cores, as the profile says;
-that client, Triton and frontend need them too, the simulator does not know.
 
 Not here: the simulated cluster (simulator/cluster/).
 """
@@ -21,12 +23,12 @@ Not here: the simulated cluster (simulator/cluster/).
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import statistics
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +36,6 @@ import typer
 
 from conductor import ConductorConfig
 from loadtest.bench.overload.load import send_planned
-from loadtest.client.metrics_page import counter_sum, fetch_page
 from loadtest.client.protocol import ServerError
 from loadtest.client.server import Addresses, ServerDescription, describe_server
 from loadtest.client.triton_client import TritonClient
@@ -47,15 +48,52 @@ from loadtest.replay.prompts import PlannedRequest, TokenSource, plan, too_long
 from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.results.metrics import COMPLETED, RequestRecord
 from loadtest.simulator.cluster.fleet import SimulatedFleet
-from loadtest.simulator.cluster.gpu import Table
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.cluster.site import ClusterSettings
+from loadtest.simulator.profiled import settings_of, token_bytes
 from mooncake_store.block_keys import block_keys, chain_seed
 
 WORKERS = ("prefill_0", "decode_1")
-STORE_BYTES = 2**30
 ERROR_GOAL = 0.25
 START_OF_TRACE = PROJECT / "tests" / "data" / "conversation_start.jsonl"
+AGAIN_MS = 3_000.0  # from the last prompt to the first that is asked again
+
+
+@dataclass(frozen=True, slots=True)
+class RealityCase:
+    """What is sent, and to what a server."""
+
+    name: str
+    speed: float
+    store_bytes: int = 2**30
+    ssd_bytes: int = 0
+    is_asked_twice: bool = False
+
+    def rows(self, rows: Sequence[TraceRow]) -> list[TraceRow]:
+        if not self.is_asked_twice:
+            return list(rows)
+        later_ms = rows[-1].timestamp_ms - rows[0].timestamp_ms + AGAIN_MS
+        return [*rows, *(replace(row, timestamp_ms=row.timestamp_ms + later_ms) for row in rows)]
+
+
+CASES = {
+    case.name: case
+    for case in (
+        RealityCase("recorded", 1.0),
+        RealityCase("doubled", 2.0),
+        RealityCase("ssd", 2.0, store_bytes=64 * 2**20, ssd_bytes=2**30, is_asked_twice=True),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RealityOptions:
+    """How it is measured."""
+
+    scale: float
+    turns: int
+    rounds: int
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +106,10 @@ class RequestMeans:
     first_s: float  # of the intervals: from prefill's token to the first of decode
     hit_share: float
 
-    def row(self, run: int, where: str) -> dict[str, Cell]:
+    def row(self, case: str, turn: int, where: str) -> dict[str, Cell]:
         return {
-            "run": run,
+            "case": case,
+            "turn": turn,
             "where": where,
             "ttft_mean_ms": round(self.ttft_s * 1e3, 1),
             "tbt_mean_ms": round(self.tbt_s * 1e3, 2),
@@ -78,6 +117,17 @@ class RequestMeans:
             "first_interval_ms": round(self.first_s * 1e3, 2),
             "hit_share": round(self.hit_share, 3),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class CaseMeans:
+    """One case in one turn."""
+
+    case: str
+    turn: int
+    real: RequestMeans
+    simulated: RequestMeans
+    profile: Profile
 
 
 def of_records(records: Sequence[RequestRecord]) -> RequestMeans:
@@ -96,40 +146,29 @@ def of_records(records: Sequence[RequestRecord]) -> RequestMeans:
     )
 
 
-def of_jobs(jobs: Sequence[SimulatedJob], profile: Profile) -> RequestMeans:
+def of_jobs(jobs: Sequence[SimulatedJob]) -> RequestMeans:
     lost = Counter(
         job.reject.reason if job.reject else job.refused for job in jobs if job.finished_s is None
     )
     if lost:
         raise ValueError(f"the simulator did not answer {dict(lost)} of {len(jobs)} requests")
-    serving_s = profile.serving
     several = [job for job in jobs if job.output_tokens > 1]
     return RequestMeans(
+        statistics.fmean((job.prefilled_s or 0.0) - job.arrived_s for job in jobs),
         statistics.fmean(
-            (job.prefilled_s or 0.0) - job.arrived_s + serving_s.base_s for job in jobs
-        ),
-        statistics.fmean(
-            ((job.finished_s or 0.0) - (job.prefilled_s or 0.0) + serving_s.handover_s)
-            / (job.output_tokens - 1)
+            ((job.finished_s or 0.0) - (job.prefilled_s or 0.0)) / (job.output_tokens - 1)
             for job in several
         ),
+        statistics.fmean(job.tbt_s for job in several),
         statistics.fmean(
-            job.tbt_s + serving_s.handover_s / math.ceil(0.1 * (job.output_tokens - 1))
-            for job in several
-        ),
-        statistics.fmean(
-            (job.joined_s or 0.0)
-            - (job.prefilled_s or 0.0)
-            + job.tbt_decode_s
-            + serving_s.handover_s
-            for job in several
+            (job.joined_s or 0.0) - (job.prefilled_s or 0.0) + job.tbt_decode_s for job in several
         ),
         sum(job.cached_tokens for job in jobs) / sum(job.prompt_tokens for job in jobs),
     )
 
 
 def simulate(
-    planned: Sequence[PlannedRequest], profile: Profile, token_bytes: int, seed: int
+    planned: Sequence[PlannedRequest], profile: Profile, case: RealityCase, seed: int
 ) -> list[SimulatedJob]:
     """The same requests, sharing the very blocks that their prompts share."""
     block_tokens = int(profile.settings["block_tokens"])
@@ -141,44 +180,37 @@ def simulate(
         )
         for one in planned
     ]  # fmt: skip
-    block_bytes = block_tokens * token_bytes
-    load_s = profile.serving.per_cached_token_s
-    settings = ClusterSettings(
-        prefills=1, decodes=1, seed=seed, block_tokens=block_tokens,
-        node_blocks=STORE_BYTES // block_bytes, chunk_tokens=profile.chunk_tokens,
-        waiting_max=512, decode_slots=int(profile.settings["slots"]), max_tokens=1,
-        nic_bytes_per_s=1e9, host_to_gpu_bytes_per_s=token_bytes / load_s if load_s else 1e12,
-        report_s=0.5, shared_prefill=profile.sharing.prefill,
-        shared_decode=profile.sharing.decode,
+    block_bytes = block_tokens * token_bytes(profile)
+    shape = ClusterSettings(
+        prefills=1, decodes=1, seed=seed, node_blocks=case.store_bytes // block_bytes,
+        ssd_blocks=case.ssd_bytes // block_bytes, waiting_max=512, max_tokens=1, report_s=0.5,
     )  # fmt: skip
-    gpu = Table(
-        profile.prefill.estimate.coefficients, profile.decode.estimate.coefficients,
-        token_bytes, int(profile.settings["kv_pages"]) * block_bytes,
-    )  # fmt: skip
-    return SimulatedFleet(ConductorConfig(admission="none"), settings, gpu).run(offered)
+    settings = settings_of(profile, shape)
+    return SimulatedFleet(ConductorConfig(admission="none"), settings, settings.gpu()).run(offered)
 
 
-async def measure(
-    addresses: Addresses, repository: Path, rows: Sequence[TraceRow], scale: float, runs: int,
-    seed: int, rounds: int,
-) -> tuple[list[tuple[RequestMeans, RequestMeans]], Profile]:  # fmt: skip
-    """(real, simulated) of each run."""
-    profile = await measure_profile(addresses, repository, WORKERS, rounds, seed, 2**31)
+async def take_turns(
+    addresses: Addresses, repository: Path, rows: Sequence[TraceRow], cases: Sequence[RealityCase],
+    asked: RealityOptions,
+) -> list[CaseMeans]:  # fmt: skip
+    """Every case in every turn, behind a profile of that turn."""
     async with TritonClient(addresses.grpc, "conductor", channels=1) as client:
         server = await describe_server(client, {})
-    refuse_too_long(rows, scale, server)
-    page = fetch_page(addresses.metrics_url)
-    kv_bytes = counter_sum(page, "mooncake_kv_bytes_max", {"model": WORKERS[1]}) or 0.0
-    pages = int(profile.settings["kv_pages"]) * server.block_tokens
+    refuse_too_long(rows, asked.scale, server)
     found = []
-    for number in range(1, runs + 1):
-        source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed + number)
-        planned = plan(rows, source, scale, speed=1.0)
-        with console.status(f"run {number} of {runs}: {planned[-1].due_s:.0f} s of trace ..."):
-            records = await send_planned(addresses.grpc, planned)
-        jobs = simulate(planned, profile, round(kv_bytes / pages), seed + number)
-        found.append((of_records(records), of_jobs(jobs, profile)))
-    return found, profile
+    for turn in range(1, asked.turns + 1):
+        profile = await measure_profile(
+            addresses, repository, WORKERS, asked.rounds, asked.seed + turn, 2**31
+        )
+        for case in cases:
+            seed = asked.seed + 1_000 * turn + len(found)
+            source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
+            planned = plan(case.rows(rows), source, asked.scale, case.speed)
+            with console.status(f"turn {turn}, {case.name}: {planned[-1].due_s:.0f} s ..."):
+                records = await send_planned(addresses.grpc, planned)
+            jobs = simulate(planned, profile, case, seed)
+            found.append(CaseMeans(case.name, turn, of_records(records), of_jobs(jobs), profile))
+    return found
 
 
 def refuse_too_long(rows: Sequence[TraceRow], scale: float, server: ServerDescription) -> None:
@@ -188,49 +220,84 @@ def refuse_too_long(rows: Sequence[TraceRow], scale: float, server: ServerDescri
                          )  # fmt: skip
 
 
-def targets(found: Sequence[tuple[RequestMeans, RequestMeans]]) -> list[Target]:
-    """Medians over the runs, so that one disturbed run does not decide."""
+def targets(found: Sequence[CaseMeans]) -> list[Target]:
+    """Medians over the turns, so that one disturbed run does not decide."""
+    made = []
+    for case in dict.fromkeys(each.case for each in found):
+        for name in ("ttft_s", "tbt_s"):
+            apart = [
+                getattr(each.simulated, name) / getattr(each.real, name) - 1.0
+                for each in found
+                if each.case == case
+            ]
+            value = round(abs(float(statistics.median(apart))), 4)
+            made.append(Target(f"{case}_{name[:-2]}_mean_apart", value, "<=", ERROR_GOAL))
+    return made
 
-    def error(name: str) -> float:
-        apart = [getattr(sim, name) / getattr(real, name) - 1.0 for real, sim in found]
-        return round(abs(float(statistics.median(apart))), 4)
 
-    return [
-        Target("ttft_mean_apart", error("ttft_s"), "<=", ERROR_GOAL),
-        Target("tbt_mean_apart", error("tbt_s"), "<=", ERROR_GOAL),
-    ]
+def row_of(found: CaseMeans) -> dict[str, Cell]:
+    """What the turn's profile said of what is hardest to foresee."""
+    serving, sharing = found.profile.serving, found.profile.sharing
+    return {
+        "case": found.case,
+        "turn": found.turn,
+        "where": "profile",
+        "profile_error_percent": round(100 * found.profile.prefill.error_mean, 1),
+        "handover_ms": round(serving.handover_s * 1e3, 1),
+        "handover_beside_ms": round(serving.handover_beside_s * 1e3, 1),
+        "beside_decode": round(sharing.prefill, 2),
+        "beside_prefill": round(sharing.decode, 2),
+        "ssd_mb_per_s": round(found.profile.sources.ssd_bytes_per_s / 1e6),
+    }
 
 
 def main(
     trace: Annotated[Path, typer.Option(help="A published trace.")] = START_OF_TRACE,
-    requests: Annotated[int, typer.Option(min=10, help="Its first ones.")] = 300,
+    requests: Annotated[int, typer.Option(min=10, help="Its first ones.")] = 100,
     length_scale: Annotated[float, typer.Option(help="Of prompts and answers.")] = 0.0625,
-    runs: Annotated[int, typer.Option(min=1, help="Medians are over them.")] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="Of the profile.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Turns; medians are over them.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each profile.")] = 2,
+    case: Annotated[
+        list[str] | None, typer.Option(help=f"Only this: {', '.join(CASES)}; repeatable.")
+    ] = None,
     seed: FreshSeed = None,
 ) -> None:
     """Serve the same requests really and simulated; the last line is JSON."""
     seed = secrets.randbits(62) if seed is None else seed
+    asked = RealityOptions(length_scale, runs, rounds, seed)
     models: dict[str, Parameters] = {
         "conductor": {"requests_max": 1024, "admission": "none"},
         WORKERS[1]: {"slots": 512, "kv_pages": 8192},
     }
     with benchmark("sim_reality") as run, own_repository(("prefill_1", "decode_0"), models) as copy:
+        if unknown := set(case or ()) - set(CASES):
+            raise ValueError(f"no case {', '.join(sorted(unknown))}: there are {', '.join(CASES)}")
         rows = read_trace(trace, requests)
-        arguments = ["--model-repository", str(copy), "--store-bytes", "1G"]
-        with served(None, arguments) as addresses:
-            console.print(f"{len(rows)} requests, {runs} runs, --seed {seed}")
-            found, profile = asyncio.run(
-                measure(addresses, copy, rows, length_scale, runs, seed, rounds)
-            )
-        for number, (real, simulated) in enumerate(found, 1):
-            run.rows += [real.row(number, "server"), simulated.row(number, "simulator")]
-        run.rows.append({
-            "where": f"profile: error {profile.prefill.error_mean:.1%} of prefills, "
-            f"{profile.decode.error_mean:.1%} of decode steps; beside the other role they take "
-            f"{profile.sharing.prefill:.2f} and {profile.sharing.decode:.2f} times as long"
-        })  # fmt: skip
+        chosen = [CASES[name] for name in case or CASES]
+        found: list[CaseMeans] = []
+        for has_ssd in (False, True):
+            cases = [one for one in chosen if bool(one.ssd_bytes) == has_ssd]
+            if cases:
+                found += turns_on_a_server(copy, rows, cases, asked)
+        for each in found:
+            run.rows.append(each.real.row(each.case, each.turn, "server"))
+            run.rows.append(each.simulated.row(each.case, each.turn, "simulator"))
+            run.rows.append(row_of(each))
         run.targets = targets(found)
+
+
+def turns_on_a_server(
+    repository: Path, rows: Sequence[TraceRow], cases: Sequence[RealityCase], asked: RealityOptions
+) -> list[CaseMeans]:
+    """All cases are of one size of memory and SSD."""
+    size = cases[0]
+    arguments = ["--model-repository", str(repository), "--store-bytes", str(size.store_bytes)]
+    with tempfile.TemporaryDirectory(prefix="mooncake-bench-ssd-") as folder:
+        if size.ssd_bytes:
+            arguments += ["--ssd-bytes", str(size.ssd_bytes), "--ssd-path", folder]
+        with served(None, arguments) as addresses:
+            console.print(f"{len(rows)} requests, {asked.turns} turns, seed {asked.seed}")
+            return asyncio.run(take_turns(addresses, repository, rows, cases, asked))
 
 
 if __name__ == "__main__":

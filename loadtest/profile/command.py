@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -28,23 +30,26 @@ from rich.table import Table
 from tritonclient.grpc import model_config_pb2
 
 from backends.workers.machine_profile import cpu_model
-from loadtest.client.metrics_page import counter_sum, fetch_page
+from loadtest.client.metrics_page import counter_sum, fetch_page, series_of
 from loadtest.client.protocol import ServerError
 from loadtest.client.server import Addresses, describe_server
 from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import FreshSeed, ServerUrl, console, measuring, served
 from loadtest.harness.server import PROJECT
+from loadtest.profile.bursts import Burst, decode_beside, handover_beside_s, queued_prompt_s
 from loadtest.profile.measure import (
     DECODE_POINTS,
     PREFILL_POINTS,
+    SSD_FILLED_MAX,
     Measure,
     Room,
     samples_of,
     serving_of,
     sharing_of,
 )
-from loadtest.profile.profile import Profile
+from loadtest.profile.profile import PrefixSources, Profile, Sharing
 from loadtest.replay.prompts import TokenSource
+from mooncake_store.records.membership import SSD_SUFFIX
 
 SETTINGS = ("checkpoint", "dtype", "device", "threads", "block_tokens", "chunk_tokens",
             "kv_pages", "slots")  # fmt: skip
@@ -115,13 +120,66 @@ async def measure(
             steps = await pair.decode(decodes, rounds, lambda: progress.advance(task))
             task = progress.add_task("both at once", total=rounds)
             both = await pair.together(room, rounds, lambda: progress.advance(task))
+            task = progress.add_task("bursts", total=rounds)
+            bursts = await pair.burst(room, rounds, lambda: progress.advance(task))
+            task = progress.add_task("other sources of a prefix", total=1)
+            page = fetch_page(addresses.metrics_url)
+            token_bytes = token_bytes_of(page, decode, room)
+            sources = await _sources(pair, page, prefill, token_bytes, room, rounds)
+    settings |= {"block_tokens": str(room.block_tokens), "token_bytes": str(token_bytes)}
     url = addresses.grpc
     machine = f"{cpu_model()}, {os.cpu_count()} cores" if is_local(url) else url
     alone_s = min(step.seconds for step in steps)
-    return Profile(
+    alone = Profile(
         machine, settings, samples_of(prompts), steps, serving_of(prompts, alone_s),
-        sharing_of(both),
+        sharing_of(both), sources,
     )  # fmt: skip
+    return with_bursts(alone, bursts, alone_s)
+
+
+def with_bursts(alone: Profile, bursts: Sequence[Burst], step_s: float) -> Profile:
+    """What prompts one by one do not show; `step_s`: of one sequence."""
+    serving, sharing = alone.serving, alone.sharing
+    queued_s = queued_prompt_s(
+        bursts, lambda tokens: alone.prompt_s(tokens, 0), serving.base_s, sharing.prefill
+    )
+    return replace(
+        alone,
+        serving=replace(
+            serving, handover_beside_s=handover_beside_s(bursts, step_s), queued_prompt_s=queued_s
+        ),
+        sharing=Sharing(sharing.prefill, decode_beside(bursts, alone.decode.estimate)),
+    )
+
+
+def token_bytes_of(page: str, worker: str, room: Room) -> int:
+    """KV of one token, as the worker's memory and its pages say."""
+    kv_bytes = counter_sum(page, "mooncake_kv_bytes_max", {"model": worker}) or 0.0
+    pages = counter_sum(page, "mooncake_pages_max", {"model": worker}) or 1.0
+    return round(kv_bytes / pages / room.block_tokens)
+
+
+async def _sources(
+    pair: Measure, page: str, prefill: str, token_bytes: int, room: Room, rounds: int
+) -> PrefixSources:
+    """Another node where the server has a second prefill worker; the SSD where it has one and the
+    memory in front of it is small enough to be filled."""
+    node_rate = ssd_rate = 0.0
+    workers = [labels["model"] for labels, _ in _gauges(page, "mooncake_queue_tokens")]
+    if others := sorted(set(workers) - {prefill}):
+        node_rate = await pair.from_node(others[0], token_bytes, room, rounds)
+    sizes = {labels["node"]: size for labels, size in _gauges(page, "mooncake_store_bytes_max")}
+    memory_bytes = max((n for node, n in sizes.items() if not node.endswith(SSD_SUFFIX)), default=0)
+    has_ssd = any(node.endswith(SSD_SUFFIX) for node in sizes)
+    if has_ssd and memory_bytes <= SSD_FILLED_MAX:
+        ssd_rate = await pair.from_ssd(round(memory_bytes), token_bytes, room)
+    return PrefixSources(node_rate, ssd_rate)
+
+
+def _gauges(page: str, name: str) -> list[tuple[Mapping[str, str], float]]:
+    """The labels and the value of each series of this name."""
+    lines = (line for line in page.splitlines() if line.startswith(name))
+    return [(one.labels, one.value) for one in series_of(lines) if one.name == name]
 
 
 def settings_of(addresses: Addresses, repository: Path | None, worker: str) -> dict[str, str]:
@@ -178,14 +236,21 @@ def show(found: Profile) -> None:
     out.print(
         f"serving = {found.serving.base_s * 1e3:.3g} ms"
         f" + {found.serving.per_cached_token_s * 1e6:.3g} us x cached, before the first token;"
-        f" {found.serving.handover_s * 1e3:.3g} ms between it and the second",
+        f" {found.serving.handover_s * 1e3:.3g} ms between it and the second,"
+        f" {found.serving.handover_beside_s * 1e3:.3g} in a burst of prompts,"
+        f" each of which takes {found.serving.queued_prompt_s * 1e3:.3g} ms on top of its steps",
         soft_wrap=True,
     )
     out.print(
         f"at the same time: a prefill step takes {found.sharing.prefill:.2f} x as long beside"
-        f" decoding, a decode step {found.sharing.decode:.2f} x beside a prefill",
+        f" decoding, a decode step {found.sharing.decode:.2f} x in a burst of prompts",
         soft_wrap=True,
     )
+
+    rates = ("another node", found.sources.node_bytes_per_s), ("SSD", found.sources.ssd_bytes_per_s)
+    for source, rate in rates:
+        if rate:
+            out.print(f"a prefix comes from {source} at {rate / 1e6:,.0f} MB/s")
 
 
 def _compared(measured_s: float, fitted_s: float) -> tuple[str, str, str]:

@@ -25,6 +25,7 @@ from loadtest.client.answer import ReceivedAnswer
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import together_tbt_s
+from loadtest.profile.bursts import Burst, BurstAnswer
 from loadtest.profile.profile import Serving, Sharing
 from loadtest.replay.prompts import TokenIds, TokenSource
 
@@ -43,6 +44,14 @@ STEPS = 32  # tokens of each stream of a decode point
 TOGETHER_STREAMS, TOGETHER_CONTEXT, TOGETHER_PROMPT = 4, 256, 1024
 TOGETHER_PROMPTS = 4  # of a round
 TOGETHER_TOKENS = 512  # of each stream, or what fits; they are stopped after the last prompt
+# Prompts that come at once, of so many tokens each.
+BURST_PROMPTS = (256, 1024, 64, 512, 768, 128, 1536, 384)
+BURST_TOKENS = 16  # of each answer
+BURSTS = 5  # of a round
+BURST_PAUSE_S = 0.5  # between them: traces have bursts and pauses, and caches get cold
+SSD_PROMPTS = 8  # that are asked again after others have pushed them out of memory
+SSD_PROMPT = 2048  # tokens of each
+SSD_FILLED_MAX = 256 * 2**20  # bytes of memory that are filled for it; a larger one takes too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +183,71 @@ class Measure:
             done()
         return found
 
+    async def burst(self, room: Room, rounds: int, done: Callable[[], None]) -> list[Burst]:
+        """Prompts at once: while one is handed over the next is computed, and more wait."""
+        found: list[Burst] = []
+        for _ in range(rounds):
+            for _ in range(BURSTS):
+                await asyncio.sleep(BURST_PAUSE_S)
+                lengths = [n for n in BURST_PROMPTS if n + BURST_TOKENS < room.context_tokens_max]
+                answers = await asyncio.gather(
+                    *(self._ask(self._fresh(tokens), BURST_TOKENS) for tokens in lengths)
+                )
+                found.append(
+                    [
+                        BurstAnswer(tokens, sent_s, answer.token_times_s)
+                        for tokens, (answer, sent_s) in zip(lengths, answers, strict=True)
+                    ]
+                )
+            done()
+        return found
+
+    async def from_ssd(self, filled_bytes: int, token_bytes: int, room: Room) -> float:
+        """Bytes per second at which prefixes come back that only the own node's SSD has; 0 where
+        nothing came back. `filled_bytes`: what has to be stored to push them out of memory."""
+        tokens = min(SSD_PROMPT, room.context_tokens_max // 2)
+        early = [self._fresh(tokens) for _ in range(SSD_PROMPTS)]
+        others = [self._fresh(tokens) for _ in range(filled_bytes // (tokens * token_bytes) + 1)]
+        for prompt in (*early, *others):
+            await self._ask(prompt, 2)
+        moved_bytes = load_s = 0.0
+        for prompt in early:
+            answer, _ = await self._ask(np.concatenate([prompt, self._fresh(8)]), 2)
+            blocks = float(str(answer.decision["restore_blocks"]))
+            if blocks and (answer.cached_tokens or 0) >= blocks * room.block_tokens:
+                moved_bytes += blocks * room.block_tokens * token_bytes
+                load_s += float(str(answer.decision["load_s"]))
+        return moved_bytes / load_s if load_s else 0.0
+
+    async def from_node(self, other: str, token_bytes: int, room: Room, rounds: int) -> float:
+        """Bytes per second at which prefixes come that another prefill worker's node has; 0 where
+        nothing was fetched."""
+        tokens = min(SSD_PROMPT, room.context_tokens_max // 2)
+        moved_bytes = load_s = 0.0
+        for _ in range(rounds):
+            prompt = self._fresh(tokens)
+            await self._ask(prompt, 2, prefill=other)
+            answer, _ = await self._ask(np.concatenate([prompt, self._fresh(8)]), 2)
+            if blocks := float(str(answer.decision["fetched_blocks"])):
+                moved_bytes += blocks * room.block_tokens * token_bytes
+                load_s += float(str(answer.decision["load_s"]))
+        return moved_bytes / load_s if load_s else 0.0
+
     async def _timed(self, tokens: int) -> tuple[float, float]:
         """(seconds that its prefill computed, when the first token came) of a fresh prompt."""
         answer, _ = await self._ask(self._fresh(tokens), 2)
         return float(str(answer.decision["prefill_s"])), answer.token_times_s[0]
 
     async def _ask(
-        self, prompt: TokenIds, output_tokens: int, begun: asyncio.Event | None = None
-    ) -> tuple[ReceivedAnswer, float]:
+        self, prompt: TokenIds, output_tokens: int, begun: asyncio.Event | None = None,
+        prefill: str = "",
+    ) -> tuple[ReceivedAnswer, float]:  # fmt: skip
         """`begun` is set with its second token, when it decodes, or when it ends without one."""
         self._prompts += 1
+        pins = self._pins | ({"prefill_worker": prefill} if prefill else {})
         request = GenerateRequest(
             f"profile-{self._prompts}", input_ids=prompt, max_tokens=output_tokens,
-            min_tokens=output_tokens, end_id=-1, return_decision=True, parameters=self._pins,
+            min_tokens=output_tokens, end_id=-1, return_decision=True, parameters=pins,
         )  # fmt: skip
         answer, sent_s = ReceivedAnswer(), time.perf_counter()
         try:

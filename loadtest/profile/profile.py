@@ -1,20 +1,25 @@
 """The profile of a worker pair as a record and as a JSON file.
 
-    {"version": 1, "machine": ..., "settings": {...},
+    {"version": 3, "machine": ..., "settings": {...},
      "prefill": {"coefficients": [base_s, per_token_s, per_token_pair_s], "error_mean": ...,
                  "error_max": ..., "samples": [[new_tokens, prefix_tokens, seconds], ...]},
      "decode":  {"coefficients": [base_s, per_sequence_s, per_context_token_s], "error_mean": ...,
                  "error_max": ..., "samples": [[sequences, context_tokens, seconds], ...]},
-     "serving": {"base_s": ..., "per_cached_token_s": ..., "handover_s": ...},
-     "sharing": {"prefill": ..., "decode": ...}}
+     "serving": {"base_s": ..., "per_cached_token_s": ..., "handover_s": ...,
+                 "handover_beside_s": ..., "queued_prompt_s": ...},
+     "sharing": {"prefill": ..., "decode": ...},
+     "sources": {"node_bytes_per_s": ..., "ssd_bytes_per_s": ...}}
 
 `coefficients` are those of conductor/estimates/estimates.py, fitted with its relative error:
 `error_mean` is the MAPE as a fraction. Those of a prefill are of one step: a prompt longer than
 `chunk_tokens` pays base_s once a step (`prompt_s`). Samples are of whole prompts, as measured.
 `serving` is what a client's TTFT has on top of the prefill, the way through Triton and the frontend
 and loading a cached prefix from the worker's own node; and what lies between the first token and
-the second on top of a decode step: putting, calling and reading. `sharing` is how many times as
-long a step takes while the other of the two workers computes: 1 where each has a device of its own.
+the second on top of a decode step: putting, calling and reading; `handover_beside_s` the same while
+the prefill worker computes other prompts of a burst, and `queued_prompt_s` what each of those takes
+on top of its steps (bursts.py). `sharing` is how many times as long a step takes while the other
+of the two workers computes: 1 where each has a device of its own. `sources` is how fast a prefix
+comes from another node's memory and from the own node's SSD; 0: it was not measured.
 
 Not here: measuring (measure.py), the command (command.py).
 """
@@ -23,7 +28,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from conductor.estimates.estimates import (
@@ -36,7 +41,7 @@ from conductor.estimates.estimates import (
     fit_prefill,
 )
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class Serving:
     base_s: float  # before the first token
     per_cached_token_s: float
     handover_s: float = 0.0  # between the first token and the second
+    handover_beside_s: float = 0.0  # ... while other prompts are computed
+    queued_prompt_s: float = 0.0  # what each of several prompts takes on top of its steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,14 @@ class Sharing:
 
     prefill: float = 1.0
     decode: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSources:
+    """How fast a prefix comes to a prefill worker whose own memory lacks it; 0: not measured."""
+
+    node_bytes_per_s: float = 0.0  # from another node, by the path that the worker takes
+    ssd_bytes_per_s: float = 0.0  # from the SSD of the own node
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,26 @@ class Profile:
     decode_samples: Sequence[DecodeSample]
     serving: Serving
     sharing: Sharing = Sharing()
+    sources: PrefixSources = PrefixSources()
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """ValueError when it is no profile of this version."""
+        try:
+            found = json.loads(text)
+            if found["version"] != VERSION:
+                raise ValueError(
+                    f"it has version {found['version']}, not {VERSION}: measure it again"
+                )
+            return cls(
+                found["machine"], found["settings"],
+                [PrefillSample(*sample) for sample in found["prefill"]["samples"]],
+                [DecodeSample(*sample) for sample in found["decode"]["samples"]],
+                Serving(**found["serving"]), Sharing(**found["sharing"]),
+                PrefixSources(**found["sources"]),
+            )  # fmt: skip
+        except (KeyError, TypeError, AttributeError) as missing:
+            raise ValueError(f"it is no profile of `mooncake profile`: {missing!r}") from None
 
     @property
     def chunk_tokens(self) -> int:
@@ -97,12 +132,9 @@ class Profile:
             "settings": dict(self.settings),
             "prefill": _fitted(self.prefill, prefills),
             "decode": _fitted(self.decode, decodes),
-            "serving": {
-                "base_s": self.serving.base_s,
-                "per_cached_token_s": self.serving.per_cached_token_s,
-                "handover_s": self.serving.handover_s,
-            },
-            "sharing": {"prefill": self.sharing.prefill, "decode": self.sharing.decode},
+            "serving": asdict(self.serving),
+            "sharing": asdict(self.sharing),
+            "sources": asdict(self.sources),
         })  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from loadtest.harness.result import Result
+from loadtest.profile.profile import Profile
 from loadtest.replay.trace import TraceError
 from loadtest.simulator.experiments import (
     constants,
@@ -52,6 +53,7 @@ from loadtest.simulator.options import (
     console,
     progress_bar,
 )
+from loadtest.simulator.profiled import read_profile
 from loadtest.simulator.runs import RunsStopped
 
 
@@ -138,6 +140,11 @@ Figures of FAST'25, beside the paper's numbers and with one set of constants: gp
 capacity (1 and 7), global-cache (10), replicas (11), bandwidth (13), long-prefix (14), pd-ratio
 (15); of the arXiv report: datasets (11), simulated-long (12), real (13), cache-policies (Table 1).
 """
+# What simulates workers of this project and nothing to compare them with.
+OF_ANY_WORKER = (
+    Experiment.SCHEDULING, Experiment.REJECTION, Experiment.FRONTENDS, Experiment.GLOBAL_CACHE,
+    Experiment.REPLICAS, Experiment.BANDWIDTH, Experiment.PD_RATIO, Experiment.SSD,
+)  # fmt: skip
 Which = Annotated[Experiment | None, typer.Option(help=ABOUT)]
 Every = Annotated[
     bool, typer.Option("--all", help="Every figure of the papers, as one HTML page: --book.")
@@ -188,6 +195,20 @@ Kept = Annotated[
         "that was stopped goes on. Only a folder of one's own. none: make all, keep none.",
     ),
 ]  # fmt: skip
+Measured = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile", help="Workers as `mooncake profile --out FILE` measured them, instead of the "
+        f"paper's nodes: in {', '.join(OF_ANY_WORKER)}.",
+    ),
+]  # fmt: skip
+LengthScale = Annotated[
+    float,
+    typer.Option(
+        min=0.01, max=1.0, help="Prompts and answers so many times as long, in the same "
+        "experiments: a small worker cannot serve a trace as it was recorded.",
+    ),
+]  # fmt: skip
 PeerPython = Annotated[
     str | None,
     typer.Option(
@@ -222,6 +243,8 @@ def simulate(
     notes_latency_s: NotesLatency = None,
     directory: WholeDirectory = False,
     changes: Changes = None,
+    profile: Measured = None,
+    length_scale: LengthScale = 1.0,
     peer_python: PeerPython = None,
     jobs: Jobs = 1,
     kept: Kept = ".mooncake/simulations",
@@ -242,18 +265,36 @@ def simulate(
             changes=tuple(changes or ()), peer_python=peer_python,
             frontends=tuple(frontend_counts or ()),
             notes_latencies_s=tuple(notes_latency_s or ()), jobs=jobs,
-            kept=None if kept == "none" else Path(kept),
+            kept=None if kept == "none" else Path(kept), profile=_profile_of(profile),
+            length_scale=length_scale,
         )  # fmt: skip
+        if every and (profile is not None or length_scale != 1.0):
+            raise SimulationRefused("--all is about the paper's nodes: no --profile, no scale")
         if every:
             write_all(options, book)
             return
         if experiment is None:
             raise SimulationRefused("say what to find out: --experiment NAME, or --all")
+        is_changed = profile is not None or length_scale != 1.0
+        if is_changed and experiment not in OF_ANY_WORKER:
+            raise SimulationRefused(
+                f"--profile and --length-scale: not in {experiment.value}, which compares with "
+                f"others or with the paper's nodes; in {', '.join(OF_ANY_WORKER)}"
+            )
         result = answer(experiment, options)
     if as_json:
         print(result.to_json())
     else:
         result.print()
+
+
+def _profile_of(path: Path | None) -> Profile | None:
+    if path is None:
+        return None
+    try:
+        return read_profile(path)
+    except (OSError, ValueError) as problem:
+        raise SimulationRefused(f"--profile {path}: {problem}") from None
 
 
 @contextmanager
@@ -278,7 +319,7 @@ def answer(experiment: Experiment, options: SimulationOptions) -> Result:
         draw(experiment, options.picture, rows)
     return Result(
         experiment.value, time.monotonic() - started_s, rows, targets,
-        constants=constants.stated(), shortened=options.is_shortened,
+        constants=constants.stated(options.settings()), shortened=options.is_shortened,
     )  # fmt: skip
 
 

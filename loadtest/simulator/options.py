@@ -19,8 +19,10 @@ from rich.progress import (
 from backends.config_pbtxt import OLD_NAMES
 from conductor import ConductorConfig
 from loadtest.harness.result import Cell, Target
+from loadtest.profile.profile import Profile
 from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.simulator.cluster.site import ClusterSettings
+from loadtest.simulator.profiled import settings_of
 from loadtest.simulator.runs import Begin, TraceSource
 
 WHERE = "https://github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
@@ -61,6 +63,8 @@ class SimulationOptions:
     peer_python: str | None = None  # with Dynamo's wheel, to run its own replay beside ours
     jobs: int = 1  # runs at once, each in its process
     kept: Path | None = None  # the folder of runs that are known (runs.py)
+    profile: Profile | None = None  # of a worker, instead of the roofline of a node
+    length_scale: float = 1.0  # of the traces' prompts and answers
 
     def __post_init__(self) -> None:
         if self.picture is not None and self.picture.suffix not in SUFFIXES:
@@ -95,15 +99,20 @@ class SimulationOptions:
 
     def settings(self) -> ClusterSettings:
         """The shape of the cluster."""
-        return ClusterSettings(
+        shape = ClusterSettings(
             prefills=self.prefills or NODES, decodes=self.decodes or NODES, seed=self.seed
         )
+        return shape if self.profile is None else settings_of(self.profile, shape)
 
     @property
     def is_shortened(self) -> str:
         """Why numbers that were promised of a whole trace and 8 + 8 nodes do not follow; or ""."""
         if self.requests is not None:
             return f"only the first {self.requests} requests were replayed"
+        if self.profile is not None:
+            return "it was promised of the paper's nodes, not of a profile's workers"
+        if self.length_scale != 1.0:
+            return f"prompts and answers are {self.length_scale:g} times as long"
         if self.changes:
             return f"it was promised without --set {', '.join(self.changes)}"
         prefills, decodes = self.prefills or NODES, self.decodes or NODES
@@ -138,7 +147,10 @@ class SimulationOptions:
 
     def source(self, trace: str, is_spread: bool = False) -> TraceSource:
         """The requests of a trace for runs in other processes; TraceError when the file is wrong"""
-        source = TraceSource.of(self._path(trace), self.requests, is_spread)
+        source = TraceSource.of(
+            self._path(trace), self.requests, is_spread, self.settings().block_tokens,
+            self.length_scale,
+        )  # fmt: skip
         source.offered()  # a mistake shows before anything runs
         return source
 

@@ -148,7 +148,14 @@ class DecodeNode(SimulatedWorker):
         after it was computed."""
         if arrival.is_asked and arrival.is_here and not arrival.is_ready:
             arrival.is_ready = True
-            self._site.clock.after(self._site.network.latency_s, self._join, arrival)
+            # Now: behind what else is due at this moment, such as the next step of prefill.
+            self._site.clock.after(0.0, self._hand_over, arrival)
+
+    def _hand_over(self, arrival: DecodeArrival) -> None:
+        site, settings = self._site, self._site.settings
+        is_beside = site.cores.is_computing("prefill")
+        gap_s = settings.handover_beside_s if is_beside else settings.handover_s
+        site.clock.after(site.network.latency_s + gap_s, self._join, arrival)
 
     def _join(self, arrival: DecodeArrival) -> None:
         if self._arrivals.get(arrival.job.request_id) is not arrival or self.is_dead:

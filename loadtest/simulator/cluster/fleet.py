@@ -282,7 +282,18 @@ class SimulatedFleet(SimulatedCluster):
     # -- a request's way
 
     def _submit(self, job: SimulatedJob, order_key_s: float) -> None:
-        self.prefills[job.prefill].submit(job, order_key_s)
+        if self.settings.serving_s:
+            self.clock.after(self.settings.serving_s, self._came, job, order_key_s)
+        else:
+            self._came(job, order_key_s)
+
+    def _came(self, job: SimulatedJob, order_key_s: float) -> None:
+        """To its prefill worker, which may have died while the request was on its way."""
+        worker = self.prefills[job.prefill]
+        if worker.is_dead:
+            self._lost([job], worker.worker_id, worker.incarnation)
+        else:
+            worker.submit(job, order_key_s)
 
     def _begun(self, job: SimulatedJob) -> None:
         """The first layers will be there soon: decode may reserve a place and read along."""

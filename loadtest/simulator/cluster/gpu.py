@@ -157,6 +157,21 @@ class Roofline:
         return self._overhead_s + self._sequence_s * sequences + pass_s
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredWorker:
+    """What was measured of a worker; a run is known by it, so it is shown whole."""
+
+    prefill_coefficients: tuple[float, ...]
+    decode_coefficients: tuple[float, ...]
+    token_bytes: int
+    pages_bytes: int
+
+    def gpu(self) -> Table:
+        return Table(
+            self.prefill_coefficients, self.decode_coefficients, self.token_bytes, self.pages_bytes
+        )
+
+
 class Table:
     """A GpuModel of one worker, from the coefficients of WorkerInfo."""
 

@@ -110,6 +110,8 @@ class PrefillNode(SimulatedWorker):
         factor = self.slowness * cores.prefill_factor() * self.share
         factor *= float(self._jitter.factors(self._steps.steps, 1)[0])
         seconds = factor * self._site.gpu.prefill_s([(c.start, c.tokens) for c in chunks])
+        if len(self._jobs) > 1:
+            seconds += self._site.settings.queued_prompt_s * sum(c.is_last for c in chunks)
         self._site.clock.after(seconds, self._stepped, chunks, seconds)
 
     # -- the prefix comes in

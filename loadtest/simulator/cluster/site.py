@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from backends.engine.batching.pages import PagePool
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS
 from loadtest.simulator.cluster.clock import VirtualClock
-from loadtest.simulator.cluster.gpu import GpuModel
+from loadtest.simulator.cluster.gpu import GpuModel, MeasuredWorker, Roofline
 from loadtest.simulator.cluster.network import Network
 from loadtest.simulator.cluster.ssd import DiskRates, SimulatedSsds
 from loadtest.simulator.cluster.steps import Jitter
@@ -64,9 +64,20 @@ class ClusterSettings:
     shared_prefill: float = 1.0
     shared_decode: float = 1.0
     workers_at_once: float = 0.0  # that the machine's cores compute; 0: it is not known
+    # What the ways of a request add: through the frontend to prefill, and from prefill to decode,
+    # while nothing and while other prompts are computed. On GPUs the network is all of it.
+    serving_s: float = 0.0
+    handover_s: float = 0.0
+    handover_beside_s: float = 0.0
+    queued_prompt_s: float = 0.0  # of each prompt while others wait, on top of its steps
     jitter: float = 0.05  # each step takes up to so much more or less than the model says
     steps_at_once: int = 0  # most decode steps taken together; 0: as many as are alike
+    worker: MeasuredWorker | None = None  # instead of the roofline of a node (profiled.py)
     attempts_max: int = 3  # attempts of a request whose worker was lost
+
+    def gpu(self) -> GpuModel:
+        """What every worker computes on."""
+        return self.worker.gpu() if self.worker else Roofline()
 
     @property
     def disk_rates(self) -> DiskRates:
@@ -109,6 +120,9 @@ class Cores:
         shared = self._factors[role] if computing > 1 else 1.0
         return shared * max(1.0, computing / self._at_once)
 
+    def is_computing(self, role: str) -> bool:
+        return self._computing[role] > 0
+
     def compute(self, role: str, is_computing: bool) -> None:
         """A worker of this role begins (or ends) to compute; only called at a change."""
         before = self.decode_factor()
@@ -127,7 +141,6 @@ class SimulatedSite:
     gpu: GpuModel
     settings: ClusterSettings
     cores: Cores
-
     ssds: SimulatedSsds
 
     @property

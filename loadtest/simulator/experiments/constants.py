@@ -28,6 +28,7 @@ NODES = 16  # of each system, 8x A800 each
 HANDOVER_IN_TTFT = True
 FIRST_INTERVAL_IN_TBT = True
 
+PAPER_NODES = ClusterSettings()
 REPLAY_SPEED = 1.0  # as recorded, where an experiment is not about other speeds
 
 VLLM = CoupledSettings("vllm", nodes=NODES, dispatch=DISPATCH, sequences_max=SEQUENCES_MAX)
@@ -44,19 +45,10 @@ CHUNKED_LARGE = CoupledSettings(
 )  # fmt: skip
 
 
-def stated() -> dict[str, Cell]:
+def stated(cluster: ClusterSettings = PAPER_NODES) -> dict[str, Cell]:
     """Every constant, as it stands in a report."""
-    cluster = ClusterSettings()
     return {
-        "attention_factor": gpu.PAIR_FLOP / 2,  # half of all pairs: attention is causal
-        "linear_factor": gpu.TOKEN_FLOP,
-        "mfu": gpu.MFU,
-        "mbu": gpu.MBU,
-        "step_overhead_s": gpu.STEP_OVERHEAD_S,
-        "per_sequence_s": gpu.SEQUENCE_S,
-        "flop_per_s": hardware.A800.flop_per_s,
-        "memory_bytes_per_s": hardware.A800.memory_bytes_per_s,
-        "usable_memory_share": gpu.USABLE_SHARE,
+        **(_measured(cluster) if cluster.worker else _modelled()),
         "chunk_tokens": cluster.chunk_tokens,
         "node_blocks": cluster.node_blocks,
         "block_tokens": cluster.block_tokens,
@@ -73,4 +65,37 @@ def stated() -> dict[str, Cell]:
         "handover_in_ttft": HANDOVER_IN_TTFT,
         "first_interval_in_tbt": FIRST_INTERVAL_IN_TBT,
         "replay_speed": REPLAY_SPEED,
+    }
+
+
+def _modelled() -> dict[str, Cell]:
+    """Of the paper's node."""
+    return {
+        "attention_factor": gpu.PAIR_FLOP / 2,  # half of all pairs: attention is causal
+        "linear_factor": gpu.TOKEN_FLOP,
+        "mfu": gpu.MFU,
+        "mbu": gpu.MBU,
+        "step_overhead_s": gpu.STEP_OVERHEAD_S,
+        "per_sequence_s": gpu.SEQUENCE_S,
+        "flop_per_s": hardware.A800.flop_per_s,
+        "memory_bytes_per_s": hardware.A800.memory_bytes_per_s,
+        "usable_memory_share": gpu.USABLE_SHARE,
+    }
+
+
+def _measured(cluster: ClusterSettings) -> dict[str, Cell]:
+    """Of a profile's worker."""
+    worker = cluster.worker
+    assert worker is not None
+    prefill, decode = worker.prefill_coefficients, worker.decode_coefficients
+    return {
+        **dict(zip(("prefill_base_s", "prefill_token_s", "prefill_pair_s"), prefill, strict=True)),
+        **dict(zip(("decode_base_s", "per_sequence_s", "context_token_s"), decode, strict=True)),
+        "kv_bytes_per_token": worker.token_bytes,
+        "serving_s": cluster.serving_s,
+        "handover_s": cluster.handover_s,
+        "handover_beside_s": cluster.handover_beside_s,
+        "queued_prompt_s": cluster.queued_prompt_s,
+        "shared_prefill": cluster.shared_prefill,
+        "shared_decode": cluster.shared_decode,
     }

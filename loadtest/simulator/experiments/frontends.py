@@ -22,7 +22,6 @@ from pathlib import Path
 
 from loadtest.harness.result import Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
-from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of
 from loadtest.simulator.cluster.site import ClusterSettings
@@ -90,7 +89,7 @@ def run(
 ) -> FrontendsRun:  # fmt: skip
     _, policy, speed, frontends, latency_s = case
     settings = replace(settings, frontends=frontends, notes_latency_s=latency_s)
-    fleet = SimulatedFleet(options.changed(config_for(policy)), settings, Roofline())
+    fleet = SimulatedFleet(options.changed(config_for(policy)), settings, settings.gpu())
     outcome = outcome_of(fleet.run(offered, speed, on_over))
     stats = [one.stats() for one in fleet.conductors]
     received = sum(one.note_batches_received for one in stats)

@@ -21,7 +21,6 @@ import numpy as np
 from conductor import ConductorConfig
 from loadtest.harness.result import Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
-from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of, within
 from loadtest.simulator.cluster.site import ClusterSettings
@@ -123,7 +122,7 @@ def run(
     on_over: Callable[[], None] = lambda: None,
 ) -> RejectionRun:
     config = options.changed(config_for(admission))
-    fleet = SimulatedFleet(config, settings, Roofline())
+    fleet = SimulatedFleet(config, settings, settings.gpu())
     watch = LoadWatch(offered[-1].at_s / speed)
     fleet.reported = watch.look
     jobs = fleet.run(offered, speed, on_over)

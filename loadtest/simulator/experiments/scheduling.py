@@ -19,7 +19,6 @@ from typing import TypeVar
 from conductor import ConductorConfig
 from loadtest.harness.result import Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
-from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.outcome import SimulationOutcome, outcome_of
 from loadtest.simulator.cluster.site import ClusterSettings
@@ -87,7 +86,7 @@ def run(
     on_over: Callable[[], None] = lambda: None,
 ) -> SchedulingRun:
     config = options.changed(config_for(policy))
-    fleet = SimulatedFleet(config, settings, Roofline())
+    fleet = SimulatedFleet(config, settings, settings.gpu())
     outcome = outcome_of(fleet.run(offered, speed, on_over))
     busy = [node.busy_s / fleet.clock.now_s for node in fleet.prefills.values()]
     error = fleet.conductor.stats().ttft_error

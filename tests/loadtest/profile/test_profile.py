@@ -52,13 +52,34 @@ def profile() -> Profile:
 def test_a_profile_is_one_line_with_what_was_measured_and_what_was_fitted() -> None:
     text = profile().to_json()
     found = json.loads(text)
-    assert "\n" not in text and found["version"] == 2
+    assert "\n" not in text and found["version"] == 3
     assert (found["machine"], found["settings"]) == ("a machine", {"threads": "1"})
     assert found["prefill"]["coefficients"] == pytest.approx(PREFILL.coefficients)
     assert found["prefill"]["samples"][3] == [256, 4096, PREFILL.seconds(256, 4096)]
     assert found["decode"]["samples"][0] == [1, 80, DECODE.step_s(1, 80)]
-    assert found["serving"] == {"base_s": 0.01, "per_cached_token_s": 2e-6, "handover_s": 0.0}
+    serving = {"base_s": 0.01, "per_cached_token_s": 2e-6, "handover_s": 0.0}
+    assert found["serving"] == {**serving, "handover_beside_s": 0.0, "queued_prompt_s": 0.0}
+    assert found["sources"] == {"node_bytes_per_s": 0.0, "ssd_bytes_per_s": 0.0}
     assert found["sharing"] == {"prefill": 1.5, "decode": 1.25}
+
+
+def test_a_profile_is_read_as_it_was_written() -> None:
+    assert Profile.from_json(profile().to_json()) == profile()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "no profile"),
+        ("{}", "no profile"),
+        ('{"version": 2}', "version 2"),
+        (profile().to_json().replace('"serving"', '"serves"'), "'serving'"),
+        ("", "Expecting value"),
+    ],
+)
+def test_what_is_no_profile_is_refused_with_the_reason(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Profile.from_json(text)
 
 
 def test_the_fit_of_exact_samples_is_the_formula_that_made_them() -> None:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from conductor import ConductorConfig
 from loadtest.harness.result import Target
 from loadtest.simulator.cluster.fleet import SimulatedFleet
-from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.experiments import constants
@@ -55,7 +54,7 @@ class WatchedFleet(SimulatedFleet):
         self.counts: list[ReplicaCount] = []
         self._policy, self._ranked = policy, ranked
         self._nodes = {f"s{number}" for number in range(shape.prefills)}
-        super().__init__(config, shape, Roofline())
+        super().__init__(config, shape, shape.gpu())
         self.reported = lambda fleet: self._count()
 
     def _on_events(self, events: Sequence[Event]) -> None:

@@ -124,7 +124,7 @@ def serve(offered: Sequence[Offered], plan: ServePlan, on_over: Quiet = lambda: 
         fleet: SimulatedCluster = CoupledFleet(plan.system, Roofline())
     else:
         assert plan.config is not None, plan
-        fleet = SimulatedFleet(plan.config, plan.system, Roofline())
+        fleet = SimulatedFleet(plan.config, plan.system, plan.system.gpu())
     return served(plan.name, plan.speed, fleet.run(offered, plan.speed, on_over))
 
 
