@@ -75,10 +75,10 @@ class PrefixLoading:
         """Fetch what is allowed beyond the own copies, then read all into `pages`.
 
         What lies on the own node's SSD is restored in any case: that is faster than computing it,
-        and the conductor only decides about other nodes.
+        and the conductor only decides about other nodes. What it allows begins behind that.
         """
         before, from_node = len(found.own), Counter[str]()
-        limit = before + allowed.blocks
+        limit = self._blocks_here(found) + allowed.blocks
         until_s, asked = time.monotonic() + self._deadline_s, set[Copy]()
         for turn in range(ROUNDS_MAX):
             start, left_s = len(found.own), until_s - time.monotonic()
@@ -112,6 +112,11 @@ class PrefixLoading:
             offers.append(near or left)
         chosen = self._store.choose(offers, nodes)
         return list(takewhile(lambda copy: copy is not None, chosen))  # type: ignore[arg-type]
+
+    def _blocks_here(self, found: FoundPrefix) -> int:
+        """How many leading blocks the own node has, on its SSD too."""
+        here = {self._node_id, self._node_id + SSD_SUFFIX}
+        return len(list(takewhile(lambda copies: here & {c.node_id for c in copies}, found.copies)))
 
     def _has_others(self, found: Sequence[Sequence[Copy]]) -> bool:
         """Whether some of these blocks could come from more than one other node."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from backends.workers.prefix_loading import Fetching, LoadedPrefix, PrefixLoading
+from mooncake_store.client.store import Fetched
 from mooncake_store.memory.segment import Segment
 from mooncake_store.records.blocks import Copy
 from tests.mooncake_store.client.test_store import BLOCK, DEADLINE_S, World, choose, keys_of, put
@@ -125,3 +126,43 @@ def test_blocks_that_no_living_node_has_are_a_shorter_prefix(world: World, seed:
     loaded = load(world, keys, "s1")
     assert loaded.fetched_from == {"s2": 2 * BLOCK}
     assert (len(loaded.copies), loaded.fetched_blocks) == (2, 2)
+
+
+class CopiesStore:
+    """In place of a Store: whatever is asked for is on the own node afterwards."""
+
+    def __init__(self, copies: list[tuple[Copy, ...]]) -> None:
+        self.copies = copies
+        self.asked: list[Copy] = []
+
+    def lookup(self, keys: list[bytes], owner: str, lease_s: float) -> list[tuple[Copy, ...]]:
+        return self.copies
+
+    def choose(self, found: list[list[Copy]], first: tuple[str, ...]) -> list[Copy]:
+        return [copies[0] for copies in found]
+
+    def fetch(
+        self, keys: list[bytes], wanted: list[Copy], owner: str, lease_s: float, left_s: float
+    ) -> Fetched:
+        self.asked += wanted
+        here = [Copy("s3", each.slot, 1, 1, 1) for each in wanted]
+        start = next(i for i, copies in enumerate(self.copies) if wanted[0] in copies)
+        for at, copy in enumerate(here, start):
+            self.copies[at] = (copy, *self.copies[at])
+        return Fetched(len(wanted), {})
+
+
+@pytest.mark.parametrize(("allowed", "fetched"), [(0, 0), (2, 2), (9, 3)])
+def test_what_the_own_ssd_has_does_not_count_for_what_may_be_fetched(
+    allowed: int, fetched: int
+) -> None:
+    """One block in memory, two on the own SSD, three more on another node."""
+    holders = ["s3", "s3/ssd", "s3/ssd", "s1", "s1", "s1"]
+    store: Any = CopiesStore([(Copy(name, at, 1, 1, 1),) for at, name in enumerate(holders)])
+    loader: Any = AllArrive()
+    prefixes = PrefixLoading(store, loader, "s3", 60.0, DEADLINE_S)
+    keys = keys_of(BLOCKS, 1)
+    found = prefixes.find(keys, "r1")
+    got = prefixes.load(keys, found, list(range(BLOCKS)), Fetching(allowed, ("s1",)), "r1")
+    assert [copy.node_id for copy in store.asked] == ["s3/ssd"] * 2 + ["s1"] * fetched
+    assert len(got.copies) == 3 + fetched
