@@ -237,14 +237,16 @@ def targets(found: Sequence[CaseMeans]) -> list[Target]:
 
 def row_of(found: CaseMeans) -> dict[str, Cell]:
     """What the turn's profile said of what is hardest to foresee."""
-    serving, sharing = found.profile.serving, found.profile.sharing
+    burst, sharing = found.profile.burst, found.profile.sharing
     return {
         "case": found.case,
         "turn": found.turn,
         "where": "profile",
         "profile_error_percent": round(100 * found.profile.prefill.error_mean, 1),
-        "handover_ms": round(serving.handover_s * 1e3, 1),
-        "handover_beside_ms": round(serving.handover_beside_s * 1e3, 1),
+        "handover_ms": round(found.profile.serving.handover_s * 1e3, 1),
+        "burst_ttft_ms": round(burst.ttft_s * 1e3, 1),
+        "burst_first_interval_ms": round(burst.first_interval_s * 1e3, 1),
+        "burst_step_ms": round(burst.step_s * 1e3, 2),
         "beside_decode": round(sharing.prefill, 2),
         "beside_prefill": round(sharing.decode, 2),
         "ssd_mb_per_s": round(found.profile.sources.ssd_bytes_per_s / 1e6),

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +35,6 @@ from loadtest.client.server import Addresses, describe_server
 from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import FreshSeed, ServerUrl, console, measuring, served
 from loadtest.harness.server import PROJECT
-from loadtest.profile.bursts import Burst, decode_beside, handover_beside_s, queued_prompt_s
 from loadtest.profile.measure import (
     DECODE_POINTS,
     PREFILL_POINTS,
@@ -47,7 +45,7 @@ from loadtest.profile.measure import (
     serving_of,
     sharing_of,
 )
-from loadtest.profile.profile import PrefixSources, Profile, Sharing
+from loadtest.profile.profile import PrefixSources, Profile
 from loadtest.replay.prompts import TokenSource
 from mooncake_store.records.membership import SSD_SUFFIX
 
@@ -121,7 +119,7 @@ async def measure(
             task = progress.add_task("both at once", total=rounds)
             both = await pair.together(room, rounds, lambda: progress.advance(task))
             task = progress.add_task("bursts", total=rounds)
-            bursts = await pair.burst(room, rounds, lambda: progress.advance(task))
+            burst = await pair.burst(room, rounds, lambda: progress.advance(task))
             task = progress.add_task("other sources of a prefix", total=1)
             page = fetch_page(addresses.metrics_url)
             token_bytes = token_bytes_of(page, decode, room)
@@ -130,26 +128,10 @@ async def measure(
     url = addresses.grpc
     machine = f"{cpu_model()}, {os.cpu_count()} cores" if is_local(url) else url
     alone_s = min(step.seconds for step in steps)
-    alone = Profile(
+    return Profile(
         machine, settings, samples_of(prompts), steps, serving_of(prompts, alone_s),
-        sharing_of(both), sources,
+        sharing_of(both), burst, sources,
     )  # fmt: skip
-    return with_bursts(alone, bursts, alone_s)
-
-
-def with_bursts(alone: Profile, bursts: Sequence[Burst], step_s: float) -> Profile:
-    """What prompts one by one do not show; `step_s`: of one sequence."""
-    serving, sharing = alone.serving, alone.sharing
-    queued_s = queued_prompt_s(
-        bursts, lambda tokens: alone.prompt_s(tokens, 0), serving.base_s, sharing.prefill
-    )
-    return replace(
-        alone,
-        serving=replace(
-            serving, handover_beside_s=handover_beside_s(bursts, step_s), queued_prompt_s=queued_s
-        ),
-        sharing=Sharing(sharing.prefill, decode_beside(bursts, alone.decode.estimate)),
-    )
 
 
 def token_bytes_of(page: str, worker: str, room: Room) -> int:
@@ -236,17 +218,22 @@ def show(found: Profile) -> None:
     out.print(
         f"serving = {found.serving.base_s * 1e3:.3g} ms"
         f" + {found.serving.per_cached_token_s * 1e6:.3g} us x cached, before the first token;"
-        f" {found.serving.handover_s * 1e3:.3g} ms between it and the second,"
-        f" {found.serving.handover_beside_s * 1e3:.3g} in a burst of prompts,"
-        f" each of which takes {found.serving.queued_prompt_s * 1e3:.3g} ms on top of its steps",
+        f" {found.serving.handover_s * 1e3:.3g} ms between it and the second",
         soft_wrap=True,
     )
     out.print(
         f"at the same time: a prefill step takes {found.sharing.prefill:.2f} x as long beside"
-        f" decoding, a decode step {found.sharing.decode:.2f} x in a burst of prompts",
+        f" decoding, a decode step {found.sharing.decode:.2f} x beside a prefill",
         soft_wrap=True,
     )
 
+    burst = found.burst
+    out.print(
+        f"{len(burst.prompt_tokens)} prompts at once: first token after"
+        f" {burst.ttft_s * 1e3:.0f} ms, the second {burst.first_interval_s * 1e3:.3g} ms later,"
+        f" then every {burst.step_s * 1e3:.3g} ms, on average",
+        soft_wrap=True,
+    )
     rates = ("another node", found.sources.node_bytes_per_s), ("SSD", found.sources.ssd_bytes_per_s)
     for source, rate in rates:
         if rate:

@@ -25,8 +25,7 @@ from loadtest.client.answer import ReceivedAnswer
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import together_tbt_s
-from loadtest.profile.bursts import Burst, BurstAnswer
-from loadtest.profile.profile import Serving, Sharing
+from loadtest.profile.profile import BurstMeans, Serving, Sharing
 from loadtest.replay.prompts import TokenIds, TokenSource
 
 # (new tokens, prefix tokens); a prefix is made of whole blocks of up to 256 tokens
@@ -183,24 +182,17 @@ class Measure:
             done()
         return found
 
-    async def burst(self, room: Room, rounds: int, done: Callable[[], None]) -> list[Burst]:
+    async def burst(self, room: Room, rounds: int, done: Callable[[], None]) -> BurstMeans:
         """Prompts at once: while one is handed over the next is computed, and more wait."""
-        found: list[Burst] = []
+        lengths = [n for n in BURST_PROMPTS if n + BURST_TOKENS < room.context_tokens_max]
+        found: list[tuple[ReceivedAnswer, float]] = []
         for _ in range(rounds):
-            for _ in range(BURSTS):
+            for _ in range(BURSTS if lengths else 0):
                 await asyncio.sleep(BURST_PAUSE_S)
-                lengths = [n for n in BURST_PROMPTS if n + BURST_TOKENS < room.context_tokens_max]
-                answers = await asyncio.gather(
-                    *(self._ask(self._fresh(tokens), BURST_TOKENS) for tokens in lengths)
-                )
-                found.append(
-                    [
-                        BurstAnswer(tokens, sent_s, answer.token_times_s)
-                        for tokens, (answer, sent_s) in zip(lengths, answers, strict=True)
-                    ]
-                )
+                prompts = map(self._fresh, lengths)
+                found += await asyncio.gather(*(self._ask(one, BURST_TOKENS) for one in prompts))
             done()
-        return found
+        return burst_means(lengths, [(sent_s, one.token_times_s) for one, sent_s in found])
 
     async def from_ssd(self, filled_bytes: int, token_bytes: int, room: Room) -> float:
         """Bytes per second at which prefixes come back that only the own node's SSD has; 0 where
@@ -293,6 +285,20 @@ def sharing_of(rounds: Sequence[Together]) -> Sharing:
         factor([(each.prefill_alone_s, each.prefill_beside_s) for each in rounds]),
         factor([(each.step_alone_s, each.step_beside_s) for each in rounds]),
     )
+
+
+def burst_means(
+    lengths: Sequence[int], answers: Sequence[tuple[float, Sequence[float]]]
+) -> BurstMeans:
+    """Of when each was sent and its tokens came."""
+    if not answers:
+        return BurstMeans()
+    return BurstMeans(
+        tuple(lengths), len(answers[0][1]),
+        statistics.fmean(times[0] - sent_s for sent_s, times in answers),
+        statistics.fmean(times[1] - times[0] for _, times in answers),
+        statistics.fmean((times[-1] - times[1]) / (len(times) - 2) for _, times in answers),
+    )  # fmt: skip
 
 
 def samples_of(prefills: Sequence[Prefill]) -> list[PrefillSample]:

@@ -5,9 +5,10 @@
                  "error_max": ..., "samples": [[new_tokens, prefix_tokens, seconds], ...]},
      "decode":  {"coefficients": [base_s, per_sequence_s, per_context_token_s], "error_mean": ...,
                  "error_max": ..., "samples": [[sequences, context_tokens, seconds], ...]},
-     "serving": {"base_s": ..., "per_cached_token_s": ..., "handover_s": ...,
-                 "handover_beside_s": ..., "queued_prompt_s": ...},
+     "serving": {"base_s": ..., "per_cached_token_s": ..., "handover_s": ...},
      "sharing": {"prefill": ..., "decode": ...},
+     "burst": {"prompt_tokens": [...], "output_tokens": ..., "ttft_s": ...,
+               "first_interval_s": ..., "step_s": ...},
      "sources": {"node_bytes_per_s": ..., "ssd_bytes_per_s": ...}}
 
 `coefficients` are those of conductor/estimates/estimates.py, fitted with its relative error:
@@ -15,11 +16,12 @@
 `chunk_tokens` pays base_s once a step (`prompt_s`). Samples are of whole prompts, as measured.
 `serving` is what a client's TTFT has on top of the prefill, the way through Triton and the frontend
 and loading a cached prefix from the worker's own node; and what lies between the first token and
-the second on top of a decode step: putting, calling and reading; `handover_beside_s` the same while
-the prefill worker computes other prompts of a burst, and `queued_prompt_s` what each of those takes
-on top of its steps (bursts.py). `sharing` is how many times as long a step takes while the other
-of the two workers computes: 1 where each has a device of its own. `sources` is how fast a prefix
-comes from another node's memory and from the own node's SSD; 0: it was not measured.
+the second on top of a decode step: putting, calling and reading. `sharing` is how many times as
+long a step takes while the other of the two workers computes: 1 where each has a device of its own.
+`burst` is what clients met on average of prompts that came at once, when blocks and tokens of
+others are on their way and engines, frontend, client and nodes want the same cores: means and not
+medians, as a few tokens are late by very much, and they count. `sources` is how fast a prefix comes
+from another node's memory and from the own node's SSD; 0: it was not measured.
 
 Not here: measuring (measure.py), the command (command.py).
 """
@@ -51,8 +53,6 @@ class Serving:
     base_s: float  # before the first token
     per_cached_token_s: float
     handover_s: float = 0.0  # between the first token and the second
-    handover_beside_s: float = 0.0  # ... while other prompts are computed
-    queued_prompt_s: float = 0.0  # what each of several prompts takes on top of its steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,17 @@ class Sharing:
 
     prefill: float = 1.0
     decode: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BurstMeans:
+    """Of prompts of these lengths that came at once; without any it was not measured."""
+
+    prompt_tokens: tuple[int, ...] = ()
+    output_tokens: int = 0
+    ttft_s: float = 0.0
+    first_interval_s: float = 0.0  # from the first token to the second
+    step_s: float = 0.0  # between all later ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,7 @@ class Profile:
     decode_samples: Sequence[DecodeSample]
     serving: Serving
     sharing: Sharing = Sharing()
+    burst: BurstMeans = BurstMeans()
     sources: PrefixSources = PrefixSources()
 
     @classmethod
@@ -97,6 +109,7 @@ class Profile:
                 [PrefillSample(*sample) for sample in found["prefill"]["samples"]],
                 [DecodeSample(*sample) for sample in found["decode"]["samples"]],
                 Serving(**found["serving"]), Sharing(**found["sharing"]),
+                BurstMeans(tuple(found["burst"].pop("prompt_tokens")), **found["burst"]),
                 PrefixSources(**found["sources"]),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as missing:
@@ -134,6 +147,7 @@ class Profile:
             "decode": _fitted(self.decode, decodes),
             "serving": asdict(self.serving),
             "sharing": asdict(self.sharing),
+            "burst": asdict(self.burst),
             "sources": asdict(self.sources),
         })  # fmt: skip
 

@@ -11,13 +11,20 @@ Not here: measuring, and the file's format (loadtest/profile).
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from loadtest.profile.profile import Profile
+from conductor import ConductorConfig
+from loadtest.profile.profile import BurstMeans, Profile
+from loadtest.simulator.block_cache import key_of
+from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import MeasuredWorker
+from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.site import ClusterSettings
 
+FIT_ROUNDS, BURST_BLOCKS = 12, 4_096
 NO_TIME_BYTES_PER_S = 1e12  # where loading was too quick to be measured
 
 
@@ -34,7 +41,7 @@ def settings_of(profile: Profile, settings: ClusterSettings) -> ClusterSettings:
     """`settings` with everything that the file says instead."""
     serving, sources, found = profile.serving, profile.sources, profile.settings
     load_s, load_bytes = serving.per_cached_token_s, token_bytes(profile)
-    return replace(
+    made = replace(
         settings,
         block_tokens=int(found["block_tokens"]),
         chunk_tokens=int(found.get("chunk_tokens", settings.chunk_tokens)),
@@ -46,8 +53,7 @@ def settings_of(profile: Profile, settings: ClusterSettings) -> ClusterSettings:
         ssd_write_bytes_per_s=sources.ssd_bytes_per_s or settings.ssd_write_bytes_per_s,
         serving_s=serving.base_s,
         handover_s=serving.handover_s,
-        handover_beside_s=max(serving.handover_s, serving.handover_beside_s),
-        queued_prompt_s=serving.queued_prompt_s,
+        handover_beside_s=serving.handover_s,
         shared_prefill=profile.sharing.prefill,
         shared_decode=profile.sharing.decode,
         worker=MeasuredWorker(
@@ -55,4 +61,54 @@ def settings_of(profile: Profile, settings: ClusterSettings) -> ClusterSettings:
             token_bytes(profile),
             int(found["kv_pages"]) * int(found["block_tokens"]) * token_bytes(profile),
         ),
+    )  # fmt: skip
+    return fitted_to(profile.burst, made) if profile.burst.prompt_tokens else made
+
+
+def fitted_to(burst: BurstMeans, settings: ClusterSettings) -> ClusterSettings:
+    """With the three prices of what goes on at the same time such that the very burst, simulated on
+    one prefill and one decode worker, takes on average what it took: of each prompt while others
+    wait, of a hand-over meanwhile, of decode steps meanwhile."""
+    pair = replace(settings, prefills=1, decodes=1, jitter=0.0, node_blocks=BURST_BLOCKS)
+    prompts = len(burst.prompt_tokens)
+    for _ in range(FIT_ROUNDS):
+        found = burst_on(pair, burst)
+        # All but the first prompt wait for the ones before, so a second for each counts often.
+        queued_s = 2.0 * (burst.ttft_s - found.ttft_s) / (prompts + 1)
+        gap_s = (burst.first_interval_s - burst.step_s) - (found.first_interval_s - found.step_s)
+        pair = replace(
+            pair,
+            queued_prompt_s=max(0.0, pair.queued_prompt_s + queued_s),
+            handover_beside_s=max(0.0, pair.handover_beside_s + gap_s),
+            shared_decode=max(1.0, pair.shared_decode * burst.step_s / found.step_s),
+        )
+    return replace(
+        settings, queued_prompt_s=pair.queued_prompt_s, shared_decode=pair.shared_decode,
+        handover_beside_s=pair.handover_beside_s,
+    )  # fmt: skip
+
+
+def burst_on(pair: ClusterSettings, burst: BurstMeans) -> BurstMeans:
+    """The burst, simulated."""
+    tokens, block = burst.prompt_tokens, pair.block_tokens
+    keys = (key_of(number) for number in itertools.count())
+    offered = [
+        Offered(
+            number, 0.0, length, burst.output_tokens, [next(keys) for _ in range(length // block)]
+        )
+        for number, length in enumerate(tokens)
+    ]
+    config = ConductorConfig(admission="none")
+    jobs = SimulatedFleet(config, pair, pair.gpu()).run(offered)
+    steps_s, gaps_s, ttfts_s = [], [], []
+    for job in jobs:
+        assert job.prefilled_s is not None and job.joined_s is not None, job
+        assert job.finished_s is not None, job
+        steps_s.append((job.finished_s - job.joined_s) / (burst.output_tokens - 1))
+        gaps_s.append(job.joined_s - job.prefilled_s)
+        ttfts_s.append(job.prefilled_s - job.arrived_s)
+    step_s = statistics.fmean(steps_s)
+    return BurstMeans(
+        tokens, burst.output_tokens, statistics.fmean(ttfts_s), statistics.fmean(gaps_s) + step_s,
+        step_s,
     )  # fmt: skip

@@ -26,12 +26,13 @@ from loadtest.profile.measure import (
     Prefill,
     Room,
     Together,
+    burst_means,
     samples_of,
     serving_of,
     sharing_of,
     split,
 )
-from loadtest.profile.profile import Profile, Serving, Sharing
+from loadtest.profile.profile import BurstMeans, Profile, Serving, Sharing
 from loadtest.replay.prompts import TokenSource
 
 PREFILL = PrefillEstimate(0.01, 1e-4, 1e-7)
@@ -45,7 +46,7 @@ def profile() -> Profile:
         "a machine", {"threads": "1"},
         [PrefillSample(new, prefix, PREFILL.seconds(new, prefix)) for new, prefix in prefills],
         [DecodeSample(n, context, DECODE.step_s(n, context)) for n, context in decodes],
-        Serving(0.01, 2e-6), Sharing(1.5, 1.25),
+        Serving(0.01, 2e-6), Sharing(1.5, 1.25), BurstMeans((64, 512), 16, 0.1, 0.03, 0.004),
     )  # fmt: skip
 
 
@@ -57,8 +58,8 @@ def test_a_profile_is_one_line_with_what_was_measured_and_what_was_fitted() -> N
     assert found["prefill"]["coefficients"] == pytest.approx(PREFILL.coefficients)
     assert found["prefill"]["samples"][3] == [256, 4096, PREFILL.seconds(256, 4096)]
     assert found["decode"]["samples"][0] == [1, 80, DECODE.step_s(1, 80)]
-    serving = {"base_s": 0.01, "per_cached_token_s": 2e-6, "handover_s": 0.0}
-    assert found["serving"] == {**serving, "handover_beside_s": 0.0, "queued_prompt_s": 0.0}
+    assert found["serving"] == {"base_s": 0.01, "per_cached_token_s": 2e-6, "handover_s": 0.0}
+    assert found["burst"]["prompt_tokens"] == [64, 512]
     assert found["sources"] == {"node_bytes_per_s": 0.0, "ssd_bytes_per_s": 0.0}
     assert found["sharing"] == {"prefill": 1.5, "decode": 1.25}
 
@@ -80,6 +81,16 @@ def test_a_profile_is_read_as_it_was_written() -> None:
 def test_what_is_no_profile_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Profile.from_json(text)
+
+
+def test_a_burst_is_the_means_of_what_clients_met() -> None:
+    answers = [(0.0, [0.1, 0.2, 0.21, 0.22]), (0.1, [0.4, 0.45, 0.45, 0.51])]
+    found = burst_means([64, 512], answers)
+    assert (found.prompt_tokens, found.output_tokens) == ((64, 512), 4)
+    assert found.ttft_s == pytest.approx(0.2)
+    assert found.first_interval_s == pytest.approx(0.075)
+    assert found.step_s == pytest.approx(0.02), "tokens that come late and together cancel out"
+    assert burst_means([64], []) == BurstMeans()
 
 
 def test_the_fit_of_exact_samples_is_the_formula_that_made_them() -> None:

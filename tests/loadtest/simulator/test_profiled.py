@@ -15,33 +15,36 @@ from conductor.estimates.estimates import (
     PrefillEstimate,
     PrefillSample,
 )
-from loadtest.profile.profile import PrefixSources, Profile, Serving, Sharing
+from loadtest.profile.profile import BurstMeans, PrefixSources, Profile, Serving, Sharing
 from loadtest.simulator.cluster.fleet import Fault, SimulatedFleet
 from loadtest.simulator.cluster.job import SimulatedJob
 from loadtest.simulator.cluster.outcome import outcome_of
 from loadtest.simulator.cluster.site import ClusterSettings
-from loadtest.simulator.profiled import read_profile, settings_of
+from loadtest.simulator.profiled import burst_on, read_profile, settings_of
 from tests.loadtest.simulator.fleets import OPEN, START, prompt
 
 PREFILL = PrefillEstimate(0.01, 1e-4, 1e-7)
 DECODE = DecodeEstimate(0.004, 3e-4, 2e-7)
 SHAPE = ClusterSettings(prefills=1, decodes=1, jitter=0.0)
-SERVING = Serving(base_s=0.02, per_cached_token_s=1e-5, handover_s=0.03, handover_beside_s=0.2)
+SERVING = Serving(base_s=0.02, per_cached_token_s=1e-5, handover_s=0.03)
 WORKER = {"block_tokens": "512", "chunk_tokens": "1024", "slots": "8", "kv_pages": "99",
           "token_bytes": "1000"}  # fmt: skip
 
 
-NOT_MEASURED = PrefixSources()
+NOT_MEASURED, NO_BURST = PrefixSources(), BurstMeans()
 
 
-def profile(serving: Serving = SERVING, sources: PrefixSources = NOT_MEASURED) -> Profile:
+def profile(
+    serving: Serving = SERVING, sources: PrefixSources = NOT_MEASURED,
+    burst: BurstMeans = NO_BURST,
+) -> Profile:  # fmt: skip
     prefills = [(64, 0), (512, 0), (512, 512), (1_000, 1_000), (256, 4_096)]
     decodes = [(1, 80), (4, 2_048), (16, 8_192)]
     return Profile(
         "a machine", WORKER,
         [PrefillSample(new, prefix, PREFILL.seconds(new, prefix)) for new, prefix in prefills],
         [DecodeSample(n, context, DECODE.step_s(n, context)) for n, context in decodes],
-        serving, Sharing(1.0, 1.0), sources,
+        serving, Sharing(1.0, 1.0), burst, sources,
     )  # fmt: skip
 
 
@@ -65,12 +68,43 @@ def test_a_lone_request_takes_the_profiles_times() -> None:
     assert (job.finished_s or 0.0) - (job.joined_s or 0.0) == pytest.approx(steps_s, rel=1e-6)
 
 
+BURST = BurstMeans((256, 1_024, 64, 512, 768, 128, 1_536, 384), 16)
+
+
+def test_the_prices_of_a_burst_are_found_again() -> None:
+    truth = replace(
+        settings_of(profile(), SHAPE), queued_prompt_s=0.02, handover_beside_s=0.2,
+        shared_decode=1.7,
+    )  # fmt: skip
+    measured = burst_on(truth, BURST)
+    found = settings_of(profile(burst=measured), SHAPE)
+    assert found.queued_prompt_s == pytest.approx(truth.queued_prompt_s, rel=0.02)
+    assert found.handover_beside_s == pytest.approx(truth.handover_beside_s, rel=0.02)
+    assert found.shared_decode == pytest.approx(truth.shared_decode, rel=0.02)
+    again = burst_on(found, BURST)
+    assert again.ttft_s == pytest.approx(measured.ttft_s, rel=1e-3)
+    assert again.first_interval_s == pytest.approx(measured.first_interval_s, rel=1e-2)
+    assert again.step_s == pytest.approx(measured.step_s, rel=1e-2)
+
+
+def test_nobody_gets_faster_by_sharing() -> None:
+    """A burst that took less than prompts one by one would: the prices are none."""
+    quick = replace(BURST, ttft_s=0.01, first_interval_s=0.001, step_s=0.0001)
+    found = settings_of(profile(burst=quick), SHAPE)
+    prices = found.queued_prompt_s, found.handover_beside_s, found.shared_decode
+    assert prices == (0.0, 0.0, 1.0)
+
+
 def test_a_hand_over_takes_longer_while_other_prompts_are_computed() -> None:
-    jobs = fleet(profile()).run([prompt(n, 0.0, [2 * n, 2 * n + 1], 3) for n in range(3)])
-    gaps_s = sorted(intervals_s(job)[1] for job in jobs)
+    settings = replace(settings_of(profile(), SHAPE), handover_beside_s=0.2)
+    tried = SimulatedFleet(OPEN, settings, settings.gpu())
+    gaps_s = sorted(
+        intervals_s(job)[1] for job in tried.run([prompt(n, 0.0, [2 * n, 2 * n + 1], 3)
+                                                  for n in range(3)])
+    )  # fmt: skip
     assert gaps_s[0] == pytest.approx(SERVING.handover_s, abs=1e-3)
-    assert gaps_s[1] == pytest.approx(SERVING.handover_beside_s, abs=1e-3)
-    assert gaps_s[2] == pytest.approx(gaps_s[1], abs=5e-3), "and the step under way"
+    assert gaps_s[1] == pytest.approx(0.2, abs=1e-3)
+    assert gaps_s[2] == pytest.approx(0.2, abs=5e-3), "and the step under way"
 
 
 def test_a_prefix_comes_from_memory_and_from_the_ssd_at_the_profiles_rates() -> None:
@@ -130,7 +164,7 @@ def test_an_experiment_states_the_profile_that_it_was_run_with_and_promises_noth
     file = str(folder / "profile.json")
     assert simulated(folder, *asked, "--profile", file, "--length-scale", "0.0625") == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["constants"]["handover_beside_s"] == SERVING.handover_beside_s
+    assert said["constants"]["handover_s"] == SERVING.handover_s
     assert said["constants"]["block_tokens"] == 512 and "mfu" not in said["constants"]
     assert all(target["value"] is None for target in said["targets"])
     assert "profile" in said["shortened"]
