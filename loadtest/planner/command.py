@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.harness.result import Result, Target, shown
-from loadtest.planner.engine import NodeEngine, PlannedEngine, PlanRefused
+from loadtest.planner.engine import MeasuredEngine, NodeEngine, PlannedEngine, PlanRefused
 from loadtest.planner.fleet_run import FleetPlan, FleetRun, ServiceLevels, run_fleet
 from loadtest.planner.overlay import serve_command, store_bytes, write_overlay
 from loadtest.planner.search import Search, bounds_of, choose, explore
@@ -25,9 +25,23 @@ from loadtest.replay.trace import TraceError
 from loadtest.simulator.cluster.hardware import HARDWARE, MODELS
 from loadtest.simulator.options import console, progress_bar
 from loadtest.simulator.runs import PlannedRun, RunsStopped, TraceSource, run_all
+from mooncake_store.cli.arguments import parse_bytes
 
 PAGE = "plan.html"
 LEFT = ("policy", "admission")
+
+HardwareName = Annotated[str, typer.Option(help=f"What a node is made of: {', '.join(HARDWARE)}.")]
+ModelName = Annotated[str, typer.Option(help=f"What is served: {', '.join(MODELS)}.")]
+GpusOfNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node: 8.")]
+MeasuredFile = Annotated[
+    Path | None, typer.Option(help="A file of `mooncake profile`, instead of hardware and model.")
+]
+NodeBytes = Annotated[
+    str, typer.Option(help="KV that a node may hold, like 4G; default: 0.9 of its DRAM, or 1G.")
+]
+TokensScale = Annotated[
+    float, typer.Option(min=0.001, help="Of prompts and answers, as in `mooncake replay`.")
+]
 
 
 def plan(
@@ -37,11 +51,11 @@ def plan(
         float,
         typer.Option(min=1e-4, help="Seconds between tokens: mean of the longest tenth."),
     ],
-    hardware: Annotated[
-        str, typer.Option(help=f"What a node is made of: {', '.join(HARDWARE)}.")
-    ] = "",
-    model: Annotated[str, typer.Option(help=f"What is served: {', '.join(MODELS)}.")] = "",
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a node: 8.")] = None,
+    hardware: HardwareName = "",
+    model: ModelName = "",
+    gpus: GpusOfNode = None,
+    profile: MeasuredFile = None,
+    node_bytes: NodeBytes = "0",
     nodes: Annotated[
         int | None,
         typer.Option(min=2, help="Just so many: the best split of them. Default: the fewest."),
@@ -53,6 +67,7 @@ def plan(
     speed: Annotated[
         float, typer.Option(min=0.001, help="Of the traffic, as a multiple of the trace's.")
     ] = 1.0,
+    length_scale: TokensScale = 1.0,
     requests: Annotated[
         int | None, typer.Option(min=2, help="Only the first so many of the trace: quicker.")
     ] = None,
@@ -77,8 +92,8 @@ def plan(
     """
     levels = ServiceLevels(slo_ttft, slo_tbt)
     try:
-        engine = engine_of(hardware, model, gpus)
-        source = source_of(trace, requests)
+        engine = engine_of(hardware, model, gpus, profile, parse_bytes(node_bytes))
+        source = source_of(trace, requests, engine, length_scale)
         result = planned(
             engine, source, levels, speed, share, nodes, seed, jobs,
             None if kept == "none" else Path(kept), out,
@@ -114,19 +129,32 @@ def show(result: Result) -> None:
     print(result.to_json())
 
 
-def engine_of(hardware: str, model: str, gpus: int | None) -> PlannedEngine:
+def engine_of(
+    hardware: str, model: str, gpus: int | None, profile: Path | None, node_bytes: int
+) -> PlannedEngine:
+    if profile is not None:
+        if hardware or model or gpus:
+            raise PlanRefused(
+                "--profile says what serves: no --hardware, --model or --gpus with it"
+            )
+        return MeasuredEngine.of(profile, node_bytes)
     if not hardware or not model:
         raise PlanRefused(
             f"say what serves: --hardware ({', '.join(HARDWARE)}) and --model ({', '.join(MODELS)})"
+            ", or --profile FILE"
         )
-    return NodeEngine.named(hardware, model, gpus)
+    return NodeEngine.named(hardware, model, gpus, node_bytes)
 
 
-def source_of(trace: Path, requests: int | None) -> TraceSource:
+def source_of(
+    trace: Path, requests: int | None, engine: PlannedEngine, length_scale: float = 1.0
+) -> TraceSource:
     """TraceError for a line that makes no sense, PlanRefused where there is no such file."""
     if not trace.is_file():
         raise PlanRefused(f"--trace {trace}: there is no such file")
-    source = TraceSource.of(trace, requests)
+    source = TraceSource.of(
+        trace, requests, block_tokens=engine.settings().block_tokens, length_scale=length_scale
+    )
     source.offered()
     return source
 
@@ -161,7 +189,8 @@ def planned(
         "plan", time.monotonic() - started_s, rows_of(search, chosen), targets_of(search, chosen),
         constants={
             **engine.stated(), "ttft_slo_s": levels.ttft_s, "tbt_slo_s": levels.tbt_s,
-            "speed": speed, "share": share, "unloaded_ttft_p50_s": round(bounds.ttft_p50_s, 4),
+            "speed": speed, "length_scale": source.length_scale, "share": share,
+            "unloaded_ttft_p50_s": round(bounds.ttft_p50_s, 4),
             "unloaded_ttft_of_share_s": round(bounds.ttft_share_s, 4),
             "unloaded_tbt_s": round(bounds.tbt_s, 5),
             "busy_prefills_at_least": round(bounds.prefills, 3),

@@ -2,6 +2,9 @@
 
 Either a published node with a published model (`NodeEngine`), or what `mooncake profile` measured.
 
+A node holds as much KV as `node_bytes` says, by default most of its DRAM, or what `mooncake serve`
+gives a node.
+
 Not here: the numbers of nodes and models (simulator/cluster/hardware.py), seconds of a step
 (simulator/cluster/gpu.py).
 """
@@ -11,16 +14,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from loadtest.harness.result import Cell
+from loadtest.profile.profile import Profile
 from loadtest.simulator.cluster import gpu
 from loadtest.simulator.cluster.gpu import GpuModel, Roofline
 from loadtest.simulator.cluster.hardware import HARDWARE, MODELS, GpuNode, LlmModel
 from loadtest.simulator.cluster.site import ClusterSettings
+from loadtest.simulator.profiled import read_profile, settings_of
 
 DRAM_SHARE = 0.9  # of a node's DRAM, for KV: 983 GB of the paper's 1 TB are more
 GIGA = 10**9
+NODE_BYTES = 2**30  # as `mooncake serve --store-bytes` has it by default
+REPORT_S = 0.5  # between reports of a real worker
 T = TypeVar("T")
 
 
@@ -47,12 +55,16 @@ class NodeEngine:
 
     node: GpuNode
     model: LlmModel
+    node_bytes: int = 0  # of KV in its DRAM; 0: most of it
 
     @classmethod
-    def named(cls, hardware: str, model: str, gpus: int | None = None) -> NodeEngine:
+    def named(
+        cls, hardware: str, model: str, gpus: int | None = None, node_bytes: int = 0
+    ) -> NodeEngine:
         """PlanRefused for a name that nobody knows, and for a model that does not fit."""
         node = _known(HARDWARE, hardware, "hardware")
-        engine = cls(replace(node, gpus=gpus or node.gpus), _known(MODELS, model, "model"))
+        node = replace(node, gpus=gpus or node.gpus)
+        engine = cls(node, _known(MODELS, model, "model"), node_bytes)
         engine.refuse_too_large()
         return engine
 
@@ -74,8 +86,8 @@ class NodeEngine:
 
     @property
     def node_blocks_max(self) -> int:
-        block_bytes = self.settings().block_tokens * self.model.token_bytes
-        return int(self.node.dram_bytes * DRAM_SHARE / block_bytes)
+        node_bytes = self.node_bytes or self.node.dram_bytes * DRAM_SHARE
+        return int(node_bytes / (self.settings().block_tokens * self.model.token_bytes))
 
     def gpu(self) -> GpuModel:
         return Roofline(self.node, self.model)
@@ -110,6 +122,58 @@ class NodeEngine:
             "engine": "tensorrt_llm", "device": "cuda", "dtype": "bfloat16",
             "tp_size": str(self.node.gpus), "checkpoint": f"checkpoints/{self.model.name}",
         }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredEngine:
+    """A worker like the one of a profile, every one on the machine where it was measured."""
+
+    profile: Profile
+    node_bytes: int = NODE_BYTES
+
+    @classmethod
+    def of(cls, path: Path, node_bytes: int = 0) -> MeasuredEngine:
+        """PlanRefused for a file that is no profile."""
+        try:
+            return cls(read_profile(path), node_bytes or NODE_BYTES)
+        except (OSError, ValueError) as problem:
+            raise PlanRefused(f"--profile {path}: {problem}") from None
+
+    @property
+    def name(self) -> str:
+        return f"{self.profile.settings.get('checkpoint', 'a worker')} on {self.profile.machine}"
+
+    @property
+    def node_blocks_max(self) -> int:
+        return int(self.node_bytes / (self.settings().block_tokens * self.gpu().token_bytes))
+
+    def gpu(self) -> GpuModel:
+        return self.settings().gpu()
+
+    def settings(self) -> ClusterSettings:
+        """Clients ask for as many tokens as they get, as those of a replay do."""
+        found = settings_of(self.profile, ClusterSettings())
+        return replace(found, max_tokens=1, report_s=REPORT_S)
+
+    def stated(self) -> dict[str, Cell]:
+        prefill, decode = self.profile.prefill, self.profile.decode
+        return {
+            "engine": self.name,
+            "prefill_coefficients": str(list(prefill.estimate.coefficients)),
+            "decode_coefficients": str(list(decode.estimate.coefficients)),
+            "prefill_error_mean": round(prefill.error_mean, 4),
+            "decode_error_mean": round(decode.error_mean, 4),
+            "shared_prefill": round(self.profile.sharing.prefill, 3),
+            "shared_decode": round(self.profile.sharing.decode, 3),
+            "workers_at_once": self.settings().workers_at_once,
+            "node_bytes": self.node_bytes,
+        }
+
+    def parameters(self) -> Mapping[str, str]:
+        names = ("checkpoint", "dtype", "device", "threads")
+        return {
+            name: self.profile.settings[name] for name in names if name in self.profile.settings
+        }
 
 
 def _known(known: Mapping[str, T], name: str, what: str) -> T:

@@ -92,7 +92,8 @@ def bounds_of(
 ) -> Bounds:  # fmt: skip
     """PlanRefused where requests cannot be within even alone."""
     gpu, settings = engine.gpu(), engine.settings()
-    alone_s = np.array(prompts_alone_s(offered, gpu, settings.block_tokens, settings.chunk_tokens))
+    prompts_s = prompts_alone_s(offered, gpu, settings.block_tokens, settings.chunk_tokens)
+    alone_s = np.array(prompts_s) + settings.serving_s
     contexts = np.array([one.prompt_tokens + one.output_tokens for one in offered], np.float64)
     context = float(contexts.mean())
     tbt_s = gpu.decode_s(1, context)
@@ -118,7 +119,7 @@ def bounds_of(
     batch = largest_batch(gpu, context, levels.tbt_s, settings.decode_slots)
     tokens_per_s = sum(one.output_tokens - 1 for one in offered) / arrivals_s
     return Bounds(
-        float(alone_s.sum()) / arrivals_s, tokens_per_s * levels.tbt_s / batch, p50_s, share_s,
+        sum(prompts_s) / arrivals_s, tokens_per_s * levels.tbt_s / batch, p50_s, share_s,
         tbt_s,
     )  # fmt: skip
 

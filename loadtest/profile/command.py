@@ -126,6 +126,8 @@ async def measure(
             sources = await _sources(pair, page, prefill, token_bytes, room, rounds)
     settings |= {"block_tokens": str(room.block_tokens), "token_bytes": str(token_bytes)}
     url = addresses.grpc
+    if is_local(url):
+        settings["cores"] = str(os.cpu_count() or 1)
     machine = f"{cpu_model()}, {os.cpu_count()} cores" if is_local(url) else url
     alone_s = min(step.seconds for step in steps)
     return Profile(

@@ -56,6 +56,7 @@ def settings_of(profile: Profile, settings: ClusterSettings) -> ClusterSettings:
         handover_beside_s=serving.handover_s,
         shared_prefill=profile.sharing.prefill,
         shared_decode=profile.sharing.decode,
+        workers_at_once=int(found.get("cores", 0)) / max(1, int(found.get("threads", 1))),
         worker=MeasuredWorker(
             profile.prefill.estimate.coefficients, profile.decode.estimate.coefficients,
             token_bytes(profile),
