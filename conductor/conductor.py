@@ -323,7 +323,7 @@ class Conductor:
         self._ttft_errors.add(predicted_s, took_s)
         self._gate.learn_ttft(routed.request.prompt_tokens, predicted_s, took_s, now_s)
         if seconds is not None and seconds > 0:
-            self._prefill_errors.add(predicted.prefill_s - predicted.fill_s, seconds)
+            self._prefill_errors.add(predicted.prefill_s, seconds)
             self._cluster.learn_prefill(routed, cached_tokens, seconds, now_s, now_s)
 
     def on_finished(self, request_id: str, now_s: float, output_tokens: int | None = None) -> None:

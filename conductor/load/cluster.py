@@ -383,9 +383,11 @@ class Cluster:
             return
         # The ratio is about computing, so a cache that was colder than predicted must not count.
         new_tokens = max(1, routed.request.prompt_tokens - cached_tokens)
-        estimated_s = routed.prefill.pipeline.work_s(new_tokens, cached_tokens)
         began_s = routed.routed_at_s + routed.route.predicted.transfer_s
-        routed.prefill.prefilled(began_s, seconds, estimated_s, ended_s)
+        pipeline = routed.prefill.pipeline
+        work_s = pipeline.work_s(new_tokens, cached_tokens)
+        fill_s = pipeline.fill_s(new_tokens, cached_tokens)
+        routed.prefill.prefilled(began_s, seconds, work_s, ended_s, fill_s)
         self.prefills.measured(routed.prefill, now_s)
 
     def learn_decode(

@@ -127,16 +127,21 @@ class WorkerState:
         if report.running and report.step_s > 0 and estimated_s > 0:
             self.speed.learn(report.step_s / estimated_s, 1.0, now_s)
 
-    def prefilled(self, began_s: float, seconds: float, estimated_s: float, now_s: float) -> None:
+    def prefilled(
+        self, began_s: float, seconds: float, estimated_s: float, now_s: float, fill_s: float = 0.0
+    ) -> None:
         """Learn from a prefill. Prompts that shared steps each say the seconds of all of them, so
         time that those accounted for which ended meanwhile does not count again. A prompt that was
-        overtaken between two chunks keeps all but their time."""
+        overtaken between two chunks keeps all but their time. `fill_s`: what a pipeline group needs
+        on top, but for a prompt right behind another one, whose own hides it."""
         free_s = now_s - began_s
         for ended_s, its_s in reversed(self._prefills):
             if ended_s <= began_s:
                 break
             free_s -= min(its_s, ended_s - began_s)
         measured_s = min(seconds, max(0.0, free_s))
+        if free_s >= seconds:
+            estimated_s += fill_s
         self.speed.learn(measured_s, estimated_s, now_s)
         self._prefills.append((now_s, measured_s))
 

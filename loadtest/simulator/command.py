@@ -23,6 +23,7 @@ from loadtest.simulator.experiments import (
     dynamo_replay,
     frontends,
     hit_rate,
+    pipeline_groups,
     rejection,
     roles,
     scale,
@@ -77,6 +78,7 @@ class Experiment(str, Enum):
     REAL = "real"
     CACHE_POLICIES = "cache-policies"
     SSD = "ssd"
+    CPP = "cpp"
     SCALE = "scale"
 
 
@@ -100,6 +102,7 @@ EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] =
     Experiment.REAL: real.answer,
     Experiment.CACHE_POLICIES: cache_policies.answer,
     Experiment.SSD: ssd.answer,
+    Experiment.CPP: pipeline_groups.answer,
     Experiment.SCALE: scale.answer,
 }
 
@@ -107,7 +110,7 @@ OF_PAPERS = (
     Experiment.GPU_TIME, Experiment.CAPACITY, Experiment.GLOBAL_CACHE, Experiment.REPLICAS,
     Experiment.BANDWIDTH, Experiment.LONG_PREFIX, Experiment.PD_RATIO, Experiment.SIMULATED_LONG,
     Experiment.DATASETS, Experiment.REAL, Experiment.CACHE_POLICIES,
-    Experiment.SSD, Experiment.SCALE,
+    Experiment.SSD, Experiment.CPP, Experiment.SCALE,
 )  # fmt: skip
 
 ABOUT = """What to find out.
@@ -125,6 +128,9 @@ dynamo-replay: the conductor in the engine of NVIDIA Dynamo's replay, beside Dyn
 --speed, --blocks, --prefills, --decodes or --trace, every scheduler on that case.
 
 ssd: hit rate and mean TTFT with DRAM only and with an SSD of four times its size behind it.
+
+cpp: mean TTFT of long prompts and of all with prefill nodes in pipeline groups (chunked pipeline
+parallelism), mixes of groups and nodes alone of the same 8 nodes.
 
 scale: what a run costs and what a decision takes on 16 to 2,000 workers; with --prefills on so many
 of each role.

@@ -179,7 +179,7 @@ class SimulatedFleet(SimulatedCluster):
         self.settings = settings
         store = SimulatedStore(
             self.clock, self._on_events, settings.eviction, nodes,
-            settings.node_blocks + settings.ssd_blocks,
+            max(settings.node_blocks, settings.pipeline_home_blocks) + settings.ssd_blocks,
         )  # fmt: skip
         network = Network(self.clock, settings.nic_bytes_per_s, settings.nic_latency_s)
         self.site = SimulatedSite(
@@ -213,13 +213,16 @@ class SimulatedFleet(SimulatedCluster):
 
     def _make_workers(self) -> None:
         settings = self.settings
-        for node_id in self._node_ids:
-            self.site.store.add_node(node_id, settings.node_blocks, settings.ssd_blocks)
+        staged = settings.pipeline_groups * settings.pipeline_stages
+        for number, node_id in enumerate(self._node_ids):
+            blocks = settings.node_blocks
+            if number < staged and number % settings.pipeline_stages == 0:
+                blocks = settings.pipeline_home_blocks or blocks
+            self.site.store.add_node(node_id, blocks, settings.ssd_blocks)
         for number, node_id in enumerate(self._node_ids):
             is_prefill = number < settings.prefills
             name = f"p{number}" if is_prefill else f"d{number - settings.prefills}"
-            is_staged = number < settings.pipeline_groups * settings.pipeline_stages
-            if is_staged:
+            if number < staged:
                 self._add_stage(name, node_id, number)
             else:
                 self._add_worker(name, node_id, "prefill" if is_prefill else "decode", INCARNATION)

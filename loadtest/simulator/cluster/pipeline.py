@@ -36,8 +36,18 @@ class PipelinedStep:
 
     chunks: Sequence[Chunk]
     jobs: Sequence[SimulatedJob | None]  # of these chunks; None: it was given up
+    began_s: float
+    computed_s: dict[str, float]  # of all steps: when a request's latest one was computed
     kv_under_way: int = 0  # sends to the node of stage 0
     is_computed: bool = False  # by all stages
+
+    def end_computing(self, now_s: float) -> None:
+        """Steps of one prompt overlap: what was counted for the one before does not count again."""
+        self.is_computed = True
+        for job in self.jobs:
+            if job is not None:
+                job.compute_s += now_s - max(self.began_s, self.computed_s.get(job.request_id, 0.0))
+                self.computed_s[job.request_id] = now_s
 
     @property
     def is_over(self) -> bool:
@@ -74,12 +84,13 @@ class PipelineStage(SimulatedWorker):
         self._steps = StepTimes()
         self._queue: deque[PipelinedStep] = deque()
         self._is_busy = False
-        self._home, self._on_step = "", lambda: None
+        self.home = ""  # the node of stage 0
+        self._on_step: Callable[[], None] = lambda: None
         self.following: PipelineStage | None = None
 
     def join(self, home: str, on_step: Callable[[], None]) -> None:
-        """`home`: the node of stage 0. `on_step`: something of a step has come about."""
-        self._home, self._on_step = home, on_step
+        """`on_step`: something of a step has come about."""
+        self.home, self._on_step = home, on_step
 
     def report(self) -> WorkerReport:
         return WorkerReport(
@@ -116,9 +127,9 @@ class PipelineStage(SimulatedWorker):
                 job.own_compute_s += seconds * chunk.tokens / tokens
         step.kv_under_way += 1
         kv_bytes = int(tokens * site.gpu.token_bytes * self._share)
-        site.network.send(self.node_id, self._home, kv_bytes, lambda: self._sent(step))
+        site.network.send(self.node_id, self.home, kv_bytes, lambda: self._sent(step))
         if self.following is None:
-            step.is_computed = True
+            step.end_computing(site.clock.now_s)
         else:
             send_hidden(site, self.node_id, self.following, step)
         self._begin()
@@ -160,6 +171,7 @@ class PipelineHead(PrefillNode):
             [estimate] * stages, site.settings.chunk_tokens, (stages - 1) * hop_s(site)
         )
         self._under_way: deque[PipelinedStep] = deque()
+        self._computed_s: dict[str, float] = {}
 
     def add(self, stage: PipelineStage) -> None:
         """The next one."""
@@ -189,9 +201,11 @@ class PipelineHead(PrefillNode):
             else:
                 came()
 
-    def _computed(self, chunks: Sequence[Chunk]) -> None:
+    def _computed(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Its own layers are: the next step may begin, this one goes on."""
-        step = PipelinedStep(chunks, [self._jobs.get(chunk.request_id) for chunk in chunks])
+        jobs = [self._jobs.get(chunk.request_id) for chunk in chunks]
+        began_s = self._site.clock.now_s - seconds
+        step = PipelinedStep(chunks, jobs, began_s, self._computed_s)
         self._under_way.append(step)
         send_hidden(self._site, self.node_id, self.others[0], step)
 

@@ -233,13 +233,14 @@ class PrefillNode(SimulatedWorker):
         new_tokens = chunks[0].tokens if len(chunks) == 1 else sum(c.tokens for c in chunks)
         for chunk in chunks:
             if (job := self._jobs.get(chunk.request_id)) is not None:
-                job.compute_s += seconds
                 job.own_compute_s += seconds * chunk.tokens / new_tokens
-        self._computed(chunks)
+        self._computed(chunks, seconds)
         self._begin()
 
-    def _computed(self, chunks: Sequence[Chunk]) -> None:
+    def _computed(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """By this worker; a worker alone has all layers."""
+        for chunk in chunks:
+            self._jobs[chunk.request_id].compute_s += seconds
         self._end_chunks(chunks)
 
     def _end_chunks(self, chunks: Sequence[Chunk]) -> None:

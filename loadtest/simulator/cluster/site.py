@@ -35,6 +35,7 @@ class ClusterSettings:
     # So many of the prefill nodes are groups of `pipeline_stages`, a share of the layers on each.
     pipeline_groups: int = 0
     pipeline_stages: int = 2
+    pipeline_home_blocks: int = 0  # of the first node of a group; 0: node_blocks, as of any node
     seed: int = 0
     block_tokens: int = TRACE_BLOCK_TOKENS
     # 3 M tokens of KV in a node's DRAM (Fig 10): 3 M * 320 KiB = 983 GB, a host of 1 TB.

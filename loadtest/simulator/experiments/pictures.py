@@ -208,7 +208,25 @@ def save_roles(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
+def save_cpp(path: Path, rows: Sequence[Row]) -> None:
+    """Mean TTFT of long prompts and of all by mix, over that of nodes alone; lines: the goals."""
+    policies = list(dict.fromkeys(str(row["policy"]) for row in rows))
+    columns = (("long_of_baseline", "over 64k tokens", 0.6), ("of_baseline", "all prompts", 1.0))
+    figure, panels = panels_beside(2 * len(policies), 4.6 * len(policies))
+    for number, panel in enumerate(panels):
+        policy, (column, title, goal) = policies[number // 2], columns[number % 2]
+        chosen = [row for row in rows if row["policy"] == policy and row[column] is not None]
+        values = [number_of(row, column) for row in chosen]
+        names = [str(row["mix"]) for row in chosen]
+        draw_bars(panel, names, values, [None] * len(chosen), ".2f")
+        panel.axhline(goal, color=NAMED["ink"], linewidth=0.8, linestyle=":")
+        finish_panel(panel, f"{policy}: {title}")
+    panels[0].set_ylabel("mean TTFT / nodes alone (dotted: goal)")
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
 SAVE = {
+    "cpp": save_cpp,
     "scale": save_scale,
     "roles": save_roles,
     "hit-rate": save_hit_rate,

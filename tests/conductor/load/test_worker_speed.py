@@ -63,3 +63,11 @@ def test_any_order_of_overtaking_gives_the_true_speed(bench: WorkerState, seed: 
                 its_s = 1.5 * whole_s[first]
                 bench.prefilled(began_s[first], its_s, whole_s[first], now_s)
     assert ratio(bench) == pytest.approx(1.5, rel=0.01), f"{now_s:.0f} s, prior {PRIOR}"
+
+
+def test_prompts_right_behind_each_other_fill_a_group_once(bench: WorkerState) -> None:
+    """Two stages of 0.5 s: alone a prompt takes a second, and each one behind it half a second."""
+    bench.prefilled(began_s=0.0, seconds=1.0, estimated_s=0.5, now_s=1.0, fill_s=0.5)
+    for end_s in (1.5, 2.0, 2.5):
+        bench.prefilled(began_s=0.0, seconds=1.0, estimated_s=0.5, now_s=end_s, fill_s=0.5)
+    assert ratio(bench) == pytest.approx(1.0)

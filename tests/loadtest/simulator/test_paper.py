@@ -174,6 +174,7 @@ def folder(tmp_path: Path) -> Path:
         ("datasets", 14, ["--requests", "2"]),
         ("cache-policies", 48, ["--requests", "20"]),
         ("ssd", 4, ["--blocks", "300"]),
+        ("cpp", 3, ["--requests", "40"]),
     ],
 )
 def test_an_experiment_states_its_constants_and_what_was_left_out(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -12,7 +12,10 @@ from loadtest.simulator.cluster.job import SimulatedJob
 from loadtest.simulator.cluster.outcome import outcome_of
 from loadtest.simulator.cluster.pipeline import PipelineHead, hop_s
 from loadtest.simulator.cluster.site import ClusterSettings
-from tests.loadtest.simulator.fleets import everything, fleet, prompt, start_of_trace
+from loadtest.simulator.experiments import pipeline_groups
+from loadtest.simulator.experiments.paper.served import POLICY
+from loadtest.simulator.experiments.pipeline_groups import PipelinePlan, PipelineRun
+from tests.loadtest.simulator.fleets import OPEN, everything, fleet, prompt, start_of_trace
 
 CHUNK = 2_048
 GROUP = ClusterSettings(prefills=2, decodes=1, pipeline_groups=1, jitter=0.0)
@@ -41,7 +44,8 @@ def test_three_chunks_and_then_one_pass_two_stages_as_worked_out_by_hand() -> No
     ])  # fmt: skip
     first_s = 3 * 0.5 + 0.5 + HOP_S + KV_S
     assert ends_s(jobs) == pytest.approx([first_s, first_s + 0.5])
-    assert [job.compute_s for job in jobs] == pytest.approx([1.5, 0.5])
+    passed_s = 4 * 0.5 + HOP_S, 2 * 0.5 + HOP_S  # begin of the first chunk to end of the last
+    assert [job.compute_s for job in jobs] == pytest.approx(passed_s)
     assert [job.own_compute_s for job in jobs] == pytest.approx([3.0, 1.0]), "both GPUs"
     assert tried.prefills["p0"].busy_s == tried.stages["p1"].busy_s == pytest.approx(2.0)
 
@@ -85,7 +89,7 @@ def test_a_prompt_alone_ends_when_the_conductor_said() -> None:
     assert job.route is not None
     predicted = job.route.predicted
     assert job.prefilled_s == pytest.approx(predicted.ttft_s - predicted.handover_s, rel=0.05)
-    assert job.compute_s == pytest.approx(predicted.prefill_s - predicted.fill_s, rel=0.05)
+    assert job.compute_s == pytest.approx(predicted.prefill_s, rel=0.05)
     alone_s = prompt_s(Roofline(), 0, 250 * 512, CHUNK)
     assert job.prefilled_s < 0.3 * alone_s
     head = tried.prefills["p0"]
@@ -120,3 +124,30 @@ def test_the_same_seed_is_the_same_run(seed: int) -> None:
     settings = replace(GROUP, prefills=6, pipeline_groups=2, jitter=0.05, seed=seed)
     first, again = (everything(fleet(settings).run(start_of_trace()[:120])) for _ in range(2))
     assert first == again
+
+
+def ran(mix: tuple[int, int], all_s: float, long_s: float, policy: str = POLICY) -> PipelineRun:
+    shape = ClusterSettings(pipeline_groups=mix[0], pipeline_stages=mix[1])
+    numbers = {"ttft_mean_s": all_s, "ttft_long_mean_s": long_s, "long_prompts": 9}
+    empty = dict.fromkeys((f.name for f in fields(PipelineRun)), 0.0)
+    return PipelineRun(**{**empty, **numbers, "plan": PipelinePlan(policy, OPEN, shape)})  # type: ignore[arg-type]
+
+
+def test_the_best_mix_of_pairs_is_the_best_for_long_prompts_that_harms_no_others() -> None:
+    runs = [
+        ran((0, 2), 1.0, 10.0), ran((1, 2), 0.9, 8.0), ran((2, 2), 0.95, 5.9),
+        ran((4, 2), 1.1, 5.0), ran((2, 4), 0.8, 3.0), ran((0, 2), 0.1, 0.2, "adaptive"),
+    ]  # fmt: skip
+    long, every = pipeline_groups.targets_of(runs)
+    assert (long.value, long.is_met) == (0.59, True), "groups of 4 are no pairs"
+    assert (every.value, every.is_met) == (0.95, True)
+    assert "2 x 2 + 4 alone" in long.name
+    best = [row["mix"] for row in pipeline_groups.rows_of(runs) if row["is_best_of_pairs"]]
+    assert best == ["2 x 2 + 4 alone"]
+
+
+def test_where_every_mix_harms_the_others_the_target_says_so() -> None:
+    runs = [ran((0, 2), 1.0, 10.0), ran((4, 2), 1.1, 5.0)]
+    assert [target.is_met for target in pipeline_groups.targets_of(runs)] == [True, False]
+    assert [target.value for target in pipeline_groups.targets_of(runs, "shortened")] == [None] * 2
+    assert [target.value for target in pipeline_groups.targets_of([])] == [None, None]

@@ -28,6 +28,7 @@ PAPER_SAYS: Mapping[str, str] = {
     "real": ("arXiv, Figure 13: +75 % requests; TBT met by nearly all, by vLLM for 57 %"),
     "cache-policies": ("arXiv, Table 1: LRU .30 to .51, never below LFU and length-aware"),
     "ssd": "FAST'25, 4.2: the pool is DRAM and SSD of all nodes; no figure",
+    "cpp": "FAST'25, 3.3: groups of nodes compute the chunks of a long prompt; no figure",
     "scale": "FAST'25, 1: thousands of nodes serve Kimi; no figure",
 }
 
@@ -110,6 +111,7 @@ WHY_APART: Mapping[str, str] = {
         "(ssd_read_bytes_per_s) would gain less: a restored block has to come sooner than it is "
         "computed."
     ),
+    "cpp": ("There is nothing to compare with."),
     "scale": (
         "Times are of this code on this machine. Turns of a conversation come 125 times as fast "
         "(replay_speed), so a turn often comes before the blocks of the one in front of it are "
