@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from backends.config_pbtxt import WorkerConfig, checkpoint_folder
+from backends.config_pbtxt import PrefillConfig, WorkerConfig, checkpoint_folder
 from backends.engine.batching.pages import Occupation
 from backends.errors import ConfigError, WorkerUnavailable
 from backends.metrics.page import Observations
@@ -143,6 +143,7 @@ class WorkerProcess:
             pipeline_group=config.pipeline_group,
             pipeline_stage=config.pipeline_stage,
             pipeline_stages=config.pipeline_stages,
+            chunk_tokens=config.chunk_tokens if isinstance(config, PrefillConfig) else 0,
         )
 
     def _context_tokens_max(self, folder: Path) -> int:

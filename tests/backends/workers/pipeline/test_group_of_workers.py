@@ -15,7 +15,10 @@ from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
+from conductor import Conductor, ConductorConfig
+from mooncake_store.records.events import NodeUp, WorkerReported, WorkerUp
 from tests.backends.workers.pair import Pair, pairs
+from tests.conductor import fleet as conductor_fleet
 
 SEED = int(os.environ.get("MOONCAKE_TEST_SEED", "1"))
 OUTPUT_TOKENS = 6
@@ -138,3 +141,19 @@ def test_stages_that_do_not_fit_together_are_refused_with_all_that_is_wrong(grou
 def test_a_later_stage_takes_no_requests(group: Pair) -> None:
     with pytest.raises(WorkerGone, match="stage 1 of pipeline group g0"):
         group.stages[0].submit(None, None, None)
+
+
+def test_the_conductor_takes_the_stages_for_one_candidate(group: Pair) -> None:
+    workers = group.directory.workers()
+    made = Conductor(ConductorConfig())
+    nodes = {info.node_id for info in workers}
+    made.on_events([NodeUp(conductor_fleet.node(node_id)) for node_id in nodes], 0.0)
+    made.on_events([WorkerUp(info) for info in workers], 0.0)
+    made.on_events([WorkerReported(group.prefill.report())], 0.0)
+    [candidate] = made.explain(conductor_fleet.prompt("r1", prompt_tokens=600), 0.0).candidates
+    config = group.prefill.config
+    assert candidate.prefill.worker_id == group.prefill.process.worker_id
+    assert candidate.pipeline_stages == config.pipeline_stages
+    assert group.prefill.process.info.chunk_tokens == config.chunk_tokens
+    predicted = candidate.predicted
+    assert 0 < predicted.fill_s < predicted.prefill_s
