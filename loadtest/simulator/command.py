@@ -20,6 +20,7 @@ from loadtest.replay.trace import TraceError
 from loadtest.simulator.experiments import (
     constants,
     coupled_baselines,
+    crowd,
     dynamo_replay,
     frontends,
     hit_rate,
@@ -80,6 +81,7 @@ class Experiment(str, Enum):
     SSD = "ssd"
     CPP = "cpp"
     SCALE = "scale"
+    CROWD = "crowd"
 
 
 EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] = {
@@ -104,6 +106,7 @@ EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] =
     Experiment.SSD: ssd.answer,
     Experiment.CPP: pipeline_groups.answer,
     Experiment.SCALE: scale.answer,
+    Experiment.CROWD: crowd.answer,
 }
 
 OF_PAPERS = (
@@ -111,6 +114,7 @@ OF_PAPERS = (
     Experiment.BANDWIDTH, Experiment.LONG_PREFIX, Experiment.PD_RATIO, Experiment.SIMULATED_LONG,
     Experiment.DATASETS, Experiment.REAL, Experiment.CACHE_POLICIES,
     Experiment.SSD, Experiment.CPP, Experiment.SCALE,
+    Experiment.CROWD,
 )  # fmt: skip
 
 ABOUT = """What to find out.
@@ -134,6 +138,9 @@ parallelism), mixes of groups and nodes alone of the same 8 nodes.
 
 scale: what a run costs and what a decision takes on 16 to 2,000 workers; with --prefills on so many
 of each role.
+
+crowd: 1,536 requests on 50 + 2,500 workers, of which 5 % are killed, frozen or reloaded meanwhile:
+whether each ends within its deadline.
 
 frontends: mean TTFT with several frontends that tell each other what they routed, or not.
 

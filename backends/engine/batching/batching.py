@@ -125,6 +125,10 @@ class Admission:
         """Another request may be added."""
         return len(self._waiting) - len(self._resumed) < self._waiting_max
 
+    def is_waiting(self, request_id: str) -> bool:
+        """It was added, and has neither slot nor pages yet."""
+        return request_id in self._waiting
+
     def can_ever_fit(self, tokens: int) -> bool:
         """A request of so many tokens would be admitted by an empty engine."""
         return blocks_touched(tokens, self._block_tokens) <= self._pool.pages_max

@@ -118,6 +118,7 @@ class Attempt(NamedTuple):
     is_begun: bool = False  # its first token is on its way to the client
     begun_s: float = 0.0
     compute_s: float = 0.0  # of its prefill
+    is_decode_lost: bool = False  # the worker that was to decode it went while it was prefilled
     sent_before: int = 0  # tokens that the client had before it
     decoded: int = 0  # tokens that messages have brought
     reply: DecodeReplied | None = None  # while messages before it are missing
@@ -244,8 +245,21 @@ def _prefill_replied(state: State, event: PrefillReplied) -> Result:
     attempt = state.attempt._replace(
         worker=state.attempt.decode, called_s=event.now_s, compute_s=event.compute_s
     )
+    if attempt.is_decode_lost:
+        return _nobody_decodes(state._replace(attempt=attempt), actions, event.now_s)
     actions.append(CallDecode(event.attempt, state.attempts.is_resumed))
     return state._replace(phase=Phase.DECODING, attempt=attempt), actions
+
+
+def _nobody_decodes(state: State, actions: list[LifecycleAction], now_s: float) -> Result:
+    """Its decode worker went while the prompt was computed. One that is frozen takes the call and
+    says nothing for half a minute, so it is not called; the prompt is in the store for the next."""
+    number, decode = state.attempt.number, state.attempt.decode
+    assert decode is not None
+    error = WorkerGone(f"{decode[0]} is gone")
+    ended = [*_released(state), EndAttempt(number)]
+    state, following = _again(state, Loss.WORKER_GONE, error, now_s, ended)
+    return state, [*actions, *following]
 
 
 # --- decoding
@@ -390,6 +404,9 @@ def _again(
 def _worker_lost(state: State, event: WorkerLost) -> Result:
     """While a config.pbtxt reloads, another process than the routed one may be at work. Then a
     request is taken from a healthy worker, which costs time and nothing else."""
+    attempt = state.attempt
+    if state.phase is Phase.PREFILLING and event.worker == attempt.decode != attempt.worker:
+        return state._replace(attempt=attempt._replace(is_decode_lost=True)), []
     leave = CancelCall(state.attempt.number)
     loss = loss_by_death(state.attempt.called_s, event.heard_s)
     error = WorkerUnavailable(f"{event.worker[0]} is gone")
@@ -490,7 +507,7 @@ _ROWS: Mapping[Phase, _Row] = {
     },
     PREFILLING: {
         FirstTokenArrived: (_first_by_message, (PREFILLING,)),
-        PrefillReplied: (_prefill_replied, (DECODING, DONE)),
+        PrefillReplied: (_prefill_replied, (DECODING, ROUTING, DONE)),
         CallFailed: (_call_failed, (ROUTING, DONE)),
         WorkerLost: (_worker_lost, (PREFILLING, ROUTING, DONE)),
         WorkerSilent: (_worker_silent, (PREFILLING, ROUTING, DONE)),

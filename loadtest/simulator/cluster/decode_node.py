@@ -21,7 +21,7 @@ from backends.engine.batching.batching import DecodeBatching
 from backends.workers.step_times import StepTimes
 from conductor.admission.arrival_check import BatchOnArrival, refusal
 from conductor.estimates.estimates import DecodeEstimate
-from loadtest.simulator.cluster.job import SimulatedJob
+from loadtest.simulator.cluster.job import STOPPED, SimulatedJob
 from loadtest.simulator.cluster.site import SimulatedSite, SimulatedWorker
 from loadtest.simulator.cluster.steps import Jitter, Seconds, StepLog, longest_tenth_s
 from mooncake_store.records.membership import WorkerReport
@@ -71,6 +71,7 @@ class DecodeNode(SimulatedWorker):
         self._ends_s: Seconds = NO_STEPS  # when each step of the plan ends
         self._plan = 0
         self._times, self._steps_known = StepTimes(), 0
+        self._stopped: dict[str, None] = {}  # of those that run: they leave with this step
         self._computes = False  # as the cores know
         site.cores.on_pace.append(self._cut_plan)
 
@@ -121,6 +122,42 @@ class DecodeNode(SimulatedWorker):
         """It was stopped, or ended with its first token: its place is free."""
         if self._arrivals.pop(request_id, None) is not None:
             self._pool_release(request_id)
+
+    def stop(self, request_id: str) -> None:
+        """Nobody wants it any more. It leaves at once, or with the step that computes it; a call
+        for it that is under way ends."""
+        arrival = self._arrivals.get(request_id)
+        if arrival is None:
+            return
+        if request_id in self._running:
+            self._stopped[request_id] = None
+            self._cut_plan()
+            return
+        if arrival in self._ready:
+            self._ready.remove(arrival)
+        self.forget(request_id)
+        self._end_stopped(arrival)
+
+    def _end_stopped(self, arrival: DecodeArrival) -> None:
+        if arrival.is_asked:
+            arrival.job.refused = STOPPED
+            self._on_end(arrival.job)
+
+    def expects(self, request_id: str) -> bool:
+        """It has a place here, or waits for one."""
+        return request_id in self._arrivals
+
+    @property
+    def jobs(self) -> list[SimulatedJob]:
+        """Of all that have a place here, or wait for one."""
+        return [arrival.job for arrival in self._arrivals.values()]
+
+    def decoded_tokens(self, request_id: str) -> int:
+        """How many it has made here by now, behind the one of the prefill."""
+        arrival = self._running.get(request_id)
+        if arrival is None:
+            return 0
+        return self._end_of(self._steps_done()) - arrival.first_step
 
     def _admit(self) -> None:
         """Hand out pages, and have the KV sent into them."""
@@ -232,7 +269,18 @@ class DecodeNode(SimulatedWorker):
         self._ends_s = NO_STEPS
         for arrival in ended:
             self._finish(arrival)
+        if self._stopped:
+            self._leave_stopped()
         self._make_plan()
+
+    def _leave_stopped(self) -> None:
+        """Those that are not wanted any more and did not just end."""
+        for name in [name for name in self._stopped if name in self._running]:
+            arrival = self._arrivals.pop(name)
+            del self._running[name], self._tokens_at_end[name]
+            self._pool_release(name)
+            self._end_stopped(arrival)
+        self._stopped.clear()
 
     def _finish(self, arrival: DecodeArrival) -> None:
         job, name = arrival.job, arrival.job.request_id

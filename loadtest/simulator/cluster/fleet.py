@@ -227,6 +227,10 @@ class SimulatedFleet(SimulatedCluster):
             else:
                 self._add_worker(name, node_id, "prefill" if is_prefill else "decode", INCARNATION)
 
+    def _site_of(self, worker_id: str) -> SimulatedSite:
+        """As this worker sees it."""
+        return self.site
+
     def _add_stage(self, name: str, node_id: str, number: int) -> None:
         """This prefill node has a share of the layers."""
         settings, whole = self.settings, self._calibration.prefill.estimate
@@ -252,7 +256,7 @@ class SimulatedFleet(SimulatedCluster):
     def _add_worker(self, name: str, node_id: str, role: str, incarnation: str) -> None:
         settings, fits = self.settings, self._calibration
         jitter = Jitter(settings.jitter, settings.seed, int(node_id[1:]))
-        what = name, node_id, self.site, jitter
+        what = name, node_id, self._site_of(name), jitter
         if role == "prefill":
             worker: PrefillNode | DecodeNode = PrefillNode(
                 *what, fits.prefill.estimate, self._begun, self._prefilled
@@ -438,10 +442,18 @@ class SimulatedFleet(SimulatedCluster):
             self.site.ssds.spill_all(nodes, lambda: not self._alive)
 
     def _report(self) -> None:
-        self.site.store.report([w.report() for w in self._workers if not w.is_dead])
+        self.site.store.report([w.report() for w in self._workers if self._speaks(w)])
         self.reported(self)
-        if self._alive:
+        if self._goes_on():
             self.clock.after(self.settings.report_s, self._report)
+
+    def _speaks(self, worker: PrefillNode | DecodeNode) -> bool:
+        """Whether it reports."""
+        return not worker.is_dead
+
+    def _goes_on(self) -> bool:
+        """Whether anything is left to report for."""
+        return bool(self._alive)
 
     def _tick(self) -> None:
         for one in self.conductors:
@@ -450,7 +462,7 @@ class SimulatedFleet(SimulatedCluster):
             proposed = one.propose_flip(self.clock.now_s)
             if proposed is not None and self.config.role_flips == "on":
                 self.flip(proposed.worker.worker_id)
-        if self._alive:
+        if self._goes_on():
             self.clock.after(self.settings.tick_s, self._tick)
 
     def _tell(self, latency_s: float) -> None:

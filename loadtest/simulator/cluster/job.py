@@ -23,6 +23,7 @@ from loadtest.replay.trace import (
 from loadtest.simulator.block_cache import key_of
 
 TICK_MS = 3_000.0
+STOPPED = "stopped"  # why a worker did not go on with a job that nobody wants any more
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from backends.workers.prefix_loading import SingleFlight
 from backends.workers.step_times import StepTimes
 from conductor.estimates.estimates import PrefillEstimate
 from loadtest.simulator.cluster.gpu import prompt_s
-from loadtest.simulator.cluster.job import SimulatedJob
+from loadtest.simulator.cluster.job import STOPPED, SimulatedJob
 from loadtest.simulator.cluster.site import SimulatedSite, SimulatedWorker
 from loadtest.simulator.cluster.steps import Jitter
 from loadtest.simulator.cluster.store import Found
@@ -53,6 +53,7 @@ class PrefillNode(SimulatedWorker):
         self._steps = StepTimes()
         self._is_busy = False
         self.share = 1.0  # of the layers (pipeline.py)
+        self._chunks: Sequence[Chunk] = ()  # of the step under way
 
     def submit(self, job: SimulatedJob, key_s: float) -> None:
         self._jobs[job.request_id] = job
@@ -80,6 +81,24 @@ class PrefillNode(SimulatedWorker):
     def is_idle(self) -> bool:
         return not self._jobs
 
+    def stop(self, request_id: str) -> None:
+        """Nobody wants it any more. It leaves at once, or with the step that computes it, or when
+        the transfer that brings its prefix ends."""
+        job = self._jobs.get(request_id)
+        if job is None or job.refused:
+            return
+        job.refused = STOPPED
+        blocked = [(key, jobs) for key, jobs in self._blocked.items() if job in jobs]
+        is_computed = any(chunk.request_id == request_id for chunk in self._chunks)
+        is_ready = request_id in self._loaded_blocks and not is_computed
+        if blocked or is_ready or self._batching.is_waiting(request_id):
+            for key, jobs in blocked:
+                jobs.remove(job)
+                if not jobs:
+                    del self._blocked[key]
+            self._leave(job)
+            self._wake()
+
     def die(self) -> list[SimulatedJob]:
         """The process is killed; its jobs, which nobody will end."""
         self.is_dead = True
@@ -99,6 +118,7 @@ class PrefillNode(SimulatedWorker):
         if self._is_busy != bool(chunks):
             self._is_busy = bool(chunks)
             cores.compute("prefill", self._is_busy)
+        self._chunks = chunks
         if not chunks:
             return
         now_s = self._site.clock.now_s
@@ -203,6 +223,10 @@ class PrefillNode(SimulatedWorker):
     def _read_in(self, job: SimulatedJob, blocks: int) -> None:
         if self.is_dead:
             return
+        if job.refused:
+            self._leave(job)
+            self._wake()
+            return
         tokens = blocks * self._site.settings.block_tokens
         job.cached_tokens = min(tokens, job.prompt_tokens - 1)
         self._loaded_blocks[job.request_id] = blocks
@@ -268,7 +292,8 @@ class PrefillNode(SimulatedWorker):
             self._settle(job, keys)
 
     def _leave(self, job: SimulatedJob) -> None:
-        del self._jobs[job.request_id], self._loaded_blocks[job.request_id]
+        del self._jobs[job.request_id]
+        self._loaded_blocks.pop(job.request_id, None)
         self._pool.release(self._batching.remove(job.request_id))
         self._settle(job, None)
         if not job.refused:

@@ -225,8 +225,36 @@ def save_cpp(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
+def save_crowd(path: Path, rows: Sequence[Row]) -> None:
+    """How the requests ended with each seed, and how late."""
+    figure, (ends, late) = panels_beside(2, 8.0)
+    names = [f"seed {row['seed']}" if number_of(row, "kills") else "nothing breaks" for row in rows]
+    finished = [number_of(row, "finished_percent") for row in rows]
+    typed = [number_of(row, "typed_error_percent") for row in rows]
+    hung = [100 * number_of(row, "hung") / number_of(row, "requests") for row in rows]
+    below = [0.0] * len(rows)
+    for label, values, colour in (("finished", finished, MANY[0]), ("typed error", typed, MANY[1]),
+                                  ("hung", hung, MANY[2])):  # fmt: skip
+        ends.bar(names, values, BAR_SHARE, below, color=colour, label=label)
+        below = [one + value for one, value in zip(below, values, strict=True)]
+    dynamo = [
+        100 - 100 * number_of(row, "dynamo_hung") / number_of(row, "requests") for row in rows
+    ]
+    ends.plot(
+        names, dynamo, "_", color=NAMED["ink"], markersize=24, label="ended in Dynamo's issue"
+    )
+    late.bar(names, [number_of(row, "late_most_s") for row in rows], color=MANY[0])
+    finish_panel(ends, "requests, %")
+    finish_panel(late, "latest end after a client's timeout, s")
+    for panel in (ends, late):
+        panel.tick_params(axis="x", rotation=30, labelsize=8)
+    ends.legend(frameon=False, fontsize=7, loc="lower right")
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
 SAVE = {
     "cpp": save_cpp,
+    "crowd": save_crowd,
     "scale": save_scale,
     "roles": save_roles,
     "hit-rate": save_hit_rate,

@@ -30,6 +30,7 @@ PAPER_SAYS: Mapping[str, str] = {
     "ssd": "FAST'25, 4.2: the pool is DRAM and SSD of all nodes; no figure",
     "cpp": "FAST'25, 3.3: groups of nodes compute the chunks of a long prompt; no figure",
     "scale": "FAST'25, 1: thousands of nodes serve Kimi; no figure",
+    "crowd": "No figure. NVIDIA Dynamo, issue 13088: 36 of 1,536 requests never end",
 }
 
 WHY_APART: Mapping[str, str] = {
@@ -116,5 +117,9 @@ WHY_APART: Mapping[str, str] = {
         "Times are of this code on this machine. Turns of a conversation come 125 times as fast "
         "(replay_speed), so a turn often comes before the blocks of the one in front of it are "
         "there: hit rates are below those of 8 + 8 nodes."
+    ),
+    "crowd": (
+        "Messages are not lost here and hosts do not part: only processes break. Errors are "
+        "rejections of prompts that would miss the first token's service level, and timeouts."
     ),
 }

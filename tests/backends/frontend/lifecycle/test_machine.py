@@ -167,6 +167,9 @@ CASES: dict[tuple[Phase, type], list[Case]] = {
           CallDecode(1, False)]),
         (after(PREFILLING, FIRST), PREFILLED, Phase.DECODING,
          [NotePrefill(1), CallDecode(1, False)]),
+        (after(PREFILLING, WorkerLost(D, 1.0, 2.7)), PREFILLED, Phase.ROUTING,
+         [Send, NotePrefill(1), NoteLoss, *RELEASED, EndAttempt(1),
+          Decide(2, frozenset({D}), True)]),
         (PREFILLING, COMPLETES, Phase.DONE,
          [Send(text(7), 1, "length", 64, {}), NotePrefill(1), End(), EndAttempt(1, 1), *RELEASED]),
     ],
@@ -471,6 +474,19 @@ def test_a_request_taken_from_a_dead_worker_goes_on_from_the_tokens_that_were_se
         replied(10, attempt=2),
     )  # fmt: skip
     assert ids(sent) == [7, 8, 9, 10] and state.phase is Phase.DONE
+
+
+def test_a_decode_worker_that_was_lost_during_prefill_is_not_called_and_the_token_is_kept() -> None:
+    state, actions = step(PREFILLING, WorkerLost(D, 1.0, 2.7))
+    assert state.phase is Phase.PREFILLING and not actions, "its prompt is computed all the same"
+    state, actions = step(state, PREFILLED)
+    assert [type(action) for action in actions] == [
+        Send, NotePrefill, NoteLoss, StopWorkers, ReleaseKv, EndAttempt, Decide,
+    ]  # fmt: skip
+    assert state.phase is Phase.ROUTING and state.sent_tokens == 1
+    assert actions[2].loss is Loss.WORKER_GONE and actions[-1] == Decide(2, frozenset({D}), True)
+    ended, actions = step(after(PREFILLING, WorkerLost(D, 1.0, 2.7)), COMPLETES)
+    assert ended.phase is Phase.DONE and actions.count(End()) == 1, "nothing was left to decode"
 
 
 def test_the_worker_that_tokens_come_from_is_the_one_that_may_be_lost() -> None:

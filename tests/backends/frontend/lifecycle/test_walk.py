@@ -224,7 +224,13 @@ class World:
         before = self.state
         self.state, actions = step(before, event)
         if isinstance(event, WorkerLost | WorkerSilent) and event.worker != before.attempt.worker:
-            assert self.state == before and not actions, "it was another one's worker"
+            attempt = self.state.attempt
+            if attempt.is_decode_lost and isinstance(event, WorkerLost):
+                attempt = attempt._replace(is_decode_lost=before.attempt.is_decode_lost)
+            assert self.state._replace(attempt=attempt) == before, "it was another one's worker"
+            assert not actions
+        if any(isinstance(action, CallDecode) for action in actions):
+            assert not before.attempt.is_decode_lost, "a worker is called that is gone"
         number = getattr(event, "attempt", before.attempt.number)
         if number == before.attempt.number:
             self.seen[before.phase, type(event)] += 1

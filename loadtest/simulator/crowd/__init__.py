@@ -1,0 +1,1 @@
+"""What becomes of requests whose workers are killed, frozen or reloaded?"""
