@@ -349,7 +349,7 @@ def check_version(given: object) -> None:
 def attached(message: WorkerMessage, attachment: memoryview) -> ArrivedStep:
     """The one message that has large bytes beside it."""
     if not isinstance(message, StageStep):
-        raise InvalidRequest(f"{type(message).__name__} has no attachment")
+        raise ValueError(f"{type(message).__name__} has no attachment")
     return ArrivedStep(message, attachment)
 
 

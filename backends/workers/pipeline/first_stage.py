@@ -87,6 +87,10 @@ class PipelinePrefill(StagePrefill):
             except StoreError as error:
                 log.debug("who is registered is not known: %s", error)
                 workers = None
+            except Exception:
+                if worker.is_closing:  # its directory client is closed by now
+                    return
+                raise
             now_s = time.monotonic()
             with worker.lock:
                 lost = self._group.registered(workers) if workers is not None else ""
