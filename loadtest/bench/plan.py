@@ -56,7 +56,7 @@ MARGIN = 1.15
 STORE_BYTES = 2**28  # of each node
 TTFT_TIMES, TBT_TIMES = 10.0, 5.0  # of the unloaded times: the paper's limits
 ALONE_S, ALONE_REQUESTS = 60.0, 60  # between requests that come alone, and how many
-SPEEDS = tuple(round(0.5 * 1.3**step, 3) for step in range(16))
+SPEEDS = tuple(round(0.5 * 1.3**step, 3) for step in range(12))
 SHARE_MIN = 0.3  # of requests that the best fleet serves within: below, nothing is planned
 START_OF_TRACE = PROJECT / "tests" / "data" / "conversation_start.jsonl"
 
@@ -165,7 +165,7 @@ async def profiled(
 ) -> MeasuredEngine:
     workers = ("prefill_0", "decode_0")
     profile = await measure_profile(addresses, repository, workers, rounds, seed, 2_048)
-    return MeasuredEngine(profile, STORE_BYTES)
+    return MeasuredEngine.of(profile, STORE_BYTES)
 
 
 async def send(addresses: Addresses, trace: Path, requests: int, scale: float, speed: float,

@@ -137,7 +137,7 @@ def engine_of(
             raise PlanRefused(
                 "--profile says what serves: no --hardware, --model or --gpus with it"
             )
-        return MeasuredEngine.of(profile, node_bytes)
+        return MeasuredEngine.read(profile, node_bytes)
     if not hardware or not model:
         raise PlanRefused(
             f"say what serves: --hardware ({', '.join(HARDWARE)}) and --model ({', '.join(MODELS)})"

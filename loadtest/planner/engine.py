@@ -29,6 +29,10 @@ DRAM_SHARE = 0.9  # of a node's DRAM, for KV: 983 GB of the paper's 1 TB are mor
 GIGA = 10**9
 NODE_BYTES = 2**30  # as `mooncake serve --store-bytes` has it by default
 REPORT_S = 0.5  # between reports of a real worker
+PRICES = (  # of what goes on beside the steps, for people
+    "serving_s", "handover_s", "handover_beside_s", "queued_prompt_s", "shared_prefill",
+    "shared_decode", "workers_at_once",
+)  # fmt: skip
 T = TypeVar("T")
 
 
@@ -128,52 +132,56 @@ class NodeEngine:
 class MeasuredEngine:
     """A worker like the one of a profile, every one on the machine where it was measured."""
 
-    profile: Profile
-    node_bytes: int = NODE_BYTES
+    name: str
+    measured: ClusterSettings  # made once: prices are fitted to the profile's burst
+    node_bytes: int
+    configured: tuple[tuple[str, str], ...]  # of its config.pbtxt
+    facts: tuple[tuple[str, Cell], ...]  # of the profile, for people
 
     @classmethod
-    def of(cls, path: Path, node_bytes: int = 0) -> MeasuredEngine:
+    def read(cls, path: Path, node_bytes: int = 0) -> MeasuredEngine:
         """PlanRefused for a file that is no profile."""
         try:
-            return cls(read_profile(path), node_bytes or NODE_BYTES)
+            return cls.of(read_profile(path), node_bytes)
         except (OSError, ValueError) as problem:
             raise PlanRefused(f"--profile {path}: {problem}") from None
 
-    @property
-    def name(self) -> str:
-        return f"{self.profile.settings.get('checkpoint', 'a worker')} on {self.profile.machine}"
-
-    @property
-    def node_blocks_max(self) -> int:
-        return int(self.node_bytes / (self.settings().block_tokens * self.gpu().token_bytes))
-
-    def gpu(self) -> GpuModel:
-        return self.settings().gpu()
-
-    def settings(self) -> ClusterSettings:
-        """Clients ask for as many tokens as they get, as those of a replay do."""
-        found = settings_of(self.profile, ClusterSettings())
-        return replace(found, max_tokens=1, report_s=REPORT_S)
-
-    def stated(self) -> dict[str, Cell]:
-        prefill, decode = self.profile.prefill, self.profile.decode
-        return {
-            "engine": self.name,
+    @classmethod
+    def of(cls, profile: Profile, node_bytes: int = 0) -> MeasuredEngine:
+        """Clients ask for as many tokens as they get, as those of a replay do. The way of a request
+        is work of the same cores; the fit to the burst knows it."""
+        shape = ClusterSettings(max_tokens=1, report_s=REPORT_S, ways_compute=True)
+        measured = settings_of(profile, shape)
+        prefill, decode, said = profile.prefill, profile.decode, profile.settings
+        facts: dict[str, Cell] = {
             "prefill_coefficients": str(list(prefill.estimate.coefficients)),
             "decode_coefficients": str(list(decode.estimate.coefficients)),
             "prefill_error_mean": round(prefill.error_mean, 4),
             "decode_error_mean": round(decode.error_mean, 4),
-            "shared_prefill": round(self.profile.sharing.prefill, 3),
-            "shared_decode": round(self.profile.sharing.decode, 3),
-            "workers_at_once": self.settings().workers_at_once,
-            "node_bytes": self.node_bytes,
+            **{name: round(getattr(measured, name), 5) for name in PRICES},
         }
+        names = ("checkpoint", "dtype", "device", "threads")
+        return cls(
+            f"{said.get('checkpoint', 'a worker')} on {profile.machine}", measured,
+            node_bytes or NODE_BYTES, tuple((name, said[name]) for name in names if name in said),
+            tuple(facts.items()),
+        )  # fmt: skip
+
+    @property
+    def node_blocks_max(self) -> int:
+        return int(self.node_bytes / (self.measured.block_tokens * self.gpu().token_bytes))
+
+    def gpu(self) -> GpuModel:
+        return self.measured.gpu()
+
+    def settings(self) -> ClusterSettings:
+        return self.measured
+
+    def stated(self) -> dict[str, Cell]:
+        return {"engine": self.name, "node_bytes": self.node_bytes, **dict(self.facts)}
 
     def parameters(self) -> Mapping[str, str]:
-        names = ("checkpoint", "dtype", "device", "threads")
-        return {
-            name: self.profile.settings[name] for name in names if name in self.profile.settings
-        }
+        return dict(self.configured)
 
 
 def _known(known: Mapping[str, T], name: str, what: str) -> T:

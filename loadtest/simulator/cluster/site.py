@@ -8,15 +8,17 @@ each worker both factors are 1 and nothing happens. On a small one a prefill ste
 change acts from the next decode step on, and a prefill step keeps the factor with which it began.
 Where it is known how many workers the cores compute at once, one beside any other has the factor
 of its role, and when more compute than that, they share the cores evenly; otherwise it is ignored
-how many of the other role compute.
+how many of the other role compute. If `ways_compute`, requests on their way through the frontend
+and from prefill to decode count as well: on such a machine that is work of the same cores.
 
 Not here: what the conductor is told (ConductorConfig), how long a step takes alone (gpu.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from backends.engine.batching.pages import PagePool
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS
@@ -65,6 +67,7 @@ class ClusterSettings:
     shared_prefill: float = 1.0
     shared_decode: float = 1.0
     workers_at_once: float = 0.0  # that the machine's cores compute; 0: it is not known
+    ways_compute: bool = False  # serving_s and the hand-overs are computed on those cores
     # What the ways of a request add: through the frontend to prefill, and from prefill to decode,
     # while nothing and while other prompts are computed. On GPUs the network is all of it.
     serving_s: float = 0.0
@@ -102,7 +105,7 @@ class Cores:
         assert min(prefill_factor, decode_factor) >= 1.0, "nobody gets faster by sharing"
         self._at_once = at_once
         self._factors = {"prefill": prefill_factor, "decode": decode_factor}
-        self._computing = {"prefill": 0, "decode": 0}
+        self._computing = {"prefill": 0, "decode": 0, "way": 0}
         # Called when decode steps get slower or quicker.
         self.on_pace: list[Callable[[], None]] = []
 
@@ -117,9 +120,14 @@ class Cores:
     def _factor(self, role: str, other: str) -> float:
         if not self._at_once:
             return self._factors[role] if self._computing[other] else 1.0
-        computing = sum(self._computing.values())  # who asks is one of them
-        shared = self._factors[role] if computing > 1 else 1.0
-        return shared * max(1.0, computing / self._at_once)
+        shared = self._factors[role] if sum(self._computing.values()) > 1 else 1.0
+        return shared * self.crowd()
+
+    def crowd(self) -> float:
+        """How many times as long everything takes because more compute than there are cores; who
+        asks is one of them."""
+        computing = sum(self._computing.values())
+        return max(1.0, computing / self._at_once) if self._at_once else 1.0
 
     def is_computing(self, role: str) -> bool:
         return self._computing[role] > 0
@@ -143,6 +151,19 @@ class SimulatedSite:
     settings: ClusterSettings
     cores: Cores
     ssds: SimulatedSsds
+
+    def after_way(
+        self, seconds: float, slowness: float, action: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Once a request has made its way, which takes `slowness` times as long as measured."""
+        if self.settings.ways_compute:
+            self.cores.compute("way", True)
+        self.clock.after(seconds * slowness, self._end_way, action, arguments)
+
+    def _end_way(self, action: Callable[..., None], arguments: Sequence[Any]) -> None:
+        if self.settings.ways_compute:
+            self.cores.compute("way", False)
+        action(*arguments)
 
     @property
     def block_bytes(self) -> int:

@@ -62,7 +62,7 @@ def test_requests_of_the_server_are_counted_by_both_limits_and_failures_are_no_m
 
 
 def test_limits_and_speed_come_from_the_profile() -> None:
-    engine = MeasuredEngine(profile(), 2**26)
+    engine = MeasuredEngine.of(profile(), 2**26)
     offered = offered_of(read_trace(START, 60), 64, 0.0625)
     levels = unloaded_limits(offered, engine)
     step_s = DECODE.step_s(1, 1_000)

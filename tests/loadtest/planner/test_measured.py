@@ -21,18 +21,18 @@ LEVELS = ServiceLevels(1.0, 0.05)
 
 
 def test_a_measured_worker_has_the_times_and_the_memory_of_its_profile(tmp_path: Path) -> None:
-    engine = MeasuredEngine.of(write_profile(tmp_path))
+    engine = MeasuredEngine.read(write_profile(tmp_path))
     gpu, settings = engine.gpu(), engine.settings()
     assert gpu.decode_s(4, 2_048.0) == pytest.approx(DECODE.step_s(4, 2_048), rel=1e-6)
     assert gpu.prefill_s([(512, 256)]) == pytest.approx(PREFILL.seconds(256, 512), rel=1e-6)
     assert (settings.block_tokens, settings.chunk_tokens, settings.decode_slots) == (64, 512, 32)
     assert gpu.pages_bytes == 512 * 64 * 4_096 and settings.workers_at_once == 2.0
     assert engine.node_blocks_max == 2**30 // (64 * 4_096)
-    assert MeasuredEngine.of(write_profile(tmp_path), 2**20).node_blocks_max == 4
+    assert MeasuredEngine.read(write_profile(tmp_path), 2**20).node_blocks_max == 4
 
 
 def test_its_workers_are_configured_as_the_measured_one(tmp_path: Path) -> None:
-    engine = MeasuredEngine.of(write_profile(tmp_path))
+    engine = MeasuredEngine.read(write_profile(tmp_path))
     for role in ("prefill", "decode"):
         raw = worker_parameters(engine, role == "prefill")
         [config] = read_worker_configs(role, role, raw, 1)
@@ -41,7 +41,7 @@ def test_its_workers_are_configured_as_the_measured_one(tmp_path: Path) -> None:
 
 
 def served(shape: tuple[int, int], cores: int, speed: float) -> FleetRun:
-    engine = MeasuredEngine(profile(cores))
+    engine = MeasuredEngine.of(profile(cores))
     offered = offered_of(read_trace(START, 150), 64, 0.0625)
     plan = FleetPlan(*shape, engine.node_blocks_max)
     return run_fleet(offered, plan, engine, LEVELS, speed, 0)
@@ -76,8 +76,8 @@ def test_what_is_no_profile_is_refused_with_the_reason(
                          (json.dumps({"version": 1}), "version 1")):  # fmt: skip
         path.write_text(text)
         with pytest.raises(PlanRefused, match=reason):
-            MeasuredEngine.of(path)
+            MeasuredEngine.read(path)
     with pytest.raises(PlanRefused, match="No such file"):
-        MeasuredEngine.of(tmp_path / "nowhere")
+        MeasuredEngine.read(tmp_path / "nowhere")
     _, code, words = planned(tmp_path, capsys, "--profile", str(path))
     assert code == 2 and "no --hardware, --model or --gpus" in words

@@ -74,3 +74,15 @@ def test_more_workers_than_cores_share_them_evenly() -> None:
     for _ in range(3):
         many.compute("prefill", True)
     assert many.prefill_factor() == 1.2, "they have a core each"
+
+
+def test_requests_on_their_way_compute_too_where_they_share_the_cores() -> None:
+    requests = tuple((0.0, 512, 2) for _ in range(6))
+
+    def ends_s(ways_compute: bool, serving_s: float) -> float:
+        settings = replace(ALONE, workers_at_once=2.0, serving_s=serving_s, handover_s=0.5,
+                           handover_beside_s=0.5, ways_compute=ways_compute)  # fmt: skip
+        return max(job.finished_s or 0.0 for job in serve(settings, *requests))
+
+    assert ends_s(True, 0.0) == pytest.approx(ends_s(False, 0.0), abs=0.1), "two have a core each"
+    assert ends_s(True, 0.1) > ends_s(False, 0.1) + 0.1, "six at once on two cores take longer"
