@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -52,6 +53,7 @@ from mooncake_store.records.membership import SSD_SUFFIX
 SETTINGS = ("checkpoint", "dtype", "device", "threads", "block_tokens", "chunk_tokens",
             "kv_pages", "slots")  # fmt: skip
 STREAMS_MAX = 24
+PUBLISHED_S = 1.5  # workers publish their counters once a second
 
 
 def profile(
@@ -121,9 +123,8 @@ async def measure(
             task = progress.add_task("bursts", total=rounds)
             burst = await pair.burst(room, rounds, lambda: progress.advance(task))
             task = progress.add_task("other sources of a prefix", total=1)
-            page = fetch_page(addresses.metrics_url)
-            token_bytes = token_bytes_of(page, decode, room)
-            sources = await _sources(pair, page, prefill, token_bytes, room, rounds)
+            token_bytes = token_bytes_of(fetch_page(addresses.metrics_url), decode, room)
+            sources = await _sources(pair, addresses, prefill, token_bytes, room, rounds)
     settings |= {"block_tokens": str(room.block_tokens), "token_bytes": str(token_bytes)}
     url = addresses.grpc
     if is_local(url):
@@ -144,20 +145,38 @@ def token_bytes_of(page: str, worker: str, room: Room) -> int:
 
 
 async def _sources(
-    pair: Measure, page: str, prefill: str, token_bytes: int, room: Room, rounds: int
+    pair: Measure, addresses: Addresses, prefill: str, token_bytes: int, room: Room, rounds: int
 ) -> PrefixSources:
     """Another node where the server has a second prefill worker; the SSD where it has one and the
     memory in front of it is small enough to be filled."""
-    node_rate = ssd_rate = 0.0
+    page = fetch_page(addresses.metrics_url)
+    node_rate, ssd_rate, path = 0.0, 0.0, ""
     workers = [labels["model"] for labels, _ in _gauges(page, "mooncake_queue_tokens")]
     if others := sorted(set(workers) - {prefill}):
         node_rate = await pair.from_node(others[0], token_bytes, room, rounds)
+        await asyncio.sleep(PUBLISHED_S)
+        path = path_of(page, fetch_page(addresses.metrics_url), prefill) if node_rate else ""
     sizes = {labels["node"]: size for labels, size in _gauges(page, "mooncake_store_bytes_max")}
     memory_bytes = max((n for node, n in sizes.items() if not node.endswith(SSD_SUFFIX)), default=0)
     has_ssd = any(node.endswith(SSD_SUFFIX) for node in sizes)
     if has_ssd and memory_bytes <= SSD_FILLED_MAX:
         ssd_rate = await pair.from_ssd(round(memory_bytes), token_bytes, room)
-    return PrefixSources(node_rate, ssd_rate)
+    return PrefixSources(node_rate, path, ssd_rate)
+
+
+def path_of(before: str, after: str, worker: str) -> str:
+    """The transport by which the worker read most bytes between two metrics pages."""
+
+    def read(page: str) -> Counter[str]:
+        found = Counter[str]()
+        for labels, size in _gauges(page, "mooncake_transfer_bytes_total"):
+            if labels["model"] == worker and labels["direction"] == "read":
+                found[labels["transport"]] += round(size)
+        return found
+
+    moved = read(after) - read(before)
+    del moved["mapped"]  # the own node's memory, which everything is read from in the end
+    return max(moved, key=lambda transport: moved[transport], default="mapped")
 
 
 def _gauges(page: str, name: str) -> list[tuple[Mapping[str, str], float]]:
@@ -236,7 +255,11 @@ def show(found: Profile) -> None:
         f" then every {burst.step_s * 1e3:.3g} ms, on average",
         soft_wrap=True,
     )
-    rates = ("another node", found.sources.node_bytes_per_s), ("SSD", found.sources.ssd_bytes_per_s)
+    sources = found.sources
+    rates = (
+        (f"another node by {sources.node_path}", sources.node_bytes_per_s),
+        ("the SSD", sources.ssd_bytes_per_s),
+    )
     for source, rate in rates:
         if rate:
             out.print(f"a prefix comes from {source} at {rate / 1e6:,.0f} MB/s")

@@ -9,7 +9,7 @@
      "sharing": {"prefill": ..., "decode": ...},
      "burst": {"prompt_tokens": [...], "output_tokens": ..., "ttft_s": ...,
                "first_interval_s": ..., "step_s": ...},
-     "sources": {"node_bytes_per_s": ..., "ssd_bytes_per_s": ...}}
+     "sources": {"node_bytes_per_s": ..., "node_path": ..., "ssd_bytes_per_s": ...}}
 
 `coefficients` are those of conductor/estimates/estimates.py, fitted with its relative error:
 `error_mean` is the MAPE as a fraction. Those of a prefill are of one step: a prompt longer than
@@ -78,7 +78,8 @@ class BurstMeans:
 class PrefixSources:
     """How fast a prefix comes to a prefill worker whose own memory lacks it; 0: not measured."""
 
-    node_bytes_per_s: float = 0.0  # from another node, by the path that the worker takes
+    node_bytes_per_s: float = 0.0  # from another node
+    node_path: str = ""  # ... by this transport: mapped, nixl or tcp
     ssd_bytes_per_s: float = 0.0  # from the SSD of the own node
 
 

@@ -41,10 +41,12 @@ def settings_of(profile: Profile, settings: ClusterSettings) -> ClusterSettings:
     """`settings` with everything that the file says instead."""
     serving, sources, found = profile.serving, profile.sources, profile.settings
     load_s, load_bytes = serving.per_cached_token_s, token_bytes(profile)
+    block_tokens = int(found["block_tokens"])
+    chunk_tokens = int(found.get("chunk_tokens", settings.chunk_tokens))
     made = replace(
         settings,
-        block_tokens=int(found["block_tokens"]),
-        chunk_tokens=int(found.get("chunk_tokens", settings.chunk_tokens)),
+        block_tokens=block_tokens,
+        chunk_tokens=max(block_tokens, chunk_tokens // block_tokens * block_tokens),
         decode_slots=int(found.get("slots", settings.decode_slots)),
         host_to_gpu_bytes_per_s=load_bytes / load_s if load_s else NO_TIME_BYTES_PER_S,
         nic_bytes_per_s=sources.node_bytes_per_s or settings.nic_bytes_per_s,
@@ -70,7 +72,13 @@ def fitted_to(burst: BurstMeans, settings: ClusterSettings) -> ClusterSettings:
     """With the three prices of what goes on at the same time such that the very burst, simulated on
     one prefill and one decode worker, takes on average what it took: of each prompt while others
     wait, of a hand-over meanwhile, of decode steps meanwhile."""
-    pair = replace(settings, prefills=1, decodes=1, jitter=0.0, node_blocks=BURST_BLOCKS)
+    assert settings.worker is not None
+    # It was served when it was measured, so there was room for it.
+    memory_bytes = BURST_BLOCKS * settings.block_tokens * settings.worker.token_bytes
+    pair = replace(
+        settings, prefills=1, decodes=1, jitter=0.0, node_blocks=BURST_BLOCKS,
+        max_tokens=burst.output_tokens, worker=replace(settings.worker, pages_bytes=memory_bytes),
+    )  # fmt: skip
     prompts = len(burst.prompt_tokens)
     for _ in range(FIT_ROUNDS):
         found = burst_on(pair, burst)

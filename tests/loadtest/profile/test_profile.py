@@ -19,7 +19,7 @@ from loadtest.client.server import addresses_of
 from loadtest.harness.benchmark import together_tbt_s
 from loadtest.harness.server import PROJECT
 from loadtest.profile import command
-from loadtest.profile.command import settings_of
+from loadtest.profile.command import path_of, settings_of
 from loadtest.profile.measure import (
     STEPS,
     Measure,
@@ -60,7 +60,7 @@ def test_a_profile_is_one_line_with_what_was_measured_and_what_was_fitted() -> N
     assert found["decode"]["samples"][0] == [1, 80, DECODE.step_s(1, 80)]
     assert found["serving"] == {"base_s": 0.01, "per_cached_token_s": 2e-6, "handover_s": 0.0}
     assert found["burst"]["prompt_tokens"] == [64, 512]
-    assert found["sources"] == {"node_bytes_per_s": 0.0, "ssd_bytes_per_s": 0.0}
+    assert found["sources"] == {"node_bytes_per_s": 0.0, "node_path": "", "ssd_bytes_per_s": 0.0}
     assert found["sharing"] == {"prefill": 1.5, "decode": 1.25}
 
 
@@ -81,6 +81,22 @@ def test_a_profile_is_read_as_it_was_written() -> None:
 def test_what_is_no_profile_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Profile.from_json(text)
+
+
+def transfers(**read_bytes: int) -> str:
+    return "".join(
+        f'mooncake_transfer_bytes_total{{direction="{direction}",model="{model}",'
+        f'transport="{transport}"}} {size}\n'
+        for transport, size in read_bytes.items()
+        for direction, model in (("read", "prefill_0"), ("write", "prefill_0"), ("read", "other"))
+    )
+
+
+def test_the_path_of_a_fetch_is_the_transport_that_moved_it() -> None:
+    before = transfers(nixl=10, tcp=5, mapped=7)
+    assert path_of(before, transfers(nixl=90, tcp=6, mapped=999), "prefill_0") == "nixl"
+    assert path_of(before, transfers(nixl=10, tcp=50, mapped=999), "prefill_0") == "tcp"
+    assert path_of(before, transfers(nixl=10, tcp=5, mapped=999), "prefill_0") == "mapped"
 
 
 def test_a_burst_is_the_means_of_what_clients_met() -> None:

@@ -87,6 +87,14 @@ def test_the_prices_of_a_burst_are_found_again() -> None:
     assert again.step_s == pytest.approx(measured.step_s, rel=1e-2)
 
 
+def test_a_burst_is_fitted_though_others_would_find_no_room() -> None:
+    """And blocks of an engine that no chunk is a multiple of."""
+    odd = replace(profile(burst=burst_on(settings_of(profile(), SHAPE), BURST)),
+                  settings={**WORKER, "kv_pages": "2", "block_tokens": "48"})  # fmt: skip
+    found = settings_of(odd, SHAPE)
+    assert found.chunk_tokens % 48 == 0 and found.gpu().pages_bytes == 2 * 48 * 1_000
+
+
 def test_nobody_gets_faster_by_sharing() -> None:
     """A burst that took less than prompts one by one would: the prices are none."""
     quick = replace(BURST, ttft_s=0.01, first_interval_s=0.001, step_s=0.0001)
@@ -113,7 +121,7 @@ def test_a_prefix_comes_from_memory_and_from_the_ssd_at_the_profiles_rates() -> 
     offered = [prompt(0, 0.0, range(8)), *others, prompt(10, 60.0, range(8)),
                prompt(11, 70.0, range(8))]  # fmt: skip
     rate = 2e6
-    jobs = fleet(profile(sources=PrefixSources(0.0, rate)), shape).run(offered)
+    jobs = fleet(profile(sources=PrefixSources(ssd_bytes_per_s=rate)), shape).run(offered)
     from_ssd, from_memory = jobs[-2:]
     assert (from_ssd.restored_blocks, from_memory.restored_blocks) == (8, 0)
     base_s = SERVING.base_s + PREFILL.seconds(1, 8 * 512 - 1)
