@@ -77,13 +77,13 @@ class Want(NamedTuple):
 
     def copy_from(self, source: ByteArray) -> bool:
         """Copy these bytes into the target: are they the ones that were promised?"""
+        near = self.near
         if not self.checksums:
-            self.near[:] = source
+            near[:] = source
             return True
         if not self.layers and len(self.checksums) == 1:
-            return copy_and_sum(self.near, source) == self.checksums[0]
-        parts = self.layers or len(self.checksums)
-        return self._are_right(copy_and_digest(self.near, source, parts))
+            return copy_and_sum(near, source) == self.checksums[0]
+        return self._are_right(copy_and_digest(near, source, self.layers or len(self.checksums)))
 
     def _are_right(self, packed: bytes) -> bool:
         if not self.layers:

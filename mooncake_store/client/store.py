@@ -368,36 +368,40 @@ class Store:
         """
         part = self._part(layers)
         near_bytes = part.offset_bytes - self._part(None).offset_bytes
+        if checksums is None and part.length_bytes == self.layout.block_bytes:
+            wants = [
+                Want(copy, 0, (buffer, ByteSpan(offset, part.length_bytes)), (copy.checksum,),
+                     self.layout.layers)
+                for copy, offset in zip(copies, offsets_bytes, strict=True)
+            ]  # fmt: skip
+            return self._reader.read(wants, deadline_s)
         digests = self._digests(copies, layers, checksums)
-        wants: dict[int, Want] = {}
+        single: dict[int, Want] = {}
         for index, (copy, offset) in enumerate(zip(copies, offsets_bytes, strict=True)):
-            promised, whole_layers = digests[index]
+            promised = digests[index]
             if promised is not None:
                 target = (buffer, ByteSpan(offset + near_bytes, part.length_bytes))
-                wants[index] = Want(copy, part.offset_bytes, target, promised, whole_layers)
-        arrived = dict(zip(wants, self._reader.read(list(wants.values()), deadline_s), strict=True))
-        return [arrived.get(index, False) for index in range(len(copies))]
+                single[index] = Want(copy, part.offset_bytes, target, promised)
+        arrived = self._reader.read(list(single.values()), deadline_s)
+        is_here = dict(zip(single, arrived, strict=True))
+        return [is_here.get(index, False) for index in range(len(copies))]
 
     def _digests(
         self, copies: Sequence[Copy], layers: range | None, checksums: Sequence[int] | None
-    ) -> list[tuple[tuple[int, ...] | None, int]]:
-        """What to verify each block by, and of how many layers it is the one checksum."""
+    ) -> list[tuple[int, ...] | None]:
+        """Of these layers of each block, as announced or as kept with it."""
         wanted = self.pages.layers.indices if layers is None else layers
         if checksums is not None:
             count = len(wanted)
             assert len(checksums) == len(copies) * count, (len(checksums), len(copies), count)
-            return [
-                (tuple(checksums[at : at + count]), 0) for at in range(0, len(checksums), count)
-            ]
-        if len(wanted) == self.layout.layers:
-            return [((copy.checksum,), self.layout.layers) for copy in copies]
-        found: list[tuple[tuple[int, ...] | None, int]] = []
+            return [tuple(checksums[at : at + count]) for at in range(0, len(checksums), count)]
+        found: list[tuple[int, ...] | None] = []
         kept = self._headers.digests(copies, [self.layout.layers] * len(copies))
         for copy, packed in zip(copies, kept, strict=True):
             if packed:
-                found.append((unpack_digests(packed)[wanted.start : wanted.stop], 0))
+                found.append(unpack_digests(packed)[wanted.start : wanted.stop])
             else:
-                found.append((None, 0))
+                found.append(None)
                 if packed is not None:  # what is slow is not bad
                     self._report_bad_copy(copy)
         return found
