@@ -138,7 +138,7 @@ class Hotspots:
         hottest = heapq.nsmallest(KEYS_CONSIDERED_MAX, ((-rates[key], key) for key in self._warm))
         wanting: dict[bytes, float] = {}
         for minus_rate, key in hottest:
-            copies = len(index.holders(key))
+            copies = index.copies(key)
             if 0 < copies < config.hot_copies_max and -minus_rate >= config.hot_hits_per_s * copies:
                 wanting[key] = -minus_rate
         inner = {self._heats[key].parent for key in wanting}

@@ -422,6 +422,10 @@ class PrefixIndex:
         """Who has this block, by name."""
         return sorted(self.names(self._get(key, 0) & self._holders.live))
 
+    def copies(self, key: bytes) -> int:
+        """How many have this block: as many as `holders` names, however many that are."""
+        return (self._get(key, 0) & self._holders.live).bit_count()
+
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of the chain `keys` each holder has, by name; no zeros."""
         runs: dict[str, int] = {}
