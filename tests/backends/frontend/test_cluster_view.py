@@ -157,3 +157,14 @@ def test_a_worker_that_is_silent_while_the_directory_speaks_gets_no_request(
         clock.now_s += 0.5
         view._tick(0.5)
     assert isinstance(view.decide(prompt("r", prompt_tokens=10)), Reject)
+
+
+def test_a_later_stage_of_a_pipeline_group_cannot_be_asked_for(view: ClusterView) -> None:
+    stages = [
+        worker(f"p{number}", "prefill", "s0", pipeline_group="g", pipeline_stage=number)
+        for number in range(2)
+    ]
+    view._on_events([WorkerUp(info) for info in stages])
+    with pytest.raises(InvalidRequest, match=r"prefill_worker 'p1' is not serving.*\['p0'\]"):
+        view.excluded_by_pins("p1", "")
+    assert view.excluded_by_pins("p0", "") == {("p1", "w1")}

@@ -112,7 +112,12 @@ WHY_APART: Mapping[str, str] = {
         "(ssd_read_bytes_per_s) would gain less: a restored block has to come sooner than it is "
         "computed."
     ),
-    "cpp": ("There is nothing to compare with."),
+    "cpp": (
+        "There is nothing to compare with. A long prompt of n chunks takes (n + 1) / 2n of its "
+        "time in a group of 2, of chunk_tokens each. What is lost is cache: later stages hold no "
+        "whole blocks, so a group has the DRAM of its first node (node_blocks), and the more "
+        "groups, the less is found cached: see the rows with the DRAM of all nodes."
+    ),
     "scale": (
         "Times are of this code on this machine. Turns of a conversation come 125 times as fast "
         "(replay_speed), so a turn often comes before the blocks of the one in front of it are "
