@@ -145,14 +145,24 @@ class MeasuredEngine:
             return cls.of(read_profile(path), node_bytes)
         except (OSError, ValueError) as problem:
             raise PlanRefused(f"--profile {path}: {problem}") from None
+        except KeyError as missing:
+            raise PlanRefused(
+                f"--profile {path}: it does not say {missing} of its worker"
+            ) from None
 
     @classmethod
     def of(cls, profile: Profile, node_bytes: int = 0) -> MeasuredEngine:
         """Clients ask for as many tokens as they get, as those of a replay do. The way of a request
         is work of the same cores; the fit to the burst knows it."""
-        shape = ClusterSettings(max_tokens=1, report_s=REPORT_S, ways_compute=True)
-        measured = settings_of(profile, shape)
         prefill, decode, said = profile.prefill, profile.decode, profile.settings
+        block_tokens = int(said["block_tokens"])
+        # A server that others started does not say its chunks: the simulator's, in whole blocks.
+        chunk_tokens = max(1, ClusterSettings().chunk_tokens // block_tokens) * block_tokens
+        shape = ClusterSettings(
+            block_tokens=block_tokens, chunk_tokens=chunk_tokens, max_tokens=1, report_s=REPORT_S,
+            ways_compute=True,
+        )  # fmt: skip
+        measured = settings_of(profile, shape)
         facts: dict[str, Cell] = {
             "prefill_coefficients": str(list(prefill.estimate.coefficients)),
             "decode_coefficients": str(list(decode.estimate.coefficients)),

@@ -192,8 +192,7 @@ class DecodeNode(SimulatedWorker):
         site, settings = self._site, self._site.settings
         is_beside = site.cores.is_computing("prefill")
         gap_s = settings.handover_beside_s if is_beside else settings.handover_s
-        # Measured beside others: it is no slower in a crowd, but one of it.
-        site.after_way(site.network.latency_s + gap_s, 1.0, self._join, arrival)
+        site.after_way(site.network.latency_s + gap_s, self._join, arrival)
 
     def _join(self, arrival: DecodeArrival) -> None:
         if self._arrivals.get(arrival.job.request_id) is not arrival or self.is_dead:

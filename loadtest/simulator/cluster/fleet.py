@@ -290,8 +290,7 @@ class SimulatedFleet(SimulatedCluster):
 
     def _submit(self, job: SimulatedJob, order_key_s: float) -> None:
         if self.settings.serving_s:
-            seconds = self.settings.serving_s
-            self.site.after_way(seconds, self.site.cores.crowd(), self._came, job, order_key_s)
+            self.site.after_way(self.settings.serving_s, self._came, job, order_key_s)
         else:
             self._came(job, order_key_s)
 

@@ -152,12 +152,12 @@ class SimulatedSite:
     cores: Cores
     ssds: SimulatedSsds
 
-    def after_way(
-        self, seconds: float, slowness: float, action: Callable[..., None], *arguments: Any
-    ) -> None:
-        """Once a request has made its way, which takes `slowness` times as long as measured."""
+    def after_way(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Once a request has made its way, for which it needs the cores so long."""
+        slowness = 1.0
         if self.settings.ways_compute:
             self.cores.compute("way", True)
+            slowness = self.cores.crowd()
         self.clock.after(seconds * slowness, self._end_way, action, arguments)
 
     def _end_way(self, action: Callable[..., None], arguments: Sequence[Any]) -> None:

@@ -77,6 +77,16 @@ def test_what_is_no_profile_is_refused_with_the_reason(
         path.write_text(text)
         with pytest.raises(PlanRefused, match=reason):
             MeasuredEngine.read(path)
+    found = json.loads(profile().to_json())
+    del found["settings"]["chunk_tokens"]
+    found["settings"]["block_tokens"] = "48"
+    path.write_text(json.dumps(found))
+    settings = MeasuredEngine.read(path).settings()
+    assert (settings.block_tokens, settings.chunk_tokens) == (48, 2_016)
+    del found["settings"]["block_tokens"]
+    path.write_text(json.dumps(found))
+    with pytest.raises(PlanRefused, match="does not say 'block_tokens'"):
+        MeasuredEngine.read(path)
     with pytest.raises(PlanRefused, match="No such file"):
         MeasuredEngine.read(tmp_path / "nowhere")
     _, code, words = planned(tmp_path, capsys, "--profile", str(path))

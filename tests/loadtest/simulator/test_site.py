@@ -84,5 +84,5 @@ def test_requests_on_their_way_compute_too_where_they_share_the_cores() -> None:
                            handover_beside_s=0.5, ways_compute=ways_compute)  # fmt: skip
         return max(job.finished_s or 0.0 for job in serve(settings, *requests))
 
-    assert ends_s(True, 0.0) == pytest.approx(ends_s(False, 0.0), abs=0.1), "two have a core each"
+    assert ends_s(True, 0.0) > ends_s(False, 0.0), "a hand-over beside both workers takes longer"
     assert ends_s(True, 0.1) > ends_s(False, 0.1) + 0.1, "six at once on two cores take longer"
