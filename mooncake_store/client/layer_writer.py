@@ -24,7 +24,7 @@ from mooncake_store.client.block_reader import HeaderReader
 from mooncake_store.client.fetcher import OwnSegment
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.layout import STATE_READY, STATE_WRITING, KvLayout
-from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.buffers import ByteArray, copy_and_sum
 from mooncake_store.memory.digests import (
     block_checksum,
     copy_and_digest,
@@ -64,15 +64,25 @@ class LayerWriter:
         self._scratch = scratch
         self._layout = layout
 
-    def copy(self, memory: SlotMemory, write: LayerWrite) -> tuple[int, ...] | None:
+    def copy(
+        self, memory: SlotMemory, writes: Sequence[LayerWrite]
+    ) -> list[tuple[int, ...] | None]:
         """Into mapped memory: the digests of what was written; None when the slot is not being
         filled under this generation, so nothing was."""
-        slot, start_bytes, source = write
-        if not memory.is_being_written(slot.slot, slot.generation):
-            return None
-        target = memory.payload(slot.slot, self._layout.block_bytes)
-        target = target[start_bytes : start_bytes + source.nbytes]
-        return unpack_digests(copy_and_digest(target, source, self._layers_in(source)))
+        view, shape, layer_bytes = memory.view, memory.shape, self._layout.layer_bytes
+        found: list[tuple[int, ...] | None] = []
+        for (_, number, generation, _), start_bytes, source in writes:
+            if not memory.is_being_written(number, generation):
+                found.append(None)
+                continue
+            start, length_bytes = shape.slot_offset_bytes(number) + start_bytes, source.nbytes
+            target = view[start : start + length_bytes]
+            if length_bytes == layer_bytes:  # one by one, as they are computed
+                found.append((copy_and_sum(target, source),))
+            else:
+                packed = copy_and_digest(target, source, self._layers_in(source))
+                found.append(unpack_digests(packed))
+        return found
 
     def _layers_in(self, source: ByteArray) -> int:
         return source.nbytes // self._layout.layer_bytes
@@ -85,8 +95,7 @@ class LayerWriter:
         try:
             if isinstance(node.transport, MappedTransport):
                 with node.transport.owned(node.info) as view:
-                    memory = SlotMemory(view, node.shape)
-                    return [self.copy(memory, write) for write in writes]
+                    return self.copy(SlotMemory(view, node.shape), writes)
             begun = self._begun(node, [write.slot for write in writes])
             found: list[tuple[int, ...] | None] = [None] * len(writes)
             ours = [index for index, header in enumerate(begun) if header is not None]

@@ -271,6 +271,8 @@ class Store:
             LayerWrite(slot, part.offset_bytes, source)
             for slot, source in zip(slots, sources, strict=True)
         ]
+        if all(slot.node_id == self.node_id for slot in slots):
+            return self._copy_layers(writes)
         found: dict[int, tuple[int, ...] | None] = {}
         for node_id, indices in _by_node(slots).items():
             chosen = [writes[index] for index in indices]
@@ -285,9 +287,9 @@ class Store:
         """Into the own segment, however else it is read."""
         own = self._own
         here = own.now()
-        done = [None if here is None else self._layer_writer.copy(here, write) for write in writes]
+        done = None if here is None else self._layer_writer.copy(here, writes)
         self._check_alive(own)
-        return done
+        return done or [None] * len(writes)
 
     def commit(self, blocks: Sequence[WrittenBlock], owner: str, lease_s: float) -> list[bool]:
         """(key, slot, digests of all its layers, whoever wrote them) are written, in slots of any

@@ -41,6 +41,7 @@ MAGIC = b"MKV2"  # another one whenever what lies here changes: "nothing here" f
 # magic, state, generation, key, checksum, length, ephemeral, layers
 FIELDS = struct.Struct("<4sIQ16sQQII")
 _PREFIX = struct.Struct("<4sIQ16s")
+_BEGUN = struct.Struct("<4sIQ")
 _SELF = struct.Struct("<Q")
 assert FIELDS.size + _SELF.size == HEADER_BYTES, FIELDS.size
 Block = tuple[bytes, int, int, int, int, int]  # key, slot, generation, checksum, bytes, state
@@ -171,7 +172,7 @@ class SlotMemory:
         """Is that very use of the slot still being filled? Looks at no more than it must: a
         pipeline's stage asks for each layer of each block."""
         start = self.shape.header_offset_bytes(slot)
-        return _PREFIX.unpack_from(self.view.data, start)[:3] == (MAGIC, STATE_WRITING, generation)
+        return _BEGUN.unpack_from(self.view.data, start) == (MAGIC, STATE_WRITING, generation)
 
     def checksum(self, slot: int, size_bytes: int, layers: int = 0) -> int:
         """Of the payload, as a block with so many layers."""
