@@ -175,6 +175,41 @@ class SimulatedSite:
         return self.gpu.pages_bytes // self.block_bytes
 
 
+class CountedPages(PagePool):
+    """Pages without memory: nothing depends on which ones a request has, so a thousand are taken as
+    one range. No number is given out twice, so no two requests have the same page."""
+
+    def __init__(self, pages_max: int) -> None:
+        assert pages_max > 0, pages_max
+        self.pages_max = pages_max
+        self._taken: dict[int, int] = {}  # the first of what was taken together -> how many
+        self._next = self._used = 0
+
+    @property
+    def free_pages(self) -> int:
+        return self.pages_max - self._used
+
+    @property
+    def used_pages(self) -> int:
+        return self._used
+
+    def take(self, pages: int) -> Sequence[int] | None:  # type: ignore[override]
+        assert pages > 0, pages
+        if pages > self.free_pages:
+            return None
+        first, self._next = self._next, self._next + pages
+        self._taken[first] = pages
+        self._used += pages
+        return range(first, self._next)
+
+    def release(self, pages: Sequence[int]) -> None:
+        assert self._taken.pop(pages[0], 0) == len(pages), "released twice, or not as taken"
+        self._used -= len(pages)
+
+    def check(self) -> None:
+        assert self._used == sum(self._taken.values()) <= self.pages_max, "a page is lost"
+
+
 class SimulatedWorker:
     """What a prefill and a decode worker have in common: one process on one node, in one role."""
 
@@ -186,4 +221,4 @@ class SimulatedWorker:
         self.busy_s = 0.0
         self.is_dead = False
         self._site, self._jitter = site, jitter
-        self._pool = PagePool(site.pages_max)
+        self._pool = CountedPages(site.pages_max)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from backends.engine.batching.pages import PagePool
 from conductor import ConductorConfig
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Table
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
-from loadtest.simulator.cluster.site import ClusterSettings, Cores
+from loadtest.simulator.cluster.site import ClusterSettings, Cores, CountedPages
 from mooncake_store.block_keys import block_keys, chain_seed
 
 STEP_S, PROMPT_S = 0.01, 1.0  # whatever the batch, whatever the prompt
@@ -86,3 +89,29 @@ def test_requests_on_their_way_compute_too_where_they_share_the_cores() -> None:
 
     assert ends_s(True, 0.0) > ends_s(False, 0.0), "a hand-over beside both workers takes longer"
     assert ends_s(True, 0.1) > ends_s(False, 0.1) + 0.1, "six at once on two cores take longer"
+
+
+def test_counted_pages_run_out_as_numbered_ones_do_and_belong_to_one_request(seed: int) -> None:
+    chance = random.Random(seed)
+    counted, numbered = CountedPages(40), PagePool(40)
+    held: list[tuple[Sequence[int], Sequence[int]]] = []
+    for _ in range(300):
+        if held and chance.random() < 0.5:
+            mine, other = held.pop(chance.randrange(len(held)))
+            counted.release(mine)
+            numbered.release(other)
+        else:
+            pages = chance.randint(1, 15)
+            mine_or_none, other_or_none = counted.take(pages), numbered.take(pages)
+            assert (mine_or_none is None) == (other_or_none is None)
+            if mine_or_none is not None and other_or_none is not None:
+                held.append((mine_or_none, other_or_none))
+        assert counted.used_pages == numbered.used_pages
+        assert counted.free_pages == numbered.free_pages
+        every = [page for mine, _ in held for page in mine]
+        assert len(every) == len(set(every)) == counted.used_pages
+        counted.check()
+    for mine, _ in held[:1]:
+        counted.release(mine)
+        with pytest.raises(AssertionError, match="released twice"):
+            counted.release(mine)
