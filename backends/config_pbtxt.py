@@ -18,6 +18,7 @@ from backends.errors import ConfigError
 ENGINES = ("torch", "tensorrt_llm")
 DTYPES = ("float32", "bfloat16")
 TRTLLM_DTYPES = ("float32", "bfloat16", "float16")
+ROLES = ("one", "both")
 TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
 # What parameters were called before; accepted for one release, with a warning in the log.
 OLD_NAMES = {"overtaker_share": "expected_arrivals_share"}
@@ -55,6 +56,9 @@ class WorkerConfig:
     pipeline_group: str = ""  # its name, the same in each of them; empty: none
     pipeline_stage: int = 0  # 0 to pipeline_stages - 1, another one in each
     pipeline_stages: int = 1  # how many they are
+    # one: that of its backend. both: it begins with that one and takes the other when it is told
+    # to (role_flips of the conductor); then it has the parameters of both. torch only.
+    roles: str = "one"
 
     def problems(self) -> list[str]:
         found = []
@@ -62,6 +66,12 @@ class WorkerConfig:
         for name, allowed in (("engine", ENGINES), ("dtype", dtypes), ("transport", TRANSPORTS)):
             if getattr(self, name) not in allowed:
                 found.append(f"{name} is {getattr(self, name)!r}; use {' or '.join(allowed)}")
+        if self.roles not in ROLES:
+            found.append(f"roles is {self.roles!r}; use {' or '.join(ROLES)}")
+        if self.roles == "both" and self.engine != "torch":
+            found.append("roles is 'both'; only the engine torch can change its role")
+        if self.roles == "both" and self.pipeline_group:
+            found.append("roles is 'both'; a stage of a pipeline_group computes prompts only")
         if self.device != "cpu" and not self.device.startswith("cuda"):
             found.append(f"device is {self.device!r}; use cpu, cuda or cuda:0")
         if not 1 <= self.threads <= 256:
@@ -171,7 +181,7 @@ def read_configs(
     count: int = 1,
     together: Callable[..., Iterable[str]] = lambda *configs: (),
 ) -> list[Any]:
-    """One object per class out of one flat list of parameters, each name in one class only.
+    """One object per class out of one flat list of parameters; a name may be in several.
 
     `together`: what is wrong with all of them side by side.
     """
@@ -208,7 +218,7 @@ def check_configs(
     for cls in classes:
         own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
         configs.append(cls(**{name: value for name, value in values.items() if name in own}))
-        found += configs[-1].problems()
+        found += [said for said in configs[-1].problems() if said not in found]
     found += together(*configs)
     return configs, found
 

@@ -8,6 +8,7 @@
       x WorkerUnreached there is no way to it: no connection, or its link was cut
         x WorkerRefused it does not let this host in: keys, or certificates
           x WorkerDistrusts its secret is another one: until one of the two begins anew
+      x WrongRole       it has the other role, for now or by now
     x StoreLost       the directory or the worker's storage node did not do its part
     x MessagesLost    tokens that were sent did not arrive
   x KvMissing         blocks of a request left the store; they are computed again first
@@ -74,6 +75,12 @@ class WorkerGone(WorkerUnavailable):
     prefix = "unavailable: gone:"
 
 
+class WrongRole(WorkerGone):
+    """The worker has the other role, or is just changing: another one is asked."""
+
+    prefix = "unavailable: role:"
+
+
 class WorkerUnreached(WorkerGone):
     """There is no way from here to the worker, whatever is asked of it."""
 
@@ -120,7 +127,10 @@ def from_wire(message: str, where: str) -> ServingError:
     rejected = re.search(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", message, re.DOTALL)
     if rejected:
         return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
-    for kind in (InvalidRequest, KvMissing, Cancelled, WorkerGone, WorkerDistrusts, StoreLost):
+    kinds = (
+        InvalidRequest, KvMissing, Cancelled, WorkerGone, WrongRole, WorkerDistrusts, StoreLost
+    )  # fmt: skip
+    for kind in kinds:
         if kind.prefix in message:
             return kind(message.split(kind.prefix, 1)[1].strip())
     if any(words in message for words in TRITON_NEVER_PASSED_ON):

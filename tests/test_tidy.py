@@ -41,7 +41,8 @@ FLOORS = {
     "backends": [
         {"cli"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
         {"launcher"}, {"cluster"}, {"triton"},
-        {"frontend"}, {"frontend/lifecycle"}, {"workers/trtllm", "workers/pipeline"}, {"workers"},
+        {"frontend"}, {"frontend/lifecycle"},
+        {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
         {"metrics"}, {"config_pbtxt", "tensors", "launch_secret", "worker_tls"}, {"errors"},

@@ -465,12 +465,12 @@ class _PoolReader:
 
 def parameter_problems(role: str, raw: Mapping[str, str]) -> list[str]:
     """What a worker would say when it loads with these parameters."""
-    classes, together = config_classes(role, raw.get("engine", ""))
+    classes, together = config_classes(role, raw)
     return check_configs(classes, raw, together)[1]
 
 
 def _known(role: str, raw: Mapping[str, str]) -> set[str]:
-    classes, _ = config_classes(role, raw.get("engine", ""))
+    classes, _ = config_classes(role, raw)
     return {each.name for cls in classes for each in fields(cls)}
 
 

@@ -26,7 +26,15 @@ from backends.errors import InvalidRequest
 from backends.frontend.routing_notes import NoteSender, unpack_notes
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
-from conductor.messages import Candidate, Explanation, Reject, Replicate, Request, Route
+from conductor.messages import (
+    Candidate,
+    Explanation,
+    Reject,
+    Replicate,
+    Request,
+    RoleFlip,
+    Route,
+)
 from conductor.notes import NoteBatch
 from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.client import DirectoryClient
@@ -72,6 +80,7 @@ class ClusterView:
     def __init__(self, config: ConductorConfig, directory: str, events: str) -> None:
         # Set by the frontend: (worker, incarnation, when it was last heard of).
         self.on_worker_down: Callable[[str, str, float], None] = lambda *_: None
+        self.on_flip: Callable[[RoleFlip], None] = lambda flip: None  # it is to be told
         self.config = config
         self._lock = threading.Lock()
         self._conductor = Conductor(config, frontend=uuid.uuid4().hex[:12])
@@ -288,6 +297,8 @@ class ClusterView:
         if flip is not None:
             name, mode = flip.worker.worker_id, self.config.role_flips
             log.info("role_flips %s: %s to %s: %s", mode, name, flip.role, flip.reason)
+            if mode == "on":
+                self.on_flip(flip)
         for suggestion in suggestions:
             log.info("replicate %s", suggestion.reason)
             self._copies.carry_out(suggestion)

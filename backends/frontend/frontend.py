@@ -31,7 +31,8 @@ from backends.frontend.traffic_recorder import TrafficRecorder
 from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.metrics.page import Observations
 from backends.text.tokenizer import Tokenizer
-from backends.workers.protocol import WorkerOutbox
+from backends.workers.protocol import TakeRole, WorkerOutbox
+from conductor.messages import RoleFlip
 
 log = logging.getLogger(__name__)
 LAST_WORDS_S = 2.0
@@ -77,6 +78,7 @@ class Frontend:
             on_end=self._ended,
         )
         cluster.on_worker_down = self._worker_down
+        cluster.on_flip = self._tell_to_flip
 
     def submit(
         self, inputs: dict[str, np.ndarray], parameters: dict[str, Any], client: ReplyStream
@@ -139,6 +141,10 @@ class Frontend:
                 del self._abandoned[request_id]
         for request_id in left:
             self._calls.cancel(request_id)
+
+    def _tell_to_flip(self, flip: RoleFlip) -> None:
+        worker = flip.worker
+        self._services.outbox.send(worker.inbox, TakeRole(flip.role, worker.incarnation))
 
     def _abandon(self, request_id: str, worker: tuple[str, str]) -> None:
         with self._abandoning:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -100,6 +100,12 @@ class MetricPage:
             if publisher in metric.publishers and metric.kind != "gauge":
                 for labels in metric.series_labels():
                     self._series(metric.kind, metric.name, labels)
+
+    def go_on_from(self, before: MetricPage, names: Collection[str]) -> None:
+        """What these count lasts; the page before has published so much of it already."""
+        for key, counter in before._counters.items():
+            if key[0] in names:
+                self._counters[key] = Counter(counter.series, counter.total)
 
     def gauge(self, name: str, value: float, now_s: float, **labels: str) -> None:
         """A gauge that is published in one round and not in the next goes to 0 (`end_round`)."""

@@ -25,6 +25,7 @@ class MetricsLoop:
         self._make_page = make_page
         self._publish = publish
         self._subject = subject
+        self.page: MetricPage | None = None  # once it is made
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -35,11 +36,10 @@ class MetricsLoop:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        page: MetricPage | None = None
         while True:
             is_last = self._is_closing.wait(PERIOD_S)
             try:
-                page = page or self._make_page()
+                page = self.page = self.page or self._make_page()
                 self._publish(page, self._subject, time.monotonic())
                 page.end_round()
                 if page.has_lost_values:
@@ -49,5 +49,5 @@ class MetricsLoop:
                 log.exception("metrics were not published")
             if is_last:
                 break
-        if page is not None:
-            page.clear()
+        if self.page is not None:
+            self.page.clear()

@@ -237,8 +237,16 @@ class MetricSeries:
     def __init__(self, model: str) -> None:
         self._model = model
         self._families: dict[str, Any] = {}
+        self._series: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
 
     def __call__(self, metric: Metric, labels: dict[str, str]) -> Any:
+        """Each is made once, also for several pages."""
+        key = metric.name, tuple(sorted(labels.items()))
+        if key not in self._series:
+            self._series[key] = self._made(metric, labels)
+        return self._series[key]
+
+    def _made(self, metric: Metric, labels: dict[str, str]) -> Any:
         if metric.name not in self._families:
             kind = getattr(pb.MetricFamily, metric.kind.upper())
             self._families[metric.name] = pb.MetricFamily(

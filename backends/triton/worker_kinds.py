@@ -5,31 +5,38 @@ Not here: the parameters themselves (backends/config_pbtxt.py, engine/trtllm/set
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, read_configs
 from backends.engine.trtllm import settings as trtllm_settings
 
+CONFIGS: Mapping[str, Any] = {"prefill": PrefillConfig, "decode": DecodeConfig}
+OTHER_ROLE: Mapping[str, str] = {"prefill": "decode", "decode": "prefill"}
+
 if TYPE_CHECKING:  # Triton tries a wrong config.pbtxt again every second: import late
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.pipeline.later_stage import StageWorker
     from backends.workers.prefill_worker import PrefillWorker
+    from backends.workers.roles.flipping_worker import FlippingWorker
 
 
 def config_classes(
-    role: str, engine: str
+    role: str, raw: Mapping[str, str]
 ) -> tuple[tuple[type[Any], ...], Callable[..., Iterable[str]]]:
     """What a worker's parameters are read into, and what is wrong with them side by side."""
-    config_class: Any = PrefillConfig if role == "prefill" else DecodeConfig
-    if engine != "tensorrt_llm":
-        return (config_class,), lambda *configs: ()
-    return (config_class, trtllm_settings.TrtllmConfig), trtllm_settings.problems_together
+    own, other = CONFIGS[role], CONFIGS[OTHER_ROLE[role]]
+    if raw.get("engine", "") == "tensorrt_llm":
+        return (own, trtllm_settings.TrtllmConfig), trtllm_settings.problems_together
+    classes = (own, other) if raw.get("roles", "") == "both" else (own,)
+    return classes, lambda *configs: ()
 
 
 def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: int) -> list[Any]:
-    """The worker's config, and that of its engine where it has one of its own."""
-    classes, together = config_classes(role, raw.get("engine", ""))
+    """The worker's config, and that of its engine, or of its other role, where it has one."""
+    classes, together = config_classes(role, raw)
     return read_configs(classes, model, raw, count, together)
 
 
@@ -53,12 +60,13 @@ def make_driver(role: str, model: str, repository: str, config: Any, *of_engine:
 
 
 def make_worker(
-    role: str, model: str, repository: str, config: Any, *of_engine: Any
+    role: str, model: str, repository: str, config: Any, *more: Any
 ) -> PrefillWorker | StageWorker | DecodeWorker:
+    """`more`: the config of its engine, where it has one."""
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.prefill_worker import PrefillWorker
 
-    driver = make_driver(role, model, repository, config, *of_engine)
+    driver = make_driver(role, model, repository, config, *more)
     try:
         worker = PrefillWorker if role == "prefill" else DecodeWorker
         if config.pipeline_stage:
@@ -69,3 +77,32 @@ def make_worker(
     except BaseException:
         driver.close()
         raise
+
+
+def make_flipping_worker(
+    role: str, model: str, repository: str, config: Any, of_other_role: Any
+) -> FlippingWorker:
+    """A worker of both roles, which begins with `role`; both speeds are measured now."""
+    from backends.workers import machine_profile
+    from backends.workers.decode_worker import DecodeWorker
+    from backends.workers.lasting_parts import LastingParts
+    from backends.workers.prefill_worker import PrefillWorker
+    from backends.workers.roles.flipping_worker import ActiveWorker, FlippingWorker
+    from backends.workers.step_driver import StepDecode, StepPrefill, load_engine
+
+    configs = {role: config, OTHER_ROLE[role]: of_other_role}
+    engine = load_engine(config, repository)
+    state = Path(os.environ["MOONCAKE_STATE"])
+    machine_profile.load_or_measure(StepPrefill(engine), "prefill", config.threads, state)
+    machine_profile.load_or_measure(StepDecode(engine), "decode", config.threads, state)
+
+    def prefill(parts: LastingParts) -> ActiveWorker:
+        driver = StepPrefill(engine)
+        return PrefillWorker(model, configs["prefill"], repository, driver, parts)
+
+    def decode(parts: LastingParts) -> ActiveWorker:
+        return DecodeWorker(model, configs["decode"], repository, StepDecode(engine), parts)
+
+    parts = LastingParts(config, repository, StepPrefill(engine), can_flip=True)
+    makers = {"prefill": prefill, "decode": decode}
+    return FlippingWorker(role, parts, makers, engine.close)

@@ -10,8 +10,14 @@ from typing import Any
 
 import msgspec
 
+from backends.metrics.page import MetricPage
 from backends.triton import triton_io
-from backends.triton.worker_kinds import make_worker, read_worker_configs
+from backends.triton.metrics_loop import MetricsLoop
+from backends.triton.worker_kinds import (
+    make_flipping_worker,
+    make_worker,
+    read_worker_configs,
+)
 from backends.workers.protocol import DecodeRequest, PrefillRequest
 
 CLOSE_S_MAX = 30.0
@@ -49,15 +55,37 @@ class WorkerModel:
 
     def _start(self, args: dict[str, str]) -> None:
         model, raw, count = triton_io.parameters(args)
-        is_prefill = self.role == "prefill"
         configs = read_worker_configs(self.role, model, raw, count)
+        self._model, self._series = model, triton_io.MetricSeries(model)
+        repository, has_both = triton_io.repository_of(args), configs[0].roles == "both"
+        own_class = PrefillRequest if self.role == "prefill" else DecodeRequest
+        accepted: Any = PrefillRequest | DecodeRequest if has_both else own_class
+        self._parse = msgspec.msgpack.Decoder(accepted).decode
+        if not has_both:
+            self._worker: Any = make_worker(self.role, model, repository, *configs)
+            self._metrics = self._metrics_of(self._worker)
+            return
+        self._worker = make_flipping_worker(self.role, model, repository, *configs)
+        self._metrics = self._metrics_of(self._worker.active)
+        self._worker.on_change = self._changed
+
+    def _changed(self, worker: Any) -> None:
+        """It has another role: other numbers."""
+        self._metrics.close()
+        self._metrics = self._metrics_of(worker, self._metrics.page)
+
+    def _metrics_of(self, worker: Any, before: MetricPage | None = None) -> MetricsLoop:
+        """`before`: the page of its other role."""
         # Imported only now, because Triton tries a wrong config.pbtxt again every second.
         from backends.workers import metrics as worker_metrics
 
-        config, *of_engine = configs
-        publish = worker_metrics.prefill if is_prefill else worker_metrics.decode
-        request_class = PrefillRequest if is_prefill else DecodeRequest
-        self._parse = msgspec.msgpack.Decoder(request_class).decode
-        repository = triton_io.repository_of(args)
-        self._worker = make_worker(self.role, model, repository, config, *of_engine)
-        self._metrics = triton_io.metrics_loop(model, self.role, publish, self._worker)
+        role = worker.process.info.role
+        publish = worker_metrics.prefill if role == "prefill" else worker_metrics.decode
+
+        def made() -> MetricPage:
+            page = MetricPage(role, self._series)
+            if before is not None:
+                page.go_on_from(before, worker_metrics.LASTING)
+            return page
+
+        return MetricsLoop(made, publish, worker)

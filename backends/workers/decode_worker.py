@@ -28,6 +28,7 @@ from backends.text.tokenizer import Tokenizer
 from backends.workers.arrivals import Arrivals
 from backends.workers.driver import DecodeDriver
 from backends.workers.jobs import DecodeClient, DecodeJob
+from backends.workers.lasting_parts import LastingParts
 from backends.workers.protocol import DecodeRequest, LayersReady, Tokens, TokenUpdate, WorkerMessage
 from backends.workers.worker import JobWorker
 from conductor.admission.arrival_check import BatchOnArrival, refusal
@@ -48,10 +49,13 @@ class DecodeWorker(JobWorker[DecodeJob]):
         config: DecodeConfig,
         repository: str,
         driver: DecodeDriver[DecodeWorker, DecodeJob],
+        parts: LastingParts | None = None,
     ) -> None:
         self._arrivals = Arrivals(ttl_s=config.lease_s)
         self._tokenizer = Tokenizer.load(checkpoint_folder(config.checkpoint, repository))
-        super().__init__("decode", worker_id, config, repository, config.slots, driver, LOADERS)
+        super().__init__(
+            "decode", worker_id, config, repository, config.slots, driver, LOADERS, parts
+        )
         self.config = config
         self.driver: DecodeDriver[DecodeWorker, DecodeJob] = driver
         self.tokens_generated = 0

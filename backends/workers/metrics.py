@@ -11,6 +11,13 @@ from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.worker_process import WorkerProcess
 from mooncake_store.records.membership import WorkerReport
 
+# What they count goes on when a worker changes its role: the store's client lasts.
+LASTING = (
+    "mooncake_transfers_total", "mooncake_transfer_bytes_total", "mooncake_transfer_seconds_total",
+    "mooncake_transfer_failures_total", "mooncake_nic_bytes_total", "mooncake_nic_failures_total",
+    "mooncake_nixl_agents_given_up_total",
+)  # fmt: skip
+
 
 def prefill(page: MetricPage, worker: PrefillWorker, now_s: float) -> None:
     report = worker.report()

@@ -22,6 +22,7 @@ from backends.errors import Cancelled
 from backends.workers.driver import Driver
 from backends.workers.jobs import PrefillClient, PrefillJob
 from backends.workers.kv_writer import BlockPut
+from backends.workers.lasting_parts import LastingParts
 from backends.workers.prefix_loading import Fetching, PrefixLoading, SingleFlight
 from backends.workers.protocol import BlockRef, PrefillReply, PrefillRequest
 from backends.workers.worker import JobWorker
@@ -41,10 +42,12 @@ class PrefillWorker(JobWorker[PrefillJob]):
         config: PrefillConfig,
         repository: str,
         driver: Driver[PrefillWorker, PrefillJob],
+        parts: LastingParts | None = None,
     ) -> None:
         super().__init__(
-            "prefill", worker_id, config, repository, config.queue_requests_max, driver, LOADERS
-        )
+            "prefill", worker_id, config, repository, config.queue_requests_max, driver, LOADERS,
+            parts,
+        )  # fmt: skip
         self.config = config
         self.driver: Driver[PrefillWorker, PrefillJob] = driver
         self._single_flight = SingleFlight()

@@ -164,6 +164,16 @@ class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
     moves: bool = False
 
 
+class TakeRole(msgspec.Struct, frozen=True, tag="take_role"):
+    """Finish what you have, then register as a worker of this role (frontend -> worker).
+
+    Only to the incarnation that is named: whoever has changed its role meanwhile is another one.
+    """
+
+    role: str  # "prefill" | "decode"
+    incarnation: str
+
+
 class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in the order of decoding."""
 
@@ -298,7 +308,7 @@ class ArrivedStep:
 
 STAGE_ANSWERS = StageBeat | PrefixLoaded | StageComputed | StageWritten
 WorkerMessage = (
-    LayersReady | Stop | DrainWorker | Tokens | FirstToken | Heartbeat
+    LayersReady | Stop | DrainWorker | TakeRole | Tokens | FirstToken | Heartbeat
     | GroupBegins | StageBeat | PrefixWanted | PrefixLoaded
     | StageStep | StageComputed | StageWritten
 )  # fmt: skip

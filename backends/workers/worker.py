@@ -30,7 +30,8 @@ from backends.workers.driver import Driver
 from backends.workers.jobs import Job
 from backends.workers.kv_loader import KvLoader, PageGuard
 from backends.workers.kv_writer import KvWriter
-from backends.workers.protocol import DrainWorker, Stop, WorkerMessage
+from backends.workers.lasting_parts import LastingParts
+from backends.workers.protocol import DrainWorker, Stop, TakeRole, WorkerMessage
 from backends.workers.worker_process import WorkerProcess
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import PageLayout
@@ -57,17 +58,20 @@ class JobWorker(ABC, Generic[J]):
         slots_max: int,
         driver: Driver[Any, J],
         loaders: int,
+        parts: LastingParts | None = None,
     ) -> None:
         self.driver = driver
         self.lock = threading.Condition()  # guards jobs, batching, pages and the driver's state
         self.jobs: dict[str, J] = {}
         self.is_closing = False
         self.is_draining = False  # an operator empties this host: no new jobs
+        self.is_changing = False  # it will take another role: those on their way still come in
+        self.on_take_role: Callable[[TakeRole], None] = self._keep_role
         self._queue_requests_max = config.queue_requests_max
         self._is_ready = threading.Event()
         self.process = WorkerProcess(
             role, worker_id, config, repository, slots_max, driver, self.jobs, self._on_message,
-            self.report, self.check,
+            self.report, self.check, parts,
         )  # fmt: skip
         engine, store = driver.engine, self.process.store
         pages = PageLayout(engine.layout, engine.layers)
@@ -110,9 +114,22 @@ class JobWorker(ABC, Generic[J]):
         )
 
     @property
+    def is_idle(self) -> bool:
+        """No job, nobody whose KV is on its way, and no page that could still be written."""
+        with self.lock:
+            waits = self.jobs or self.batching.waiting or self.batching.admitted
+            return not waits and not self._pages.used_pages and self.driver.is_drained
+
+    def move_jobs(self) -> None:
+        """Those that are here go on elsewhere."""
+        with self.lock:
+            for job in list(self.jobs.values()):
+                self.fail(job, WorkerGone(f"{self.process.worker_id} takes another role"))
+
+    @property
     def _takes_none(self) -> bool:
-        is_leaving = self.is_closing or self.is_draining or self.process.is_lost
-        return is_leaving or not self.driver.is_available
+        is_leaving = self.is_closing or self.is_draining or self.is_changing
+        return is_leaving or self.process.is_lost or not self.driver.is_available
 
     def check(self) -> None:
         """Prove the invariants of everything that this worker owns."""
@@ -216,6 +233,8 @@ class JobWorker(ABC, Generic[J]):
             self.stop(message.request_id)
         elif isinstance(message, DrainWorker):
             self._drain(message)
+        elif isinstance(message, TakeRole):
+            self.on_take_role(message)
         else:
             self.driver.heard(message)
 
@@ -227,6 +246,10 @@ class JobWorker(ABC, Generic[J]):
             self.is_draining = message.is_on
             for job in list(self.jobs.values()) if message.is_on and message.moves else []:
                 self.fail(job, WorkerGone(f"{self.process.worker_id} is being drained"))
+
+    def _keep_role(self, message: TakeRole) -> None:
+        log.warning("%s was told to take the role %s, and cannot",
+                    self.process.worker_id, message.role)  # fmt: skip
 
     def _stopped_early(self, request_id: str) -> None:
         """A request that is not here was stopped: none of our business, where none is expected."""

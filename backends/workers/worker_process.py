@@ -18,13 +18,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from backends.config_pbtxt import PrefillConfig, WorkerConfig, checkpoint_folder
+from backends.config_pbtxt import PrefillConfig, WorkerConfig
 from backends.engine.batching.pages import Occupation
-from backends.errors import ConfigError, WorkerUnavailable
+from backends.errors import WorkerUnavailable
 from backends.metrics.page import Observations
 from backends.workers import machine_profile
 from backends.workers.driver import Driver
 from backends.workers.jobs import Job
+from backends.workers.lasting_parts import LastingParts
 from backends.workers.protocol import (
     HEARTBEAT_S,
     CallLimits,
@@ -33,12 +34,9 @@ from backends.workers.protocol import (
     inbox_address,
     inboxes_known,
     open_inbox,
-    open_outbox,
 )
 from backends.workers.step_times import StepTimes, StepWatch
-from mooncake_store import layout as kv_layout
 from mooncake_store.client.store import Store
-from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.process.self_check import SelfCheck, is_switched_on
 from mooncake_store.records.membership import WorkerInfo, WorkerReport
@@ -46,7 +44,6 @@ from mooncake_store.records.membership import WorkerInfo, WorkerReport
 log = logging.getLogger(__name__)
 REPORT_S = 0.5
 WATCH_S = 1.0
-MEASURE_S_MAX = 4.0  # for nodes that keep silent when a worker starts, as all others do then
 STEPS_S_MAX = 10.0  # what is broken may hang as well
 LAST_WORDS_S = 1.0  # for answers that are on their way to clients
 
@@ -64,27 +61,22 @@ class WorkerProcess:
         on_message: Callable[[WorkerMessage], None],
         make_report: Callable[[], WorkerReport],
         check: Callable[[], None],
+        parts: LastingParts | None = None,
     ) -> None:
-        """`jobs`: whose leases, heartbeats and bad news are its business."""
+        """`jobs`: whose leases, heartbeats and bad news are its business. `parts`: of a worker that
+        changes its role; they are not closed here."""
         self.worker_id = worker_id
         self.config = config
         self.incarnation = uuid.uuid4().hex[:12]
-        folder = checkpoint_folder(config.checkpoint, repository)
         self.driver = driver
         self.engine = driver.engine
-        self.context_tokens_max = self._context_tokens_max(folder)
-        layout = self.engine.layout
-        print_fields = (
-            self.engine.model_id, self.engine.weights_id, layout, self.engine.tp_shape
-        )  # fmt: skip
-        self.directory = DirectoryClient(os.environ["MOONCAKE_DIRECTORY"])
-        self.fingerprint = kv_layout.fingerprint(*print_fields)
-        self.store = Store(
-            self.directory, config.store_node, self.fingerprint, layout, config.transport,
-            self.engine.layers,
-        )  # fmt: skip
-        self.store.register_buffer(self.engine.kv_pool)
-        self.outbox = open_outbox()
+        self._has_own_parts = parts is None
+        self.parts = parts or LastingParts(config, repository, driver)
+        self.directory, self.store = self.parts.directory, self.parts.store
+        self.outbox, self.fingerprint = self.parts.outbox, self.parts.fingerprint
+        self.context_tokens_max = self.parts.context_tokens_max
+        self.started_at_s = self.parts.started_at_s
+        self.observations = Observations()
         self._on_message = on_message
         self.inbox = open_inbox(
             inbox_address(f"{worker_id}-{self.incarnation}"), self._on_messages,
@@ -93,14 +85,11 @@ class WorkerProcess:
         profile = machine_profile.load_or_measure(
             driver, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )
-        described = kv_layout.describe(*print_fields)
-        self.info = self._info(role, described, slots_max, profile, driver.is_native)
+        self.info = self._info(role, slots_max, profile, driver.is_native)
         self.call_limits = CallLimits(
             self.context_tokens_max, self.engine.vocabulary_tokens, inboxes_known()
         )
         self.owners = LeaseKeeper(self.store, config.lease_s)
-        self.started_at_s = time.time()
-        self.observations = Observations()
         self.steps = StepTimes()
         self.watch = StepWatch()  # the driver says when a step begins and ends
         self.jobs = jobs
@@ -116,18 +105,18 @@ class WorkerProcess:
         self._watcher = threading.Thread(target=self._watch_loop, name="watch", daemon=True)
 
     def _info(
-        self, role: str, description: str, slots_max: int,
-        profile: machine_profile.MachineProfile, is_native: bool,
-    ) -> WorkerInfo:  # fmt: skip
+        self, role: str, slots_max: int, profile: machine_profile.MachineProfile, is_native: bool
+    ) -> WorkerInfo:
         """What the directory hears of this worker; measures how far its nodes are."""
-        config, layout = self.config, self.engine.layout
+        config, layout, parts = self.config, self.engine.layout, self.parts
+        rates, latencies_s = parts.paths()
         return WorkerInfo(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             role=role,
             node_id=config.store_node,
             fingerprint=self.fingerprint,
-            description=description,
+            description=parts.description,
             inbox=self.inbox.address,
             block_tokens=config.block_tokens,
             block_bytes=layout.block_bytes,
@@ -136,25 +125,16 @@ class WorkerProcess:
             slots_max=slots_max,
             prefill_coefficients=profile.prefill,
             decode_coefficients=profile.decode,
-            transfer_bytes_per_s=self.store.measure_rates(MEASURE_S_MAX),
-            transfer_latency_s=self.store.latencies_s(),  # as those found them
+            transfer_bytes_per_s=rates,
+            transfer_latency_s=latencies_s,
             grpc_address=os.environ.get("MOONCAKE_GRPC", ""),
             is_native=is_native,
             pipeline_group=config.pipeline_group,
             pipeline_stage=config.pipeline_stage,
             pipeline_stages=config.pipeline_stages,
             chunk_tokens=config.chunk_tokens if isinstance(config, PrefillConfig) else 0,
+            can_flip=parts.can_flip,
         )
-
-    def _context_tokens_max(self, folder: Path) -> int:
-        """Longest prompt and output; raises ConfigError where the checkpoint allows less."""
-        asked, allowed = self.config.context_tokens_max, self.engine.context_tokens_max
-        if asked > allowed:
-            raise ConfigError(
-                f"context_tokens_max is {asked}, but {folder.name} allows {allowed}; lower it or "
-                "leave it 0"
-            )
-        return min(asked or allowed, self.config.kv_pages * self.config.block_tokens)
 
     def _on_messages(self, messages: list[WorkerMessage]) -> None:
         for message in messages:
@@ -168,7 +148,11 @@ class WorkerProcess:
         self.directory.register_worker(self.info)
         self._reporter.start()
         self._watcher.start()
-        log.info("%s (%s) serves on node %s", self.worker_id, self.incarnation, self.info.node_id)
+        # The launcher takes the first of these words for Triton being about to say that the model
+        # is loaded (backends/launcher/repository.py); another role is no load.
+        word = "has another role on node" if self.parts.has_joined else "serves on node"
+        self.parts.has_joined = True
+        log.info("%s (%s) %s %s", self.worker_id, self.incarnation, word, self.info.node_id)
 
     def leave(self) -> None:
         """Say goodbye and close everything; the store keeps what was put."""
@@ -177,10 +161,9 @@ class WorkerProcess:
             self._reporter.join(timeout=3.0)
         self.deregister()
         self.inbox.close()
-        self.outbox.close()
-        self.store.close()
-        self.directory.close()
-        self.driver.close()
+        if self._has_own_parts:
+            self.parts.close()
+            self.driver.close()
 
     def deregister(self) -> None:
         """From now on nothing is routed here."""
@@ -213,6 +196,10 @@ class WorkerProcess:
                 if watch.is_hung(now_s):
                     self.lose(f"{name} has been under way for {watch.age_s(now_s):.0f} s")
                     return
+
+    def report_now(self) -> None:
+        """Others should not wait for the next report; raises StoreError."""
+        self.directory.worker_report(self._make_report())
 
     def _report_loop(self) -> None:
         while not self._is_closing.wait(REPORT_S):

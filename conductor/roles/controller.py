@@ -45,6 +45,8 @@ DRAINING_SHARE = 4  # so a pool keeps three quarters of itself whatever is decid
 CHANGE_S = 2.0
 # A worker that was told to change and has not for so long does not count as changing any more.
 ORDER_S_MAX = 120.0
+# One that takes requests so long after it was told has kept its role, or never heard of it.
+ORDER_HEARD_S = 5.0
 DRY_RUN_S = 30.0  # between proposals that nobody carries out
 
 
@@ -84,12 +86,13 @@ class RoleController:
         how long a request decodes. About every second, also while nothing may be proposed: the
         debt is counted here."""
         passed_s, self._looked_s = max(0.0, now_s - self._looked_s), now_s
-        known = {worker.key for pool in pools.values() for worker in pool.takers}
-        known |= {worker.key for worker in draining}
+        taking = {worker.key for pool in pools.values() for worker in pool.takers}
+        known = taking | {worker.key for worker in draining}
         self._orders = {
             key: order
             for key, order in self._orders.items()
-            if key in known and now_s - order.at_s < ORDER_S_MAX
+            if key in known
+            and now_s - order.at_s < (ORDER_HEARD_S if key in taking else ORDER_S_MAX)
         }
         counts = {role: self._count(role, pool) for role, pool in pools.items()}
         role, flips, gain = best_flips({r: p.wanted for r, p in pools.items()}, counts)

@@ -113,7 +113,7 @@ OF_PAPERS = (
     Experiment.GPU_TIME, Experiment.CAPACITY, Experiment.GLOBAL_CACHE, Experiment.REPLICAS,
     Experiment.BANDWIDTH, Experiment.LONG_PREFIX, Experiment.PD_RATIO, Experiment.SIMULATED_LONG,
     Experiment.DATASETS, Experiment.REAL, Experiment.CACHE_POLICIES,
-    Experiment.SSD, Experiment.CPP, Experiment.SCALE,
+    Experiment.SSD, Experiment.CPP, Experiment.ROLES, Experiment.SCALE,
     Experiment.CROWD,
 )  # fmt: skip
 

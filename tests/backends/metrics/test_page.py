@@ -166,3 +166,18 @@ def test_observations_of_a_histogram_go_one_by_one_amounts_of_a_counter_together
     assert triton.calls == 3 + 2
     page.take(observations)
     assert triton.calls == 3 + 2
+
+
+def test_what_outlives_a_page_is_counted_on_and_the_rest_begins_anew() -> None:
+    """A worker that takes its other role: its steps are counted anew, its store's bytes go on."""
+    triton = Triton()
+    labels = {"transport": "mapped", "direction": "read"}
+    first = MetricPage("prefill", triton)
+    first.counter_to(STEPS, 10)
+    first.counter_to(BYTES, 100, **labels)
+    second = MetricPage("decode", triton)
+    second.go_on_from(first, (BYTES,))
+    second.counter_to(STEPS, 3)
+    second.counter_to(BYTES, 130, **labels)
+    assert triton[STEPS] == 13
+    assert triton[BYTES, "read,mapped"] == 130

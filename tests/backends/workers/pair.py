@@ -21,7 +21,7 @@ import pytest
 from backends.engine.sampling_params import SamplingParams
 from backends.errors import ServingError
 from backends.triton.worker_kinds import make_worker, read_worker_configs
-from backends.workers import machine_profile, worker_process
+from backends.workers import lasting_parts, machine_profile
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.protocol import DecodeReply, DecodeRequest, PrefillReply, PrefillRequest
@@ -116,20 +116,23 @@ class Pair:
         monkeypatch.setenv("MOONCAKE_SOCKETS", str(sockets))
         monkeypatch.setenv("MOONCAKE_STATE", str(tmp_path))
         monkeypatch.setenv("MOONCAKE_DIRECTORY", "in this process")
-        monkeypatch.setattr(worker_process, "DirectoryClient", lambda address: self.directory)
+        monkeypatch.setattr(lasting_parts, "DirectoryClient", lambda address: self.directory)
         unmeasured = machine_profile.MachineProfile((), (), 0.0)
         monkeypatch.setattr(machine_profile, "load_or_measure", lambda *_: unmeasured)
         raw = {"transport": "mapped", "kv_pages": "64", "block_tokens": "64", **parameters}
         self._repository, self._raw, self._stages = str(tmp_path / "repository"), raw, stages
         self._workers: list[Any] = []
         self.stages: list[Any] = []  # of prefill, without the first
+        self._make()
+
+    def _make(self) -> None:
         for role in ("prefill", "decode"):
             of_group = self.of_stage(0) if role == "prefill" else {}
-            configs = read_worker_configs(role, f"{role}_0", raw | of_group, 1)
+            configs = read_worker_configs(role, f"{role}_0", self._raw | of_group, 1)
             worker = make_worker(role, f"{role}_0", self._repository, *configs)
             setattr(self, role, worker)
             self._workers.append(worker)
-        for stage in range(1, stages):
+        for stage in range(1, self._stages):
             self.stages.append(self.start_stage(stage))
 
     def of_stage(self, stage: int) -> dict[str, str]:

@@ -23,10 +23,12 @@ def busy_prefill(
 ) -> list[list[RoleFlip]]:
     """Every prompt of 4,001 tokens takes 4 s; each frontend gets so many a second."""
     said: list[list[RoleFlip]] = [[] for _ in conductors]
+    told: set[str] = set()
     for second in range(seconds):
         now_s = float(second)
         for number, one in enumerate(conductors):
-            one.on_events([WorkerReported(report(name)) for name in WORKERS], now_s)
+            reports = [report(name, is_draining=name in told) for name in WORKERS]
+            one.on_events([WorkerReported(each) for each in reports], now_s)
             for asked in range(per_s):
                 one.on_request(prompt(f"{number}-{second}-{asked}", prompt_tokens=4_001), now_s)
         for batch in [one.take_notes(now_s, 10_000) for one in conductors]:
@@ -36,6 +38,7 @@ def busy_prefill(
             one.on_tick(now_s)
             if (flip := one.propose_flip(now_s)) is not None:
                 flips.append(flip)
+                told |= {flip.worker.worker_id} if one.config.role_flips == "on" else set()
             one.check()
     return said
 

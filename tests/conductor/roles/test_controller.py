@@ -16,6 +16,7 @@ from conductor.roles.controller import (
     DRY_RUN_S,
     GAIN_MIN,
     LOAD_MAX,
+    ORDER_HEARD_S,
     OTHER_ROLE,
     RoleController,
     RolePool,
@@ -229,6 +230,18 @@ def test_nobody_flips_while_somebody_else_drains_a_worker() -> None:
     pools.draining.append((1e9, drained, "decode"))
     for _ in range(100):
         assert pools.look({"prefill": 9.0, "decode": 0.1}) is None
+
+
+def test_a_worker_that_kept_its_role_is_not_counted_on_for_long() -> None:
+    controller = RoleController(ON)
+    takers = {"prefill": workers("prefill", 2), "decode": workers("decode", 2)}
+    pools = {role: RolePool(takers[role], 6.0 * (role == "prefill")) for role in OTHER_ROLE}
+    told_s = [
+        second for second in range(60)
+        if controller.propose(pools, [], 1.0, True, float(second)) is not None
+    ]  # fmt: skip
+    assert len(told_s) >= 2, "somebody is told again, as all of them still take requests"
+    assert min(b - a for a, b in pairwise(told_s)) >= ORDER_HEARD_S
 
 
 def test_a_frontend_whose_turn_it_is_not_counts_and_says_nothing() -> None:

@@ -29,6 +29,7 @@ PAPER_SAYS: Mapping[str, str] = {
     "cache-policies": ("arXiv, Table 1: LRU .30 to .51, never below LFU and length-aware"),
     "ssd": "FAST'25, 4.2: the pool is DRAM and SSD of all nodes; no figure",
     "cpp": "FAST'25, 3.3: groups of nodes compute the chunks of a long prompt; no figure",
+    "roles": "FAST'25, Figure 15 is about fixed ratios; no figure of changing ones",
     "scale": "FAST'25, 1: thousands of nodes serve Kimi; no figure",
     "crowd": "No figure. NVIDIA Dynamo, issue 13088: 36 of 1,536 requests never end",
 }
@@ -120,6 +121,11 @@ WHY_APART: Mapping[str, str] = {
         "time in a group of 2, of chunk_tokens each. What is lost is cache: later stages hold no "
         "whole blocks, so a group has the DRAM of its first node (node_blocks), and the more "
         "groups, the less is found cached: see the rows with the DRAM of all nodes."
+    ),
+    "roles": (
+        "There is nothing to compare with. An oracle changes at the right moment and all at once; "
+        "the controller waits until a lack has cost what a flip does, and drains a quarter of a "
+        "pool at a time (DRAINING_SHARE)."
     ),
     "scale": (
         "Times are of this code on this machine. Turns of a conversation come 125 times as fast "

@@ -1,0 +1,1 @@
+"""How does a worker change its role while it serves?"""

@@ -1,0 +1,174 @@
+"""One engine, two roles, one at a time: a worker that changes its role while it serves.
+
+At any moment it is a `PrefillWorker` or a `DecodeWorker`, over the same engine, page pool and store
+client (lasting_parts.py). Told to take the other role it
+
+    says that it drains          frontends route nothing new to it
+    looks who else has its role  if nobody is left that does not drain too, it keeps its role. Who
+                                 says so first and looks then cannot be one of two that both leave
+    finishes what it has         requests that were routed before still come in; those that are not
+                                 finished after DRAIN_S_MAX go on elsewhere
+    leaves, and joins anew       with another incarnation, in the other role
+
+A call for the role that it does not have is refused (`WrongRole`), and its frontend goes on
+elsewhere. When it cannot join again its process ends, and the launcher starts it in its first role.
+
+Not here: when a flip is worth it (conductor/roles), Triton (triton/worker_model.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from backends.errors import WrongRole
+from backends.workers.decode_worker import DecodeWorker
+from backends.workers.lasting_parts import LastingParts
+from backends.workers.prefill_worker import PrefillWorker
+from backends.workers.protocol import DecodeRequest, PrefillRequest, TakeRole
+from backends.workers.worker_process import end_process
+from mooncake_store.errors import StoreError
+
+log = logging.getLogger(__name__)
+IDLE_S = 1.0  # without anything to do before it changes: what was routed before may be on its way
+LOOK_S = 0.02
+# Longer than all but the longest answers take; who is here after that is moved. Another frontend's
+# order is not counted on for longer either (ORDER_S_MAX in conductor/roles/controller.py).
+DRAIN_S_MAX = 60.0
+MOVE_S_MAX = 30.0  # for those to leave, and for transfers that may still write into pages
+CLOSE_S = 10.0
+
+ActiveWorker = PrefillWorker | DecodeWorker
+MakeWorker = Callable[[LastingParts], ActiveWorker]
+
+
+class FlippingWorker:
+    def __init__(
+        self, role: str, parts: LastingParts, makers: Mapping[str, MakeWorker],
+        close_engine: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`makers`: a worker of each role, which registers when it is made."""
+        self.on_change: Callable[[ActiveWorker], None] = lambda worker: None
+        self._parts, self._makers, self._close_engine = parts, makers, close_engine
+        self._lock = threading.Lock()
+        self._is_closing = threading.Event()
+        self._changing: threading.Thread | None = None
+        self._worker: ActiveWorker | None = self._made(role)
+
+    @property
+    def active(self) -> ActiveWorker | None:
+        """None between two roles."""
+        return self._worker
+
+    def submit(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray, client: Any) -> None:
+        """To the worker of the role that the request is for; raises ServingError."""
+        worker: Any = self._worker
+        role = worker.process.info.role if worker is not None else "changing"
+        if role != ("prefill" if isinstance(request, PrefillRequest) else "decode"):
+            raise WrongRole(f"its role is {role}, the call is a {type(request).__name__}")
+        worker.submit(request, ids, client)
+
+    def stop(self, request_id: str) -> None:
+        """End a request, wherever it is."""
+        if (worker := self._worker) is not None:
+            worker.stop(request_id)
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what was accepted, then leave the cluster."""
+        self._is_closing.set()
+        if self._changing is not None:
+            self._changing.join(timeout_s)
+        if self._worker is not None:
+            self._worker.close(timeout_s)
+        self._parts.close()
+        self._close_engine()
+
+    def take_role(self, message: TakeRole) -> None:
+        """From the inbox's thread; a thread of its own does it."""
+        with self._lock:
+            worker = self._worker
+            if worker is None or self._is_closing.is_set() or worker.is_changing:
+                return
+            info = worker.process.info
+            if message.incarnation != info.incarnation or message.role not in self._makers:
+                return
+            if message.role == info.role:
+                return
+            worker.is_changing = True
+            self._changing = threading.Thread(
+                target=self._change, args=(worker, message.role), name="role", daemon=True
+            )
+            self._changing.start()
+
+    def _made(self, role: str) -> ActiveWorker:
+        worker = self._makers[role](self._parts)
+        worker.on_take_role = self.take_role
+        return worker
+
+    def _change(self, worker: ActiveWorker, role: str) -> None:
+        name, began_s = worker.process.worker_id, time.monotonic()
+        try:
+            if not self._may_leave(worker) or not self._drained(worker):
+                worker.is_changing = False
+                return
+        except Exception:  # edge: whatever it was, it serves on as before
+            log.exception("%s keeps its role", name)
+            worker.is_changing = False
+            return
+        try:
+            self._worker = None
+            worker.close(CLOSE_S)
+            assert not worker.driver.engine.pages.used_pages, "pages stayed behind"
+            self._worker = changed = self._made(role)
+            log.info("%s is a %s worker after %.1f s", name, role, time.monotonic() - began_s)
+            self.on_change(changed)
+        except Exception:  # edge: without a role it is of no use; the launcher starts it again
+            log.exception("%s could not take the role %s", name, role)
+            end_process(self._parts.close)
+
+    def _may_leave(self, worker: ActiveWorker) -> bool:
+        """Says that it drains, and then looks: somebody else must have its role."""
+        process = worker.process
+        try:
+            process.report_now()
+            snapshot = self._parts.directory.snapshot()
+        except StoreError as error:
+            log.warning("%s keeps its role: %s", process.worker_id, error)
+            return False
+        # Whoever has not reported yet has just come; who drains has said so before it looked.
+        leaving = {
+            (report.worker_id, report.incarnation)
+            for report in snapshot.reports
+            if report.is_draining
+        }
+        others = [
+            info.worker_id for info in snapshot.workers
+            if info.role == process.info.role and info.worker_id != process.worker_id
+            and (info.worker_id, info.incarnation) not in leaving
+        ]  # fmt: skip
+        if not others:
+            log.warning("%s keeps its role: nobody else is a %s worker",
+                        process.worker_id, process.info.role)  # fmt: skip
+        return bool(others)
+
+    def _drained(self, worker: ActiveWorker) -> bool:
+        """It has nothing to do any more. False: it was told to close, or something never ends."""
+        now_s = time.monotonic()
+        idle_since_s, move_s = now_s, now_s + DRAIN_S_MAX
+        while now_s < move_s + MOVE_S_MAX:
+            if self._is_closing.wait(LOOK_S):
+                return False
+            now_s = time.monotonic()
+            if not worker.is_idle:
+                idle_since_s = now_s
+            if now_s - idle_since_s >= IDLE_S:
+                return True
+            if now_s >= move_s:
+                worker.move_jobs()
+        log.warning("%s keeps its role: it did not get idle", worker.process.worker_id)
+        return False
