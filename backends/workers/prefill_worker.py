@@ -81,8 +81,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
             request=request, client=client, submitted_s=now_s, token_ids=ids.astype(np.int32),
             put=put,
         )  # fmt: skip
-        self.driver.check(job)
         with self.lock:
+            self.driver.check(job)  # what it says holds until the job is there to be failed
             self._refuse(job)
             key_s = now_s + request.place_s
             if not self.batching.add(request.request_id, len(ids), key_s, request.is_resumed):

@@ -45,9 +45,11 @@ from backends.workers.protocol import (
     StageWritten,
     WorkerMessage,
 )
+from backends.workers.step_times import HUNG_S_MIN
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import blocks_touched
 from mooncake_store.records.blocks import Copy
+from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5  # between two looks at who is registered
@@ -80,30 +82,33 @@ class PipelinePrefill(StagePrefill):
 
     def _watch(self) -> None:
         """Looks after the group, beside the engine's thread, which a step may keep busy."""
-        worker = self._worker
         while not self._is_closed.wait(LOOK_S):
             try:
-                workers = worker.process.directory.workers()
-            except StoreError as error:
-                log.debug("who is registered is not known: %s", error)
-                workers = None
-            except Exception:
-                if worker.is_closing:  # its directory client is closed by now
+                self._look(self._registered(), time.monotonic())
+            except Exception:  # edge: a group that nobody looks after never becomes whole again
+                if self._worker.is_closing:  # its directory client is closed by now
                     return
-                raise
-            now_s = time.monotonic()
-            with worker.lock:
-                lost = self._group.registered(workers) if workers is not None else ""
-                lost = lost or self._group.silent(now_s) or self._late(now_s)
-                if lost:
-                    self._broken(lost)
-                if self._group.to_begin(now_s):
-                    self._begin_epoch()
+                log.exception("looking after pipeline group %s", self.config.pipeline_group)
+
+    def _registered(self) -> Sequence[WorkerInfo] | None:
+        try:
+            return self._worker.process.directory.workers()
+        except StoreError as error:
+            log.debug("who is registered is not known: %s", error)
+            return None
+
+    def _look(self, workers: Sequence[WorkerInfo] | None, now_s: float) -> None:
+        with self._worker.lock:
+            lost = self._group.registered(workers) if workers is not None else ""
+            lost = lost or self._group.silent(now_s) or self._late(now_s)
+            if lost:
+                self._broken(lost)
+            if self._group.to_begin(now_s):
+                self._begin_epoch()
 
     def _late(self, now_s: float) -> str:
-        if not (late := self._window.late(now_s)):
-            return ""
-        return self._group.end(f"step {late.number} is not computed in time")
+        late = self._window.late(now_s)
+        return self._group.end(late) if late else ""
 
     def _begin_epoch(self) -> None:
         inboxes = self._group.others
@@ -166,16 +171,18 @@ class PipelinePrefill(StagePrefill):
     def load_with_group(self, loader: KvLoader, copies: Sequence[Copy], pages: list[int]) -> int:
         """In a loader's thread: every stage loads its layers; how many leading blocks all have."""
         worker, stages = self._worker, range(1, self.config.pipeline_stages)
+        patience_s = 2 * self.config.transfer_s_max
         with worker.lock:
             if not self._group.is_whole:
                 raise WorkerGone(self._group.missing())
-            load = self._window.wanted(pages, stages)
+            late_s = time.monotonic() + patience_s + HUNG_S_MIN
+            load = self._window.wanted(pages, stages, late_s)
             wanted = PrefixWanted(self._group.epoch, load.number, list(copies), pages)
             for inbox in self._group.others.values():
                 worker.process.outbox.send(inbox, wanted)
         blocks = loader.load_copies(copies, pages)
         with worker.lock:
-            worker.lock.wait_for(lambda: load.is_over, 2 * self.config.transfer_s_max)
+            worker.lock.wait_for(lambda: load.is_over, patience_s)
             if not load.is_here:
                 raise WorkerUnavailable("another stage has not loaded the cached prefix in time")
         return min(blocks, load.blocks)

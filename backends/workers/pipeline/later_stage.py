@@ -67,6 +67,7 @@ class StageWorker:
         self._expected = 0  # number of the next step
         self._begins: GroupBegins | None = None
         self._loads = 0  # under way
+        self._writing: dict[int, list[BlockPut]] = {}  # by step of this epoch
         self._is_closing = self._is_draining = False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = ThreadPoolExecutor(LOADERS, thread_name_prefix="kv-loader")
@@ -167,15 +168,28 @@ class StageWorker:
             )  # fmt: skip
             return
         if begins.epoch != self._epoch:
-            self._epoch = ""
+            self._end_epoch()
+            self._begins, self._expected, self._epoch = begins, 0, begins.epoch
+            log.info("%s: it is whole, epoch %s", self._name, begins.epoch)
+        self._beat()
+
+    def _end_epoch(self) -> None:
+        """Until nothing of it reads or writes any more. Where that does not end, nor does the
+        group become whole: so it is watched like a step, and the worker starts afresh."""
+        self._epoch = ""
+        for puts in list(self._writing.values()):
+            for put in puts:
+                put.is_ended = True
+        self.process.watch.began(time.monotonic())
+        try:
             is_written = threading.Event()
             self._writer.then(is_written.set)
             is_written.wait()
             with self._lock:
                 self._lock.wait_for(lambda: not self._loads or self._is_closing)
-            self._begins, self._expected, self._epoch = begins, 0, begins.epoch
-            log.info("%s: it is whole, epoch %s", self._name, begins.epoch)
-        self._beat()
+        finally:
+            self.process.watch.ended()
+        self._writing.clear()
 
     def _report_and_beat(self) -> WorkerReport:
         self._beat()
@@ -238,7 +252,7 @@ class StageWorker:
 
     def _compute(self, step: StageStep, hidden: np.ndarray) -> None:
         works = [Work([0] * work.tokens, work.start, work.pages) for work in step.works]
-        puts = [_put(work) for work in step.works]
+        self._writing[step.number] = puts = [_put(work) for work in step.works]
         writer, begins = self._writer, self._begins
         assert begins is not None, "a step before the group began"
 
@@ -261,6 +275,7 @@ class StageWorker:
 
     def _written(self, step: StageStep, puts: list[BlockPut]) -> None:
         """In the writer's thread, behind the layers of this step."""
+        self._writing.pop(step.number, None)
         digests = [put.digests for put in puts]
         errors = ["" if put.error is None else str(put.error) for put in puts]
         stage = self.config.pipeline_stage

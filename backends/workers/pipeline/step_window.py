@@ -42,6 +42,7 @@ class PrefixLoad:
     pages: frozenset[int]
     waiting: set[int]  # stages
     blocks: int  # that all stages who have answered have
+    late_s: float  # who has not answered by then has not heard of it, or hangs
     is_lost: bool = False
 
     @property
@@ -99,9 +100,9 @@ class StepWindow:
         del self._steps[step.number]
         self._run_behind()
 
-    def wanted(self, pages: Sequence[int], stages: Iterable[int]) -> PrefixLoad:
+    def wanted(self, pages: Sequence[int], stages: Iterable[int], late_s: float) -> PrefixLoad:
         self._loads_begun += 1
-        load = PrefixLoad(self._loads_begun, frozenset(pages), set(stages), len(pages))
+        load = PrefixLoad(self._loads_begun, frozenset(pages), set(stages), len(pages), late_s)
         self._loads[load.number] = load
         return load
 
@@ -133,12 +134,19 @@ class StepWindow:
         loads = any(load.pages.intersection(job.put.pages) for load in self._loads.values())
         return loads or any(job in step.jobs for step in self._steps.values())
 
-    def late(self, now_s: float) -> SentStep | None:
-        """One that takes so long that some stage must hang, or that was lost on its way."""
+    def late(self, now_s: float) -> str:
+        """What takes so long that some stage must hang, or that was lost on its way; "": nothing.
+
+        Both would keep requests here for ever: their pages are not theirs alone until it is over.
+        """
         for step in self._steps.values():
             if now_s - step.sent_s > limit_s(step.predicted_s * self._stages):
-                return step
-        return None
+                return f"step {step.number} is not computed in time"
+        for load in self._loads.values():
+            if now_s > load.late_s:
+                waiting = ", ".join(map(str, sorted(load.waiting)))
+                return f"a cached prefix is not loaded in time by stage {waiting}"
+        return ""
 
     def clear(self) -> None:
         """The group has broken: nothing of this comes any more."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
+import threading
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +19,8 @@ from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
+from backends.workers.pipeline import first_stage
+from backends.workers.protocol import GroupBegins, PrefixWanted
 from conductor import Conductor, ConductorConfig
 from mooncake_store.records.events import NodeUp, WorkerReported, WorkerUp
 from tests.backends.workers.pair import Pair, pairs
@@ -157,3 +163,100 @@ def test_the_conductor_takes_the_stages_for_one_candidate(group: Pair) -> None:
     assert group.prefill.process.info.chunk_tokens == config.chunk_tokens
     predicted = candidate.predicted
     assert 0 < predicted.fill_s < predicted.prefill_s
+
+
+def test_a_request_whose_prefix_is_lost_on_its_way_to_a_stage_leaves_when_the_group_begins_anew(
+    group: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, outbox = [9] * 64, group.prefill.process.outbox
+    assert group.ask(prompt, max_tokens=2).wait() == expected(prompt, 2)
+    send = outbox.send
+
+    def send_but_prefixes(inbox: str, message: Any, *attached: Any) -> bool:
+        return True if isinstance(message, PrefixWanted) else send(inbox, message, *attached)
+
+    monkeypatch.setattr(first_stage, "HUNG_S_MIN", 0.0, raising=False)
+    impatient = dataclasses.replace(group.prefill.config, transfer_s_max=0.1)
+    monkeypatch.setattr(group.prefill.driver, "config", impatient)
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox, "send", send_but_prefixes)
+        assert isinstance(group.ask(prompt, max_tokens=2).wait_failed(), WorkerUnavailable)
+    group.wait_until_whole()
+    assert group.ask(prompt, max_tokens=2).wait() == expected(prompt, 2)
+    group.wait_until_idle()
+
+
+def break_group(group: Pair) -> None:
+    with group.prefill.lock:
+        driver = group.prefill.driver
+        driver._broken(driver._group.end("a test ends the epoch"))
+
+
+def test_a_stage_whose_writes_of_an_ended_epoch_are_slow_writes_no_more_than_the_one_under_way(
+    group: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = group.stages[0]
+    is_writing, may_write, writes = threading.Event(), threading.Event(), []
+    write = stage.process.store.write
+
+    def slow_write(*arguments: Any) -> Any:
+        writes.append(arguments)
+        is_writing.set()
+        assert may_write.wait(30.0)
+        return write(*arguments)
+
+    monkeypatch.setattr(stage.process.store, "write", slow_write)
+    asked = group.ask([7] * 600, max_tokens=1)
+    assert is_writing.wait(30.0)
+    break_group(group)
+    asked.wait_failed()
+    with group.prefill.lock:
+        assert group.prefill.lock.wait_for(lambda: group.prefill.driver._group.epoch, 30.0)
+    watch = stage.process.watch
+    deadline_s = time.monotonic() + 30.0
+    while stage._epoch and time.monotonic() < deadline_s:
+        stage._thread.join(0.01)
+    assert not stage._epoch, "it has heard that an epoch begins"
+    assert watch.age_s(time.monotonic() + 1.0) > 0.0, "who waits for ever here is found out"
+    may_write.set()
+    group.wait_until_whole()
+    assert len(writes) == 1, "nobody asks for what the others would have written"
+    assert watch.age_s(time.monotonic() + 1.0) == 0.0
+    group.wait_until_idle()
+
+
+def test_a_group_forms_again_after_its_stage_0_could_not_say_once_that_an_epoch_begins(
+    group: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox, failed = group.prefill.process.outbox, threading.Event()
+    send = outbox.send
+
+    def send_all_but_one(inbox: str, message: Any, *attached: Any) -> bool:
+        if isinstance(message, GroupBegins) and not failed.is_set():
+            failed.set()
+            raise OSError("too many open files")
+        return send(inbox, message, *attached)
+
+    monkeypatch.setattr(outbox, "send", send_all_but_one)
+    break_group(group)
+    assert failed.wait(30.0)
+    group.wait_until_whole()
+
+
+def test_a_request_that_comes_while_the_group_breaks_goes_on_elsewhere(
+    group: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = group.prefill.driver
+    check, breaking = driver.check, threading.Thread(target=break_group, args=(group,))
+
+    def check_and_break(job: Any) -> None:
+        check(job)
+        breaking.start()
+        breaking.join(0.5)  # it ends at once unless the worker's lock is held
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "check", check_and_break)
+        asked = group.ask([9] * 64, max_tokens=1)
+    breaking.join()
+    assert isinstance(asked.wait_failed(), WorkerGone)
+    group.wait_until_idle()
