@@ -124,7 +124,9 @@ class FlippingWorker:
             self._worker = None
             worker.close(CLOSE_S)
             assert not worker.driver.engine.pages.used_pages, "pages stayed behind"
-            self._worker = changed = self._made(role)
+            changed = self._made(role)
+            changed.is_draining = worker.is_draining  # an operator empties this host all the same
+            self._worker = changed
             log.info("%s is a %s worker after %.1f s", name, role, time.monotonic() - began_s)
             self.on_change(changed)
         except Exception:  # edge: without a role it is of no use; the launcher starts it again

@@ -19,6 +19,7 @@ from backends.launcher.repository import WORKER_READY_OR_LOAD
 from backends.triton.worker_kinds import make_flipping_worker, read_worker_configs
 from backends.workers.protocol import (
     DecodeRequest,
+    DrainWorker,
     PrefillRequest,
     TakeRole,
     decode_message,
@@ -219,6 +220,25 @@ def test_a_call_for_the_other_role_is_refused_by_its_type(fleet: Flipping) -> No
         fleet.workers[0].submit(request, np.array([3, 4, 5], np.int32), asked)
     assert type(from_wire(said.value.wire_message(), "w0")) is WrongRole
     assert isinstance(said.value, WorkerGone), "its frontend goes on elsewhere"
+
+
+def test_a_worker_that_an_operator_drains_while_it_changes_drains_in_its_new_role(
+    fleet: Flipping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = fleet.workers[0]
+    old = worker.active
+    close = old.close
+
+    def drain_then_leave(timeout_s: float) -> None:
+        fleet.outbox.send(old.process.info.inbox, DrainWorker(is_on=True))
+        wait_until(lambda: old.is_draining, "it to hear that it drains", WAIT_S)
+        close(timeout_s)
+
+    monkeypatch.setattr(old, "close", drain_then_leave)
+    fleet.flip(0)
+    assert worker.active.report().is_draining
+    fleet.outbox.send(worker.active.process.info.inbox, DrainWorker(is_on=False))
+    wait_until(lambda: not worker.active.report().is_draining, "it to take requests", WAIT_S)
 
 
 def test_the_last_of_a_role_keeps_it_however_often_it_is_told(fleet: Flipping) -> None:
