@@ -67,6 +67,7 @@ class StageWorker:
         self._expected = 0  # number of the next step
         self._begins: GroupBegins | None = None
         self._loads = 0  # under way
+        self._beating = threading.Lock()  # beats leave in the order of what they say
         self._writing: dict[int, list[BlockPut]] = {}  # by step of this epoch
         self._is_closing = self._is_draining = False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -197,8 +198,9 @@ class StageWorker:
 
     def _beat(self) -> None:
         if (begins := self._begins) is not None:
-            beat = StageBeat(self._epoch, self.config.pipeline_stage, self.process.incarnation)
-            self.process.outbox.send(begins.first_inbox, beat)
+            with self._beating:
+                beat = StageBeat(self._epoch, self.config.pipeline_stage, self.process.incarnation)
+                self.process.outbox.send(begins.first_inbox, beat)
 
     def _lose_place(self) -> None:
         self._epoch = ""

@@ -20,7 +20,7 @@ from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
 from backends.workers.pipeline import first_stage
-from backends.workers.protocol import GroupBegins, PrefixWanted
+from backends.workers.protocol import GroupBegins, PrefixWanted, StageBeat
 from conductor import Conductor, ConductorConfig
 from mooncake_store.records.events import NodeUp, WorkerReported, WorkerUp
 from tests.backends.workers.pair import Pair, pairs
@@ -260,3 +260,29 @@ def test_a_request_that_comes_while_the_group_breaks_goes_on_elsewhere(
     breaking.join()
     assert isinstance(asked.wait_failed(), WorkerGone)
     group.wait_until_idle()
+
+
+def test_of_two_threads_that_say_where_a_stage_is_the_later_word_is_the_newer_one(
+    group: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = group.stages[0]
+    outbox, epoch, said = stage.process.outbox, stage._epoch, list[str]()
+    send, is_slow = outbox.send, threading.Event()
+    losing = threading.Thread(target=stage._lose_place)
+
+    def send_slowly(inbox: str, message: Any, *attached: Any) -> bool:
+        if not isinstance(message, StageBeat):
+            return send(inbox, message, *attached)
+        if not is_slow.is_set():
+            is_slow.set()
+            losing.start()
+            losing.join(0.5)  # it ends at once unless it has to wait for this beat
+        said.append(message.epoch)
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox, "send", send_slowly)
+        stage._beat()
+        losing.join()
+    assert said == [epoch] * said.count(epoch) + [""] * said.count("")
+    assert epoch in said and "" in said
