@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 TRACE_BLOCK_TOKENS = 512  # of the published format, whatever the workers' blocks are
 FILES = 8  # that share recording_bytes_max
 WAITING_MAX = 256  # requests; a prompt of 100,000 tokens is 400 kB
+OPEN_ATTEMPTS = 5
 CLOSE_S_MAX = 2.0
 WARN_EVERY_S = 60.0
 NAMES = "trace-*.jsonl"
@@ -118,13 +119,25 @@ class TraceFiles:
         return self._folder / f"{self._name}-{self._number:04}.jsonl"
 
     def _opened(self) -> int:
-        self._number += 1
-        self._size = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        fd = os.open(self._path, flags, 0o600)  # when people asked for what, is theirs
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return fd
+        for _ in range(OPEN_ATTEMPTS):
+            self._number += 1
+            self._size = 0
+            fd = os.open(self._path, flags, 0o600)  # when people asked for what, is theirs
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_ours = False
+            except OSError:  # a file system without locks
+                return fd
+            else:
+                is_ours = os.fstat(fd).st_nlink > 0
+            if is_ours:
+                return fd
+            # Another recorder took it, empty and not locked yet, for what a dead one left behind.
+            self._path.unlink(missing_ok=True)
+            os.close(fd)
+        raise OSError(f"other recorders take away each file that is begun in {self._folder}")
 
     def _cut(self) -> None:
         """What a failed write left behind the last whole line."""

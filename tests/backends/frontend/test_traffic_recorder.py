@@ -4,6 +4,7 @@ that happens to the disk reaches a request."""
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -307,6 +308,25 @@ while True:
     number += 1
     print(number, flush=True)
 """
+
+
+def test_a_file_that_another_frontend_takes_for_a_dead_ones_while_it_begins_loses_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, locked = fcntl.flock, list[int]()
+
+    def flock_late(fd: int, how: int) -> None:
+        locked.append(fd)
+        if len(locked) == 1:
+            TraceFiles(tmp_path, MIB).close()  # another frontend starts, and has nothing to say
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock_late)
+    files = TraceFiles(tmp_path, MIB)
+    files.append(b"a line\n")
+    files.close()
+    [path] = tmp_path.iterdir()
+    assert path.read_bytes() == b"a line\n"
 
 
 def test_a_frontend_that_is_killed_leaves_whole_lines_for_the_next_one(
