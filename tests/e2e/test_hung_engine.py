@@ -122,4 +122,5 @@ def test_a_prefill_that_fails_leaves_no_place_reserved_at_the_decode_worker(
     wait_until(server.is_idle, "the reserved pages, long before lease_s", 10.0)
     for number in (0, 1):
         (folder / f"prefill_{number}").unlink()
-    assert not asked(server, prompt, max_tokens=4).error
+    # Until a worker with which a call failed has reported again, it is not called.
+    wait_until(lambda: not asked(server, prompt, max_tokens=4).error, "both to serve again", 10.0)

@@ -39,7 +39,11 @@ UNREACHED = "mooncake_worker_unreached"  # shown of workers to which there is no
 OF_A_FLEET = OF_NETWORK_CARDS | {
     "mooncake_nixl_agents_given_up_total", "mooncake_frontends_known", "mooncake_routed_elsewhere",
     "mooncake_routing_note_batches_total", UNREACHED,
-    "mooncake_recorded_requests_total",  # only where a recording is asked for: test_recording.py
+}  # fmt: skip
+# Shown only where they are asked for: test_recording.py, test_roles.py.
+OPTED_IN = {
+    "mooncake_recorded_requests_total", "mooncake_workers_wanted",
+    "mooncake_role_flips_proposed_total",
 }  # fmt: skip
 
 
@@ -72,7 +76,7 @@ def test_every_cause_moves_its_metrics(name: str, request: pytest.FixtureRequest
 
 def test_every_metric_of_the_table_has_a_cause() -> None:
     caused = frozenset().union(*(cause.names for cause in CAUSES.values()))
-    assert caused == METRICS.keys() - OF_TENSORRT_LLM - OF_A_FLEET
+    assert caused == METRICS.keys() - OF_TENSORRT_LLM - OF_A_FLEET - OPTED_IN
 
 
 def test_the_numbers_of_known_requests_are_exact(demo: Server) -> None:
@@ -116,7 +120,8 @@ def test_the_page_is_what_prometheus_reads(demo: Server) -> None:
 
     declared = {
         name.removesuffix("_total"): metric for name, metric in METRICS.items()
-        if not name.startswith("nv_trt_llm_") and name not in OF_NETWORK_CARDS | {UNREACHED}
+        if not name.startswith("nv_trt_llm_")
+        and name not in OF_NETWORK_CARDS | OPTED_IN | {UNREACHED}
     }  # fmt: skip
     # The page is put together of those of all Tritons, which say something once a second.
     wait_until(lambda: {family.name for family in ours()} == declared.keys(),

@@ -203,6 +203,8 @@ class CountedPages(PagePool):
         return range(first, self._next)
 
     def release(self, pages: Sequence[int]) -> None:
+        if not pages:  # of a request that left before it had any
+            return
         assert self._taken.pop(pages[0], 0) == len(pages), "released twice, or not as taken"
         self._used -= len(pages)
 

@@ -15,7 +15,13 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.records import events
 from mooncake_store.wire import directory_protocol as protocol
-from mooncake_store.wire.framing import MessageKind, number_of, pack_header, unpack_header
+from mooncake_store.wire.framing import (
+    PROTOCOL_VERSION,
+    MessageKind,
+    number_of,
+    pack_header,
+    unpack_header,
+)
 from tests.mooncake_store.makers import chain, node_info, report, worker_info
 
 REQUESTS = get_args(protocol.AnyRequest)
@@ -85,7 +91,8 @@ def test_other_bytes_are_no_header(frame: bytes) -> None:
 
 def test_another_version_is_refused_with_both_numbers() -> None:
     frame = pack_header(MessageKind.REQUEST, 5, version=9)
-    with pytest.raises(errors.ProtocolMismatch, match=r"version 9 .* this side 4"):
+    both = rf"version 9 .* this side {PROTOCOL_VERSION}"
+    with pytest.raises(errors.ProtocolMismatch, match=both):
         unpack_header(frame)
     assert number_of(frame) == 5, "the refusal must reach the request that it is for"
 
