@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,11 +17,13 @@ from pathlib import Path
 import pytest
 
 from backends.config_pbtxt import checkpoint_folder
+from mooncake_store.directory.client import DirectoryClient
 from tests.backends.engine.checkpoints import load_reference
 from tests.backends.engine.reference import Comparison, greedy
 from tests.e2e.load import Load, assert_all_answered
 from tests.e2e.server import Answer, Server, running, wait_until
 from tests.e2e.server_processes import stub_of
+from tests.e2e.test_pools import directory_address
 
 B = 64
 LENGTHS = (1, B, 5 * B + 3, 17 * B + 1)  # the last one is three chunks
@@ -105,3 +108,27 @@ def test_no_request_is_lost_when_a_stage_is_killed_and_the_group_forms_again(
         load.wait_for_more(10)
     assert_all_answered(load)
     wait_until(lambda: serves(server, "prefill_1"), "the group to form again", 90.0)
+
+
+@pytest.mark.long
+def test_no_request_is_lost_when_a_stage_is_frozen_and_it_goes_on_in_the_group(
+    server: Server,
+) -> None:
+    stage = stub_of(server, "prefill_2")
+
+    def is_given_up() -> bool:
+        with DirectoryClient(directory_address(server)) as client:
+            return all(worker.worker_id != "prefill_2" for worker in client.workers())
+
+    with Load(server) as load:
+        load.wait_for_more(5)
+        stage.send_signal(signal.SIGSTOP)
+        try:
+            wait_until(is_given_up, "the directory to notice", 30.0)
+            load.wait_for_more(5)
+        finally:
+            stage.send_signal(signal.SIGCONT)
+        load.wait_for_more(5)
+    assert_all_answered(load)
+    wait_until(lambda: serves(server, "prefill_1"), "the group to form again", 90.0)
+    assert stub_of(server, "prefill_2").pid == stage.pid, "it was started anew instead"
