@@ -95,6 +95,13 @@ class NicClient:
     def exist(self, numbers: list[int]) -> Answer:
         return {"exist": self.store.exist([key_of(str(number)) for number in numbers])}
 
+    def reaches_directory(self) -> Answer:
+        try:
+            self.store.exist([key_of("any")])
+        except StoreUnavailable:
+            return {"reached": False}
+        return {"reached": True}
+
     def remove(self, numbers: list[int]) -> Answer:
         return {"removed": self.store.remove([key_of(str(number)) for number in numbers])}
 

@@ -56,7 +56,8 @@ class Spoken:
     def close(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # it ended before it read what was asked
+                pipe.close()
         self.process.terminate()
         try:
             self.process.wait(10)
@@ -130,9 +131,11 @@ class TwoHosts:
             self._faults.pop().undo()
 
     def heal(self) -> None:
-        """Undo every fault, and wait until every card is in use again."""
+        """Undo every fault, and wait until every card is in use again, and the directory's
+        connection too: what TCP sends once more after a cut may take seconds to go."""
         self.undo()
         self.wait_until(lambda: all(nic["resting"] == 0 for nic in self.client.nics().values()))
+        self.wait_until(lambda: bool(self.client.ask("reaches_directory")["reached"]))
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         until_s = time.monotonic() + ANSWER_S_MAX
@@ -214,7 +217,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
 
 @pytest.fixture
 def hosts(shared: TwoHosts) -> Iterator[TwoHosts]:
-    """With all links up, and every card in use."""
+    """With all links up, every card in use, and the directory in reach."""
     yield shared
     shared.heal()
 
