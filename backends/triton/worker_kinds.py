@@ -48,15 +48,15 @@ def make_driver(role: str, model: str, repository: str, config: Any, *of_engine:
 
         kind = TrtllmPrefill if role == "prefill" else TrtllmDecode
         return kind(model, config, repository, *of_engine)
-    if config.pipeline_stages > 1:
-        from backends.workers.pipeline.first_stage import PipelinePrefill
-        from backends.workers.pipeline.stage_prefill import StagePrefill, load_stage
-
-        of_stage = StagePrefill if config.pipeline_stage else PipelinePrefill
-        return of_stage(load_stage(config, repository), config)
     from backends.workers.step_driver import StepDecode, StepPrefill, load_engine
 
-    return (StepPrefill if role == "prefill" else StepDecode)(load_engine(config, repository))
+    engine = load_engine(config, repository)
+    if config.pipeline_stages > 1:
+        from backends.workers.pipeline.first_stage import PipelinePrefill
+        from backends.workers.pipeline.stage_prefill import StagePrefill
+
+        return (StagePrefill if config.pipeline_stage else PipelinePrefill)(engine, config)
+    return (StepPrefill if role == "prefill" else StepDecode)(engine)
 
 
 def make_worker(

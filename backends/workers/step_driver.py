@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.worker import JobWorker
 from mooncake_store.layout import blocks_touched
 
+if TYPE_CHECKING:
+    from backends.engine.torch.torch_engine import TorchEngine
+
 log = logging.getLogger(__name__)
 # (new tokens, tokens before them) and (requests, tokens of each): what is measured at the start.
 PREFILL_POINTS = ((16, 0), (64, 0), (256, 0), (512, 0), (64, 1024), (256, 1024), (512, 2048))
@@ -38,13 +41,14 @@ DECODE_POINTS = ((1, 64), (1, 1024), (4, 512), (8, 256), (16, 256))
 J = TypeVar("J", PrefillJob, DecodeJob)
 
 
-def load_engine(config: WorkerConfig, repository: str) -> Engine:
+def load_engine(config: WorkerConfig, repository: str) -> TorchEngine:
+    """Of a stage of a pipeline group: the weights and the pages of its layers only."""
     from backends.engine.torch.torch_engine import TorchEngine
 
     return TorchEngine.load(
         checkpoint_folder(config.checkpoint, repository), pages_max=config.kv_pages,
         block_tokens=config.block_tokens, dtype=config.dtype, device=config.device,
-        threads=config.threads,
+        threads=config.threads, stage=config.pipeline_stage, stages=config.pipeline_stages,
     )  # fmt: skip
 
 
@@ -72,9 +76,12 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         self._block_tokens = engine.layout.block_tokens
 
     def measure(self, budget_s: float) -> Samples:
-        longest = self.engine.context_tokens_max
+        return self._measure(self.engine, budget_s)
+
+    def _measure(self, engine: Engine, budget_s: float) -> Samples:
+        longest = engine.context_tokens_max
         points = [(new, before) for new, before in PREFILL_POINTS if new + before <= longest]
-        return calibration.measure_prefill(self.engine, points, budget_s)
+        return calibration.measure_prefill(engine, points, budget_s)
 
     def start(self, job: PrefillJob) -> None:
         with self._worker.lock:
@@ -92,17 +99,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
 
     def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
         worker, started_s = self._worker, time.monotonic()
-        works = [
-            Work(job.token_ids[c.start : c.start + c.tokens].tolist(), c.start, job.put.pages)
-            for c, job in zip(chunks, jobs, strict=True)
-        ]
-        finished = [self._blocks_finished(c, job) for c, job in zip(chunks, jobs, strict=True)]
-
-        def on_layer(layer: int) -> None:
-            for job, blocks in zip(jobs, finished, strict=True):
-                if blocks:
-                    worker.writer.layer_done(job.put, blocks, layer)
-
+        works, finished, on_layer = self._prepare(chunks, jobs)
         logits = self.engine.forward(works, on_layer)
         step_s = time.monotonic() - started_s
         worker.process.steps.took(step_s)
@@ -123,6 +120,23 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
                 job.computed_at_s = time.monotonic()
                 worker.send_first_token(job, token_id)
                 worker.answer(job, token_id)
+
+    def _prepare(
+        self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]
+    ) -> tuple[list[Work], list[range], Callable[[int], None]]:
+        """Of a step: its works, the blocks of each that it fills, and who writes their layers."""
+        works = [
+            Work(job.token_ids[c.start : c.start + c.tokens].tolist(), c.start, job.put.pages)
+            for c, job in zip(chunks, jobs, strict=True)
+        ]
+        finished = [self._blocks_finished(c, job) for c, job in zip(chunks, jobs, strict=True)]
+
+        def on_layer(layer: int) -> None:
+            for job, blocks in zip(jobs, finished, strict=True):
+                if blocks:
+                    self._worker.writer.layer_done(job.put, blocks, layer)
+
+        return works, finished, on_layer
 
     def _blocks_finished(self, chunk: Chunk, job: PrefillJob) -> range:
         """Blocks that this chunk fills (or ends the prompt in) and that the store lacks."""

@@ -23,7 +23,6 @@ from typing import cast
 
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
-from backends.engine.interface import Work
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.errors import WorkerGone, WorkerUnavailable
 from backends.workers.jobs import PrefillJob
@@ -205,17 +204,7 @@ class PipelinePrefill(StagePrefill):
         worker, started_s = self._worker, time.monotonic()
         with worker.lock:
             epoch = self._group.epoch
-        works = [
-            Work(job.token_ids[c.start : c.start + c.tokens].tolist(), c.start, job.put.pages)
-            for c, job in zip(chunks, jobs, strict=True)
-        ]
-        finished = [self._blocks_finished(c, job) for c, job in zip(chunks, jobs, strict=True)]
-
-        def on_layer(layer: int) -> None:
-            for job, blocks in zip(jobs, finished, strict=True):
-                if blocks:
-                    worker.writer.layer_done(job.put, blocks, layer)
-
+        works, finished, on_layer = self._prepare(chunks, jobs)
         hidden = self.engine.forward_stage(works, None, on_layer)
         worker.process.steps.took(time.monotonic() - started_s)
         parts = zip(chunks, jobs, finished, strict=True)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from backends.config_pbtxt import PrefillConfig, checkpoint_folder
-from backends.engine import calibration
+from backends.config_pbtxt import PrefillConfig
 from backends.engine.interface import Work
 from backends.engine.torch.step_plan import rounded_rows
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.workers.driver import Samples
-from backends.workers.step_driver import PREFILL_POINTS, StepPrefill
+from backends.workers.step_driver import StepPrefill
 
 FRAMING_BYTES = 2**20  # of a message, beside the hidden states
 
@@ -55,16 +54,4 @@ class StagePrefill(StepPrefill):
         return rows * self.engine.hidden_bytes + FRAMING_BYTES
 
     def measure(self, budget_s: float) -> Samples:
-        longest = self.engine.context_tokens_max
-        points = [(new, before) for new, before in PREFILL_POINTS if new + before <= longest]
-        rehearsal = _Rehearsal(self.engine)
-        return calibration.measure_prefill(rehearsal, points, budget_s)  # type: ignore[arg-type]
-
-
-def load_stage(config: PrefillConfig, repository: str) -> TorchEngine:
-    """The weights and the pages of this stage's layers only."""
-    return TorchEngine.load(
-        checkpoint_folder(config.checkpoint, repository), pages_max=config.kv_pages,
-        block_tokens=config.block_tokens, dtype=config.dtype, device=config.device,
-        threads=config.threads, stage=config.pipeline_stage, stages=config.pipeline_stages,
-    )  # fmt: skip
+        return self._measure(_Rehearsal(self.engine), budget_s)  # type: ignore[arg-type]
