@@ -25,7 +25,7 @@ from backends.workers import lasting_parts, machine_profile
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.protocol import DecodeReply, DecodeRequest, PrefillReply, PrefillRequest
-from tests.mooncake_store.client.test_store import MappedNode
+from tests.mooncake_store.client.world import MappedNode
 from tests.mooncake_store.in_process import InProcessDirectory
 
 WAIT_S = 30.0

@@ -17,7 +17,7 @@ from mooncake_store.layout import LayerRange, PageLayout
 from mooncake_store.memory.digests import checksum_of
 from mooncake_store.records.blocks import Copy
 from tests.mooncake_store.client.test_layers import SHARES, Stage
-from tests.mooncake_store.client.test_store import LAYOUT, World, choose, content, keys_of
+from tests.mooncake_store.client.world import LAYOUT, World, choose, content, keys_of
 from tests.mooncake_store.targets import TargetPool
 
 DEADLINE_S = LEASE_S = 10.0

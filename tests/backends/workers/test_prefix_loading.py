@@ -14,7 +14,7 @@ from backends.workers.prefix_loading import Fetching, LoadedPrefix, PrefixLoadin
 from mooncake_store.client.store import Fetched
 from mooncake_store.memory.segment import Segment
 from mooncake_store.records.blocks import Copy
-from tests.mooncake_store.client.test_store import BLOCK, DEADLINE_S, World, choose, keys_of, put
+from tests.mooncake_store.client.world import BLOCK, DEADLINE_S, World, choose, keys_of, put
 from tests.mooncake_store.targets import TargetPool
 
 NODES = ("s0", "s1", "s2", "s3")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake_store.errors import TransferFailed
-from tests.mooncake_store.client.test_store import BLOCK, LAYOUT, World, keys_of, put
+from tests.mooncake_store.client.world import BLOCK, LAYOUT, World, keys_of, put
 from tests.mooncake_store.targets import TargetPool
 
 

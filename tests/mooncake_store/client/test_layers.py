@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ from mooncake_store.layout import LayerRange
 from mooncake_store.memory.digests import block_checksum, checksum_of, pack_digests
 from mooncake_store.memory.segment import Segment
 from mooncake_store.records.blocks import Copy, Slot
-from mooncake_store.transports.nixl_agent import NixlUnavailable, load_nixl
-from tests.mooncake_store.client.test_store import (
+from tests.mooncake_store.client.world import (
     BLOCK,
     DEADLINE_S,
     LAYOUT,
@@ -27,22 +25,9 @@ from tests.mooncake_store.client.test_store import (
     keys_of,
     put,
 )
-from tests.mooncake_store.targets import TargetPool
 
 LAYER = LAYOUT.layer_bytes
 SHARES = (LayerRange(0, 1), LayerRange(1, LAYOUT.layers))
-
-
-@pytest.fixture(params=["mapped", "auto", "nixl", "tcp"])
-def world(request: pytest.FixtureRequest, targets: TargetPool) -> Iterator[World]:
-    if request.param in ("auto", "nixl"):
-        try:
-            load_nixl()
-        except NixlUnavailable as error:
-            pytest.skip(str(error))
-    made = World(request.param, targets)
-    yield made
-    made.close()
 
 
 class Stage:
