@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 from tests.e2e.server import Answer, Server, wait_until
@@ -39,11 +40,14 @@ class Load:
         for thread in self._threads:
             thread.join(60.0)
 
-    def _run(self, first: int) -> None:
-        number = 100 + first
-        while not self._is_over.is_set():
-            self.answers.append(ask(self._server, number))
-            number += 10
+    def _run(self, thread: int) -> None:
+        for count in itertools.count():
+            if self._is_over.is_set():
+                return
+            self.answers.append(self._ask(thread, count))
+
+    def _ask(self, thread: int, count: int) -> Answer:
+        return ask(self._server, 100 + thread + 10 * count)
 
     def wait_for_more(self, count: int) -> None:
         target = len(self.answers) + count

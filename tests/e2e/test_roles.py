@@ -3,8 +3,6 @@ tokens of transformers; on a load that is steady nobody changes."""
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +17,10 @@ from mooncake_store.records.membership import WorkerInfo
 from tests.backends.engine.checkpoints import load_reference
 from tests.backends.engine.reference import Comparison, greedy
 from tests.backends.small_tokenizers import DEMO
-from tests.e2e.load import prompt
+from tests.e2e.load import Load, assert_all_answered, prompt
 from tests.e2e.server import Answer, Server, running, wait_until
 
-TOKENS, PROMPTS, CLIENTS = 8, 6, 3
+TOKENS, PROMPTS = 8, 6
 WORKERS = ("prefill_0", "prefill_1", "decode_0", "decode_1")
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
@@ -69,58 +67,41 @@ class Orders:
         self._directory.close()
 
 
-class Clients:
-    """Ask the same prompts again and again; some answers stream, some prompts are new."""
+class RepeatedPrompts(Load):
+    """The same prompts again and again, some of their prefixes for the first time."""
 
     def __init__(self, server: Server) -> None:
-        self.answers: list[tuple[int, Answer]] = []
-        self._server, self._is_over = server, threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(CLIENTS)]
+        super().__init__(server)
+        self.of_prompt: dict[int, list[Answer]] = {which: [] for which in range(PROMPTS)}
 
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join(60.0)
-
-    def _run(self, client: int) -> None:
-        for count in itertools.count():
-            if self._is_over.is_set():
-                return
-            which = (client + count) % PROMPTS
-            tenant = f"t{client}-{count // 4}"  # so that prefixes have to be computed anew
-            answer = self._server.ask(
-                input_ids=prompt(which), max_tokens=TOKENS, end_id=-1,
-                parameters={"tenant": tenant},
-            )  # fmt: skip
-            self.answers.append((which, answer))
-
-    def wait_for_more(self, count: int) -> None:
-        target = len(self.answers) + count
-        wait_until(lambda: len(self.answers) >= target, f"{count} more answers", 60.0)
+    def _ask(self, thread: int, count: int) -> Answer:
+        which = (thread + count) % PROMPTS
+        tenant = f"t{thread}-{count // 4}"  # so that prefixes have to be computed anew
+        answer = self._server.ask(
+            input_ids=prompt(which), max_tokens=TOKENS, end_id=-1, parameters={"tenant": tenant}
+        )
+        self.of_prompt[which].append(answer)
+        return answer
 
 
 def test_workers_flip_there_and_back_under_load_and_no_request_is_lost(server: Server) -> None:
-    orders, seconds = Orders(server), []
-    with Clients(server) as clients:
-        clients.wait_for_more(5)
+    orders, load, seconds = Orders(server), RepeatedPrompts(server), []
+    with load:
+        load.wait_for_more(5)
         for name in ("prefill_1", "prefill_1", "decode_1", "decode_1", "decode_0", "decode_0"):
             seconds.append(orders.flip(name))
-            clients.wait_for_more(5)
-    print(f"{len(clients.answers)} answers; flips took {[round(each, 1) for each in seconds]} s")
+            load.wait_for_more(5)
+    print(f"{len(load.answers)} answers; flips took {[round(each, 1) for each in seconds]} s")
     model, comparison = load_reference(DEMO), Comparison()
-    references = {which: greedy(model, prompt(which), TOKENS) for which in range(PROMPTS)}
-    for number, (which, answer) in enumerate(clients.answers):
-        assert not answer.error, answer.error
-        comparison.add(f"answer {number}", answer.output_ids, references[which])
+    assert_all_answered(load)
+    for which, answers in load.of_prompt.items():
+        reference = greedy(model, prompt(which), TOKENS)
+        for number, answer in enumerate(answers):
+            comparison.add(f"answer {number} of prompt {which}", answer.output_ids, reference)
     comparison.check()
     assert "died" not in server.log.read_text(), "the launcher started somebody again"
     assert orders.roles() == {name: name.partition("_")[0] for name in WORKERS}
-    assert server.metric("mooncake_requests_total", outcome="answered") == len(clients.answers)
+    assert server.metric("mooncake_requests_total", outcome="answered") == len(load.answers)
     wait_until(server.is_idle, "pages, slots and leases to be free")
     orders.close()
 
@@ -148,10 +129,10 @@ def test_the_role_that_a_worker_has_now_is_shown(server: Server) -> None:
 
 
 def test_on_a_steady_load_nobody_is_told_to_flip(server: Server) -> None:
-    with Clients(server) as clients:
+    with RepeatedPrompts(server) as load:
         began_s = time.monotonic()
         wait_until(lambda: time.monotonic() - began_s > 20.0, "20 s of load", 60.0)
-    assert not [answer.error for _, answer in clients.answers if answer.error]
+    assert_all_answered(load)
     assert server.metric("mooncake_role_flips_proposed_total") == 0
     assert server.metric("mooncake_workers_wanted", role="prefill") > 0, "it looks at the load"
     assert "died" not in server.log.read_text(), "the launcher started somebody again"
