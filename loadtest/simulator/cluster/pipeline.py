@@ -20,12 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from backends.engine.batching.batching import Chunk
-from backends.workers.step_times import StepTimes
 from conductor.estimates.estimates import PrefillEstimate
 from conductor.estimates.pipeline import PipelineEstimate
 from loadtest.simulator.cluster.job import SimulatedJob
-from loadtest.simulator.cluster.prefill_node import PrefillNode
-from loadtest.simulator.cluster.site import SimulatedSite, SimulatedWorker
+from loadtest.simulator.cluster.prefill_node import PrefillNode, PromptComputer
+from loadtest.simulator.cluster.site import SimulatedSite
 from loadtest.simulator.cluster.steps import Jitter
 from mooncake_store.records.membership import WorkerReport
 
@@ -57,10 +56,6 @@ class PipelinedStep:
     def tokens(self) -> int:
         return sum(chunk.tokens for chunk in self.chunks)
 
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        return [(chunk.start, chunk.tokens) for chunk in self.chunks]
-
 
 def stage_estimate(whole: PrefillEstimate, stages: int) -> PrefillEstimate:
     """Of one stage of so many."""
@@ -73,17 +68,15 @@ def hop_s(site: SimulatedSite) -> float:
     return network.latency_s + chunk_bytes / network.bytes_per_s
 
 
-class PipelineStage(SimulatedWorker):
+class PipelineStage(PromptComputer):
     """A stage after the first."""
 
     def __init__(
         self, worker_id: str, node_id: str, site: SimulatedSite, jitter: Jitter, share: float
     ) -> None:
         super().__init__(worker_id, node_id, site, jitter)
-        self._share = share
-        self._steps = StepTimes()
+        self.share = share
         self._queue: deque[PipelinedStep] = deque()
-        self._is_busy = False
         self.home = ""  # the node of stage 0
         self._on_step: Callable[[], None] = lambda: None
         self.following: PipelineStage | None = None
@@ -105,28 +98,18 @@ class PipelineStage(SimulatedWorker):
             self._begin()
 
     def _begin(self) -> None:
-        cores = self._site.cores
-        if self._is_busy != bool(self._queue):
-            self._is_busy = bool(self._queue)
-            cores.compute("prefill", self._is_busy)
+        self._turn_busy(bool(self._queue))
         if not self._queue:
             return
         step = self._queue.popleft()
-        factor = self.slowness * cores.prefill_factor() * self._share
-        factor *= float(self._jitter.factors(self._steps.steps, 1)[0])
-        seconds = factor * self._site.gpu.prefill_s(step.spans)
+        seconds = self._step_s(step.chunks)
         self._site.clock.after(seconds, self._stepped, step, seconds)
 
     def _stepped(self, step: PipelinedStep, seconds: float) -> None:
         site = self._site
-        self.busy_s += seconds
-        self._steps.took(seconds)
-        tokens = step.tokens
-        for chunk, job in zip(step.chunks, step.jobs, strict=True):
-            if job is not None:
-                job.own_compute_s += seconds * chunk.tokens / tokens
+        self._took(seconds, step.chunks, step.jobs)
         step.kv_under_way += 1
-        kv_bytes = int(tokens * site.gpu.token_bytes * self._share)
+        kv_bytes = int(step.tokens * site.gpu.token_bytes * self.share)
         site.network.send(self.node_id, self.home, kv_bytes, lambda: self._sent(step))
         if self.following is None:
             step.end_computing(site.clock.now_s)

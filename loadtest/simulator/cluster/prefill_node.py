@@ -25,7 +25,39 @@ from loadtest.simulator.cluster.store import Found
 from mooncake_store.records.membership import SSD_SUFFIX, WorkerReport
 
 
-class PrefillNode(SimulatedWorker):
+class PromptComputer(SimulatedWorker):
+    """A worker that computes steps of prompts: all layers, or a later stage's (pipeline.py)."""
+
+    def __init__(self, worker_id: str, node_id: str, site: SimulatedSite, jitter: Jitter) -> None:
+        super().__init__(worker_id, node_id, site, jitter)
+        self.share = 1.0  # of the layers
+        self._steps = StepTimes()
+        self._is_busy = False
+
+    def _turn_busy(self, is_busy: bool) -> None:
+        if self._is_busy != is_busy:
+            self._is_busy = is_busy
+            self._site.cores.compute("prefill", is_busy)
+
+    def _step_s(self, chunks: Sequence[Chunk]) -> float:
+        """Of the step that begins now."""
+        factor = self.slowness * self._site.cores.prefill_factor() * self.share
+        factor *= float(self._jitter.factors(self._steps.steps, 1)[0])
+        return factor * self._site.gpu.prefill_s([(c.start, c.tokens) for c in chunks])
+
+    def _took(
+        self, seconds: float, chunks: Sequence[Chunk], jobs: Sequence[SimulatedJob | None]
+    ) -> None:
+        """`jobs`: of these chunks; None: it was given up."""
+        self.busy_s += seconds
+        self._steps.took(seconds)
+        new_tokens = chunks[0].tokens if len(chunks) == 1 else sum(c.tokens for c in chunks)
+        for chunk, job in zip(chunks, jobs, strict=True):
+            if job is not None:
+                job.own_compute_s += seconds * chunk.tokens / new_tokens
+
+
+class PrefillNode(PromptComputer):
     """`on_begin`: a job's first chunk begins; `on_end`: its first token is there, or it failed."""
 
     def __init__(
@@ -50,9 +82,6 @@ class PrefillNode(SimulatedWorker):
         self._jobs: dict[str, SimulatedJob] = {}
         self._blocked: dict[bytes, list[SimulatedJob]] = {}  # on a block that another one brings
         self._loaded_blocks: dict[str, int] = {}
-        self._steps = StepTimes()
-        self._is_busy = False
-        self.share = 1.0  # of the layers (pipeline.py)
         self._chunks: Sequence[Chunk] = ()  # of the step under way
 
     def submit(self, job: SimulatedJob, key_s: float) -> None:
@@ -114,10 +143,7 @@ class PrefillNode(SimulatedWorker):
         for admitted in self._batching.admit():
             self._load(self._jobs[admitted.request_id])
         chunks = self._batching.next_step()
-        cores = self._site.cores
-        if self._is_busy != bool(chunks):
-            self._is_busy = bool(chunks)
-            cores.compute("prefill", self._is_busy)
+        self._turn_busy(bool(chunks))
         self._chunks = chunks
         if not chunks:
             return
@@ -127,9 +153,7 @@ class PrefillNode(SimulatedWorker):
             if job.started_s is None:
                 job.started_s = now_s
                 self._on_begin(job)
-        factor = self.slowness * cores.prefill_factor() * self.share
-        factor *= float(self._jitter.factors(self._steps.steps, 1)[0])
-        seconds = factor * self._site.gpu.prefill_s([(c.start, c.tokens) for c in chunks])
+        seconds = self._step_s(chunks)
         if len(self._jobs) > 1:
             seconds += self._site.settings.queued_prompt_s * sum(c.is_last for c in chunks)
         self._site.clock.after(seconds, self._stepped, chunks, seconds)
@@ -251,13 +275,8 @@ class PrefillNode(SimulatedWorker):
     def _stepped(self, chunks: Sequence[Chunk], seconds: float) -> None:
         if self.is_dead:
             return
-        self.busy_s += seconds
-        self._steps.took(seconds)
+        self._took(seconds, chunks, [self._jobs.get(chunk.request_id) for chunk in chunks])
         self._batching.computed(chunks)
-        new_tokens = chunks[0].tokens if len(chunks) == 1 else sum(c.tokens for c in chunks)
-        for chunk in chunks:
-            if (job := self._jobs.get(chunk.request_id)) is not None:
-                job.own_compute_s += seconds * chunk.tokens / new_tokens
         self._computed(chunks, seconds)
         self._begin()
 
