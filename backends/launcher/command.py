@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -26,7 +26,7 @@ from backends.launcher.launch import (
     ignore_signals,
     signals_as_exceptions,
 )
-from backends.launcher.launch_plan import HostOptions, ServeOptions
+from backends.launcher.launch_plan import HostOptions, ObserveOptions, ServeOptions
 from backends.launcher.processes import ChildDied
 from mooncake_store.cli.arguments import parse_bytes
 from mooncake_store.keys import folder
@@ -59,6 +59,14 @@ TritonArguments = Annotated[
 ClusterFile = Annotated[
     Path | None,
     typer.Option(help="A cluster file: serve the part of --host. It says all ports and sizes."),
+]
+LogFormat = Annotated[
+    Literal["text", "json"] | None,
+    typer.Option(help="How our processes write their logs: text (default) or json, by line."),
+]
+LogBytes = Annotated[
+    str,
+    typer.Option(help="Of each process's log the latest so much is kept, and as much before it."),
 ]
 HostName = Annotated[str, typer.Option(help="Which host of the cluster file this is.")]
 PoolName = Annotated[
@@ -101,6 +109,8 @@ def serve(
     ] = False,
     open_api: OpenApis = None,
     triton_arg: TritonArguments = None,
+    log_format: LogFormat = None,
+    log_bytes: LogBytes = "64M",
     cluster: ClusterFile = None,
     host: HostName = "",
     pool: PoolName = "",
@@ -110,6 +120,7 @@ def serve(
     more = {
         "is_self_checked": self_check, "open_apis": tuple(open_api or ()),
         "triton_args": tuple(triton_arg or ()),
+        "observed": ObserveOptions(log_format or "", parse_bytes(log_bytes)),
     }  # fmt: skip
     if cluster is not None:
         refuse_options_of_one_machine(context, is_elastic=bool(pool))

@@ -181,7 +181,7 @@ class Launcher:
             self._renewal.started(ETCD)
             return command
 
-        return ChildProcess("etcd", begun, self.log_dir / "etcd.log", self.socket_dir)
+        return self._with_log("etcd", begun)
 
     def _etcd_command(self, member: EtcdMember) -> list[str]:
         data_dir = self.state_dir / f"etcd-{self.plan.host}"
@@ -240,7 +240,7 @@ class Launcher:
                 lambda name: name not in self._worker_names,
             ),
             self.log_dir / f"{FRONTEND}.log", self.socket_dir, self._triton_command,
-            Endpoints(plan.grpc, http=plan.http),
+            Endpoints(plan.grpc, http=plan.http), log_bytes_max=self.options.observed.log_bytes_max,
         )  # fmt: skip
 
     def _add_worker(self, name: str) -> None:
@@ -251,6 +251,7 @@ class Launcher:
         self.workers[name] = WorkerTriton(
             name, self.repository, self._mirrors / name, self.log_dir / f"{name}.log",
             self.socket_dir, self._triton_command, fixed, self._any_port,
+            self.options.observed.log_bytes_max,
         )  # fmt: skip
 
     def _directory_command(self, *options: str) -> list[str]:
@@ -344,6 +345,8 @@ class Launcher:
             Restart(child.name, pause_s)
             for child in self.children if (pause_s := child.supervise()) is not None
         ]  # fmt: skip
+        for child in self.children:
+            child.bound_log()
         everyone = [*self._tritons(), *self._leaving]
         by_pid = self._stubs.models_alive(
             {triton.pid for triton in everyone if triton.pid is not None}
@@ -474,8 +477,13 @@ class Launcher:
         return bool(self.plan.frontend or self._worker_names)
 
     def _child(self, name: str, command: list[str], env: dict[str, str]) -> ChildProcess:
-        log_path = self.log_dir / f"{name}.log"
-        return ChildProcess(name, lambda: Command(command, env), log_path, self.socket_dir)
+        return self._with_log(name, lambda: Command(command, env))
+
+    def _with_log(self, name: str, command: Callable[[], Command]) -> ChildProcess:
+        return ChildProcess(
+            name, command, self.log_dir / f"{name}.log", self.socket_dir,
+            log_bytes_max=self.options.observed.log_bytes_max,
+        )  # fmt: skip
 
     def _check(self, triton: environment.TritonInstall) -> None:
         plan = self.plan
@@ -487,7 +495,7 @@ class Launcher:
                 f"there is no model repository at {self.repository}; {remedy}"
             )
         needed = plan.shm_bytes + TRITON_SHM_BYTES
-        found = admin_key.problems(self.options.open_apis)
+        found = admin_key.problems(self.options.open_apis) + self.options.observed.problems()
         said = ("dram in the cluster file", "in the cluster file") if plan.deployment else ()
         found += environment.problems(triton, fixed_ports(plan), needed, 500, *said)
         if plan.etcd is not None and etcd_binary() is None:
@@ -502,7 +510,7 @@ class Launcher:
         env = dict(os.environ)
         for name in OF_A_HOST:  # set for another command, they are not meant for this launch
             env.pop(name, None)
-        env |= self.plan.environment
+        env |= self.plan.environment | self.options.observed.environment()
         # Folders where the linker looks anyway are left out: put first, they would hide what the
         # image put before them.
         folders = [environment.libpython_folder(), *triton.library_folders]

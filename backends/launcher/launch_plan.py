@@ -11,10 +11,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from backends.cluster.host_plan import DirectoryPlan, FrontendPlan, HostPlan, NodePlan
+from backends.launcher.bounded_log import LOG_BYTES_MAX, LOG_BYTES_MIN
 from mooncake_store.cli.serving import directory_address, events_address
+from mooncake_store.process.logs import FORMAT_VARIABLE
 from mooncake_store.transports.host_topology import TRUSTED_NICS
 
 LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveOptions:
+    """What is written down of a launch besides its metrics."""
+
+    log_format: str = ""  # "": what the environment says
+    log_bytes_max: int = LOG_BYTES_MAX  # of each process
+
+    def environment(self) -> dict[str, str]:
+        """For its processes."""
+        return {FORMAT_VARIABLE: self.log_format} if self.log_format else {}
+
+    def problems(self) -> list[str]:
+        """Every one, with its remedy."""
+        if self.log_bytes_max >= LOG_BYTES_MIN:
+            return []
+        return [f"--log-bytes is {self.log_bytes_max}; give {LOG_BYTES_MIN} or more"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +56,7 @@ class ServeOptions:
     is_self_checked: bool = False
     open_apis: tuple[str, ...] = ()  # that need no admin key (admin_key.py)
     triton_args: tuple[str, ...] = field(default=())
+    observed: ObserveOptions = ObserveOptions()
 
     def plan(self, socket_dir: Path) -> HostPlan:
         directory, events = directory_address(socket_dir), events_address(socket_dir)
@@ -82,6 +103,7 @@ class HostOptions:
     is_self_checked: bool = False
     open_apis: tuple[str, ...] = ()
     triton_args: tuple[str, ...] = field(default=())
+    observed: ObserveOptions = ObserveOptions()
 
     def plan(self, socket_dir: Path) -> HostPlan:
         return self.host_plan

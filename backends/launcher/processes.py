@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from backends.launcher.bounded_log import LOG_BYTES_MAX, BoundedLog
+
 RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0
 PAUSE_S_MAX = 60.0
 
@@ -81,14 +83,15 @@ class ChildProcess:
         log_path: Path,
         cwd: Path,
         policy: RestartPolicy | None = None,
+        log_bytes_max: int = LOG_BYTES_MAX,
     ) -> None:
         """`command` is asked anew at each start: ports may have changed."""
         self.name = name
         self.log_path = log_path
+        self._log = BoundedLog(log_path, log_bytes_max)
         self._command, self._cwd = command, cwd
         self._policy = policy or LimitedRestarts()
         self._due_s: float | None = None  # it ended and will be started again then
-        log_path.write_bytes(b"")
         self.starts = 0
         self._process = self._start()
 
@@ -99,7 +102,7 @@ class ChildProcess:
         ]  # fmt: skip
         self._started_s = time.monotonic()
         self.starts += 1
-        with self.log_path.open("ab") as log:
+        with self._log.open_to_append() as log:
             return subprocess.Popen(
                 arguments, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 cwd=self._cwd, env=dict(command.env), start_new_session=True,
@@ -123,6 +126,10 @@ class ChildProcess:
             self._due_s = None
             self._process = self._start()
         return pause_s
+
+    def bound_log(self) -> int:
+        """Call it now and then: so many bytes have gone from the front of the log."""
+        return self._log.shorten()
 
     def start_again(self) -> None:
         """At once, as if it had not been started before."""
@@ -151,11 +158,7 @@ class ChildProcess:
             )
 
     def last_lines(self, lines: int) -> str:
-        try:
-            text = self.log_path.read_text(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:])
+        return self._log.last_lines(lines)
 
     def wait_for_line(self, text: str, deadline_s: float) -> None:
         """Until the log has a line with `text`; ChildDied when it ended or took too long."""

@@ -183,6 +183,10 @@ class TritonLog:
         # A worker has said that it serves, and Triton not yet that it is loaded.
         self.is_load_pending = False
 
+    def moved(self, length_bytes: int) -> None:
+        """So many bytes have gone from the front of the file."""
+        self._log_offset = max(0, self._log_offset - length_bytes)
+
     def news(self) -> list[ModelLoad]:
         """Loads and refusals since the last call. Triton tries a refused model again at every
         poll; the same refusal is reported once, until the model has loaded or fails otherwise."""

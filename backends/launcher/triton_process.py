@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from backends.launcher.bounded_log import LOG_BYTES_MAX
 from backends.launcher.environment import PORT_MAX, PORT_MIN, free_ports
 from backends.launcher.processes import (
     ChildProcess,
@@ -168,6 +169,7 @@ class Triton:
         plan: Plan,
         fixed: Endpoints | None,
         any_port: AnyPort = ANY_OF_LOOPBACK,
+        log_bytes_max: int = LOG_BYTES_MAX,
     ) -> None:
         """`fixed`: addresses that others know; without, it gets a port of its own at each start.
         Its metrics are on loopback always. Nothing is started yet."""
@@ -175,6 +177,7 @@ class Triton:
         self.number = next(NUMBERS)
         self.mirror = mirror
         self.log_path = log_path
+        self._log_bytes_max = log_bytes_max
         self._cwd, self._plan, self._fixed, self._any_port = cwd, plan, fixed, any_port
         self._log = TritonLog(log_path)
         self.endpoints: Endpoints | None = None  # of the running incarnation
@@ -188,8 +191,9 @@ class Triton:
 
     def start(self) -> None:
         self.child = ChildProcess(
-            self.name, self._command, self.log_path, self._cwd, self.make_policy()
-        )
+            self.name, self._command, self.log_path, self._cwd, self.make_policy(),
+            self._log_bytes_max,
+        )  # fmt: skip
         self._began()
 
     def _start_again(self, child: ChildProcess) -> None:
@@ -229,6 +233,7 @@ class Triton:
         if self.child is None:
             return []
         restarts = [Restart(model) for model in self._died(alive)]
+        self._log.moved(self.child.bound_log())  # behind _died, which has read all of it
         if self.child.is_alive and self.service_problem():
             self.child.kill()  # somebody else took its port: the next incarnation gets another
         pause_s = self.child.supervise()
@@ -322,11 +327,12 @@ class WorkerTriton(Triton):
     def __init__(
         self, worker: str, repository: Path, target: Path, log_path: Path, cwd: Path, plan: Plan,
         fixed: Endpoints | None = None, any_port: AnyPort = ANY_OF_LOOPBACK,
+        log_bytes_max: int = LOG_BYTES_MAX,
     ) -> None:  # fmt: skip
         mirror = RepositoryMirror(
             repository, target, lambda name: name == worker and self._draining_from_s is None
         )
-        super().__init__(worker, mirror, log_path, cwd, plan, fixed, any_port)
+        super().__init__(worker, mirror, log_path, cwd, plan, fixed, any_port, log_bytes_max)
         self._draining_from_s: float | None = None
         self._ending_from_s: float | None = None
         self._load_pending_from_s: float | None = None

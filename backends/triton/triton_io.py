@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ from backends.workers.protocol import (
     check_version,
     encode,
 )
+from mooncake_store.process import logs
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +54,7 @@ FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 def start_logging() -> None:
     """Our log lines go to stderr, which Triton's log file captures."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO,
-        format="%(asctime)s %(levelname).1s %(name)s %(message)s", force=True,
-    )  # fmt: skip
+    logs.start_logging("%(asctime)s %(levelname).1s %(name)s %(message)s", is_forced=True)
 
 
 def parameters(args: Mapping[str, str]) -> tuple[str, dict[str, str], int]:

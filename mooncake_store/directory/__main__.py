@@ -29,6 +29,7 @@ from mooncake_store.directory.server import AddressTaken, DirectoryServer
 from mooncake_store.errors import RequestInvalid
 from mooncake_store.keys.curve import INSECURE_VARIABLE
 from mooncake_store.keys.folder import VARIABLE, KeysInvalid
+from mooncake_store.process.logs import start_logging
 from mooncake_store.process.metrics_page import LOOPBACK, PortTaken
 
 log = logging.getLogger("mooncake_store.directory")
@@ -187,7 +188,7 @@ def raise_descriptor_limit() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    logging.basicConfig(level=options.log_level, format="%(asctime)s directory %(message)s")
+    start_logging("%(asctime)s directory %(message)s", options.log_level)
     if options.insecure:
         os.environ[INSECURE_VARIABLE] = "1"
     config = DirectoryConfig(**{f.name: getattr(options, f.name) for f in fields(DirectoryConfig)})

@@ -24,6 +24,7 @@ from mooncake_store.keys.folder import VARIABLE
 from mooncake_store.memory.segment import numa_nodes
 from mooncake_store.memory.segment_file import NoRoom
 from mooncake_store.node.node import Clients, NodeOptions, StorageNode
+from mooncake_store.process.logs import start_logging
 from mooncake_store.process.metrics_page import LOOPBACK
 from mooncake_store.records.membership import UNIT_BYTES
 
@@ -278,9 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _options(parser, arguments)
     if arguments.insecure:
         os.environ[INSECURE_VARIABLE] = "1"
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
-    )
+    start_logging("%(asctime)s %(name)s %(message)s")
     if arguments.die_with_parent:
         die_with_parent()
     status = 1
