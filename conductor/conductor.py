@@ -45,6 +45,7 @@ from conductor.messages import (
     Candidate,
     ConductorStats,
     Explanation,
+    HeatClass,
     Reject,
     Replicate,
     Request,
@@ -424,6 +425,10 @@ class Conductor:
         suggestions = self._hotspots.suggest(self._tiers.dram, targets, now_s, self._turn)
         self._totals.replicated_blocks += sum(len(s.block_keys) for s in suggestions)
         return suggestions
+
+    def copies_by_heat(self, now_s: float) -> tuple[HeatClass, ...]:
+        """Hot blocks of requests that came here, coldest class first; as of the latest tick."""
+        return self._hotspots.copies_by_heat(self._tiers.dram, self._advance(now_s))
 
     def propose_flip(self, now_s: float) -> RoleFlip | None:
         """About once a second. Of several frontends one proposes; all agree which."""

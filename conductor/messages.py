@@ -167,6 +167,15 @@ class ErrorPercentiles:
 
 
 @dataclass(frozen=True, slots=True)
+class HeatClass:
+    """Hot blocks of about the same rate, and how many copies of them are in DRAM."""
+
+    heat: int  # hits per second of each, in units of hot_hits_per_s: at least so much
+    blocks: int
+    copies: int
+
+
+@dataclass(frozen=True, slots=True)
 class ConductorStats:
     """Totals since the conductor was made. Counters only grow."""
 

@@ -29,6 +29,7 @@ from conductor.config import ConductorConfig
 from conductor.messages import (
     Candidate,
     Explanation,
+    HeatClass,
     Reject,
     Replicate,
     Request,
@@ -82,6 +83,7 @@ class ClusterView:
         self.on_worker_down: Callable[[str, str, float], None] = lambda *_: None
         self.on_flip: Callable[[RoleFlip], None] = lambda flip: None  # it is to be told
         self.config = config
+        self.copies_by_heat: Sequence[HeatClass] = ()  # as of the latest tick
         self._lock = threading.Lock()
         self._conductor = Conductor(config, frontend=uuid.uuid4().hex[:12])
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
@@ -290,6 +292,7 @@ class ClusterView:
             if DIRECTORY_SILENT_S < self._feed.silent_s() < DIRECTORY_SILENT_S_MAX:
                 self._conductor.on_silence(seconds, time.monotonic())
             suggestions = self._conductor.on_tick(time.monotonic())
+            self.copies_by_heat = self._conductor.copies_by_heat(time.monotonic())
             flip = self._conductor.propose_flip(time.monotonic())
             lost = self._never_heard_again(time.monotonic())
         for worker_id, incarnation, heard_s in lost:

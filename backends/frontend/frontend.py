@@ -25,7 +25,7 @@ from backends.frontend.grpc_calls import GrpcCalls
 from backends.frontend.lifecycle.events import Unwanted, WorkerLost
 from backends.frontend.live_request import LiveRequest, Services
 from backends.frontend.live_requests import LiveRequests, TenantCap
-from backends.frontend.request_times import RequestTimes
+from backends.frontend.request_times import LatencyLimits, RequestTimes
 from backends.frontend.token_streams import TokenStreams
 from backends.frontend.traffic_recorder import TrafficRecorder
 from backends.frontend.unreached_workers import UnreachedWorkers
@@ -63,6 +63,7 @@ class Frontend:
         self._cap = TenantCap(config.requests_max, config.tenant_requests_share)
         self._entering = threading.Lock()
         self.observations = Observations()
+        self._limits = LatencyLimits(cluster.config.ttft_slo_s, cluster.config.tbt_slo_s)
         self.live = LiveRequests(config.cancel_poll_s)
         self.unreached = UnreachedWorkers(cluster, calls.probe)
         self._services = Services(
@@ -84,7 +85,7 @@ class Frontend:
         self, inputs: dict[str, np.ndarray], parameters: dict[str, Any], client: ReplyStream
     ) -> None:
         now_s = time.monotonic()
-        times = RequestTimes(self.observations, now_s)
+        times = RequestTimes(self.observations, now_s, self._limits)
         named = parameters.get("tenant", "")
         tenant = named if isinstance(named, str) else ""  # what else it may be is refused later
         request = LiveRequest(self._services, uuid.uuid4().hex, client, times, now_s, tenant)

@@ -48,11 +48,41 @@ class Evictions:
         self._is_first = False
 
 
+class DirectoryCounts:
+    """What a directory counts since its epoch began, added up over epochs. Pure.
+
+    As with evictions, what was counted before the first look was another process's to publish.
+    """
+
+    def __init__(self) -> None:
+        self._epoch: int | None = None
+        self._last: dict[str, int] = {}
+        self.totals: dict[str, int] = {}
+
+    def look(self, stats: DirectoryStats) -> None:
+        counted = {
+            "dram": stats.hit_blocks - stats.hit_ssd_blocks,
+            "ssd": stats.hit_ssd_blocks,
+            "miss": stats.lookup_blocks - stats.hit_blocks,
+            "spills": stats.spills,
+            "bad_copies": stats.bad_copies,
+        }
+        if self._epoch is None:
+            self._last = counted
+        elif self._epoch != stats.epoch:
+            self._last = {}
+        for name, count in counted.items():
+            new = count - self._last.get(name, 0)
+            self.totals[name] = self.totals.get(name, 0) + new
+        self._epoch, self._last = stats.epoch, counted
+
+
 class StoreWatch:
     def __init__(self, directory: DirectoryClient) -> None:
         self.seen: DirectoryStats | None = None  # None while the directory does not answer
         self._directory = directory
         self._evictions = Evictions()
+        self._counts = DirectoryCounts()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-watch", daemon=True)
         self._thread.start()
@@ -61,6 +91,11 @@ class StoreWatch:
     def evictions(self) -> dict[str, int]:
         """Per node, as Evictions counts them."""
         return dict(self._evictions.totals)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """As DirectoryCounts has them."""
+        return dict(self._counts.totals)
 
     def close(self) -> None:
         """Before the client is closed."""
@@ -72,6 +107,7 @@ class StoreWatch:
             try:
                 stats = self._directory.stats()
                 self._evictions.look(stats)
+                self._counts.look(stats)
                 self.seen = stats
             except StoreError as error:
                 if self.seen is not None:
@@ -99,6 +135,12 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
     page.counter_to("mooncake_routed_total", stats.routed)
     page.counter_to("mooncake_fetches_total", stats.fetches)
     page.counter_to("mooncake_replicated_blocks_total", stats.replicated_blocks)
+    limits = frontend.cluster.config
+    page.gauge("mooncake_slo_seconds", limits.ttft_slo_s, now_s, limit="ttft")
+    page.gauge("mooncake_slo_seconds", limits.tbt_slo_s, now_s, limit="tbt")
+    for found in frontend.cluster.copies_by_heat:
+        page.gauge("mooncake_hot_blocks", found.blocks, now_s, heat=str(found.heat))
+        page.gauge("mooncake_hot_block_copies", found.copies, now_s, heat=str(found.heat))
     for role, wanted in stats.workers_wanted.items():
         page.gauge("mooncake_workers_wanted", wanted, now_s, role=role)
     for role, proposed in stats.flips_proposed.items():
@@ -137,3 +179,8 @@ def show_store(page: MetricPage, watch: StoreWatch, now_s: float) -> None:
         page.gauge("mooncake_store_blocks", node.ready_blocks, now_s, **labels)
     for node_id, evictions in watch.evictions.items():
         page.counter_to("mooncake_store_evictions_total", evictions, node=node_id)
+    counts = watch.counts
+    for result in ("dram", "ssd", "miss"):
+        page.counter_to("mooncake_store_lookup_blocks_total", counts[result], result=result)
+    page.counter_to("mooncake_store_spills_total", counts["spills"])
+    page.counter_to("mooncake_store_bad_copies_total", counts["bad_copies"])

@@ -11,6 +11,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from backends.errors import Cancelled, InvalidRequest, KvMissing, Overloaded, WorkerUnavailable
 from backends.metrics.page import Observations
@@ -21,12 +22,25 @@ TBT_LONGEST_SHARE = 0.1  # FAST'25, section 5.1
 MESSAGES_PER_FLUSH = 50  # of a long stream: its intervals reach the counters while it runs
 
 
+class LatencyLimits(NamedTuple):
+    """The service levels that an answer met or missed."""
+
+    ttft_s_max: float = math.inf
+    tbt_s_max: float = math.inf
+
+
+NO_LIMITS = LatencyLimits()
+
+
 class RequestTimes:
     """Not thread-safe: one thread at a time is at a request."""
 
-    def __init__(self, observations: Observations, arrived_s: float) -> None:
+    def __init__(
+        self, observations: Observations, arrived_s: float, limits: LatencyLimits = NO_LIMITS
+    ) -> None:
         self._observe = observations.observe
         self._arrived_s = arrived_s
+        self._limits = limits
         self._first_s = self._last_s = 0.0  # when tokens left
         self._tokens = 0
         self._gaps_s = array("d")  # between messages; within one, tokens are 0 apart
@@ -42,6 +56,9 @@ class RequestTimes:
         self._predicted_tbt_s = predicted.tbt_s
         predicted_s = predicted.ttft_s - predicted.handover_s  # which the first token does not need
         self._observe("mooncake_ttft_prediction_error_ratio", _error(predicted_s, actual_s))
+        name = "mooncake_ttft_prediction_seconds_total"
+        self._observe(name, predicted_s, kind="predicted")
+        self._observe(name, actual_s, kind="actual")
 
     def prefill_wasted(self, compute_s: float) -> None:
         """Its decode worker refused it after the prefill was paid for."""
@@ -71,11 +88,21 @@ class RequestTimes:
         self._count_intervals()
         if error is None and self._tokens:
             self._observe("mooncake_request_duration_seconds", now_s - self._arrived_s)
+            actual_s = 0.0
             if self.is_stream and self._gaps_s:
                 actual_s = tbt_s(self._gaps_s, self._tokens - 1)
-                self._observe("mooncake_tbt_seconds", actual_s)
-                error_ratio = _error(self._predicted_tbt_s, actual_s)
-                self._observe("mooncake_tbt_prediction_error_ratio", error_ratio)
+                self._observe_tbt(actual_s)
+            ttft_s = self._first_s - self._arrived_s
+            if ttft_s <= self._limits.ttft_s_max and actual_s <= self._limits.tbt_s_max:
+                self._observe("mooncake_requests_within_slo_total")
+
+    def _observe_tbt(self, actual_s: float) -> None:
+        self._observe("mooncake_tbt_seconds", actual_s)
+        error_ratio = _error(self._predicted_tbt_s, actual_s)
+        self._observe("mooncake_tbt_prediction_error_ratio", error_ratio)
+        name = "mooncake_tbt_prediction_seconds_total"
+        self._observe(name, self._predicted_tbt_s, kind="predicted")
+        self._observe(name, actual_s, kind="actual")
 
     def _count_intervals(self) -> None:
         if not self.is_stream or not self._gaps_s:

@@ -91,6 +91,8 @@ def ratio(name: str, publisher: str, meaning: str) -> Metric:
 
 
 NODE = Label("node")
+HEAT = Label("heat", ("1", "2", "4", "8"))
+PREDICTION = Label("kind", ("predicted", "actual"))
 NIC = Label("nic")
 TRANSPORT = Label("transport", ("mapped", "nixl", "tcp"))
 
@@ -101,6 +103,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         counter("mooncake_requests_total", "requests", (FRONTEND,),
                 "Requests that ended: answered, or by the first word of their error.",
                 Label("outcome", OUTCOMES)),
+        counter("mooncake_requests_within_slo_total", "requests", (FRONTEND,),
+                "Answered requests that met both limits of mooncake_slo_seconds, TTFT and (streams "
+                "with more than one token) TBT: goodput."),
         counter("mooncake_rejections_total", "requests", (FRONTEND,),
                 "Requests rejected on purpose, by the `kind` that their clients read.",
                 Label("reason", REASONS)),
@@ -116,6 +121,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Attempts whose prefix was to be fetched from another node (Algorithm 1)."),
         counter("mooncake_replicated_blocks_total", "blocks", (FRONTEND,),
                 "Blocks of hot prefixes that a node was asked to copy."),
+        gauge("mooncake_hot_blocks", "blocks", (FRONTEND,),
+              "Blocks by how hot they are, at most 2,048: heat 2 are found 2 to 4 times as often "
+              "as gives a block another copy (hot_hits_per_s), by requests that came here. Hits "
+              "fade by half in hot_half_life_s.", HEAT),
+        gauge("mooncake_hot_block_copies", "copies", (FRONTEND,),
+              "Their copies in DRAM, over all nodes.", HEAT),
         gauge("mooncake_workers_wanted", "workers", (FRONTEND,),
               "Workers of a role that the load needs to keep both limits (role_flips).",
               Label("role")),
@@ -137,6 +148,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 Label("result", RECORDING_RESULTS)),
     ),
     "Latency": (
+        gauge("mooncake_slo_seconds", "seconds", (FRONTEND,),
+              "The limits that requests are admitted by, and goodput is counted by: ttft_slo_s and "
+              "tbt_slo_s of the conductor.", Label("limit", ("ttft", "tbt"))),
         seconds("mooncake_ttft_seconds", FRONTEND,
                 "Time to first token: from the arrival of a request until its first token is in "
                 "the frontend's hands. Parsing and tokenising included."),
@@ -154,6 +168,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
               "end of prefill. One value per attempt."),
         ratio("mooncake_tbt_prediction_error_ratio", FRONTEND,
               "abs(predicted - actual) / actual of the TBT of a streamed answer."),
+        counter("mooncake_ttft_prediction_seconds_total", "seconds", (FRONTEND,),
+                "The times of which mooncake_ttft_prediction_error_ratio has the errors, added up: "
+                "predicted / actual says in which direction the conductor errs.", PREDICTION),
+        counter("mooncake_tbt_prediction_seconds_total", "seconds", (FRONTEND,),
+                "The same of mooncake_tbt_prediction_error_ratio.", PREDICTION),
     ),
     "Where the time goes": (
         seconds("mooncake_prefill_queue_seconds", PREFILL,
@@ -270,10 +289,20 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Storage nodes, as the directory knows them": (
         gauge("mooncake_store_bytes_used", "bytes", (FRONTEND,),
               "Bytes of blocks, those being written included.", NODE),
-        gauge("mooncake_store_bytes_max", "bytes", (FRONTEND,), "The node's memory.", NODE),
+        gauge("mooncake_store_bytes_max", "bytes", (FRONTEND,),
+              "The node's memory. Node s0/ssd is the SSD tier of s0, here as in the others.", NODE),
         gauge("mooncake_store_blocks", "blocks", (FRONTEND,), "Blocks that can be read.", NODE),
         counter("mooncake_store_evictions_total", "blocks", (FRONTEND,),
                 "Blocks that gave way to others.", NODE),
+        counter("mooncake_store_lookup_blocks_total", "blocks", (FRONTEND,),
+                "Blocks that workers looked up, those of hand-overs included: found in DRAM, found "
+                "on an SSD only, or nowhere.", Label("result", ("dram", "ssd", "miss"))),
+        counter("mooncake_store_spills_total", "blocks", (FRONTEND,),
+                "Cold blocks that nodes were asked to copy to their SSDs."),
+        counter("mooncake_store_restored_blocks_total", "blocks", WORKERS,
+                "Blocks that nodes read back from SSD into DRAM because this worker wanted them."),
+        counter("mooncake_store_bad_copies_total", "blocks", (FRONTEND,),
+                "Copies that a reader found missing or corrupt (checksums); they are dropped."),
         gauge("mooncake_store_leases", "leases", (FRONTEND,),
               "Leases on copies of blocks, over all nodes.", is_use=True),
     ),

@@ -15,7 +15,7 @@ from mooncake_store.records.membership import WorkerReport
 LASTING = (
     "mooncake_transfers_total", "mooncake_transfer_bytes_total", "mooncake_transfer_seconds_total",
     "mooncake_transfer_failures_total", "mooncake_nic_bytes_total", "mooncake_nic_failures_total",
-    "mooncake_nixl_agents_given_up_total",
+    "mooncake_nixl_agents_given_up_total", "mooncake_store_restored_blocks_total",
 )  # fmt: skip
 
 
@@ -55,6 +55,7 @@ def common(page: MetricPage, process: WorkerProcess, report: WorkerReport, now_s
     page.gauge("mooncake_step_age_seconds", report.oldest_step_s, now_s)
     page.counter_to("mooncake_self_checks_total", process.self_check.passed)
     page.gauge("mooncake_leases_held", len(process.owners), now_s)
+    page.counter_to("mooncake_store_restored_blocks_total", process.store.restored_blocks)
     transfers(page, process, now_s)
     for name, value_labels, value in process.driver.series():
         page.gauge(name, value, now_s, **value_labels)

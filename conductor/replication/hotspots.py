@@ -37,11 +37,13 @@ from dataclasses import dataclass
 from conductor.config import ConductorConfig
 from conductor.estimates.forward_decay import ForwardDecay
 from conductor.load.worker import budget, warm_up
-from conductor.messages import Replicate
+from conductor.messages import HeatClass, Replicate
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
 
 NOTES_MAX = 1024  # requests noted between two ticks; more are counted at once
 KEYS_CONSIDERED_MAX = 128  # hottest keys looked at per tick
+HEATS = (1, 2, 4, 8)  # lower bounds of the classes that are shown, in units of hot_hits_per_s
+KEYS_SHOWN_MAX = 2048  # hottest keys in these classes: nobody waits longer than 1 ms for them
 TURN_S = 6.0  # the shell gives up a copy after 5
 
 
@@ -119,6 +121,19 @@ class Hotspots:
                 for copied in suggestion.block_keys:
                     self._arriving[(suggestion.target_node, copied)] = until_s
         return found
+
+    def copies_by_heat(self, index: PrefixIndex, now_s: float) -> tuple[HeatClass, ...]:
+        """Of the hottest KEYS_SHOWN_MAX blocks that are hot, as they were at the last tick."""
+        limit = self._config.hot_hits_per_s / self._per_s(now_s)
+        hits = [(self._heats[key].hits / limit, key) for key in self._warm if key in self._heats]
+        blocks, copies = dict.fromkeys(HEATS, 0), dict.fromkeys(HEATS, 0)
+        for heat, key in heapq.nlargest(KEYS_SHOWN_MAX, hits):
+            held = index.copies(key)
+            if heat >= HEATS[0] and held:
+                at_least = max(bound for bound in HEATS if heat >= bound)
+                blocks[at_least] += 1
+                copies[at_least] += held
+        return tuple(HeatClass(heat, blocks[heat], copies[heat]) for heat in HEATS)
 
     def _with_room(self, nodes: Sequence[str], now_s: float) -> dict[str, int]:
         """How many blocks may be on their way to each node: a newcomer has a growing share."""

@@ -50,6 +50,12 @@ class Restorer:
         self._clients: dict[str, NodeClient] = {}  # from node_id; of its newest incarnation
         self._users = Counter[NodeClient]()
         self._pool: ThreadPoolExecutor | None = None
+        self._restored_blocks = 0
+
+    @property
+    def restored_blocks(self) -> int:
+        """Those that a node read into DRAM because this process asked for them."""
+        return self._restored_blocks
 
     @contextlib.contextmanager
     def client(self, node: NodeInfo) -> Iterator[NodeClient]:
@@ -148,6 +154,8 @@ class Restorer:
                     slots = [Slot(node_id, each.slot, each.generation) for _, each in failed]
                     self._directory.abandon(slots, terms.owner)
                 loaded += arrived
+                with self._lock:
+                    self._restored_blocks += len(arrived)
                 if arrived:
                     yield [(index, _copy(node_id, restore)) for index, restore in arrived]
         finally:

@@ -489,6 +489,11 @@ class Store:
         return self._nodes.nic_counters()
 
     @property
+    def restored_blocks(self) -> int:
+        """Blocks that nodes read from their SSDs because this process wanted them."""
+        return self._restorer.restored_blocks
+
+    @property
     def agents_given_up(self) -> int:
         """NIXL agents of this process that stay unused until it ends."""
         return frozen_agents()

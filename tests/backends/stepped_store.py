@@ -103,6 +103,10 @@ class SteppedStore:
         return {}
 
     @property
+    def restored_blocks(self) -> int:
+        return 0
+
+    @property
     def agents_given_up(self) -> int:
         return 0
 

@@ -104,7 +104,8 @@ def ask(
     "handover_put_seconds", "decode_queue_seconds", "handover_load_seconds",
     "prompt_tokens_total", "output_tokens_total", "steps_total", "step_seconds_total",
     "kv_occupation_byte_seconds_total", "transfers_total", "transfer_bytes_total",
-    "transfer_seconds_total",
+    "transfer_seconds_total", "requests_within_slo_total", "ttft_prediction_seconds_total",
+    "tbt_prediction_seconds_total", "store_lookup_blocks_total",
 )  # fmt: skip
 def a_streamed_answer(server: Server) -> Iterator[None]:
     ask(server, prompt(1, 3 * B + 5), tokens=20)
@@ -160,7 +161,7 @@ def a_prompt_whose_prefix_is_on_the_other_node(server: Server) -> Iterator[None]
     yield
 
 
-@cause("replicated_blocks_total")
+@cause("replicated_blocks_total", "hot_blocks", "hot_block_copies")
 def a_prefix_that_is_asked_for_again_and_again(server: Server) -> Iterator[None]:
     ids = prompt(3, 4 * B + 5)
     with ThreadPoolExecutor(8) as pool:
@@ -180,6 +181,12 @@ def more_requests_than_the_front_takes(server: Server) -> Iterator[None]:
     yield
     for stream in streams:
         stream.leave()
+
+
+@cause("slo_seconds", is_rough=True)
+def another_service_level(server: Server) -> Iterator[None]:
+    server.edit("conductor", "ttft_slo_s", "28")
+    yield
 
 
 @cause("wasted_prefills_total", "wasted_prefill_seconds_total", is_rough=True)

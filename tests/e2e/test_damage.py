@@ -92,6 +92,7 @@ def test_damage_costs_no_answer_and_changes_none(
         clients.wait_for_more(ANSWERS_BETWEEN)
     print(f"{clients.answered} answers, {flips.flipped} bits flipped, {clients.errors}")
     assert flips.flipped > 0.9 * FLIPS_PER_ANSWER * clients.ended
+    assert server.metric("mooncake_store_bad_copies_total") > 0
     assert not clients.wrong
     assert not clients.hung
     # While the directory starts again nobody reports: who comes just then may hear of it.

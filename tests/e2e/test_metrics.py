@@ -41,6 +41,9 @@ OF_A_FLEET = OF_NETWORK_CARDS | {
     "mooncake_routing_note_batches_total", UNREACHED,
     "mooncake_recorded_requests_total",  # only where a recording is asked for: test_recording.py
 }  # fmt: skip
+# test_ssd_tier.py, test_damage.py.
+OF_AN_SSD = {"mooncake_store_spills_total", "mooncake_store_restored_blocks_total"}
+OF_DAMAGE = {"mooncake_store_bad_copies_total"}
 # Shown only where role_flips is not off: test_roles.py.
 OF_ROLE_FLIPS = {"mooncake_workers_wanted", "mooncake_role_flips_proposed_total"}
 
@@ -74,7 +77,9 @@ def test_every_cause_moves_its_metrics(name: str, request: pytest.FixtureRequest
 
 def test_every_metric_of_the_table_has_a_cause() -> None:
     caused = frozenset().union(*(cause.names for cause in CAUSES.values()))
-    assert caused == METRICS.keys() - OF_TENSORRT_LLM - OF_A_FLEET - OF_ROLE_FLIPS
+    assert caused == METRICS.keys() - (
+        OF_TENSORRT_LLM | OF_A_FLEET | OF_ROLE_FLIPS | OF_AN_SSD | OF_DAMAGE
+    )
 
 
 def test_the_numbers_of_known_requests_are_exact(demo: Server) -> None:

@@ -18,6 +18,7 @@ from backends.frontend.lifecycle.events import FirstText, PrefillReplied, Routed
 from backends.frontend.lifecycle.machine import step
 from backends.frontend.live_request import Assignment, LiveRequest
 from backends.text.text_stream import Emission
+from conductor.config import ConductorConfig
 from conductor.messages import Route, WorkerRef
 from tests.backends.asking import TOKENIZER
 
@@ -54,6 +55,7 @@ class Site:
         cluster = SimpleNamespace(
             served=self._wait, inboxes=lambda worker_id: [], grpc_addresses=set,
             finished=lambda *_: None, worker_failed=lambda *_: None, release=lambda _: None,
+            config=ConductorConfig(),
         )  # fmt: skip
         calls = SimpleNamespace(
             cancel=self.cancelled.append, keep=lambda addresses: None, probe=lambda address: None

@@ -8,7 +8,12 @@ from collections import defaultdict
 import pytest
 
 from backends.errors import Cancelled, Overloaded
-from backends.frontend.request_times import MESSAGES_PER_FLUSH, RequestTimes
+from backends.frontend.request_times import (
+    MESSAGES_PER_FLUSH,
+    NO_LIMITS,
+    LatencyLimits,
+    RequestTimes,
+)
 from backends.metrics.page import Observations
 from backends.metrics.table import METRICS
 from conductor.messages import Prediction
@@ -29,11 +34,14 @@ def observed(observations: Observations) -> dict[str, list[float]]:
 
 
 def stream(
-    messages: list[tuple[int, float]], is_stream: bool = True, error: Exception | None = None
+    messages: list[tuple[int, float]],
+    is_stream: bool = True,
+    error: Exception | None = None,
+    limits: LatencyLimits = NO_LIMITS,
 ) -> dict[str, list[float]]:
     """A request that came at 10.0, with (tokens, time) of each message."""
     observations = Observations()
-    times = RequestTimes(observations, arrived_s=10.0)
+    times = RequestTimes(observations, 10.0, limits)
     times.is_stream = is_stream
     times.prefilled(PREDICTED, actual_s=0.2)
     for tokens, now_s in messages:
@@ -53,6 +61,11 @@ def test_a_stream_of_three_tokens() -> None:
         "requests_total answered": [1],
         "ttft_prediction_error_ratio": [pytest.approx(0.5)],  # 0.3 of queue and prefill, not 0.2
         "tbt_prediction_error_ratio": [pytest.approx(0.8)],
+        "ttft_prediction_seconds_total predicted": [pytest.approx(0.3)],
+        "ttft_prediction_seconds_total actual": [0.2],
+        "tbt_prediction_seconds_total predicted": [0.02],
+        "tbt_prediction_seconds_total actual": [pytest.approx(0.1)],
+        "requests_within_slo_total": [1],
     }
 
 
@@ -94,6 +107,21 @@ def test_an_answer_of_one_token_has_no_tbt() -> None:
 def test_a_message_without_tokens_is_no_token() -> None:
     assert stream([(0, 10.1), (1, 10.5), (0, 12.0)])["ttft_seconds"] == [0.5]
     assert "token_intervals_total" not in stream([(1, 10.5), (0, 12.0)])
+
+
+@pytest.mark.parametrize(
+    ("ttft_s_max", "tbt_s_max", "is_stream", "is_within"),
+    [(0.5, 0.2, True, True), (0.49, 0.2, True, False), (0.5, 0.09, True, False),
+     (0.5, 0.09, False, True)],
+)  # fmt: skip
+def test_goodput_is_what_met_both_limits(
+    ttft_s_max: float, tbt_s_max: float, is_stream: bool, is_within: bool
+) -> None:
+    limits = LatencyLimits(ttft_s_max, tbt_s_max)
+    messages = [(1, 10.5), (1, 10.6), (1, 10.64)]
+    found = stream(messages, is_stream, limits=limits)
+    assert found.get("requests_within_slo_total", []) == [1] * is_within
+    assert "requests_within_slo_total" not in stream(messages, error=Cancelled("x"), limits=limits)
 
 
 def test_a_client_that_left_counts_with_the_tokens_that_it_got() -> None:

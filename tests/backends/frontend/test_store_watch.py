@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from backends.frontend.metrics import Evictions, StoreWatch
+from backends.frontend.metrics import DirectoryCounts, Evictions, StoreWatch
 from mooncake_store.errors import StoreUnavailable
 from mooncake_store.records.status import DirectoryStats, HolderStats
 from tests.e2e.server import wait_until
@@ -40,6 +40,26 @@ def test_a_node_or_directory_that_begins_anew_counts_on() -> None:
     assert evictions.totals == {"s0": 18}
     evictions.look(stats(epoch=2))
     assert evictions.totals == {"s0": 18}
+
+
+def looked_up(epoch: int, asked: int, hits: int, on_ssd: int) -> DirectoryStats:
+    return replace(
+        stats(epoch=epoch), lookup_blocks=asked, hit_blocks=hits, hit_ssd_blocks=on_ssd,
+        spills=on_ssd, bad_copies=hits,
+    )  # fmt: skip
+
+
+def test_lookups_are_counted_by_tier_from_the_first_look_on_over_epochs() -> None:
+    counts = DirectoryCounts()
+    counts.look(looked_up(1, 100, 50, 20))
+    assert set(counts.totals.values()) == {0}
+    counts.look(looked_up(1, 110, 57, 22))
+    expected = {"dram": 5, "ssd": 2, "miss": 3, "spills": 2, "bad_copies": 7}
+    assert counts.totals == expected
+    counts.look(looked_up(2, 8, 4, 1))  # another directory leads, whose counts begin at 0
+    assert counts.totals == {"dram": 8, "ssd": 3, "miss": 7, "spills": 3, "bad_copies": 11}
+    counts.look(looked_up(2, 8, 4, 1))
+    assert counts.totals == {"dram": 8, "ssd": 3, "miss": 7, "spills": 3, "bad_copies": 11}
 
 
 class Directory:

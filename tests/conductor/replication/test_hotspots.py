@@ -211,3 +211,21 @@ def test_who_comes_later_leaves_alone_what_was_copied_before_its_turn() -> None:
     assert hot.suggest(index, nodes, 0.0, lambda key: 1) == []
     hold(index, "s1", "a*3")
     assert hot.suggest(index, nodes, TURN_S, lambda key: 1) == []
+
+
+def test_copies_are_counted_by_heat() -> None:
+    hot, index = setup(hot_hits_per_s=1.0, hot_half_life_s=10.0, hot_copies_max=1)
+    hold(index, "s0", "a*2")
+    hold(index, "s1", "a*1")
+    hold(index, "s0", "b*1")
+    for tick in range(1_000):  # 5 hits per second on a, 1.25 on b, 10 on c, which is nowhere
+        hot.note(keys("a*2"), 2, tick * 0.2)
+        hot.note(keys("c*1"), 1, tick * 0.2)
+        hot.note(keys("c*1"), 1, tick * 0.2)
+        if tick % 4 == 0:
+            hot.note(keys("b*1"), 1, tick * 0.2)
+    hot.suggest(index, ["s0", "s1"], 200.0)
+    found = {each.heat: (each.blocks, each.copies) for each in hot.copies_by_heat(index, 200.0)}
+    assert found == {1: (1, 1), 2: (0, 0), 4: (2, 3), 8: (0, 0)}
+    cold = hot.copies_by_heat(index, 300.0)
+    assert [(each.heat, each.blocks) for each in cold] == [(1, 0), (2, 0), (4, 0), (8, 0)]
