@@ -36,8 +36,15 @@ QUERIES: tuple[tuple[str, str], ...] = (
     ("Hit rate: prompt tokens that nobody had to compute",
      'sum(rate(mooncake_prompt_tokens_total{path!="computed"}[5m]))'
      " / sum(rate(mooncake_prompt_tokens_total[5m]))"),
-    ("Share of all requests with a TTFT of at most 1 s (the TTFT half of goodput; what met both"
-     " limits only a report of a load test knows)",
+    ("Goodput: the share of all requests that were answered within both limits",
+     "sum(rate(mooncake_requests_within_slo_total[5m]))"
+     " / sum(rate(mooncake_requests_total[5m]))"),
+    ("Predicted over actual TTFT: above 1 the conductor is too careful",
+     'sum(rate(mooncake_ttft_prediction_seconds_total{kind="predicted"}[5m]))'
+     ' / sum(rate(mooncake_ttft_prediction_seconds_total{kind="actual"}[5m]))'),
+    ("Copies of a block in DRAM, by how hot it is",
+     "max by (heat) (mooncake_hot_block_copies) / (max by (heat) (mooncake_hot_blocks) > 0)"),
+    ("Share of all requests with a TTFT of at most 1 s",
      'sum(rate(mooncake_ttft_seconds_bucket{le="1"}[5m]))'
      " / sum(rate(mooncake_requests_total[5m]))"),
     ("Rejections by reason, per second",
