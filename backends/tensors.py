@@ -43,6 +43,8 @@ SUPPORTED_INPUTS = (
     Tensor("pad_id", "INT32"),
     Tensor("exclude_input_in_output", "BOOL"),
     Tensor("sampling_parameters", "STRING"),
+    Tensor("return_log_probs", "BOOL"),
+    Tensor("top_logprobs", "INT32"),
     Tensor("return_decision", "BOOL"),
     Tensor("return_perf_metrics", "BOOL"),
     Tensor("return_num_input_tokens", "BOOL"),
@@ -56,7 +58,6 @@ UNSUPPORTED_INPUTS = (
     Tensor("bad_words", "STRING", (-1,), neutral=b""),
     Tensor("beam_width", "INT32", neutral=1),
     Tensor("length_penalty", "FP32", neutral=1.0),
-    Tensor("return_log_probs", "BOOL", neutral=False),
     Tensor("return_context_logits", "BOOL", neutral=False),
     Tensor("return_generation_logits", "BOOL", neutral=False),
     Tensor("prompt_embedding_table", "FP16", (-1, -1)),
@@ -88,9 +89,14 @@ OUTPUTS = (
     Tensor("decision", "STRING"),
     Tensor("batch_index", "INT32"),
     Tensor("sequence_index", "INT32"),
+    Tensor("output_log_probs", "FP32", (-1,)),
+    Tensor("top_token_ids", "INT32", (-1, -1)),
+    Tensor("top_log_probs", "FP32", (-1, -1)),
 )
 
 FOR_POSTPROCESSING = {"context_ids", "text_cut_bytes"}  # of no use to anybody else
+# Of each token of the message; [tokens] and twice [tokens, top_logprobs]. Of generated tokens only.
+OF_LOGPROBS = {"output_log_probs", "top_token_ids", "top_log_probs"}
 
 # TensorRT-LLM sends these without the batch dimension, one string for each sequence, and its
 # clients read `text_output[0]` as the string.

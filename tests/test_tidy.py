@@ -45,7 +45,8 @@ FLOORS = {
         {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
-        {"metrics"}, {"config_pbtxt", "tensors", "launch_secret", "worker_tls"}, {"errors"},
+        {"metrics"},
+        {"config_pbtxt", "tensors", "token_logprobs", "launch_secret", "worker_tls"}, {"errors"},
     ],
     "loadtest": [
         {"locustfile"}, {"bench", "clients"}, {"planner"}, {"users", "simulator"}, {"profile"},

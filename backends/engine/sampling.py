@@ -19,23 +19,47 @@ it has none:
    ids stay. vLLM applies min_p before top_p; the kept set differs only when both are set.
 6. Inverse distribution function over the kept tokens in order of ids.
 
+Logprobs, for requests that want them, are of the logits before all of this (token_logprobs.py).
+
 Not here: the parameters and their limits (sampling_params.py), when a request ends (generate.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.engine.sampling_params import SamplingParams
+from backends.token_logprobs import TokenLogprobs, token_logprobs
 
 Integers = NDArray[np.int64]
 Floats = NDArray[Any]  # float32 or float64
 
 CANDIDATES_FEW = 1024  # top_p first looks among so many; sorting a whole vocabulary costs 10 ms
+
+
+class Drawn(NamedTuple):
+    """A token, and how probable it was, where the request wants to know."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def draw(
+    logits: Floats,
+    params: SamplingParams,
+    position: int,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+) -> Drawn:
+    """`sample`, and the logprobs that the request wants."""
+    token_id = sample(logits, params, position, prompt_ids, output_ids)
+    if not params.wants_logprobs:
+        return Drawn(token_id, None)
+    return Drawn(token_id, token_logprobs(logits, token_id, params.top_logprobs))
 
 
 def sample(

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from backends.token_logprobs import NO_LOGPROBS, TOP_LOGPROBS_MAX
+
 SEED_MAX = 2**64 - 1
 TEMPERATURE_MAX = 100.0  # beyond it every token is equally likely to six digits
 PENALTY_MAX = 2.0  # presence and frequency, as in OpenAI's interface
@@ -49,6 +51,12 @@ class SamplingParams:
     seed: int = 0
     end_ids: tuple[int, ...] = ()
     stop_words: tuple[str, ...] = ()
+    # Logprobs of each token and of so many best ones; NO_LOGPROBS: none at all.
+    top_logprobs: int = NO_LOGPROBS
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs != NO_LOGPROBS
 
     @property
     def is_greedy(self) -> bool:
@@ -98,6 +106,8 @@ def _numbers(params: SamplingParams) -> Iterator[str]:
             yield f"{name} is {value}; use {-PENALTY_MAX:g} to {PENALTY_MAX:g} (0: off)"
     if not 0 <= params.seed <= SEED_MAX:
         yield f"seed is {params.seed}; use 0 to {SEED_MAX}"
+    if params.wants_logprobs and not 0 <= params.top_logprobs <= TOP_LOGPROBS_MAX:
+        yield f"top_logprobs is {params.top_logprobs}; use 0 to {TOP_LOGPROBS_MAX}"
 
 
 def _endings(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:

@@ -26,7 +26,7 @@ Not here: when there is a message (lifecycle/machine.py), the table of outputs (
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from typing import Protocol
 
@@ -35,7 +35,7 @@ import numpy as np
 from backends.frontend.cluster_view import Decided, Served
 from backends.frontend.lifecycle.events import Send
 from backends.frontend.request import ClientRequest, RequestLimits
-from backends.tensors import FOR_POSTPROCESSING, OUTPUTS, string_tensor
+from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS, string_tensor
 from backends.text.text_stream import Emission, merge
 from backends.workers.protocol import DecodeReply, PrefillReply
 from conductor.config import ConductorConfig
@@ -59,7 +59,7 @@ class StreamedAnswer:
     def __init__(self, request: ClientRequest, client: ReplyStream) -> None:
         self._prompt_tokens = len(request.prompt_ids)
         self._client = client
-        self._names = names_sent(client.outputs, request.wants_decision)
+        self._names = names_sent(client.outputs, not_sent(request))
 
     def add(self, message: Send) -> None:
         self._client.send(
@@ -92,7 +92,7 @@ class WholeAnswer:
         last = self._messages[-1]
         output_tokens = sum(each.output_tokens for each in self._messages)
         message = Send(whole, output_tokens, last.finish_reason, last.cached_tokens, fields)
-        names = names_sent(self._client.outputs, request.wants_decision)
+        names = names_sent(self._client.outputs, not_sent(request))
         self._client.send(outputs(message, len(request.prompt_ids), names), is_final=True)
 
 
@@ -104,19 +104,28 @@ def with_prompt(request: ClientRequest, emission: Emission) -> Emission:
         text=text,
         cut_bytes=-1 if emission.cut_bytes < 0 else len(text.encode()),
         is_stopped=emission.is_stopped,
+        logprobs=emission.logprobs,  # of the generated tokens: none are computed of the prompt's
     )
 
 
-def names_sent(asked: frozenset[str], wants_decision: bool) -> tuple[str, ...]:
+def not_sent(request: ClientRequest) -> Set[str]:
+    """What a client that names no outputs does not get: it has no use for it."""
+    left_out = set(FOR_POSTPROCESSING)
+    if not request.wants_decision:
+        left_out.add("decision")
+    if not request.sampling.wants_logprobs:
+        left_out |= OF_LOGPROBS
+    return left_out
+
+
+def names_sent(asked: frozenset[str], left_out: Set[str]) -> tuple[str, ...]:
     """The outputs to send, in the order of the table.
 
-    To Triton, asking for nothing is asking for everything. Then what only `postprocessing` needs
-    is left out, and `decision` unless the request wants one. An ensemble asks by name, for less
-    than everything, and must get all of it in every response.
+    To Triton, asking for nothing is asking for everything; then some are left out. An ensemble asks
+    by name, for less than everything, and must get all of it in every response.
     """
     names = [output.name for output in OUTPUTS]
     if asked.issuperset(names):
-        left_out = FOR_POSTPROCESSING if wants_decision else FOR_POSTPROCESSING | {"decision"}
         return tuple(name for name in names if name not in left_out)
     return tuple(name for name in names if name in asked)
 
@@ -141,7 +150,21 @@ _VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
     ),
     "batch_index": lambda *_: ZERO,
     "sequence_index": lambda *_: ZERO,
+    "output_log_probs": lambda message, _: np.array(
+        [each.log_prob for each in message.emission.logprobs], np.float32
+    ),
+    "top_token_ids": lambda message, _: _matrix(
+        [each.top_ids for each in message.emission.logprobs], np.int32
+    ),
+    "top_log_probs": lambda message, _: _matrix(
+        [each.top_log_probs for each in message.emission.logprobs], np.float32
+    ),
 }
+
+
+def _matrix(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
+    """[tokens, best ones of each], also of no tokens, or of none of the best."""
+    return np.array(rows, dtype).reshape(len(rows), len(rows[0]) if rows else 0)
 
 
 def outputs(message: Send, prompt_tokens: int, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -163,7 +186,8 @@ def describe(
         "fingerprint": served.fingerprint,
     }
     message = Send(Emission((), json.dumps(facts)), 0, "described", 0)
-    return outputs(message, 0, names_sent(asked, wants_decision=False))
+    left_out = FOR_POSTPROCESSING | OF_LOGPROBS | {"decision"}
+    return outputs(message, 0, names_sent(asked, left_out))
 
 
 def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]:

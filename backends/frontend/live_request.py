@@ -220,7 +220,7 @@ class LiveRequest:
         """From the thread that reads messages."""
         if (assignment := self._assignments.get(attempt)) is not None:
             try:
-                first = self._first_text(assignment, message.token_id, message.cached_tokens)
+                first = self._first_text(assignment, message.token_id, message)
                 self.post(events.FirstTokenArrived(attempt, first, time.monotonic()))
             except Exception as error:  # edge: the messages of other requests go on
                 self.post(events.Failed(error))
@@ -346,7 +346,7 @@ class LiveRequest:
         if request.wants_decision:
             fields = route_fields(assignment.decided, self._services.cluster.config)
             fields |= prefill_fields(reply)
-        first = self._first_text(assignment, token_id, reply.cached_tokens)
+        first = self._first_text(assignment, token_id, reply)
         return events.PrefillReplied(
             action.attempt, first, reply.compute_s, fields, now_s=assignment.replied_s
         )
@@ -367,6 +367,7 @@ class LiveRequest:
             tbt_slo_s=slo_s,
             is_resumed=action.is_resumed,
             native=prefilled.native,
+            first_logprobs=prefilled.logprobs,
         )
         token_ids = np.append(assignment.token_ids, np.int32(token_id))
         worker = assignment.decided.route.decode
@@ -400,7 +401,7 @@ class LiveRequest:
         return self._request, self._served
 
     def _first_text(
-        self, assignment: Assignment, token_id: int, cached_tokens: int
+        self, assignment: Assignment, token_id: int, said: FirstToken | PrefillReply
     ) -> events.FirstText:
         """Made once: message and reply bring the same token."""
         if assignment.first is None:
@@ -411,7 +412,7 @@ class LiveRequest:
                 self._services.tokenizer, assignment.token_ids[-CONTEXT_TOKENS:].tolist(),
                 sampling.stop_words, sampling.end_ids, max(sampling.min_tokens - before, 0),
             )  # fmt: skip
-            emission = text.push([token_id])
+            emission = text.push([token_id], logprobs=said.logprobs)
             reason = "length" if before + 1 >= sampling.max_tokens else ""
             if emission.is_stopped:
                 reason = "stop_word"
@@ -419,7 +420,7 @@ class LiveRequest:
                 reason = "end_id"
             if reason:
                 emission = merge([emission, text.finish()])
-            assignment.first = events.FirstText(emission, reason, cached_tokens)
+            assignment.first = events.FirstText(emission, reason, said.cached_tokens)
         return assignment.first
 
     # --- carrying out actions: what blocks is returned
@@ -519,4 +520,5 @@ def emission_of(ids: np.ndarray, reply: DecodeReply) -> Emission:
     return Emission(
         token_ids=tuple(ids.tolist()), text=reply.text, cut_bytes=reply.cut_bytes,
         is_stopped=reply.finish_reason == "stop_word", context_ids=tuple(reply.context_ids),
+        logprobs=tuple(reply.logprobs),
     )  # fmt: skip

@@ -12,6 +12,7 @@
 | `end_id` -1, or `ignore_eos` | never end at a token; the answer has max_tokens tokens |
 | `end_id` | ends at this token only, instead of the checkpoint's end tokens |
 | `stop_words` [""] | none (TensorRT-LLM's examples write it so) |
+| no `return_log_probs` | no logprobs; with them `top_logprobs` best tokens (0 unless said) |
 | `sampling_parameters` | vLLM's JSON: the same names and `stop`; a tensor that differs wins |
 
 Not here: the limits themselves (engine/sampling_params.py).
@@ -32,6 +33,7 @@ from backends.frontend.inputs import (
     from_json,
     shown,
 )
+from backends.token_logprobs import NO_LOGPROBS, TOP_LOGPROBS_MAX
 
 NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -59,8 +61,9 @@ def read(
     reader.integer("pad_id")  # nothing is padded here; checked, then not used
     words = said.pop("stop", [])
     params = SamplingParams(
-        **said, end_ids=end_ids, stop_words=() if words == [""] else tuple(words)
-    )
+        **said, end_ids=end_ids, stop_words=() if words == [""] else tuple(words),
+        top_logprobs=_top_logprobs(reader),
+    )  # fmt: skip
     reader.problems += params.problems(limits)
     return params
 
@@ -81,6 +84,17 @@ def _either(reader: InputReader, name: str, older: str) -> int | None:
     if value is not None and other is not None and value != other:
         reader.note(f"{name} is {value} but {older} is {other}; they mean the same, send one")
     return other if value is None else value
+
+
+def _top_logprobs(reader: InputReader) -> int:
+    is_wanted, top = reader.flag("return_log_probs"), reader.integer("top_logprobs") or 0
+    if not 0 <= top <= TOP_LOGPROBS_MAX:
+        reader.note(f"top_logprobs is {top}; use 0 to {TOP_LOGPROBS_MAX}")
+    elif top and not is_wanted:
+        reader.note(f"top_logprobs is {top}, but return_log_probs is not true; send both")
+    elif is_wanted:
+        return top
+    return NO_LOGPROBS
 
 
 def _wants_sampling(said: dict[str, Any]) -> bool:

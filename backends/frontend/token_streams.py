@@ -139,5 +139,5 @@ def messages_per_s_affordable() -> int:
 def emission_of(update: TokenUpdate) -> Emission:
     return Emission(
         token_ids=tuple(update.token_ids), text=update.text, cut_bytes=update.cut_bytes,
-        context_ids=tuple(update.context_ids),
+        context_ids=tuple(update.context_ids), logprobs=tuple(update.logprobs),
     )  # fmt: skip

@@ -40,6 +40,7 @@ from functools import lru_cache
 
 from backends.text.token_bytes import CONTEXT_TOKENS, TokenBytes
 from backends.text.tokenizer import Tokenizer
+from backends.token_logprobs import TokenLogprobs
 
 
 class StopWords:
@@ -109,6 +110,7 @@ class Emission:
     cut_bytes: int = -1  # -1: all of the text; else so many bytes of its UTF-8
     is_stopped: bool = False  # a stop word was found: nothing will follow
     context_ids: Sequence[int] = ()  # the tokens with text before token_ids, 16 at most
+    logprobs: Sequence[TokenLogprobs] = ()  # of each of token_ids, or of none
 
 
 def merge(emissions: Sequence[Emission]) -> Emission:
@@ -124,6 +126,7 @@ def merge(emissions: Sequence[Emission]) -> Emission:
         cut_bytes=len(text.encode()) if is_cut else -1,
         is_stopped=emissions[-1].is_stopped,
         context_ids=emissions[0].context_ids,
+        logprobs=tuple(found for emission in emissions for found in emission.logprobs),
     )
 
 
@@ -159,6 +162,7 @@ class TextStream:
         self._end_ids = frozenset(end_ids)
         self._free_tokens = min_tokens  # still to come that no stop word may contain
         self._held: deque[tuple[int, bytes]] = deque()
+        self._logprobs: deque[TokenLogprobs] = deque()  # of the held tokens, or of none
         self._pushed_bytes = 0
         self._released_bytes = 0
         self._stop_at_bytes = -1  # where the stop word begins
@@ -168,10 +172,19 @@ class TextStream:
     def is_stopped(self) -> bool:
         return self._stop_at_bytes >= 0
 
-    def push(self, token_ids: Iterable[int], is_last: bool = False) -> Emission:
-        """Tokens after a stop word are ignored; `is_last` releases everything."""
+    def push(
+        self,
+        token_ids: Iterable[int],
+        is_last: bool = False,
+        logprobs: Iterable[TokenLogprobs] = (),
+    ) -> Emission:
+        """Tokens after a stop word are ignored; `is_last` releases everything.
+
+        `logprobs`: of each of these tokens, with which they leave, or of none.
+        """
         assert not self._is_finished, "the stream was finished"
         self._is_finished = is_last
+        self._logprobs.extend(logprobs)
         for token_id in token_ids:
             if self.is_stopped:
                 break
@@ -236,7 +249,10 @@ class TextStream:
             pieces.append(self._tokens.ending(tuple(self._pushed)))
         text = self._decoder.decode(b"".join(pieces), self._is_finished or self.is_stopped)
         cut_bytes = len(text.encode()) if is_cut else -1
-        return Emission(tuple(token_ids), text, cut_bytes, self.is_stopped, context_ids)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if self._logprobs:
+            logprobs = tuple(self._logprobs.popleft() for _ in token_ids)
+        return Emission(tuple(token_ids), text, cut_bytes, self.is_stopped, context_ids, logprobs)
 
     def _limit_bytes(self) -> int:
         """Bytes before this are decided."""

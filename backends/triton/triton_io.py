@@ -196,7 +196,7 @@ def response(outputs: Mapping[str, np.ndarray]) -> Any:
     """One response; all but a few arrays get the batch dimension that max_batch_size 1 asks for."""
     return pb.InferenceResponse(
         [
-            pb.Tensor(name, value if name in UNBATCHED_OUTPUTS else value.reshape(1, -1))
+            pb.Tensor(name, value if name in UNBATCHED_OUTPUTS else value[np.newaxis])
             for name, value in outputs.items()
         ]
     )

@@ -6,6 +6,7 @@ Only the state of one request; who is computed next is the worker's and its driv
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -15,6 +16,7 @@ from backends.metrics.page import Observations
 from backends.text.text_stream import Emission, TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
+from backends.token_logprobs import TokenLogprobs
 from backends.workers.arrivals import Arrival
 from backends.workers.kv_writer import BlockPut
 from backends.workers.protocol import (
@@ -83,6 +85,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     compute_s: float = 0.0
     computed_at_s: float = 0.0
     computed_tokens: int = 0  # so far; not the cached ones
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its token, where wanted
     # Where the engine itself hands KV over: what its other half needs.
     native: bytes = b""
     hands_over_blocks: bool = True  # False: decode computes the prompt again
@@ -111,7 +114,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
         is_last = output_tokens >= sampling.max_tokens or token_id in sampling.end_ids
         if not self.request.reply_inbox or is_last or sampling.stop_words:
             return None
-        return FirstToken(self.request_id, token_id, self.cached_tokens)
+        return FirstToken(self.request_id, token_id, self.cached_tokens, self.logprobs)
 
     def reply(self, incarnation: str, block_bytes: int) -> PrefillReply:
         """After its last block was committed."""
@@ -128,6 +131,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
             queue_ahead=self.queue_ahead,
             native=self.native,
             fetched_from=self.fetched_from,
+            logprobs=self.logprobs,
         )
 
     def _handed_over(self) -> list[BlockRef]:
@@ -194,10 +198,12 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
             max(sampling.min_tokens - decided, 0),
         )  # fmt: skip
         # The frontend has emitted what this yields, by the same pure function.
-        self._text.push([self.token_ids[-1]])
+        self._text.push([self.token_ids[-1]], logprobs=request.first_logprobs)
         self._pending: list[Emission] = []
         self._pending_tokens = 0
         self._tokens_before = 0  # of the next message
+        # Of tokens that were drawn and are not `decoded` yet, where the request wants them.
+        self.drawn_logprobs: list[TokenLogprobs] = []
 
     @property
     def pages(self) -> list[int]:
@@ -238,7 +244,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self.token_ids.append(token_id)
         self.output_ids.append(token_id)
         sampling = self.request.sampling
-        emission = self._text.push([token_id])
+        emission = self._text.push([token_id], logprobs=self._take_drawn())
         if emission.is_stopped:
             self.finish_reason = "stop_word"
         elif token_id in sampling.end_ids:
@@ -250,6 +256,12 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self._pending.append(emission)
         self._pending_tokens += len(emission.token_ids)
 
+    def _take_drawn(self) -> Sequence[TokenLogprobs]:
+        if not self.drawn_logprobs:
+            return ()
+        drawn, self.drawn_logprobs = self.drawn_logprobs, []
+        return drawn
+
     @property
     def has_update(self) -> bool:
         """Enough tokens for a message have come together (stream_interval 0: only the end)."""
@@ -260,7 +272,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         before, pending = self._take_pending()
         return TokenUpdate(
             self.request_id, before, list(pending.token_ids), pending.text,
-            list(pending.context_ids), pending.cut_bytes,
+            list(pending.context_ids), pending.cut_bytes, list(pending.logprobs),
         )  # fmt: skip
 
     def reply(self) -> None:
@@ -277,6 +289,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
             load_s=self.load_s,
             loaded_early_blocks=self.loaded_early_blocks,
             read_bytes=self.arrival.read_bytes if self.arrival is not None else {},
+            logprobs=list(pending.logprobs),
         )
         self.client.decoded(list(pending.token_ids), reply)
 

@@ -28,6 +28,7 @@ import numpy as np
 from backends import launch_secret
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
 from backends.errors import InvalidRequest, WorkerGone
+from backends.token_logprobs import TokenLogprobs
 from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX, Inbox, Outbox
 
@@ -36,7 +37,7 @@ REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
 REPLY_IDS, REPLY_BODY = "output_ids", "reply"
 
 # Of the calls, beside the request; a release that changes what they mean counts it up.
-VERSION_PARAMETER, CALLS_VERSION = "protocol_version", 1
+VERSION_PARAMETER, CALLS_VERSION = "protocol_version", 2
 
 REQUEST_ID_CHARACTERS_MAX = 256
 ADDRESS_VARIABLE = "MOONCAKE_ADDRESS"  # where other hosts reach this one; unset: one host only
@@ -92,6 +93,7 @@ class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
     queue_ahead: int = 0  # prompts in front of it when it came
     native: bytes = b""  # where the engine itself hands KV over: what its other half needs
     fetched_from: dict[str, int] = {}  # bytes that came from each node for this request
+    logprobs: list[TokenLogprobs] = []  # of the token, where the request wants them
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
@@ -107,6 +109,9 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
     tbt_slo_s: float = 0.0  # refuse it when a step with it would take longer; 0: no limit
     native: bytes = b""  # PrefillReply's
     is_resumed: bool = False  # it goes on after a loss: a full queue does not refuse it
+    # Of the last token of input_ids, where the request wants them: text that may become a stop word
+    # is held back together with its tokens, so this worker may be the one that releases it.
+    first_logprobs: list[TokenLogprobs] = []
 
 
 class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):
@@ -122,6 +127,7 @@ class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True
     load_s: float = 0.0
     loaded_early_blocks: int = 0  # handed over layer by layer before the request came
     read_bytes: dict[str, int] = {}
+    logprobs: list[TokenLogprobs] = []  # of each of those last tokens, or of none
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failed"):
@@ -183,6 +189,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
     text: str
     context_ids: list[int]
     cut_bytes: int
+    logprobs: list[TokenLogprobs] = []  # of each token, or of none
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -201,6 +208,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag="first"):
     request_id: str
     token_id: int
     cached_tokens: int
+    logprobs: list[TokenLogprobs] = []
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -286,6 +294,7 @@ class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
     number: int
     token_ids: list[int]  # of each work; -1 where none was due
     errors: list[str]  # of each work; of all of them when the step failed
+    logprobs: list[list[TokenLogprobs]] = []  # of each work: of its token, or none
 
 
 class StageWritten(msgspec.Struct, frozen=True, tag="written"):

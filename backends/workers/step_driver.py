@@ -22,7 +22,7 @@ from backends.config_pbtxt import WorkerConfig, checkpoint_folder
 from backends.engine import calibration
 from backends.engine.batching.batching import Chunk
 from backends.engine.interface import Engine, Work
-from backends.engine.sampling import sample
+from backends.engine.sampling import draw
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Driver, Samples
 from backends.workers.jobs import DecodeJob, PrefillJob
@@ -152,7 +152,9 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
     def _sample(self, job: PrefillJob, logits: np.ndarray) -> int:
         prompt = job.token_ids[: job.request.prompt_tokens].tolist()
         output = job.token_ids[job.request.prompt_tokens :].tolist()
-        return sample(logits, job.request.sampling, len(output), prompt, output)
+        drawn = draw(logits, job.request.sampling, len(output), prompt, output)
+        job.logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
+        return drawn.token_id
 
 
 class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
@@ -190,11 +192,13 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
         tokens_of = []
         for row, job in enumerate(jobs):
             try:
-                token_id = sample(
+                drawn = draw(
                     logits[row], job.request.sampling, len(job.output_ids), job.prompt_ids,
                     job.output_ids,
                 )  # fmt: skip
-                tokens_of.append((job, (token_id,)))
+                if drawn.logprobs is not None:
+                    job.drawn_logprobs.append(drawn.logprobs)
+                tokens_of.append((job, (drawn.token_id,)))
             except Exception as error:  # edge: it must not fail its neighbours in the batch
                 worker.fail(job, error)
         worker.decoded(tokens_of)

@@ -50,6 +50,10 @@ def llm_sampling(
     """
     if refusal := sampler.refusal(params):
         raise InvalidRequest(refusal)
+    if params.wants_logprobs:
+        raise InvalidRequest(
+            "workers with TensorRT-LLM say no logprobs: leave return_log_probs out"
+        )
     keywords: dict[str, Any] = {
         "max_tokens": tokens,
         "end_id": params.end_ids[0] if params.end_ids else NEVER,

@@ -237,6 +237,7 @@ class PipelinePrefill(StagePrefill):
             if message.errors[index]:
                 self._worker.fail(job, WorkerUnavailable(message.errors[index]))
             elif chunk.is_last and not job.is_leaving:
+                job.logprobs = message.logprobs[index] if message.logprobs else []
                 self._worker.send_first_token(job, message.token_ids[index])
 
     def _written(self, message: StageWritten) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.interface import Work
-from backends.engine.sampling import sample
+from backends.engine.sampling import Drawn, draw
 from backends.errors import WorkerGone
 from backends.workers.kv_loader import KvLoader
 from backends.workers.kv_writer import BlockPut, KvWriter
@@ -53,7 +53,7 @@ from mooncake_store.records.membership import WorkerReport
 log = logging.getLogger(__name__)
 LOADERS = 2
 LATE_READ_WAIT_S = 0.05  # between two looks whether a read that is late is over
-NO_TOKEN = -1
+NO_TOKEN = Drawn(-1, None)
 
 
 class StageWorker:
@@ -271,8 +271,14 @@ class StageWorker:
         else:
             logits = self._engine.forward_last(works, hidden, on_layer)
             sampled = [_sampled(work, row) for work, row in zip(step.works, logits, strict=True)]
-            token_ids, errors = [token for token, _ in sampled], [error for _, error in sampled]
-            self._answer(StageComputed(step.epoch, step.number, token_ids, errors))
+            computed = StageComputed(
+                epoch=step.epoch,
+                number=step.number,
+                token_ids=[drawn.token_id for drawn, _ in sampled],
+                errors=[error for _, error in sampled],
+                logprobs=[[drawn.logprobs] if drawn.logprobs else [] for drawn, _ in sampled],
+            )
+            self._answer(computed)
         writer.then(lambda: self._written(step, puts))
 
     def _written(self, step: StageStep, puts: list[BlockPut]) -> None:
@@ -291,7 +297,7 @@ class StageWorker:
             failed = StageStep(step.epoch, step.number, step.works, error)
             self.process.outbox.send(begins.next_inbox, failed)
         else:
-            tokens, errors = [NO_TOKEN] * works, [error] * works
+            tokens, errors = [NO_TOKEN.token_id] * works, [error] * works
             self._answer(StageComputed(step.epoch, step.number, tokens, errors))
         written = StageWritten(
             epoch=step.epoch,
@@ -312,7 +318,7 @@ def _put(work: StageWork) -> BlockPut:
     )  # fmt: skip
 
 
-def _sampled(work: StageWork, logits: np.ndarray) -> tuple[int, str]:
+def _sampled(work: StageWork, logits: np.ndarray) -> tuple[Drawn, str]:
     """(token, what went wrong): one request must not fail its neighbours in the step."""
     last: LastTokens | None = work.last
     if last is None:
@@ -320,7 +326,7 @@ def _sampled(work: StageWork, logits: np.ndarray) -> tuple[int, str]:
     prompt = np.frombuffer(last.prompt_ids, np.int32).tolist()
     output = np.frombuffer(last.output_ids, np.int32).tolist()
     try:
-        return sample(logits, last.sampling, len(output), prompt, output), ""
+        return draw(logits, last.sampling, len(output), prompt, output), ""
     except Exception as error:  # edge: see above
         log.exception("sampling of %s failed", work.request_id)
         return NO_TOKEN, f"sampling failed: {error!r}"

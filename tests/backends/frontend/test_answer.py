@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from backends.frontend.answer import StreamedAnswer, WholeAnswer, names_sent
+from backends.frontend.answer import StreamedAnswer, WholeAnswer, names_sent, not_sent
 from backends.frontend.lifecycle.events import Send
 from backends.frontend.request import ClientRequest
-from backends.tensors import FOR_POSTPROCESSING, OUTPUTS
+from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS
 from backends.text.text_stream import Emission
 from tests.backends.asking import ask
 
@@ -43,13 +43,17 @@ def request(**inputs: object) -> ClientRequest:
 
 
 def test_asking_for_nothing_gets_everything_but_what_only_postprocessing_needs() -> None:
-    assert set(names_sent(ALL, wants_decision=True)) == ALL - FOR_POSTPROCESSING
-    assert set(names_sent(ALL, wants_decision=False)) == ALL - FOR_POSTPROCESSING - {"decision"}
+    nobody_wants = FOR_POSTPROCESSING | {"decision"} | OF_LOGPROBS
+    assert set(names_sent(ALL, not_sent(request()))) == ALL - nobody_wants
+    with_decision = not_sent(request(return_decision=True))
+    assert set(names_sent(ALL, with_decision)) == ALL - nobody_wants | {"decision"}
+    with_logprobs = not_sent(request(return_log_probs=True))
+    assert set(names_sent(ALL, with_logprobs)) == ALL - nobody_wants | OF_LOGPROBS
 
 
 def test_whoever_asks_by_name_gets_exactly_that() -> None:
     asked = frozenset({"output_ids", "context_ids", "decision", "no_such_output"})
-    assert set(names_sent(asked, wants_decision=False)) == asked & ALL
+    assert set(names_sent(asked, not_sent(request()))) == asked & ALL
 
 
 def test_a_streamed_answer_is_one_response_per_message_with_what_was_asked() -> None:
