@@ -3,6 +3,7 @@
 * ServingError
   x Overloaded        retry later             -> UNAVAILABLE, says retry_after_s
   x InvalidRequest    fix the request         -> INVALID_ARG
+  x Forbidden         with API keys: nobody says so but the client -> INVALID_ARG
   x WorkerUnavailable a worker died or failed; the frontend goes on elsewhere first
     x WorkerGone      it was not there: dead before the call, starting again, or shutting down
       x WorkerUnreached there is no way to it: no connection, or its link was cut
@@ -16,7 +17,7 @@
 * ConfigError         fix config.pbtxt        -> the model does not load, the old one goes on
 
 Triton has no 429: clients tell errors apart by the first word of the message, which is part of
-the interface (`rejected`, `invalid_request:`, `unavailable:`, `cancelled:`).
+the interface (`rejected`, `invalid_request:`, `forbidden:`, `unavailable:`, `cancelled:`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class InvalidRequest(ServingError):
     def __init__(self, problems: Sequence[str] | str) -> None:
         found = [problems] if isinstance(problems, str) else list(problems)
         super().__init__(" | ".join(found))
+
+
+class Forbidden(ServingError):
+    """With API keys: the request comes without a key, or its tenant is not proven."""
+
+    prefix = "forbidden:"
 
 
 class WorkerUnavailable(ServingError):

@@ -105,12 +105,14 @@ UNBATCHED_OUTPUTS = {"text_output"}
 # Request parameters (KServe `parameters`) that mean something; others are refused by name.
 PARAMETERS = {
     "request_priority": "int: below 0 is rejected earlier under load",
-    "tenant": "string: salts the cache keys, so tenants never share KV; nobody checks it here",
+    "tenant": "string: salts the cache keys, so tenants never share KV; with API keys only the "
+    "gateway names it",
     "timeout_ms": "int: the request ends after so many milliseconds, whatever it has",
     "prefill_worker": "string: use this prefill worker (debugging, benchmarks)",
     "decode_worker": "string: use this decode worker (debugging, benchmarks)",
     "describe": "bool: answer with what is served, as JSON, instead of generating; Triton wants "
     "one input all the same, stream say",
+    "tenant_proof": "string: with API keys, by what the gateway shows that `tenant` is its word",
 }
 # Set by Triton's own front ends, not by users.
 TRITON_PARAMETERS = {"triton_enable_empty_final_response", "binary_data_output", "headers"}

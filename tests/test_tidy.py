@@ -45,7 +45,7 @@ FLOORS = {
         {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
-        {"metrics"},
+        {"metrics", "tenants"},
         {"config_pbtxt", "tensors", "token_logprobs", "launch_secret", "worker_tls"}, {"errors"},
     ],
     "loadtest": [

@@ -15,6 +15,7 @@ from backends.frontend.grpc_calls import GrpcCalls
 from backends.frontend.token_streams import TokenStreams, messages_per_s_affordable
 from backends.frontend.traffic_recorder import TrafficRecorder
 from backends.launcher.launch_files import STOPPING
+from backends.tenants.api_keys import ApiKeys
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
 from backends.workers.protocol import inbox_address, open_outbox
@@ -32,6 +33,7 @@ class TritonPythonModel:
             config, deciding = read_configs((FrontendConfig, ConductorConfig), model, raw, count)
             repository = triton_io.repository_of(args)
             tokenizer = Tokenizer.load(checkpoint_folder(config.checkpoint, repository))
+            keys = ApiKeys.of_process()
             recorder = None
             if config.recording_folder:
                 recording = path_beside(config.recording_folder, repository)
@@ -50,7 +52,7 @@ class TritonPythonModel:
             config.messages_per_s_max or messages_per_s_affordable(),
         )
         self.frontend = Frontend(
-            config, tokenizer, self.cluster, self.calls, self.streams, self.outbox, recorder
+            config, tokenizer, self.cluster, self.calls, self.streams, self.outbox, recorder, keys
         )
         self.store = metrics.StoreWatch(self.cluster.client)
         shown = metrics.Shown(self.frontend, self.store, started_at_s)

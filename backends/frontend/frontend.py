@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from backends.config_pbtxt import FrontendConfig
-from backends.errors import Overloaded, WorkerUnavailable
+from backends.errors import Forbidden, Overloaded, ServingError, WorkerUnavailable
 from backends.frontend.answer import ReplyStream
 from backends.frontend.cluster_view import ClusterView
 from backends.frontend.grpc_calls import GrpcCalls
@@ -29,7 +29,10 @@ from backends.frontend.request_times import LatencyLimits, RequestTimes
 from backends.frontend.token_streams import TokenStreams
 from backends.frontend.traffic_recorder import TrafficRecorder
 from backends.frontend.unreached_workers import UnreachedWorkers
+from backends.launch_secret import secret_of_launch
 from backends.metrics.page import Observations
+from backends.tenants.api_keys import ApiKeys
+from backends.tenants.asker import asker_of
 from backends.text.tokenizer import Tokenizer
 from backends.workers.protocol import TakeRole, WorkerOutbox
 from conductor.messages import RoleFlip
@@ -50,8 +53,10 @@ class Frontend:
         streams: TokenStreams,
         outbox: WorkerOutbox,
         recorder: TrafficRecorder | None = None,
+        keys: ApiKeys | None = None,
     ) -> None:
         self._config = config
+        self._keys, self._secret = keys, secret_of_launch()
         self.cluster = cluster
         self._calls = calls
         self.recorder = recorder
@@ -86,17 +91,23 @@ class Frontend:
     ) -> None:
         now_s = time.monotonic()
         times = RequestTimes(self.observations, now_s, self._limits)
-        named = parameters.get("tenant", "")
-        tenant = named if isinstance(named, str) else ""  # what else it may be is refused later
-        request = LiveRequest(self._services, uuid.uuid4().hex, client, times, now_s, tenant)
-        with self._entering:
-            kind, reason = self._cap.objection(tenant, self.live.of_tenants(), now_s)
-            if not kind:
-                self.live.add(request)
-        if kind:
-            full = Overloaded(kind, reason, 1.0)
-            times.ended(full, now_s)
-            client.fail(full)
+        refused: ServingError | None = None
+        try:
+            asker = asker_of(parameters, self._keys, self._secret, time.time())
+        except Forbidden as error:
+            refused = error
+        else:
+            request = LiveRequest(self._services, uuid.uuid4().hex, client, times, now_s, asker)
+            with self._entering:
+                in_flight = self.live.of_tenants()
+                kind, reason = self._cap.objection(asker.tenant, in_flight, now_s)
+                if not kind:
+                    self.live.add(request)
+            if kind:
+                refused = Overloaded(kind, reason, 1.0)
+        if refused is not None:
+            times.ended(refused, now_s)
+            client.fail(refused)
             return
         request.start(inputs, parameters)
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,7 @@ from backends.frontend.request_times import RequestTimes
 from backends.frontend.token_streams import TokenStreams
 from backends.frontend.traffic_recorder import EndedRequest
 from backends.frontend.unreached_workers import UnreachedWorkers
+from backends.tenants.asker import Asker
 from backends.text.text_stream import Emission, TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
@@ -112,10 +113,11 @@ class LiveRequest:
 
     def __init__(
         self, services: Services, request_id: str, client: ReplyStream, times: RequestTimes,
-        arrived_s: float, tenant: str = "",
+        arrived_s: float, asker: Asker | None = None,
     ) -> None:  # fmt: skip
         self.request_id = request_id  # unique, ours; clients may repeat theirs
-        self.tenant = tenant
+        self._asker = asker or Asker()
+        self.tenant = self._asker.tenant
         self.state = State()
         self.times = times
         self._services = services
@@ -243,6 +245,12 @@ class LiveRequest:
         request = client_request.parse(
             inputs, parameters, self.request_id, services.tokenizer, limits
         )
+        if self._asker.known is not None:
+            said = request.priority if "request_priority" in parameters else None
+            request = replace(
+                request, cache_salt=self._asker.salt(request.cache_salt),
+                priority=self._asker.priority(said),
+            )  # fmt: skip
         if request.describe:
             causes = services.unreached.causes()
             described = describe(served, limits, causes, self._client.outputs)
@@ -287,7 +295,7 @@ class LiveRequest:
                     block_keys=block_keys(token_ids, served.block_tokens, seed),
                     output_tokens_max=request.sampling.max_tokens - len(self._sent_ids),
                     priority=request.priority,
-                    tenant=request.cache_salt,
+                    tenant=self.tenant,
                     excluded_workers=self._pinned_out(action.is_resumed) | action.avoided,
                     is_resumed=action.is_resumed,
                 ),

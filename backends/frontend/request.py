@@ -14,6 +14,7 @@ limit and what to do. The rules for what is not said:
 | `return_num_input_tokens`, `return_num_output_tokens` | the counts are always there |
 | request id | a fresh one |
 | parameter `tenant` | "": shares cached KV with all who name none |
+| parameter `tenant_proof` | ""; read where keys are configured (tenants/asker.py) |
 | parameter `request_priority` (Triton keeps `priority` for itself) | 0 |
 | parameter `timeout_ms` (Triton keeps `timeout` for itself) | 0: none of its own |
 | parameters `prefill_worker`, `decode_worker` | the conductor chooses |
@@ -268,6 +269,7 @@ class _Options:
         reader.note_some([_unknown(name) for name in parameters if not _is_known(name)])
         self.priority = self._integer("request_priority", PRIORITY_MAX)
         self.tenant = self._text("tenant")
+        self._text("tenant_proof")  # checked only: with keys, it was read before
         self.timeout_ms = self._integer("timeout_ms", TIMEOUT_MS_MAX)
         if self.timeout_ms < 0:
             reader.note(

@@ -13,7 +13,14 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from backends.errors import Cancelled, InvalidRequest, KvMissing, Overloaded, WorkerUnavailable
+from backends.errors import (
+    Cancelled,
+    Forbidden,
+    InvalidRequest,
+    KvMissing,
+    Overloaded,
+    WorkerUnavailable,
+)
 from backends.metrics.page import Observations
 from backends.metrics.table import REASONS
 from conductor.messages import Prediction
@@ -125,7 +132,7 @@ def outcome_of(error: Exception | None) -> str:
         return "answered"
     if isinstance(error, Overloaded):
         return "rejected"
-    if isinstance(error, InvalidRequest | WorkerUnavailable | KvMissing | Cancelled):
+    if isinstance(error, InvalidRequest | Forbidden | WorkerUnavailable | KvMissing | Cancelled):
         return error.prefix.rstrip(":")
     return "internal_error"
 

@@ -52,6 +52,13 @@ OpenApis = Annotated[
         "trace or logging; repeatable."
     ),
 ]
+ApiKeysFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of tenants and their API keys (`mooncake tenants`); MOONCAKE_API_KEYS names it "
+        "as well. Without one, clients say which tenant they are."
+    ),
+]
 TritonArguments = Annotated[
     list[str] | None,
     typer.Option(help="Passed as it is to the tritonserver that clients call; repeatable."),
@@ -108,6 +115,7 @@ def serve(
         bool, typer.Option(help="Every process proves its invariants each second, or ends.")
     ] = False,
     open_api: OpenApis = None,
+    api_keys: ApiKeysFile = None,
     triton_arg: TritonArguments = None,
     log_format: LogFormat = None,
     log_bytes: LogBytes = "64M",
@@ -119,7 +127,7 @@ def serve(
     those that the file gives to --host."""
     more = {
         "is_self_checked": self_check, "open_apis": tuple(open_api or ()),
-        "triton_args": tuple(triton_arg or ()),
+        "triton_args": tuple(triton_arg or ()), "api_keys": api_keys,
         "observed": ObserveOptions(log_format or "", parse_bytes(log_bytes)),
     }  # fmt: skip
     if cluster is not None:

@@ -69,6 +69,7 @@ from backends.launcher.triton_process import (
     WorkerTriton,
     end_orphans,
 )
+from backends.tenants import api_keys
 from mooncake_store.cli.serving import directory_command, node_command
 from mooncake_store.directory.election import endpoints_and_prefix
 from mooncake_store.keys import folder as key_folder
@@ -496,6 +497,7 @@ class Launcher:
             )
         needed = plan.shm_bytes + TRITON_SHM_BYTES
         found = admin_key.problems(self.options.open_apis) + self.options.observed.problems()
+        found += api_keys.problems(self.options.api_keys, os.environ | plan.environment)
         said = ("dram in the cluster file", "in the cluster file") if plan.deployment else ()
         found += environment.problems(triton, fixed_ports(plan), needed, 500, *said)
         if plan.etcd is not None and etcd_binary() is None:
@@ -532,6 +534,7 @@ class Launcher:
         if self._keys is not None:
             env[key_folder.VARIABLE] = str(self._keys.folder)
         env["MOONCAKE_REPOSITORY"] = str(self.repository)
+        env |= api_keys.environment(self.options.api_keys, env)
         return env
 
     def _triton_command(self, triton: Triton, endpoints: Endpoints) -> Command:

@@ -55,6 +55,7 @@ class ServeOptions:
     ready_s_max: float = 300.0
     is_self_checked: bool = False
     open_apis: tuple[str, ...] = ()  # that need no admin key (admin_key.py)
+    api_keys: Path | None = None  # the file of tenants and their keys; None: no keys
     triton_args: tuple[str, ...] = field(default=())
     observed: ObserveOptions = ObserveOptions()
 
@@ -102,6 +103,7 @@ class HostOptions:
     ready_s_max: float = float("inf")  # the other hosts may come much later
     is_self_checked: bool = False
     open_apis: tuple[str, ...] = ()
+    api_keys: Path | None = None
     triton_args: tuple[str, ...] = field(default=())
     observed: ObserveOptions = ObserveOptions()
 

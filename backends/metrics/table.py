@@ -27,8 +27,8 @@ SECONDS = (
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 OUTCOMES = (
-    "answered", "rejected", "invalid_request", "unavailable", "kv_missing", "cancelled",
-    "internal_error",
+    "answered", "rejected", "invalid_request", "forbidden", "unavailable", "kv_missing",
+    "cancelled", "internal_error",
 )  # fmt: skip
 REASONS = (
     "ttft_slo", "tbt_slo", "prefill_full", "decode_full", "too_large", "no_prefill_worker",

@@ -22,6 +22,7 @@ import triton_python_backend_utils as pb  # provided by Triton's stub
 
 from backends import launch_secret
 from backends.errors import (
+    Forbidden,
     InvalidRequest,
     Overloaded,
     ServingError,
@@ -209,6 +210,7 @@ def error_response(error: Exception) -> Any:
 def triton_error(error: Exception) -> Any:
     codes = {
         InvalidRequest: pb.TritonError.INVALID_ARG,
+        Forbidden: pb.TritonError.INVALID_ARG,
         Overloaded: pb.TritonError.UNAVAILABLE,
         WorkerUnavailable: pb.TritonError.UNAVAILABLE,
     }

@@ -7,6 +7,7 @@ Errors, by the prefix that the server writes (Triton has no status code for "try
 
 * ServerError, whose `kind` is one of
     invalid_request  "invalid_request: ..."  fix the request
+    forbidden        "forbidden: ..."        with API keys: no key, or a tenant that is not proven
     unavailable      "unavailable: ..."      a part of the server is not there
     kv_missing       "kv_missing: ..."       cached blocks got lost on the way, again and again
     server_error     any other text of the server
@@ -33,7 +34,7 @@ import numpy.typing as npt
 CHANNELS = 4  # connections; one HTTP/2 connection is served by one thread of the server
 REQUEST_S_MAX = 600.0
 REJECTED_PREFIX = re.compile(r"rejected kind=(\S+) retry_after_s=([0-9.eE+-]+)\s*:?\s*(.*)", re.S)
-KIND_PREFIX = re.compile(r"\b(invalid_request|unavailable|kv_missing):")
+KIND_PREFIX = re.compile(r"\b(invalid_request|forbidden|unavailable|kv_missing):")
 
 
 class ServerError(Exception):

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from backends.errors import Cancelled, InvalidRequest, KvMissing, Overloaded, WorkerUnavailable
+from backends.errors import (
+    Cancelled,
+    Forbidden,
+    InvalidRequest,
+    KvMissing,
+    Overloaded,
+    WorkerUnavailable,
+)
 from backends.frontend.request_times import outcome_of
 from backends.metrics import docs as metric_docs
 from backends.metrics.table import METRICS, OUTCOMES, REASONS, SECTIONS, Metric
@@ -61,7 +68,7 @@ def test_every_query_in_the_docs_asks_for_declared_metrics() -> None:
 
 def test_every_way_a_request_ends_and_is_rejected_is_in_the_table() -> None:
     errors = [None, Overloaded("x", "y", 1.0), InvalidRequest("x"), WorkerUnavailable("x"),
-              KvMissing("x"), Cancelled("x"), RuntimeError("x")]  # fmt: skip
+              Forbidden("x"), KvMissing("x"), Cancelled("x"), RuntimeError("x")]  # fmt: skip
     assert {outcome_of(error) for error in errors} == set(OUTCOMES)
 
 

@@ -1,0 +1,165 @@
+"""The file of tenants and their API keys: what is in it, what is wrong with it, how it is written.
+
+    {
+      "tenants": {
+        "acme": {"priority": 1, "requests_per_minute": 600, "tokens_per_minute": 100000,
+                 "requests_in_flight_max": 16}
+      },
+      "keys": [{"sha256": "9f86d0...", "tenant": "acme", "note": "billing service"}]
+    }
+
+A key is 256 random bits, so its plain SHA-256 is as hard to turn back as the key is to guess; a
+slow hash would only cost the gateway time. The file never has a key itself.
+
+Not here: reading it again when it changes, and looking keys up (api_keys.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+DEFAULT = "default"  # who names no tenant; its cache salt is always empty
+KEYLESS = ("served", "refused")
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", re.ASCII)
+SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+SALT_BYTES_MAX = 256  # as the parameter `tenant` of a request
+PRIORITY_MAX = 2**31 - 1
+LIMIT_MAX = 2**53  # a float counts exactly so far
+
+
+class TenantsInvalid(Exception):
+    """The file cannot be used; the message has every reason."""
+
+
+class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tenant as the file has it; None: no limit."""
+
+    salt: str | None = None  # None: its name. Tenants with one salt share cached KV
+    priority: int = 0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # prompt and answer
+    requests_in_flight_max: int | None = None
+
+
+class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    sha256: str
+    tenant: str
+    note: str = ""
+
+    @property
+    def key_id(self) -> str:
+        """Enough to tell keys of one file apart, and nothing to ask with."""
+        return self.sha256[:12]
+
+
+class TenantsFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    tenants: dict[str, TenantEntry] = {}
+    keys: list[KeyEntry] = []
+    # What comes past the gateway without a tenant: served as the default tenant, or refused.
+    keyless: str = "served"
+
+
+class ApiTenant(msgspec.Struct, frozen=True):
+    """A tenant with every default filled in; None: no limit."""
+
+    name: str
+    salt: str
+    priority: int = 0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    requests_in_flight_max: int | None = None
+
+
+def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
+    salt = name if entry.salt is None else entry.salt
+    return ApiTenant(
+        name=name,
+        salt="" if name == DEFAULT else salt,
+        priority=entry.priority,
+        requests_per_minute=entry.requests_per_minute,
+        tokens_per_minute=entry.tokens_per_minute,
+        requests_in_flight_max=entry.requests_in_flight_max,
+    )
+
+
+def read(path: Path) -> TenantsFile:
+    """TenantsInvalid when others may read it, or with every mistake in it."""
+    try:
+        mode = path.stat().st_mode
+        raw = path.read_bytes()
+    except OSError as error:
+        raise TenantsInvalid(
+            f"{path} cannot be read ({error.strerror}); `mooncake tenants add {path} NAME` makes it"
+        ) from error
+    # A group may read it: so does Kubernetes mount secrets for one that is no root.
+    if mode & (stat.S_IWGRP | stat.S_IRWXO):
+        raise TenantsInvalid(f"others may read {path}: chmod 600 {path}")
+    return parse(raw, str(path))
+
+
+def parse(raw: bytes, what: str) -> TenantsFile:
+    """TenantsInvalid with every mistake; `what` names where the text is."""
+    try:
+        found = msgspec.json.decode(raw, type=TenantsFile)
+    except msgspec.MsgspecError as error:
+        raise TenantsInvalid(f"{what}: {error}") from error
+    if problems := list(problems_of(found)):
+        lines = "\n".join(f"  - {line}" for line in problems)
+        raise TenantsInvalid(f"{what} has {len(problems)} mistake(s):\n{lines}")
+    return found
+
+
+def problems_of(file: TenantsFile) -> Iterator[str]:
+    if file.keyless not in KEYLESS:
+        yield f"keyless is {file.keyless!r}; use {' or '.join(KEYLESS)}"
+    for name, entry in file.tenants.items():
+        yield from _problems_of_tenant(name, entry)
+    seen: dict[str, int] = {}
+    for index, key in enumerate(file.keys):
+        if not SHA256.fullmatch(key.sha256):
+            yield f"keys[{index}].sha256 is not 64 hex digits (a-f small): the SHA-256 of the key"
+        elif key.sha256 in seen:
+            yield f"keys[{index}] is the same key as keys[{seen[key.sha256]}]; one is enough"
+        seen.setdefault(key.sha256, index)
+        if key.tenant not in file.tenants:
+            yield f"keys[{index}].tenant is {key.tenant!r}, which is not in tenants"
+
+
+def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
+    if not NAME.fullmatch(name):
+        yield f"tenant {name!r}: a name has 1 to 64 of a-z, A-Z, 0-9, '.', '_' and '-'"
+    if entry.salt is not None and len(entry.salt.encode()) > SALT_BYTES_MAX:
+        yield f"tenant {name!r}: its salt is longer than {SALT_BYTES_MAX} bytes"
+    if name == DEFAULT and entry.salt:
+        yield f"tenant {name!r}: it has no salt, it shares KV with all who name no tenant"
+    if abs(entry.priority) > PRIORITY_MAX:
+        yield f"tenant {name!r}: priority is {entry.priority}; at most {PRIORITY_MAX}"
+    for limit in ("requests_per_minute", "tokens_per_minute", "requests_in_flight_max"):
+        value = getattr(entry, limit)
+        if value is not None and not 1 <= value <= LIMIT_MAX:
+            yield f"tenant {name!r}: {limit} is {value}; use 1 or more, or leave it out"
+
+
+def write(path: Path, file: TenantsFile) -> None:
+    """Whole or not at all, and never readable by others for a moment."""
+    if problems := list(problems_of(file)):
+        raise TenantsInvalid("\n".join(problems))
+    raw = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with open(descriptor, "wb") as opened:
+            opened.write(raw)
+            opened.flush()
+            os.fsync(opened.fileno())
+        beside.chmod(0o600)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
