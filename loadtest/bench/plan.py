@@ -2,11 +2,11 @@
 
     python -m loadtest.bench.plan [--trace conversation_trace.jsonl]
 
-One prefill and one decode worker of one thread each are profiled (`mooncake profile`), alone. From
-that profile the same fleets are planned that are then served: 1P+1D, 2P+1D and 1P+2D, each from
-the model repository that the plan writes. The first requests of a trace at a scale are sent to each
-at their times, with fresh tokens, and goodput is counted on both sides: requests within both limits
-per second.
+One prefill and one decode worker of one thread each are profiled (`mooncake profile`), alone and
+beside a second one of their role. From that profile the same fleets are planned that are then
+served: 1P+1D, 2P+1D and 1P+2D, each from the model repository that the plan writes. The first
+requests of a trace at a scale are sent to each at their times, with fresh tokens, and goodput is
+counted on both sides: requests within both limits per second.
 
 The limits are the paper's way of having some: 10x of the TTFT and 5x of the TBT that requests have
 alone, as planned. How
@@ -40,7 +40,7 @@ from loadtest.client.server import Addresses, describe_server
 from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import FreshSeed, benchmark, console, served
 from loadtest.harness.result import Cell, Target
-from loadtest.harness.server import PROJECT, own_repository
+from loadtest.harness.server import PROJECT
 from loadtest.planner.engine import MeasuredEngine
 from loadtest.planner.fleet_run import FleetPlan, FleetRun, ServiceLevels, run_fleet
 from loadtest.planner.overlay import store_bytes, write_overlay
@@ -160,10 +160,8 @@ def _ratio(one: FleetCount, other: FleetCount) -> float:
     return max(0.5, one.within) / max(0.5, other.within)
 
 
-async def profiled(
-    addresses: Addresses, repository: Path, rounds: int, seed: int
-) -> MeasuredEngine:
-    workers = ("prefill_0", "decode_0")
+async def profiled(addresses: Addresses, rounds: int, seed: int) -> MeasuredEngine:
+    repository, workers = PROJECT / "model_repository", ("prefill_0", "decode_0")
     profile = await measure_profile(addresses, repository, workers, rounds, seed, 2_048)
     return MeasuredEngine.of(profile, STORE_BYTES)
 
@@ -190,10 +188,8 @@ def main(
     """Plan and serve the same fleets; the last line is JSON."""
     seed = secrets.randbits(62) if seed is None else seed
     with benchmark("plan") as run:
-        with own_repository(("prefill_1", "decode_1"), {}) as copy:
-            arguments = ["--model-repository", str(copy), "--store-bytes", str(STORE_BYTES)]
-            with served(None, arguments) as addresses:
-                engine = asyncio.run(profiled(addresses, copy, rounds, seed))
+        with served(None, ["--store-bytes", str(STORE_BYTES)]) as addresses:
+            engine = asyncio.run(profiled(addresses, rounds, seed))
         settings = engine.settings()
         offered = offered_of(read_trace(trace, requests), settings.block_tokens, length_scale)
         levels = unloaded_limits(offered, engine)
@@ -216,8 +212,8 @@ def main(
             real[shape] = served_count(records, levels)
             for where, count in (("server", real[shape]), ("plan", planned[shape])):
                 run.rows.append(count.row(_name(shape), where, one.arrivals_s))
-        run.rows.append({"speed": at, "length_scale": length_scale, "ttft_slo_s": levels.ttft_s,
-                         "tbt_slo_s": levels.tbt_s, **engine.stated()})  # fmt: skip
+        run.constants = {"speed": at, "length_scale": length_scale, "ttft_slo_s": levels.ttft_s,
+                         "tbt_slo_s": levels.tbt_s, **engine.stated()}  # fmt: skip
         run.targets = targets_of(real, planned)
 
 

@@ -49,6 +49,7 @@ class BenchmarkRun:
 
     rows: list[dict[str, Cell]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+    constants: dict[str, Cell] = field(default_factory=dict)  # what they hang on
 
 
 @contextlib.contextmanager
@@ -57,7 +58,8 @@ def benchmark(name: str, out: Console | None = None) -> Iterator[BenchmarkRun]:
     run, started_s = BenchmarkRun(), time.perf_counter()
     with measuring():
         yield run
-    Result(name, time.perf_counter() - started_s, run.rows, run.targets).print(out)
+    seconds = time.perf_counter() - started_s
+    Result(name, seconds, run.rows, run.targets, run.constants).print(out)
 
 
 @contextlib.contextmanager

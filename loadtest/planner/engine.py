@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -30,8 +30,7 @@ GIGA = 10**9
 NODE_BYTES = 2**30  # as `mooncake serve --store-bytes` has it by default
 REPORT_S = 0.5  # between reports of a real worker
 PRICES = (  # of what goes on beside the steps, for people
-    "serving_s", "handover_s", "handover_beside_s", "queued_prompt_s", "shared_prefill",
-    "shared_decode", "workers_at_once",
+    "serving_s", "handover_s", "handover_beside_s", "queued_prompt_s", "workers_at_once",
 )  # fmt: skip
 T = TypeVar("T")
 
@@ -152,15 +151,13 @@ class MeasuredEngine:
 
     @classmethod
     def of(cls, profile: Profile, node_bytes: int = 0) -> MeasuredEngine:
-        """Clients ask for as many tokens as they get, as those of a replay do. The way of a request
-        is work of the same cores; the fit to the burst knows it."""
+        """Clients ask for as many tokens as they get, as those of a replay do."""
         prefill, decode, said = profile.prefill, profile.decode, profile.settings
         block_tokens = int(said["block_tokens"])
         # A server that others started does not say its chunks: the simulator's, in whole blocks.
         chunk_tokens = max(1, ClusterSettings().chunk_tokens // block_tokens) * block_tokens
         shape = ClusterSettings(
             block_tokens=block_tokens, chunk_tokens=chunk_tokens, max_tokens=1, report_s=REPORT_S,
-            ways_compute=True,
         )  # fmt: skip
         measured = settings_of(profile, shape)
         facts: dict[str, Cell] = {
@@ -169,6 +166,7 @@ class MeasuredEngine:
             "prefill_error_mean": round(prefill.error_mean, 4),
             "decode_error_mean": round(decode.error_mean, 4),
             **{name: round(getattr(measured, name), 5) for name in PRICES},
+            **{f"shared_{name}": round(n, 5) for name, n in asdict(measured.sharing).items()},
         }
         names = ("checkpoint", "dtype", "device", "threads")
         return cls(

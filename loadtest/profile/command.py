@@ -42,6 +42,7 @@ from loadtest.profile.measure import (
     SSD_FILLED_MAX,
     Measure,
     Room,
+    SecondWorkers,
     samples_of,
     serving_of,
     sharing_of,
@@ -119,12 +120,13 @@ async def measure(
             task = progress.add_task(decode, total=rounds * len(decodes))
             steps = await pair.decode(decodes, rounds, lambda: progress.advance(task))
             task = progress.add_task("both at once", total=rounds)
-            both = await pair.together(room, rounds, lambda: progress.advance(task))
+            second = second_workers(fetch_page(addresses.metrics_url), workers)
+            both = await pair.together(room, second, rounds, lambda: progress.advance(task))
             task = progress.add_task("bursts", total=rounds)
             burst = await pair.burst(room, rounds, lambda: progress.advance(task))
             task = progress.add_task("other sources of a prefix", total=1)
             token_bytes = token_bytes_of(fetch_page(addresses.metrics_url), decode, room)
-            sources = await _sources(pair, addresses, prefill, token_bytes, room, rounds)
+            sources = await _sources(pair, addresses, workers, token_bytes, room, rounds)
     settings |= {"block_tokens": str(room.block_tokens), "token_bytes": str(token_bytes)}
     url = addresses.grpc
     if is_local(url):
@@ -145,23 +147,36 @@ def token_bytes_of(page: str, worker: str, room: Room) -> int:
 
 
 async def _sources(
-    pair: Measure, addresses: Addresses, prefill: str, token_bytes: int, room: Room, rounds: int
-) -> PrefixSources:
+    pair: Measure, addresses: Addresses, workers: tuple[str, str], token_bytes: int, room: Room,
+    rounds: int,
+) -> PrefixSources:  # fmt: skip
     """Another node where the server has a second prefill worker; the SSD where it has one and the
     memory in front of it is small enough to be filled."""
     page = fetch_page(addresses.metrics_url)
     node_rate, ssd_rate, path = 0.0, 0.0, ""
-    workers = [labels["model"] for labels, _ in _gauges(page, "mooncake_queue_tokens")]
-    if others := sorted(set(workers) - {prefill}):
-        node_rate = await pair.from_node(others[0], token_bytes, room, rounds)
+    if other := second_workers(page, workers).prefill:
+        node_rate = await pair.from_node(other, token_bytes, room, rounds)
         await asyncio.sleep(PUBLISHED_S)
-        path = path_of(page, fetch_page(addresses.metrics_url), prefill) if node_rate else ""
+        path = path_of(page, fetch_page(addresses.metrics_url), workers[0]) if node_rate else ""
     sizes = {labels["node"]: size for labels, size in _gauges(page, "mooncake_store_bytes_max")}
     memory_bytes = max((n for node, n in sizes.items() if not node.endswith(SSD_SUFFIX)), default=0)
     has_ssd = any(node.endswith(SSD_SUFFIX) for node in sizes)
     if has_ssd and memory_bytes <= SSD_FILLED_MAX:
         ssd_rate = await pair.from_ssd(round(memory_bytes), token_bytes, room)
     return PrefixSources(node_rate, path, ssd_rate)
+
+
+def second_workers(page: str, workers: tuple[str, str]) -> SecondWorkers:
+    """The first of each role beside `workers`, by the series that only this role has."""
+
+    def other(series: str, own: str) -> str:
+        names = {labels["model"] for labels, _ in _gauges(page, series)}
+        return min(names - {own}, default="")
+
+    prefill, decode = workers
+    return SecondWorkers(
+        other("mooncake_queue_tokens", prefill), other("mooncake_context_tokens", decode)
+    )
 
 
 def path_of(before: str, after: str, worker: str) -> str:
@@ -244,7 +259,9 @@ def show(found: Profile) -> None:
     )
     out.print(
         f"at the same time: a prefill step takes {found.sharing.prefill:.2f} x as long beside"
-        f" decoding, a decode step {found.sharing.decode:.2f} x beside a prefill",
+        f" decoding, a decode step {found.sharing.decode:.2f} x beside a prefill"
+        f"; beside a second worker of its role a prefill step {found.sharing.second_prefill:.2f} x"
+        f" and a decode step {found.sharing.second_decode:.2f} x",
         soft_wrap=True,
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,11 +38,13 @@ DECODE_POINTS = (
     (1, 64), (1, 1024), (1, 4096), (2, 512), (4, 256), (4, 1024), (8, 256), (8, 1024), (16, 512),
     (24, 256),
 )  # fmt: skip
+NO_PINS: Mapping[str, str] = {}
 STEPS = 32  # tokens of each stream of a decode point
 # Both at once: prompts one after the other beside streams that decode all the time.
 TOGETHER_STREAMS, TOGETHER_CONTEXT, TOGETHER_PROMPT = 4, 256, 1024
 TOGETHER_PROMPTS = 4  # of a round
-TOGETHER_TOKENS = 512  # of each stream, or what fits; they are stopped after the last prompt
+TOGETHER_TOKENS = 512  # of each stream, or what fits
+SECOND_TOKENS = 128  # of each stream, on two decode workers
 # Prompts that come at once, of so many tokens each.
 BURST_PROMPTS = (256, 1024, 64, 512, 768, 128, 1536, 384)
 BURST_TOKENS = 16  # of each answer
@@ -88,6 +90,14 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
+class SecondWorkers:
+    """Of the same server; "" where there is none."""
+
+    prefill: str = ""
+    decode: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Together:
     """One round of both at once, in seconds."""
 
@@ -95,6 +105,8 @@ class Together:
     prefill_beside_s: Sequence[float]
     step_alone_s: Sequence[float]  # between tokens of a stream
     step_beside_s: Sequence[float]
+    prefill_second_s: Sequence[float] = ()  # beside a second prefill worker
+    step_second_s: Sequence[float] = ()  # beside a second decode worker
 
 
 class Measure:
@@ -156,8 +168,11 @@ class Measure:
             if seconds
         ]
 
-    async def together(self, room: Room, rounds: int, done: Callable[[], None]) -> list[Together]:
-        """Prompts alone, the same beside decoding streams, and these with and without prompts.
+    async def together(
+        self, room: Room, second: SecondWorkers, rounds: int, done: Callable[[], None]
+    ) -> list[Together]:
+        """Prompts alone, the same beside decoding streams, and these with and without prompts; then
+        both beside a second worker of their role.
 
         No round where no stream of more than one token fits.
         """
@@ -165,22 +180,44 @@ class Measure:
         length = min(TOGETHER_TOKENS, room.context_tokens_max - TOGETHER_CONTEXT - 1)
         found = []
         for _ in range(rounds if length > 1 else 0):
-            alone = [await self._timed(tokens) for _ in range(TOGETHER_PROMPTS)]
+            alone = await self._timed(tokens)
             contexts = [self._fresh(TOGETHER_CONTEXT) for _ in range(TOGETHER_STREAMS)]
             begun = asyncio.Event()
             streams = [
                 asyncio.create_task(self._ask(context, length, begun)) for context in contexts
             ]
             await begun.wait()
-            beside = [await self._timed(tokens) for _ in range(TOGETHER_PROMPTS)]
+            beside = await self._timed(tokens)
             answers = await asyncio.gather(*streams)
             windows = [(first_s - computed_s, first_s) for computed_s, first_s in beside]
             times = [answer.token_times_s for answer, _ in answers]
-            found.append(
-                Together([s for s, _ in alone], [s for s, _ in beside], *split(times, windows))
-            )
+            found.append(Together(
+                [s for s, _ in alone], [s for s, _ in beside], *split(times, windows),
+                await self._beside_prefill(second.prefill, tokens),
+                await self._beside_decode(second.decode, min(length, SECOND_TOKENS)),
+            ))  # fmt: skip
             done()
         return found
+
+    async def _beside_prefill(self, other: str, tokens: int) -> list[float]:
+        """Seconds of prompts while `other` computes as many."""
+        if not other:
+            return []
+        own, _ = await asyncio.gather(self._timed(tokens), self._timed(tokens, other))
+        return [seconds for seconds, _ in own]
+
+    async def _beside_decode(self, other: str, length: int) -> list[float]:
+        """Seconds between tokens of streams while `other` has as many."""
+        if not other:
+            return []
+        streams = [
+            self._ask(self._fresh(TOGETHER_CONTEXT), length, pins=pins)
+            for pins in ({}, {"decode_worker": other}) for _ in range(TOGETHER_STREAMS)
+        ]  # fmt: skip
+        times = [answer.token_times_s for answer, _ in await asyncio.gather(*streams)]
+        own, others = times[:TOGETHER_STREAMS], times[TOGETHER_STREAMS:]
+        both = (min(one[1] for one in others), max(one[-1] for one in others))
+        return split(own, [both])[1]
 
     async def burst(self, room: Room, rounds: int, done: Callable[[], None]) -> BurstMeans:
         """Prompts at once: while one is handed over the next is computed, and more wait."""
@@ -218,28 +255,33 @@ class Measure:
         moved_bytes = load_s = 0.0
         for _ in range(rounds):
             prompt = self._fresh(tokens)
-            await self._ask(prompt, 2, prefill=other)
+            await self._ask(prompt, 2, pins={"prefill_worker": other})
             answer, _ = await self._ask(np.concatenate([prompt, self._fresh(8)]), 2)
             if blocks := float(str(answer.decision["fetched_blocks"])):
                 moved_bytes += blocks * room.block_tokens * token_bytes
                 load_s += float(str(answer.decision["load_s"]))
         return moved_bytes / load_s if load_s else 0.0
 
-    async def _timed(self, tokens: int) -> tuple[float, float]:
-        """(seconds that its prefill computed, when the first token came) of a fresh prompt."""
-        answer, _ = await self._ask(self._fresh(tokens), 2)
-        return float(str(answer.decision["prefill_s"])), answer.token_times_s[0]
+    async def _timed(self, tokens: int, prefill: str = "") -> list[tuple[float, float]]:
+        """(seconds that its prefill computed, when the first token came) of fresh prompts, one
+        after the other."""
+        pins, found = {"prefill_worker": prefill} if prefill else {}, []
+        for _ in range(TOGETHER_PROMPTS):
+            answer, _ = await self._ask(self._fresh(tokens), 2, pins=pins)
+            found.append((float(str(answer.decision["prefill_s"])), answer.token_times_s[0]))
+        return found
 
     async def _ask(
         self, prompt: TokenIds, output_tokens: int, begun: asyncio.Event | None = None,
-        prefill: str = "",
+        pins: Mapping[str, str] = NO_PINS,
     ) -> tuple[ReceivedAnswer, float]:  # fmt: skip
-        """`begun` is set with its second token, when it decodes, or when it ends without one."""
+        """`begun` is set with its second token, when it decodes, or when it ends without one.
+        `pins`: other workers than the pair."""
         self._prompts += 1
-        pins = self._pins | ({"prefill_worker": prefill} if prefill else {})
         request = GenerateRequest(
             f"profile-{self._prompts}", input_ids=prompt, max_tokens=output_tokens,
-            min_tokens=output_tokens, end_id=-1, return_decision=True, parameters=pins,
+            min_tokens=output_tokens, end_id=-1, return_decision=True,
+            parameters={**self._pins, **pins},
         )  # fmt: skip
         answer, sent_s = ReceivedAnswer(), time.perf_counter()
         try:
@@ -284,6 +326,8 @@ def sharing_of(rounds: Sequence[Together]) -> Sharing:
     return Sharing(
         factor([(each.prefill_alone_s, each.prefill_beside_s) for each in rounds]),
         factor([(each.step_alone_s, each.step_beside_s) for each in rounds]),
+        factor([(each.prefill_alone_s, each.prefill_second_s) for each in rounds]),
+        factor([(each.step_alone_s, each.step_second_s) for each in rounds]),
     )
 
 

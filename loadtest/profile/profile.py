@@ -1,12 +1,12 @@
 """The profile of a worker pair as a record and as a JSON file.
 
-    {"version": 3, "machine": ..., "settings": {...},
+    {"version": 4, "machine": ..., "settings": {...},
      "prefill": {"coefficients": [base_s, per_token_s, per_token_pair_s], "error_mean": ...,
                  "error_max": ..., "samples": [[new_tokens, prefix_tokens, seconds], ...]},
      "decode":  {"coefficients": [base_s, per_sequence_s, per_context_token_s], "error_mean": ...,
                  "error_max": ..., "samples": [[sequences, context_tokens, seconds], ...]},
      "serving": {"base_s": ..., "per_cached_token_s": ..., "handover_s": ...},
-     "sharing": {"prefill": ..., "decode": ...},
+     "sharing": {"prefill": ..., "decode": ..., "second_prefill": ..., "second_decode": ...},
      "burst": {"prompt_tokens": [...], "output_tokens": ..., "ttft_s": ...,
                "first_interval_s": ..., "step_s": ...},
      "sources": {"node_bytes_per_s": ..., "node_path": ..., "ssd_bytes_per_s": ...}}
@@ -17,7 +17,8 @@
 `serving` is what a client's TTFT has on top of the prefill, the way through Triton and the frontend
 and loading a cached prefix from the worker's own node; and what lies between the first token and
 the second on top of a decode step: putting, calling and reading. `sharing` is how many times as
-long a step takes while the other of the two workers computes: 1 where each has a device of its own.
+long a step takes while another worker computes, of the other role, and, where the server has a
+second one, of its own: 1 where each has a device of its own.
 `burst` is what clients met on average of prompts that came at once, when blocks and tokens of
 others are on their way and engines, frontend, client and nodes want the same cores: means and not
 medians, as a few tokens are late by very much, and they count. `sources` is how fast a prefix comes
@@ -43,7 +44,7 @@ from conductor.estimates.estimates import (
     fit_prefill,
 )
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,12 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many times as long a step takes while the other worker computes; at least 1."""
+    """How many times as long a step takes while one other worker computes; at least 1."""
 
-    prefill: float = 1.0
-    decode: float = 1.0
+    prefill: float = 1.0  # beside a decode worker
+    decode: float = 1.0  # beside a prefill worker
+    second_prefill: float = 1.0  # a prefill step beside another prefill worker; 1: not measured
+    second_decode: float = 1.0  # a decode step beside another decode worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,8 @@ def settings_of(profile: Profile, settings: ClusterSettings) -> ClusterSettings:
         ssd_write_bytes_per_s=sources.ssd_bytes_per_s or settings.ssd_write_bytes_per_s,
         serving_s=serving.base_s,
         handover_s=serving.handover_s,
-        handover_beside_s=serving.handover_s,
-        shared_prefill=profile.sharing.prefill,
-        shared_decode=profile.sharing.decode,
+        handover_beside_s=0.0,
+        sharing=profile.sharing,
         workers_at_once=int(found.get("cores", 0)) / max(1, int(found.get("threads", 1))),
         worker=MeasuredWorker(
             profile.prefill.estimate.coefficients, profile.decode.estimate.coefficients,
@@ -85,14 +84,16 @@ def fitted_to(burst: BurstMeans, settings: ClusterSettings) -> ClusterSettings:
         # All but the first prompt wait for the ones before, so a second for each counts often.
         queued_s = 2.0 * (burst.ttft_s - found.ttft_s) / (prompts + 1)
         gap_s = (burst.first_interval_s - burst.step_s) - (found.first_interval_s - found.step_s)
+        beside_prefill = max(1.0, pair.sharing.decode * burst.step_s / found.step_s)
         pair = replace(
             pair,
             queued_prompt_s=max(0.0, pair.queued_prompt_s + queued_s),
-            handover_beside_s=max(0.0, pair.handover_beside_s + gap_s),
-            shared_decode=max(1.0, pair.shared_decode * burst.step_s / found.step_s),
+            # Both workers compute during most of the hand-overs.
+            handover_beside_s=max(0.0, pair.handover_beside_s + gap_s / 2.0),
+            sharing=replace(pair.sharing, decode=beside_prefill),
         )
     return replace(
-        settings, queued_prompt_s=pair.queued_prompt_s, shared_decode=pair.shared_decode,
+        settings, queued_prompt_s=pair.queued_prompt_s, sharing=pair.sharing,
         handover_beside_s=pair.handover_beside_s,
     )  # fmt: skip
 

@@ -190,9 +190,10 @@ class DecodeNode(SimulatedWorker):
 
     def _hand_over(self, arrival: DecodeArrival) -> None:
         site, settings = self._site, self._site.settings
-        is_beside = site.cores.is_computing("prefill")
-        gap_s = settings.handover_beside_s if is_beside else settings.handover_s
-        site.after_way(site.network.latency_s + gap_s, self._join, arrival)
+        gap_s = settings.handover_s + settings.handover_beside_s * site.cores.computing(
+            "prefill", "decode"
+        )
+        site.clock.after(site.network.latency_s + gap_s, self._join, arrival)
 
     def _join(self, arrival: DecodeArrival) -> None:
         if self._arrivals.get(arrival.job.request_id) is not arrival or self.is_dead:

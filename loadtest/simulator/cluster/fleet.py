@@ -184,9 +184,7 @@ class SimulatedFleet(SimulatedCluster):
         network = Network(self.clock, settings.nic_bytes_per_s, settings.nic_latency_s)
         self.site = SimulatedSite(
             self.clock, store, network, gpu, settings,
-            Cores(
-                settings.shared_prefill, settings.shared_decode, settings.workers_at_once
-            ),
+            Cores(settings.sharing, settings.workers_at_once),
             SimulatedSsds(
                 self.clock, store, settings.disk_rates, settings.block_tokens * gpu.token_bytes
             ),
@@ -290,7 +288,7 @@ class SimulatedFleet(SimulatedCluster):
 
     def _submit(self, job: SimulatedJob, order_key_s: float) -> None:
         if self.settings.serving_s:
-            self.site.after_way(self.settings.serving_s, self._came, job, order_key_s)
+            self.clock.after(self.settings.serving_s, self._came, job, order_key_s)
         else:
             self._came(job, order_key_s)
 

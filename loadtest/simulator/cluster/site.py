@@ -1,15 +1,12 @@
 """What the nodes of a simulated cluster share: its shape, clock, store, network, GPU and cores.
 
 The settings give the reason for each number; one set serves every experiment. Workers that share
-the cores of one machine are each slower while the other role computes: on a machine with a GPU for
-each worker both factors are 1 and nothing happens. On a small one a prefill step takes
-`prefill_factor` times as long when it begins while a decode batch runs, and decode steps take
-`decode_factor` times as long while a prefill step is computed; `mooncake profile` measures both. A
+the cores of one machine slow each other down: on a machine with a GPU for each worker all factors
+are 1 and nothing happens. On a small one a step takes longer by what each other worker that
+computes meanwhile costs it, which `mooncake profile` measures for every pair of roles; and where it
+is known how many workers the cores compute at once, never less than an even share of them. A
 change acts from the next decode step on, and a prefill step keeps the factor with which it began.
-Where it is known how many workers the cores compute at once, one beside any other has the factor
-of its role, and when more compute than that, they share the cores evenly; otherwise it is ignored
-how many of the other role compute. If `ways_compute`, requests on their way through the frontend
-and from prefill to decode count as well: on such a machine that is work of the same cores.
+A hand-over takes longer for each worker that computes meanwhile.
 
 Not here: what the conductor is told (ConductorConfig), how long a step takes alone (gpu.py).
 """
@@ -18,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from backends.engine.batching.pages import PagePool
+from loadtest.profile.profile import Sharing
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS
 from loadtest.simulator.cluster.clock import VirtualClock
 from loadtest.simulator.cluster.gpu import GpuModel, MeasuredWorker, Roofline
@@ -28,6 +25,8 @@ from loadtest.simulator.cluster.network import Network
 from loadtest.simulator.cluster.ssd import DiskRates, SimulatedSsds
 from loadtest.simulator.cluster.steps import Jitter
 from loadtest.simulator.cluster.store import INCARNATION, SimulatedStore
+
+NOBODY_BESIDE = Sharing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +62,16 @@ class ClusterSettings:
     # together; None: they tell each other nothing.
     notes_latency_s: float | None = 0.005
     tick_s: float = 0.5  # between ticks of the conductor, as the frontend does
-    # How much slower a step is while the other role computes on the same cores (Cores).
-    shared_prefill: float = 1.0
-    shared_decode: float = 1.0
+    sharing: Sharing = NOBODY_BESIDE  # how much slower a step is beside others on the same cores
     workers_at_once: float = 0.0  # that the machine's cores compute; 0: it is not known
-    ways_compute: bool = False  # serving_s and the hand-overs are computed on those cores
     # What the ways of a request add: through the frontend to prefill, and from prefill to decode,
-    # while nothing and while other prompts are computed. On GPUs the network is all of it.
+    # the latter more for each worker that computes meanwhile. On GPUs the network is all of it.
     serving_s: float = 0.0
     handover_s: float = 0.0
     handover_beside_s: float = 0.0
-    queued_prompt_s: float = 0.0  # of each prompt while others wait, on top of its steps
+    # Of each prompt while others wait, on top of its steps: what frontend, store and client do for
+    # it, on the same cores, so with each further prefill worker it takes as much longer.
+    queued_prompt_s: float = 0.0
     jitter: float = 0.05  # each step takes up to so much more or less than the model says
     steps_at_once: int = 0  # most decode steps taken together; 0: as many as are alike
     worker: MeasuredWorker | None = None  # instead of the roofline of a node (profiled.py)
@@ -98,39 +96,39 @@ class ClusterSettings:
 class Cores:
     """Who computes now. All workers of the cluster are on this one machine."""
 
-    def __init__(
-        self, prefill_factor: float = 1.0, decode_factor: float = 1.0, at_once: float = 0.0
-    ) -> None:
+    def __init__(self, sharing: Sharing = NOBODY_BESIDE, at_once: float = 0.0) -> None:
         """`at_once`: workers that the cores compute; 0: not known."""
-        assert min(prefill_factor, decode_factor) >= 1.0, "nobody gets faster by sharing"
         self._at_once = at_once
-        self._factors = {"prefill": prefill_factor, "decode": decode_factor}
-        self._computing = {"prefill": 0, "decode": 0, "way": 0}
+        # (a step of this role, beside a worker of this one) -> how much longer it takes
+        self._costs = {
+            ("prefill", "prefill"): sharing.second_prefill - 1.0,
+            ("prefill", "decode"): sharing.prefill - 1.0,
+            ("decode", "prefill"): sharing.decode - 1.0,
+            ("decode", "decode"): sharing.second_decode - 1.0,
+        }
+        assert min(self._costs.values()) >= 0.0, "nobody gets faster by sharing"
+        self._computing = {"prefill": 0, "decode": 0}
         # Called when decode steps get slower or quicker.
         self.on_pace: list[Callable[[], None]] = []
 
+    def computing(self, *roles: str) -> int:
+        """Workers of these roles that compute now."""
+        return sum(self._computing[role] for role in roles)
+
     def prefill_factor(self) -> float:
         """Of a prefill step that begins now."""
-        return self._factor("prefill", "decode")
+        return self._factor("prefill")
 
     def decode_factor(self) -> float:
         """Of the decode steps from now on."""
-        return self._factor("decode", "prefill")
+        return self._factor("decode")
 
-    def _factor(self, role: str, other: str) -> float:
-        if not self._at_once:
-            return self._factors[role] if self._computing[other] else 1.0
-        shared = self._factors[role] if sum(self._computing.values()) > 1 else 1.0
-        return shared * self.crowd()
-
-    def crowd(self) -> float:
-        """How many times as long everything takes because more compute than there are cores; who
-        asks is one of them."""
-        computing = sum(self._computing.values())
-        return max(1.0, computing / self._at_once) if self._at_once else 1.0
-
-    def is_computing(self, role: str) -> bool:
-        return self._computing[role] > 0
+    def _factor(self, role: str) -> float:
+        """Who asks is one of those that compute."""
+        others = {**self._computing, role: max(0, self._computing[role] - 1)}
+        slower = 1.0 + sum(self._costs[role, other] * others[other] for other in others)
+        share = (1 + sum(others.values())) / self._at_once if self._at_once else 0.0
+        return max(slower, share)
 
     def compute(self, role: str, is_computing: bool) -> None:
         """A worker of this role begins (or ends) to compute; only called at a change."""
@@ -151,19 +149,6 @@ class SimulatedSite:
     settings: ClusterSettings
     cores: Cores
     ssds: SimulatedSsds
-
-    def after_way(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Once a request has made its way, for which it needs the cores so long."""
-        slowness = 1.0
-        if self.settings.ways_compute:
-            self.cores.compute("way", True)
-            slowness = self.cores.crowd()
-        self.clock.after(seconds * slowness, self._end_way, action, arguments)
-
-    def _end_way(self, action: Callable[..., None], arguments: Sequence[Any]) -> None:
-        if self.settings.ways_compute:
-            self.cores.compute("way", False)
-        action(*arguments)
 
     @property
     def block_bytes(self) -> int:

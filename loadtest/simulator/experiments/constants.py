@@ -11,6 +11,8 @@ each sequence in a decode step, was fitted to Figures 14 and 15 of FAST'25 and t
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from loadtest.harness.result import Cell
 from loadtest.simulator.cluster import gpu, hardware
 from loadtest.simulator.cluster.coupled import CoupledSettings
@@ -96,6 +98,5 @@ def _measured(cluster: ClusterSettings) -> dict[str, Cell]:
         "handover_s": cluster.handover_s,
         "handover_beside_s": cluster.handover_beside_s,
         "queued_prompt_s": cluster.queued_prompt_s,
-        "shared_prefill": cluster.shared_prefill,
-        "shared_decode": cluster.shared_decode,
+        **{f"shared_{name}": factor for name, factor in asdict(cluster.sharing).items()},
     }

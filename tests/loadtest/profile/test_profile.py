@@ -19,12 +19,13 @@ from loadtest.client.server import addresses_of
 from loadtest.harness.benchmark import together_tbt_s
 from loadtest.harness.server import PROJECT
 from loadtest.profile import command
-from loadtest.profile.command import path_of, settings_of
+from loadtest.profile.command import path_of, second_workers, settings_of
 from loadtest.profile.measure import (
     STEPS,
     Measure,
     Prefill,
     Room,
+    SecondWorkers,
     Together,
     burst_means,
     samples_of,
@@ -53,7 +54,7 @@ def profile() -> Profile:
 def test_a_profile_is_one_line_with_what_was_measured_and_what_was_fitted() -> None:
     text = profile().to_json()
     found = json.loads(text)
-    assert "\n" not in text and found["version"] == 3
+    assert "\n" not in text and found["version"] == 4
     assert (found["machine"], found["settings"]) == ("a machine", {"threads": "1"})
     assert found["prefill"]["coefficients"] == pytest.approx(PREFILL.coefficients)
     assert found["prefill"]["samples"][3] == [256, 4096, PREFILL.seconds(256, 4096)]
@@ -61,7 +62,9 @@ def test_a_profile_is_one_line_with_what_was_measured_and_what_was_fitted() -> N
     assert found["serving"] == {"base_s": 0.01, "per_cached_token_s": 2e-6, "handover_s": 0.0}
     assert found["burst"]["prompt_tokens"] == [64, 512]
     assert found["sources"] == {"node_bytes_per_s": 0.0, "node_path": "", "ssd_bytes_per_s": 0.0}
-    assert found["sharing"] == {"prefill": 1.5, "decode": 1.25}
+    assert found["sharing"] == {
+        "prefill": 1.5, "decode": 1.25, "second_prefill": 1.0, "second_decode": 1.0
+    }  # fmt: skip
 
 
 def test_a_profile_is_read_as_it_was_written() -> None:
@@ -153,7 +156,7 @@ def test_streams_that_fail_are_not_waited_for() -> None:
 def test_where_no_stream_fits_nothing_is_measured_together() -> None:
     room = Room(context_tokens_max=256, block_tokens=64, slots=8, kv_pages=64)
     measure = Measure(FailingClient(), ("prefill_0", "decode_0"), TokenSource(2_048))
-    assert asyncio.run(measure.together(room, 3, lambda: None)) == []
+    assert asyncio.run(measure.together(room, SecondWorkers(), 3, lambda: None)) == []
     assert sharing_of([]) == Sharing(1.0, 1.0)
 
 
@@ -219,3 +222,42 @@ def test_sharing_is_how_much_longer_steps_take_and_never_less_than_one() -> None
     rounds = [Together([1.0], [1.5], [0.1, 0.1], [0.2]) for _ in range(3)]
     assert sharing_of(rounds) == Sharing(1.5, pytest.approx(2.0))
     assert sharing_of([Together([1.0], [0.9], [0.1], [])]) == Sharing(1.0, 1.0)
+    second = Together([1.0], [1.0], [0.1], [0.1], [1.25], [0.05])
+    assert sharing_of([second]) == Sharing(1.0, 1.0, 1.25, 1.0)
+
+
+def test_the_second_worker_of_a_role_is_another_than_the_measured_one() -> None:
+    page = "".join(
+        f'mooncake_{series}{{model="{model}"}} 1\n'
+        for series, model in (("queue_tokens", "prefill_0"), ("queue_tokens", "prefill_2"),
+                              ("queue_tokens", "prefill_1"), ("context_tokens", "decode_0"))
+    )  # fmt: skip
+    assert second_workers(page, ("prefill_0", "decode_0")) == SecondWorkers("prefill_1", "")
+    assert second_workers(page, ("prefill_1", "decode_9")) == SecondWorkers("prefill_0", "decode_0")
+
+
+class WorkersOfTheirOwnPace:
+    """Answers at once, and says that prefill took as many seconds as there were prompts at once."""
+
+    def __init__(self) -> None:
+        self.under_way = 0
+        self.asked: list[tuple[str, str]] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+        pins = request.parameters
+        self.asked.append((str(pins["prefill_worker"]), str(pins["decode_worker"])))
+        self.under_way += 1
+        for number in range(request.max_tokens):
+            await asyncio.sleep(0)
+            decision = {"prefill_s": float(self.under_way)} if number == 0 else {}
+            yield TokenEvent(float(number), (1,), decision=decision)
+        self.under_way -= 1
+
+
+def test_prompts_of_two_prefill_workers_are_sent_at_the_same_time() -> None:
+    client = WorkersOfTheirOwnPace()
+    measure = Measure(client, ("prefill_0", "decode_0"), TokenSource(2_048))
+    seconds = asyncio.run(measure._beside_prefill("prefill_1", 8))
+    assert {prefill for prefill, _ in client.asked} == {"prefill_0", "prefill_1"}
+    assert max(seconds) == 2.0
+    assert asyncio.run(measure._beside_prefill("", 8)) == []

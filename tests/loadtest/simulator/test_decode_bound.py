@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from conductor import ConductorConfig
+from loadtest.profile.profile import Sharing
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Table
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
@@ -63,7 +64,7 @@ def runs(admission: str, machine: Machine) -> tuple[int, int]:
         settings = ClusterSettings(
             prefills=1, decodes=2, block_tokens=BLOCK_TOKENS, node_blocks=4_096, chunk_tokens=512,
             decode_slots=32, max_tokens=1, nic_bytes_per_s=2e9, host_to_gpu_bytes_per_s=5e9,
-            shared_prefill=machine.shared, shared_decode=machine.shared, jitter=machine.jitter,
+            sharing=Sharing(machine.shared, machine.shared), jitter=machine.jitter,
             seed=seed, report_s=0.5,
         )  # fmt: skip
         pages_bytes = 512 * BLOCK_TOKENS * TOKEN_BYTES

@@ -73,14 +73,14 @@ BURST = BurstMeans((256, 1_024, 64, 512, 768, 128, 1_536, 384), 16)
 
 def test_the_prices_of_a_burst_are_found_again() -> None:
     truth = replace(
-        settings_of(profile(), SHAPE), queued_prompt_s=0.02, handover_beside_s=0.2,
-        shared_decode=1.7,
+        settings_of(profile(), SHAPE), queued_prompt_s=0.02, handover_beside_s=0.1,
+        sharing=Sharing(1.0, 1.7),
     )  # fmt: skip
     measured = burst_on(truth, BURST)
     found = settings_of(profile(burst=measured), SHAPE)
     assert found.queued_prompt_s == pytest.approx(truth.queued_prompt_s, rel=0.02)
     assert found.handover_beside_s == pytest.approx(truth.handover_beside_s, rel=0.02)
-    assert found.shared_decode == pytest.approx(truth.shared_decode, rel=0.02)
+    assert found.sharing.decode == pytest.approx(truth.sharing.decode, rel=0.02)
     again = burst_on(found, BURST)
     assert again.ttft_s == pytest.approx(measured.ttft_s, rel=1e-3)
     assert again.first_interval_s == pytest.approx(measured.first_interval_s, rel=1e-2)
@@ -99,11 +99,12 @@ def test_nobody_gets_faster_by_sharing() -> None:
     """A burst that took less than prompts one by one would: the prices are none."""
     quick = replace(BURST, ttft_s=0.01, first_interval_s=0.001, step_s=0.0001)
     found = settings_of(profile(burst=quick), SHAPE)
-    prices = found.queued_prompt_s, found.handover_beside_s, found.shared_decode
+    prices = found.queued_prompt_s, found.handover_beside_s, found.sharing.decode
     assert prices == (0.0, 0.0, 1.0)
 
 
 def test_a_hand_over_takes_longer_while_other_prompts_are_computed() -> None:
+    """By as much for each worker that computes: another prompt at first, then the batch too."""
     settings = replace(settings_of(profile(), SHAPE), handover_beside_s=0.2)
     tried = SimulatedFleet(OPEN, settings, settings.gpu())
     gaps_s = sorted(
@@ -111,8 +112,9 @@ def test_a_hand_over_takes_longer_while_other_prompts_are_computed() -> None:
                                                   for n in range(3)])
     )  # fmt: skip
     assert gaps_s[0] == pytest.approx(SERVING.handover_s, abs=1e-3)
-    assert gaps_s[1] == pytest.approx(0.2, abs=1e-3)
-    assert gaps_s[2] == pytest.approx(0.2, abs=5e-3), "and the step under way"
+    beside_s = SERVING.handover_s + 0.2
+    assert gaps_s[1] == pytest.approx(beside_s, abs=1e-3)
+    assert gaps_s[2] == pytest.approx(beside_s, abs=5e-3), "and the step under way"
 
 
 def test_a_prefix_comes_from_memory_and_from_the_ssd_at_the_profiles_rates() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from backends.engine.batching.pages import PagePool
 from conductor import ConductorConfig
+from loadtest.profile.profile import Sharing
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.gpu import Table
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
@@ -18,7 +19,7 @@ from mooncake_store.block_keys import block_keys, chain_seed
 
 STEP_S, PROMPT_S = 0.01, 1.0  # whatever the batch, whatever the prompt
 ALONE = ClusterSettings(prefills=1, decodes=1, block_tokens=64, chunk_tokens=2_048, jitter=0.0)
-SHARED = replace(ALONE, shared_prefill=1.5, shared_decode=2.0)
+SHARED = replace(ALONE, sharing=Sharing(1.5, 2.0))
 
 
 def serve(settings: ClusterSettings, *requests: tuple[float, int, int]) -> list[SimulatedJob]:
@@ -53,42 +54,38 @@ def test_a_prefill_beside_decoding_slows_both_down() -> None:
     assert late_s == pytest.approx(0.75, abs=2 * STEP_S)
 
 
-def test_a_second_prefill_worker_does_not_count_twice() -> None:
-    heard: list[bool] = []
-    cores = Cores(1.0, 2.0)
-    cores.on_pace.append(lambda: heard.append(cores.decode_factor() > 1))
-    for is_computing in (True, True, False, False):
-        cores.compute("prefill", is_computing)
-    assert heard == [True, False]
-
-
-def test_more_workers_than_cores_share_them_evenly() -> None:
-    cores, heard = Cores(1.2, 1.5, at_once=2), []
-    cores.on_pace.append(lambda: heard.append(cores.decode_factor()))
-    for role in ("decode", "prefill", "prefill"):
+def test_every_worker_beside_costs_what_was_measured_of_its_role() -> None:
+    cores, heard = Cores(Sharing(1.2, 1.5, 1.3, 1.6)), []
+    cores.on_pace.append(lambda: heard.append(round(cores.decode_factor(), 6)))
+    for role in ("decode", "prefill", "prefill", "decode"):
         cores.compute(role, True)
-    assert heard == pytest.approx([1.5, 1.5 * 3 / 2])
-    assert cores.prefill_factor() == pytest.approx(1.2 * 3 / 2)
-    cores.compute("decode", False)
-    assert cores.prefill_factor() == pytest.approx(1.2), "two of one role, beside each other"
-    cores.compute("prefill", False)
+    assert heard == [1.5, 2.0, 2.6], "alone a decode step is as fast as ever"
+    assert cores.prefill_factor() == pytest.approx(1.0 + 0.3 + 2 * 0.2)
+    assert cores.computing("prefill", "decode") == 4
+    for role in ("decode", "prefill", "decode"):
+        cores.compute(role, False)
     assert cores.prefill_factor() == 1.0
-    many = Cores(1.2, 1.5, at_once=16)
-    for _ in range(3):
-        many.compute("prefill", True)
-    assert many.prefill_factor() == 1.2, "they have a core each"
 
 
-def test_requests_on_their_way_compute_too_where_they_share_the_cores() -> None:
-    requests = tuple((0.0, 512, 2) for _ in range(6))
+SLIGHT = Sharing(1.1, 1.1, 1.1, 1.1)
 
-    def ends_s(ways_compute: bool, serving_s: float) -> float:
-        settings = replace(ALONE, workers_at_once=2.0, serving_s=serving_s, handover_s=0.5,
-                           handover_beside_s=0.5, ways_compute=ways_compute)  # fmt: skip
-        return max(job.finished_s or 0.0 for job in serve(settings, *requests))
 
-    assert ends_s(True, 0.0) > ends_s(False, 0.0), "a hand-over beside both workers takes longer"
-    assert ends_s(True, 0.1) > ends_s(False, 0.1) + 0.1, "six at once on two cores take longer"
+def test_nobody_has_more_than_an_even_share_of_the_cores() -> None:
+    few, many = Cores(SLIGHT, at_once=2), Cores(SLIGHT, at_once=16)
+    for cores in (few, many):
+        for _ in range(4):
+            cores.compute("prefill", True)
+    assert few.prefill_factor() == pytest.approx(4 / 2)
+    assert many.prefill_factor() == pytest.approx(1.3)
+
+
+def test_what_is_done_for_a_prompt_takes_longer_with_a_second_prefill_worker() -> None:
+    """Where they share the cores; a prompt that nobody waits behind pays nothing."""
+    settings = replace(ALONE, queued_prompt_s=0.25)
+    one = serve(settings, *((0.0, 512, 1) for _ in range(2)))
+    two = serve(replace(settings, prefills=2), *((0.0, 512, 1) for _ in range(4)))
+    assert [job.compute_s for job in one] == pytest.approx([PROMPT_S + 0.25, PROMPT_S])
+    assert max(job.compute_s for job in two) == pytest.approx(PROMPT_S + 2 * 0.25)
 
 
 def test_counted_pages_run_out_as_numbered_ones_do_and_belong_to_one_request(seed: int) -> None:
