@@ -155,7 +155,8 @@ class PrefillNode(PromptComputer):
                 self._on_begin(job)
         seconds = self._step_s(chunks)
         if len(self._jobs) > 1:
-            price_s = self._site.settings.queued_prompt_s * cores.computing("prefill")
+            beside = self._site.cores.computing("prefill")
+            price_s = self._site.settings.queued_prompt_s * beside
             seconds += price_s * sum(chunk.is_last for chunk in chunks)
         self._site.clock.after(seconds, self._stepped, chunks, seconds)
 
