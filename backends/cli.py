@@ -13,10 +13,12 @@ from importlib.metadata import EntryPoint, entry_points
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from backends.extras import explained
+
 GROUP = "mooncake.commands"
 # As they are listed by --help: what a day begins with comes first.
 FIRST = (
-    "serve", "status", "cluster", "store", "keys", "replay", "report", "simulate", "plan",
+    "init", "serve", "status", "cluster", "store", "keys", "replay", "report", "simulate", "plan",
     "profile",
 )  # fmt: skip
 HELP = "Serve large language models as Triton models, with a shared KVCache in between."
@@ -39,6 +41,8 @@ class Commands(TyperGroup):
         try:
             return command_of(entry)
         except (ImportError, AttributeError) as problem:
+            if isinstance(problem, ImportError) and (said := explained(problem)):
+                return without_its_extra(cmd_name, said)
             ctx.fail(
                 f"{entry.value} cannot be loaded ({problem}): run `make setup` after an update"
             )
@@ -59,6 +63,19 @@ def command_of(entry: EntryPoint) -> TyperCommand | TyperGroup:
     return command
 
 
+def without_its_extra(name: str, said: str) -> TyperCommand:
+    """A command that is listed like the others, but can only say what it lacks."""
+
+    def say() -> None:
+        raise SystemExit(f"`mooncake {name}` {said}")
+
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return TyperCommand(
+        name, callback=say, help=f"{said[0].upper()}{said[1:]}", add_help_option=False,
+        context_settings=anything,
+    )  # fmt: skip
+
+
 app = typer.Typer(
     name="mooncake", cls=Commands, help=HELP, no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False,
@@ -72,7 +89,12 @@ def mooncake() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `mooncake ARGUMENTS` (default: those of the process), and exit."""
-    app(None if arguments is None else list(arguments), prog_name="mooncake")
+    try:
+        app(None if arguments is None else list(arguments), prog_name="mooncake")
+    except ImportError as problem:  # edge: a part that a command needs only now
+        if said := explained(problem):
+            raise SystemExit(f"this command {said}") from None
+        raise
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from backends.config_pbtxt import FrontendConfig, read_configs
 from backends.engine.trtllm.settings import TrtllmConfig
+from backends.extras import MODULES
 from backends.triton.worker_kinds import read_worker_configs
 from conductor.config import ConductorConfig
 
@@ -111,6 +112,14 @@ def test_an_image_copies_what_it_needs_by_name_and_gets_it(dockerfile: str) -> N
         assert sources[path] in (f"src/{path}", f"src/{path.rpartition('/')[0]}/"), path
     command = re.search(r"^CMD (\[.*)$", text, re.MULTILINE)
     assert command is not None and "mooncake" in command[1]
+
+
+@pytest.mark.parametrize("dockerfile", ["Dockerfile", "Dockerfile.trtllm"])
+def test_an_image_installs_the_extras_that_serving_needs(dockerfile: str) -> None:
+    [drawn] = re.findall(r"'\./src\[([a-z,-]+)\]'", (DEPLOY / dockerfile).read_text())
+    extras = set(drawn.split(","))
+    assert extras <= MODULES.keys()
+    assert {"gateway"} < extras and ("torch" in extras or "nixl" in extras)
 
 
 @pytest.mark.parametrize(

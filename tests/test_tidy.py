@@ -40,13 +40,14 @@ FLOORS = {
     ],
     "backends": [
         {"cli"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
-        {"launcher"}, {"cluster"}, {"triton"},
+        {"launcher", "starter"}, {"cluster"}, {"triton"},
         {"frontend"}, {"frontend/lifecycle"},
         {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
         {"metrics", "tenants"},
-        {"config_pbtxt", "tensors", "token_logprobs", "launch_secret", "worker_tls"}, {"errors"},
+        {"config_pbtxt", "tensors", "token_logprobs", "launch_secret", "worker_tls"},
+        {"errors", "extras", "shipped"},
     ],
     "loadtest": [
         {"locustfile"}, {"bench", "clients"}, {"planner"}, {"users", "simulator"}, {"profile"},

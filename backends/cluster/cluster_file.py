@@ -45,6 +45,7 @@ from backends.config_pbtxt import (
     check_configs,
 )
 from backends.engine.trtllm.settings import TrtllmConfig
+from backends.shipped import named_or_shipped
 from backends.triton.worker_kinds import config_classes
 from conductor.config import ConductorConfig
 
@@ -82,7 +83,9 @@ def load(path: Path, base: Path | None = None) -> Deployment:
         line = content.count(b"\n", 0, error.start) + 1
         problem = f"line {line}: byte 0x{content[error.start]:02x} is not UTF-8: save it as UTF-8"
         raise ClusterFileInvalid(str(path), (problem,)) from None
-    return parse(text, str(path), templates_in(base) if base and base.is_dir() else {})
+    return parse(
+        text, str(path), templates_in(base) if base and named_or_shipped(base).is_dir() else {}
+    )
 
 
 def parse(

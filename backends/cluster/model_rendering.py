@@ -15,6 +15,7 @@ from pathlib import Path
 
 from backends.cluster.deployment import Deployment
 from backends.cluster.host_plan import HostPlan, gpus_of
+from backends.shipped import named_or_shipped
 
 CONFIG = "config.pbtxt"
 BYTES = "surrogateescape"  # a comment may be in any encoding
@@ -35,10 +36,11 @@ class TemplateMissing(Exception):
 
 def templates_in(base: Path) -> dict[str, str]:
     """The text of each config.pbtxt of a model repository to render from, by model."""
+    base = named_or_shipped(base)
     if not base.is_dir():
         raise TemplateMissing(
             f"there is no model repository at {base} to render from: run from the project's root, "
-            "or name one with --model-repository"
+            "name one with --model-repository, or leave that out for the shipped one"
         )
     return {
         path.parent.name: path.read_text("utf-8", BYTES)

@@ -19,6 +19,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.extras import install_line
+
 # For ports that we choose: below what the kernel gives to outgoing connections, which could take
 # one of them before the server listens.
 PORT_MIN, PORT_MAX = 10_240, 20_000
@@ -53,7 +55,7 @@ def find_triton() -> TritonInstall:
     if found is None or not found.submodule_search_locations:
         raise EnvironmentProblem(
             "no tritonserver: it is not on the PATH and nvidia-pytriton is not installed. "
-            "Run inside an NGC tritonserver image, or `pip install mooncake-triton[bundled]`."
+            f"Run inside an NGC tritonserver image, or {install_line('bundled')}"
         )
     package = Path(found.submodule_search_locations[0])
     home = package / "tritonserver"

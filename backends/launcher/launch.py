@@ -490,7 +490,8 @@ class Launcher:
         plan = self.plan
         if not self.repository.is_dir():
             remedy = "`mooncake cluster render` makes it" if plan.deployment else (
-                "run from the project's root or name one with --model-repository"
+                "run from the project's root, name one with --model-repository, or lay one down "
+                "with `mooncake init FOLDER`"
             )  # fmt: skip
             raise environment.EnvironmentProblem(
                 f"there is no model repository at {self.repository}; {remedy}"

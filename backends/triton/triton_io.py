@@ -29,6 +29,7 @@ from backends.errors import (
     WorkerDistrusts,
     WorkerUnavailable,
 )
+from backends.extras import explained
 from backends.metrics.page import MetricPage
 from backends.metrics.table import Metric
 from backends.tensors import UNBATCHED_OUTPUTS, string_tensor
@@ -80,7 +81,8 @@ def repository_of(args: Mapping[str, str]) -> str:
 
 def load_error(error: Exception) -> Exception:
     """What `initialize` should raise so that Triton shows the message and no traceback."""
-    return pb.TritonModelException(str(error))
+    missing = explained(error) if isinstance(error, ImportError) else ""
+    return pb.TritonModelException(f"it {missing}" if missing else str(error))
 
 
 def inputs_of(request: Any) -> dict[str, np.ndarray]:

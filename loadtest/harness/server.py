@@ -26,9 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backends.launcher.environment import free_ports
+from backends.shipped import shipped_repository
 from loadtest.client.server import Addresses, addresses_of
 
-PROJECT = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).resolve().parents[2]
+# The checkout; for who has installed a wheel, where they are.
+PROJECT = SOURCE if (SOURCE / "pyproject.toml").is_file() else Path.cwd()
 READY_S_MAX = 300.0
 STOP_S_MAX = 45.0
 POLL_S = 0.2
@@ -95,11 +98,12 @@ def start(
     ports = []
     for name in ("http", "grpc", "metrics"):
         ports += [f"--{name}-port", getattr(addresses, name).rpartition(":")[2]]
-    command = [sys.executable, "-m", "backends.cli", "serve", *ports, *arguments]
+    command = [sys.executable, "-m", "backends.cli", "serve", *ports]
+    command += ["--model-repository", str(shipped_repository()), *arguments]
     with log_path.open("wb") as log:
         return subprocess.Popen(
             command,
-            cwd=PROJECT,  # where model_repository/ is
+            cwd=PROJECT,  # its state folder lies there
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -178,7 +182,7 @@ def own_repository(without: tuple[str, ...], models: Mapping[str, Parameters]) -
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
         repository = Path(folder) / "model_repository"
         ignored = shutil.ignore_patterns(*without)
-        shutil.copytree(PROJECT / "model_repository", repository, ignore=ignored)
+        shutil.copytree(shipped_repository(), repository, ignore=ignored)
         for model, values in models.items():
             set_parameters(repository, model, values)
         yield repository

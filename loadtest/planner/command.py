@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from backends.extras import require
 from loadtest.harness.result import Result, Target, shown
 from loadtest.planner.engine import MeasuredEngine, NodeEngine, PlannedEngine, PlanRefused
 from loadtest.planner.fleet_run import FleetPlan, FleetRun, ServiceLevels, run_fleet
@@ -90,6 +91,7 @@ def plan(
     """Choose nodes, their split, cache and conductor for the best goodput on a trace, by
     simulation; write the choice as a model repository, and what it was weighed against as a page.
     """
+    require("report", "`mooncake plan`")
     levels = ServiceLevels(slo_ttft, slo_tbt)
     try:
         engine = engine_of(hardware, model, gpus, profile, parse_bytes(node_bytes))

@@ -22,8 +22,8 @@ from backends.cluster.model_rendering import (
     templates_in,
     with_parameters,
 )
+from backends.shipped import shipped_repository
 from conductor import ConductorConfig
-from loadtest.harness.server import PROJECT
 from loadtest.planner.engine import PlannedEngine
 from loadtest.planner.fleet_run import FleetPlan, FleetRun, ServiceLevels
 from mooncake_store.layout import memory_bytes_for
@@ -52,7 +52,7 @@ def write_overlay(
 
 def overlay_texts(run: FleetRun, engine: PlannedEngine, levels: ServiceLevels) -> dict[str, str]:
     """The text of each model's config.pbtxt."""
-    templates = templates_in(PROJECT / REPOSITORY)
+    templates = templates_in(shipped_repository())
     checkpoint = engine.parameters().get("checkpoint", "demo")
     found: dict[str, str] = {}
     for model, text in templates.items():

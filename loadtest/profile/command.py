@@ -29,13 +29,13 @@ from rich.progress import (
 from rich.table import Table
 from tritonclient.grpc import model_config_pb2
 
+from backends.shipped import shipped_repository
 from backends.workers.machine_profile import cpu_model
 from loadtest.client.metrics_page import counter_sum, fetch_page, series_of
 from loadtest.client.protocol import ServerError
 from loadtest.client.server import Addresses, describe_server
 from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import FreshSeed, ServerUrl, console, measuring, served
-from loadtest.harness.server import PROJECT
 from loadtest.profile.measure import (
     DECODE_POINTS,
     PREFILL_POINTS,
@@ -79,7 +79,7 @@ def profile(
     tokens), about a minute on the demo model. Send the server nothing else meanwhile.
     """
     seed = secrets.randbits(62) if seed is None else seed
-    repository = PROJECT / "model_repository" if url is None else None
+    repository = shipped_repository() if url is None else None
     with measuring(), served(url) as addresses:
         found = asyncio.run(
             measure(addresses, repository, (prefill, decode), rounds, seed, context_tokens_max)

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from backends.extras import require
 from loadtest.client.metrics_page import MetricsSampler
 from loadtest.client.protocol import CHANNELS, REQUEST_S_MAX, ServerError
 from loadtest.client.server import ServerDescription, addresses_of, describe_server
@@ -254,6 +255,8 @@ def carry_out(
 ) -> int:
     """The whole command; returns its exit status."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    if outputs.report is not None:
+        require("report", "`mooncake replay --report`")  # now rather than after the run
     try:
         rows = read_trace(settings.path, settings.requests_max)
         server = asyncio.run(_describe(sending, chosen))

@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from backends.extras import require
 from loadtest.report.numbers import (
     Compared,
     compare,
@@ -48,6 +49,8 @@ def report(
 def carry_out(files: Sequence[Path], out: Path | None, as_json: bool) -> int:
     """The whole command; returns its exit status."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    if out is not None:
+        require("report", "`mooncake report --out`")
     try:
         runs = [read_report(file) for file in files]
         console.print(_one(runs[0]) if len(runs) == 1 else _two(files, runs))

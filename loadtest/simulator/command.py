@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from backends.extras import require
 from loadtest.harness.result import Result
 from loadtest.profile.profile import Profile
 from loadtest.replay.trace import TraceError
@@ -269,6 +270,8 @@ def simulate(
     ] = False,
 ) -> None:
     """Run an experiment on recorded requests; no server is needed."""
+    if every or picture is not None:
+        require("report", f"`mooncake simulate {'--all' if every else '--plot'}`")
     with _reasons_shown():
         options = SimulationOptions(
             folder=traces, traces=tuple(trace or ()), policies=tuple(policy or ()),

@@ -17,11 +17,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from backends.extras import require
 from loadtest.client.server import Addresses, addresses_of
 from loadtest.harness.server import PROJECT, ServerFailed, models_waiting, serving
 from loadtest.users.settings import HOST, add_options, address
 
-LOCUSTFILE = PROJECT / "loadtest" / "locustfile.py"
+LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 REPORT = PROJECT / ".mooncake" / "loadtest.html"
 SPAWN_S = 2.0  # all users have come by then
 
@@ -103,6 +104,7 @@ def run_to_end(command: Sequence[str]) -> int:
 def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         parser_of(is_help=True).parse_args(["--help"])
+    require("locust", "the load test")
     options, rest = parser_of(is_help=False).parse_known_args(list(arguments))
     Path(options.report).parent.mkdir(parents=True, exist_ok=True)
     try:

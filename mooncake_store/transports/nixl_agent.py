@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import logging
 import os
 import secrets
@@ -41,9 +42,10 @@ from mooncake_store.errors import StoreError, TransferFailed
 from mooncake_store.transports.host_topology import preferred_ucx_devices
 
 NODE_PROGRESS_DELAY_US = 1000
-# Without a GPU the package `nixl` imports torch (0.7 s, 150 MB) to ask for a CUDA version, and then
-# takes the first of these: so they are asked first.
-_CPU_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
+# Builds of NIXL. The package `nixl` only chooses between them; without a GPU it imports torch (0.7
+# s, 150 MB) to ask for a CUDA version and then takes the first, so it is asked last there.
+_BUILDS = ("nixl_cu13._api", "nixl_cu12._api")
+_CHOOSER = "nixl._api"
 _LISTENS = "0A"  # in /proc/net/tcp
 _making = threading.Lock()
 
@@ -125,11 +127,11 @@ def load_nixl() -> Any:
     prepare_environment()
     raises_in_handlers = logging.raiseExceptions
     try:
-        api = _import_first(_CPU_MODULES if not _has_gpu_stack() else ("nixl._api",))
+        api = _import_first(_modules())
     except (ImportError, OSError) as error:
         raise NixlUnavailable(
-            f"cannot import nixl ({error}): pip install --no-deps nixl nixl-cu12 (CPU hosts too), "
-            "or use transports='mapped' on one host"
+            f"cannot import nixl ({error}): pip install 'mooncake-triton[nixl]' (CPU hosts too; "
+            "[nixl-cu12] for CUDA 12), or use transports='mapped' on one host"
         ) from error
     finally:
         logging.raiseExceptions = raises_in_handlers  # nixl's import switches it off globally
@@ -137,6 +139,24 @@ def load_nixl() -> Any:
     logger.handlers[:] = [_RaiseOnWarning()]
     logger.propagate = False
     return api
+
+
+def _modules() -> tuple[str, ...]:
+    """What to import, by preference. Where there is a GPU the build must be of torch's CUDA: the
+    package `nixl` finds out which that is, and without it, it is asked here."""
+    if not _has_gpu_stack():
+        return (*_BUILDS, _CHOOSER)
+    if importlib.util.find_spec("nixl") is not None:
+        return (_CHOOSER,)
+    return tuple(sorted(_BUILDS, key=lambda name: f"cu{_cuda_major()}." not in name))
+
+
+def _cuda_major() -> str:
+    """Of the installed torch; "" where there is none, or one without CUDA."""
+    with contextlib.suppress(ImportError):
+        cuda = importlib.import_module("torch.version").cuda
+        return str(cuda or "").partition(".")[0]
+    return ""
 
 
 def _has_gpu_stack() -> bool:

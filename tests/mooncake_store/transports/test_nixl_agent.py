@@ -77,6 +77,20 @@ def test_a_node_that_nobody_asks_leaves_the_cpu_alone() -> None:
     assert float(ran.stdout) < 0.3, "the progress thread spins; the stock wrapper's takes 1.0 s"
 
 
+@pytest.mark.parametrize(
+    ("cuda", "first"), [("12", "nixl_cu12._api"), ("13", "nixl_cu13._api"), ("", "nixl_cu13._api")]
+)
+def test_with_a_gpu_the_build_is_that_of_torch_s_cuda_whoever_installed_it(
+    monkeypatch: pytest.MonkeyPatch, cuda: str, first: str
+) -> None:
+    monkeypatch.setattr(nixl_agent, "_has_gpu_stack", lambda: True)
+    monkeypatch.setattr(nixl_agent, "_cuda_major", lambda: cuda)
+    monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda name: None)
+    assert nixl_agent._modules()[0] == first
+    monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda name: name)
+    assert nixl_agent._modules() == ("nixl._api",), "the package `nixl` knows itself"
+
+
 def test_an_unreadable_home_is_named_before_nixl_dies_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,53 @@
+"""Extras of this package: which one brings a module that is not installed?
+
+Whoever installed the package without an extra reads one line that names it, not a traceback, and
+reads it before anything runs. Not here: what the extras hold (pyproject.toml; a test compares).
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+PACKAGE = "mooncake-triton"
+# The modules of each extra that code of ours imports.
+MODULES = {
+    "bundled": ("pytriton",),
+    "gateway": ("fastapi", "uvicorn"),
+    "guided": ("llguidance",),
+    "locust": ("gevent", "geventhttpclient", "locust"),
+    "nixl": ("nixl_cu13",),
+    "report": ("matplotlib",),
+    "torch": ("torch",),
+    "tracing": ("opentelemetry.exporter.otlp.proto.grpc", "opentelemetry.sdk"),
+    "trtllm": ("tensorrt_llm",),
+}
+
+
+def install_line(extra: str) -> str:
+    return f"pip install '{PACKAGE}[{extra}]'"
+
+
+def explained(problem: ImportError) -> str:
+    """What is missing and which extra brings it, in one line; "" for a module of no extra."""
+    missing = (problem.name or "").partition(".")[0]
+    for extra, modules in MODULES.items():
+        if missing in {module.partition(".")[0] for module in modules}:
+            return f"needs {missing}, which is not installed: {install_line(extra)}"
+    return ""
+
+
+def require(extra: str, what: str) -> None:
+    """Ends the process with one line when a module of the extra is missing. `what` needs it."""
+    for module in MODULES[extra]:
+        if not _is_there(module):
+            missing = module.partition(".")[0]
+            raise SystemExit(
+                f"{what} needs {missing}, which is not installed: {install_line(extra)}"
+            )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False

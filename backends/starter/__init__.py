@@ -1,0 +1,1 @@
+"""What does somebody begin with who has no checkout?"""

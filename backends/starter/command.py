@@ -1,0 +1,75 @@
+"""`mooncake init`: a model repository and a checkpoint of one's own, to serve and to edit.
+
+The models are the shipped ones; their `checkpoint` is the copy of the demo checkpoint that lies
+beside them. Nothing is there until all of it is: it is laid down in a folder of another name first.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from backends.cluster.model_rendering import CONFIG, parameters_of, templates_in, with_parameters
+from backends.shipped import shipped_checkpoint, shipped_repository
+
+CHECKPOINT = "demo_checkpoint"
+# What a server reads of a checkpoint; how the demo's was trained stays with the package.
+CHECKPOINT_FILES = ("*.json", "*.safetensors", "README.md")
+
+
+class FolderInUse(Exception):
+    """There is something already; the message says what to do."""
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new folder, for `serve --model-repository`.")],
+) -> None:
+    """Lay down a model repository and the demo checkpoint, to serve and to edit."""
+    try:
+        models = lay_down(folder)
+    except (FolderInUse, OSError) as problem:
+        raise SystemExit(f"cannot make a model repository: {problem}") from None
+    console = Console(highlight=False)
+    lines = (
+        f"{folder}: {', '.join(models)}; they serve {folder / CHECKPOINT}", "now:",
+        f"  mooncake serve --model-repository {folder}",
+    )  # fmt: skip
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def lay_down(folder: Path) -> list[str]:
+    """The models that are there afterwards. FolderInUse or OSError, and then nothing is."""
+    folder = folder.absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FolderInUse(f"{folder} is there and not empty: name another folder, or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as partial:
+        whole = Path(partial) / folder.name
+        models = _write_models(whole)
+        _write_checkpoint(whole / CHECKPOINT)
+        whole.rename(folder)  # an empty folder gives way
+    return models
+
+
+def _write_models(repository: Path) -> list[str]:
+    templates = templates_in(shipped_repository())
+    for model, text in templates.items():
+        if parameters_of(text).get("checkpoint") == "demo":
+            # Relative paths start beside the model repository (config_pbtxt.py).
+            text = with_parameters(text, {"checkpoint": f"{repository.name}/{CHECKPOINT}"})
+        (repository / model / "1").mkdir(parents=True)  # Triton wants a folder for each version
+        (repository / model / CONFIG).write_text(text, encoding="utf-8")
+    return list(templates)
+
+
+def _write_checkpoint(folder: Path) -> None:
+    folder.mkdir()
+    for pattern in CHECKPOINT_FILES:
+        for path in shipped_checkpoint().glob(pattern):
+            shutil.copyfile(path, folder / path.name)

@@ -1,0 +1,89 @@
+"""`mooncake init` lays down what serves, and never half of it or over something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backends.cluster.model_rendering import CONFIG, backend_named, parameters_of, templates_in
+from backends.config_pbtxt import checkpoint_folder
+from backends.shipped import (
+    DEFAULT_REPOSITORY,
+    named_or_shipped,
+    shipped_checkpoint,
+    shipped_repository,
+)
+from backends.starter import command
+from backends.starter.command import FolderInUse, lay_down
+
+
+def test_every_shipped_model_is_there_with_a_version_and_the_checkpoint_beside_it(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "not there" / "my models"
+    assert lay_down(folder) == sorted(templates_in(shipped_repository()))
+    for model, text in templates_in(folder).items():
+        assert (folder / model / "1").is_dir()
+        shipped = (shipped_repository() / model / CONFIG).read_text()
+        changed = parameters_of(text)
+        assert backend_named(text) == backend_named(shipped)
+        if "checkpoint" in changed:
+            named = checkpoint_folder(changed.pop("checkpoint"), str(folder))
+            assert named == (folder / "demo_checkpoint").resolve()
+        assert changed == {
+            name: value for name, value in parameters_of(shipped).items() if name != "checkpoint"
+        }
+
+
+def test_the_copy_of_the_checkpoint_has_all_that_is_read_and_no_code(tmp_path: Path) -> None:
+    lay_down(tmp_path / "models")
+    names = {path.name for path in (tmp_path / "models" / "demo_checkpoint").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert not {name for name in names if name.endswith((".py", ".csv", ".png"))}
+    for name in names:
+        copy = tmp_path / "models" / "demo_checkpoint" / name
+        assert copy.read_bytes() == (shipped_checkpoint() / name).read_bytes()
+
+
+def test_what_is_there_already_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "note").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    for name in ("used", "file"):
+        with pytest.raises(FolderInUse, match=r"name another folder"):
+            lay_down(tmp_path / name)
+    assert (tmp_path / "used" / "note").read_text() == (tmp_path / "file").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "note", "used"]
+
+
+def test_an_empty_folder_is_filled_and_one_that_is_named_from_inside_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    lay_down(tmp_path / "empty")
+    assert (tmp_path / "empty" / "conductor" / CONFIG).exists()
+    monkeypatch.chdir(tmp_path)
+    lay_down(Path("models"))
+    text = (tmp_path / "models" / "prefill_0" / CONFIG).read_text()
+    assert parameters_of(text)["checkpoint"] == "models/demo_checkpoint"
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command.shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left"):
+        lay_down(tmp_path / "models")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_only_reads_a_repository_gets_the_shipped_one_where_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named_or_shipped(DEFAULT_REPOSITORY) == shipped_repository()
+    assert named_or_shipped(Path("other")) == Path("other")
+    DEFAULT_REPOSITORY.mkdir()
+    assert named_or_shipped(DEFAULT_REPOSITORY) == DEFAULT_REPOSITORY
