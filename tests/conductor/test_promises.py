@@ -119,8 +119,15 @@ def test_a_prefix_is_never_overcounted(seed: int, policy: str) -> None:
 
 
 def test_no_budget_is_exceeded(seed: int) -> None:
-    """Copies per tick and under way, places in a queue, slots and pages of a batch."""
+    """Copies per tick and under way, places in a queue, slots and pages of a batch. Of several
+    fleets, because where prompts are computed quickly nothing deserves a copy."""
     rng = random.Random(seed)
+    walks = [walk_within_budgets(rng) for _ in range(4)]
+    assert all(rejected for rejected, _ in walks) and any(copied for _, copied in walks), walks
+
+
+def walk_within_budgets(rng: random.Random) -> tuple[int, int]:
+    """(requests that were rejected, suggestions of copies)"""
     config = ConductorConfig(
         hot_hits_per_s=0.05, hot_blocks_per_tick_max=5, hot_blocks_in_flight_max=9,
         hot_target_blocks_max=6, report_s_max=1e9, request_s_max=1e9, ttft_slo_s=1e9, tbt_slo_s=1e9,
@@ -131,7 +138,7 @@ def test_no_budget_is_exceeded(seed: int) -> None:
     decoding: set[str] = set()
     under_way: dict[tuple[str, bytes], float] = {}
     rejected = copied = 0
-    for number in range(800):
+    for number in range(400):
         now_s = number * 0.2
         if number % 10 == 0:
             blocks.change(made, now_s)
@@ -167,7 +174,7 @@ def test_no_budget_is_exceeded(seed: int) -> None:
                 made.on_prefill_finished(name, now_s, 0)
                 decoding.add(name)
     made.check()
-    assert rejected and copied, "too dull to prove anything"
+    return rejected, copied
 
 
 def best_start_s(
