@@ -32,6 +32,10 @@ GRPC_NEVER_SENT = "failed to connect"  # gRPC's
 # is closed or reset.
 LINK_CUT = ("timed out", "no route to host", "unreachable", "keepalive", "ping timeout")
 
+# What the last word of a request says that its deadline ended: its timeout_ms, or request_s_max.
+TIMEOUT_PASSED, DEADLINE_PASSED = "its timeout of", "its deadline has passed"
+DEADLINE_WORDS = (TIMEOUT_PASSED, DEADLINE_PASSED)
+
 
 class ServingError(Exception):
     """Base of what a request may fail with."""

@@ -40,13 +40,13 @@ FLOORS = {
     ],
     "backends": [
         {"cli"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
-        {"launcher", "starter"}, {"cluster"}, {"triton"},
+        {"launcher", "starter"}, {"cluster"}, {"gateway"}, {"triton"},
         {"frontend"}, {"frontend/lifecycle"},
         {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
         {"metrics", "tenants"},
-        {"config_pbtxt", "tensors", "token_logprobs", "launch_secret", "worker_tls"},
+        {"config_pbtxt", "tensors", "token_logprobs", "launch_secret", "worker_tls", "statuses"},
         {"errors", "extras", "shipped"},
     ],
     "loadtest": [

@@ -69,11 +69,22 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayPlan:
+    """OpenAI's interface in front of this host's frontend."""
+
+    listen: str  # HOST:PORT of all its processes
+    processes: int = 1
+    certificate: str = ""  # PEM file; "": plain HTTP
+    private_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class FrontendPlan:
     """Where clients call this host; each HOST:PORT."""
 
     http: str
     grpc: str
+    gateway: GatewayPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ import numpy as np
 
 from backends.config_pbtxt import FrontendConfig
 from backends.errors import (
+    TIMEOUT_PASSED,
     Cancelled,
     InvalidRequest,
     Overloaded,
@@ -197,7 +198,7 @@ class LiveRequest:
             if self._client.is_cancelled():
                 self.post(events.Unwanted(Cancelled("the client went away")))
             elif now_s - self._arrived_s > self._timeout_s:
-                limit = f"its timeout of {self._timeout_s * 1000:.0f} ms has passed"
+                limit = f"{TIMEOUT_PASSED} {self._timeout_s * 1000:.0f} ms has passed"
                 self.post(events.Unwanted(WorkerUnavailable(limit)))
         worker = state.attempt.worker
         # Who stood still has heard nothing, whoever spoke.

@@ -20,14 +20,14 @@ from rich.markup import escape
 from backends.cluster.deployment import ClusterFileInvalid, Deployment, is_loopback
 from backends.cluster.host_plan import HostPlan, host_plan, pool_host_plan
 from backends.launcher.environment import EnvironmentProblem
-from backends.launcher.launch import (
-    Launcher,
+from backends.launcher.launch import Launcher
+from backends.launcher.launch_plan import GatewayOptions, HostOptions, ObserveOptions, ServeOptions
+from backends.launcher.processes import (
+    ChildDied,
     Stopped,
     ignore_signals,
     signals_as_exceptions,
 )
-from backends.launcher.launch_plan import HostOptions, ObserveOptions, ServeOptions
-from backends.launcher.processes import ChildDied
 from mooncake_store.cli.arguments import parse_bytes
 from mooncake_store.keys import folder
 
@@ -39,7 +39,8 @@ READY_S_MAX = 300.0  # on one machine; a host of a deployment waits for the othe
 # Options of one machine, which a cluster file says for each of its hosts.
 OF_ONE_MACHINE = (
     "http_port", "grpc_port", "metrics_port", "metrics_address", "nodes", "store_bytes",
-    "ssd_bytes", "ssd_path", "state_dir",
+    "ssd_bytes", "ssd_path", "state_dir", "openai_port", "openai_workers", "openai_certificate",
+    "openai_private_key",
 )  # fmt: skip
 ReadySMax = Annotated[
     float | None,
@@ -75,6 +76,14 @@ LogBytes = Annotated[
     str,
     typer.Option(help="Of each process's log the latest so much is kept, and as much before it."),
 ]
+OpenaiPort = Annotated[
+    int, typer.Option(min=0, max=65535, help="Serve OpenAI's interface there; 0: do not.")
+]
+OpenaiWorkers = Annotated[int, typer.Option(min=1, max=64, help="Processes that share this port.")]
+OpenaiCertificate = Annotated[
+    Path | None, typer.Option(help="PEM file: OpenAI's interface over HTTPS.")
+]
+OpenaiPrivateKey = Annotated[Path | None, typer.Option(help="PEM file of the key to it.")]
 HostName = Annotated[str, typer.Option(help="Which host of the cluster file this is.")]
 PoolName = Annotated[
     str,
@@ -117,6 +126,10 @@ def serve(
     open_api: OpenApis = None,
     api_keys: ApiKeysFile = None,
     triton_arg: TritonArguments = None,
+    openai_port: OpenaiPort = 0,
+    openai_workers: OpenaiWorkers = 1,
+    openai_certificate: OpenaiCertificate = None,
+    openai_private_key: OpenaiPrivateKey = None,
     log_format: LogFormat = None,
     log_bytes: LogBytes = "64M",
     cluster: ClusterFile = None,
@@ -142,7 +155,10 @@ def serve(
         grpc_port=grpc_port, metrics_port=metrics_port, metrics_address=metrics_address,
         nodes=tuple(filter(None, nodes.split(","))), store_bytes=parse_bytes(store_bytes),
         ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path, state_dir=state_dir,
-        ready_s_max=READY_S_MAX if ready_s_max is None else ready_s_max, **more,
+        ready_s_max=READY_S_MAX if ready_s_max is None else ready_s_max,
+        gateway=GatewayOptions(
+            openai_port, openai_workers, openai_certificate, openai_private_key
+        ), **more,
     )))  # fmt: skip
 
 
@@ -258,6 +274,8 @@ def run_until_stopped(launcher: Launcher) -> None:
             '\'{"text_input": "It is a truth", "max_tokens": 32, "stream": true}\'',
             soft_wrap=True,
         )
+    if launcher.openai_url:
+        console.print(f"  OpenAI's interface: {launcher.openai_url}/v1", soft_wrap=True)
     launcher.news()  # what was logged before we were ready is not news
     while True:
         for restart in launcher.supervise():

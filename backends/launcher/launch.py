@@ -16,21 +16,18 @@ those of dead launchers (launch_files.py), one Triton (triton_process.py) and it
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
 
 from backends import launch_secret
 from backends.cluster.drain import move_requests
 from backends.cluster.host_plan import EtcdMember, NodePlan
 from backends.cluster.manifests.doors import FREE_PORTS
-from backends.launcher import admin_key, environment
+from backends.launcher import admin_key, environment, gateways
 from backends.launcher.admin_key import AdminKey
 from backends.launcher.deployment_watch import (
     DeploymentState,
@@ -46,10 +43,11 @@ from backends.launcher.etcd_member import (
     member_serves,
     replace_lost_member,
 )
+from backends.launcher.gateways import Gateways
 from backends.launcher.launch_files import LaunchFiles, remove_leftovers
 from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
-from backends.launcher.processes import ChildProcess, Command
+from backends.launcher.processes import ChildProcess, Command, RestartPolicy
 from backends.launcher.renewal import ETCD, CertificateRenewal, HostTurn, turn_at
 from backends.launcher.repository import ModelLoad, ModelState, RepositoryMirror, WorkerFolders
 from backends.launcher.triton_arguments import (
@@ -80,14 +78,11 @@ from mooncake_store.process import self_check
 TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
 STOP_S_MAX = 9.0  # of it at most so much for the frontend's Triton, so much after the workers':
 FRONTEND_STOP_S, OTHERS_STOP_S = 5.0, 1.0
+GATEWAY_STOP_S = 4.0  # before all that, where there is a gateway: for its streams
 FLEET_OTHERS_STOP_S = 4.0  # one after the other: nodes, the directory, etcd's member
 WAIT_S = 0.5  # between two looks at what other hosts do
 OF_A_HOST = ("MOONCAKE_ADDRESS", "MOONCAKE_LISTEN", "MOONCAKE_PEERS")
 SAY_AGAIN_S = 15.0  # that it still waits for the same
-
-
-class Stopped(Exception):
-    """A signal asked the launcher to end."""
 
 
 class Launcher:
@@ -123,6 +118,7 @@ class Launcher:
         self.workers: dict[str, WorkerTriton] = {}
         self._leaving: list[WorkerTriton] = []  # their folders are gone
         self._stubs = Stubs()
+        self._gateways: Gateways | None = None
         self._metrics: MetricsServer | None = None
         self._watch: DeploymentWatch | None = None
 
@@ -162,6 +158,7 @@ class Launcher:
         shutil.rmtree(self._mirrors, ignore_errors=True)
         PROMISED["clients"] = [port for _, port in fixed_ports(plan).values()]
         self._start_tritons()
+        self._gateways = Gateways(plan, env, self._with_log)
         if plan.deployment:
             self._watch = DeploymentWatch(plan.directory_address, self._deployment)
         host, _, port = plan.metrics.rpartition(":")
@@ -174,6 +171,7 @@ class Launcher:
                 f"metrics port {plan.metrics} cannot be used "
                 f"({error.strerror}); choose another with --metrics-port"
             ) from None
+        self._gateways.wait_ready()
 
     def _etcd_child(self, member: EtcdMember, env: dict[str, str]) -> ChildProcess:
         command = Command(self._etcd_command(member), env | etcd_environment())
@@ -356,7 +354,7 @@ class Launcher:
         self._supervise_folders(alive)
         for triton in self._tritons():
             restarts += triton.supervise(alive.get(triton, set()))
-        return restarts
+        return [*restarts, *(self._gateways.supervise() if self._gateways else ())]
 
     def _supervise_folders(self, alive: dict[Triton, set[str]]) -> None:
         """A worker folder that was copied gets a Triton, one that was removed loses it."""
@@ -410,7 +408,7 @@ class Launcher:
             MetricsSource(triton.name, triton.incarnation, triton.endpoints.metrics)
             for triton in [*self._tritons(), *list(self._leaving)]
             if triton.endpoints is not None and triton.pid is not None
-        ]
+        ] + (self._gateways.sources() if self._gateways else [])
 
     def stop(self) -> None:
         """End everything: first the Triton that clients call, so that nobody calls the workers'
@@ -422,6 +420,9 @@ class Launcher:
             self._metrics.close()
         if self._watch is not None:
             self._watch.close()
+        if self._gateways and self._gateways.children:  # their streams end, then their frontend
+            self._end([*self._gateways.children], GATEWAY_STOP_S)
+            give_up_s = time.monotonic() + STOP_S_MAX
         first = [self.frontend] if self.frontend is not None else []
         self._end([each.child for each in first], FRONTEND_STOP_S)
         workers = [*self.workers.values(), *self._leaving]
@@ -458,6 +459,11 @@ class Launcher:
             "//0.0.0.0", f"//{self.plan.address}" if self.plan.deployment else "//0.0.0.0"
         )
 
+    @property
+    def openai_url(self) -> str:
+        """ "" where there is no gateway."""
+        return self._gateways.url if self._gateways is not None else ""
+
     def _keys_of_host(self) -> Keys | None:
         """None where there are none."""
         try:
@@ -480,9 +486,11 @@ class Launcher:
     def _child(self, name: str, command: list[str], env: dict[str, str]) -> ChildProcess:
         return self._with_log(name, lambda: Command(command, env))
 
-    def _with_log(self, name: str, command: Callable[[], Command]) -> ChildProcess:
+    def _with_log(
+        self, name: str, command: Callable[[], Command], policy: RestartPolicy | None = None
+    ) -> ChildProcess:
         return ChildProcess(
-            name, command, self.log_dir / f"{name}.log", self.socket_dir,
+            name, command, self.log_dir / f"{name}.log", self.socket_dir, policy,
             log_bytes_max=self.options.observed.log_bytes_max,
         )  # fmt: skip
 
@@ -499,6 +507,9 @@ class Launcher:
         needed = plan.shm_bytes + TRITON_SHM_BYTES
         found = admin_key.problems(self.options.open_apis) + self.options.observed.problems()
         found += api_keys.problems(self.options.api_keys, os.environ | plan.environment)
+        env = os.environ | plan.environment
+        env |= api_keys.environment(self.options.api_keys, env)
+        found += gateways.problems(plan, env)
         said = ("dram in the cluster file", "in the cluster file") if plan.deployment else ()
         found += environment.problems(triton, fixed_ports(plan), needed, 500, *said)
         if plan.etcd is not None and etcd_binary() is None:
@@ -561,28 +572,3 @@ def _all_states(answers: Iterable[tuple[Triton, list[ModelState] | None]]) -> li
     for triton, answer in answers:
         found += answer or [ModelState(model, False) for model in triton.mirror.models()]
     return sorted(found, key=lambda state: state.name)
-
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def ignore_signals() -> None:
-    """From here on nothing interrupts the clean-up."""
-    for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-
-
-@contextlib.contextmanager
-def signals_as_exceptions() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Stopped, once; later ones are ignored while stopping."""
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        ignore_signals()
-        raise Stopped(signal.Signals(number).name)
-
-    before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

@@ -10,7 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backends.cluster.host_plan import DirectoryPlan, FrontendPlan, HostPlan, NodePlan
+from backends.cluster.host_plan import (
+    DirectoryPlan,
+    FrontendPlan,
+    GatewayPlan,
+    HostPlan,
+    NodePlan,
+)
 from backends.launcher.bounded_log import LOG_BYTES_MAX, LOG_BYTES_MIN
 from mooncake_store.cli.serving import directory_address, events_address
 from mooncake_store.process.logs import FORMAT_VARIABLE
@@ -38,6 +44,23 @@ class ObserveOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """Whether OpenAI's interface is served, and how."""
+
+    port: int = 0  # 0: it is not
+    workers: int = 1
+    certificate: Path | None = None
+    private_key: Path | None = None
+
+    def plan(self, address: str) -> GatewayPlan | None:
+        if not self.port:
+            return None
+        files = [str(path.resolve()) if path else "" for path in
+                 (self.certificate, self.private_key)]  # fmt: skip
+        return GatewayPlan(f"{address}:{self.port}", self.workers, *files)
+
+
+@dataclass(frozen=True, slots=True)
 class ServeOptions:
     """What `mooncake serve` can be asked for: paths, ports and sizes of one machine."""
 
@@ -58,6 +81,7 @@ class ServeOptions:
     api_keys: Path | None = None  # the file of tenants and their keys; None: no keys
     triton_args: tuple[str, ...] = field(default=())
     observed: ObserveOptions = ObserveOptions()
+    gateway: GatewayOptions = GatewayOptions()
 
     def plan(self, socket_dir: Path) -> HostPlan:
         directory, events = directory_address(socket_dir), events_address(socket_dir)
@@ -81,7 +105,8 @@ class ServeOptions:
             ),
             storage_nodes=tuple(self._node(node, socket_dir) for node in self.nodes),
             frontend=FrontendPlan(
-                http=f"{self.address}:{self.http_port}", grpc=f"{self.address}:{self.grpc_port}"
+                http=f"{self.address}:{self.http_port}", grpc=f"{self.address}:{self.grpc_port}",
+                gateway=self.gateway.plan(self.address),
             ),
         )  # fmt: skip
 
@@ -116,6 +141,8 @@ def fixed_ports(plan: HostPlan) -> dict[str, tuple[str, int]]:
     found = {"metrics": plan.metrics}
     if plan.frontend is not None:
         found |= {"http": plan.frontend.http, "grpc": plan.frontend.grpc}
+        if plan.frontend.gateway is not None:
+            found["openai"] = plan.frontend.gateway.listen
     if plan.etcd is not None:
         found |= {"etcd": plan.etcd.listen_client_url, "etcd peer": plan.etcd.listen_peer_url}
     if plan.directory is not None:

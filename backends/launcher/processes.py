@@ -1,4 +1,4 @@
-"""Child processes that end with us, whatever happens.
+"""Child processes that end with us, whatever happens, and the signals that end us.
 
 Each child gets its own session (so that a Ctrl-C in the terminal reaches only the launcher, which
 then stops things in order), writes to a log file, and dies when the launcher dies, by the kernel's
@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Protocol
 
 from backends.launcher.bounded_log import LOG_BYTES_MAX, BoundedLog
@@ -197,3 +198,32 @@ class ChildProcess:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+class Stopped(Exception):
+    """A signal asked the launcher to end."""
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def ignore_signals() -> None:
+    """From here on nothing interrupts the clean-up."""
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise Stopped, once; later ones are ignored while stopping."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        ignore_signals()
+        raise Stopped(signal.Signals(number).name)
+
+    before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -16,6 +16,7 @@ from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 FRONTEND, PREFILL, DECODE = "conductor", "prefill", "decode"  # backends, not models
+GATEWAY = "gateway"  # no model: a process of its own, where there is an --openai-port
 WORKERS = (PREFILL, DECODE)
 
 # Half a millisecond to two minutes, each bound 1.3 to 2 times the one before: an interpolated
@@ -305,6 +306,20 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Copies that a reader found missing or corrupt (checksums); they are dropped."),
         gauge("mooncake_store_leases", "leases", (FRONTEND,),
               "Leases on copies of blocks, over all nodes.", is_use=True),
+    ),
+    "Gateway": (
+        counter("mooncake_gateway_requests_total", "requests", (GATEWAY,),
+                "HTTP requests, by path and status.", Label("path"), Label("status")),
+        counter("mooncake_gateway_refusals_total", "requests", (GATEWAY,),
+                "Requests that got an error instead of an answer, or at its end, by its `code`.",
+                Label("code")),
+        counter("mooncake_gateway_messages_total", "messages", (GATEWAY,),
+                "Events of streams, and whole answers, that were sent to clients."),
+        counter("mooncake_gateway_clients_left_total", "requests", (GATEWAY,),
+                "Requests whose client went away before the end of its answer."),
+        gauge("mooncake_gateway_requests_in_flight", "requests", (GATEWAY,),
+              "HTTP requests that this process of the gateway has in hand.", Label("gateway"),
+              is_use=True),
     ),
 }  # fmt: skip
 METRICS: dict[str, Metric] = {m.name: m for metrics in SECTIONS.values() for m in metrics}

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from backends.errors import (
+    DEADLINE_PASSED,
     KvMissing,
     MessagesLost,
     Overloaded,
@@ -196,7 +197,7 @@ class Attempts:
         if counted >= self.counted_max:
             return f"given up after {counted} attempts that count ({self._listed()})"
         if now_s >= self.deadline_s:
-            return f"its deadline has passed ({self._listed()})"
+            return f"{DEADLINE_PASSED} ({self._listed()})"
         return ""
 
     def _listed(self) -> str:

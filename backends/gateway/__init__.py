@@ -1,0 +1,1 @@
+"""How do clients of OpenAI's interface speak with the conductor?"""

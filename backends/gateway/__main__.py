@@ -1,0 +1,60 @@
+"""`python -m backends.gateway`: one process of the gateway, in front of a frontend's gRPC port.
+
+`mooncake serve --openai-port` starts it (backends/launcher/gateways.py). By hand it serves beside
+any Triton that has the conductor. API keys are those that MOONCAKE_API_KEYS names.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from backends.gateway.app import Gateway, GatewaySettings
+from backends.gateway.doors import BODY_BYTES_MAX
+from backends.gateway.server import Listening, serve
+from backends.tenants import ApiKeys, TenantsInvalid
+
+
+def main(
+    frontend: Annotated[str, typer.Option(help="HOST:PORT of the frontend's gRPC.")] = (
+        "127.0.0.1:8001"
+    ),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 9000,
+    name: Annotated[str, typer.Option(help="Of this process, in metrics.")] = "gateway-0",
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Others of the gateway listen there too.")
+    ] = False,
+    metrics: Annotated[
+        str, typer.Option(help="HOST:PORT whose page is shown as /metrics; default: its own.")
+    ] = "",
+    own_metrics_port: Annotated[
+        int, typer.Option(help="On loopback: this process' own page; 0: none.")
+    ] = 0,
+    certificate: Annotated[str, typer.Option(help="PEM file: serve HTTPS.")] = "",
+    private_key: Annotated[str, typer.Option(help="PEM file of its key.")] = "",
+    drain_s_max: Annotated[float, typer.Option(help="That streams may go on at the end.")] = 30.0,
+    body_bytes_max: Annotated[int, typer.Option(help="Of a request.")] = BODY_BYTES_MAX,
+) -> None:
+    """OpenAI's interface in front of a frontend, until SIGTERM."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO,
+        format="%(asctime)s %(levelname).1s %(name)s %(message)s",
+    )  # fmt: skip
+    try:
+        keys = ApiKeys.of_process()
+    except TenantsInvalid as error:
+        raise SystemExit(str(error)) from None
+    gateway = Gateway(GatewaySettings(frontend, metrics, name, body_bytes_max), keys)
+    listening = Listening(host, port, shared, certificate, private_key)
+    try:
+        serve(gateway, listening, drain_s_max, own_metrics_port)
+    except OSError as error:
+        raise SystemExit(f"{host}:{port} cannot be used: {error}") from None
+
+
+if __name__ == "__main__":
+    typer.run(main)

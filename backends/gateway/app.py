@@ -1,0 +1,238 @@
+"""The routes of OpenAI's interface, and those that operators and load balancers ask.
+
+    POST /v1/chat/completions, /v1/completions      an answer, streamed or whole
+    GET  /v1/models, /v1/models/NAME                what is served
+    POST /tokenize                                  how many tokens a prompt has, and which
+    GET  /health, /ready, /metrics                  alive; would a request be served; Prometheus
+
+Not here: what stands before every route (doors.py), an answer on its way (generation.py), the
+process (server.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from backends.gateway import fields
+from backends.gateway.doors import BODY_BYTES_MAX, Doors
+from backends.gateway.events import OBJECTS, AnswerFacts
+from backends.gateway.fields import CHAT, COMPLETION
+from backends.gateway.frontend_calls import FrontendCalls, ServedModel
+from backends.gateway.gateway_counts import GatewayCounts
+from backends.gateway.generation import GenerationResponse
+from backends.gateway.infer_request import GatewayRequest, infer_request, read_request
+from backends.gateway.prompts import read_tokenize
+from backends.gateway.refusals import refusal_response
+from backends.gateway.tokenizing import Tokenizing
+from backends.statuses import HttpRefusal, unavailable
+from backends.tenants import ApiKeys, ApiTenant, tenant_parameters
+
+PATHS = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions"}
+# Asked for by name, because clients have them: what to use instead.
+UNSUPPORTED_PATHS = {
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/embeddings": "it serves models that generate text",
+    "/v1/images/generations": "it serves models that generate text",
+    "/v1/images/edits": "it serves models that generate text",
+    "/v1/images/variations": "it serves models that generate text",
+}
+METRICS_S_MAX = 5.0
+NO_CONTENT_YET = "the frontend has not answered yet; ask again"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    frontend: str  # HOST:PORT of its gRPC
+    metrics: str = ""  # HOST:PORT of the launcher's page; "": this process' own
+    name: str = "gateway-0"
+    body_bytes_max: int = BODY_BYTES_MAX
+
+
+class Gateway:
+    """The routes and what they need. `app` is what a server serves."""
+
+    def __init__(self, options: GatewaySettings, keys: ApiKeys | None = None) -> None:
+        self.options = options
+        self.counts = GatewayCounts(options.name)
+        self.calls: FrontendCalls | None = None
+        self._tokenizing = Tokenizing()
+        self._started_s = int(time.time())
+        routes = self._routes()
+        paths = frozenset(route.path for route in routes.routes if "{" not in route.path)
+        self.doors = Doors(routes, self.counts, paths, keys, options.body_bytes_max)
+        self.app = self.doors
+
+    def _routes(self) -> FastAPI:
+        app = FastAPI(
+            title="mooncake-triton", docs_url=None, redoc_url=None, lifespan=self._lifespan,
+            redirect_slashes=False,
+        )  # fmt: skip
+        for route, path in PATHS.items():
+            app.add_api_route(
+                path, self._generate(route), methods=["POST"], response_class=Response,
+                openapi_extra={"requestBody": _body(fields.schema(route))}, name=route,
+            )  # fmt: skip
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_class=Response,
+                          openapi_extra={"requestBody": _body(fields.TOKENIZE_SCHEMA)})  # fmt: skip
+        for path, answer in (
+            ("/v1/models", self.models), ("/v1/models/{name:path}", self.model),
+            ("/health", self.health), ("/ready", self.ready), ("/metrics", self.metrics),
+        ):  # fmt: skip
+            app.add_api_route(path, answer, methods=["GET"], response_class=Response)
+        for path in UNSUPPORTED_PATHS:
+            app.add_api_route(path, self.unsupported, methods=["POST"], response_class=Response,
+                              include_in_schema=False)  # fmt: skip
+        app.add_exception_handler(HttpRefusal, self._refused)
+        app.add_exception_handler(HTTPException, self._no_route)
+        app.add_exception_handler(Exception, self._defect)
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        self.calls = FrontendCalls(self.options.frontend)
+        watch = asyncio.ensure_future(self.calls.watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+            await self.calls.close()
+
+    def _generate(self, route: str) -> Any:
+        async def generate(request: Request) -> Response:
+            asked = read_request(route, decoded(await request.body()), new_seed)
+            served = self._served(asked.model)
+            asked = of_tenant(asked, request.scope["tenant"])
+            answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
+            assert self.calls is not None
+            call = self.calls.start(infer_request(asked, answer_id))
+            facts = AnswerFacts(route, answer_id, int(time.time()), served.name)
+            return GenerationResponse(
+                call, facts, asked.is_stream, asked.includes_usage, asked.timeout_s, self.counts
+            )
+
+        generate.__name__ = f"generate_{route}"
+        return generate
+
+    def _served(self, name: str) -> ServedModel:
+        """Who it is that a request names; "" is whoever is there."""
+        served = self.calls.served if self.calls is not None else None
+        if served is None:
+            raise unavailable(NO_CONTENT_YET)
+        if name not in ("", served.name):
+            what = f"there is no model {fields.shown(name)}; served: {served.name}"
+            raise HttpRefusal(404, "model_not_found", what, "model")
+        return served
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = read_tokenize(decoded(await request.body()))
+        served = self._served(asked.model)
+        token_ids = await asyncio.to_thread(self._tokenizing.token_ids, served.checkpoint, asked)
+        return _json({"count": len(token_ids), "tokens": token_ids})
+
+    async def models(self) -> Response:
+        return _json({"object": "list", "data": [self._described(self._served(""))]})
+
+    async def model(self, name: str) -> Response:
+        return _json(self._described(self._served(name)))
+
+    def _described(self, served: ServedModel) -> dict[str, object]:
+        return {
+            "id": served.name, "object": "model", "created": self._started_s,
+            "owned_by": "mooncake-triton",
+        }  # fmt: skip
+
+    async def health(self) -> Response:
+        return _json({"status": "alive"})
+
+    async def ready(self) -> Response:
+        """Is asked of the conductor now and then, not for each question."""
+        if self.doors.is_draining:
+            return _json({"status": "draining"}, 503)
+        is_ready = self.calls is not None and self.calls.is_ready
+        return _json({"status": "ready" if is_ready else "waiting"}, 200 if is_ready else 503)
+
+    async def metrics(self) -> Response:
+        """The launcher's page has all gateways and all Tritons; without a launcher its own."""
+        if not self.options.metrics:
+            return Response(self.counts.page(), media_type="text/plain; version=0.0.4")
+        try:
+            page = await asyncio.to_thread(_fetched, f"http://{self.options.metrics}/metrics")
+        except OSError as error:
+            raise unavailable(f"the metrics page does not answer: {error}") from None
+        return Response(page, media_type="text/plain; version=0.0.4")
+
+    async def unsupported(self, request: Request) -> Response:
+        path = request.url.path
+        what = f"{path} is not supported by this server; {UNSUPPORTED_PATHS[path]}"
+        raise HttpRefusal(400, "unsupported", what, path)
+
+    async def _refused(self, request: Request, refusal: Exception) -> Response:
+        assert isinstance(refusal, HttpRefusal)
+        self.counts.refused(refusal.code)
+        return refusal_response(refusal)
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 405:
+            what = f"{request.url.path} does not take {request.method}"
+            return await self._refused(request, HttpRefusal(405, "method_not_allowed", what))
+        what = f"there is nothing at {fields.shown(request.url.path)}"
+        return await self._refused(request, HttpRefusal(404, "path_not_found", what))
+
+    async def _defect(self, request: Request, error: Exception) -> Response:
+        """Starlette's server logs the traceback."""
+        what = f"{type(error).__name__}: {error}"
+        return await self._refused(request, HttpRefusal(500, "internal_error", what))
+
+
+def decoded(body: bytes) -> object:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise HttpRefusal(400, "invalid_request", f"the body is no JSON: {error}") from None
+
+
+def of_tenant(asked: GatewayRequest, tenant: ApiTenant | None) -> GatewayRequest:
+    """With the tenant of its key, and a proof for the frontend; None: without keys."""
+    if tenant is None:
+        return asked
+    said = asked.parameters.get("tenant", tenant.name)
+    if said != tenant.name:
+        what = f"this key is of tenant {tenant.name}, not of {fields.shown(said)}"
+        raise HttpRefusal(403, "forbidden", what, "tenant")
+    parameters = {**asked.parameters, **tenant_parameters(tenant.name)}
+    return replace(asked, parameters=parameters)
+
+
+def new_seed() -> int:
+    return secrets.randbits(63)
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def _fetched(url: str) -> bytes:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=METRICS_S_MAX) as answer:
+        return bytes(answer.read())

@@ -1,0 +1,112 @@
+"""What every request passes before its route, whatever it asks for.
+
+A request id in and out (`X-Request-Id`), an API key where keys are configured, a limit on the body,
+the end of new work while the process drains, and the counts. ASGI without more: a token passes here
+as well, so this costs one call.
+
+Not here: routes (app.py), draining itself (server.py).
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from backends.gateway.gateway_counts import GatewayCounts
+from backends.gateway.refusals import refusal_response
+from backends.statuses import HttpRefusal, unavailable
+from backends.tenants import ApiKeys
+
+BODY_BYTES_MAX = 16 * 2**20  # the conductor takes 4 MiB of text; token ids are longer as JSON
+REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
+REQUEST_ID_HEADER = b"x-request-id"
+# Asked by load balancers and probes, which have no key, and while the process drains.
+OPEN_PATHS = {"/health", "/ready"}
+OTHER_PATH = "other"
+NO_KEY = "this server wants an API key that it knows, as `Authorization: Bearer KEY`"
+
+
+class Doors:
+    """ASGI middleware. `is_draining` is set by the server."""
+
+    def __init__(
+        self, app: ASGIApp, counts: GatewayCounts, paths: frozenset[str],
+        keys: ApiKeys | None = None, body_bytes_max: int = BODY_BYTES_MAX,
+    ) -> None:  # fmt: skip
+        """`paths`: those that are counted by name. `keys`: None asks nobody for one."""
+        self._keys = keys
+        self._app, self._counts, self._paths = app, counts, paths
+        self._body_bytes_max = body_bytes_max
+        self.is_draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = headers.get(REQUEST_ID_HEADER, b"")
+        if not REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex.encode()
+        scope["request_id"] = request_id.decode()
+        path = scope["path"] if scope["path"] in self._paths else OTHER_PATH
+        counts, started = self._counts, False
+
+        async def send_and_count(message: Message) -> None:
+            nonlocal started
+            if not started and message["type"] == "http.response.start":
+                started = True
+                counts.answered(path, message["status"])
+                more = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id)]
+                message = {**message, "headers": more}
+            await send(message)
+
+        counts.in_flight += 1
+        try:
+            if (refusal := self._refusal(scope, headers)) is not None:
+                counts.refused(refusal.code)
+                await refusal_response(refusal)(scope, receive, send_and_count)
+                return
+            await self._app(scope, self._limited(receive), send_and_count)
+        finally:
+            counts.in_flight -= 1
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpRefusal | None:
+        scope["tenant"] = None
+        if scope["path"] in OPEN_PATHS:
+            return None
+        if self._keys is not None:
+            scope["tenant"] = self._keys.tenant_of(bearer(headers.get(b"authorization", b"")))
+            if scope["tenant"] is None:
+                return HttpRefusal(401, "invalid_api_key", NO_KEY)
+        if self.is_draining:
+            return unavailable("this gateway is draining: ask another one")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._body_bytes_max:
+            return self._too_large()
+        return None
+
+    def _limited(self, receive: Receive) -> Receive:
+        """A body that does not say its length is counted as it comes."""
+        seen = 0
+
+        async def receive_and_count() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._body_bytes_max:
+                raise self._too_large()
+            return message
+
+        return receive_and_count
+
+    def _too_large(self) -> HttpRefusal:
+        what = f"the body has more than {self._body_bytes_max:,} bytes; send a shorter prompt"
+        return HttpRefusal(413, "too_large_body", what)
+
+
+def bearer(header: bytes) -> str:
+    """The key in an Authorization header; "" without one."""
+    scheme, _, key = header.decode("latin-1").strip().partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""

@@ -1,0 +1,327 @@
+"""The fields of a request in OpenAI's interface: one table, from which they are read and described.
+
+A field has the type that OpenAI's clients send. What a value may be is said once, by the conductor
+(frontend/sampling.py), whose words come back with the field's name; here only what a tensor cannot
+hold is refused. A field that asks for what is not supported is refused by name, unless its value
+asks for nothing; a name that nobody knows is refused with the likely one. Pure.
+
+Not here: the prompt (prompts.py), the message to the conductor (infer_request.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from backends.statuses import HttpRefusal
+
+INT32 = 2**31
+SHOWN_CHARACTERS_MAX = 40
+CHAT, COMPLETION = "chat", "completion"
+BOTH = (CHAT, COMPLETION)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """`kind` is a key of SCHEMAS. `tensor` is the conductor's input that takes the value."""
+
+    name: str
+    kind: str
+    meaning: str
+    tensor: str = ""
+    routes: tuple[str, ...] = BOTH
+
+
+@dataclass(frozen=True, slots=True)
+class UnsupportedField:
+    """Refused by name, unless its value is one of those that ask for nothing."""
+
+    name: str
+    neutral: tuple[object, ...] = ()
+    routes: tuple[str, ...] = BOTH
+
+
+FIELDS = (
+    Field("model", "text", "its name as /v1/models lists it"),
+    Field("messages", "messages", "the conversation so far", routes=(CHAT,)),
+    Field("prompt", "prompt", "a text, or the ids of its tokens", routes=(COMPLETION,)),
+    Field("max_tokens", "integer", "of the answer, at most", "max_tokens"),
+    Field("max_completion_tokens", "integer", "the newer name of max_tokens", routes=(CHAT,)),
+    Field("min_tokens", "integer", "no end before so many", "min_tokens"),
+    Field("ignore_eos", "flag", "end at max_tokens only"),
+    Field("temperature", "number", "0: greedy; 1 where none is named", "temperature"),
+    Field("top_p", "number", "the likeliest tokens with this share", "top_p"),
+    Field("top_k", "integer", "the likeliest so many; 0 or -1: all", "top_k"),
+    Field("min_p", "number", "tokens with this share of the likeliest one's", "min_p"),
+    Field("presence_penalty", "number", "of tokens that are there", "presence_penalty"),
+    Field("frequency_penalty", "number", "each time that it is there", "frequency_penalty"),
+    Field("repetition_penalty", "number", "a factor; 1: off", "repetition_penalty"),
+    Field("seed", "seed", "the same seed, the same answer; random where none is named"),
+    Field("stop", "stop", "words that end the answer", "stop_words"),
+    Field("stream", "flag", "server-sent events"),
+    Field("stream_options", "stream_options", "include_usage: one more event with the counts"),
+    Field("n", "one", "1: one answer for a request"),
+    Field("timeout", "seconds", "its deadline, in seconds from its arrival"),
+    Field("priority", "integer", "below 0 is rejected earlier under load"),
+    Field("tenant", "text", "whose KV it shares; with API keys the key says it"),
+    Field("user", "text", "taken, and not used"),
+    Field("metadata", "object", "taken, and not used"),
+    Field("safety_identifier", "text", "taken, and not used"),
+    Field("prompt_cache_key", "text", "taken, and not used: what is cached is found by content"),
+    Field("service_tier", "text", "taken, and not used"),
+)  # fmt: skip
+UNSUPPORTED = (
+    UnsupportedField("best_of", (1,)),
+    UnsupportedField("logit_bias", ({},)),
+    UnsupportedField("echo", (False,), (COMPLETION,)),
+    UnsupportedField("suffix", ("",), (COMPLETION,)),
+    UnsupportedField("logprobs", (False,), (CHAT,)),
+    UnsupportedField("logprobs", (), (COMPLETION,)),
+    UnsupportedField("top_logprobs", (0,), (CHAT,)),
+    UnsupportedField("response_format", ({"type": "text"},)),
+    UnsupportedField("tools", ([],), (CHAT,)),
+    UnsupportedField("tool_choice", ("none", "auto"), (CHAT,)),
+    UnsupportedField("parallel_tool_calls", (True, False), (CHAT,)),
+    UnsupportedField("functions", ([],), (CHAT,)),
+    UnsupportedField("function_call", ("none", "auto"), (CHAT,)),
+    UnsupportedField("modalities", (["text"],), (CHAT,)),
+    UnsupportedField("audio", (), (CHAT,)),
+    UnsupportedField("prediction", (), (CHAT,)),
+    UnsupportedField("web_search_options", (), (CHAT,)),
+    UnsupportedField("reasoning_effort", ("none",), (CHAT,)),
+    UnsupportedField("verbosity", ("medium",), (CHAT,)),
+    UnsupportedField("store", (False,), (CHAT,)),
+    UnsupportedField("images"),
+    UnsupportedField("use_beam_search", (False,)),
+    UnsupportedField("length_penalty", (1, 1.0)),
+    UnsupportedField("stop_token_ids", ([],)),
+    UnsupportedField("bad_words", ([],)),
+    UnsupportedField("include_stop_str_in_output", (False,)),
+    UnsupportedField("skip_special_tokens", (True,)),
+    UnsupportedField("add_generation_prompt", (True,), (CHAT,)),
+)
+INTEGER_SCHEMA = {"type": ["integer", "null"], "minimum": -INT32, "maximum": INT32 - 1}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "integer": INTEGER_SCHEMA,
+    "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**64 - 1},
+    "one": {"enum": [1, None]},
+    "number": {"type": ["number", "null"]},
+    "seconds": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 86400},
+    "flag": {"type": ["boolean", "null"]},
+    "text": {"type": ["string", "null"]},
+    "object": {"type": ["object", "null"]},
+    "stop": {
+        "anyOf": [
+            {"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}}
+        ]
+    },
+    "stream_options": {
+        "type": ["object", "null"],
+        "properties": {
+            "include_usage": {"type": ["boolean", "null"]},
+            "include_obfuscation": {"type": ["boolean", "null"]},
+        },
+        "additionalProperties": False,
+    },
+    "prompt": {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 1},
+            {"type": "array", "items": INTEGER_SCHEMA | {"type": "integer"}, "minItems": 1},
+        ]
+    },
+    "messages": {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant"]},
+                "content": {"type": "string"},
+                "name": {"type": ["string", "null"]},
+            },
+            "required": ["role", "content"],
+            "additionalProperties": False,
+        },
+    },
+}  # fmt: skip
+STREAM_OPTIONS = ("include_usage", "include_obfuscation")
+
+
+def fields_of(route: str) -> dict[str, Field]:
+    return {field.name: field for field in FIELDS if route in field.routes}
+
+
+def unsupported_of(route: str) -> dict[str, UnsupportedField]:
+    return {field.name: field for field in UNSUPPORTED if route in field.routes}
+
+
+TOKENIZE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "model": SCHEMAS["text"],
+        "prompt": {"type": "string"},
+        "messages": SCHEMAS["messages"],
+        "add_special_tokens": SCHEMAS["flag"],
+    },
+    "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+    "additionalProperties": False,
+}
+TABLES = {route: (fields_of(route), unsupported_of(route)) for route in BOTH}
+
+
+def schema(route: str) -> dict[str, Any]:
+    """The body of a request as JSON schema, for the description of the interface."""
+    fields = fields_of(route)
+    return {
+        "type": "object",
+        "properties": {
+            name: {"description": field.meaning, **SCHEMAS[field.kind]}
+            for name, field in fields.items()
+        },
+        "required": ["messages" if route == CHAT else "prompt"],
+        "additionalProperties": False,
+    }
+
+
+def read(route: str, content: object) -> dict[str, Any]:
+    """The fields that say something, each of its type; HttpRefusal for the first that is wrong."""
+    if not isinstance(content, dict):
+        raise bad_field("body", f"the body is {shown(content)}; send a JSON object", None)
+    known, unsupported = TABLES[route]
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        if value is None:
+            continue
+        if (field := known.get(name)) is not None:
+            found[name] = _READERS[field.kind](name, value)
+        elif name in unsupported:
+            _refuse_unless_neutral(unsupported[name], value)
+        else:
+            close = difflib.get_close_matches(name[:64], [*known, *unsupported], n=1, cutoff=0.6)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise bad_field(name[:64], f"unknown field {shown(name)}{hint}")
+    return found
+
+
+def read_kind(kind: str, name: str, value: object) -> Any:
+    """The value of one field of that kind."""
+    return _READERS[kind](name, value)
+
+
+def _refuse_unless_neutral(field: UnsupportedField, value: object) -> None:
+    # True is equal to 1, and asks for something else.
+    if any(type(value) is type(each) and value == each for each in field.neutral):
+        return
+    only = f" or send {field.neutral[0]!r}" if field.neutral else ""
+    raise bad_field(
+        field.name, f"{field.name} is not supported by this server; leave it out{only}",
+        code="unsupported",
+    )  # fmt: skip
+
+
+def bad_field(
+    name: str, message: str, param: str | None = "", code: str = "invalid_request"
+) -> HttpRefusal:
+    """`param`: None for what is about no field; "" for `name`."""
+    return HttpRefusal(400, code, message, name if param == "" else param)
+
+
+def shown(value: object) -> str:
+    """Short enough for an error message."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}..."
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, float) and value.is_integer():  # 16.0 is an integer in JSON
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise bad_field(name, f"{name} is {shown(value)}; send an integer")
+    if not -INT32 <= value < INT32:
+        raise bad_field(name, f"{name} is {shown(value)}; send an integer of 32 bits")
+    return value
+
+
+def _seed(name: str, value: object) -> int:
+    """Negative ones count from the end, as two's complement does."""
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
+        raise bad_field(name, f"{name} is {shown(value)}; send an integer of 64 bits")
+    return value % 2**64
+
+
+def _one(name: str, value: object) -> int:
+    if value != 1 or isinstance(value, bool):
+        raise bad_field(
+            name, f"{name} is {shown(value)}; this server gives 1 answer for a request",
+            code="unsupported",
+        )  # fmt: skip
+    return 1
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise bad_field(name, f"{name} is {shown(value)}; send a number")
+    try:
+        struct.pack("<f", value)
+    except (OverflowError, struct.error):
+        raise bad_field(name, f"{name} is {shown(value)}; send a smaller number") from None
+    return float(value)
+
+
+def _seconds(name: str, value: object) -> float:
+    seconds = _number(name, value)
+    if not 0.001 <= seconds <= 86400:
+        raise bad_field(name, f"{name} is {shown(value)}; send seconds, 0.001 to 86400")
+    return seconds
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise bad_field(name, f"{name} is {shown(value)}; send true or false")
+    return value
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise bad_field(name, f"{name} is {shown(value)}; send a string")
+    return value
+
+
+def as_object(name: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise bad_field(name, f"{name} is {shown(value)}; send an object")
+    return value
+
+
+def _stop(name: str, value: object) -> list[str]:
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise bad_field(name, f"{name} is {shown(value)}; send a string or a list of strings")
+    return words
+
+
+def _stream_options(name: str, value: object) -> dict[str, bool]:
+    options = as_object(name, value)
+    for key, flag in options.items():
+        if key not in STREAM_OPTIONS:
+            raise bad_field(
+                f"{name}.{key[:64]}", f"{name} has {shown(key)}; known: include_usage"
+            )  # fmt: skip
+        if flag is not None:
+            _flag(f"{name}.{key}", flag)
+    return {key: flag is True for key, flag in options.items()}
+
+
+def _as_it_is(name: str, value: object) -> object:
+    return value
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "integer": _integer, "seed": _seed, "one": _one, "number": _number, "seconds": _seconds,
+    "flag": _flag, "text": _text, "object": as_object, "stop": _stop,
+    "stream_options": _stream_options, "prompt": _as_it_is, "messages": _as_it_is,
+}  # fmt: skip

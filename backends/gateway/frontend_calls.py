@@ -1,0 +1,155 @@
+"""Calls to the frontend's Triton: one ModelStreamInfer for each request, and what is served there.
+
+The generated stub over asyncio, with nothing in between: a message is parsed once and its tensors
+are read where they lie. Requests are spread over a few connections, because one HTTP/2 connection
+is served by one thread of Triton. Not here: what a request asks for (infer_request.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from backends.gateway.events import AnswerPiece
+from backends.gateway.infer_request import MODEL, NAME_OF_TENSOR
+from backends.statuses import HttpRefusal, of_message, unavailable
+
+CHANNELS = 4
+MESSAGE_BYTES_MAX = 2**31 - 1
+OPTIONS = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.use_local_subchannel_pool", 1),  # or all channels share one connection
+    ("grpc.max_reconnect_backoff_ms", 1000),  # a frontend that is started again is found soon
+]
+PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the conductor serves now."""
+
+    name: str  # the last part of the checkpoint's path
+    checkpoint: str  # as its config.pbtxt says
+
+
+class FrontendCalls:
+    """Use it inside one event loop; `watch` keeps `served` and `is_ready` true."""
+
+    def __init__(self, address: str, channels: int = CHANNELS) -> None:
+        self.address = address
+        self._channels = [grpc.aio.insecure_channel(address, options=OPTIONS)
+                          for _ in range(channels)]  # fmt: skip
+        stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._channels]
+        self._stubs = itertools.cycle(stubs)
+        self._probe = stubs[0]
+        self.is_ready = False
+        self.served: ServedModel | None = None
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    def start(self, message: service_pb2.ModelInferRequest) -> FrontendCall:
+        return FrontendCall(next(self._stubs).ModelStreamInfer(iter((message,))))
+
+    async def watch(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            begun_s = time.monotonic()
+            await self.probe()
+            await asyncio.sleep(max(0.0, PROBE_EVERY_S - (time.monotonic() - begun_s)))
+
+    async def probe(self) -> bool:
+        """Does the conductor serve? Also learns what."""
+        asked = service_pb2.ModelConfigRequest(name=MODEL)
+        ready = service_pb2.ModelReadyRequest(name=MODEL)
+        try:
+            answer = await self._probe.ModelReady(ready, timeout=PROBE_S_MAX)
+            self.is_ready = answer.ready
+            if self.is_ready:
+                config = (await self._probe.ModelConfig(asked, timeout=PROBE_S_MAX)).config
+                checkpoint = config.parameters["checkpoint"].string_value or "demo"
+                name = checkpoint.rstrip("/").rpartition("/")[2]
+                self.served = ServedModel(name, checkpoint)
+        except grpc.RpcError:
+            self.is_ready = False
+        return self.is_ready
+
+
+class FrontendCall:
+    """One request at the conductor. Iterating over it raises HttpRefusal for an error."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
+        self._call = call
+        self.is_left = False
+
+    def leave(self) -> None:
+        """The client has gone: the conductor hears of it and frees what the request has."""
+        self.is_left = True
+        self._call.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[AnswerPiece]:
+        """Until the conductor has closed it, which it does behind the last piece. asyncio's own
+        CancelledError after `leave`."""
+        is_finished = False
+        try:
+            async for response in self._call:
+                if response.error_message:
+                    raise refusal_of(response.error_message)
+                if response.infer_response.outputs:
+                    found = piece(response.infer_response)
+                    is_finished = is_finished or bool(found.finish_reason)
+                    yield found
+        except grpc.RpcError as error:
+            raise broken(error) from None
+        finally:
+            self._call.cancel()  # of one that has ended: nothing
+        if not is_finished:
+            raise unavailable("the frontend ended the answer before its end; ask again")
+
+
+def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
+    raw = dict(zip([each.name for each in response.outputs], response.raw_output_contents,
+                   strict=True))  # fmt: skip
+    counts = raw.get("num_output_tokens")
+    if counts is None:
+        return AnswerPiece(raw["text_output"][4:], raw["finish_reason"][4:].decode())
+    return AnswerPiece(
+        raw["text_output"][4:], raw["finish_reason"][4:].decode(), _integer(counts),
+        _integer(raw["num_input_tokens"]), _integer(raw["cached_tokens"]),
+    )  # fmt: skip
+
+
+def _integer(raw: bytes) -> int:
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def refusal_of(message: str) -> HttpRefusal:
+    """With the name of OpenAI's field in place of the conductor's tensor."""
+    refusal = of_message(message)
+    if refusal.status != 400:
+        return refusal
+    words = refusal.message.removeprefix("parameter ")
+    length = next((at for at, character in enumerate(words) if character in " :,["), len(words))
+    name = NAME_OF_TENSOR.get(words[:length])
+    if name is None:
+        return refusal
+    said = f"{name}{words[length:]}"
+    return HttpRefusal(400, refusal.code, said, name)
+
+
+def broken(error: grpc.RpcError) -> HttpRefusal:
+    """The connection failed, not the request."""
+    code, details = error.code(), error.details() or ""
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return HttpRefusal(413, "too_large_body", details)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return unavailable(f"the frontend does not answer: {details}")
+    return of_message(details)

@@ -1,0 +1,59 @@
+"""What a gateway process has done, as a page for Prometheus.
+
+Every process has its own; the launcher adds them up on its metrics port. Not here: what the names
+mean (metrics/table.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from backends.metrics.table import METRICS
+
+REQUESTS = "mooncake_gateway_requests_total"
+REFUSALS = "mooncake_gateway_refusals_total"
+MESSAGES = "mooncake_gateway_messages_total"
+LEFT = "mooncake_gateway_clients_left_total"
+IN_FLIGHT = "mooncake_gateway_requests_in_flight"
+
+
+class GatewayCounts:
+    """Of one event loop: no lock."""
+
+    def __init__(self, name: str) -> None:
+        """`name` of this process among the gateway's."""
+        self._name = name
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._refusals: Counter[str] = Counter()
+        self._messages = self._left = 0
+        self.in_flight = 0
+
+    def answered(self, path: str, status: int) -> None:
+        self._requests[path, status] += 1
+
+    def refused(self, code: str) -> None:
+        self._refusals[code] += 1
+
+    def message(self) -> None:
+        self._messages += 1
+
+    def left(self) -> None:
+        self._left += 1
+
+    def page(self) -> str:
+        return "".join(f"{line}\n" for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        requests = {
+            f'path="{path}",status="{status}"': n for (path, status), n in self._requests.items()
+        }
+        refusals = {f'code="{code}"': n for code, n in self._refusals.items()}
+        for name, samples in (
+            (REQUESTS, requests), (REFUSALS, refusals), (MESSAGES, {"": self._messages}),
+            (LEFT, {"": self._left}), (IN_FLIGHT, {f'gateway="{self._name}"': self.in_flight}),
+        ):  # fmt: skip
+            yield f"# HELP {name} {METRICS[name].meaning}"
+            yield f"# TYPE {name} {METRICS[name].kind}"
+            for labels, value in samples.items():
+                yield f"{name}{{{labels}}} {value}" if labels else f"{name} {value}"

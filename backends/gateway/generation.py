@@ -1,0 +1,120 @@
+"""An answer on its way from the conductor to the client, streamed or whole.
+
+A response of Starlette's that sends by itself, so that a token costs one read, one event and one
+write. Nothing is sent before the first piece: until then an error has a status of its own; behind
+it an error is one more event, and the end. A client that goes away is noticed by its connection,
+and the call to the conductor is cancelled at once.
+
+Not here: what the bytes are (events.py), reading the request (infer_request.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from backends.gateway.events import AnswerFacts, AnswerPiece, EventStream, error_event, whole
+from backends.gateway.frontend_calls import FrontendCall
+from backends.gateway.gateway_counts import GatewayCounts
+from backends.gateway.refusals import refusal_response
+from backends.statuses import HttpRefusal
+
+log = logging.getLogger(__name__)
+GRACE_S = 2.0  # that the conductor has to say itself that a deadline has passed
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")
+]  # fmt: skip
+
+
+class GenerationResponse(Response):
+    """`call` has been started; it is left when nobody waits for it any more."""
+
+    def __init__(
+        self, call: FrontendCall, facts: AnswerFacts, is_stream: bool, includes_usage: bool,
+        timeout_s: float, counts: GatewayCounts,
+    ) -> None:  # fmt: skip
+        super().__init__(status_code=200)
+        self._call, self._facts, self._counts = call, facts, counts
+        self._is_stream, self._includes_usage = is_stream, includes_usage
+        self._timeout_s = timeout_s
+        self._leaving: asyncio.Future[None] | None = None
+        self._is_late = False
+        self._is_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._leaving = watch = asyncio.ensure_future(self._watch(receive))
+        late = None
+        if self._timeout_s:
+            loop = asyncio.get_running_loop()
+            late = loop.call_later(self._timeout_s + GRACE_S, self._end_late)
+        try:
+            await (self._stream(send) if self._is_stream else self._whole(scope, receive, send))
+        except asyncio.CancelledError:
+            if not self._call.is_left:
+                raise
+            if self._is_late:
+                await self._refuse(_deadline_passed(self._timeout_s), scope, receive, send)
+            else:
+                self._counts.left()
+        except HttpRefusal as refusal:
+            await self._refuse(refusal, scope, receive, send)
+        except Exception as error:  # edge: the client hears of a defect, and the log has it
+            log.exception("answer %s", self._facts.answer_id)
+            refusal = HttpRefusal(500, "internal_error", f"{type(error).__name__}: {error}")
+            await self._refuse(refusal, scope, receive, send)
+        finally:
+            watch.cancel()
+            if late is not None:
+                late.cancel()
+            self._call.leave()
+
+    async def _watch(self, receive: Receive) -> None:
+        """The body has been read, so the next that is received is the end of the connection."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._call.leave()
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self._call.leave()
+
+    async def _stream(self, send: Send) -> None:
+        events = EventStream(self._facts, self._includes_usage)
+        count = self._counts.message
+        async for piece in self._call:
+            body = events.event(piece)
+            if not self._is_begun:
+                body = await self._begin(events, send) + body
+            count()
+            if piece.finish_reason and self._leaving is not None:
+                self._leaving.cancel()  # the end of the response is none of the connection
+            await send({
+                "type": "http.response.body", "body": body, "more_body": not piece.finish_reason
+            })  # fmt: skip
+
+    async def _begin(self, events: EventStream, send: Send) -> bytes:
+        self._is_begun = True
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        return events.opening()
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pieces: list[AnswerPiece] = [piece async for piece in self._call]
+        self._counts.message()
+        body = whole(self._facts, pieces)
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _refuse(
+        self, refusal: HttpRefusal, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._counts.refused(refusal.code)
+        if not self._is_begun:
+            await refusal_response(refusal)(scope, receive, send)
+            return
+        await send({"type": "http.response.body", "body": error_event(refusal)})
+
+
+def _deadline_passed(timeout_s: float) -> HttpRefusal:
+    return HttpRefusal(504, "deadline", f"its timeout of {timeout_s:g} s has passed")

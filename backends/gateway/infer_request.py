@@ -1,0 +1,134 @@
+"""A request in OpenAI's interface as the message that the conductor takes. Pure.
+
+What OpenAI's interface says of a field that is not there is said here: temperature is 1, the seed
+is any, an answer ends where the conductor's `output_tokens_default` does.
+
+Not here: reading fields (fields.py, prompts.py), sending (frontend_calls.py).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from tritonclient.grpc import service_pb2
+
+from backends.gateway import prompts
+from backends.gateway.fields import CHAT, FIELDS, bad_field, read
+
+MODEL = "conductor"
+TEMPERATURE = 1.0  # OpenAI's, where a request names none
+NEVER_ENDS = -1  # of `end_id`
+NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
+    "text_input": "prompt", "input_ids": "prompt", "messages": "messages", "seed": "seed",
+    "end_id": "ignore_eos", "tenant": "tenant", "timeout_ms": "timeout",
+    "request_priority": "priority",
+}  # fmt: skip
+FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
+TYPE_OF_KIND = {"integer": "INT32", "number": "FP32"}
+# A response carries what is asked for by name, and each costs in Triton.
+OUTPUTS = ("text_output", "finish_reason")
+COUNTS = ("num_output_tokens", "num_input_tokens", "cached_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayRequest:
+    """What a client asked for, read and checked as far as the gateway does."""
+
+    route: str
+    model: str  # "": whatever is served
+    is_stream: bool
+    includes_usage: bool  # in a stream; an answer that is whole always has it
+    timeout_s: float  # 0: none of its own
+    inputs: Mapping[str, Any]  # of the conductor, by tensor
+    parameters: Mapping[str, str | int | bool] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        wants_counts = self.includes_usage or not self.is_stream
+        return OUTPUTS + COUNTS if wants_counts else OUTPUTS
+
+
+def read_request(route: str, content: object, new_seed: Callable[[], int]) -> GatewayRequest:
+    """HttpRefusal for the first field that is wrong."""
+    said = read(route, content)
+    inputs: dict[str, Any] = {}
+    if route == CHAT:
+        messages = prompts.read_messages(said.get("messages"))
+        inputs["messages"] = msgspec.json.encode(messages)
+    else:
+        prompt = prompts.read_prompt(said.get("prompt"))
+        inputs["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
+    inputs |= {each.tensor: said[each.name] for each in FIELDS
+               if each.tensor and each.name in said}  # fmt: skip
+    if (newer := said.get("max_completion_tokens")) is not None:
+        if inputs.get("max_tokens", newer) != newer:
+            what = f"max_tokens is {inputs['max_tokens']} and max_completion_tokens is {newer}"
+            raise bad_field("max_completion_tokens", f"{what}; they mean the same, send one")
+        inputs["max_tokens"] = newer
+    if inputs.get("top_k") == -1:  # vLLM's word for all
+        inputs["top_k"] = 0
+    if not inputs.get("stop_words", True):
+        del inputs["stop_words"]
+    inputs.setdefault("temperature", TEMPERATURE)
+    seed = said.get("seed")
+    inputs["seed"] = new_seed() if seed is None else seed
+    if said.get("ignore_eos"):
+        inputs["end_id"] = NEVER_ENDS
+    inputs["stream"] = is_stream = said.get("stream", False)
+    parameters: dict[str, str | int | bool] = {}
+    if (timeout_s := said.get("timeout", 0.0)) > 0:
+        parameters["timeout_ms"] = max(1, round(timeout_s * 1000))
+    if tenant := said.get("tenant", ""):
+        parameters["tenant"] = tenant
+    if (priority := said.get("priority", 0)) != 0:
+        parameters["request_priority"] = priority
+    options = said.get("stream_options", {})
+    if options and not is_stream:
+        raise bad_field("stream_options", "stream_options is for streams; send stream: true too")
+    return GatewayRequest(
+        route=route, model=said.get("model", ""), is_stream=is_stream,
+        includes_usage=options.get("include_usage", False), timeout_s=timeout_s,
+        inputs=inputs, parameters=parameters,
+    )  # fmt: skip
+
+
+TYPES = {each.tensor: TYPE_OF_KIND[each.kind] for each in FIELDS if each.kind in TYPE_OF_KIND} | {
+    "text_input": "BYTES", "messages": "BYTES", "stop_words": "BYTES", "input_ids": "INT32",
+    "seed": "UINT64", "end_id": "INT32", "stream": "BOOL",
+}  # fmt: skip
+
+
+def infer_request(request: GatewayRequest, request_id: str) -> service_pb2.ModelInferRequest:
+    message = service_pb2.ModelInferRequest(model_name=MODEL, id=request_id)
+    for name, value in request.inputs.items():
+        datatype, count, raw = TYPES[name], 1, b""
+        if datatype == "BYTES":
+            texts = value if isinstance(value, list) else [value]
+            count, raw = len(texts), b"".join(_string(text) for text in texts)
+        elif isinstance(value, list):
+            count, raw = len(value), np.array(value, np.int32).tobytes()
+        else:
+            raw = struct.pack(FORMATS[datatype], value)
+        message.inputs.add(name=name, datatype=datatype, shape=(1, count))
+        message.raw_input_contents.append(raw)
+    for name in request.outputs:
+        message.outputs.add(name=name)
+    for name, value in request.parameters.items():
+        parameter = message.parameters[name]
+        if isinstance(value, bool):
+            parameter.bool_param = value
+        elif isinstance(value, int):
+            parameter.int64_param = value
+        else:
+            parameter.string_param = value
+    return message
+
+
+def _string(text: str | bytes) -> bytes:
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return len(raw).to_bytes(4, "little") + raw

@@ -1,0 +1,120 @@
+"""The gateway's processes of a host: started beside the frontend's Triton, supervised, drained.
+
+All of them listen on one port (backends/gateway). One that dies takes its own connections along and
+is started again; it never ends the others, nor anything else of the host. Each shows what it counts
+on a port of its own on loopback, for the launcher's metrics page.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from backends.cluster.host_plan import GatewayPlan, HostPlan
+from backends.extras import MODULES, install_line
+from backends.launcher.environment import free_ports
+from backends.launcher.metrics_server import MetricsSource
+from backends.launcher.processes import ChildProcess, Command, GrowingPauses, RestartPolicy
+from backends.launcher.triton_process import PROMISED, Restart
+from backends.tenants import api_keys
+from mooncake_store.keys.curve import INSECURE_VARIABLE, is_loopback
+
+READY_S_MAX = 60.0  # the machine is busy: all Tritons load at the same time
+DRAIN_S_MAX = 30.0  # of a process that is asked to end while the launcher goes on
+UNGUARDED = (
+    "can be reached from other hosts, and there are no API keys: whoever reaches it could use it. "
+    f"Name a file of keys (--api-keys), listen on a loopback address, or set {INSECURE_VARIABLE}=1 "
+    "if that is what you want"
+)
+UNSPECIFIED = "0.0.0.0"
+Make = Callable[[str, Callable[[], Command], RestartPolicy], ChildProcess]
+
+
+def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
+    """Why this host cannot have a gateway as asked; [] where none is. `env`: of its processes."""
+    gateway = _gateway_of(plan)
+    if gateway is None:
+        return []
+    found = []
+    if any(importlib.util.find_spec(name) is None for name in MODULES["gateway"]):
+        wanted = " and ".join(MODULES["gateway"])
+        found.append(f"the gateway needs {wanted}: {install_line('gateway')}")
+    is_open = not is_loopback(gateway.listen) and env.get(INSECURE_VARIABLE) != "1"
+    if is_open and not env.get(api_keys.VARIABLE):
+        found.append(f"{gateway.listen} {UNGUARDED}")
+    if bool(gateway.certificate) != bool(gateway.private_key):
+        found.append("--openai-certificate and --openai-private-key belong together: name both")
+    for path in (gateway.certificate, gateway.private_key):
+        if path and not Path(path).is_file():
+            found.append(f"{path} of the gateway's TLS is not there")
+    return found
+
+
+def _gateway_of(plan: HostPlan) -> GatewayPlan | None:
+    return plan.frontend.gateway if plan.frontend is not None else None
+
+
+class Gateways:
+    """None at all where the plan has no gateway."""
+
+    def __init__(self, plan: HostPlan, env: Mapping[str, str], make: Make) -> None:
+        self._plan, self._env = _gateway_of(plan), env
+        self._own_ports: dict[str, int] = {}
+        self.children: list[ChildProcess] = []
+        if self._plan is None:
+            return
+        assert plan.frontend is not None
+        self._frontend = _reachable(plan.frontend.grpc)
+        self._metrics = _reachable(plan.metrics)
+        for number in range(self._plan.processes):
+            name = f"gateway-{number}"
+            self.children.append(
+                make(name, lambda name=name: self._command(name), GrowingPauses())
+            )  # fmt: skip
+
+    @property
+    def url(self) -> str:
+        """As its own processes would call it; "" where there is none."""
+        if self._plan is None:
+            return ""
+        return f"{'https' if self._plan.certificate else 'http'}://{_reachable(self._plan.listen)}"
+
+    def wait_ready(self) -> None:
+        """Until they listen; ChildDied if one cannot."""
+        for child in self.children:
+            child.wait_for_line("ready", READY_S_MAX)
+
+    def supervise(self) -> list[Restart]:
+        return [Restart(child.name, pause_s) for child in self.children
+                if (pause_s := child.supervise()) is not None]  # fmt: skip
+
+    def sources(self) -> list[MetricsSource]:
+        return [
+            MetricsSource(child.name, child.starts, f"127.0.0.1:{self._own_ports[child.name]}")
+            for child in self.children if child.is_alive
+        ]  # fmt: skip
+
+    def _command(self, name: str) -> Command:
+        plan = self._plan
+        assert plan is not None
+        promised = {port for each in PROMISED.values() for port in each}
+        [own_port] = PROMISED[name] = free_ports(1, promised)
+        self._own_ports[name] = own_port
+        host, _, port = plan.listen.rpartition(":")
+        options = [
+            "--name", name, "--frontend", self._frontend, "--host", host, "--port", port,
+            "--metrics", self._metrics, "--own-metrics-port", str(own_port),
+            "--drain-s-max", str(DRAIN_S_MAX),
+        ]  # fmt: skip
+        options += ["--shared"] if plan.processes > 1 else []
+        if plan.certificate:
+            options += ["--certificate", plan.certificate, "--private-key", plan.private_key]
+        return Command([sys.executable, "-m", "backends.gateway", *options], self._env)
+
+
+def _reachable(address: str) -> str:
+    """Where a process of this host calls what listens there."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host == UNSPECIFIED else address

@@ -1,0 +1,249 @@
+"""What a client of OpenAI's interface may say, and what the conductor hears of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends import tensors
+from backends.engine.sampling_params import SamplingParams
+from backends.frontend.inputs import InputReader
+from backends.frontend.request import ClientRequest, RequestLimits, parse
+from backends.gateway import fields
+from backends.gateway.fields import CHAT, COMPLETION
+from backends.gateway.frontend_calls import refusal_of
+from backends.gateway.infer_request import GatewayRequest, infer_request, read_request
+from backends.gateway.prompts import read_tokenize
+from backends.statuses import HttpRefusal
+from backends.text.tokenizer import Tokenizer
+from loadtest.harness.server import PROJECT
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+SEED = 77
+NUMPY = {"INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.bool_}
+
+
+def chat(**more: Any) -> GatewayRequest:
+    return read_request(CHAT, {"messages": MESSAGES, **more}, lambda: SEED)
+
+
+def completion(**more: Any) -> GatewayRequest:
+    return read_request(COMPLETION, {"prompt": "hello", **more}, lambda: SEED)
+
+
+def refused(route: str, **said: Any) -> HttpRefusal:
+    base: dict[str, Any] = {"messages": MESSAGES} if route == CHAT else {"prompt": "hello"}
+    with pytest.raises(HttpRefusal) as caught:
+        read_request(route, {**base, **said}, lambda: SEED)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(PROJECT / "backends" / "demo_checkpoint")
+
+
+def as_the_conductor_reads(request: GatewayRequest, tokenizer: Tokenizer) -> ClientRequest:
+    """The bytes on the wire, taken apart as Triton does, through the frontend's own reading."""
+    message = infer_request(request, "id-1")
+    inputs = {}
+    for each, raw in zip(message.inputs, message.raw_input_contents, strict=True):
+        if each.datatype == "BYTES":
+            texts, rest = [], raw
+            while rest:
+                size = int.from_bytes(rest[:4], "little")
+                texts.append(rest[4 : 4 + size])
+                rest = rest[4 + size :]
+            inputs[each.name] = np.array(texts, object)
+        else:
+            inputs[each.name] = np.frombuffer(raw, NUMPY[each.datatype])
+        assert inputs[each.name].size == each.shape[0] * each.shape[1]
+    parameters = {
+        name: getattr(value, value.WhichOneof("parameter_choice"))
+        for name, value in message.parameters.items()
+    }
+    return parse(inputs, parameters, message.id, tokenizer, RequestLimits(8192, 2048))
+
+
+def test_every_field_reaches_the_conductor(tokenizer: Tokenizer) -> None:
+    asked = chat(
+        model="demo", max_tokens=40, min_tokens=3, temperature=0.7, top_p=0.9, top_k=20,
+        min_p=0.05, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, seed=-1,
+        stop=["a", "b"], stream=True, stream_options={"include_usage": True}, timeout=2.5,
+        priority=-3, user="me", metadata={"a": "b"}, n=1,
+    )  # fmt: skip
+    read = as_the_conductor_reads(asked, tokenizer)
+    assert read.sampling == SamplingParams(
+        max_tokens=40, min_tokens=3, temperature=0.7, top_k=20, top_p=0.9, min_p=0.05,
+        repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=-0.5, seed=2**64 - 1,
+        end_ids=tokenizer.eos_ids, stop_words=("a", "b"),
+    )  # fmt: skip
+    assert (read.is_stream, read.timeout_ms, read.priority) == (True, 2500, -3)
+    assert read.is_paced, "the frontend may join tokens when it has too many to send"
+    assert asked.includes_usage and asked.model == "demo"
+
+
+def test_what_is_not_said_is_as_in_openais_interface(tokenizer: Tokenizer) -> None:
+    read = as_the_conductor_reads(completion(), tokenizer)
+    assert (read.sampling.temperature, read.sampling.seed) == (1.0, SEED)
+    assert not read.is_stream and read.timeout_ms == 0
+    assert read.prompt_ids.tolist() == tokenizer.encode("hello")
+
+
+def test_fields_that_are_null_say_nothing() -> None:
+    names = [each.name for each in fields.FIELDS if CHAT in each.routes and each.name != "messages"]
+    names += [each.name for each in fields.UNSUPPORTED if CHAT in each.routes]
+    assert chat(**dict.fromkeys(names)) == chat()
+
+
+def test_a_prompt_may_be_token_ids(tokenizer: Tokenizer) -> None:
+    for prompt in ([5, 6, 7], [[5, 6, 7]]):
+        read = as_the_conductor_reads(completion(prompt=prompt), tokenizer)
+        assert read.prompt_ids.tolist() == [5, 6, 7]
+    assert completion(prompt=["hello"]) == completion()
+
+
+def test_ignore_eos_ends_at_max_tokens_only(tokenizer: Tokenizer) -> None:
+    read = as_the_conductor_reads(completion(ignore_eos=True, max_tokens=9), tokenizer)
+    assert read.sampling.end_ids == ()
+    read = as_the_conductor_reads(completion(ignore_eos=False), tokenizer)
+    assert read.sampling.end_ids == tokenizer.eos_ids
+
+
+def test_max_completion_tokens_is_the_newer_name() -> None:
+    assert chat(max_completion_tokens=5).inputs["max_tokens"] == 5
+    assert chat(max_completion_tokens=5, max_tokens=5) == chat(max_tokens=5)
+    assert refused(CHAT, max_completion_tokens=5, max_tokens=6).param == "max_completion_tokens"
+    assert refused(COMPLETION, max_completion_tokens=5).param == "max_completion_tokens"
+
+
+def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: Tokenizer) -> None:
+    conversation = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be"},
+                                          {"type": "text", "text": "kind"}]},
+        {"role": "user", "content": "hi", "name": "me"},
+        {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None,
+         "annotations": []},
+    ]  # fmt: skip
+    asked = chat(messages=conversation)
+    assert json.loads(asked.inputs["messages"]) == [
+        {"role": "system", "content": "Be\nkind"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    assert as_the_conductor_reads(asked, tokenizer).prompt_ids.size
+
+
+@pytest.mark.parametrize(
+    ("route", "said", "param"),
+    [
+        (CHAT, {"n": 2}, "n"),
+        (CHAT, {"n": True}, "n"),
+        (CHAT, {"best_of": 2}, "best_of"),
+        (COMPLETION, {"best_of": 3}, "best_of"),
+        (CHAT, {"logit_bias": {"5": 1}}, "logit_bias"),
+        (CHAT, {"images": ["x"]}, "images"),
+        (CHAT, {"max_token": 5}, "max_token"),
+        (CHAT, {"max_tokens": "5"}, "max_tokens"),
+        (CHAT, {"max_tokens": 2**31}, "max_tokens"),
+        (CHAT, {"max_tokens": 1.5}, "max_tokens"),
+        (CHAT, {"max_tokens": True}, "max_tokens"),
+        (CHAT, {"temperature": "hot"}, "temperature"),
+        (CHAT, {"temperature": 1e300}, "temperature"),
+        (CHAT, {"temperature": 10**400}, "temperature"),
+        (CHAT, {"seed": 2**64}, "seed"),
+        (CHAT, {"stop": 5}, "stop"),
+        (CHAT, {"stop": [5]}, "stop"),
+        (CHAT, {"stream": 1}, "stream"),
+        (CHAT, {"timeout": 0}, "timeout"),
+        (CHAT, {"timeout": -1}, "timeout"),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (CHAT, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"audio": {}}, "audio"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": "hi"}, "messages"),
+        (CHAT, {"messages": ["hi"]}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (CHAT, {"messages": [*MESSAGES, {"role": "tool", "content": "x"}]}, "messages[1].role"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content[0].image_url"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+         "messages[0].content[0].text"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]},
+         "messages[0].tool_calls"),
+        (COMPLETION, {"prompt": ""}, "prompt"),
+        (COMPLETION, {"prompt": []}, "prompt"),
+        (COMPLETION, {"prompt": None}, "prompt"),
+        (COMPLETION, {"prompt": ["a", "b"]}, "prompt"),
+        (COMPLETION, {"prompt": [[1], [2]]}, "prompt"),
+        (COMPLETION, {"prompt": [1, -1]}, "prompt"),
+        (COMPLETION, {"prompt": [1, True]}, "prompt"),
+        (COMPLETION, {"echo": True}, "echo"),
+        (COMPLETION, {"suffix": "x"}, "suffix"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_refused_by_name(route: str, said: dict[str, Any], param: str) -> None:
+    refusal = refused(route, **said)
+    assert refusal.param == param
+    assert param.partition(".")[0].partition("[")[0] in refusal.message
+
+
+def test_a_misspelt_field_is_answered_with_the_likely_name() -> None:
+    assert refused(CHAT, max_tokns=5).message.endswith("did you mean max_tokens?")
+
+
+@pytest.mark.parametrize("content", [None, [], "x", 5, [{}]])
+def test_a_body_that_is_no_object_is_refused(content: object) -> None:
+    with pytest.raises(HttpRefusal) as caught:
+        read_request(CHAT, content, lambda: SEED)
+    assert caught.value.status == 400 and caught.value.param is None
+
+
+def test_neutral_values_of_unsupported_fields_ask_for_nothing() -> None:
+    said = {each.name: value for each in fields.UNSUPPORTED if CHAT in each.routes
+            for value in each.neutral[:1]}  # fmt: skip
+    assert chat(**said) == chat()
+
+
+@pytest.mark.parametrize(
+    ("said", "param", "message"),
+    [
+        ("top_p is 5.0; use a number", "top_p", "top_p is 5.0; use a number"),
+        ("stop_words[1] is not valid", "stop", "stop[1] is not valid"),
+        ("text_input has 5 bytes", "prompt", "prompt has 5 bytes"),
+        ("parameter timeout_ms is 5", "timeout", "timeout is 5"),
+        ("the prompt has 9 tokens", None, "the prompt has 9 tokens"),
+    ],
+)
+def test_the_conductors_words_name_openais_field(
+    said: str, param: str | None, message: str
+) -> None:
+    refusal = refusal_of(f"invalid_request: {said}")
+    assert (refusal.status, refusal.param, refusal.message) == (400, param, message)
+
+
+def test_every_tensor_that_is_sent_is_one_of_the_conductors() -> None:
+    asked = chat(
+        max_tokens=4, min_tokens=1, top_p=0.5, top_k=2, min_p=0.1, presence_penalty=1,
+        frequency_penalty=1, repetition_penalty=1, stop="x", ignore_eos=True,
+    )  # fmt: skip
+    sent = infer_request(asked, "x").inputs
+    known = {each.name: each.dtype.replace("STRING", "BYTES") for each in tensors.SUPPORTED_INPUTS}
+    assert {each.name: each.datatype for each in sent}.items() <= known.items()
+    assert not InputReader({each.name: np.zeros(0) for each in sent}).problems
+
+
+def test_tokenize_takes_a_text_or_messages() -> None:
+    assert read_tokenize({"prompt": "a"}).prompt == "a"
+    assert read_tokenize({"messages": MESSAGES, "model": None}).messages == MESSAGES
+    for wrong in ({}, {"prompt": "a", "messages": MESSAGES}, {"prompt": 5}, {"promt": "a"}):
+        with pytest.raises(HttpRefusal):
+            read_tokenize(wrong)
