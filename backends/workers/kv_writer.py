@@ -14,6 +14,7 @@ Not here: the way back (kv_loader.py), which blocks are missing (prefill_worker.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -95,14 +96,10 @@ class KvWriter:
         """The digests of all layers of `blocks` are known: make them readable for everybody."""
         self._tasks.put(lambda: self._guard(put, lambda: self._commit(put, blocks)))
 
-    def allocate(self, put: BlockPut, blocks: Sequence[int], then: Callable[[], None]) -> None:
-        """Slots for `blocks`, in `put.slots`; then `then`, in the writer's thread."""
-
-        def allocate() -> None:
-            self._ensure_slots(put, blocks, may_use_objects=True)
-            then()
-
-        self._tasks.put(lambda: self._guard(put, allocate))
+    def allocate(self, put: BlockPut, blocks: Sequence[int]) -> None:
+        """Slots for `blocks`, in `put.slots`."""
+        ensure = functools.partial(self._ensure_slots, put, blocks, may_use_objects=True)
+        self._tasks.put(lambda: self._guard(put, ensure))
 
     def add_digests(self, put: BlockPut, digests: Mapping[int, Mapping[int, int]]) -> None:
         """block -> layer -> digest, of layers that other workers have written."""

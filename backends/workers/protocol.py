@@ -315,7 +315,6 @@ class ArrivedStep:
     hidden: memoryview
 
 
-STAGE_ANSWERS = StageBeat | PrefixLoaded | StageComputed | StageWritten
 WorkerMessage = (
     LayersReady | Stop | DrainWorker | TakeRole | Tokens | FirstToken | Heartbeat
     | GroupBegins | StageBeat | PrefixWanted | PrefixLoaded

@@ -146,10 +146,6 @@ class RoleController:
         )
         return RoleFlip(worker.ref, role, reason)
 
-    @property
-    def debt_s(self) -> float:
-        return self._debt_s
-
     def check(self) -> None:
         """Prove the invariants."""
         assert self._debt_s >= 0.0, self._debt_s

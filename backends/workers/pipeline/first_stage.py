@@ -190,7 +190,7 @@ class PipelinePrefill(StagePrefill):
         """In a loader's thread: slots for what is to be computed, which all stages will fill."""
         blocks = blocks_touched(len(job.token_ids), self._block_tokens)
         worker = self._worker
-        worker.writer.allocate(job.put, range(job.put.first_block, blocks), lambda: None)
+        worker.writer.allocate(job.put, range(job.put.first_block, blocks))
         worker.writer.then(lambda: super(PipelinePrefill, self).start(job))
 
     # -- steps

@@ -77,7 +77,7 @@ def group(world: World) -> Iterator[list[Worker]]:
 def begin(group: list[Worker], keys: list[bytes]) -> list[BlockPut]:
     """The first worker allocates, the other hears which slots."""
     put = BlockPut("r", KV_TOKENS, Worker.PAGES, keys, first_block=0, decode_inbox="decode")
-    group[0].writer.allocate(put, range(3), lambda: None)
+    group[0].writer.allocate(put, range(3))
     group[0].settle()
     assert put.error is None and len(put.slots) == 3
     other = BlockPut(

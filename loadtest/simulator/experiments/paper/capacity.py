@@ -70,10 +70,10 @@ class TraceCapacity:
         else:
             self.theirs.setdefault(plan.name, {})[plan.speed] = run
 
-    def best_split(self, speed: float, tbt_slo_s: float = TBT_SLOS_S[0]) -> int:
-        """Of those that were run at this speed."""
+    def best_split(self, speed: float) -> int:
+        """At 100 ms, of those that were run at this speed."""
         ran = [prefills for prefills, runs in self.ours.items() if speed in runs]
-        return max(ran, key=lambda p: self.ours[p][speed].within(TTFT_SLO_S, tbt_slo_s))
+        return max(ran, key=lambda p: self.ours[p][speed].within(TTFT_SLO_S, TBT_SLOS_S[0]))
 
     def share(self, speed: float, tbt_slo_s: float) -> float:
         """Of ours, in the split that is best at 100 ms."""
