@@ -30,7 +30,7 @@ from mooncake_store.memory.digests import (
 )
 from mooncake_store.memory.registrations import SCRATCH_BYTES, Scratch
 from mooncake_store.memory.slot_memory import SlotHeader, ready_prefix
-from mooncake_store.records.blocks import Copy
+from mooncake_store.records.blocks import Copy, by_node
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import Movers, parts_of
@@ -116,7 +116,7 @@ class BlockReader:
         """Which of them arrived whole. Raises only what the directory raises."""
         until_s = time.monotonic() + deadline_s
         missing = dict(enumerate(wants))
-        for node_id, indices in _by_node([want.copy for want in wants]).items():
+        for node_id, indices in by_node([want.copy for want in wants]).items():
             asked_bytes = sum(wants[index].length_bytes for index in indices)
             with self._nodes.traffic.moving(node_id, asked_bytes):
                 for _ in range(ATTEMPTS_MAX):
@@ -300,7 +300,7 @@ class HeaderReader:
     ) -> list[bytes | None]:
         """What lies there for each copy; None where there is nothing, or it cannot be had."""
         found: dict[int, bytes] = {}
-        for node_id, indices in _by_node(copies).items():
+        for node_id, indices in by_node(copies).items():
             node = self._nodes.access(node_id)
             if node is None:
                 continue
@@ -340,14 +340,6 @@ class HeaderReader:
             node.transport.read(node.info, list(part.values()), targets, HEADERS_DEADLINE_S)
             for index, (_, (start, length_bytes)) in zip(part, targets, strict=True):
                 found[index] = buffer[start : start + length_bytes].tobytes()
-
-
-def _by_node(copies: Sequence[Copy]) -> dict[str, list[int]]:
-    """The numbers of these copies, by the node that has them."""
-    found: dict[str, list[int]] = {}
-    for index, copy in enumerate(copies):
-        found.setdefault(copy.node_id, []).append(index)
-    return found
 
 
 def _parts(spans: dict[int, ByteSpan]) -> list[dict[int, ByteSpan]]:

@@ -38,7 +38,7 @@ from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import parts_of
-from mooncake_store.transports.transport import ByteSpan, LocalSpan
+from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_write_s
 
 PART_BYTES = 4 * 1024**2  # hashed, and sent while it lies in the CPU's cache
 FINISH_S_MAX = 5.0  # headers and digests: a few KiB
@@ -127,7 +127,7 @@ class LayerWriter:
             )
             for write in part
         ]
-        node.transport.write(node.info, sources, targets, _left(until_s))
+        node.transport.write(node.info, sources, targets, left_to_write_s(until_s))
         return digests
 
     def finish(self, node_id: str, blocks: Sequence[WrittenBlock]) -> list[bool]:
@@ -183,7 +183,7 @@ class LayerWriter:
                 sources.append((buffer, ByteSpan(at, len(piece))))
                 at += len(piece)
             targets = [ByteSpan(start, len(piece)) for start, piece in pieces]
-            node.transport.write(node.info, sources, targets, _left(until_s))
+            node.transport.write(node.info, sources, targets, left_to_write_s(until_s))
 
     def _begun(self, node: NodeAccess, slots: Sequence[Slot]) -> list[SlotHeader | None]:
         """The headers of slots that are being filled under these very generations."""
@@ -204,10 +204,3 @@ class LayerWriter:
         if node is None:
             raise TransferFailed(f"storage node {node_id} cannot be written from here now")
         return node
-
-
-def _left(until_s: float) -> float:
-    left_s = until_s - time.monotonic()
-    if left_s <= 0:
-        raise TransferTimeout("the deadline passed before everything was written")
-    return left_s

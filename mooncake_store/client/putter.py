@@ -40,7 +40,7 @@ from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import Movers, parts_of
-from mooncake_store.transports.transport import ByteSpan, LocalSpan
+from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_write_s
 
 log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
@@ -97,7 +97,7 @@ class Putter:
         for attempt in range(ATTEMPTS_MAX):
             name = f"{owner}+{attempt}" if attempt else owner
             try:
-                return self._put(node_id, keys, sources, name, _left(until_s))
+                return self._put(node_id, keys, sources, name, left_to_write_s(until_s))
             except WriteGivenUp as error:
                 log.warning("put on node_id=%s: %s", node_id, error)
                 self._directory.release(name)
@@ -280,7 +280,7 @@ class Putter:
                 sources = [(heads, ByteSpan(start, HEADER_BYTES)) for start in starts]
                 emptied = others if state == STATE_WRITING else []
                 sources += [(heads, ByteSpan(len(raw), other.length_bytes)) for other in emptied]
-                transport.write(info, sources, [*positions, *emptied], _left(until_s))
+                transport.write(info, sources, [*positions, *emptied], left_to_write_s(until_s))
 
         def put_part(part: Sequence[Write]) -> list[int]:
             # Hashed just before they are sent: the transfer finds them in the CPU's cache.
@@ -291,7 +291,7 @@ class Putter:
             targets = [
                 ByteSpan(shape.slot_offset_bytes(write.slot), write.source.nbytes) for write in part
             ]
-            transport.write(info, payloads, targets, _left(until_s))
+            transport.write(info, payloads, targets, left_to_write_s(until_s))
             return digests
 
         lease_s = until_s - time.monotonic() + LEASE_MARGIN_S
@@ -304,10 +304,3 @@ class Putter:
         pairs = zip(writes, digests, strict=True)
         put_headers([write.header(STATE_READY, digest) for write, digest in pairs])
         return digests
-
-
-def _left(until_s: float) -> float:
-    left_s = until_s - time.monotonic()
-    if left_s <= 0:
-        raise TransferTimeout("the deadline passed before everything was written")
-    return left_s

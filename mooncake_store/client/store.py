@@ -50,7 +50,7 @@ from mooncake_store.memory.buffers import ByteArray, checksum
 from mooncake_store.memory.digests import block_checksum, pack_digests, unpack_digests
 from mooncake_store.memory.registrations import Scratch
 from mooncake_store.memory.segment import Segment, host_id
-from mooncake_store.records.blocks import Allocation, Copy, Slot
+from mooncake_store.records.blocks import Allocation, Copy, Slot, by_node
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.nixl_transport import frozen_agents
@@ -274,7 +274,7 @@ class Store:
         if all(slot.node_id == self.node_id for slot in slots):
             return self._copy_layers(writes)
         found: dict[int, tuple[int, ...] | None] = {}
-        for node_id, indices in _by_node(slots).items():
+        for node_id, indices in by_node(slots).items():
             chosen = [writes[index] for index in indices]
             if node_id == self.node_id:
                 digests = self._copy_layers(chosen)
@@ -303,7 +303,7 @@ class Store:
                 raise RequestInvalid(
                     f"{len(digests)} digests for a block of {self.layout.layers} layers: one each"
                 )
-        for node_id, indices in _by_node([slot for _, slot, _ in blocks]).items():
+        for node_id, indices in by_node([slot for _, slot, _ in blocks]).items():
             accepted = self._commit_on(node_id, [blocks[i] for i in indices], owner, lease_s)
             for index, is_ready in zip(indices, accepted, strict=True):
                 done[index] = is_ready
@@ -512,14 +512,6 @@ def _refuse_small_layers(shape: Geometry, layout: KvLayout) -> None:
             f"beside units of {shape.unit_bytes} bytes, so a part of them cannot be read: use "
             "larger blocks (block_tokens) or smaller units (--unit-bytes)"
         )
-
-
-def _by_node(slots: Sequence[Slot]) -> dict[str, list[int]]:
-    """The numbers of these slots, by the node that has them."""
-    found: dict[str, list[int]] = {}
-    for index, slot in enumerate(slots):
-        found.setdefault(slot.node_id, []).append(index)
-    return found
 
 
 def _refuse_other_host(info: NodeInfo) -> None:

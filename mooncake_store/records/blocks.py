@@ -6,6 +6,7 @@ and a frozen dataclass costs five times as much to build. On the wire they are s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +36,14 @@ class Copy(NamedTuple):
     generation: int
     checksum: int  # xxh3_64 of the block's bytes
     size_bytes: int
+
+
+def by_node(blocks: Sequence[Slot | Copy]) -> dict[str, list[int]]:
+    """The numbers of these blocks, by the node that has them."""
+    found: dict[str, list[int]] = {}
+    for index, block in enumerate(blocks):
+        found.setdefault(block.node_id, []).append(index)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

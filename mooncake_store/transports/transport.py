@@ -86,6 +86,14 @@ def check_spans(node: NodeInfo, remote: Sequence[ByteSpan], local: Sequence[Loca
     return moved_bytes
 
 
+def left_to_write_s(until_s: float) -> float:
+    """Seconds until then; raises TransferTimeout when none are left."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TransferTimeout("the deadline passed before everything was written")
+    return left_s
+
+
 class TransferTally:
     """The thread-safe hand that counts for a transport."""
 
