@@ -24,8 +24,8 @@ from loadtest.planner.overlay import serve_command, store_bytes, write_overlay
 from loadtest.planner.search import Search, bounds_of, choose, explore
 from loadtest.replay.trace import TraceError
 from loadtest.simulator.cluster.hardware import HARDWARE, MODELS
-from loadtest.simulator.options import console, progress_bar
-from loadtest.simulator.runs import PlannedRun, RunsStopped, TraceSource, run_all
+from loadtest.simulator.options import console, progress_bar, reasons_shown
+from loadtest.simulator.runs import PlannedRun, TraceSource, run_all
 from mooncake_store.cli.arguments import parse_bytes
 
 PAGE = "plan.html"
@@ -93,19 +93,13 @@ def plan(
     """
     require("report", "`mooncake plan`")
     levels = ServiceLevels(slo_ttft, slo_tbt)
-    try:
+    with reasons_shown("plan", PlanRefused, TraceError, OSError):
         engine = engine_of(hardware, model, gpus, profile, parse_bytes(node_bytes))
         source = source_of(trace, requests, engine, length_scale)
         result = planned(
             engine, source, levels, speed, share, nodes, seed, jobs,
             None if kept == "none" else Path(kept), out,
         )  # fmt: skip
-    except (PlanRefused, TraceError, OSError) as problem:
-        console.print(f"cannot plan: {problem}", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-    except RunsStopped as stopped:
-        console.print(f"stopped: {stopped}", markup=False, soft_wrap=True)
-        raise typer.Exit(130) from None
     if as_json:
         print(result.to_json())
     else:

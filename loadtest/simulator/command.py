@@ -6,8 +6,7 @@ mooncake simulate --experiment hit-rate --traces FOLDER [--json] [--plot hit-rat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -55,9 +54,9 @@ from loadtest.simulator.options import (
     SimulationRefused,
     console,
     progress_bar,
+    reasons_shown,
 )
 from loadtest.simulator.profiled import read_profile
-from loadtest.simulator.runs import RunsStopped
 
 
 class Experiment(str, Enum):
@@ -272,7 +271,7 @@ def simulate(
     """Run an experiment on recorded requests; no server is needed."""
     if every or picture is not None:
         require("report", f"`mooncake simulate {'--all' if every else '--plot'}`")
-    with _reasons_shown():
+    with reasons_shown("simulate", SimulationRefused, TraceError):
         options = SimulationOptions(
             folder=traces, traces=tuple(trace or ()), policies=tuple(policy or ()),
             admissions=tuple(admission or ()), speeds=tuple(speed or ()),
@@ -311,19 +310,6 @@ def _profile_of(path: Path | None) -> Profile | None:
         return read_profile(path)
     except (OSError, ValueError) as problem:
         raise SimulationRefused(f"--profile {path}: {problem}") from None
-
-
-@contextmanager
-def _reasons_shown() -> Iterator[None]:
-    """What ends a simulation early is said, with the exit status that belongs to it."""
-    try:
-        yield
-    except (SimulationRefused, TraceError) as problem:
-        console.print(f"cannot simulate: {problem}", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-    except RunsStopped as stopped:
-        console.print(f"stopped: {stopped}", markup=False, soft_wrap=True)
-        raise typer.Exit(130) from None
 
 
 def answer(experiment: Experiment, options: SimulationOptions) -> Result:

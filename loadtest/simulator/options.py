@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,7 +24,7 @@ from loadtest.profile.profile import Profile
 from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.profiled import settings_of
-from loadtest.simulator.runs import Begin, TraceSource
+from loadtest.simulator.runs import Begin, RunsStopped, TraceSource
 
 WHERE = "https://github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
 NODES = 8  # of each kind, in what the paper's figures show
@@ -133,12 +134,12 @@ class SimulationOptions:
             raise SimulationRefused(f"one --trace at a time, not {', '.join(self.traces)}")
         return self.traces[0] if self.traces else default
 
-    def promised(self, trace: str) -> tuple[TraceSource, str]:
-        """The requests, and why what was promised of all of `trace` on 8 + 8 nodes does not follow
-        from them; or ""."""
+    def promised(self, trace: str) -> tuple[str, str]:
+        """The trace to run, and why what was promised of all of `trace` on 8 + 8 nodes does not
+        follow; or ""."""
         asked = self.one_trace(trace)
         why_not = self.is_shortened if asked == trace else f"it was promised of the {trace} trace"
-        return self.source(asked), why_not
+        return asked, why_not
 
     @property
     def only_changes(self) -> SimulationOptions:
@@ -171,6 +172,19 @@ class SimulationOptions:
 
 
 NO_OPTIONS = SimulationOptions()
+
+
+@contextmanager
+def reasons_shown(what: str, *refusals: type[Exception]) -> Iterator[None]:
+    """What ends a command early is said, with the exit status that belongs to it."""
+    try:
+        yield
+    except refusals as problem:
+        console.print(f"cannot {what}: {problem}", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except RunsStopped as stopped:
+        console.print(f"stopped: {stopped}", markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
 
 
 @contextmanager

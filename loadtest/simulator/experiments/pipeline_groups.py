@@ -28,7 +28,7 @@ from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.experiments import constants
-from loadtest.simulator.experiments.paper.served import POLICY, promised
+from loadtest.simulator.experiments.paper.served import POLICY
 from loadtest.simulator.experiments.scheduling import config_for
 from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
 from loadtest.simulator.runs import PlannedRun, run_all
@@ -84,7 +84,7 @@ class PipelineRun:
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Every mix, the baseline first."""
-    trace, why_not = promised(options, TRACE)
+    trace, why_not = options.promised(TRACE)
     policies = options.one_of(options.policies, tuple(MIXES), "policy")
     planned = []
     for policy in policies:

@@ -81,7 +81,8 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """The speed, then every admission at it."""
     admissions = options.one_of(options.admissions, ADMISSIONS, "admission")
     settings = options.settings()
-    source, why_not = options.promised(TRACE)
+    trace, why_not = options.promised(TRACE)
+    source = options.source(trace)
 
     def made(cases: Sequence[tuple[str, float]]) -> list[RejectionRun]:
         planned = [

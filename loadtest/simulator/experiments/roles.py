@@ -25,7 +25,7 @@ from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.experiments import constants
-from loadtest.simulator.experiments.paper.served import POLICY, ServedRun, promised, served
+from loadtest.simulator.experiments.paper.served import POLICY, ServedRun, served
 from loadtest.simulator.experiments.scheduling import config_for
 from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
 from loadtest.simulator.runs import PlannedRun, run_all
@@ -79,7 +79,7 @@ class RolesRun:
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """All splits, the oracles, the controller, and the controller on steady traces."""
-    trace, why_not = promised(options, TRACE)
+    trace, why_not = options.promised(TRACE)
     source = options.source(trace)
     fixed = options.changed(replace(config_for(POLICY), ttft_slo_s=TTFT_SLO_S, tbt_slo_s=TBT_SLO_S))
     flips = replace(fixed, role_flips="on")

@@ -54,7 +54,8 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Every policy at every speed."""
     policies = options.one_of(options.policies, POLICIES, "policy")
     settings = options.settings()
-    source, why_not = options.promised(TRACE)
+    trace, why_not = options.promised(TRACE)
+    source = options.source(trace)
     planned = [
         PlannedRun(
             f"{policy} {speed:g}x", source, run, (policy, speed, settings, options.only_changes)

@@ -11,12 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from loadtest.harness.result import Target
-from loadtest.simulator.experiments.paper.served import (
-    ServedRun,
-    ours,
-    promised,
-    serve_all,
-)
+from loadtest.simulator.experiments.paper.served import ServedRun, ours, serve_all
 from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
 
 TRACE = "synthetic"
@@ -29,7 +24,7 @@ LEAST_RATIO = 3.0
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Every speed of the cards."""
-    trace, why_not = promised(options, TRACE)
+    trace, why_not = options.promised(TRACE)
     shapes = [
         replace(options.settings(), nic_bytes_per_s=gbps * BYTES_PER_S_OF_GBPS) for gbps in GBPS
     ]

@@ -7,12 +7,9 @@ the paper's baseline; the gain over the best of all baselines stands beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from loadtest.harness.result import Target
 from loadtest.simulator.experiments.paper.poisson import (
     PoissonWorkload,
-    gains_of,
+    gain_targets,
     rates_of,
     rows_of,
 )
@@ -28,15 +25,5 @@ PAPER = {"ArXiv summarization": 20, "L-Eval": 40}  # percent
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Both; with --requests shorter runs."""
     found = {workload: rates_of(workload, options, begin) for workload in WORKLOADS}
-    return rows_of(found, PAPER), targets_of(found, options.is_shortened)
-
-
-def targets_of(
-    found: Mapping[PoissonWorkload, Mapping[str, float]], why_not: str = ""
-) -> list[Target]:
-    gains = {workload.name: gains_of(rates)[0] for workload, rates in found.items() if not why_not}
-    return [
-        Target(f"{name}: gain over the paper's baseline",
-               round(gains[name], 4) if gains else None, ">=", percent / 100, why_not)
-        for name, percent in PAPER.items()
-    ]  # fmt: skip
+    goals = {name: percent / 100 for name, percent in PAPER.items()}
+    return rows_of(found, PAPER), gain_targets(found, goals, options.is_shortened)

@@ -12,12 +12,7 @@ from dataclasses import replace
 
 from loadtest.harness.result import Target
 from loadtest.simulator.experiments import constants
-from loadtest.simulator.experiments.paper.served import (
-    ServedRun,
-    ours,
-    promised,
-    serve_all,
-)
+from loadtest.simulator.experiments.paper.served import ServedRun, ours, serve_all
 from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
 
 TRACE = "synthetic"
@@ -30,7 +25,7 @@ PAPER_TBT_S = {4: 0.031, 12: 0.058}  # "31 to 58 ms": taken to be 12 and 4 decod
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Every split; with --prefills only that one."""
-    trace, why_not = promised(options, TRACE)
+    trace, why_not = options.promised(TRACE)
     if options.prefills is not None or options.decodes is not None:
         why_not = "every split was promised, not one that was asked for"
     splits = (options.prefills,) if options.prefills else PREFILLS

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loadtest.harness.result import Cell
+from loadtest.harness.result import Cell, Target
 from loadtest.simulator.block_cache import key_of
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.experiments import constants
@@ -176,6 +176,18 @@ def gains_of(rates: Mapping[str, float]) -> tuple[float, float]:
     of_paper = max(rates[name] for name in OF_PAPER)
     of_all = max(of_paper, *(rates[name] for name in OTHERS))
     return mooncake / of_paper - 1, mooncake / of_all - 1
+
+
+def gain_targets(
+    found: Mapping[PoissonWorkload, Mapping[str, float]], goals: Mapping[str, float], why_not: str
+) -> list[Target]:
+    """`goals`: by workload, of the gain over the paper's baseline."""
+    gains = {workload.name: gains_of(rates)[0] for workload, rates in found.items() if not why_not}
+    return [
+        Target(f"{name}: gain over the paper's baseline",
+               round(gains[name], 4) if gains else None, ">=", goal, why_not)
+        for name, goal in goals.items()
+    ]  # fmt: skip
 
 
 def rows_of(

@@ -19,7 +19,6 @@ from loadtest.simulator.experiments.paper.served import (
     ServedRun,
     ServePlan,
     ours,
-    promised,
     serve_all,
 )
 from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
@@ -36,7 +35,7 @@ PLAIN_MET, PLAIN_MET_APART_MAX = 0.57, 0.06  # of vLLM, which the coupled engine
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Both systems."""
-    trace, why_not = promised(options, TRACE)
+    trace, why_not = options.promised(TRACE)
     shape = replace(
         options.settings(), prefills=options.prefills or PREFILLS,
         decodes=options.decodes or DECODES,

@@ -82,7 +82,8 @@ class WatchedFleet(SimulatedFleet):
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Both policies."""
     policies = options.one_of(options.policies, POLICIES, "policy")
-    source, why_not = options.promised(TRACE)
+    trace, why_not = options.promised(TRACE)
+    source = options.source(trace)
     shape = options.settings()
     planned = []
     for policy in policies:

@@ -159,10 +159,3 @@ def speeds(first: float, last: float, step: float) -> list[float]:
 def traces_of(options: SimulationOptions, known: Sequence[str]) -> tuple[str, ...]:
     """Those that were asked for, or all that the experiment is about."""
     return options.one_of(options.traces, tuple(known), "trace")
-
-
-def promised(options: SimulationOptions, trace: str) -> tuple[str, str]:
-    """The trace to run, and why what was promised of all of `trace` does not follow; or ""."""
-    asked = options.one_trace(trace)
-    why_not = options.is_shortened if asked == trace else f"it was promised of the {trace} trace"
-    return asked, why_not

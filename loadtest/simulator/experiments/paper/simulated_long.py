@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from loadtest.harness.result import Target
 from loadtest.simulator.experiments.paper.poisson import (
     PoissonWorkload,
-    gains_of,
+    gain_targets,
     rates_of,
     rows_of,
 )
@@ -33,14 +33,7 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     return rows_of(found, PAPER), targets_of(found, options.is_shortened)
 
 
-def targets_of(
-    found: Mapping[PoissonWorkload, Mapping[str, float]], why_not: str = ""
-) -> list[Target]:
-    gains = {workload.name: gains_of(rates)[0] for workload, rates in found.items() if not why_not}
-    targets = [
-        Target(f"{name}: gain over the paper's baseline",
-               round(gains[name], 4) if gains else None, ">=", GAIN_MIN, why_not)
-        for name in PAPER
-    ]  # fmt: skip
-    most = round(max(gains.values()), 4) if gains else None
+def targets_of(found: Mapping[PoissonWorkload, Mapping[str, float]], why_not: str) -> list[Target]:
+    targets = gain_targets(found, dict.fromkeys(PAPER, GAIN_MIN), why_not)
+    most = max((target.value for target in targets if target.value is not None), default=None)
     return [*targets, Target("the largest of these gains", most, ">=", GAIN_ONCE_MIN, why_not)]
