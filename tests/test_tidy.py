@@ -40,7 +40,7 @@ FLOORS = {
     ],
     "backends": [
         {"cli"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
-        {"launcher", "starter"}, {"cluster"}, {"gateway"}, {"triton"},
+        {"launcher", "starter"}, {"model_settings"}, {"cluster"}, {"gateway"}, {"triton"},
         {"frontend"}, {"frontend/lifecycle"},
         {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},
         {"engine/torch", "engine/trtllm"},

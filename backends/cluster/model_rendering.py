@@ -22,7 +22,8 @@ BYTES = "surrogateescape"  # a comment may be in any encoding
 BACK = "../../"  # from beside rendered/HOST/model_repository to the folder of the cluster file
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
 PARAMETER = re.compile(
-    r'(?P<before>^\s*parameters\s*\{\s*key:\s*"(?P<key>[^"]+)"\s*value\s*\{\s*string_value:\s*")'
+    r'(?P<before>^\s*parameters\s*:?\s*\{\s*key\s*:\s*"(?P<key>[^"]+)"\s*,?\s*value\s*:?\s*\{'
+    r'\s*string_value\s*:\s*")'
     r'(?P<value>(?:[^"\\]|\\.)*)(?P<after>"\s*\}\s*\})',
     re.MULTILINE,
 )
@@ -86,8 +87,11 @@ def parameters_of(text: str) -> dict[str, str]:
     return {match["key"]: _unescaped(match["value"]) for match in PARAMETER.finditer(text)}
 
 
-def with_parameters(text: str, parameters: Mapping[str, str]) -> str:
-    """The same file with these values; comments stay where they are."""
+def with_parameters(
+    text: str, parameters: Mapping[str, str], more_said: str = "As the cluster file says."
+) -> str:
+    """The same file with these values; comments stay where they are. `more_said`: the comment above
+    parameters that it did not have."""
 
     def replaced(match: re.Match[str]) -> str:
         value = parameters.get(match["key"])
@@ -98,7 +102,7 @@ def with_parameters(text: str, parameters: Mapping[str, str]) -> str:
     text = PARAMETER.sub(replaced, text)
     more = [name for name in parameters if name not in parameters_of(text)]
     if more:
-        text = text.rstrip("\n") + "\n# As the cluster file says.\n"
+        text = text.rstrip("\n") + f"\n# {more_said}\n"
     for name in more:
         value = _escaped(parameters[name])
         text += f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
@@ -19,6 +20,7 @@ from rich.markup import escape
 
 from backends.cluster.deployment import ClusterFileInvalid, Deployment, is_loopback
 from backends.cluster.host_plan import HostPlan, host_plan, pool_host_plan
+from backends.errors import ConfigError
 from backends.launcher.environment import EnvironmentProblem
 from backends.launcher.launch import Launcher
 from backends.launcher.launch_plan import GatewayOptions, HostOptions, ObserveOptions, ServeOptions
@@ -28,11 +30,14 @@ from backends.launcher.processes import (
     ignore_signals,
     signals_as_exceptions,
 )
+from backends.launcher.repository import WorkerFolders
+from backends.model_settings.serve_settings import ServeSettings
 from mooncake_store.cli.arguments import parse_bytes
 from mooncake_store.keys import folder
 
 console = Console(stderr=True, highlight=False)
 ELASTIC_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+WORKERS_MAX = 64  # of one role
 READY_S_MAX = 300.0  # on one machine; a host of a deployment waits for the others
 
 
@@ -40,7 +45,7 @@ READY_S_MAX = 300.0  # on one machine; a host of a deployment waits for the othe
 OF_ONE_MACHINE = (
     "http_port", "grpc_port", "metrics_port", "metrics_address", "nodes", "store_bytes",
     "ssd_bytes", "ssd_path", "state_dir", "openai_port", "openai_workers", "openai_certificate",
-    "openai_private_key",
+    "openai_private_key", "checkpoint", "dtype", "device", "prefill", "decode",
 )  # fmt: skip
 ReadySMax = Annotated[
     float | None,
@@ -85,6 +90,46 @@ OpenaiCertificate = Annotated[
 ]
 OpenaiPrivateKey = Annotated[Path | None, typer.Option(help="PEM file of the key to it.")]
 HostName = Annotated[str, typer.Option(help="Which host of the cluster file this is.")]
+ModelRepository = Annotated[
+    Path, typer.Option(help="Folder of Triton models; edit its config.pbtxt files freely.")
+]
+Address = Annotated[str, typer.Option(help="Address to listen on.")]
+HttpPort = Annotated[int, typer.Option(help="KServe HTTP port.")]
+GrpcPort = Annotated[int, typer.Option(help="KServe gRPC port.")]
+MetricsPort = Annotated[int, typer.Option(help="Prometheus port.")]
+MetricsAddress = Annotated[
+    str, typer.Option(help="Address of that port; others than this host need another one.")
+]
+StorageNodes = Annotated[str, typer.Option(help="Storage nodes, comma separated.")]
+StoreBytes = Annotated[
+    str, typer.Option(help="Memory of each storage node in /dev/shm, like 512M or 4G.")
+]
+SsdBytes = Annotated[
+    str, typer.Option(help="SSD of each storage node for cold blocks, like 20G; 0: none.")
+]
+SsdPath = Annotated[
+    Path | None, typer.Option(help="Folder on that SSD (default: ssd in --state-dir).")
+]
+StateDir = Annotated[
+    Path, typer.Option(help="Logs, staged backends and this machine's measured speeds.")
+]
+CheckpointOption = Annotated[
+    str,
+    typer.Option(help="Hugging Face folder of all models, instead of the one in config.pbtxt."),
+]
+Dtype = Annotated[str, typer.Option(help="Of weights and KV, in all workers: float32, bfloat16.")]
+Device = Annotated[str, typer.Option(help="Where all workers compute: cpu, cuda or cuda:N.")]
+Prefill = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=WORKERS_MAX,
+        help="So many prefill workers: the first folders of the repository, the rest made of the "
+        "first one.",
+    ),
+]  # fmt: skip
+Decode = Annotated[
+    int | None, typer.Option(min=1, max=WORKERS_MAX, help="The same of decode workers.")
+]
 PoolName = Annotated[
     str,
     typer.Option(
@@ -96,29 +141,22 @@ PoolName = Annotated[
 
 def serve(
     context: typer.Context,
-    model_repository: Annotated[
-        Path, typer.Option(help="Folder of Triton models; edit its config.pbtxt files freely.")
-    ] = Path("model_repository"),
-    address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(help="KServe HTTP port.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="KServe gRPC port.")] = 8001,
-    metrics_port: Annotated[int, typer.Option(help="Prometheus port.")] = 8002,
-    metrics_address: Annotated[
-        str, typer.Option(help="Address of that port; others than this host need another one.")
-    ] = "127.0.0.1",
-    nodes: Annotated[str, typer.Option(help="Storage nodes, comma separated.")] = "s0,s1",
-    store_bytes: Annotated[
-        str, typer.Option(help="Memory of each storage node in /dev/shm, like 512M or 4G.")
-    ] = "1G",
-    ssd_bytes: Annotated[
-        str, typer.Option(help="SSD of each storage node for cold blocks, like 20G; 0: none.")
-    ] = "0",
-    ssd_path: Annotated[
-        Path | None, typer.Option(help="Folder on that SSD (default: ssd in --state-dir).")
-    ] = None,
-    state_dir: Annotated[
-        Path, typer.Option(help="Logs, staged backends and this machine's measured speeds.")
-    ] = Path(".mooncake"),
+    model_repository: ModelRepository = Path("model_repository"),
+    address: Address = "127.0.0.1",
+    http_port: HttpPort = 8000,
+    grpc_port: GrpcPort = 8001,
+    metrics_port: MetricsPort = 8002,
+    metrics_address: MetricsAddress = "127.0.0.1",
+    nodes: StorageNodes = "s0,s1",
+    store_bytes: StoreBytes = "1G",
+    ssd_bytes: SsdBytes = "0",
+    ssd_path: SsdPath = None,
+    state_dir: StateDir = Path(".mooncake"),
+    checkpoint: CheckpointOption = "",
+    dtype: Dtype = "",
+    device: Device = "",
+    prefill: Prefill = None,
+    decode: Decode = None,
     ready_s_max: ReadySMax = None,
     self_check: Annotated[
         bool, typer.Option(help="Every process proves its invariants each second, or ends.")
@@ -150,10 +188,14 @@ def serve(
         sys.exit(serve_until_stopped(HostOptions(plan, **ready, **more)))
     if host or pool:
         refuse("--host and --pool say what of a cluster file: name it with --cluster")
+    named = tuple(filter(None, nodes.split(",")))
+    settings = settings_of_all_models(checkpoint, dtype, device, prefill, decode)
+    if not settings.is_empty:
+        refuse_wrong_settings(model_repository, settings, named)
     sys.exit(serve_until_stopped(ServeOptions(
-        model_repository=model_repository, address=address, http_port=http_port,
+        settings=settings, model_repository=model_repository, address=address, http_port=http_port,
         grpc_port=grpc_port, metrics_port=metrics_port, metrics_address=metrics_address,
-        nodes=tuple(filter(None, nodes.split(","))), store_bytes=parse_bytes(store_bytes),
+        nodes=named, store_bytes=parse_bytes(store_bytes),
         ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path, state_dir=state_dir,
         ready_s_max=READY_S_MAX if ready_s_max is None else ready_s_max,
         gateway=GatewayOptions(
@@ -170,6 +212,39 @@ def refuse_options_of_one_machine(context: typer.Context, is_elastic: bool) -> N
              if source is not None and source.name == "COMMANDLINE"]  # fmt: skip
     if given:
         refuse(f"{', '.join(given)}: with --cluster the file says this; change it there")
+
+
+def settings_of_all_models(
+    checkpoint: str, dtype: str, device: str, prefill: int | None, decode: int | None
+) -> ServeSettings:
+    if checkpoint not in ("", "demo"):
+        checkpoint = str(Path(checkpoint).expanduser().resolve())
+    asked = {"prefill": prefill, "decode": decode}
+    workers = {role: count for role, count in asked.items() if count is not None}
+    return ServeSettings(checkpoint, dtype, device, workers)
+
+
+def refuse_wrong_settings(repository: Path, settings: ServeSettings, nodes: Sequence[str]) -> None:
+    """Ends the process with every mistake that the repository has with these options."""
+    # Here: they know the parameters of all engines.
+    from backends.model_settings.checkpoint_facts import facts_beside
+    from backends.model_settings.repository_check import check_repository
+    from backends.model_settings.repository_files import read_texts, versionless
+    from backends.model_settings.serve_settings import made_problems
+
+    try:
+        texts = read_texts(repository)
+        folders = WorkerFolders(repository, settings, nodes)
+    except ConfigError as error:
+        refuse(str(error))
+    found = made_problems(texts, folders.made)
+    sources = {model: model for model in texts if model not in folders.left_out} | folders.made
+    served = {model: folders.rendered(model, texts[source]) for model, source in sources.items()}
+    lacking = versionless(repository, {*sources.values()})
+    found += check_repository(served, facts_beside(repository), nodes, lacking).mistakes
+    if found:
+        refuse("these options and the model repository do not fit:\n" + "\n".join(
+            f"  - {line}" for line in found))  # fmt: skip
 
 
 def refuse(reason: str) -> NoReturn:

@@ -49,7 +49,13 @@ from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
 from backends.launcher.processes import ChildProcess, Command, RestartPolicy
 from backends.launcher.renewal import ETCD, CertificateRenewal, HostTurn, turn_at
-from backends.launcher.repository import ModelLoad, ModelState, RepositoryMirror, WorkerFolders
+from backends.launcher.repository import (
+    ModelLoad,
+    ModelState,
+    RepositoryMirror,
+    WorkerFolders,
+    running_settings,
+)
 from backends.launcher.triton_arguments import (
     common_arguments,
     frontend_arguments,
@@ -109,7 +115,9 @@ class Launcher:
         self.log_dir = self.state_dir / f"logs-{plan.host}"
         self.repository = (base / plan.model_repository).resolve()
         self._mirrors = self.state_dir / f"repository-{plan.host}"
-        self._worker_folders = WorkerFolders(self.repository)
+        self._worker_folders = WorkerFolders(
+            self.repository, options.settings, [node.name for node in plan.storage_nodes]
+        )
         self._worker_names: set[str] = set()
         self._any_port = (
             AnyPort(plan.listen, plan.address, FREE_PORTS) if plan.deployment else AnyPort()
@@ -164,7 +172,7 @@ class Launcher:
         host, _, port = plan.metrics.rpartition(":")
         try:
             self._metrics = MetricsServer(
-                (host, int(port)), self._sources, self.states, self._serves_models
+                (host, int(port)), self._sources, self.states, self._serves_models, self.settings
             )
         except OSError as error:
             raise environment.EnvironmentProblem(
@@ -236,7 +244,7 @@ class Launcher:
             FRONTEND,
             RepositoryMirror(
                 self.repository, self._mirrors / FRONTEND,
-                lambda name: name not in self._worker_names,
+                lambda name: name not in self._worker_names, self._worker_folders,
             ),
             self.log_dir / f"{FRONTEND}.log", self.socket_dir, self._triton_command,
             Endpoints(plan.grpc, http=plan.http), log_bytes_max=self.options.observed.log_bytes_max,
@@ -250,7 +258,7 @@ class Launcher:
         self.workers[name] = WorkerTriton(
             name, self.repository, self._mirrors / name, self.log_dir / f"{name}.log",
             self.socket_dir, self._triton_command, fixed, self._any_port,
-            self.options.observed.log_bytes_max,
+            self.options.observed.log_bytes_max, self._worker_folders,
         )  # fmt: skip
 
     def _directory_command(self, *options: str) -> list[str]:
@@ -398,6 +406,11 @@ class Launcher:
     def states(self) -> list[ModelState]:
         """Of every model; one whose Triton does not answer is not ready. From any thread."""
         return _all_states([(triton, triton.states()) for triton in self._tritons()])
+
+    def settings(self) -> dict[str, object]:
+        """What is served, and what became of the newest edit of each model. From any thread."""
+        mirrors = [triton.mirror for triton in self._tritons()]
+        return running_settings(self.plan, self.options.settings, self._worker_folders, mirrors)
 
     def _tritons(self) -> list[Triton]:
         frontend = [self.frontend] if self.frontend is not None else []

@@ -18,6 +18,7 @@ from backends.cluster.host_plan import (
     NodePlan,
 )
 from backends.launcher.bounded_log import LOG_BYTES_MAX, LOG_BYTES_MIN
+from backends.model_settings.serve_settings import NO_SETTINGS, ServeSettings
 from mooncake_store.cli.serving import directory_address, events_address
 from mooncake_store.process.logs import FORMAT_VARIABLE
 from mooncake_store.transports.host_topology import TRUSTED_NICS
@@ -79,6 +80,7 @@ class ServeOptions:
     is_self_checked: bool = False
     open_apis: tuple[str, ...] = ()  # that need no admin key (admin_key.py)
     api_keys: Path | None = None  # the file of tenants and their keys; None: no keys
+    settings: ServeSettings = NO_SETTINGS  # of all models, above their config.pbtxt
     triton_args: tuple[str, ...] = field(default=())
     observed: ObserveOptions = ObserveOptions()
     gateway: GatewayOptions = GatewayOptions()
@@ -129,6 +131,7 @@ class HostOptions:
     is_self_checked: bool = False
     open_apis: tuple[str, ...] = ()
     api_keys: Path | None = None
+    settings: ServeSettings = NO_SETTINGS  # the cluster file says all
     triton_args: tuple[str, ...] = field(default=())
     observed: ObserveOptions = ObserveOptions()
 

@@ -3,6 +3,8 @@
     GET /metrics   for Prometheus
     GET /ready     200 once every model serves, else 503; {"models": [{"name", "is_ready"}]}
                    (on a host without models always 200)
+    GET /settings  which model repository is served, and what became of the newest edit of each
+                   model, as JSON (model_settings/running_system.py)
     GET /live      200 always, whatever the Tritons do: who asks whether this launcher hangs
 
 Each Triton has a page of its own, an operator wants one. Our metrics (metrics/table.py) carry the
@@ -149,9 +151,11 @@ class MetricsServer:
         sources: Callable[[], Sequence[MetricsSource]],
         states: Callable[[], Sequence[ModelState]],
         serves_models: Callable[[], bool] = lambda: True,
+        settings: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         """`sources`: those that run now. `serves_models`: is False on a host of storage nodes or a
         directory alone. All are called from threads of this server."""
+        self._settings = settings
         self._sources, self._states, self._serves_models = sources, states, serves_models
         self._page = MergedPage(METRICS)
         self._heard_s: dict[str, float] = {}
@@ -222,8 +226,11 @@ class MetricsServer:
                 elif self.path == "/ready":
                     is_ready, body = server._ready()
                     self._answer(200 if is_ready else 503, "application/json", body)
+                elif self.path == "/settings":
+                    body = json.dumps(server._settings()).encode()
+                    self._answer(200, "application/json", body)
                 else:
-                    self._answer(404, "text/plain", b"/metrics, /ready or /live\n")
+                    self._answer(404, "text/plain", b"/metrics, /ready, /settings or /live\n")
 
             def _answer(self, status: int, kind: str, body: bytes) -> None:
                 self.send_response(status)

@@ -23,15 +23,35 @@ import shutil
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from backends.cluster.host_plan import HostPlan
+from backends.model_settings.repository_files import digest
+from backends.model_settings.running_system import (
+    LOADED,
+    PENDING,
+    REFUSED,
+    EditState,
+    RunningSettings,
+)
+from backends.model_settings.serve_settings import (
+    NO_SETTINGS,
+    ServedWorkers,
+    ServeSettings,
+    rendered,
+    served_workers,
+)
 
 SETTLED_S = 0.15
 BYTES = "surrogateescape"  # a comment may be in any encoding
 # Names with a leading underscore are the launcher's, not the operator's.
 INCARNATION_PARAMETER = "_incarnation"
 WORKER_BACKENDS = ("prefill", "decode")
+COMMENT = re.compile(
+    r"""(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|\#[^\n]*""", re.VERBOSE
+)
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
 
 
@@ -45,11 +65,41 @@ def backend_of(model: Path) -> str | None:
 
 
 class WorkerFolders:
-    """Which folders of the operator's repository are prefill or decode workers."""
+    """Which folders of the operator's repository are prefill or decode workers, and which workers
+    are made of others, because options of the launch ask for more (serve_settings.py)."""
 
-    def __init__(self, repository: Path) -> None:
+    def __init__(
+        self, repository: Path, settings: ServeSettings = NO_SETTINGS, nodes: Sequence[str] = ()
+    ) -> None:
+        """ConfigError where a role has no worker to make others from."""
         self._repository = repository
+        self._settings, self._nodes = settings, nodes
         self._names: set[str] = set()
+        self._served = ServedWorkers()
+        self._made: dict[str, str] = {}  # worker -> the folder that it is made of now
+        if settings.workers and repository.is_dir():
+            self._served = served_workers(settings, self._backends())
+            self.names()
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Folders of workers beyond the number that was asked for."""
+        return self._served.left_out
+
+    @property
+    def made(self) -> dict[str, str]:
+        """Workers without a folder, and the folder that each is made of."""
+        return self._made
+
+    def rendered(self, model: str, text: str) -> str:
+        """What Triton is to see of a model with this config.pbtxt."""
+        number = self._served.made[model][1] if model in self._made else None
+        return rendered(self._settings, text, number, self._nodes)
+
+    def _backends(self) -> dict[str, str]:
+        found = {path.name: backend_of(path)
+                 for path in self._repository.iterdir() if path.is_dir()}  # fmt: skip
+        return {name: backend for name, backend in found.items() if backend in WORKER_BACKENDS}
 
     def names(self) -> set[str]:
         """A folder whose config.pbtxt says nothing at the moment is what it was."""
@@ -58,16 +108,77 @@ class WorkerFolders:
         self._names = {
             name for name, backend in found.items()
             if backend in WORKER_BACKENDS or (backend is None and name in self._names)
-        }  # fmt: skip
+        } - self.left_out  # fmt: skip
+        if self._served.made:
+            workers = {name: backend or "" for name, backend in found.items()
+                       if name in self._names}  # fmt: skip
+            self._made = {
+                name: source for name in self._served.made
+                if name not in workers and (source := self._served.source_of(name, workers))
+            }  # fmt: skip
+            self._names |= self._made.keys()
         return self._names
 
 
+class EditStates:
+    """What became of the newest config.pbtxt of each model. Read from any thread."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, EditState] = {}
+        self._mirrored: dict[str, str] = {}  # model -> what the copy means
+        self._loaded: dict[str, str] = {}
+
+    def mirrored(self, model: str, digest: str, text: str) -> None:
+        """Triton is going to see this text, made of the operator's file with this digest."""
+        meaning = without_comments(text)
+        before = self._now.get(model)
+        if before is not None and meaning == self._mirrored[model]:
+            self._now[model] = replace(before, digest=digest)
+            return
+        self._mirrored[model] = meaning
+        # Triton loads nothing when a refused edit is taken back.
+        outcome = LOADED if meaning == self._loaded.get(model) else PENDING
+        self._now[model] = EditState(digest, outcome)
+
+    def heard(self, load: ModelLoad) -> None:
+        before = self._now.get(load.model)
+        if before is None:
+            return
+        outcome = REFUSED if load.reason else LOADED
+        self._now[load.model] = EditState(before.digest, outcome, load.reason)
+        if not load.reason:
+            self._loaded[load.model] = self._mirrored[load.model]
+
+    def removed(self, model: str) -> None:
+        for each in (self._now, self._mirrored, self._loaded):
+            each.pop(model, None)
+
+    def digest_of(self, model: str) -> str:
+        state = self._now.get(model)
+        return state.digest if state is not None else ""
+
+    def states(self) -> dict[str, EditState]:
+        return dict(self._now)
+
+
+def without_comments(text: str) -> str:
+    """What Triton compares before it loads a model anew, and so not the blank space either."""
+    kept = COMMENT.sub(lambda match: match["string"] or "", text)
+    return " ".join(kept.split())
+
+
 class RepositoryMirror:
-    def __init__(self, source: Path, target: Path, wants: Callable[[str], bool]) -> None:
-        """`wants`: is this model part of the mirror?"""
+    def __init__(
+        self, source: Path, target: Path, wants: Callable[[str], bool],
+        workers: WorkerFolders | None = None,
+    ) -> None:  # fmt: skip
+        """`wants`: is this model part of the mirror? `workers`: those that are made of others, and
+        how models are rendered; without, all are as their files say."""
         self.source = source.resolve()
         self.target = target
+        self.edits = EditStates()
         self._wants = wants
+        self._workers = workers
         self._incarnations: dict[str, int] = {}
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
@@ -87,22 +198,31 @@ class RepositoryMirror:
 
     def sync(self, is_first: bool = False) -> None:
         """Bring the mirror up to date; cheap, for a call every few hundred milliseconds."""
-        folders = (path.name for path in self.source.iterdir() if path.is_dir())
+        folders = {path.name for path in self.source.iterdir() if path.is_dir()}
+        if self._workers is not None:
+            folders |= self._workers.made.keys()
+            folders -= self._workers.left_out
         wanted = {name for name in folders if self._wants(name)}
         for path in self.target.iterdir():
             if path.name not in wanted:
                 shutil.rmtree(path)
+                self.edits.removed(path.name)
         for name in sorted(wanted):
             with contextlib.suppress(OSError):  # removed while we look, or not ours to read
                 self._sync_model(name, is_first)
 
     def _sync_model(self, name: str, is_first: bool) -> None:
         source, target = self.source / name, self.target / name
+        if self._workers is not None:
+            source = self.source / self._workers.made.get(name, name)
         config = source / "config.pbtxt"
-        text = config.read_text(errors=BYTES)
+        raw = config.read_bytes()
+        text = raw.decode("utf-8", BYTES)
         newest_s = max(config.stat().st_mtime, source.stat().st_mtime)
         if not is_first and time.time() - newest_s < SETTLED_S:
             return
+        if self._workers is not None:
+            text = self._workers.rendered(name, text)
         if incarnation := self._incarnations.get(name):
             value = f'value {{ string_value: "{incarnation}" }}'
             text += f'\nparameters {{ key: "{INCARNATION_PARAMETER}" {value} }}\n'
@@ -114,11 +234,34 @@ class RepositoryMirror:
         for entry in entries:
             if not (target / entry).is_symlink():
                 (target / entry).symlink_to(source / entry)
-        copy = target / "config.pbtxt"
-        if not copy.exists() or copy.read_text(errors=BYTES) != text:
+        copy, said = target / "config.pbtxt", text.encode("utf-8", BYTES)
+        is_new = not copy.exists() or copy.read_bytes() != said
+        if is_new or digest(raw) != self.edits.digest_of(
+            name
+        ):  # before Triton can say a word of it
+            self.edits.mirrored(name, digest(raw), text)
+        if is_new:
             partial = self.target.parent / f".{name}.config"
-            partial.write_text(text, errors=BYTES)
+            partial.write_bytes(said)
             partial.replace(copy)  # last: Triton loads a folder as soon as it has a config
+
+
+def running_settings(
+    plan: HostPlan, settings: ServeSettings, workers: WorkerFolders,
+    mirrors: Sequence[RepositoryMirror],
+) -> dict[str, object]:  # fmt: skip
+    """What `mooncake config` asks of a running system, as its metrics port says it."""
+    directory = plan.directory_address
+    return asdict(RunningSettings(
+        repository=str((Path(plan.folder) / plan.model_repository).resolve()),
+        options={name: str(value) for name, value in
+                 {**settings.parameters, **settings.workers}.items()},
+        made=dict(workers.made),
+        left_out=sorted(workers.left_out),
+        nodes=[node.name for node in plan.storage_nodes],
+        directory=directory if directory.startswith("ipc://") else "",
+        models={name: state for mirror in mirrors for name, state in mirror.edits.states().items()},
+    ))  # fmt: skip
 
 
 ASK_S_MAX = 2.0

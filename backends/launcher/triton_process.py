@@ -37,6 +37,7 @@ from backends.launcher.repository import (
     ModelState,
     RepositoryMirror,
     TritonLog,
+    WorkerFolders,
     ask_grpc,
     ask_http,
 )
@@ -297,6 +298,8 @@ class Triton:
             return  # The file there is of another incarnation.
         news = self._log.news()
         self._loads += news
+        for load in news:
+            self.mirror.edits.heard(load)
         self._loaded |= {load.model for load in news if not load.reason}
 
     def states(self) -> list[ModelState] | None:
@@ -327,11 +330,12 @@ class WorkerTriton(Triton):
     def __init__(
         self, worker: str, repository: Path, target: Path, log_path: Path, cwd: Path, plan: Plan,
         fixed: Endpoints | None = None, any_port: AnyPort = ANY_OF_LOOPBACK,
-        log_bytes_max: int = LOG_BYTES_MAX,
+        log_bytes_max: int = LOG_BYTES_MAX, folders: WorkerFolders | None = None,
     ) -> None:  # fmt: skip
         mirror = RepositoryMirror(
-            repository, target, lambda name: name == worker and self._draining_from_s is None
-        )
+            repository, target, lambda name: name == worker and self._draining_from_s is None,
+            folders,
+        )  # fmt: skip
         super().__init__(worker, mirror, log_path, cwd, plan, fixed, any_port, log_bytes_max)
         self._draining_from_s: float | None = None
         self._ending_from_s: float | None = None

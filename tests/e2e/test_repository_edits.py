@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.config_command import run_config
 from tests.e2e.load import B, Load, ask, assert_all_answered
 from tests.e2e.server import Server, running, wait_until
 
@@ -70,6 +71,33 @@ def test_a_wrong_edit_keeps_the_old_settings_and_names_every_mistake(server: Ser
         "the mended settings to be taken", 40.0,
     )  # fmt: skip
     assert server.log.read_text(errors="replace").count("4 mistake(s)") == 1
+
+
+def test_a_set_takes_effect_on_the_running_server_and_says_so(server: Server) -> None:
+    path = server.repository / "conductor" / "config.pbtxt"
+    before = path.read_text()
+    assignment = "conductor.output_tokens_default=5"
+    status, said = run_config(server, "set", assignment, "conductor.admission=early")
+    assert status == 0, said
+    assert "conductor.output_tokens_default: '256' -> '5'" in said
+    assert "conductor serves with it" in said
+    answer = server.ask(text_input="It was", end_id=-1, return_decision=True)
+    assert not answer.error and len(answer.output_ids) == 5
+    assert answer.decision["admission"] == "early"
+    changed = [line for line in path.read_text().splitlines() if line not in before.splitlines()]
+    assert len(changed) == 2, "comments and layout stay"
+    assert run_config(server, "set", assignment)[1] == (
+        "everything is as you say already: nothing was changed"
+    )
+
+
+def test_a_set_that_only_the_running_server_can_refuse_is_taken_back(server: Server) -> None:
+    path = server.repository / "conductor" / "config.pbtxt"
+    before = path.read_bytes()
+    status, said = run_config(server, "set", "conductor.recording_folder=/dev/null/traces")
+    assert status == 1 and path.read_bytes() == before
+    assert "conductor refused it" in said and "the old settings go on" in said, said
+    assert not server.ask(text_input="It was", max_tokens=3).error
 
 
 def test_removing_a_worker_s_folder_drains_it(server: Server) -> None:

@@ -1,0 +1,50 @@
+"""What a checkpoint's folder allows, read without an engine: config, headers of weights, tokenizer.
+
+Not here: what a repository makes of it (repository_check.py).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from backends.config_pbtxt import checkpoint_folder
+from backends.engine.checkpoint import Checkpoint
+from backends.engine.model_config import CheckpointError, read_model_config
+from backends.errors import ConfigError
+from backends.model_settings.repository_check import CheckpointFacts, LookUp
+from backends.text.tokenizer import Tokenizer
+
+
+def facts_beside(repository: Path) -> LookUp:
+    """Looks up each checkpoint once; relative ones start beside the repository."""
+
+    @cache
+    def look_up(checkpoint: str) -> CheckpointFacts:
+        try:
+            return _facts(checkpoint_folder(checkpoint, str(repository)))
+        except (ConfigError, RuntimeError) as error:  # RuntimeError: ~nobody
+            return CheckpointFacts((str(error),))
+
+    return look_up
+
+
+def _facts(folder: Path) -> CheckpointFacts:
+    of_torch: list[str] = []
+    config = None
+    try:
+        config = read_model_config(folder)
+    except CheckpointError as error:
+        of_torch = error.problems
+    found: list[str] = []
+    try:
+        Checkpoint.open(folder)
+    except CheckpointError as error:
+        found += error.problems
+    try:
+        Tokenizer.load(folder)
+    except ConfigError as error:
+        found.append(str(error))
+    if config is None:
+        return CheckpointFacts(tuple(found), tuple(of_torch))
+    return CheckpointFacts(tuple(found), (), config.context_tokens_max, config.layers)

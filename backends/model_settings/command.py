@@ -1,0 +1,245 @@
+"""`mooncake config`: check, diff and set what the models' config.pbtxt files say.
+
+Not here: what is right (repository_check.py), what an edit becomes (edit.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from backends.cluster.model_rendering import BYTES
+from backends.cluster.rendered_folder import MANIFEST
+from backends.errors import ConfigError
+from backends.model_settings.checkpoint_facts import facts_beside
+from backends.model_settings.differences import differences
+from backends.model_settings.edit import FORM, EditRefused, SettingsEdit, plan_edit
+from backends.model_settings.model_file import ModelFile, read_model_file
+from backends.model_settings.repository_check import check_repository
+from backends.model_settings.repository_files import digest, read_texts, versionless, write_text
+from backends.model_settings.running_system import (
+    DEFAULT_METRICS_URL,
+    LOADED,
+    PENDING,
+    REFUSED,
+    Ask,
+    ReloadOutcome,
+    RunningSettings,
+    ask_at,
+    wait_for,
+)
+from backends.shipped import shipped_repository
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+READY_S_MAX = 300.0  # as of `mooncake serve`: a large checkpoint takes its time
+
+app = typer.Typer(
+    name="config", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="What the models' config.pbtxt files say: check them, compare them, change them live.",
+)  # fmt: skip
+Repository = Annotated[
+    Path, typer.Option("--model-repository", help="The folder of models that `serve` has.")
+]
+MetricsUrl = Annotated[str, typer.Option(help="The metrics page of the running system.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
+
+
+@app.command()
+def check(
+    model_repository: Repository = Path("model_repository"),
+    nodes: Annotated[
+        str, typer.Option(help="Storage nodes that `mooncake serve` is going to have.")
+    ] = "s0,s1",
+    as_json: AsJson = False,
+) -> None:
+    """Name every mistake of a model repository, before anything starts; exit status 1 if any.
+
+    A repository that was rendered for a host of a deployment need not have both roles.
+    """
+    texts = _texts(model_repository)
+    is_part = (model_repository.resolve().parent / MANIFEST).exists()
+    names = None if is_part else tuple(filter(None, nodes.split(",")))
+    found = check_repository(
+        texts, facts_beside(model_repository), names, versionless(model_repository, texts)
+    )
+    if as_json:
+        console.file.write(json.dumps(asdict(found)) + "\n")
+    else:
+        for note in found.notes:
+            _say(f"note: {note}")
+        for mistake in found.mistakes:
+            _say(mistake)
+        count = len(found.mistakes)
+        _say(f"{model_repository}: {count} mistake{'s' * (count != 1)}" if count else
+             f"{model_repository} is right: {', '.join(texts)}")  # fmt: skip
+    sys.exit(bool(found.mistakes))
+
+
+@app.command()
+def diff(
+    model_repository: Repository = Path("model_repository"),
+    metrics_url: MetricsUrl = DEFAULT_METRICS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Show which parameters differ from their defaults or from the files that we ship, and where a
+    running system serves something else than the files say."""
+    files = [_file(model, text) for model, text in _texts(model_repository).items()]
+    shipped = {model: _file(model, text) for model, text in _texts(shipped_repository()).items()}
+    found = list(differences(files, shipped))
+    running = _of_this(ask_at(metrics_url), model_repository)
+    elsewhere = served_otherwise(running) if running is not None else []
+    if as_json:
+        said = {"differences": [asdict(each) for each in found], "running": elsewhere}
+        console.file.write(json.dumps(said) + "\n")
+        return
+    for each in found:
+        _say(str(each))
+    if not found:
+        _say(f"{model_repository} says nothing but defaults")
+    for line in elsewhere:
+        _say(line)
+
+
+def served_otherwise(running: RunningSettings) -> list[str]:
+    """Where a running system has something else than its files say. Pure."""
+    found = [f"the running system: --{name} {value} stands above the files"
+             for name, value in running.options.items()]  # fmt: skip
+    found += [f"the running system: {model} is made of {source}"
+              for model, source in running.made.items()]  # fmt: skip
+    found += [f"the running system: {model} is not served (--prefill or --decode is lower)"
+              for model in running.left_out]  # fmt: skip
+    for model, state in running.models.items():
+        if state.outcome == REFUSED:
+            found.append(f"the running system kept the old settings of {model}: {state.reason}")
+        if state.outcome == PENDING:
+            found.append(f"the running system loads {model} now")
+    return found
+
+
+@app.command("set")
+def set_values(
+    assignments: Annotated[list[str], typer.Argument(metavar="ASSIGNMENT...", help=FORM)],
+    model_repository: Repository = Path("model_repository"),
+    metrics_url: MetricsUrl = DEFAULT_METRICS_URL,
+    ready_s_max: Annotated[
+        float, typer.Option(help="Wait so long for the running system to take it over.")
+    ] = READY_S_MAX,
+) -> None:
+    """Change parameters in config.pbtxt, wait until the running system serves with them.
+
+    Comments and layout stay. Nothing is written when anything is wrong with any of them; what a
+    running system refuses is taken back.
+    """
+    ask = ask_at(metrics_url)
+    running = _of_this(ask, model_repository)
+    if running is not None:
+        _wait_for_earlier_edits(ask, ready_s_max)
+    texts = _texts(model_repository)
+    try:
+        edit = plan_edit(texts, assignments, facts_beside(model_repository), running)
+    except EditRefused as refused:
+        for problem in refused.problems:
+            errors.print(problem, markup=False, soft_wrap=True)
+        _fail("nothing was changed")
+    if not edit.changes:
+        _say("everything is as you say already: nothing was changed")
+        return
+    for change in edit.changes:
+        _say(str(change))
+    for model, text in edit.texts.items():
+        write_text(model_repository, model, text)
+    if running is None:
+        _say("written; no running system serves these files, so it counts from the next start")
+        return
+    _follow(edit, texts, model_repository, running, ask, ready_s_max)
+
+
+def _follow(
+    edit: SettingsEdit, texts: dict[str, str], repository: Path, running: RunningSettings,
+    ask: Ask, ready_s_max: float,
+) -> None:  # fmt: skip
+    """Say what the running system makes of it; ends with status 1 unless all of it is served."""
+    served = {model: text for model, text in edit.texts.items() if model not in running.left_out}
+    for model in edit.texts.keys() - served.keys():
+        _say(f"{model} is written, but not served (--prefill or --decode is lower)")
+    with console.status("waits for the running system ..."):
+        found = wait_for(_digests(served), ask, ready_s_max)
+    for each in found:
+        if each.outcome == LOADED:
+            _say(f"{each.model} serves with it; requests that it had are not interrupted")
+    if refused := [each for each in found if each.outcome == REFUSED]:
+        _take_back(refused, edit, texts, repository)
+    late = [each.model for each in found if each.outcome == PENDING]
+    if late:
+        _fail(
+            f"{', '.join(late)}: written, but after {ready_s_max:.0f} s the running system says "
+            "nothing of it; see its terminal and its logs"
+        )
+
+
+def _take_back(
+    refused: Sequence[ReloadOutcome], edit: SettingsEdit, texts: dict[str, str], repository: Path
+) -> NoReturn:
+    """What would not load now would not load at the next start either."""
+    for each in refused:
+        errors.print(f"{each.model} refused it: {each.reason}", markup=False, soft_wrap=True)
+        if _texts(repository).get(each.model) == edit.texts[each.model]:
+            write_text(repository, each.model, texts[each.model])
+    models = ", ".join(each.model for each in refused)
+    _fail(f"{models}: the old settings go on, and the files are as before")
+
+
+def _wait_for_earlier_edits(ask: Ask, ready_s_max: float) -> None:
+    """What is just being loaded could be taken for our own edit."""
+    now = ask()
+    busy = {} if now is None else {
+        model: state.digest for model, state in now.models.items() if state.outcome == PENDING
+    }  # fmt: skip
+    if busy:
+        _say(f"waits for an earlier edit of {', '.join(busy)}")
+        wait_for(busy, ask, ready_s_max)
+
+
+def _digests(texts: dict[str, str]) -> dict[str, str]:
+    return {model: digest(text.encode("utf-8", BYTES)) for model, text in texts.items()}
+
+
+def _of_this(ask: Ask, repository: Path) -> RunningSettings | None:
+    """The running system, if it serves this repository."""
+    running = ask()
+    if running is None or running.serves(repository):
+        return running
+    _say(f"note: the running system serves {running.repository}")
+    return None
+
+
+def _texts(repository: Path) -> dict[str, str]:
+    try:
+        return read_texts(repository)
+    except ConfigError as error:
+        _fail(str(error))
+
+
+def _file(model: str, text: str) -> ModelFile:
+    try:
+        return read_model_file(model, text)
+    except ConfigError as error:
+        _fail(str(error))
+
+
+def _say(line: str) -> None:
+    """As it is, whatever the width of the terminal."""
+    console.print(line, markup=False, soft_wrap=True)
+
+
+def _fail(reason: str) -> NoReturn:
+    errors.print(reason, markup=False, soft_wrap=True)
+    sys.exit(1)

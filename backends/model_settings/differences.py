@@ -1,0 +1,66 @@
+"""How the parameters of a model repository differ from the defaults, and from those we ship. Pure.
+
+Values are compared as they are read: 1.0 and 1, or true and yes, are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+from backends.config_pbtxt import FALSE, TRUE
+from backends.model_settings.edit import defaults_of
+from backends.model_settings.model_file import ModelFile
+from backends.model_settings.repository_check import classes_of
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterDifference:
+    model: str
+    parameter: str
+    value: str
+    default: str | None  # None: no model of this kind has this parameter
+    shipped: str | None  # None: there is no such model among those we ship
+
+    def __str__(self) -> str:
+        if self.default is None:
+            return f"{self.model}.{self.parameter} = {self.value!r} (no such parameter is known)"
+        said = [f"default {self.default!r}"]
+        if self.shipped is not None:
+            said.append("as shipped" if self.value == self.shipped else f"shipped {self.shipped!r}")
+        return f"{self.model}.{self.parameter} = {self.value!r} ({', '.join(said)})"
+
+
+def differences(
+    files: list[ModelFile], shipped: Mapping[str, ModelFile]
+) -> Iterator[ParameterDifference]:
+    """`shipped` by the name of the model; a worker that we do not ship is compared with the first
+    one of its role."""
+    for file in files:
+        kinds = {each.name: str(each.type) for cls in classes_of(file)[0] for each in fields(cls)}
+        if not kinds:
+            continue
+        defaults = defaults_of(file)
+        of_role = (each for each in shipped.values() if each.backend == file.backend)
+        ours = shipped.get(file.model) or next(of_role, None)
+        for parameter in [*kinds, *sorted(file.parameters.keys() - kinds.keys())]:
+            default = defaults.get(parameter)
+            kind = kinds.get(parameter, "str")
+            value = file.parameters.get(parameter, default or "")
+            sent = None if ours is None else ours.parameters.get(parameter, default or "")
+            is_default = default is not None and read(kind, value) == read(kind, default)
+            is_shipped = sent is None or read(kind, value) == read(kind, sent)
+            if not (is_default and is_shipped):
+                shown = value if is_shipped and sent is not None else sent
+                yield ParameterDifference(file.model, parameter, value, default, shown)
+
+
+def read(kind: str, text: str) -> object:
+    """The value, or the text where it is none of that kind."""
+    lowered = text.strip().lower()
+    try:
+        if kind == "bool" and lowered in (*TRUE, *FALSE):
+            return lowered in TRUE
+        return {"int": int, "float": float}.get(kind, str)(text)
+    except ValueError:
+        return text

@@ -1,0 +1,193 @@
+"""What `mooncake config set` is going to write, or every reason why not. Pure.
+
+An edit is refused when the repository would have a mistake with it that it has not without, when a
+model that it touches would refuse to load, and when a running system could not take it over.
+
+Not here: files (repository_files.py), waiting for the running system (running_system.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+
+from backends.cluster.cluster_file import FINGERPRINT
+from backends.cluster.section import did_you_mean
+from backends.errors import ConfigError
+from backends.model_settings.model_file import ModelFile, changed, read_model_file
+from backends.model_settings.repository_check import LookUp, check_repository, classes_of
+from backends.model_settings.running_system import RunningSettings
+
+FORM = "MODEL.PARAMETER=VALUE, like conductor.admission=early or 'prefill_*.chunk_tokens=256'"
+PATTERN = "*?["  # characters of a pattern
+
+
+class EditRefused(Exception):
+    """`problems` has every reason."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    model: str
+    parameter: str
+    before: str | None  # None: the file did not say it
+    default: str
+    after: str
+
+    @property
+    def is_none(self) -> bool:
+        return self.before == self.after
+
+    def __str__(self) -> str:
+        before = f"{self.default!r} (the default)" if self.before is None else repr(self.before)
+        return f"{self.model}.{self.parameter}: {before} -> {self.after!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsEdit:
+    """`texts`: the new config.pbtxt of each model that changes."""
+
+    changes: tuple[ValueChange, ...]
+    texts: Mapping[str, str]
+
+
+def plan_edit(
+    texts: Mapping[str, str],
+    assignments: Sequence[str],
+    checkpoint: LookUp,
+    running: RunningSettings | None = None,
+) -> SettingsEdit:
+    """EditRefused with every mistake. `running`: the system that serves these files, if any."""
+    problems: list[str] = []
+    wanted: dict[str, dict[str, str]] = {}
+    for assignment in assignments:
+        try:
+            for model, parameter, value in _assigned(assignment, texts, running):
+                before = wanted.setdefault(model, {}).setdefault(parameter, value)
+                if before != value:
+                    problems.append(f"{model}.{parameter} is set twice: {before!r} and {value!r}")
+        except ConfigError as error:
+            problems.append(str(error))
+    files: dict[str, ModelFile] = {}
+    for model in wanted:
+        try:
+            files[model] = read_model_file(model, texts[model])
+        except ConfigError as error:
+            problems.append(str(error))
+    changes = [change for model, file in files.items() for change in _changes(file, wanted[model])]
+    changes = [change for change in changes if not change.is_none]
+    new_texts: dict[str, str] = {}
+    for model, file in files.items():
+        own = {each.parameter: each.after for each in changes if each.model == model}
+        try:
+            if own:
+                new_texts[model] = changed(file, own)
+        except ConfigError as error:
+            problems.append(str(error))
+    problems += _new_mistakes(texts, {**texts, **new_texts}, files, checkpoint, running)
+    if running is not None:
+        problems += not_live(changes, running)
+    if problems:
+        raise EditRefused(problems)
+    return SettingsEdit(tuple(changes), new_texts)
+
+
+def not_live(changes: Iterable[ValueChange], running: RunningSettings) -> Iterator[str]:
+    """What a running system could not take over, and what to do instead."""
+    for change in changes:
+        name = f"{change.model}.{change.parameter}"
+        if change.parameter in running.options:
+            yield (
+                f"{name}: --{change.parameter} of the running `mooncake serve` stands above the "
+                "file; start it anew without that option, or with another value"
+            )
+        elif change.parameter in FINGERPRINT:
+            yield (
+                f"{name} cannot be changed while it serves: KV of another {change.parameter} "
+                "cannot be read, so every worker must have it at once. Stop `mooncake serve`, set "
+                f"it in all models ('*.{change.parameter}=...'), start it again"
+            )
+
+
+def _assigned(
+    assignment: str, texts: Mapping[str, str], running: RunningSettings | None
+) -> Iterator[tuple[str, str, str]]:
+    """(model, parameter, value) of each model that is meant; ConfigError when it is none."""
+    left, equals, value = assignment.partition("=")
+    pattern, _, parameter = left.strip().rpartition(".")
+    if not (equals and pattern and parameter):
+        raise ConfigError(f"{assignment!r}: write {FORM}")
+    models = [model for model in texts if fnmatchcase(model, pattern)]
+    made = running.made.get(pattern) if running is not None else None
+    if not models and made:
+        raise ConfigError(
+            f"{pattern} has no folder, it is made of {made}: give it one to change it alone "
+            f"(cp -r {made} {pattern}), or change {made}"
+        )
+    if not models:
+        raise ConfigError(f"there is no model {pattern!r}{did_you_mean(pattern, set(texts))}")
+    if any(character in pattern for character in PATTERN):
+        models = [model for model in models if parameter in _known(model, texts[model])]
+        if not models:
+            raise ConfigError(f"no model that {pattern!r} means has a parameter {parameter!r}")
+    for model in models:
+        known = _known(model, texts[model])
+        if known and parameter not in known:
+            hint = did_you_mean(parameter, known)
+            raise ConfigError(f"{model} has no parameter {parameter!r}{hint}")
+        if not known:
+            raise ConfigError(f"{model} has no parameters of ours: edit its config.pbtxt")
+        yield model, parameter, value
+
+
+def _known(model: str, text: str) -> set[str]:
+    """Parameters that this model may have; () for models that are none of ours."""
+    try:
+        file = read_model_file(model, text)
+    except ConfigError:
+        return set()
+    names = {each.name for cls in classes_of(file)[0] for each in fields(cls)}
+    if file.is_worker:  # whose engine or roles may be changed together with what they add
+        for more in ({"engine": "tensorrt_llm"}, {"roles": "both"}):
+            names |= {each.name for cls in _classes_with(file, more) for each in fields(cls)}
+    return names
+
+
+def _classes_with(file: ModelFile, more: Mapping[str, str]) -> tuple[type, ...]:
+    classes: tuple[type, ...] = classes_of(replace(file, parameters={**file.parameters, **more}))[0]
+    return classes
+
+
+def _changes(file: ModelFile, wanted: Mapping[str, str]) -> Iterator[ValueChange]:
+    defaults = defaults_of(file)
+    for parameter, value in wanted.items():
+        yield ValueChange(
+            model=file.model, parameter=parameter, before=file.parameters.get(parameter),
+            default=defaults.get(parameter, ""), after=value,
+        )  # fmt: skip
+
+
+def defaults_of(file: ModelFile) -> dict[str, str]:
+    """What a parameter is where the file does not say it, as it would be written."""
+    return {each.name: _written(each.default)
+            for cls in classes_of(file)[0] for each in fields(cls)}  # fmt: skip
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _new_mistakes(
+    before: Mapping[str, str], after: Mapping[str, str], touched: Iterable[str],
+    checkpoint: LookUp, running: RunningSettings | None,
+) -> list[str]:  # fmt: skip
+    nodes = running.nodes if running is not None and running.nodes else None
+    known = set(check_repository(before, checkpoint, nodes).mistakes)
+    own = tuple(f"{model}{mark}" for model in touched for mark in (":", "/config.pbtxt"))
+    return [mistake for mistake in check_repository(after, checkpoint, nodes).mistakes
+            if mistake not in known or mistake.startswith(own)]  # fmt: skip

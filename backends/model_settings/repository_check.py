@@ -1,0 +1,231 @@
+"""Every mistake of a model repository at once, before anything is started.
+
+Each model is checked as it checks itself when it loads (config_pbtxt.py); then what must fit
+together: what all workers have in common, both roles, storage nodes, stages of pipelines, steps of
+an ensemble. What needs the disk is asked of `CheckpointFacts`.
+
+Not here: reading folders (repository_files.py), a host's GPUs and memory (backends/doctor).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from backends import tensors
+from backends.cluster.cluster_file import FINGERPRINT, OF_TRTLLM
+from backends.config_pbtxt import (
+    MORE_FRONTENDS,
+    MORE_WORKERS,
+    OLD_NAMES,
+    FrontendConfig,
+    TokenizerConfig,
+    WorkerConfig,
+    check_configs,
+)
+from backends.engine.trtllm.settings import TrtllmConfig
+from backends.errors import ConfigError
+from backends.model_settings.model_file import WORKER_ROLES, ModelFile, read_model_file
+from backends.triton.worker_kinds import config_classes
+from conductor.config import ConductorConfig
+
+TOKENIZER_BACKENDS = ("preprocessing", "postprocessing")
+OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")  # beside the fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """Of the folder that a parameter `checkpoint` names."""
+
+    problems: tuple[str, ...] = ()  # that keep every engine and tokenizer from reading it
+    torch_problems: tuple[str, ...] = ()  # that keep our own engine from it
+    context_tokens_max: int = 0  # 0: unknown
+    layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryFindings:
+    mistakes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what is no mistake, and yet may not be meant
+
+
+LookUp = Callable[[str], CheckpointFacts]
+
+
+def check_repository(
+    texts: Mapping[str, str],
+    checkpoint: LookUp,
+    nodes: Collection[str] | None = None,
+    versionless: Collection[str] = (),
+) -> RepositoryFindings:
+    """`nodes`: storage nodes of this host; None where others know them, as with a part of a
+    deployment, which need not have both roles either. `versionless`: models without a version
+    folder."""
+    found = RepositoryFindings()
+    files = []
+    for model, text in texts.items():
+        try:
+            files.append(read_model_file(model, text))
+        except ConfigError as error:
+            found.mistakes.append(str(error))
+    for model in versionless:
+        found.mistakes.append(f"{model}: has no version folder; make one: mkdir {model}/1")
+    for file in files:
+        found.mistakes.extend(f"{file.model}: {what}" for what in model_mistakes(file))
+        found.notes.extend(f"{file.model}: {what}" for what in _model_notes(file))
+    workers = [file for file in files if file.is_worker]
+    found.mistakes.extend(_disagreements(files, workers))
+    found.mistakes.extend(_checkpoint_mistakes(files, checkpoint))
+    found.mistakes.extend(_group_mistakes(workers))
+    for file in files:
+        for step in file.steps:
+            if step not in texts:
+                found.mistakes.append(f"{file.model}: its step {step!r} is no model here")
+    if nodes is not None:
+        found.mistakes.extend(_missing_parts(workers, nodes))
+    return found
+
+
+def model_mistakes(file: ModelFile) -> Iterator[str]:
+    """What the model would say when it loads, and Triton before it."""
+    if file.name and file.name != file.model:
+        yield f"name is {file.name!r}, the folder's is {file.model!r}; remove the name"
+    classes, together = classes_of(file)
+    if not classes:
+        return
+    named = {OLD_NAMES.get(name, name): value for name, value in file.parameters.items()}
+    yield from check_configs(classes, named, together)[1]
+    if file.instances != 1:
+        more = MORE_FRONTENDS if FrontendConfig in classes else MORE_WORKERS
+        yield f"instance_group count is {file.instances}; use 1. {more}"
+    if file.backend == "conductor":
+        yield from _tensor_mistakes(file)
+
+
+def classes_of(file: ModelFile) -> tuple[tuple[type[Any], ...], Any]:
+    """What its parameters are read into; () for models that are none of ours."""
+    if file.backend in WORKER_ROLES:
+        return config_classes(file.backend, file.parameters)
+    if file.backend == "conductor":
+        return (FrontendConfig, ConductorConfig), lambda *configs: ()
+    if file.backend in TOKENIZER_BACKENDS:
+        return (TokenizerConfig,), lambda *configs: ()
+    return (), lambda *configs: ()
+
+
+def _tensor_mistakes(file: ModelFile) -> Iterator[str]:
+    tables = (
+        ("input", file.inputs, (*tensors.SUPPORTED_INPUTS, *tensors.UNSUPPORTED_INPUTS)),
+        ("output", file.outputs, tensors.OUTPUTS),
+    )
+    for kind, declared, table in tables:
+        for tensor in table:
+            is_there = tensor.name in declared
+            if is_there and declared[tensor.name] != tensor.dtype:
+                yield (
+                    f"{kind} {tensor.name} is TYPE_{declared[tensor.name]}; "
+                    f"it must be TYPE_{tensor.dtype}"
+                )
+            elif not is_there and kind == "output":
+                yield f"output {tensor.name} is missing; take it over from the shipped config.pbtxt"
+
+
+def _model_notes(file: ModelFile) -> Iterator[str]:
+    for old, new in OLD_NAMES.items():
+        if old in file.parameters:
+            yield f"{old} is now called {new}; rename it"
+    if file.backend == "conductor":
+        table = (*tensors.SUPPORTED_INPUTS, *tensors.UNSUPPORTED_INPUTS)
+        missing = [each.name for each in table if each.name not in file.inputs]
+        if missing:
+            yield f"clients cannot send {', '.join(missing)}: the shipped config.pbtxt has it"
+
+
+def _disagreements(files: list[ModelFile], workers: list[ModelFile]) -> Iterator[str]:
+    for name in FINGERPRINT:
+        default = getattr(TrtllmConfig() if name in OF_TRTLLM else WorkerConfig(), name)
+        alike = files if name == "checkpoint" else workers
+        models = defaultdict(list)
+        for file in alike:
+            if classes_of(file)[0]:
+                models[file.value(name, default)].append(file.model)
+        if len(models) > 1:
+            said = "; ".join(f"{value} in {', '.join(each)}" for value, each in models.items())
+            who = "all models" if name == "checkpoint" else "all workers"
+            yield f"{who} need the same {name}, or none finds what others stored: {said}"
+
+
+def _checkpoint_mistakes(files: list[ModelFile], look_up: LookUp) -> Iterator[str]:
+    readers = defaultdict(list)
+    for file in files:
+        if classes_of(file)[0]:
+            readers[file.value("checkpoint", "demo")].append(file)
+    for checkpoint, models in readers.items():
+        facts = look_up(checkpoint)
+        names = ", ".join(file.model for file in models)
+        is_torch = any(file.is_worker and file.value("engine", "torch") == "torch"
+                       for file in models)  # fmt: skip
+        problems = (*facts.problems, *(facts.torch_problems if is_torch else ()))
+        yield from (f"{names}: checkpoint {checkpoint}: {what}" for what in problems)
+        for file in models:
+            asked = file.value("context_tokens_max", 0)
+            allowed = facts.context_tokens_max
+            if allowed and asked.isdigit() and int(asked) > allowed:
+                yield (
+                    f"{file.model}: context_tokens_max is {asked}, but the checkpoint allows "
+                    f"{allowed}; lower it or leave it 0"
+                )
+            stages = file.value("pipeline_stages", 1)
+            if facts.layers and stages.isdigit() and int(stages) > facts.layers:
+                yield (
+                    f"{file.model}: pipeline_stages is {stages}; the checkpoint has "
+                    f"{facts.layers} layers"
+                )
+
+
+def _group_mistakes(workers: list[ModelFile]) -> Iterator[str]:
+    groups = defaultdict(list)
+    for file in workers:
+        if group := file.value("pipeline_group"):
+            groups[group].append(file)
+    for group, stages in groups.items():
+        taken: dict[str, str] = {}
+        for file in stages:
+            number = file.value("pipeline_stage", 0)
+            if other := taken.get(number):
+                yield f"{file.model}: is stage {number} of {group} as {other} is; number it anew"
+            taken[number] = file.model
+        for name in ("pipeline_stages", *OF_A_GROUP):
+            values = {file.value(name, "default") for file in stages}
+            if len(values) > 1:
+                said = ", ".join(f"{file.model} {file.value(name, 'default')}" for file in stages)
+                yield f"the stages of {group} need the same {name}: {said}"
+
+
+def _missing_parts(workers: list[ModelFile], nodes: Collection[str]) -> Iterator[str]:
+    for file in workers:
+        node = file.value("store_node", WorkerConfig().store_node)
+        if node and node not in nodes:
+            known = ", ".join(nodes) or "none"
+            yield (
+                f"{file.model}: there is no storage node {node!r} (--nodes: {known}); set its "
+                "store_node, or name the node"
+            )
+    for role in WORKER_ROLES:
+        if not any(file.backend == role for file in workers):
+            yield f"no model has the backend {role!r}: requests need a worker of both roles"
+    for group, stages in _stages(workers).items():
+        for missing in sorted(set(range(max(stages.values(), default=0))) - stages.keys()):
+            yield f"pipeline group {group} has no stage {missing}: it takes no requests"
+
+
+def _stages(workers: list[ModelFile]) -> dict[str, dict[int, int]]:
+    """Group -> stage -> how many stages it says there are."""
+    found: dict[str, dict[int, int]] = defaultdict(dict)
+    for file in workers:
+        stage, stages = file.value("pipeline_stage", 0), file.value("pipeline_stages", 1)
+        if (group := file.value("pipeline_group")) and stage.isdigit() and stages.isdigit():
+            found[group][int(stage)] = min(int(stages), 1024)
+    return found

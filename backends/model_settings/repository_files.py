@@ -1,0 +1,72 @@
+"""The config.pbtxt files of a model repository on disk: read all, replace one.
+
+Not here: what they say (model_file.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from backends.cluster.model_rendering import BYTES, CONFIG
+from backends.errors import ConfigError
+
+
+def read_texts(repository: Path) -> dict[str, str]:
+    """Of each model, by its folder's name; ConfigError when there is no repository."""
+    if not repository.is_dir():
+        raise ConfigError(
+            f"there is no model repository at {repository}: run from the project's root, or name "
+            "one with --model-repository"
+        )
+    found = {}
+    for path in sorted(
+        repository.glob(f"*/{CONFIG}"), key=lambda path: by_number(path.parent.name)
+    ):
+        try:
+            found[path.parent.name] = path.read_bytes().decode("utf-8", BYTES)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if not found:
+        raise ConfigError(f"{repository} has no model: no folder in it has a {CONFIG}")
+    return found
+
+
+def by_number(model: str) -> tuple[str, int, str]:
+    """prefill_2 comes before prefill_10."""
+    found = re.fullmatch(r"(.*?)(\d+)", model)
+    return (found[1], int(found[2]), model) if found else (model, -1, model)
+
+
+def write_text(repository: Path, model: str, text: str) -> None:
+    """At once, and with the file's own rights; what a link points to is replaced, not the link."""
+    path = (repository / model / CONFIG).resolve()
+    # Not in the model's folder, whose entries are taken over by the mirror of a running system.
+    descriptor, partial = tempfile.mkstemp(prefix=f".{model}.", dir=path.parent.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8", errors=BYTES, newline="") as file:
+            file.write(text)
+        shutil.copymode(path, partial)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+        raise
+
+
+def digest(raw: bytes) -> str:
+    """By which a running system says which file it has."""
+    return hashlib.sha256(raw).hexdigest()
+
+
+def versionless(repository: Path, models: Iterable[str]) -> list[str]:
+    """Those without a version folder: Triton does not load them."""
+    return [model for model in sorted(models)
+            if not any(path.is_dir() and path.name.isdigit() and path.name != "0"
+                       for path in (repository / model).iterdir())]  # fmt: skip

@@ -1,0 +1,95 @@
+"""A running `mooncake serve` as its metrics port describes it, and waiting for what it makes of an
+edit.
+
+Not here: keeping track of edits (backends/launcher/repository.py), writing them (edit.py).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
+ASK_S_MAX = 5.0
+POLL_S = 0.2
+PENDING, LOADED, REFUSED = "pending", "loaded", "refused"
+DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
+
+
+@dataclass(frozen=True, slots=True)
+class EditState:
+    """What became of a model's newest config.pbtxt."""
+
+    digest: str  # of the operator's file
+    outcome: str  # pending | loaded | refused
+    reason: str = ""  # why it was refused; the settings before it go on
+
+
+@dataclass(frozen=True, slots=True)
+class RunningSettings:
+    """GET /settings of the metrics port."""
+
+    repository: str  # absolute
+    options: Mapping[str, str]  # said by options of `mooncake serve`, above every config.pbtxt
+    made: Mapping[str, str]  # worker without a folder -> the folder that it is made of
+    left_out: list[str]  # workers beyond the number that was asked for
+    nodes: list[str]  # storage nodes of this host
+    directory: str = ""  # its address, where only this machine has it
+    models: Mapping[str, EditState] = field(default_factory=dict)
+
+    def serves(self, repository: Path) -> bool:
+        return Path(self.repository) == repository.resolve()
+
+
+Ask = Callable[[], RunningSettings | None]
+
+
+def ask_at(metrics_url: str) -> Ask:
+    """Asks the system with this metrics page; None while none of ours answers there."""
+    url = metrics_url.removesuffix("/").removesuffix("/metrics") + "/settings"
+
+    def ask() -> RunningSettings | None:
+        try:
+            with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
+                return msgspec.convert(json.load(answer), RunningSettings)
+        except (OSError, ValueError, msgspec.ValidationError):
+            return None
+
+    return ask
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadOutcome:
+    """What a running system said of one edited model."""
+
+    model: str
+    outcome: str  # pending: it said nothing in time; or loaded, refused
+    reason: str = ""
+
+
+def outcomes(wanted: Mapping[str, str], running: RunningSettings | None) -> list[ReloadOutcome]:
+    """Of models whose files have these digests. Pure."""
+    found = []
+    for model, digest in wanted.items():
+        state = running.models.get(model) if running is not None else None
+        if state is None or state.digest != digest:
+            found.append(ReloadOutcome(model, PENDING))
+        else:
+            found.append(ReloadOutcome(model, state.outcome, state.reason))
+    return found
+
+
+def wait_for(wanted: Mapping[str, str], ask: Ask, seconds_max: float) -> list[ReloadOutcome]:
+    """Until nothing of it is pending, or the time is over; `wanted`: model -> digest."""
+    give_up_s = time.monotonic() + seconds_max
+    while True:
+        found = outcomes(wanted, ask())
+        if all(each.outcome != PENDING for each in found) or time.monotonic() > give_up_s:
+            return found
+        time.sleep(POLL_S)

@@ -1,0 +1,75 @@
+"""`mooncake config` as somebody calls it, without a running system."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from backends.model_settings.command import app
+from tests.backends.model_settings.repositories import copied
+
+NOBODY = ["--metrics-url", "http://127.0.0.1:9/metrics"]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return copied(tmp_path)
+
+
+def run(repository: Path, command: str, *arguments: str) -> tuple[int, str]:
+    more = [] if command == "check" else NOBODY
+    result = CliRunner().invoke(
+        app, [command, *arguments, "--model-repository", str(repository), *more]
+    )
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_a_set_is_written_keeps_the_file_s_rights_and_a_link_and_counts_from_the_next_start(
+    repository: Path,
+) -> None:
+    link, path = repository / "prefill_0" / "config.pbtxt", repository / "kept"
+    link.rename(path)
+    link.symlink_to(path)
+    path.chmod(0o640)
+    before = path.read_text()
+    status, said = run(repository, "set", "prefill_0.threads=2")
+    assert status == 0 and "counts from the next start" in said
+    line = 'parameters { key: "threads" value { string_value: "%s" } }'
+    assert path.read_text() == before.replace(line % 1, line % 2) != before
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o640
+    assert [each.name for each in repository.iterdir() if each.name.startswith(".")] == []
+
+
+def test_a_check_ends_with_1_and_has_its_mistakes_as_json(repository: Path) -> None:
+    assert run(repository, "check")[0] == 0
+    path = repository / "decode_0" / "config.pbtxt"
+    path.write_text(path.read_text().replace('"torch"', '"tensors"'))
+    status, said = run(repository, "check", "--json")
+    assert status == 1
+    assert any("engine is 'tensors'" in line for line in json.loads(said)["mistakes"])
+    assert run(repository, "check", "--nodes", "s0")[0] == 1
+
+
+def test_a_diff_compares_with_defaults_and_with_what_we_ship(repository: Path) -> None:
+    assert run(repository, "set", "prefill_1.threads=4", "conductor.slow_start_s=30.00")[0] == 0
+    path = repository / "decode_0" / "config.pbtxt"
+    path.write_text(path.read_text().replace('"kv_pages"', '"kv_pagez"'))
+    status, said = run(repository, "diff")
+    assert status == 0
+    for part in (
+        "prefill_1.threads = '4' (default '1', shipped '1')",
+        "prefill_1.store_node = 's1' (default 's0', as shipped)",
+        "decode_0.kv_pagez = '512' (no such parameter is known)",
+        "decode_0.kv_pages = '256' (default '256', shipped '512')",
+    ):
+        assert part in said, (part, said)
+    assert "slow_start_s" not in said, "30.00 is 30.0"
+
+
+def test_a_repository_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
+    for command in (["check"], ["diff"], ["set", "a.b=c"]):
+        status, said = run(tmp_path / "nowhere", *command)
+        assert status == 1 and "there is no model repository at" in said

@@ -1,0 +1,95 @@
+"""Options of `mooncake serve` stand above every config.pbtxt: another checkpoint, other counts of
+workers, and what `mooncake config` then says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from backends.engine.checkpoint import Checkpoint
+from backends.engine.model_config import read_model_config
+from mooncake_store import layout as kv_layout
+from tests.backends.engine.checkpoints import make_checkpoint
+from tests.backends.small_tokenizers import DEMO
+from tests.e2e.config_command import run_config
+from tests.e2e.load import B
+from tests.e2e.server import Server, running
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random, of another family than the demo's; with its tokenizer."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3", folder, vocab_size=2048)
+    shutil.copy(DEMO / "tokenizer.json", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, state_dir: Path, checkpoint: Path
+) -> Iterator[Server]:
+    options = ["--checkpoint", str(checkpoint), "--dtype", "bfloat16", "--device", "cpu"]
+    counts = ["--prefill", "3", "--decode", "1"]
+    yield from running(tmp_path_factory.mktemp("live"), state_dir, {}, [*options, *counts])
+
+
+def test_options_serve_another_checkpoint_with_other_counts_of_workers(
+    server: Server, checkpoint: Path
+) -> None:
+    asked = {"text_input": "It was", "max_tokens": 4, "end_id": -1, "return_decision": True}
+    answers = {
+        worker: server.ask(parameters={"prefill_worker": worker}, **asked)
+        for worker in ("prefill_0", "prefill_1", "prefill_2")
+    }
+    for worker, answer in answers.items():
+        assert not answer.error and len(answer.output_ids) == 4
+        assert (answer.decision["prefill"], answer.decision["decode"]) == (worker, "decode_0")
+    assert not (server.repository / "prefill_2").exists(), "the repository is only read"
+    assert not server.ready("decode_1"), "--decode 1 leaves the second one out"
+    model = read_model_config(checkpoint)
+    weights_id = Checkpoint.open(checkpoint).weights_id(model)
+    fingerprint = kv_layout.fingerprint(model.model_id, weights_id, model.layout("bfloat16", B))
+    assert server.metric("mooncake_worker_info", fingerprint=fingerprint) == 4, "all of its dtype"
+    assert server.ask("ensemble", text_input="It was", max_tokens=4, end_id=-1).error == ""
+    status, said = run_config(server, "set", "conductor.output_tokens_default=5")
+    assert status == 0 and "conductor serves with it" in said
+    assert len(server.ask(text_input="It was", end_id=-1).output_ids) == 5
+
+
+def test_what_cannot_be_changed_live_is_said_with_every_mistake_and_nothing_is_written(
+    server: Server, checkpoint: Path
+) -> None:
+    before = [path.read_bytes() for path in sorted(server.repository.glob("*/config.pbtxt"))]
+    status, said = run_config(
+        server, "set", f"*.checkpoint={checkpoint}", "prefill_*.block_tokens=32",
+        "prefill_2.threads=2", "conductor.policy=best",
+    )  # fmt: skip
+    assert status == 1 and said.endswith("nothing was changed")
+    for part in (
+        "conductor.checkpoint: --checkpoint of the running `mooncake serve` stands above the file",
+        "prefill_1.block_tokens cannot be changed while it serves",
+        "prefill_2 has no folder, it is made of prefill_0",
+        "conductor: policy is 'best'",
+        "all workers need the same block_tokens",
+    ):
+        assert part in said, (part, said)
+    after = [path.read_bytes() for path in sorted(server.repository.glob("*/config.pbtxt"))]
+    assert after == before
+
+
+def test_a_diff_says_what_the_running_server_has_instead_of_the_files(server: Server) -> None:
+    status, said = run_config(server, "diff")
+    assert status == 0
+    for part in (
+        "conductor.output_tokens_default = '5' (default '256', shipped '256')",
+        "--dtype bfloat16 stands above the files",
+        "prefill_2 is made of prefill_0",
+        "decode_1 is not served",
+    ):
+        assert part in said, (part, said)
