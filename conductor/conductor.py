@@ -9,6 +9,7 @@ threads may read their clock before they get the lock, so an older `now_s` count
     on_request                                 a Route or a Reject; a route is reserved at once
     on_prefill_finished                        the reservation moves from one worker to the other
     on_finished                                done, failed or cancelled: nothing is left reserved
+    on_used                                    what it took of its tenant's limits
     on_worker_failed                           a call failed: avoided until it reports again
     on_worker_unreached, on_worker_reached     no way to it from here: avoided until there is one
     on_worker_refused                          a decode worker was too full: the same, for new ones
@@ -37,6 +38,7 @@ from conductor.admission.admission import (
     reject_for,
     reject_untaken,
 )
+from conductor.admission.tenant_quotas import TenantQuotas
 from conductor.config import ConductorConfig
 from conductor.estimates.measured import RelativeErrors
 from conductor.load.cluster import Cluster, InFlightRequest
@@ -104,6 +106,7 @@ class Conductor:
         self._others = OtherFrontends(self._cluster, config.frontend_silent_s_max)
         self._noted = OutgoingNotes(frontend)
         self._hotspots = Hotspots(config)
+        self._quotas = TenantQuotas(config.request_s_max)
         self._prefill_errors, self._ttft_errors = RelativeErrors(), RelativeErrors()
         self._gate = Gate(config)
         self._balance = None if config.role_flips == "off" else RoleBalance(self._cluster)
@@ -196,6 +199,9 @@ class Conductor:
         now_s = self._advance(now_s)
         self._drop(request.request_id, now_s)
         self._totals.requests += 1
+        elsewhere = self._others.in_flight_of(request.tenant)
+        if used_up := self._quotas.objection(request, elsewhere, now_s):
+            return self._refuse(used_up)
         options = self._options(request, now_s)
         if isinstance(options, Reject):
             return self._refuse(options)
@@ -289,8 +295,11 @@ class Conductor:
         )
         workers = (prefill.worker, decode.worker)
         self._cluster.reserve(route, workers, request, prefill.fetch_s, now_s)
+        usage = self._quotas.let_in(request, now_s)
         if self._others:
             self._note_routed(route, request, prefill.fetch_s, now_s)
+            if usage is not None:
+                self._noted.add(usage)
         reused_blocks = prefill.local_blocks + prefill.fetch_blocks
         self._hotspots.note(request.block_keys, reused_blocks, now_s)
         totals = self._totals
@@ -339,6 +348,14 @@ class Conductor:
             if self._balance is not None and output_tokens is not None:
                 self._balance.ended(output_tokens, now_s)
 
+    def on_used(self, request_id: str, now_s: float, tokens: int) -> None:
+        """A request whose tenant has limits is over, all attempts of it: it used so many tokens.
+        `request_id`: of the attempt that was let in."""
+        now_s = self._advance(now_s)
+        usage = self._quotas.ended(request_id, tokens, now_s)
+        if usage is not None and self._others:
+            self._noted.add(usage)
+
     def _drop(
         self, request_id: str, now_s: float, output_tokens: int | None = None
     ) -> InFlightRequest | None:
@@ -377,7 +394,10 @@ class Conductor:
         """Notes of another frontend, about requests at the workers that we share."""
         now_s = self._advance(now_s)
         if batch.frontend != self._noted.frontend:
-            self._others.on_batch(batch, now_s)
+            if self._others.on_batch(batch, now_s):
+                offset_s = now_s - batch.sent_s  # from its clock to ours
+                for usage in batch.usage:
+                    self._quotas.heard(usage, usage.at_s + offset_s, now_s)
             if self._balance is not None:
                 self._balance.heard(batch, now_s)
 
@@ -415,6 +435,7 @@ class Conductor:
         """About once a second. Suggestions may be ignored; they come again if they were."""
         now_s = self._advance(now_s)
         self._gate.tick(now_s)
+        self._quotas.tick(now_s)
         self._cluster.prepare(now_s)
         for request_id in self._cluster.overdue(now_s):
             self._drop(request_id, now_s)
@@ -487,6 +508,7 @@ class Conductor:
         self._others.check()
         self._noted.check()
         self._gate.check()
+        self._quotas.check()
         if self._balance is not None:
             self._balance.check()
         self._tiers.check()

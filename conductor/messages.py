@@ -13,6 +13,15 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What a tenant may have (admission/tenant_quotas.py); None: as much as it likes."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    requests_in_flight_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, already tokenised and cut into keyed blocks by the frontend."""
 
@@ -25,6 +34,8 @@ class Request:
     excluded_workers: frozenset[tuple[str, str]] = frozenset()
     tenant: str = ""  # who asks; under overload each tenant has its share, see fair_share.py
     is_resumed: bool = False  # it was admitted before, and lost its workers: it is not shed now
+    # Of its tenant; None where nobody counts, and for further attempts of what was counted.
+    limits: TenantLimits | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,7 +74,8 @@ class Reject:
 
     Kinds: no_prefill_worker, no_decode_worker (nothing alive to call), too_large (no worker could
     ever hold it), prefill_full, decode_full (bounded queues and batches), ttft_slo, tbt_slo (a
-    prediction against its limit), fair_share (overload: turned away so that others keep theirs).
+    prediction against its limit), fair_share (overload: turned away so that others keep theirs);
+    request_rate, token_rate, tenant_full (its tenant has used up what it may have).
     """
 
     request_id: str

@@ -8,6 +8,8 @@ late. So each of them notes three things about a request, and sends its notes in
     prefilled   its prefill ended: the work moves from the prefill queue to the decode batch
     ended       done, failed or cancelled: nothing of it is left
 
+and, where tenants have limits, what of them was used or given back (admission/tenant_quotas.py).
+
 Moments are on the clock of the frontend that noted them, and a batch says when it was sent on that
 clock; whoever gets it knows only how long before the sending each thing happened. A batch without
 notes says that the frontend lives.
@@ -63,6 +65,16 @@ class EndedNote:
 
 
 @dataclass(frozen=True, slots=True)
+class UsageNote:
+    """Of a tenant's limits, at the moment when the request was let in."""
+
+    at_s: float
+    tenant: str
+    requests: int
+    tokens: int  # below 0: not used after all
+
+
+@dataclass(frozen=True, slots=True)
 class NoteBatch:
     """Of one request, what was noted first stands in an earlier tuple or batch."""
 
@@ -75,9 +87,10 @@ class NoteBatch:
     is_last: bool = False  # the frontend closes
     wanted_per_s: float = 0.0  # prefill seconds per second that it was asked for lately
     wanted_of: Mapping[str, float] = field(default_factory=dict)  # of those, its largest tenants'
+    usage: tuple[UsageNote, ...] = ()
 
 
-Note = RoutedNote | PrefilledNote | EndedNote
+Note = RoutedNote | PrefilledNote | EndedNote | UsageNote
 
 
 class OutgoingNotes:
@@ -113,6 +126,7 @@ class OutgoingNotes:
             is_last=is_last,
             wanted_per_s=sum(wanted_of.values()),
             wanted_of=dict(nlargest(TENANTS_NOTED, wanted_of.items(), key=lambda one: one[1])),
+            usage=tuple(note for note in notes if isinstance(note, UsageNote)),
         )
 
     def check(self) -> None:

@@ -188,6 +188,12 @@ class ClusterView:
         with self._lock:
             self._conductor.on_finished(request_id, time.monotonic(), output_tokens)
 
+    def used(self, request_id: str, tokens: int) -> None:
+        """Of its tenant's limits, by a request that is over; named by the attempt that was let
+        in."""
+        with self._lock:
+            self._conductor.on_used(request_id, time.monotonic(), tokens)
+
     def release(self, owner: str) -> None:
         """Nobody reads this attempt's blocks any more; without a directory its leases run out."""
         try:

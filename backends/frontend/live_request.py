@@ -130,6 +130,7 @@ class LiveRequest:
         self._is_done = threading.Event()
         self._assignments: dict[int, Assignment] = {}
         self._sent_ids: list[int] = []  # tokens that the client has
+        self._counted_id = ""  # the attempt by which its tenant's limits were used
         self._send_error: Exception | None = None
         self._request: ClientRequest | None = None  # these three once it is understood
         self._served: Served | None = None
@@ -299,6 +300,7 @@ class LiveRequest:
                     tenant=self.tenant,
                     excluded_workers=self._pinned_out(action.is_resumed) | action.avoided,
                     is_resumed=action.is_resumed,
+                    limits=None if self._counted_id else self._asker.limits,
                 ),
                 wants_candidates=request.wants_decision,
             )
@@ -309,6 +311,8 @@ class LiveRequest:
             rejection = Overloaded(decided.kind, decided.reason, decided.retry_after_s)
             return events.NotRouted(action.attempt, rejection, time.monotonic())
         log.info("decision %s", decided.route)
+        if self._asker.known is not None:
+            self._counted_id = self._counted_id or request_id
         now_s = time.monotonic()
         self._assignments[action.attempt] = Assignment(request_id, token_ids, decided, now_s)
         prefill, decode = decided.route.prefill, decided.route.decode
@@ -482,6 +486,8 @@ class LiveRequest:
     def _send(self, message: events.Send) -> None:
         assert self._answer is not None
         self._sent_ids += message.emission.token_ids
+        if message.finish_reason:
+            self._note_used(None)  # before the client can ask again
         try:
             self._answer.add(message)
         except Exception as error:
@@ -510,6 +516,7 @@ class LiveRequest:
     def _end(self, error: Exception | None) -> None:
         """The client is told, and it is counted."""
         try:
+            self._note_used(error)
             if error is None and self._answer is not None:
                 self._answer.finish()
             elif isinstance(error, Cancelled):
@@ -523,6 +530,13 @@ class LiveRequest:
             self._is_done.set()
             self._services.on_end(self)
             self.times.ended(error, time.monotonic())
+
+    def _note_used(self, error: Exception | None) -> None:
+        """Of its tenant's limits. What failed before its first token has used nothing."""
+        if self._counted_id and self._request is not None:
+            is_served = self._sent_ids or error is None or isinstance(error, Cancelled)
+            tokens = len(self._request.prompt_ids) + len(self._sent_ids) if is_served else 0
+            self._services.cluster.used(self._counted_id, tokens)
 
 
 def emission_of(ids: np.ndarray, reply: DecodeReply) -> Emission:

@@ -20,7 +20,7 @@ from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 
-from conductor.notes import EndedNote, Note, NoteBatch, PrefilledNote, RoutedNote
+from conductor.notes import EndedNote, Note, NoteBatch, PrefilledNote, RoutedNote, UsageNote
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.events import FrontendNoted
@@ -74,6 +74,13 @@ class EndedMessage(msgspec.Struct, array_like=True, frozen=True):
     output_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
 
 
+class UsageMessage(msgspec.Struct, array_like=True, frozen=True):
+    at_s: Moment
+    tenant: Text
+    requests: Annotated[int, msgspec.Meta(ge=0, le=1)]
+    tokens: Annotated[int, msgspec.Meta(ge=-(2**32), le=2**32)]
+
+
 class NotesMessage(msgspec.Struct, array_like=True, frozen=True):
     """All of a NoteBatch but what the event says beside it: frontend and number."""
 
@@ -83,7 +90,9 @@ class NotesMessage(msgspec.Struct, array_like=True, frozen=True):
     ended: list[EndedMessage]
     is_last: bool
     wanted_per_s: Seconds
-    wanted_of: dict[Text, Seconds] = {}  # not from releases before this field
+    # Not from releases before these fields.
+    wanted_of: dict[Text, Seconds] = {}
+    usage: list[UsageMessage] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -100,6 +109,7 @@ def pack_notes(batch: NoteBatch) -> bytes:
             is_last=batch.is_last,
             wanted_per_s=batch.wanted_per_s,
             wanted_of=dict(batch.wanted_of),
+            usage=[_message(note, UsageMessage) for note in batch.usage],
         )
     )
 
@@ -121,6 +131,7 @@ def unpack_notes(event: FrontendNoted) -> NoteBatch | None:
         is_last=message.is_last,
         wanted_per_s=message.wanted_per_s,
         wanted_of=message.wanted_of,
+        usage=tuple(_note(one, UsageNote) for one in message.usage),
     )
 
 

@@ -34,7 +34,7 @@ OUTCOMES = (
 REASONS = (
     "ttft_slo", "tbt_slo", "prefill_full", "decode_full", "too_large", "no_prefill_worker",
     "no_decode_worker", "fair_share", "front_full", "prefill_queue_full", "decode_queue_full",
-    "decode_overload", "store_full", "tenant_full", "other",
+    "decode_overload", "store_full", "tenant_full", "request_rate", "token_rate", "other",
 )  # fmt: skip
 NOTE_RESULTS = ("sent", "unsent", "received", "missed")
 RECORDING_RESULTS = ("written", "dropped")

@@ -18,6 +18,7 @@ from backends.errors import Forbidden
 from backends.tenants.api_keys import ApiKeys
 from backends.tenants.proof import PROOF, TENANT, is_proven
 from backends.tenants.tenants_file import DEFAULT, ApiTenant
+from conductor.messages import TenantLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,16 @@ class Asker:
     def salt(self, said: str) -> str:
         """Of the cache keys; `said`: by the client."""
         return said if self.known is None else self.known.salt
+
+    @property
+    def limits(self) -> TenantLimits | None:
+        """None where nobody counts."""
+        known = self.known
+        if known is None:
+            return None
+        return TenantLimits(
+            known.requests_per_minute, known.tokens_per_minute, known.requests_in_flight_max
+        )
 
     def priority(self, said: int | None) -> int:
         """`said` by the client, None: nothing."""

@@ -22,7 +22,8 @@ Not here: what is noted (notes.py), how it travels (backends/frontend/routing_no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -44,6 +45,7 @@ class _KnownFrontend:
     heard_s: float
     wanted_of: Mapping[str, float] = field(default_factory=dict)
     request_ids: dict[int, str] = field(default_factory=dict)  # by the number of the routing
+    tenants: dict[int, str] = field(default_factory=dict)  # of the same
 
 
 class OtherFrontends:
@@ -55,6 +57,7 @@ class OtherFrontends:
         self._known: dict[str, _KnownFrontend] = {}
         # Prefill seconds per second that all of them were asked for lately, by tenant.
         self.wanted_of: dict[str, float] = {}
+        self._in_flight_of: Counter[str] = Counter()  # requests, by tenant; 0 is left out
         self.batches_received = 0
         self.batches_missed = 0
 
@@ -65,6 +68,10 @@ class OtherFrontends:
     def requests(self) -> int:
         """How many of the in-flight requests are theirs."""
         return sum(len(known.request_ids) for known in self._known.values())
+
+    def in_flight_of(self, tenant: str) -> int:
+        """How many of their requests are this tenant's."""
+        return self._in_flight_of[tenant]
 
     def _sum_wanted(self) -> None:
         self.wanted_of = {}
@@ -78,15 +85,16 @@ class OtherFrontends:
         first = _digest(own, key)
         return sum(_digest(frontend, key) < first for frontend in self._known)
 
-    def on_batch(self, batch: NoteBatch, now_s: float) -> None:
-        """Notes in the order of their batches; one that comes again or too late is passed over."""
+    def on_batch(self, batch: NoteBatch, now_s: float) -> bool:
+        """Notes in the order of their batches; False: it came again or too late, and is passed
+        over."""
         known = self._known.get(batch.frontend)
         if known is None:
             self._make_room()
             known = self._known[batch.frontend] = _KnownFrontend(batch.number - 1, now_s)
         missed = batch.number - known.number - 1
         if missed < 0:
-            return
+            return False
         if missed:
             self.batches_missed += missed
             self._give_up(known, now_s)
@@ -106,6 +114,7 @@ class OtherFrontends:
             self._give_up(known, now_s)
             del self._known[batch.frontend]
             self._sum_wanted()
+        return True
 
     def expire(self, now_s: float) -> None:
         """Give up the frontends of which nothing was heard for too long."""
@@ -149,7 +158,8 @@ class OtherFrontends:
             request_id, note.new_tokens + note.cached_tokens, (), note.output_tokens_max,
             tenant=note.tenant,
         )  # fmt: skip
-        known.request_ids[note.number] = request_id
+        known.request_ids[note.number], known.tenants[note.number] = request_id, note.tenant
+        self._in_flight_of[note.tenant] += 1
         send_s = note.send_s - (now_s - routed_at_s)
         self._cluster.reserve(route, (prefill, decode), request, send_s, now_s)
         routed = self._cluster.in_flight[request_id]
@@ -169,6 +179,8 @@ class OtherFrontends:
 
     def _ended(self, known: _KnownFrontend, note: EndedNote, now_s: float) -> None:
         request_id = known.request_ids.pop(note.number, "")
+        if request_id:
+            self._forget_tenants([known.tenants.pop(note.number)])
         routed = self._cluster.drop(request_id, now_s)
         if routed is not None:
             output_tokens = None if note.output_tokens < 0 else note.output_tokens
@@ -179,6 +191,13 @@ class OtherFrontends:
         for request_id in known.request_ids.values():
             self._cluster.disown(request_id, now_s)
         known.request_ids.clear()
+        self._forget_tenants(known.tenants.values())
+        known.tenants.clear()
+
+    def _forget_tenants(self, tenants: Iterable[str]) -> None:
+        """Of requests that are over, or of which nobody will hear any more."""
+        self._in_flight_of.subtract(tenants)
+        self._in_flight_of += Counter()  # drops those with none
 
     def check(self) -> None:
         """Prove the invariants."""
@@ -188,4 +207,6 @@ class OtherFrontends:
         # A request that nobody ended for request_s_max is forgotten by the cluster alone.
         assert elsewhere <= set(announced), "a request of a frontend that nobody knows is reserved"
         assert len(set(announced)) == len(announced)
+        tenants = [tenant for known in self._known.values() for tenant in known.tenants.values()]
+        assert self._in_flight_of == Counter(tenants) and len(tenants) == len(announced)
         assert len(self._known) <= FRONTENDS_MAX

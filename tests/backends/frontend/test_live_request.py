@@ -34,6 +34,7 @@ from backends.frontend.lifecycle.machine import UNWANTED, Phase
 from backends.frontend.live_request import LiveRequest, Services
 from backends.frontend.request_times import RequestTimes
 from backends.metrics.page import Observations
+from backends.tenants.asker import Asker
 from backends.tensors import string_tensor
 from backends.text.text_stream import Emission
 from backends.workers.protocol import (
@@ -77,6 +78,7 @@ class Cluster:
     finished_ids: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     pins: ServingError | None = None
+    used: Callable[..., None] = lambda *_: None
     has_other_frontends: bool = False
 
     def served(self) -> Served | None:
@@ -198,13 +200,13 @@ class Client:
 
 
 class Case:
-    """One request among those stand-ins. What would block runs when the test says so, in the one
-    thread of the test, and pauses take no time."""
+    """One request among those stand-ins. What would block runs in `run`, and pauses are none."""
 
     def __init__(
         self, outcomes: dict[str, list[ServingError | None]], request_s_max: float = 600.0,
         decisions: list[Reject | None] | None = None,
-        on_call: Callable[[str], None] = lambda model: None, **inputs: Any,
+        on_call: Callable[[str], None] = lambda model: None, asker: Asker | None = None,
+        parameters: dict[str, Any] | None = None, **inputs: Any,
     ) -> None:  # fmt: skip
         config = ConductorConfig(request_s_max=request_s_max)
         self.cluster = Cluster(list(decisions or []), config)
@@ -228,11 +230,11 @@ class Case:
             on_end=self.ended.append,
         )
         times = RequestTimes(self.observations, 0.0)
-        self.request = LiveRequest(services, "r", self.client, times, time.monotonic())
+        self.request = LiveRequest(services, "r", self.client, times, time.monotonic(), asker)
         self.request._is_done = cast(Any, SimpleNamespace(wait=self._wait, set=lambda: None))
         asked = {"input_ids": PROMPT, "max_tokens": TOKENS, "end_id": -1, "stream": True, **inputs}
         arrays = {name: array(name, value) for name, value in asked.items()}
-        self.request.start(arrays, {})
+        self.request.start(arrays, parameters or {})
 
     def _wait(self, seconds: float) -> None:
         self.pauses_s.append(seconds)
@@ -562,7 +564,6 @@ def test_a_message_that_cannot_be_sent_ends_the_request_and_releases_it(is_strea
 
 
 def test_events_are_handled_one_after_the_other_by_one_thread_at_a_time() -> None:
-    """What another thread posts while an event is handled waits, and the owner handles it."""
     case = Case({})
     is_sending, may_go_on = threading.Event(), threading.Event()
     sending: list[str] = []
@@ -589,8 +590,7 @@ def test_events_are_handled_one_after_the_other_by_one_thread_at_a_time() -> Non
 def test_a_mistake_of_ours_ends_one_request_and_no_thread() -> None:
     case = Case({})
     case.request.post(TokensArrived(1, "d", [], 0.0, 0.0))  # cannot come while reading
-    [error] = case.client.ends
-    assert isinstance(error, AssertionError)
+    assert isinstance(case.client.ends[0], AssertionError) and len(case.client.ends) == 1
 
 
 def test_only_the_newest_attempts_are_remembered(seed: int) -> None:

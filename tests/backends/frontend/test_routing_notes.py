@@ -16,7 +16,14 @@ import pytest
 from backends.frontend.cluster_view import ClusterView, Decided
 from backends.frontend.routing_notes import NOTES_MAX, pack_notes, unpack_notes
 from conductor.config import ConductorConfig
-from conductor.notes import TENANTS_NOTED, EndedNote, NoteBatch, PrefilledNote, RoutedNote
+from conductor.notes import (
+    TENANTS_NOTED,
+    EndedNote,
+    NoteBatch,
+    PrefilledNote,
+    RoutedNote,
+    UsageNote,
+)
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.records.events import FrontendNoted
 from mooncake_store.wire.directory_protocol import NOTES_BYTES_MAX
@@ -34,6 +41,7 @@ BATCH = NoteBatch(
     prefilled=(PrefilledNote(1, 99.0, 64, 0.5),), ended=(EndedNote(2, 99.0, 12),), is_last=True,
     wanted_per_s=1.5,
     wanted_of={"": 1.0, "tenant": 0.25},
+    usage=(UsageNote(99.25, "t", 1, 300), UsageNote(98.0, "t", 0, -100)),
 )  # fmt: skip
 
 

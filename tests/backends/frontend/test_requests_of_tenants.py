@@ -1,0 +1,103 @@
+"""One request of a tenant that API keys name: its salt, its priority, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from backends.errors import Overloaded
+from backends.tenants.asker import Asker
+from backends.tenants.tenants_file import ApiTenant
+from conductor.messages import TenantLimits
+from mooncake_store.block_keys import block_keys, chain_seed
+from tests.backends.frontend.test_live_request import (
+    ANSWER,
+    CRASHED,
+    KV_GONE,
+    PROMPT,
+    SERVED,
+    Case,
+    reject,
+)
+
+LIMITED = Asker("a", ApiTenant("a", "salt of a", priority=1, requests_per_minute=5))
+
+
+class LimitedCase(Case):
+    """Notes what comes back of the limits: each request once, by the id that they were taken by."""
+
+    def __init__(self, *outcomes: Any, **options: Any) -> None:
+        super().__init__(*outcomes, **options)
+        self.used: dict[str, int] = {}
+        self.cluster.used = self.used.setdefault
+
+
+def test_a_known_tenant_has_its_own_salt_and_priority_whatever_the_client_says() -> None:
+    case = LimitedCase({}, asker=LIMITED, parameters={"tenant": "a", "request_priority": 9})
+    assert case.run() == ANSWER
+    assert {body.cache_salt for body in case.calls.bodies} == {"salt of a"}
+    [asked] = case.cluster.asked
+    assert (asked.tenant, asked.priority) == ("a", 1)
+
+
+def test_the_blocks_of_a_known_tenant_have_keys_of_its_salt() -> None:
+    prompt = list(range(1, 131))
+    case = LimitedCase({}, asker=LIMITED, decisions=[reject("x")], input_ids=prompt)
+    case.error()
+    [asked] = case.cluster.asked
+    seed = chain_seed(SERVED.fingerprint, cache_salt="salt of a")
+    keys = block_keys(np.array(prompt), SERVED.block_tokens, seed)
+    assert asked.block_keys == keys and len(keys) == 2
+
+
+def test_without_keys_the_client_says_its_tenant_and_nothing_is_counted() -> None:
+    case = LimitedCase({}, asker=Asker("b"), parameters={"tenant": "b", "request_priority": 9})
+    assert case.run() == ANSWER
+    assert {body.cache_salt for body in case.calls.bodies} == {"b"}
+    [asked] = case.cluster.asked
+    assert (asked.tenant, asked.priority, asked.limits) == ("b", 9, None)
+    assert not case.used
+
+
+def test_limits_are_asked_of_the_attempt_that_is_let_in_and_of_none_after_it() -> None:
+    case = LimitedCase({"decode_0": [KV_GONE] * 2}, asker=LIMITED)
+    assert case.run() == ANSWER
+    limits = [request.limits for request in case.cluster.asked]
+    assert limits == [TenantLimits(requests_per_minute=5), None, None]
+    assert case.used == {case.cluster.asked[0].request_id: len(PROMPT) + len(ANSWER)}
+
+
+def test_limits_come_back_before_the_client_reads_that_its_answer_is_over() -> None:
+    case = LimitedCase({}, asker=LIMITED)
+    there: list[list[str]] = []
+    send = case.client.send
+
+    def look(outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None:
+        if is_final:
+            there.append(list(case.used))
+        send(outputs, is_final)
+
+    case.client.send = look  # type: ignore[method-assign]
+    case.run()
+    assert there == [["r-1"]]
+
+
+def test_a_request_that_failed_before_its_first_token_has_used_nothing() -> None:
+    case = LimitedCase({"prefill_0": [CRASHED] * 5}, asker=LIMITED)
+    case.error()
+    assert case.used == {"r-1": 0}
+
+
+def test_what_a_client_got_counts_whatever_ends_its_answer() -> None:
+    case = LimitedCase({"decode_0": [CRASHED] * 5}, asker=LIMITED)
+    case.error()
+    assert case.client.ids and case.used == {"r-1": len(PROMPT) + len(case.client.ids)}
+
+
+def test_who_is_rejected_for_a_limit_has_used_none() -> None:
+    case = LimitedCase({}, asker=LIMITED, decisions=[reject("request_rate")])
+    error = case.error()
+    assert isinstance(error, Overloaded) and error.kind == "request_rate"
+    assert not case.used and not case.calls.bodies
