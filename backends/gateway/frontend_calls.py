@@ -72,12 +72,12 @@ class FrontendCalls:
         ready = service_pb2.ModelReadyRequest(name=MODEL)
         try:
             answer = await self._probe.ModelReady(ready, timeout=PROBE_S_MAX)
-            self.is_ready = answer.ready
-            if self.is_ready:
+            if answer.ready:
                 config = (await self._probe.ModelConfig(asked, timeout=PROBE_S_MAX)).config
                 checkpoint = config.parameters["checkpoint"].string_value or "demo"
                 name = checkpoint.rstrip("/").rpartition("/")[2]
                 self.served = ServedModel(name, checkpoint)
+            self.is_ready = answer.ready  # and not before it is known what is served
         except grpc.RpcError:
             self.is_ready = False
         return self.is_ready

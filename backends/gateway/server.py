@@ -92,11 +92,7 @@ async def answer_own_page(
     writer.close()
 
 
-def serve(
-    gateway: Gateway, listening: Listening, drain_s_max: float, own_metrics_port: int = 0
-) -> None:
-    """Until it is asked to end. `own_metrics_port`: on loopback, for the launcher; 0: none."""
-    listener = listening_socket(listening)
+def draining_server(gateway: Gateway, listening: Listening, drain_s_max: float) -> DrainingServer:
     config = uvicorn.Config(
         gateway.app, log_level="warning", access_log=False, server_header=False, lifespan="on",
         timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CUT_OFF_S, backlog=BACKLOG,
@@ -107,6 +103,15 @@ def serve(
         config.load()
         assert config.ssl is not None
         config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+    return DrainingServer(config, gateway, drain_s_max)
+
+
+def serve(
+    gateway: Gateway, listening: Listening, drain_s_max: float, own_metrics_port: int = 0
+) -> None:
+    """Until it is asked to end. `own_metrics_port`: on loopback, for the launcher; 0: none."""
+    listener = listening_socket(listening)
+    server = draining_server(gateway, listening, drain_s_max)
     scheme = "https" if listening.certificate else "http"
 
     async def run() -> None:
@@ -114,10 +119,9 @@ def serve(
             await asyncio.start_server(
                 functools.partial(answer_own_page, gateway), "127.0.0.1", own_metrics_port
             )
-        server = DrainingServer(config, gateway, drain_s_max)
         serving = asyncio.ensure_future(server.serve([listener]))
         while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(POLL_S)
         if not serving.done():
             print(f"ready: {scheme}://{listening.host}:{listening.port}/v1", flush=True)
         await serving

@@ -1,0 +1,431 @@
+"""The gateway as its clients see it, in front of a frontend that answers what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from backends import launch_secret
+from backends.gateway import generation
+from backends.gateway.app import PATHS, UNSUPPORTED_PATHS, Gateway, GatewaySettings
+from backends.gateway.fields import CHAT, COMPLETION
+from backends.gateway.server import DrainingServer, Listening, draining_server, listening_socket
+from backends.tenants import ApiKeys
+from backends.tenants.proof import is_proven
+from loadtest.client import sse_client
+from loadtest.harness.replayed_frontend import ReplayedFrontend
+
+SECRET = "a-secret"
+KEYS = {
+    "tenants": {"acme": {}, "other": {}},
+    "keys": [{"sha256": hashlib.sha256(f"key-of-{name}".encode()).hexdigest(), "tenant": name}
+             for name in ("acme", "other")],
+}  # fmt: skip
+BODY_BYTES_MAX = 4000
+WAIT_S_MAX = 20.0
+
+
+@dataclass(slots=True)
+class HttpAnswer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        assert self.json.keys() == {"error"}
+        assert self.json["error"].keys() == {"message", "type", "param", "code"}
+        return self.json["error"]
+
+    @property
+    def events(self) -> list[Any]:
+        """Of a stream; the text [DONE] as it is."""
+        parts = self.body.decode().split("\n\n")
+        assert parts.pop() == ""
+        said = [part.removeprefix("data: ") for part in parts]
+        return [each if each == "[DONE]" else json.loads(each) for each in said]
+
+
+@dataclass(slots=True)
+class Rig:
+    frontend: ReplayedFrontend
+    gateway: Gateway
+    server: DrainingServer
+    port: int
+    key: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def send(
+        self, method: str, path: str, body: bytes | Any = b"", **headers: str
+    ) -> HttpAnswer:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        said = {"Host": self.address, "Connection": "close", "Content-Length": str(len(content))}
+        said |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        said |= {name.replace("_", "-"): value for name, value in headers.items()}
+        lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in said.items() if v)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
+        raw = await asyncio.wait_for(reader.read(), WAIT_S_MAX)
+        writer.close()
+        head, _, rest = raw.partition(b"\r\n\r\n")
+        first, *more = head.decode().split("\r\n")
+        found = {k.lower(): v for k, _, v in (line.partition(": ") for line in more)}
+        if found.get("transfer-encoding") == "chunked":
+            rest = unchunked(rest)
+        return HttpAnswer(int(first.split()[1]), found, rest)
+
+    async def post(self, route: str, **fields: Any) -> HttpAnswer:
+        return await self.send("POST", PATHS[route], {**PROMPT[route], **fields})
+
+    async def say(self, words: str, **fields: Any) -> HttpAnswer:
+        """A completion whose prompt tells the frontend what to do."""
+        return await self.post(COMPLETION, prompt=words, **fields)
+
+
+PROMPT: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    COMPLETION: {"prompt": "hi"},
+}
+
+
+def unchunked(raw: bytes) -> bytes:
+    found = b""
+    while raw:
+        size, _, rest = raw.partition(b"\r\n")
+        length = int(size, 16)
+        found, raw = found + rest[:length], rest[length + 2 :]
+        if not length:
+            break
+    return found
+
+
+@contextlib.asynccontextmanager
+async def rig(keys: ApiKeys | None = None, interval_s: float = 0.0) -> AsyncIterator[Rig]:
+    frontend = ReplayedFrontend(interval_s)
+    settings = GatewaySettings(f"127.0.0.1:{await frontend.start()}", body_bytes_max=BODY_BYTES_MAX)
+    gateway = Gateway(settings, keys)
+    listening = Listening("127.0.0.1", 0)
+    with contextlib.closing(listening_socket(listening)) as listener:
+        server = draining_server(gateway, listening, WAIT_S_MAX)
+        serving = asyncio.ensure_future(server.serve([listener]))
+        made = Rig(frontend, gateway, server, listener.getsockname()[1])
+        try:
+            await until(lambda: gateway.calls is not None and gateway.calls.is_ready)
+            yield made
+        finally:
+            server.should_exit = True
+            await serving
+            await frontend.stop()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    give_up_s = time.monotonic() + WAIT_S_MAX
+    while not condition():
+        assert time.monotonic() < give_up_s, "waited in vain"
+        await asyncio.sleep(0.01)
+
+
+def run(test: Callable[[Rig], Awaitable[None]], keys: ApiKeys | None = None) -> None:
+    async def within() -> None:
+        async with rig(keys) as made:
+            await test(made)
+
+    asyncio.run(within())
+
+
+def test_a_chat_is_streamed_as_openais_clients_read_it() -> None:
+    async def check(rig: Rig) -> None:
+        answer = await rig.post(
+            CHAT, stream=True, max_tokens=3, stream_options={"include_usage": True}
+        )
+        assert answer.status == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        *chunks, usage, done = answer.events
+        assert done == "[DONE]"
+        assert {each["object"] for each in chunks} == {"chat.completion.chunk"}
+        assert len({each["id"] for each in (*chunks, usage)}) == 1
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert [each["choices"][0]["delta"]["content"] for each in chunks[1:]] == [" word"] * 3
+        reasons = [each["choices"][0]["finish_reason"] for each in chunks]
+        assert reasons == [None, None, None, "length"]
+        assert [each["usage"] for each in chunks] == [None] * 4
+        assert usage["choices"] == []
+        assert usage["usage"] == {
+            "prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        }  # fmt: skip
+
+    run(check)
+
+
+def test_a_completion_is_streamed_without_counts_where_none_are_asked_for() -> None:
+    async def check(rig: Rig) -> None:
+        *chunks, done = (await rig.post(COMPLETION, stream=True, max_tokens=2)).events
+        assert done == "[DONE]"
+        assert [each["choices"][0]["text"] for each in chunks] == [" word", " word"]
+        assert all("usage" not in each and each["object"] == "text_completion" for each in chunks)
+        [sent] = rig.frontend.requests
+        assert [each.name for each in sent.outputs] == ["text_output", "finish_reason"]
+
+    run(check)
+
+
+def test_a_whole_answer_has_its_counts() -> None:
+    async def check(rig: Rig) -> None:
+        chat = (await rig.post(CHAT, max_tokens=2)).json
+        assert chat["object"] == "chat.completion" and chat["model"] == "demo"
+        assert chat["choices"] == [{
+            "index": 0, "logprobs": None, "finish_reason": "length",
+            "message": {"role": "assistant", "content": " word word", "refusal": None},
+        }]  # fmt: skip
+        assert chat["usage"]["completion_tokens"] == 2
+        text = (await rig.post(COMPLETION, max_tokens=2)).json
+        assert text["choices"][0]["text"] == " word word"
+
+    run(check)
+
+
+ERRORS = [
+    ("rejected kind=ttft_slo retry_after_s=2.20: full", 429, "ttft_slo", "3"),
+    ("rejected kind=front_full retry_after_s=0.01: full", 429, "front_full", "1"),
+    ("rejected kind=too_large retry_after_s=0.00: no", 400, "too_large", None),
+    ("invalid_request: top_p is 5.0; use less", 400, "invalid_request", None),
+    ("forbidden: no", 403, "forbidden", None),
+    ("unavailable: decode_0 died", 503, "unavailable", "1"),
+    ("kv_missing: gone", 503, "kv_missing", "1"),
+    ("unavailable: its timeout of 5 ms has passed", 504, "deadline", None),
+    ("internal_error: KeyError: 5", 500, "internal_error", None),
+    ("Request for unknown model: 'conductor' is not found", 503, "unavailable", "1"),
+]
+
+
+def test_an_error_before_the_first_token_is_a_status() -> None:
+    async def check(rig: Rig) -> None:
+        for is_stream in (False, True):
+            for said, status, code, retry_after in ERRORS:
+                answer = await rig.say(f"fail:{said}", stream=is_stream)
+                assert (answer.status, answer.error["code"]) == (status, code)
+                assert answer.headers.get("retry-after") == retry_after
+                assert "x-request-id" in answer.headers
+                assert (answer.error["param"] == "top_p") == ("top_p" in said)
+
+    run(check)
+
+
+def test_an_error_behind_the_first_token_is_an_event_and_the_end() -> None:
+    async def check(rig: Rig) -> None:
+        answer = await rig.say("break:unavailable: decode_0 died", stream=True)
+        assert answer.status == 200
+        *chunks, last = answer.events
+        assert len(chunks) == 3 and all("choices" in each for each in chunks)
+        assert last["error"]["code"] == "unavailable"
+        assert "[DONE]" not in answer.events
+
+    run(check)
+
+
+def test_a_client_that_leaves_ends_its_call() -> None:
+    """Before the first token, streamed or whole, and in the middle of a stream; and the gateway has
+    nothing in hand any more."""
+
+    async def check(rig: Rig) -> None:
+        rig.frontend.interval_s = 0.02
+        ways = (("silent", False), ("silent", True), ("hi", True))
+        for number, (words, is_stream) in enumerate(ways, 1):
+            body = {"prompt": words, "stream": is_stream, "max_tokens": 100_000}
+            asking = asyncio.ensure_future(
+                sse_client.ask(rig.address, PATHS[COMPLETION], body, events_max=3)
+            )
+            await until(lambda n=number: len(rig.frontend.requests) == n)
+            if words == "silent":
+                asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+            await until(lambda n=number: rig.frontend.cancelled == n)
+            await until(lambda: not rig.gateway.counts.in_flight)
+        assert "mooncake_gateway_clients_left_total 3\n" in rig.gateway.counts.page()
+
+    run(check)
+
+
+def test_answers_that_were_read_to_their_end_count_as_no_client_that_left() -> None:
+    async def check(rig: Rig) -> None:
+        for is_stream in (False, True):
+            assert (await rig.post(CHAT, stream=is_stream)).status == 200
+        await until(lambda: not rig.gateway.counts.in_flight)
+        assert rig.frontend.cancelled == 0
+        page = rig.gateway.counts.page()
+        assert "mooncake_gateway_clients_left_total 0\n" in page
+        path = PATHS[CHAT]
+        assert f'mooncake_gateway_requests_total{{path="{path}",status="200"}} 2\n' in page
+
+    run(check)
+
+
+def test_a_frontend_that_overlooks_a_deadline_does_not_keep_the_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation, "GRACE_S", 0.0)
+
+    async def check(rig: Rig) -> None:
+        answer = await rig.say("silent", timeout=0.05)
+        assert (answer.status, answer.error["code"]) == (504, "deadline")
+        await until(lambda: rig.frontend.cancelled == 1)
+        [sent] = rig.frontend.requests
+        assert sent.parameters["timeout_ms"].int64_param == 50
+
+    run(check)
+
+
+def test_a_request_id_comes_back_and_a_bad_one_does_not() -> None:
+    async def check(rig: Rig) -> None:
+        for given, is_kept in (("abc-1", True), ("", False), ("x" * 300, False)):
+            answer = await rig.send("GET", "/health", X_Request_Id=given)
+            assert (answer.headers["x-request-id"] == given) == is_kept
+        sent = await rig.send("POST", PATHS[CHAT], {}, X_Request_Id="of-an-error")
+        assert (sent.status, sent.headers["x-request-id"]) == (400, "of-an-error")
+
+    run(check)
+
+
+def test_too_large_a_body_is_refused_whether_its_length_is_said_or_not() -> None:
+    async def check(rig: Rig) -> None:
+        large = json.dumps({"prompt": "x" * BODY_BYTES_MAX}).encode()
+        answer = await rig.send("POST", PATHS[COMPLETION], large)
+        assert (answer.status, answer.error["code"]) == (413, "too_large_body")
+        chunked = f"{len(large):x}\r\n".encode() + large + b"\r\n0\r\n\r\n"
+        answer = await rig.send(
+            "POST", PATHS[COMPLETION], chunked, Content_Length="", Transfer_Encoding="chunked"
+        )
+        assert (answer.status, answer.error["code"]) == (413, "too_large_body")
+
+    run(check)
+
+
+def test_a_body_that_is_no_request_is_400() -> None:
+    async def check(rig: Rig) -> None:
+        for body in (b"", b"{", b"[]", b"null", b'"x"', b"\xff", b"{}", b"[" * 3000,
+                     b'{"prompt": NaN}', b'{"prompt": "\\ud800"}'):  # fmt: skip
+            for path in PATHS.values():
+                answer = await rig.send("POST", path, body)
+                assert answer.status == 400 and answer.error["type"] == "invalid_request_error"
+
+    run(check)
+
+
+def test_paths_and_models_that_are_not_there_are_404_and_known_ones_refused_by_name() -> None:
+    async def check(rig: Rig) -> None:
+        for path in ("/", "/v1", "/v1/chat/completions/", "/v1/files", "/docs", "/v1/models/x"):
+            answer = await rig.send("GET", path)
+            assert (answer.status, answer.error["type"]) == (404, "not_found_error"), path
+        for path in UNSUPPORTED_PATHS:
+            answer = await rig.send("POST", path, {})
+            assert (answer.status, answer.error["param"]) == (400, path)
+        answer = await rig.send("GET", PATHS[CHAT])
+        assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
+        answer = await rig.post(CHAT, model="another")
+        assert (answer.status, answer.error["param"]) == (404, "model")
+        assert not rig.frontend.requests
+
+    run(check)
+
+
+def test_models_and_tokens_are_listed() -> None:
+    async def check(rig: Rig) -> None:
+        [model] = (await rig.send("GET", "/v1/models")).json["data"]
+        assert model == (await rig.send("GET", "/v1/models/demo")).json
+        assert (model["id"], model["object"]) == ("demo", "model")
+        text = (await rig.send("POST", "/tokenize", {"prompt": "It is a truth"})).json
+        assert text["count"] == len(text["tokens"]) == 4
+        chat = (await rig.send("POST", "/tokenize", {**PROMPT[CHAT], "model": "demo"})).json
+        assert chat["count"] > 1
+        assert (await rig.send("POST", "/tokenize", {"prompt": "x", "model": "y"})).status == 404
+
+    run(check)
+
+
+def test_a_key_is_asked_for_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(launch_secret.SECRET_VARIABLE, SECRET)
+
+    async def check(rig: Rig) -> None:
+        for path in ("/health", "/ready"):
+            assert (await rig.send("GET", path)).status == 200
+        for key in ("", "key-of-nobody", "x" * 1000):
+            rig.key = key
+            for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nothing"),
+                                 ("POST", PATHS[CHAT]), ("POST", "/tokenize")):  # fmt: skip
+                answer = await rig.send(method, path, PROMPT[CHAT])
+                assert (answer.status, answer.error["type"]) == (401, "authentication_error")
+                assert answer.headers["www-authenticate"] == "Bearer"
+        assert not rig.frontend.requests
+        rig.key = "key-of-acme"
+        assert (await rig.post(CHAT)).status == 200
+        assert (await rig.post(CHAT, tenant="acme")).status == 200
+        for sent in rig.frontend.requests:
+            assert sent.parameters["tenant"].string_param == "acme"
+            proof = sent.parameters["tenant_proof"].string_param
+            assert is_proven("acme", proof, SECRET, time.time())
+        answer = await rig.post(CHAT, tenant="other")
+        assert (answer.status, answer.error["param"]) == (403, "tenant")
+        assert len(rig.frontend.requests) == 2
+
+    run(check, ApiKeys(None, json.dumps(KEYS)))
+
+
+def test_without_keys_the_tenant_is_the_clients_word() -> None:
+    async def check(rig: Rig) -> None:
+        assert (await rig.post(CHAT, tenant="acme")).status == 200
+        [sent] = rig.frontend.requests
+        assert sent.parameters["tenant"].string_param == "acme"
+        assert "tenant_proof" not in sent.parameters
+
+    run(check)
+
+
+def test_a_process_that_drains_ends_its_streams_and_takes_nothing_new() -> None:
+    async def check(rig: Rig) -> None:
+        rig.frontend.interval_s = 0.02
+        body = {"prompt": "hi", "stream": True, "max_tokens": 40}
+        asking = asyncio.ensure_future(sse_client.ask(rig.address, PATHS[COMPLETION], body))
+        await until(lambda: rig.frontend.requests)
+        rig.server.handle_exit(15, None)
+        ready = await rig.send("GET", "/ready")
+        assert (ready.status, ready.json) == (503, {"status": "draining"})
+        assert (await rig.send("GET", "/health")).status == 200
+        refused = await rig.post(CHAT)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        answer = await asking
+        assert len(answer.times_s) == 40 and answer.is_done
+        await until(lambda: rig.server.should_exit)
+
+    run(check)
+
+
+def test_without_a_frontend_requests_are_503_and_it_is_found_again() -> None:
+    async def check(rig: Rig) -> None:
+        rig.frontend.is_ready = False
+        await until(lambda: rig.gateway.calls is not None and not rig.gateway.calls.is_ready)
+        assert (await rig.send("GET", "/ready")).status == 503
+        rig.frontend.is_ready = True
+        await until(lambda: rig.gateway.calls is not None and rig.gateway.calls.is_ready)
+        await rig.frontend.stop()
+        answer = await rig.post(CHAT)
+        assert (answer.status, answer.error["code"]) == (503, "unavailable")
+
+    run(check)
