@@ -39,7 +39,7 @@ FLOORS = {
         {"config"}, {"queue_order", "messages", "notes"},
     ],
     "backends": [
-        {"cli"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
+        {"cli"}, {"doctor"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
         {"launcher", "starter"}, {"model_settings"}, {"cluster"}, {"gateway"}, {"triton"},
         {"frontend"}, {"frontend/lifecycle"},
         {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},

@@ -260,6 +260,7 @@ def running_settings(
         left_out=sorted(workers.left_out),
         nodes=[node.name for node in plan.storage_nodes],
         directory=directory if directory.startswith("ipc://") else "",
+        http=plan.frontend.http.replace("0.0.0.0:", f"{plan.address}:") if plan.frontend else "",
         models={name: state for mirror in mirrors for name, state in mirror.edits.states().items()},
     ))  # fmt: skip
 

@@ -41,6 +41,7 @@ class RunningSettings:
     left_out: list[str]  # workers beyond the number that was asked for
     nodes: list[str]  # storage nodes of this host
     directory: str = ""  # its address, where only this machine has it
+    http: str = ""  # HOST:PORT of this host's frontend; "": it has none
     models: Mapping[str, EditState] = field(default_factory=dict)
 
     def serves(self, repository: Path) -> bool:

@@ -3,6 +3,7 @@ workers, and what `mooncake config` then says."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from backends.engine.model_config import read_model_config
 from mooncake_store import layout as kv_layout
 from tests.backends.engine.checkpoints import make_checkpoint
 from tests.backends.small_tokenizers import DEMO
-from tests.e2e.config_command import run_config
+from tests.e2e.config_command import run_config, run_doctor
 from tests.e2e.load import B
 from tests.e2e.server import Server, running
 
@@ -93,3 +94,24 @@ def test_a_diff_says_what_the_running_server_has_instead_of_the_files(server: Se
         "decode_1 is not served",
     ):
         assert part in said, (part, said)
+
+
+def test_a_doctor_tells_a_broken_file_from_a_running_system_that_is_well(server: Server) -> None:
+    path = server.repository / "decode_0" / "config.pbtxt"
+    before = path.read_text()
+    slots = 'key: "slots" value { string_value: "%s" }'
+    path.write_text(before.replace(slots % 32, slots % "none"))
+    try:
+        status, said = run_doctor(server, "--json")
+    finally:
+        path.write_text(before)
+    found = json.loads(said)
+    broken = [each["what"] for each in found["findings"] if each["state"] == "BROKEN"]
+    assert status == 1 and not found["is_well"]
+    assert broken == ["decode_0: slots is 'none'; expected int"]
+    by_subject = {each["subject"]: each for each in found["findings"]}
+    for subject in ("models", "torch build", "/dev/shm"):
+        assert by_subject[subject]["state"] == "ok", by_subject[subject]
+    assert "GB/s" in by_subject["path nixl"]["what"], "a real read of a real node"
+    assert "prefill_2" in by_subject["models"]["what"]
+    assert "first token after" in by_subject["request"]["what"]

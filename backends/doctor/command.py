@@ -1,0 +1,162 @@
+"""`mooncake doctor`: asks host, model repository and running system, and says what it finds.
+
+Not here: what is wrong (judgement.py, running_check.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from backends.config_pbtxt import WorkerConfig
+from backends.doctor.finding import BROKEN, NOTE, OK, Finding, is_broken
+from backends.doctor.host_facts import read_host
+from backends.doctor.judgement import host_findings, skew_findings
+from backends.doctor.running_check import read_running, running_findings
+from backends.doctor.transfer_probe import ProbedWay, probe
+from backends.errors import ConfigError
+from backends.launcher import environment
+from backends.launcher.launch import TRITON_SHM_BYTES
+from backends.model_settings.checkpoint_facts import facts_beside
+from backends.model_settings.model_file import ModelFile, read_model_file
+from backends.model_settings.repository_check import check_repository
+from backends.model_settings.repository_files import read_texts, versionless
+from backends.model_settings.running_system import (
+    DEFAULT_METRICS_URL,
+    RunningSettings,
+    ask_at,
+)
+from mooncake_store.cli.arguments import parse_bytes
+from mooncake_store.errors import StoreError
+
+console = Console(highlight=False)
+STYLES = {"BROKEN": "bold red", "warning": "yellow", "note": "dim", "ok": "green"}
+THREADS_WANTED = 500  # of all processes, as of `mooncake serve`
+
+
+def doctor(
+    model_repository: Annotated[
+        Path, typer.Option(help="The folder of models that `serve` has.")
+    ] = Path("model_repository"),
+    metrics_url: Annotated[
+        str, typer.Option(help="The metrics page of the running system, if there is one.")
+    ] = DEFAULT_METRICS_URL,
+    http_port: Annotated[int, typer.Option(help="KServe HTTP port of the next start.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="KServe gRPC port of the next start.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus port of the next start.")] = 8002,
+    nodes: Annotated[str, typer.Option(help="Storage nodes, comma separated.")] = "s0,s1",
+    store_bytes: Annotated[
+        str, typer.Option(help="Memory of each storage node in /dev/shm, like 512M or 4G.")
+    ] = "1G",
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
+) -> None:
+    """Is this host fit to serve, and does what serves here do well? Each finding says what to do.
+
+    Takes some seconds: storage nodes are started to see how fast bytes move. The exit status is 1
+    if anything is broken.
+    """
+    named = tuple(filter(None, nodes.split(",")))
+    running = ask_at(metrics_url)()
+    findings = list(repository_findings(model_repository, running, named))
+    files = worker_files(model_repository)
+    devices = {file.model: file.value("device", WorkerConfig().device) for file in files
+               if file.value("engine", WorkerConfig().engine) == "torch"}  # fmt: skip
+    threads = sum(int(file.value("threads", 1)) for file in files
+                  if file.value("threads", 1).isdigit())  # fmt: skip
+    needed_bytes = len(named) * parse_bytes(store_bytes) + TRITON_SHM_BYTES
+    if running is None:
+        ports = {"http": http_port, "grpc": grpc_port, "metrics": metrics_port}
+        findings += start_findings(ports, needed_bytes)
+    facts = read_host(devices, threads, 0 if running is not None else needed_bytes)
+    findings += host_findings(facts, probed())
+    findings += system_findings(running, metrics_url)
+    if as_json:
+        said = {"findings": [asdict(each) for each in findings], "is_well": not is_broken(findings)}
+        console.file.write(json.dumps(said) + "\n")
+    else:
+        for each in findings:
+            console.print(str(each), style=STYLES[each.state], markup=False, soft_wrap=True)
+    sys.exit(is_broken(findings))
+
+
+def repository_findings(
+    repository: Path, running: RunningSettings | None, nodes: tuple[str, ...]
+) -> Iterator[Finding]:
+    try:
+        texts = read_texts(repository)
+    except ConfigError as error:
+        yield Finding("models", NOTE, str(error), "`mooncake init` lays one down")
+        return
+    known = tuple(running.nodes) if running is not None else nodes
+    found = check_repository(texts, facts_beside(repository), known, versionless(repository, texts))
+    for mistake in found.mistakes:
+        yield Finding("model repository", BROKEN, mistake, "edit it, or use `mooncake config set`")
+    if not found.mistakes:
+        yield Finding("model repository", OK, f"{repository}: {len(texts)} models")
+
+
+def worker_files(repository: Path) -> list[ModelFile]:
+    """Those that can be read; the others are among the mistakes."""
+    found = []
+    try:
+        texts = read_texts(repository)
+    except ConfigError:
+        return []
+    for model, text in texts.items():
+        try:
+            found.append(read_model_file(model, text))
+        except ConfigError:
+            continue
+    return [file for file in found if file.is_worker]
+
+
+def start_findings(ports: dict[str, int], shm_bytes: int) -> Iterator[Finding]:
+    """What would keep `mooncake serve` from starting now: its own checks, ports among them."""
+    try:
+        triton = environment.find_triton()
+    except environment.EnvironmentProblem:
+        return  # it is said among the versions
+    addresses = {name: ("127.0.0.1", port) for name, port in ports.items()}
+    found = list(environment.problems(triton, addresses, shm_bytes, THREADS_WANTED))
+    for problem in found:
+        yield Finding("start", BROKEN, problem, "then `mooncake serve` starts")
+    if not found:
+        free = ", ".join(map(str, ports.values()))
+        yield Finding("start", OK, f"nothing stands against it; ports {free} are free")
+
+
+def probed() -> list[ProbedWay]:
+    try:
+        return probe()
+    except StoreError as error:
+        return [ProbedWay("any", problem=str(error))]
+
+
+def system_findings(running: RunningSettings | None, metrics_url: str) -> Iterator[Finding]:
+    if running is None:
+        yield Finding(
+            "running system",
+            NOTE,
+            f"none answers at {metrics_url}",
+            "start one with `mooncake serve`, or name another with --metrics-url",
+        )
+        return
+    try:
+        facts = read_running(running, metrics_url)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield Finding(
+            "running system",
+            BROKEN,
+            f"{metrics_url} does not answer: {error}",
+            "see the terminal of `mooncake serve`",
+        )
+        return
+    yield from skew_findings({metrics_url: facts.clock_skew_s})
+    yield from running_findings(facts)

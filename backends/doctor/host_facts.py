@@ -1,0 +1,145 @@
+"""Facts about this host that serving depends on, read without starting or importing anything large.
+
+Not here: what they mean (judgement.py), the checks of a start (backends/launcher/environment.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from backends.launcher.environment import EnvironmentProblem, find_triton
+from mooncake_store.transports.nixl_agent import has_rdma
+
+DISTRIBUTION = "mooncake-triton"
+# What serving stands on; everything else that is required is pulled in by these or small.
+SHOWN = ("torch", "numpy", "nixl", "tritonclient", "nvidia-pytriton", "pyzmq", "grpcio")
+TIME_ERROR = 5  # of adjtimex(2): nobody synchronises the clock
+TIMEX_BYTES = 512  # more than struct timex has
+TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class PackageFacts:
+    name: str
+    version: str  # "": it is not installed
+    requirement: str  # ours, as pyproject.toml says it
+    is_extra: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    python: tuple[int, ...]
+    packages: tuple[PackageFacts, ...] = ()
+    triton: str = ""  # where tritonserver is
+    triton_problem: str = ""
+    torch: str = ""  # version; "": not installed
+    torch_cuda: str = ""  # that it is built for; "": for CPUs
+    gpus: int = 0
+    devices: Mapping[str, str] = field(default_factory=dict)  # worker with engine torch -> device
+    shm_bytes: int = 0
+    shm_free_bytes: int = 0
+    shm_needed_bytes: int = 0
+    memory_free_bytes: int = 0  # 0: unknown
+    files_max: int = 0
+    locked_bytes_max: int = 0
+    has_rdma: bool = False
+    cores: int = 1
+    threads: int = 0  # of all workers
+    is_clock_synchronised: bool | None = None  # None: unknown
+
+
+def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -> HostFacts:
+    """`devices` and `threads` of the workers, as the model repository says."""
+    shm = os.statvfs("/dev/shm")
+    triton, problem = "", ""
+    try:
+        triton = str(find_triton().server)
+    except EnvironmentProblem as error:
+        problem = str(error)
+    torch, cuda = torch_build()
+    return HostFacts(
+        python=sys.version_info[:3], packages=packages(), triton=triton, triton_problem=problem,
+        torch=torch, torch_cuda=cuda, gpus=gpus(), devices=devices,
+        shm_bytes=shm.f_blocks * shm.f_frsize, shm_free_bytes=shm.f_bavail * shm.f_frsize,
+        shm_needed_bytes=shm_needed_bytes, memory_free_bytes=memory_free_bytes(),
+        files_max=_soft_limit(resource.RLIMIT_NOFILE),
+        locked_bytes_max=_soft_limit(resource.RLIMIT_MEMLOCK), has_rdma=has_rdma(),
+        cores=len(os.sched_getaffinity(0)), threads=threads,
+        is_clock_synchronised=is_clock_synchronised(),
+    )  # fmt: skip
+
+
+def packages() -> tuple[PackageFacts, ...]:
+    """Those of SHOWN that our distribution asks for."""
+    found = {}
+    for line in _requirements():
+        name = re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]
+        if name in SHOWN and name not in found:
+            wanted, _, condition = line.partition(";")
+            found[name] = PackageFacts(
+                name, _version(name), wanted.strip().replace(" ", ""), "extra" in condition
+            )
+    return tuple(found[name] for name in SHOWN if name in found)
+
+
+def _requirements() -> list[str]:
+    try:
+        return metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def torch_build() -> tuple[str, str]:
+    """(version, CUDA version) without importing it, which takes seconds; "" where there is none."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return "", ""
+    try:
+        text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text()
+    except OSError:
+        return _version("torch"), ""
+    found = TORCH_CUDA.search(text)
+    return _version("torch"), found[1] if found else ""
+
+
+def gpus() -> int:
+    """Devices of NVIDIA's driver in this container or on this host."""
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
+
+
+def memory_free_bytes() -> int:
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def is_clock_synchronised() -> bool | None:
+    try:
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))
+    except (OSError, AttributeError):
+        return None
+    return None if state < 0 else state != TIME_ERROR
+
+
+def _soft_limit(which: int) -> int:
+    """A number also where there is none."""
+    soft = resource.getrlimit(which)[0]
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,252 @@
+"""What facts about a host mean for serving: findings with remedies. Pure.
+
+Not here: reading the facts (host_facts.py), those of a running system (running_system.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from backends.doctor.finding import BROKEN, NOTE, OK, WARNING, Finding
+from backends.doctor.host_facts import HostFacts, PackageFacts
+from backends.doctor.transfer_probe import ProbedWay
+
+PYTHON_MIN, PYTHON_END = (3, 10), (3, 14)
+FILES_WANTED, FILES_MIN = 4096, 256  # descriptors: a few for each client, each worker and each node
+RATE_WANTED = 200e6  # bytes per second from another node; below, fetching a prefix hardly pays
+NIXL_OVER_TCP_MIN = 1.2  # on one host it copies through the kernel; seen: 1.2 to 4
+SKEW_S_MAX = 2.0  # the clocks are read over HTTP, whose dates have whole seconds
+REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(;.*extra.*)?")
+BOUND = re.compile(r"(>=|==|<=|<|>|!=|~=)\s*([0-9][0-9.]*)")
+
+
+def host_findings(facts: HostFacts, ways: Sequence[ProbedWay]) -> Iterator[Finding]:
+    yield from version_findings(facts)
+    yield from torch_findings(facts)
+    yield from shm_findings(facts)
+    yield from limit_findings(facts)
+    yield from clock_findings(facts)
+    yield from path_findings(ways)
+
+
+def version_findings(facts: HostFacts) -> Iterator[Finding]:
+    said = ".".join(map(str, facts.python))
+    if not PYTHON_MIN <= facts.python[:2] < PYTHON_END:
+        yield Finding("python", BROKEN, said, "use Python 3.10 to 3.13")
+    else:
+        yield Finding("python", OK, said)
+    if facts.triton_problem:
+        yield Finding(
+            "triton",
+            BROKEN,
+            facts.triton_problem,
+            "install it with the extra `bundled`, or run inside a tritonserver image",
+        )
+    else:
+        yield Finding("triton", OK, facts.triton)
+    for package in facts.packages:
+        wrong = unmet(package)
+        if not package.version and package.is_extra:
+            yield Finding(
+                package.name,
+                NOTE,
+                "is not installed",
+                f"an extra; only who needs it installs it ({package.requirement})",
+            )
+        elif not package.version:
+            yield Finding(
+                package.name, BROKEN, "is not installed", f"pip install '{package.requirement}'"
+            )
+        elif wrong:
+            yield Finding(
+                package.name,
+                BROKEN,
+                f"{package.version}, which is not {wrong}",
+                f"pip install '{package.name}{wrong}'",
+            )
+        else:
+            yield Finding(package.name, OK, package.version)
+
+
+def unmet(package: PackageFacts) -> str:
+    """The first bound of the requirement that the version is outside of; "" if all hold."""
+    found = REQUIREMENT.match(package.requirement)
+    have = _numbers(package.version)
+    for sign, bound in BOUND.findall(found[2] if found else ""):
+        wanted = _numbers(bound)
+        width = max(len(have), len(wanted))
+        a, b = (each + (0,) * (width - len(each)) for each in (have, wanted))
+        holds = {">=": a >= b, "==": a == b, "<=": a <= b, "<": a < b, ">": a > b, "!=": a != b,
+                 "~=": a >= b}[sign]  # fmt: skip
+        if package.version and not holds:
+            return f"{sign}{bound}"
+    return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Of the release, without what is local: 2.13.0+cpu is 2.13.0."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def torch_findings(facts: HostFacts) -> Iterator[Finding]:
+    """Which build of torch this is, and whether it suits the host and the model repository."""
+    if not facts.torch:
+        if facts.devices:
+            yield Finding(
+                "torch",
+                BROKEN,
+                "is not installed, and workers use the engine torch",
+                "install the extra `torch`",
+            )
+        return
+    if facts.torch_cuda and not facts.gpus:
+        yield Finding(
+            "torch build", WARNING, f"torch {facts.torch} is built for CUDA {facts.torch_cuda}, "
+            "and this host has no GPU: gigabytes on disk that nothing uses",
+            "install torch's build for CPUs, in an environment of its own so that its NVIDIA "
+            "packages are not left behind",
+        )  # fmt: skip
+    elif facts.gpus and not facts.torch_cuda:
+        yield Finding(
+            "torch build", WARNING, f"{facts.gpus} GPU(s) here, and torch {facts.torch} is built "
+            "for CPUs: no worker can use them", "install torch's build for CUDA",
+        )  # fmt: skip
+    else:
+        kind = f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "CPUs"
+        yield Finding("torch build", OK, f"for {kind}, {facts.gpus} GPU(s) here")
+    for model, device in facts.devices.items():
+        if device.startswith("cuda") and not (facts.gpus and facts.torch_cuda):
+            yield Finding(
+                "device",
+                BROKEN,
+                f"{model} computes on {device}, which is not here",
+                f"mooncake config set {model}.device=cpu",
+            )
+
+
+def shm_findings(facts: HostFacts) -> Iterator[Finding]:
+    """Only its size: what a start needs is among the checks of a start (environment.py)."""
+    size, free = facts.shm_bytes / 2**20, facts.shm_free_bytes / 2**20
+    said = f"{size:.0f} MiB, {free:.0f} MiB free"
+    if facts.shm_bytes and facts.shm_bytes < 2**30:
+        yield Finding(
+            "/dev/shm",
+            WARNING,
+            f"{said}: too small for the default sizes",
+            "enlarge it (docker: --shm-size=4g; else mount -o remount,size=4G /dev/shm), "
+            "or serve with a lower --store-bytes",
+        )
+    else:
+        yield Finding("/dev/shm", OK, said)
+    if facts.memory_free_bytes and facts.shm_needed_bytes > facts.memory_free_bytes:
+        yield Finding(
+            "memory", WARNING, f"{facts.memory_free_bytes / 2**20:.0f} MiB are available, and "
+            f"storage nodes take {facts.shm_needed_bytes / 2**20:.0f} MiB of it",
+            "lower --store-bytes, or end what uses it",
+        )  # fmt: skip
+
+
+def limit_findings(facts: HostFacts) -> Iterator[Finding]:
+    if facts.files_max < FILES_MIN:
+        yield Finding(
+            "open files",
+            BROKEN,
+            f"at most {facts.files_max}",
+            f"ulimit -n {FILES_WANTED} (systemd: LimitNOFILE=)",
+        )
+    elif facts.files_max < FILES_WANTED:
+        yield Finding(
+            "open files",
+            NOTE,
+            f"at most {facts.files_max}: some hundred clients",
+            f"ulimit -n {FILES_WANTED} (systemd: LimitNOFILE=) for more",
+        )
+    else:
+        yield Finding("open files", OK, f"at most {facts.files_max}")
+    if facts.has_rdma and facts.locked_bytes_max < facts.shm_needed_bytes:
+        yield Finding(
+            "locked memory", BROKEN, f"at most {facts.locked_bytes_max} bytes, and RDMA locks the "
+            f"{facts.shm_needed_bytes} of the storage nodes",
+            "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)",
+        )  # fmt: skip
+    if facts.threads > facts.cores:
+        yield Finding(
+            "cores",
+            NOTE,
+            f"workers compute with {facts.threads} threads on "
+            f"{facts.cores} core(s): they slow each other down",
+            "fewer workers, or a lower `threads` of each",
+        )
+    else:
+        yield Finding("cores", OK, f"{facts.cores}, workers compute with {facts.threads} threads")
+
+
+def clock_findings(facts: HostFacts) -> Iterator[Finding]:
+    if facts.is_clock_synchronised is False:
+        yield Finding(
+            "clock",
+            NOTE,
+            "the kernel does not know it to be synchronised",
+            "run chrony or ntpd where several hosts serve: certificates and logs of "
+            "hosts are compared by it",
+        )
+    elif facts.is_clock_synchronised:
+        yield Finding("clock", OK, "synchronised")
+
+
+def skew_findings(skews_s: Mapping[str, float]) -> Iterator[Finding]:
+    """Of other processes' clocks, by their address."""
+    for address, skew_s in skews_s.items():
+        if abs(skew_s) > SKEW_S_MAX:
+            yield Finding(
+                "clock",
+                WARNING,
+                f"that of {address} is {abs(skew_s):.0f} s "
+                f"{'ahead of' if skew_s > 0 else 'behind'} this host's",
+                "synchronise both (chrony, ntpd)",
+            )
+
+
+def path_findings(ways: Sequence[ProbedWay]) -> Iterator[Finding]:
+    """Of a read from one storage node of this host to another."""
+    rates = {way.transport: way.bytes_per_s for way in ways if not way.problem}
+    for way in ways:
+        subject = f"path {way.transport}"
+        said = f"{way.bytes_per_s / 1e9:.2f} GB/s, {way.latency_s * 1e6:.0f} us for a small read"
+        if way.problem and way.transport == "nixl":
+            yield Finding(
+                subject,
+                WARNING,
+                f"does not work: {way.problem}",
+                "without it other nodes are read by plain TCP; install `nixl`, and see "
+                "what the message asks for",
+            )
+        elif way.problem:
+            yield Finding(
+                subject,
+                BROKEN,
+                f"does not work: {way.problem}",
+                "see the message; storage nodes must be reachable that way",
+            )
+        elif way.bytes_per_s < RATE_WANTED:
+            yield Finding(
+                subject,
+                WARNING,
+                f"{said}: computing a prefix may be faster",
+                "end what else uses this machine, and look again",
+            )
+        elif way.transport == "nixl" and _is_no_faster(way.bytes_per_s, rates.get("tcp", 0.0)):
+            yield Finding(
+                subject, NOTE, f"{said}, hardly faster than TCP: processes may not be able to copy "
+                "from each other",
+                "run them as one user, in one PID and IPC namespace (containers: --pid=host "
+                "--ipc=host), see kernel.yama.ptrace_scope; on a busy machine look again",
+            )  # fmt: skip
+        else:
+            yield Finding(subject, OK, said)
+
+
+def _is_no_faster(rate: float, tcp_rate: float) -> bool:
+    return rate < NIXL_OVER_TCP_MIN * tcp_rate

@@ -1,0 +1,182 @@
+"""What a running system says of itself, and how long one request takes: findings with remedies.
+
+Not here: HTTP of the metrics port (backends/launcher/metrics_server.py).
+"""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from backends.doctor.finding import BROKEN, OK, WARNING, Finding
+from backends.metrics.status.view import Page, parse
+from backends.model_settings.running_system import DIRECTLY, REFUSED, RunningSettings
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import StoreError
+
+ASK_S_MAX = 10.0
+REQUEST_S_MAX = 60.0
+DIRECTORY_S_MAX = 3.0
+TTFT_S_WANTED = 2.0  # of a prompt of a few tokens
+RATE_WANTED = 200e6
+PROMPT = "It is a truth"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenTimed:
+    """One request of a few tokens, from here."""
+
+    ttft_s: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningFacts:
+    settings: RunningSettings
+    models: Mapping[str, bool]  # -> is it ready?
+    page: Page
+    clock_skew_s: float  # of the launcher's host, ahead of ours
+    rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # worker -> node -> B/s
+    request: FirstTokenTimed | None = None  # None: this host has no frontend
+
+
+def read_running(settings: RunningSettings, metrics_url: str) -> RunningFacts:
+    base = metrics_url.removesuffix("/").removesuffix("/metrics")
+    ready, skew_s = _get(f"{base}/ready")
+    page, _ = _get(f"{base}/metrics")
+    models = {each["name"]: each["is_ready"] for each in json.loads(ready)["models"]}
+    return RunningFacts(
+        settings, models, parse(page, time.monotonic()), skew_s, _rates(settings.directory),
+        timed_request(settings.http) if settings.http else None,
+    )  # fmt: skip
+
+
+def running_findings(facts: RunningFacts) -> Iterator[Finding]:
+    """Pure."""
+    silent = sorted(name for name, is_ready in facts.models.items() if not is_ready)
+    if silent:
+        yield Finding(
+            "models",
+            BROKEN,
+            f"not ready: {', '.join(silent)}",
+            "see the terminal of `mooncake serve` and its logs (.mooncake/logs-*/)",
+        )
+    else:
+        yield Finding("models", OK, f"ready: {', '.join(sorted(facts.models))}")
+    for model, state in facts.settings.models.items():
+        if state.outcome == REFUSED:
+            yield Finding(
+                "settings",
+                WARNING,
+                f"the newest edit of {model} was refused, the one "
+                f"before it goes on: {state.reason}",
+                "mooncake config check",
+            )
+    for labels in facts.page.labels_of("mooncake_worker_unreached"):
+        yield Finding(
+            "worker",
+            BROKEN,
+            f"the frontend cannot call {labels.get('worker', 'one')}",
+            "mooncake cluster status names the cause",
+        )
+    given_up = facts.page.total("mooncake_nixl_agents_given_up_total")
+    if given_up:
+        yield Finding(
+            "nixl",
+            WARNING,
+            f"{given_up:.0f} agents froze and are not used any more",
+            "restart the workers, one after the other; report it with their logs",
+        )
+    for worker, rates in facts.rates.items():
+        for node, rate in rates.items():
+            if rate < RATE_WANTED:
+                yield Finding(
+                    "path",
+                    WARNING,
+                    f"{worker} reads node {node} at {rate / 1e6:.0f} MB/s only",
+                    "see the path of `mooncake doctor` "
+                    "on a quiet host; between hosts look at network and UCX_TLS",
+                )
+    every = [rate for rates in facts.rates.values() for rate in rates.values()]
+    if every and min(every) >= RATE_WANTED:
+        yield Finding(
+            "path",
+            OK,
+            f"workers read storage nodes at {min(every) / 1e9:.2f} to "
+            f"{max(every) / 1e9:.2f} GB/s, as measured at their start",
+        )
+    yield from request_findings(facts.request)
+
+
+def request_findings(request: FirstTokenTimed | None) -> Iterator[Finding]:
+    if request is None:
+        return
+    if request.problem:
+        yield Finding(
+            "request",
+            BROKEN,
+            request.problem,
+            "mooncake status shows queues and "
+            "rejections; the first word of the error says whose fault it is",
+        )
+    elif request.ttft_s > TTFT_S_WANTED:
+        yield Finding(
+            "request",
+            WARNING,
+            f"first token after {request.ttft_s:.2f} s",
+            "mooncake status shows whether it queued; more workers, or a shorter queue",
+        )
+    else:
+        yield Finding("request", OK, f"first token after {1000 * request.ttft_s:.0f} ms")
+
+
+def timed_request(http: str) -> FirstTokenTimed:
+    """A request as a client sends it; `http`: HOST:PORT of a frontend."""
+    body = {"text_input": PROMPT, "max_tokens": 4, "stream": True}
+    asked = urllib.request.Request(
+        f"http://{http}/v2/models/conductor/generate_stream", json.dumps(body).encode()
+    )
+    started_s = time.monotonic()
+    try:
+        with DIRECTLY.open(asked, timeout=REQUEST_S_MAX) as answer:
+            for line in answer:
+                if line.startswith(b"data:"):
+                    said: dict[str, Any] = json.loads(line[5:])
+                    seconds = time.monotonic() - started_s
+                    return FirstTokenTimed(seconds, str(said.get("error", "")))
+    except urllib.error.HTTPError as error:
+        return FirstTokenTimed(problem=f"status {error.code}: {error.read(500).decode()}")
+    except (OSError, ValueError) as error:
+        return FirstTokenTimed(problem=f"no answer: {error}")
+    return FirstTokenTimed(problem="the answer ended before its first token")
+
+
+def _get(url: str) -> tuple[str, float]:
+    """The text, and how far the clock there is ahead of ours. A 503 has a text too."""
+    before_s = time.time()
+    try:
+        with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
+            text, dated = answer.read().decode(), answer.headers.get("Date", "")
+    except urllib.error.HTTPError as error:
+        text, dated = error.read().decode(), error.headers.get("Date", "")
+    middle_s = (before_s + time.time()) / 2
+    there = email.utils.parsedate_to_datetime(dated).timestamp() + 0.5 if dated else middle_s
+    return text, there - middle_s
+
+
+def _rates(directory: str) -> dict[str, dict[str, float]]:
+    """As the workers measured them when they started; {} where the directory is not asked."""
+    if not directory:
+        return {}
+    try:
+        with DirectoryClient(directory, timeout_s=DIRECTORY_S_MAX) as client:
+            return {worker.worker_id: dict(worker.transfer_bytes_per_s)
+                    for worker in client.snapshot().workers}  # fmt: skip
+    except StoreError:
+        return {}

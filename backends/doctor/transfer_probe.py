@@ -1,0 +1,114 @@
+"""How bytes get from one storage node of this host to another, and how fast: a real probe.
+
+A directory and two storage nodes with a little memory are started, read in every way, and ended.
+It is a process of its own (`python -m backends.doctor.transfer_probe`, one line of JSON), because
+NIXL and UCX may end theirs.
+
+Not here: what the figures mean (judgement.py), rates between hosts, which workers measure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mooncake_store.cli.serving import StoreProcesses
+from mooncake_store.client.store import Store
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import StoreError
+from mooncake_store.layout import KvLayout
+from mooncake_store.transports.rates import PathReport
+
+WAYS = ("mapped", "nixl", "tcp")
+SEGMENT_BYTES = 32 * 2**20
+ANSWER_S_MAX = 3.0
+ROUNDS = 3
+PROBE_S_MAX = 120.0  # a few seconds, unless the machine is very busy
+LAYOUT = KvLayout(layers=4, kv_heads=1, head_dim=1024, dtype="float32", block_tokens=4)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedWay:
+    """One way to read another node of this host."""
+
+    transport: str
+    bytes_per_s: float = 0.0  # 0: it does not work
+    latency_s: float = 0.0
+    problem: str = ""  # why it does not work
+
+
+def probe() -> list[ProbedWay]:
+    """In a process of its own; StoreError when not even a store can be started, or ends itself."""
+    with tempfile.TemporaryDirectory(prefix="mooncake-doctor-") as folder:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "backends.doctor.transfer_probe", folder],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            said, complained = child.communicate(timeout=PROBE_S_MAX)
+        except subprocess.TimeoutExpired:
+            what = f"the probe of transfers did not end within {PROBE_S_MAX:.0f} s"
+            raise StoreError(what) from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # and its directory and nodes, if any is left
+            child.communicate()
+            for segment in Path("/dev/shm").glob(f"*-{_node_name(child.pid, '*')}"):
+                segment.unlink(missing_ok=True)
+    try:
+        return [ProbedWay(**each) for each in json.loads(said.splitlines()[-1])]
+    except (IndexError, ValueError, TypeError):
+        words = complained.strip()[-500:] or "it said nothing"
+        raise StoreError(f"the probe of transfers ended with {child.returncode}: {words}") from None
+
+
+def measure(folder: Path) -> list[ProbedWay]:
+    """In this process; `folder` is for sockets and logs."""
+    options = ["--data", "127.0.0.1:0"]
+    nodes = [_node_name(os.getpid(), which) for which in ("own", "other")]
+    store = StoreProcesses(folder, nodes, SEGMENT_BYTES, None, 0, [], options)
+    try:
+        store.start()
+        return [_measured(store.address, way, *nodes) for way in WAYS]
+    finally:
+        store.stop()
+
+
+def _node_name(pid: int, which: str) -> str:
+    """Another probe, and another store of this user, has nodes of other names."""
+    return f"doctor-{pid}-{which}"
+
+
+def _measured(address: str, way: str, own: str, other: str) -> ProbedWay:
+    """The best of a few rounds: what else runs on this machine only makes it slower."""
+    try:
+        with DirectoryClient(address) as directory:
+            store = Store(directory, own, "doctor", LAYOUT, way)
+            try:
+                found = [_read(store, other) for _ in range(ROUNDS)]
+            finally:
+                store.close()
+    except StoreError as error:
+        return ProbedWay(way, problem=str(error))
+    read = [path for path in found if path is not None]
+    if not read:
+        return ProbedWay(way, problem="no read came back in time")
+    rate, latency_s = max(path.bytes_per_s for path in read), min(path.latency_s for path in read)
+    return ProbedWay(read[0].transport, rate, latency_s)
+
+
+def _read(store: Store, node: str) -> PathReport | None:
+    store.measure_rates(ANSWER_S_MAX)
+    return next((path for path in store.paths() if path.node_id == node), None)
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(each) for each in measure(Path(sys.argv[1]))]), flush=True)
+    os._exit(0)  # UCX may crash while it is taken down

@@ -1,0 +1,145 @@
+"""What facts about a host and a running system mean, and that every finding says what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from backends.doctor.finding import BROKEN, NOTE, OK, WARNING, Finding, is_broken
+from backends.doctor.host_facts import HostFacts, PackageFacts, read_host
+from backends.doctor.judgement import host_findings, skew_findings, unmet
+from backends.doctor.running_check import FirstTokenTimed, RunningFacts, running_findings
+from backends.doctor.transfer_probe import ProbedWay
+from backends.metrics.status.view import parse
+from backends.model_settings.running_system import LOADED, REFUSED, EditState, RunningSettings
+
+GIB = 2**30
+WELL = HostFacts(
+    python=(3, 11, 7), packages=(PackageFacts("torch", "2.13.0+cpu", "torch>=2.6", True),),
+    triton="/somewhere/tritonserver", torch="2.13.0+cpu", devices={"prefill_0": "cpu"},
+    shm_bytes=8 * GIB, shm_free_bytes=8 * GIB, shm_needed_bytes=2 * GIB, memory_free_bytes=16 * GIB,
+    files_max=65536, locked_bytes_max=2**16, cores=8, threads=4, is_clock_synchronised=True,
+)  # fmt: skip
+WAYS = [ProbedWay("mapped", 2e10, 5e-6), ProbedWay("nixl", 6e9, 4e-5), ProbedWay("tcp", 2e9, 6e-5)]
+SETTINGS = RunningSettings("r", {}, {}, [], ["s0"], models={"prefill_0": EditState("d", LOADED)})
+RUNNING = RunningFacts(
+    SETTINGS, {"conductor": True}, parse("", 0.0), 0.3, {"prefill_0": {"s0": 9e9, "s1": 3e9}},
+    FirstTokenTimed(0.02),
+)  # fmt: skip
+
+
+def states(facts: HostFacts, ways: list[ProbedWay] = WAYS) -> dict[str, Finding]:
+    """The findings that are not ok, by subject."""
+    found = {each.subject: each for each in host_findings(facts, ways) if each.state != OK}
+    assert all(each.remedy for each in found.values()), "a finding says what to do"
+    return found
+
+
+def test_a_host_that_is_well_has_nothing_to_say_but_ok() -> None:
+    assert states(WELL) == {} and not is_broken(host_findings(WELL, WAYS))
+    assert {each.state for each in running_findings(RUNNING)} == {OK}
+
+
+@pytest.mark.parametrize(("facts", "subject", "state"), [
+    (replace(WELL, python=(3, 9, 1)), "python", BROKEN),
+    (replace(WELL, python=(3, 14, 0)), "python", BROKEN),
+    (replace(WELL, triton_problem="no tritonserver"), "triton", BROKEN),
+    (replace(WELL, torch_cuda="13.0"), "torch build", WARNING),
+    (replace(WELL, gpus=2), "torch build", WARNING),
+    (replace(WELL, torch=""), "torch", BROKEN),
+    (replace(WELL, devices={"prefill_0": "cuda:1"}), "device", BROKEN),
+    (replace(WELL, shm_bytes=64 * 2**20), "/dev/shm", WARNING),
+    (replace(WELL, memory_free_bytes=GIB), "memory", WARNING),
+    (replace(WELL, files_max=1024), "open files", NOTE),
+    (replace(WELL, files_max=64), "open files", BROKEN),
+    (replace(WELL, has_rdma=True), "locked memory", BROKEN),
+    (replace(WELL, threads=16), "cores", NOTE),
+    (replace(WELL, is_clock_synchronised=False), "clock", NOTE),
+])  # fmt: skip
+def test_one_thing_that_is_wrong_is_one_finding(facts: HostFacts, subject: str, state: str) -> None:
+    found = states(facts)
+    assert list(found) == [subject] and found[subject].state == state
+
+
+def test_what_suits_a_gpu_is_no_finding() -> None:
+    facts = replace(WELL, gpus=1, torch_cuda="13.0", devices={"decode_0": "cuda"})
+    assert states(facts) == {}
+    assert states(replace(WELL, torch="", devices={})) == {}, "no worker has the engine torch"
+
+
+@pytest.mark.parametrize(("requirement", "version", "wrong"), [
+    ("numpy>=1.26,<2", "2.1.0", "<2"), ("numpy>=1.26,<2", "1.26.4", ""),
+    ("torch>=2.6", "2.5.9", ">=2.6"), ("torch>=2.6", "2.13.0+cpu", ""), ("torch>=2.6", "2.6", ""),
+    ("pytriton==0.7.0", "0.7", ""), ("pytriton==0.7.0", "0.7.1", "==0.7.0"),
+    ("tritonclient[grpc,http]>=2.51", "2.50.1", ">=2.51"), ("typer>=0.12", "0.9", ">=0.12"),
+    ("pyzmq", "1", ""), ("a>=1", "", ""),
+])  # fmt: skip
+def test_a_version_is_compared_by_its_numbers(requirement: str, version: str, wrong: str) -> None:
+    name = requirement.split(">")[0].split("=")[0].split("[")[0]
+    assert unmet(PackageFacts(name, version, requirement)) == wrong
+
+
+def test_a_package_that_lacks_or_is_too_old_is_broken_and_a_missing_extra_a_note() -> None:
+    packages = (
+        PackageFacts("pyzmq", "", "pyzmq>=25"), PackageFacts("nixl", "0.9", "nixl>=1.0"),
+        PackageFacts("nvidia-pytriton", "", "nvidia-pytriton==0.7.0", True),
+    )  # fmt: skip
+    found = states(replace(WELL, packages=packages))
+    assert {name: each.state for name, each in found.items()} == {
+        "pyzmq": BROKEN, "nixl": BROKEN, "nvidia-pytriton": NOTE,
+    }  # fmt: skip
+    assert found["nixl"].remedy == "pip install 'nixl>=1.0'"
+
+
+def test_a_path_that_fails_or_is_slow_is_told_from_one_that_is_well() -> None:
+    ways = [ProbedWay("mapped", 1e8, 1e-3), ProbedWay("nixl", problem="no plugin"), WAYS[2]]
+    found = states(WELL, ways)
+    assert (
+        found["path mapped"].state == WARNING and "computing a prefix" in found["path mapped"].what
+    )
+    assert found["path nixl"].state == WARNING and "no plugin" in found["path nixl"].what
+    found = states(WELL, [ProbedWay("nixl", 2.1e9, 1e-5), WAYS[2]])
+    assert found["path nixl"].state == NOTE and "ptrace_scope" in found["path nixl"].remedy
+    found = states(WELL, [ProbedWay("tcp", problem="refused")])
+    assert found["path tcp"].state == BROKEN
+
+
+def test_only_a_skew_that_whole_seconds_can_tell_is_one() -> None:
+    assert list(skew_findings({"a": 1.4, "b": -1.4})) == []
+    ahead, behind = skew_findings({"a": 30.0, "b": -5.0})
+    assert "30 s ahead of" in ahead.what and "5 s behind" in behind.what
+
+
+def test_what_a_running_system_says_of_itself_is_heard() -> None:
+    page = parse('mooncake_worker_unreached{worker="decode_0"} 1\n'
+                 "mooncake_nixl_agents_given_up_total 2\n", 0.0)  # fmt: skip
+    settings = replace(SETTINGS, models={"prefill_0": EditState("d", REFUSED, "threads is 0")})
+    facts = RunningFacts(
+        settings, {"conductor": True, "decode_0": False}, page, 0.0, {"prefill_0": {"s1": 5e7}},
+        FirstTokenTimed(problem="status 400: rejected"),
+    )  # fmt: skip
+    found = {each.subject: each for each in running_findings(facts)}
+    assert {name: each.state for name, each in found.items()} == {
+        "models": BROKEN, "settings": WARNING, "worker": BROKEN, "nixl": WARNING, "path": WARNING,
+        "request": BROKEN,
+    }  # fmt: skip
+    assert "threads is 0" in found["settings"].what and "decode_0" in found["models"].what
+    slow = replace(RUNNING, request=FirstTokenTimed(7.5))
+    assert [each.what for each in running_findings(slow) if each.state == WARNING] == [
+        "first token after 7.50 s"
+    ]
+    storage_only = replace(RUNNING, request=None)
+    assert "request" not in {each.subject for each in running_findings(storage_only)}
+
+
+def test_the_facts_of_this_host_are_those_of_this_process() -> None:
+    facts = read_host({"prefill_0": "cpu"}, 4, GIB)
+    assert facts.python[0] == 3 and facts.files_max > 0 and facts.cores >= 1
+    assert 0 < facts.shm_free_bytes <= facts.shm_bytes
+    by_name = {each.name: each for each in facts.packages}
+    import torch
+
+    assert facts.torch == by_name["torch"].version == torch.__version__
+    assert facts.torch_cuda == (torch.version.cuda or "")
+    assert not unmet(by_name["numpy"]) and not unmet(by_name["nixl"])
