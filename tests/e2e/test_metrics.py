@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.metrics.table import METRICS
+from backends.metrics.table import GATEWAY, METRICS
 from tests.e2e.causes import (
     CAUSES,
     B,
@@ -44,6 +44,8 @@ OF_A_FLEET = OF_NETWORK_CARDS | {
 # test_ssd_tier.py, test_damage.py.
 OF_AN_SSD = {"mooncake_store_spills_total", "mooncake_store_restored_blocks_total"}
 OF_DAMAGE = {"mooncake_store_bad_copies_total"}
+# Only with --openai-port: test_dashboards.py.
+OF_A_GATEWAY = {name for name, metric in METRICS.items() if GATEWAY in metric.publishers}
 # Shown only where role_flips is not off: test_roles.py.
 OF_ROLE_FLIPS = {"mooncake_workers_wanted", "mooncake_role_flips_proposed_total"}
 
@@ -78,7 +80,7 @@ def test_every_cause_moves_its_metrics(name: str, request: pytest.FixtureRequest
 def test_every_metric_of_the_table_has_a_cause() -> None:
     caused = frozenset().union(*(cause.names for cause in CAUSES.values()))
     assert caused == METRICS.keys() - (
-        OF_TENSORRT_LLM | OF_A_FLEET | OF_ROLE_FLIPS | OF_AN_SSD | OF_DAMAGE
+        OF_TENSORRT_LLM | OF_A_FLEET | OF_ROLE_FLIPS | OF_AN_SSD | OF_DAMAGE | OF_A_GATEWAY
     )
 
 
@@ -124,7 +126,7 @@ def test_the_page_is_what_prometheus_reads(demo: Server) -> None:
     declared = {
         name.removesuffix("_total"): metric for name, metric in METRICS.items()
         if not name.startswith("nv_trt_llm_")
-        and name not in OF_NETWORK_CARDS | OF_ROLE_FLIPS | {UNREACHED}
+        and name not in OF_NETWORK_CARDS | OF_ROLE_FLIPS | OF_A_GATEWAY | {UNREACHED}
     }  # fmt: skip
     # The page is put together of those of all Tritons, which say something once a second.
     with contextlib.suppress(AssertionError):
