@@ -45,6 +45,7 @@ SUPPORTED_INPUTS = (
     Tensor("sampling_parameters", "STRING"),
     Tensor("return_log_probs", "BOOL"),
     Tensor("top_logprobs", "INT32"),
+    Tensor("guided_json", "STRING"),
     Tensor("return_decision", "BOOL"),
     Tensor("return_perf_metrics", "BOOL"),
     Tensor("return_num_input_tokens", "BOOL"),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from backends.engine.batching.batching import DecodeBatching, Progress, next_chunks
 from backends.engine.interface import Engine, Work
-from backends.engine.sampling import sample
+from backends.engine.sampling import Guide, draw
 from backends.engine.sampling_params import SamplingParams
 
 Prompt = Sequence[int]
@@ -28,10 +28,13 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams],
     chunk_tokens: int = 512,
     slots_max: int = 16,
+    guides: Sequence[Guide | None] = (),
 ) -> list[list[int]]:
-    """The output tokens of each prompt. Each is what the prompt alone would get."""
+    """The output tokens of each prompt. Each is what the prompt alone would get. `guides`: of each
+    prompt, or of none."""
     outputs: list[list[int]] = [[] for _ in prompts]
-    for index, token_id in generate_tokens(engine, prompts, params, chunk_tokens, slots_max):
+    tokens = generate_tokens(engine, prompts, params, chunk_tokens, slots_max, guides)
+    for index, token_id in tokens:
         outputs[index].append(token_id)
     return outputs
 
@@ -42,6 +45,7 @@ def generate_tokens(
     params: SamplingParams | Sequence[SamplingParams],
     chunk_tokens: int = 512,
     slots_max: int = 16,
+    guides: Sequence[Guide | None] = (),
 ) -> Generator[tuple[int, int], None, None]:
     """(index of the prompt, token) as they come. Leaving early gives the pages back."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -49,6 +53,8 @@ def generate_tokens(
         str(index): TokenSequence(str(index), prompt, own)
         for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
     }
+    for index, guide in enumerate(guides):
+        sequences[str(index)].guide = guide
     batching = DecodeBatching(
         engine.pages, engine.layout.block_tokens, slots_max, max(1, len(prompts))
     )
@@ -99,9 +105,11 @@ def _step(
 
 def _append_sample(sequence: TokenSequence, logits: NDArray[np.float32]) -> int:
     position = len(sequence.output_ids)
-    token_id = sample(logits, sequence.params, position, sequence.prompt_ids, sequence.output_ids)
-    sequence.append(token_id)
-    return token_id
+    drawn = draw(
+        logits, sequence.params, position, sequence.prompt_ids, sequence.output_ids, sequence.guide
+    )
+    sequence.append(drawn.token_id)
+    return drawn.token_id
 
 
 @dataclass(slots=True)
@@ -115,6 +123,7 @@ class TokenSequence:
     computed_tokens: int = 0
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""  # "stop" (an end id, which is the last output), "length", or not yet
+    guide: Guide | None = None
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,8 @@ it has none:
 2. frequency_penalty, presence_penalty: tokens of the *output* only: minus frequency x count, minus
    presence if it occurred at all (OpenAI, vLLM; transformers has none).
 3. min_tokens: before that many output tokens the end ids are impossible. (Stop words are matched
-   on text, by the decode worker, which must ignore them as long.)
+   on text, by the decode worker, which must ignore them as long.) What a guide does not allow, a
+   JSON schema say, is impossible too.
 4. Greedy if temperature is 0 or top_k is 1: the largest logit, the lowest id among equals.
 5. temperature, top_k (0: off), top_p, min_p, in this order. Among equal logits at a cut the lower
    ids stay. vLLM applies min_p before top_p; the kept set differs only when both are set.
@@ -27,7 +28,7 @@ Not here: the parameters and their limits (sampling_params.py), when a request e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,16 @@ Integers = NDArray[np.int64]
 Floats = NDArray[Any]  # float32 or float64
 
 CANDIDATES_FEW = 1024  # top_p first looks among so many; sorting a whole vocabulary costs 10 ms
+
+
+class Guide(Protocol):
+    """What an answer is held to, behind the tokens that it has (text/guides.py)."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """By token id: whether it may come next."""
+        ...
+
+    def advance(self, token_id: int) -> None: ...
 
 
 class Drawn(NamedTuple):
@@ -54,9 +65,15 @@ def draw(
     position: int,
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
+    guide: Guide | None = None,
 ) -> Drawn:
-    """`sample`, and the logprobs that the request wants."""
-    token_id = sample(logits, params, position, prompt_ids, output_ids)
+    """`sample` among what the guide allows, which hears of the token; and the logprobs that the
+    request wants."""
+    if guide is None:
+        token_id = sample(logits, params, position, prompt_ids, output_ids)
+    else:
+        token_id = sample(logits, params, position, prompt_ids, output_ids, guide.allowed())
+        guide.advance(token_id)
     if not params.wants_logprobs:
         return Drawn(token_id, None)
     return Drawn(token_id, token_logprobs(logits, token_id, params.top_logprobs))
@@ -68,17 +85,24 @@ def sample(
     position: int,
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
+    allowed: NDArray[np.bool_] | None = None,
 ) -> int:
     """The token at `position` of the output (0: the first one). `logits` is not changed.
 
-    `output_ids` are the tokens before it; they and `prompt_ids` matter only to penalties.
+    `output_ids` are the tokens before it; they and `prompt_ids` matter only to penalties. Of
+    `allowed` tokens there must be one.
     """
     assert logits.ndim == 1, logits.shape
     assert position >= 0, position
     scores = adjusted_logits(logits, params, position, prompt_ids, output_ids)
+    if allowed is not None:
+        scores = np.where(allowed, scores, scores.dtype.type(-np.inf))
     if params.is_greedy:
         return int(np.argmax(scores))
     token_ids, probabilities = distribution(scores, params)
+    if allowed is not None:  # what is impossible was kept where there was room for it
+        is_possible = probabilities > 0.0
+        token_ids, probabilities = token_ids[is_possible], probabilities[is_possible]
     cumulative = np.cumsum(probabilities)
     drawn = uniform(params.seed, position) * cumulative[-1]
     index = int(np.searchsorted(cumulative, drawn, side="right"))

@@ -19,6 +19,7 @@ REPETITION_PENALTY_MIN = 0.01
 REPETITION_PENALTY_MAX = 100.0
 END_IDS_MAX = 64
 STOP_WORDS_MAX = 32
+GUIDED_JSON_BYTES_MAX = 64 * 1024
 STOP_WORD_BYTES_MAX = 256  # streaming holds back that much text while it could still match
 
 
@@ -53,6 +54,7 @@ class SamplingParams:
     stop_words: tuple[str, ...] = ()
     # Logprobs of each token and of so many best ones; NO_LOGPROBS: none at all.
     top_logprobs: int = NO_LOGPROBS
+    guided_json: str = ""  # the JSON schema that the answer follows; "": none
 
     @property
     def wants_logprobs(self) -> bool:
@@ -64,7 +66,8 @@ class SamplingParams:
 
     def problems(self, limits: SamplingLimits) -> list[str]:
         """All limits that the request breaks; empty if it may run."""
-        return [*_length(self, limits), *_numbers(self), *_endings(self, limits)]
+        guided = _guided(self) if self.guided_json else ()
+        return [*_length(self, limits), *_numbers(self), *_endings(self, limits), *guided]
 
 
 def _length(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:
@@ -108,6 +111,16 @@ def _numbers(params: SamplingParams) -> Iterator[str]:
         yield f"seed is {params.seed}; use 0 to {SEED_MAX}"
     if params.wants_logprobs and not 0 <= params.top_logprobs <= TOP_LOGPROBS_MAX:
         yield f"top_logprobs is {params.top_logprobs}; use 0 to {TOP_LOGPROBS_MAX}"
+
+
+def _guided(params: SamplingParams) -> Iterator[str]:
+    size_bytes = len(params.guided_json.encode("utf-8", "surrogatepass"))
+    if size_bytes > GUIDED_JSON_BYTES_MAX:
+        yield f"guided_json has {size_bytes:,} bytes; send at most {GUIDED_JSON_BYTES_MAX:,}"
+    if not params.end_ids:
+        yield "guided_json needs an end token: leave out ignore_eos and end_id -1"
+    if params.min_tokens:
+        yield "guided_json says itself when an answer is complete: leave out min_tokens"
 
 
 def _endings(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:

@@ -110,7 +110,7 @@ def parse(
         max(len(prompt_ids), 1), limits.context_tokens_max, limits.vocabulary_tokens
     )
     sampling = client_sampling.read(
-        reader, tokenizer.eos_ids, sampling_limits, limits.output_tokens_default
+        reader, tokenizer, sampling_limits, limits.output_tokens_default
     )
     is_stream, stream_interval, is_paced = _streaming(reader)
     excludes_prompt = not reader.has("exclude_input_in_output") or reader.flag(

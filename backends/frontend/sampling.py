@@ -13,6 +13,7 @@
 | `end_id` | ends at this token only, instead of the checkpoint's end tokens |
 | `stop_words` [""] | none (TensorRT-LLM's examples write it so) |
 | no `return_log_probs` | no logprobs; with them `top_logprobs` best tokens (0 unless said) |
+| no `guided_json`, or an empty one | any text; else a JSON text that follows the schema |
 | `sampling_parameters` | vLLM's JSON: the same names and `stop`; a tensor that differs wins |
 
 Not here: the limits themselves (engine/sampling_params.py).
@@ -21,10 +22,15 @@ Not here: the limits themselves (engine/sampling_params.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from backends.engine.sampling_params import SamplingLimits, SamplingParams
+from backends.engine.sampling_params import (
+    GUIDED_JSON_BYTES_MAX,
+    SamplingLimits,
+    SamplingParams,
+)
+from backends.errors import InvalidRequest
 from backends.frontend.inputs import (
     INTEGER_MAX,
     InputReader,
@@ -33,6 +39,9 @@ from backends.frontend.inputs import (
     from_json,
     shown,
 )
+from backends.text import guides
+from backends.text.json_schema import read_schema
+from backends.text.tokenizer import Tokenizer
 from backends.token_logprobs import NO_LOGPROBS, TOP_LOGPROBS_MAX
 
 NUMBERS = (
@@ -45,7 +54,7 @@ TRUE, FALSE = ("true", "1"), ("false", "0")
 
 
 def read(
-    reader: InputReader, eos_ids: tuple[int, ...], limits: SamplingLimits, tokens_default: int
+    reader: InputReader, tokenizer: Tokenizer, limits: SamplingLimits, tokens_default: int
 ) -> SamplingParams:
     """Notes every broken limit in `reader`; the result counts only if there is none."""
     said = _from_json(reader)
@@ -54,7 +63,7 @@ def read(
     if "max_tokens" not in said:
         wanted = max(tokens_default, said.get("min_tokens", 0))
         said["max_tokens"] = max(min(wanted, limits.output_tokens_max), 1)
-    end_ids = () if said.pop("ignore_eos", False) else eos_ids
+    end_ids = () if said.pop("ignore_eos", False) else tokenizer.eos_ids
     end_id = reader.integer("end_id")
     if end_id is not None:
         end_ids = () if end_id == NEVER_ENDS else (end_id,)
@@ -63,9 +72,25 @@ def read(
     params = SamplingParams(
         **said, end_ids=end_ids, stop_words=() if words == [""] else tuple(words),
         top_logprobs=_top_logprobs(reader),
+        guided_json=reader.text("guided_json", GUIDED_JSON_BYTES_MAX) or "",
     )  # fmt: skip
-    reader.problems += params.problems(limits)
+    found = params.problems(limits)
+    if params.guided_json and not found:
+        found += guide_problems(tokenizer, params.guided_json, params.end_ids)
+    reader.problems += found
     return params
+
+
+def guide_problems(tokenizer: Tokenizer, schema: str, end_ids: Sequence[int]) -> Sequence[str]:
+    """Why no worker could hold an answer to this schema. Without the package that does it nothing
+    is known here but the keywords; the prefill worker says the rest before it computes."""
+    if not guides.is_installed():
+        return [f"guided_json: {problem}" for problem in read_schema(schema)[1]]
+    try:
+        guides.guides_of(tokenizer).guide(schema, end_ids, [])
+    except InvalidRequest as error:
+        return [str(error)]
+    return []
 
 
 def _tensors(reader: InputReader) -> dict[str, Any]:

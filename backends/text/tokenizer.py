@@ -95,6 +95,10 @@ class Tokenizer:
         """What each token adds to the text, for streaming."""
         return token_bytes(self._backend)
 
+    def to_json(self) -> str:
+        """The whole of it in the format of tokenizer.json, with what was settled after reading."""
+        return str(self._backend.to_str())
+
     def _ids_of(self, name: str) -> tuple[int, ...]:
         token = self._special_tokens.get(name)
         token_id = None if token is None else self._backend.token_to_id(token)

@@ -77,7 +77,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         tokens_max = request.prompt_tokens + request.sampling.max_tokens
         job = DecodeJob(
             request, ids, client, self._tokenizer, self.process.fingerprint,
-            self.process.incarnation, self.config.block_tokens,
+            self.process.incarnation, self.config.block_tokens, self._guide(request, ids),
         )  # fmt: skip
         self.driver.check(job)
         with self.lock:
@@ -93,6 +93,9 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self.jobs[request.request_id] = job
             self.lock.notify_all()
         self.process.owners.hold(request.request_id, time.monotonic())
+
+    def _load_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
 
     def _refuse_incomplete(self, request: DecodeRequest, kv_tokens: int) -> None:
         """Exactly the blocks that its engine wants, each once: pages that nothing was read into

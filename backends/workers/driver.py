@@ -29,6 +29,7 @@ Samples = Sequence[tuple[int, int, float]]
 class Driver(ABC, Generic[W, J]):
     engine: ServingEngine
     is_native: bool = False  # the engine hands KV over by itself
+    draws_by_guide: bool = False  # tokens are drawn here, so a guide (text/guides.py) is of use
     _worker: W  # from `begin` on
 
     @property

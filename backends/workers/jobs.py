@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from backends.engine.sampling import Guide
 from backends.metrics.page import Observations
 from backends.text.text_stream import Emission, TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
@@ -58,6 +59,7 @@ class Job(Generic[R, C]):
     submitted_s: float
     is_loading: bool = False  # a loader writes into its pages
     is_stopped: bool = False
+    guide: Guide | None = None  # behind the tokens that the request came with, and those drawn here
     error: Exception | None = None  # it failed with this, and leaves
     request_id: str = field(init=False)
 
@@ -171,8 +173,9 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         fingerprint: str,
         incarnation: str,
         block_tokens: int,
+        guide: Guide | None = None,
     ) -> None:
-        super().__init__(request=request, client=client, submitted_s=time.monotonic())
+        super().__init__(request=request, client=client, submitted_s=time.monotonic(), guide=guide)
         self._incarnation = incarnation
         self.token_ids: list[int] = ids.tolist()
         self.tokens_given = len(self.token_ids)  # prompt, and what the client had before

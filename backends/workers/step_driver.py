@@ -70,6 +70,7 @@ def take_step(
 
 class StepPrefill(Driver[PrefillWorker, PrefillJob]):
     engine: Engine
+    draws_by_guide = True
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -152,13 +153,14 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
     def _sample(self, job: PrefillJob, logits: np.ndarray) -> int:
         prompt = job.token_ids[: job.request.prompt_tokens].tolist()
         output = job.token_ids[job.request.prompt_tokens :].tolist()
-        drawn = draw(logits, job.request.sampling, len(output), prompt, output)
+        drawn = draw(logits, job.request.sampling, len(output), prompt, output, job.guide)
         job.logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
         return drawn.token_id
 
 
 class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
     engine: Engine
+    draws_by_guide = True
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -194,7 +196,7 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
             try:
                 drawn = draw(
                     logits[row], job.request.sampling, len(job.output_ids), job.prompt_ids,
-                    job.output_ids,
+                    job.output_ids, job.guide,
                 )  # fmt: skip
                 if drawn.logprobs is not None:
                     job.drawn_logprobs.append(drawn.logprobs)

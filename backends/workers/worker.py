@@ -17,8 +17,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-from backends.config_pbtxt import DecodeConfig, PrefillConfig
+import numpy as np
+
+from backends.config_pbtxt import DecodeConfig, PrefillConfig, checkpoint_folder
 from backends.engine.batching.batching import Admission
+from backends.engine.sampling import Guide
 from backends.errors import (
     InvalidRequest,
     Overloaded,
@@ -26,12 +29,21 @@ from backends.errors import (
     WorkerGone,
     WorkerUnavailable,
 )
+from backends.text.guides import Guides
+from backends.text.tokenizer import Tokenizer
 from backends.workers.driver import Driver
 from backends.workers.jobs import Job
 from backends.workers.kv_loader import KvLoader, PageGuard
 from backends.workers.kv_writer import KvWriter
 from backends.workers.lasting_parts import LastingParts
-from backends.workers.protocol import DrainWorker, Stop, TakeRole, WorkerMessage
+from backends.workers.protocol import (
+    DecodeRequest,
+    DrainWorker,
+    PrefillRequest,
+    Stop,
+    TakeRole,
+    WorkerMessage,
+)
 from backends.workers.worker_process import WorkerProcess
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import PageLayout
@@ -61,6 +73,8 @@ class JobWorker(ABC, Generic[J]):
         parts: LastingParts | None = None,
     ) -> None:
         self.driver = driver
+        self._checkpoint = checkpoint_folder(config.checkpoint, repository)
+        self._guides = Guides(self._load_tokenizer, driver.engine.vocabulary_tokens)
         self.lock = threading.Condition()  # guards jobs, batching, pages and the driver's state
         self.jobs: dict[str, J] = {}
         self.is_closing = False
@@ -192,6 +206,19 @@ class JobWorker(ABC, Generic[J]):
             raise WorkerGone(f"{name} is being drained")
         if job.request_id in self.jobs:
             raise InvalidRequest(f"request id {job.request_id} is being served already")
+
+    def _load_tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self._checkpoint)
+
+    def _guide(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray) -> Guide | None:
+        """What holds the answer to its schema, behind the tokens that the answer has by now: so it
+        goes on where another worker stopped. Raises InvalidRequest. Not with the lock held: a
+        schema that is new takes some milliseconds."""
+        sampling = request.sampling
+        if not sampling.guided_json or not self.driver.draws_by_guide:
+            return None
+        output_ids = ids[request.prompt_tokens :].tolist()
+        return self._guides.guide(sampling.guided_json, sampling.end_ids, output_ids)
 
     def _queue_full(self, waiting: str) -> Overloaded:
         return Overloaded(

@@ -41,7 +41,7 @@ from backends.engine.trtllm.package import (
     remove_mpi_leftovers,
     turn_to_start,
 )
-from backends.engine.trtllm.sampling import Sampler, llm_sampling
+from backends.engine.trtllm.sampling import Sampler, guided_refusal, llm_sampling
 from backends.engine.trtllm.settings import (
     EngineSpec,
     TrtllmConfig,
@@ -50,7 +50,7 @@ from backends.engine.trtllm.settings import (
 )
 from backends.engine.trtllm.staging_pool import PoolProblem, StagingPool
 from backends.engine.trtllm.stats import IterationStats
-from backends.errors import ConfigError
+from backends.errors import ConfigError, InvalidRequest
 from mooncake_store.layout import LayerRange
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class TrtllmEngine:
         try:
             choose_gpus(os.environ, config.gpus)
             self._package = package.load()
-            self._sampler = Sampler.of(self._package.version, options)
+            self._sampler, self._options = Sampler.of(self._package.version, options), options
             # The fingerprint's field for all that makes one rank's pages unlike another's.
             self.tp_shape = pages_description(
                 self._package.version, config, spec.dtype, options_that_reach_kv(options)
@@ -206,8 +206,14 @@ class TrtllmEngine:
     ) -> Any:
         """Raises InvalidRequest for what this release, or its sampler, does not do."""
         return llm_sampling(
-            self._package.sampling_params, self._sampler, params, position, tokens, prompt_tokens
-        )
+            self._package.sampling_params, self._sampler, params, position, tokens, prompt_tokens,
+            self._guided(params, position) if params.guided_json else None,
+        )  # fmt: skip
+
+    def _guided(self, params: SamplingParams, position: int) -> Any:
+        if refusal := guided_refusal(self._options, self.config.handoff, position):
+            raise InvalidRequest(refusal)
+        return self._package.guided(params.guided_json)
 
     def native_params(self, request_id: str, state: bytes) -> Any:
         cls = self._package.disaggregated_params

@@ -33,7 +33,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from backends.engine.trtllm.settings import OBJECTS, EngineSpec, TrtllmConfig
+from backends.engine.trtllm.settings import GUIDED_BACKEND, OBJECTS, EngineSpec, TrtllmConfig
+from backends.errors import InvalidRequest
 
 MISSING = (
     "engine is 'tensorrt_llm', but the package tensorrt_llm is not installed. Its wheels are on "
@@ -96,6 +97,13 @@ class Package:
         """An object of this configuration class, with the keywords that this release knows."""
         cls = self._class(name)
         return cls(**only_accepted(cls, keywords))
+
+    def guided(self, schema: str) -> Any:
+        """What its SamplingParams say of a JSON schema."""
+        try:
+            return self._class("GuidedDecodingParams")(json=schema)
+        except PackageProblem as problem:
+            raise InvalidRequest(f"guided_json: {problem}") from None
 
     def unknown(self, name: str, keywords: Iterable[str]) -> list[str]:
         """Those of `keywords` that this configuration class does not have."""
@@ -225,7 +233,8 @@ def llm_arguments(
     ]  # fmt: skip
     arguments: dict[str, Any] = {
         "model": str(folder),
-        "skip_tokenizer_init": True,  # tokens in, tokens out: text is the workers'
+        # Tokens in, tokens out: text is the workers'. Only a grammar wants the vocabulary.
+        "skip_tokenizer_init": not options.get(GUIDED_BACKEND),
         "tensor_parallel_size": config.tp_size,
         "dtype": spec.dtype,
         "max_seq_len": context_tokens_max,

@@ -32,6 +32,7 @@ from typing import Any
 
 from backends.engine.sampling_params import SEED_MAX, SamplingParams
 from backends.engine.trtllm.package import accepted
+from backends.engine.trtllm.settings import GUIDED_BACKEND
 from backends.errors import InvalidRequest
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads positions over all seeds
@@ -40,7 +41,7 @@ NEVER = -1  # an end id that no token has
 
 def llm_sampling(
     cls: Any, sampler: Sampler, params: SamplingParams, position: int, tokens: int,
-    prompt_tokens: int,
+    prompt_tokens: int, guided: Any = None,
 ) -> Any:  # fmt: skip
     """`cls` (tensorrt_llm.SamplingParams) for the next `tokens` tokens after `position` of them.
 
@@ -73,6 +74,8 @@ def llm_sampling(
     ):  # fmt: skip
         if getattr(params, name) != neutral:
             wanted[name] = getattr(params, name)
+    if guided is not None:
+        wanted["guided_decoding"] = guided
     if params.presence_penalty or params.frequency_penalty:
         wanted["prompt_ignore_length"] = prompt_tokens
     if params.is_greedy:
@@ -91,6 +94,22 @@ def llm_sampling(
             raise InvalidRequest(f"this TensorRT-LLM does not support {', '.join(missing)}")
         keywords = {name: value for name, value in keywords.items() if name in known}
     return cls(**keywords, **wanted)
+
+
+def guided_refusal(options: Mapping[str, Any], handoff: str, position: int) -> str:
+    """Why an answer cannot be held to a schema there, or nothing.
+
+    TensorRT-LLM's grammar begins with the generation of its own request. The first token of an
+    answer reaches a decode engine as generated only where the engines hand over by themselves;
+    through the store it comes as the end of a prompt, as do the tokens that a lost attempt left.
+    """
+    if not options.get(GUIDED_BACKEND):
+        return f"guided_json needs {GUIDED_BACKEND} in llm_options of the workers"
+    if handoff != "native":
+        return "guided_json needs handoff native: TensorRT-LLM begins its grammar anew in decode"
+    if position:
+        return "guided_json: TensorRT-LLM cannot go on with an answer that was begun; ask again"
+    return ""
 
 
 HEEDS_ALL = "TRTLLMSampler"

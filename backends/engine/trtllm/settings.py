@@ -20,9 +20,11 @@ from typing import Any, Protocol
 HANDOFFS = ("store", "native")
 TRANSCEIVERS = ("DEFAULT", "NIXL", "UCX", "MOONCAKE", "MPI")
 
+GUIDED_BACKEND = "guided_decoding_backend"  # of llm_options; where it is not set nothing is guided
+
 # What another parameter of config.pbtxt says.
 SAID_ELSEWHERE = {
-    "model": "checkpoint", "tokenizer": "checkpoint", "skip_tokenizer_init": "nothing: always true",
+    "model": "checkpoint", "tokenizer": "checkpoint", "skip_tokenizer_init": GUIDED_BACKEND,
     "dtype": "dtype", "tensor_parallel_size": "tp_size", "max_batch_size": "slots",
     "max_num_tokens": "chunk_tokens", "max_seq_len": "context_tokens_max",
     "kv_connector_config": "nothing: it is ours", "cache_transceiver_config": "handoff",

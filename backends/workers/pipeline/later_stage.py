@@ -23,10 +23,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from backends.config_pbtxt import PrefillConfig
+from backends.config_pbtxt import PrefillConfig, checkpoint_folder
 from backends.engine.interface import Work
 from backends.engine.sampling import Drawn, draw
 from backends.errors import WorkerGone
+from backends.text.guides import Guides
+from backends.text.tokenizer import Tokenizer
 from backends.workers.kv_loader import KvLoader
 from backends.workers.kv_writer import BlockPut, KvWriter
 from backends.workers.pipeline import group
@@ -62,6 +64,8 @@ class StageWorker:
     ) -> None:
         self.config = config
         self._engine = engine = driver.engine
+        checkpoint = checkpoint_folder(config.checkpoint, repository)
+        self._guides = Guides(lambda: Tokenizer.load(checkpoint), engine.vocabulary_tokens)
         self._lock = threading.Condition()  # guards what the inbox and loaders change
         self._newest_epoch = self._epoch = ""
         self._expected = 0  # number of the next step
@@ -270,7 +274,10 @@ class StageWorker:
                 self._lose_place()
         else:
             logits = self._engine.forward_last(works, hidden, on_layer)
-            sampled = [_sampled(work, row) for work, row in zip(step.works, logits, strict=True)]
+            sampled = [
+                _sampled(work, row, self._guides)
+                for work, row in zip(step.works, logits, strict=True)
+            ]
             computed = StageComputed(
                 epoch=step.epoch,
                 number=step.number,
@@ -318,15 +325,18 @@ def _put(work: StageWork) -> BlockPut:
     )  # fmt: skip
 
 
-def _sampled(work: StageWork, logits: np.ndarray) -> tuple[Drawn, str]:
+def _sampled(work: StageWork, logits: np.ndarray, guides: Guides) -> tuple[Drawn, str]:
     """(token, what went wrong): one request must not fail its neighbours in the step."""
     last: LastTokens | None = work.last
     if last is None:
         return NO_TOKEN, ""
     prompt = np.frombuffer(last.prompt_ids, np.int32).tolist()
     output = np.frombuffer(last.output_ids, np.int32).tolist()
+    sampling, guide = last.sampling, None
     try:
-        return draw(logits, last.sampling, len(output), prompt, output), ""
+        if sampling.guided_json:
+            guide = guides.guide(sampling.guided_json, sampling.end_ids, output)
+        return draw(logits, sampling, len(output), prompt, output, guide), ""
     except Exception as error:  # edge: see above
         log.exception("sampling of %s failed", work.request_id)
         return NO_TOKEN, f"sampling failed: {error!r}"

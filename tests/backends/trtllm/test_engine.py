@@ -23,7 +23,7 @@ from backends.engine.trtllm.llm_thread import Order
 from backends.engine.trtllm.measuring import Stopwatch
 from backends.engine.trtllm.messages import ENVIRONMENT
 from backends.engine.trtllm.settings import TrtllmConfig
-from backends.errors import ConfigError
+from backends.errors import ConfigError, InvalidRequest
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.trtllm.specs import decode_spec, prefill_spec
 
@@ -98,6 +98,29 @@ def test_a_decode_engine_that_hands_over_natively_has_no_pool_to_speak_of(
     assert len(made.kv_pool) == made.layout.block_bytes
     assert made.measured_decode(0.0)
     made.close()
+
+
+def test_a_schema_is_translated_where_its_grammar_sees_the_whole_answer(fake_package: None) -> None:
+    guided = SamplingParams(max_tokens=3, end_ids=(1,), guided_json='{"type": "null"}')
+    with_backend = '{"guided_decoding_backend": "xgrammar"}'
+    made = engine(
+        prefill_spec(kv_pages=4), TrtllmConfig(handoff="native", llm_options=with_backend)
+    )
+    assert made.sampling(guided, 0, 1).guided_decoding.json == '{"type": "null"}'
+    with pytest.raises(InvalidRequest, match="cannot go on with an answer that was begun"):
+        made.sampling(guided, 2, 1)
+    made.close()
+    for config, words in (
+        (TrtllmConfig(handoff="native"), "needs guided_decoding_backend in llm_options"),
+        (TrtllmConfig(llm_options=with_backend), "needs handoff native"),
+    ):
+        made = engine(prefill_spec(kv_pages=4), config)
+        assert made.sampling(SamplingParams(max_tokens=3), 0, 1).guided_decoding is None
+        with pytest.raises(InvalidRequest, match=words):
+            made.sampling(guided, 0, 1)
+        with pytest.raises(InvalidRequest, match="say no logprobs"):
+            made.sampling(SamplingParams(max_tokens=3, top_logprobs=0), 0, 1)
+        made.close()
 
 
 def test_speed_is_measured_within_the_context_that_the_engine_was_given(

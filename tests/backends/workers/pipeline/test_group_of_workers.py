@@ -16,9 +16,12 @@ import pytest
 
 from backends.config_pbtxt import checkpoint_folder
 from backends.engine.generate import generate
+from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
+from backends.text.tokenizer import Tokenizer
+from backends.token_logprobs import token_logprobs
 from backends.workers.pipeline import first_stage
 from backends.workers.protocol import GroupBegins, PrefixWanted, StageBeat
 from conductor import Conductor, ConductorConfig
@@ -70,6 +73,27 @@ def test_prompts_with_and_without_a_cached_prefix_get_the_tokens_of_the_whole_mo
             assert reply is not None
             cached_blocks = (len(prompt) - 1) // 16 if turn else 0
             assert reply.cached_tokens >= cached_blocks * 16, "every stage had its layers"
+    group.wait_until_idle()
+
+
+def test_the_last_stage_says_logprobs_and_holds_the_token_to_the_schema(group: Pair) -> None:
+    prompt = [31, 57, 90] * 30
+    free = group.ask(prompt, max_tokens=1, top_logprobs=2)
+    [token_id] = free.wait()
+    guided = group.ask(prompt, max_tokens=1, end_ids=(0,), guided_json='{"const": true}')
+    tokenizer = Tokenizer.load(checkpoint_folder("demo", ""))
+    [first] = guided.wait()
+    assert first != token_id and "true".startswith(tokenizer.decode([first]))
+    assert free.prefill_reply is not None and guided.prefill_reply is not None
+    [found] = free.prefill_reply.logprobs
+    pages = whole_engine().pages.take(6)
+    assert pages is not None
+    expected = token_logprobs(whole_engine().forward([Work(prompt, 0, pages)])[0], token_id, 2)
+    whole_engine().pages.release(pages)
+    assert found.top_ids == expected.top_ids and found.top_ids[0] == token_id
+    assert found.log_prob == pytest.approx(expected.log_prob, abs=1e-4)
+    assert found.top_log_probs == pytest.approx(expected.top_log_probs, abs=1e-4)
+    assert guided.prefill_reply.logprobs == []
     group.wait_until_idle()
 
 

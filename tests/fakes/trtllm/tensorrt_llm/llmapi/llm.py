@@ -39,6 +39,11 @@ class DisaggregatedParams:
 
 
 @dataclass(kw_only=True)
+class GuidedDecodingParams:
+    json: str | None = None
+
+
+@dataclass(kw_only=True)
 class SamplingParams:
     end_id: int | None = None
     pad_id: int | None = None
@@ -60,6 +65,7 @@ class SamplingParams:
     frequency_penalty: float | None = None
     prompt_ignore_length: int | None = None
     detokenize: bool = True
+    guided_decoding: GuidedDecodingParams | None = None
 
 
 @dataclass

@@ -84,6 +84,7 @@ class TorchLlmArgs:
     enable_iter_perf_stats: bool = False
     iter_stats_max_iterations: int | None = None
     return_perf_metrics: bool = False
+    guided_decoding_backend: str | None = None
     cache_transceiver_config: CacheTransceiverConfig | None = None
     kv_connector_config: KvCacheConnectorConfig | None = None
     env_overrides: dict[str, str] | None = None

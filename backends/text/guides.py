@@ -1,0 +1,165 @@
+"""Answers that follow a JSON schema: which tokens may come next, by llguidance.
+
+A grammar is compiled of the schema and of the tokenizer's vocabulary, once for each schema; a
+`SchemaGuide` is one answer's place in it. The place follows from the tokens of the answer alone, so
+whoever goes on with an answer (decode behind prefill, another pair behind a lost one) gives these
+tokens and stands where the other stood.
+
+An end id may come where the answer is complete and nowhere else, whichever tokens the request
+chose as end ids. Between two parts of an answer there is one space, or a new line and what it is
+indented by, or nothing: where a small model may, it fills the rest of its context with white space.
+
+llguidance is an optional extra (`guided`). Not here: which schemas are refused before it sees them
+(json_schema.py), drawing among the tokens (engine/sampling.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.errors import InvalidRequest
+from backends.extras import install_line
+from backends.text.json_schema import constraints_of, keywords_in, read_schema
+from backends.text.tokenizer import Tokenizer
+
+GRAMMARS_MAX = 64  # compiled ones that are kept; each takes a few 100 KB
+INDENTATION_MAX = 16
+MISSING = (
+    "guided_json needs the package llguidance, which this server does not have: "
+    f"{install_line('guided')}"
+)
+OPTIONS: dict[str, Any] = {
+    "whitespace_pattern": rf"(\x20|\r?\n[\x20\t]{{0,{INDENTATION_MAX}}})",
+    "coerce_one_of": False,
+    "lenient": False,
+    # Not \\u: with it a key passes for another name than the one that it is ("\\u0061" for "a").
+    "json_allowed_escapes": '"\\bfnrt',
+}
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("llguidance") is not None
+
+
+class SchemaGuide:
+    """One answer's place in its grammar. Used by one thread at a time."""
+
+    def __init__(self, matcher: Any, vocabulary: _Vocabulary, end_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._end_ids = list(end_ids)
+        self._is_over = False
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """By token id: whether it may come next. Raises InvalidRequest where the grammar got lost,
+        which happens to schemas that only their answers show to be too large."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise InvalidRequest(f"guided_json: {_first_line(self._matcher.get_error())}")
+        tokens = self._vocabulary.tokens
+        allowed = np.unpackbits(bits, count=tokens, bitorder="little").view(np.bool_)
+        is_complete = bool(allowed[self._vocabulary.eos_ids].any())
+        allowed[self._vocabulary.eos_ids] = False
+        allowed[self._end_ids] = is_complete
+        if not allowed.any():
+            raise InvalidRequest("guided_json: the model has no token that goes on with the answer")
+        return allowed
+
+    def advance(self, token_id: int) -> None:
+        """This token has come."""
+        if token_id in self._end_ids:
+            self._is_over = True
+        elif self._is_over or not self._matcher.consume_token(token_id):
+            raise InvalidRequest(f"guided_json: token {token_id} is not in the grammar there")
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance wants it, with as many tokens as there are logits."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: int) -> None:
+        import llguidance
+
+        if not tokenizer.eos_ids:
+            raise InvalidRequest("guided_json needs a checkpoint with an end token")
+        self.tokens = tokens
+        self.eos_ids = [token_id for token_id in tokenizer.eos_ids if token_id < tokens]
+        self.tokenizer = llguidance.LLTokenizer(
+            tokenizer.to_json(), n_vocab=tokens, eos_token=self.eos_ids
+        )
+
+
+class Guides:
+    """Of one model. Thread-safe."""
+
+    def __init__(self, tokenizer: Callable[[], Tokenizer], vocabulary_tokens: int) -> None:
+        """`tokenizer` is called when the first request wants a guide: most want none."""
+        self._tokenizer = tokenizer
+        self._tokens = vocabulary_tokens
+        self._lock = threading.Lock()
+        self._vocabulary: _Vocabulary | None = None
+        self._matchers: OrderedDict[str, Any] = OrderedDict()  # none has been given a token
+
+    def guide(self, schema: str, end_ids: Sequence[int], output_ids: Sequence[int]) -> SchemaGuide:
+        """Behind these tokens of an answer. Raises InvalidRequest with what is in the way."""
+        if not is_installed():
+            raise InvalidRequest(MISSING)
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = _Vocabulary(self._tokenizer(), self._tokens)
+            matcher = self._matchers.get(schema)
+            if matcher is None:
+                matcher = self._matchers[schema] = self._compiled(schema, self._vocabulary)
+                if len(self._matchers) > GRAMMARS_MAX:
+                    self._matchers.popitem(last=False)
+            self._matchers.move_to_end(schema)
+            guide = SchemaGuide(matcher.deep_copy(), self._vocabulary, end_ids)
+        for token_id in output_ids:
+            guide.advance(token_id)
+        return guide
+
+    def _compiled(self, text: str, vocabulary: _Vocabulary) -> Any:
+        import llguidance
+
+        schema, problems = read_schema(text)
+        if problems:
+            raise InvalidRequest([f"guided_json: {problem}" for problem in problems])
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps(constraints_of(schema)), overrides=OPTIONS
+        )
+        matcher = llguidance.LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some mistakes only show here
+        if matcher.is_error():
+            said = _first_line(matcher.get_error())
+            keywords = sorted(keywords_in(schema))
+            raise InvalidRequest(
+                f"guided_json cannot be followed: {said} (its keywords: {', '.join(keywords)})"
+            )
+        return matcher
+
+
+@lru_cache(maxsize=4)
+def guides_of(tokenizer: Tokenizer) -> Guides:
+    """For who has a tokenizer and no model: the frontend, which refuses."""
+    return Guides(lambda: tokenizer, tokenizer.vocabulary_tokens)
+
+
+def _first_line(error: str) -> str:
+    """Of a regex that cannot be parsed the last one; states of the parser are left out."""
+    lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
+    if not lines:
+        return "it leaves no answer"
+    if lines[0].startswith("regex parse error"):
+        return f"pattern: {lines[-1]}"
+    if "NoExtension" in lines[0]:
+        return "it leaves no answer"
+    return lines[0][:200]

@@ -1,0 +1,229 @@
+"""Guides: whatever is drawn among what they allow validates, or the schema was refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.errors import InvalidRequest
+from backends.text import guides
+from backends.text.guides import Guides, guides_of
+from backends.text.json_schema import KEYWORDS, UNSUPPORTED, keywords_in
+from backends.text.tokenizer import Tokenizer
+from tests.backends.small_tokenizers import DEMO
+from tests.backends.text.schemas import schemas
+
+TOKENIZER = Tokenizer.load(DEMO)
+GUIDES = guides_of(TOKENIZER)
+END_IDS = TOKENIZER.eos_ids
+TOKENS_MAX = 400
+# Where one of these may come a random answer comes to an end.
+CLOSING = [*END_IDS, *(token_id for text in ('"', "}", "]") for token_id in TOKENIZER.encode(text))]
+
+
+def drawn_at_random(text: str, chance: np.random.Generator) -> str | None:
+    """An answer that a model could give which likes every token alike; None: it is too long."""
+    guide, output_ids = GUIDES.guide(text, END_IDS, []), list[int]()
+    for count in range(TOKENS_MAX):
+        allowed = guide.allowed()
+        closing = [token_id for token_id in CLOSING if allowed[token_id]]
+        if closing and chance.random() < count / 40:
+            token_id = int(closing[0] if count > 40 else chance.choice(closing))
+        else:
+            token_id = int(chance.choice(np.flatnonzero(allowed)))
+        if token_id in END_IDS:
+            return TOKENIZER.decode(output_ids)
+        guide.advance(token_id)
+        output_ids.append(token_id)
+    return None
+
+
+def check_refusal(error: InvalidRequest, schema: dict[str, Any]) -> None:
+    """It names a keyword of the schema."""
+    named = set(re.findall(r"[\w$-]+", str(error)))
+    said = set(map(str, schema)) | keywords_in(schema) | KEYWORDS | UNSUPPORTED
+    assert str(error).startswith("guided_json") and named & said, str(error)
+
+
+def check_validates(text: str, schema: dict[str, Any]) -> None:
+    jsonschema.validate(json.loads(text), schema)
+
+
+def check(schema: dict[str, Any], seed: int) -> bool:
+    """Whether it could be followed."""
+    chance = np.random.default_rng(seed)
+    text = json.dumps(schema)
+    try:
+        GUIDES.guide(text, END_IDS, [])
+    except InvalidRequest as error:
+        check_refusal(error, schema)
+        return False
+    for _ in range(3):
+        answer = drawn_at_random(text, chance)
+        if answer is not None:
+            check_validates(answer, schema)
+    return True
+
+
+@given(schemas(), st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_random_answers_validate_or_the_schema_is_refused_by_name(
+    schema: dict[str, Any], seed: int
+) -> None:
+    check(schema, seed)
+
+
+@pytest.mark.long
+@given(schemas(), st.integers(0, 2**32))
+@settings(max_examples=1_000)
+def test_random_answers_to_a_thousand_schemas_validate(schema: dict[str, Any], seed: int) -> None:
+    check(schema, seed)
+
+
+def follow(schema: dict[str, Any], answer: str, end_ids: tuple[int, ...] = END_IDS) -> Any:
+    """A guide behind this text, token by token: each of its tokens must be allowed."""
+    guide = GUIDES.guide(json.dumps(schema), end_ids, [])
+    for token_id in TOKENIZER.encode(answer):
+        assert guide.allowed()[token_id], (answer, token_id)
+        guide.advance(token_id)
+    return guide
+
+
+ONE_NAME = {
+    "type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+def test_an_end_id_may_come_where_the_answer_is_complete_and_nowhere_else() -> None:
+    dot = TOKENIZER.encode(".")[0]
+    for end_ids in (END_IDS, (dot,), (*END_IDS, dot)):
+        begun = follow(ONE_NAME, '{"name": "x', end_ids).allowed()
+        assert not begun[list(end_ids)].any() and not begun[list(END_IDS)].any()
+        complete = follow(ONE_NAME, '{"name": "x"}', end_ids).allowed()
+        assert np.flatnonzero(complete).tolist() == sorted(end_ids)
+
+
+def test_a_guide_that_is_made_of_the_tokens_so_far_stands_where_the_first_one_stood() -> None:
+    text = json.dumps(ONE_NAME)
+    output_ids = TOKENIZER.encode('{ "name": "ab\\"c')
+    first = GUIDES.guide(text, END_IDS, [])
+    for count, token_id in enumerate(output_ids):
+        again = GUIDES.guide(text, END_IDS, output_ids[:count])
+        np.testing.assert_array_equal(again.allowed(), first.allowed())
+        first.advance(token_id)
+
+
+def test_guides_of_one_schema_do_not_know_of_each_other() -> None:
+    text = json.dumps({"enum": ["ab", "cd"]})
+    one, other = GUIDES.guide(text, END_IDS, []), GUIDES.guide(text, END_IDS, [])
+    for token_id in TOKENIZER.encode('"ab"'):
+        one.advance(token_id)
+    assert one.allowed()[list(END_IDS)].all()
+    assert other.allowed()[TOKENIZER.encode('"')[0]]
+
+
+def test_tokens_that_are_not_of_the_answer_are_refused_by_a_worker() -> None:
+    with pytest.raises(InvalidRequest, match=r"token .* is not in the grammar there"):
+        GUIDES.guide(json.dumps(ONE_NAME), END_IDS, TOKENIZER.encode("[1]"))
+
+
+def test_logits_without_a_token_are_never_allowed() -> None:
+    wider = Guides(lambda: TOKENIZER, TOKENIZER.vocabulary_tokens + 100)
+    allowed = wider.guide("{}", END_IDS, []).allowed()
+    assert len(allowed) == TOKENIZER.vocabulary_tokens + 100
+    assert allowed.any() and not allowed[TOKENIZER.vocabulary_tokens :].any()
+
+
+def test_a_key_cannot_pass_for_another_name_by_an_escape() -> None:
+    guide = follow({"type": "object", "properties": {"a": {"type": "integer"}}}, '{"\\')
+    assert not guide.allowed()[TOKENIZER.encode("u")[0]]
+
+
+def test_white_space_is_a_space_or_a_line_with_its_indentation() -> None:
+    follow(ONE_NAME, '{\n    "name": "x"\n}')
+    guide = follow(ONE_NAME, "{\n")
+    assert not guide.allowed()[TOKENIZER.encode("\n")[-1]]
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ('{"type": "object", "properties": {"a": {"not": {}}}}', "not at #/properties/a: "),
+        ('{"minimun": 1}', "minimun at #: .*did you mean minimum"),
+        ('{"items": {"uniqueItems": true}}', "uniqueItems at #/items: it is not supported"),
+        ('{"type": "string", "minLength": -1}', "minLength at #: it must be a whole number"),
+        ('{"minimum": "3"}', "minimum at #: it must be a number"),
+        ('{"minimum": NaN}', "NaN is no JSON"),
+        ('{"maximum": 1e999}', "Out of range"),
+        ('{"type": "int"}', "type at #: use some of null"),
+        ('{"$ref": "#/$defs/b", "$defs": {"a": {}}}', r"\$ref at #: there is no schema #/\$defs/b"),
+        ('{"$ref": "#/x-a", "x-a": {"minProperties": 3}}', r"\$ref at #: there is no schema #/x-a"),
+        ('{"$ref": "#/const", "const": {"type": "null"}}', r"\$ref at #: there is no schema"),
+        ('{"$ref": "#"}', "it leaves no answer .*ref"),
+        ('{"allOf": [{"$ref": "#"}]}', "it leaves no answer .*allOf"),
+        ('{"enum": []}', "enum at #: "),
+        ('{"const": "\\u0001"}', "const at #: control characters"),
+        ('{"type": "integer", "enum": ["a"]}', "incompatible types .*enum, type"),
+        ('{"$schema": "http://json-schema.org/draft-04/schema#"}', r"\$schema at #: use a draft"),
+        ('{"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{}]}',
+         "prefixItems at #: it means nothing in "),
+        ("[]", "it is no JSON object"),
+        ("true", "it is no JSON object"),
+        ("{", "it is not valid JSON"),
+        ('{"items": ' * 70 + "{}" + "}" * 70, "nested 71 deep; use at most 60"),
+        ('{"items": ' * 5000 + "{}" + "}" * 5000, "it is not valid JSON: .*recursion"),
+        ('{"a1": 0, "a2": 0, "a3": 0, "a4": 0, "a5": 0, "a6": 0, "a7": 0}', "and 2 more"),
+    ],
+)  # fmt: skip
+def test_what_is_in_the_way_of_a_schema_is_named(schema: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as refusal:
+        GUIDES.guide(schema, END_IDS, [])
+    assert str(refusal.value).startswith("guided_json")
+
+
+def test_annotations_and_extensions_of_others_are_no_hindrance() -> None:
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#", "$id": "urn:x", "title": "t",
+        "description": "d", "type": "integer", "default": 3, "examples": [1], "x-order": 4,
+        "uniqueItems": False, "minimum": 3, "maximum": 3,
+    }  # fmt: skip
+    follow(schema, "3")
+
+
+def test_a_grammar_is_compiled_once_and_only_the_latest_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[str] = []
+
+    class Counted(Guides):
+        def _compiled(self, text: str, vocabulary: Any) -> Any:
+            compiled.append(text)
+            return super()._compiled(text, vocabulary)
+
+    monkeypatch.setattr(guides, "GRAMMARS_MAX", 2)
+    counted = Counted(lambda: TOKENIZER, TOKENIZER.vocabulary_tokens)
+    one, two, three = ('{"const": 1}', '{"const": 2}', '{"const": 3}')
+    for text in (one, one, two, one, three, one, two):
+        counted.guide(text, END_IDS, [])
+    assert compiled == [one, two, three, two]
+
+
+def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guides, "is_installed", lambda: False)
+    with pytest.raises(InvalidRequest, match=r"pip install 'mooncake-triton\[guided\]'"):
+        GUIDES.guide("{}", END_IDS, [])
+
+
+def test_a_checkpoint_without_an_end_token_cannot_be_guided() -> None:
+    endless = Tokenizer.load(DEMO)
+    endless.eos_ids = ()
+    with pytest.raises(InvalidRequest, match="needs a checkpoint with an end token"):
+        Guides(lambda: endless, endless.vocabulary_tokens).guide("{}", (5,), [])
