@@ -5,4 +5,5 @@ client.py   a process that puts, gets, moves and removes blocks, and writes down
 site.py     directory, storage nodes and clients as processes, each in its own process group
 monkey.py   what is killed, stopped and started again, when
 verdict.py  what must be true when the monkey has gone
+losses.py   what is known of blocks that could not be read then
 """

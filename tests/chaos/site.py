@@ -46,7 +46,7 @@ class Member:
                 [sys.executable, "-m", *self._command], cwd=ROOT, stdout=subprocess.PIPE,
                 stderr=log, start_new_session=True,
             )  # fmt: skip
-        self.is_stopped = False
+        self.is_stopped = self.is_ready = False
         self.starts += 1
 
     @property
@@ -58,6 +58,7 @@ class Member:
         is_readable = bool(select.select([self.process.stdout], [], [], READY_S)[0])
         line = self.process.stdout.readline() if is_readable else b""
         assert line.startswith(b"ready"), f"{self.name} did not start:\n{self.tail()}"
+        self.is_ready = True
 
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -73,8 +74,13 @@ class Member:
         self._close()
 
     def end(self) -> int:
-        """SIGTERM; the exit status. AssertionError when it does not end in time."""
+        """SIGTERM; the exit status. AssertionError when it does not end in time.
+
+        Not before it is ready: one that was started a moment ago would die of the signal.
+        """
         self.go_on()
+        if not self.is_ready:
+            self.await_ready()
         self._signal(signal.SIGTERM)
         try:
             return self.process.wait(END_S)
@@ -140,9 +146,12 @@ class ChaosSite:
         self._add(
             node_id, "mooncake_store.node", "--node-id", node_id, "--directory", self.address,
             "--segment-bytes", str(mib * MIB), "--segment-path",
-            f"/dev/shm/mooncake-chaos-{os.getpid()}-{node_id}", "--die-with-parent",
+            self.segment_path(node_id), "--die-with-parent",
             "--control", f"ipc://{self.folder}/{node_id}", *more,
         )  # fmt: skip
+
+    def segment_path(self, node_id: str) -> str:
+        return f"/dev/shm/mooncake-chaos-{os.getpid()}-{node_id}"
 
     def _client(
         self,
