@@ -45,7 +45,7 @@ def init(
 
 def lay_down(folder: Path) -> list[str]:
     """The models that are there afterwards. FolderInUse or OSError, and then nothing is."""
-    folder = folder.absolute()
+    folder = folder.resolve()  # as servers do before they look beside it
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FolderInUse(f"{folder} is there and not empty: name another folder, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -53,8 +53,16 @@ def lay_down(folder: Path) -> list[str]:
         whole = Path(partial) / folder.name
         models = _write_models(whole)
         _write_checkpoint(whole / CHECKPOINT)
-        whole.rename(folder)  # an empty folder gives way
+        _take_over(whole, folder)
     return models
+
+
+def _take_over(whole: Path, folder: Path) -> None:
+    if not folder.exists():
+        whole.rename(folder)
+        return
+    for path in whole.iterdir():  # an empty folder is kept: a shell may stand in it
+        path.rename(folder / path.name)
 
 
 def _write_models(repository: Path) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from backends.cluster.model_rendering import CONFIG, backend_named, parameters_of, templates_in
 from backends.config_pbtxt import checkpoint_folder
@@ -63,10 +65,29 @@ def test_an_empty_folder_is_filled_and_one_that_is_named_from_inside_too(
     (tmp_path / "empty").mkdir()
     lay_down(tmp_path / "empty")
     assert (tmp_path / "empty" / "conductor" / CONFIG).exists()
-    monkeypatch.chdir(tmp_path)
-    lay_down(Path("models"))
-    text = (tmp_path / "models" / "prefill_0" / CONFIG).read_text()
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path / "models")
+    lay_down(Path("."))
+    text = Path("prefill_0", CONFIG).read_text()
     assert parameters_of(text)["checkpoint"] == "models/demo_checkpoint"
+
+
+def test_a_link_leads_to_where_the_checkpoint_is_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "real").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "real")
+    lay_down(tmp_path / "link")
+    text = (tmp_path / "link" / "decode_0" / CONFIG).read_text()
+    named = checkpoint_folder(parameters_of(text)["checkpoint"], str(tmp_path / "link"))
+    assert named.samefile(tmp_path / "link" / "demo_checkpoint")
+
+
+@pytest.mark.parametrize("name", ['a "quoted" name', "back\\slash", "ümläut", "a b", "line\nend"])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    lay_down(tmp_path / name)
+    text = (tmp_path / name / "conductor" / CONFIG).read_text()
+    parsed = text_format.Parse(text, ModelConfig())
+    named = checkpoint_folder(parsed.parameters["checkpoint"].string_value, str(tmp_path / name))
+    assert named == tmp_path / name / "demo_checkpoint"
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
