@@ -29,21 +29,23 @@ def install_line(extra: str) -> str:
 
 def explained(problem: ImportError) -> str:
     """What is missing and which extra brings it, in one line; "" for a module of no extra."""
-    missing = (problem.name or "").partition(".")[0]
+    lacking = (problem.name or "").partition(".")[0]
     for extra, modules in MODULES.items():
-        if missing in {module.partition(".")[0] for module in modules}:
-            return f"needs {missing}, which is not installed: {install_line(extra)}"
+        if lacking in {module.partition(".")[0] for module in modules}:
+            return f"needs {lacking}, which is not installed: {install_line(extra)}"
     return ""
 
 
 def require(extra: str, what: str) -> None:
     """Ends the process with one line when a module of the extra is missing. `what` needs it."""
-    for module in MODULES[extra]:
-        if not _is_there(module):
-            missing = module.partition(".")[0]
-            raise SystemExit(
-                f"{what} needs {missing}, which is not installed: {install_line(extra)}"
-            )
+    if lacking := missing(extra):
+        raise SystemExit(f"{what} needs {lacking}, which is not installed: {install_line(extra)}")
+
+
+def missing(extra: str) -> str:
+    """The first package of it that is not installed; "" when all are."""
+    lacking = (module for module in MODULES[extra] if not _is_there(module))
+    return next(lacking, "").partition(".")[0]
 
 
 def _is_there(module: str) -> bool:

@@ -109,6 +109,7 @@ PARAMETERS = {
     "tenant": "string: salts the cache keys, so tenants never share KV; with API keys only the "
     "gateway names it",
     "timeout_ms": "int: the request ends after so many milliseconds, whatever it has",
+    "traceparent": "string: W3C's, the trace that this request belongs to; a bad one is ignored",
     "prefill_worker": "string: use this prefill worker (debugging, benchmarks)",
     "decode_worker": "string: use this decode worker (debugging, benchmarks)",
     "describe": "bool: answer with what is served, as JSON, instead of generating; Triton wants "

@@ -41,7 +41,7 @@ FLOORS = {
     "backends": [
         {"cli"}, {"doctor"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
         {"launcher", "starter"}, {"model_settings"}, {"cluster"}, {"gateway"}, {"triton"},
-        {"frontend"}, {"frontend/lifecycle"},
+        {"frontend"}, {"frontend/lifecycle"}, {"tracing"},
         {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
@@ -65,6 +65,7 @@ NOT_PURE_FOLDERS = ("backends/metrics/status",)
 PURE_FILES = {
     "mooncake_store/block_keys.py", "mooncake_store/errors.py", "mooncake_store/layout.py",
     "backends/cluster/deployment.py", "backends/cluster/host_plan.py",
+    "backends/tracing/trace_context.py", "backends/tracing/request_spans.py",
 }  # fmt: skip
 ONE_FILE_ONLY = {
     "nixl": {

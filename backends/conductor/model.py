@@ -17,6 +17,7 @@ from backends.frontend.traffic_recorder import TrafficRecorder
 from backends.launcher.launch_files import STOPPING
 from backends.tenants.api_keys import ApiKeys
 from backends.text.tokenizer import Tokenizer
+from backends.tracing.export import Tracing
 from backends.triton import triton_io
 from backends.workers.protocol import inbox_address, open_outbox
 from conductor.config import ConductorConfig
@@ -33,7 +34,7 @@ class TritonPythonModel:
             config, deciding = read_configs((FrontendConfig, ConductorConfig), model, raw, count)
             repository = triton_io.repository_of(args)
             tokenizer = Tokenizer.load(checkpoint_folder(config.checkpoint, repository))
-            keys = ApiKeys.of_process()
+            keys, tracing = ApiKeys.of_process(), Tracing.of_environment()
             recorder = None
             if config.recording_folder:
                 recording = path_beside(config.recording_folder, repository)
@@ -52,8 +53,9 @@ class TritonPythonModel:
             config.messages_per_s_max or messages_per_s_affordable(),
         )
         self.frontend = Frontend(
-            config, tokenizer, self.cluster, self.calls, self.streams, self.outbox, recorder, keys
-        )
+            config, tokenizer, self.cluster, self.calls, self.streams, self.outbox, recorder, keys,
+            tracing,
+        )  # fmt: skip
         self.store = metrics.StoreWatch(self.cluster.client)
         shown = metrics.Shown(self.frontend, self.store, started_at_s)
         self.metrics = triton_io.metrics_loop(model, "conductor", metrics.show, shown)

@@ -39,7 +39,7 @@ from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS, string_te
 from backends.text.text_stream import Emission, merge
 from backends.workers.protocol import DecodeReply, PrefillReply
 from conductor.config import ConductorConfig
-from conductor.messages import Candidate
+from conductor.messages import Candidate, Reject
 
 
 class ReplyStream(Protocol):
@@ -217,6 +217,16 @@ def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]
             "retry_after_s": advice.retry_after_s,
         }
     return found
+
+
+def reject_fields(rejected: Reject, config: ConductorConfig) -> dict[str, object]:
+    """Of the decision not to take it, for its span."""
+    return {
+        "policy": config.policy,
+        "admission": config.admission,
+        "rejected": rejected.kind,
+        "predicted": asdict(rejected.predicted) if rejected.predicted is not None else None,
+    }
 
 
 def candidate_fields(candidate: Candidate) -> dict[str, object]:

@@ -25,7 +25,8 @@ from backends.frontend.grpc_calls import GrpcCalls
 from backends.frontend.lifecycle.events import Unwanted, WorkerLost
 from backends.frontend.live_request import LiveRequest, Services
 from backends.frontend.live_requests import LiveRequests, TenantCap
-from backends.frontend.request_times import LatencyLimits, RequestTimes
+from backends.frontend.request_times import LatencyLimits, RequestTimes, outcome_of
+from backends.frontend.span_attributes import end_of_span
 from backends.frontend.token_streams import TokenStreams
 from backends.frontend.traffic_recorder import TrafficRecorder
 from backends.frontend.unreached_workers import UnreachedWorkers
@@ -34,6 +35,7 @@ from backends.metrics.page import Observations
 from backends.tenants.api_keys import ApiKeys
 from backends.tenants.asker import asker_of
 from backends.text.tokenizer import Tokenizer
+from backends.tracing.export import Tracing, begin_trace
 from backends.workers.protocol import TakeRole, WorkerOutbox
 from conductor.messages import RoleFlip
 
@@ -54,12 +56,14 @@ class Frontend:
         outbox: WorkerOutbox,
         recorder: TrafficRecorder | None = None,
         keys: ApiKeys | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._config = config
         self._keys, self._secret = keys, secret_of_launch()
         self.cluster = cluster
         self._calls = calls
         self.recorder = recorder
+        self.tracing = tracing
         # Threads beyond requests_max wait for the last word of workers that fell silent.
         self._pool = ThreadPoolExecutor(2 * config.requests_max, thread_name_prefix="request")
         self._abandoned: dict[str, tuple[str, str]] = {}  # a call, and the worker it waits for
@@ -91,13 +95,16 @@ class Frontend:
     ) -> None:
         now_s = time.monotonic()
         times = RequestTimes(self.observations, now_s, self._limits)
+        trace = begin_trace(self.tracing, parameters, now_s)
         refused: ServingError | None = None
         try:
             asker = asker_of(parameters, self._keys, self._secret, time.time())
         except Forbidden as error:
             refused = error
         else:
-            request = LiveRequest(self._services, uuid.uuid4().hex, client, times, now_s, asker)
+            request = LiveRequest(
+                self._services, uuid.uuid4().hex, client, times, now_s, asker, trace
+            )
             with self._entering:
                 in_flight = self.live.of_tenants()
                 kind, reason = self._cap.objection(asker.tenant, in_flight, now_s)
@@ -107,6 +114,7 @@ class Frontend:
                 refused = Overloaded(kind, reason, 1.0)
         if refused is not None:
             times.ended(refused, now_s)
+            trace.ended(end_of_span(refused), now_s, 0.0, {"mooncake.outcome": outcome_of(refused)})
             client.fail(refused)
             return
         request.start(inputs, parameters)
@@ -135,6 +143,8 @@ class Frontend:
         self.unreached.close()
         if self.recorder is not None:
             self.recorder.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
     def _wait_idle(self, timeout_s: float) -> None:
         give_up_s = time.monotonic() + timeout_s

@@ -45,6 +45,7 @@ from backends.frontend.answer import (
     decode_fields,
     describe,
     prefill_fields,
+    reject_fields,
     route_fields,
 )
 from backends.frontend.cluster_view import ClusterView, Decided, Served
@@ -54,6 +55,7 @@ from backends.frontend.lifecycle.events import LifecycleAction, LifecycleEvent
 from backends.frontend.lifecycle.machine import Phase, State, due_s, step
 from backends.frontend.request import ClientRequest, RequestLimits
 from backends.frontend.request_times import RequestTimes
+from backends.frontend.span_attributes import end_attributes, end_of_span, request_attributes
 from backends.frontend.token_streams import TokenStreams
 from backends.frontend.traffic_recorder import EndedRequest
 from backends.frontend.unreached_workers import UnreachedWorkers
@@ -61,6 +63,7 @@ from backends.tenants.asker import Asker
 from backends.text.text_stream import Emission, TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
+from backends.tracing.request_trace import NO_TRACE, NoTrace
 from backends.workers.protocol import (
     DecodeReply,
     DecodeRequest,
@@ -114,13 +117,15 @@ class LiveRequest:
 
     def __init__(
         self, services: Services, request_id: str, client: ReplyStream, times: RequestTimes,
-        arrived_s: float, asker: Asker | None = None,
+        arrived_s: float, asker: Asker | None = None, trace: NoTrace = NO_TRACE,
     ) -> None:  # fmt: skip
         self.request_id = request_id  # unique, ours; clients may repeat theirs
         self._asker = asker or Asker()
         self.tenant = self._asker.tenant
         self.state = State()
         self.times = times
+        self.trace = trace
+        self._in_log = {"request_id": request_id, "trace_id": trace.trace_id}
         self._services = services
         self._client = client
         self._arrived_s = arrived_s
@@ -178,13 +183,14 @@ class LiveRequest:
         try:
             self.state, actions = step(self.state, event)
         except Exception as error:  # edge: a mistake of ours ends one request, and no thread
-            log.exception("request %s: %s", self.request_id, event)
+            log.exception("request %s: %s", self.request_id, event, extra=self._in_log)
             self.state, actions = step(self.state, events.Failed(error))
         for action in actions:
             try:
                 work = self._carry_out(action)
             except Exception as error:  # edge: the other actions are carried out all the same
-                log.warning("request %s: %s failed: %s", self.request_id, action, error)
+                said = "request %s: %s failed: %s"
+                log.warning(said, self.request_id, action, error, extra=self._in_log)
                 self._events.append(events.Failed(error))
             else:
                 if work is not None:
@@ -206,7 +212,8 @@ class LiveRequest:
         if worker is not None and awake_s > CALL_SILENCE_S_MAX:
             heard_s = self._services.streams.heard_s(self._id_of(state.attempt.number))
             if is_silent(now_s, heard_s):
-                log.warning("%s says nothing of request %s", worker[0], self.request_id)
+                said = "%s says nothing of request %s"
+                log.warning(said, worker[0], self.request_id, extra=self._in_log)
                 self.post(events.WorkerSilent(worker, now_s))
 
     def ended(self) -> EndedRequest | None:
@@ -261,6 +268,7 @@ class LiveRequest:
         self._request, self._served = request, served
         self._answer = (StreamedAnswer if request.is_stream else WholeAnswer)(request, self._client)
         self.times.is_stream = request.is_stream
+        self.trace.read(time.monotonic(), request_attributes(request, self.request_id))
         if request.timeout_ms:
             self._timeout_s = request.timeout_ms / 1000
         attempts = Attempts(
@@ -285,6 +293,7 @@ class LiveRequest:
             return None
         if action.attempt > 1:
             self.times.retried()
+        self.trace.attempt_began(action.attempt, time.monotonic())
         request, served = self._understood()
         token_ids = np.concatenate([request.prompt_ids, np.array(self._sent_ids, np.int32)])
         seed = chain_seed(served.fingerprint, cache_salt=request.cache_salt)
@@ -305,15 +314,25 @@ class LiveRequest:
                 wants_candidates=request.wants_decision,
             )
         except ServingError as error:
-            return events.NotRouted(action.attempt, error, time.monotonic())
+            now_s = time.monotonic()
+            self.trace.decided(action.attempt, now_s, {}, error.wire_message())
+            return events.NotRouted(action.attempt, error, now_s)
         if isinstance(decided, Reject):
-            log.info("decision %s", decided)
+            log.info("decision %s", decided, extra=self._in_log)
             rejection = Overloaded(decided.kind, decided.reason, decided.retry_after_s)
-            return events.NotRouted(action.attempt, rejection, time.monotonic())
-        log.info("decision %s", decided.route)
+            now_s = time.monotonic()
+            self.trace.decided(
+                action.attempt, now_s, reject_fields(decided, self._services.cluster.config),
+                rejection.wire_message(),
+            )  # fmt: skip
+            return events.NotRouted(action.attempt, rejection, now_s)
+        log.info("decision %s", decided.route, extra=self._in_log)
         if self._asker.known is not None:
             self._counted_id = self._counted_id or request_id
         now_s = time.monotonic()
+        if self.trace.is_on:
+            fields = route_fields(decided, self._services.cluster.config)
+            self.trace.decided(action.attempt, now_s, fields, "")
         self._assignments[action.attempt] = Assignment(request_id, token_ids, decided, now_s)
         prefill, decode = decided.route.prefill, decided.route.decode
         return events.Routed(
@@ -349,12 +368,15 @@ class LiveRequest:
             reply_inbox=streams.address,
             place_s=route.order_key_s - time.monotonic(),
             is_resumed=action.is_resumed,
+            trace_id=self.trace.trace_id,
         )
+        self.trace.called(action.attempt, route.prefill.worker_id, time.monotonic())
         ids, reply = grpc_calls.ask(
             self._services.calls, route.prefill, call, assignment.token_ids, PrefillReply
         )
         token_id = int(ids[0])
         assignment.prefilled, assignment.replied_s = (token_id, reply), time.monotonic()
+        self.trace.prefilled(action.attempt, reply, assignment.replied_s)
         fields: dict[str, object] = {}
         if request.wants_decision:
             fields = route_fields(assignment.decided, self._services.cluster.config)
@@ -380,11 +402,15 @@ class LiveRequest:
             tbt_slo_s=slo_s,
             is_resumed=action.is_resumed,
             native=prefilled.native,
+            trace_id=self.trace.trace_id,
             first_logprobs=prefilled.logprobs,
         )
         token_ids = np.append(assignment.token_ids, np.int32(token_id))
         worker = assignment.decided.route.decode
+        self.trace.called(action.attempt, worker.worker_id, time.monotonic())
         ids, reply = grpc_calls.ask(self._services.calls, worker, call, token_ids, DecodeReply)
+        now_s = time.monotonic()
+        self.trace.decoded(action.attempt, reply, now_s)
         fields = decode_fields(reply) if request.wants_decision else {}
         return events.DecodeReplied(
             attempt=action.attempt,
@@ -392,7 +418,7 @@ class LiveRequest:
             last=emission_of(ids, reply),
             finish_reason=reply.finish_reason,
             fields=fields,
-            now_s=time.monotonic(),
+            now_s=now_s,
         )
 
     def _called(
@@ -407,6 +433,7 @@ class LiveRequest:
                 raise WorkerGone("it was taken away before it was called")
             return call(action, self._assignments[action.attempt])
         except Exception as error:  # edge: whatever it is, the call is over
+            self.trace.call_failed(action.attempt, time.monotonic())
             return events.CallFailed(action.attempt, error, time.monotonic())
 
     def _understood(self) -> tuple[ClientRequest, Served]:
@@ -458,7 +485,9 @@ class LiveRequest:
                 self._note_prefill(self._assignments[action.attempt])
             case events.NoteLoss():
                 request_id = self._id_of(action.attempt)
-                log.warning("request %s, %s: %s", request_id, action.loss.value, action.error)
+                said, now_s = "request %s, %s: %s", time.monotonic()
+                log.warning(said, request_id, action.loss.value, action.error, extra=self._in_log)
+                self.trace.lost(action.attempt, action.loss.value, str(action.error), now_s)
             case events.NoteFailed():
                 services.cluster.worker_failed(*action.worker)
             case events.NoteUnreached():
@@ -529,7 +558,11 @@ class LiveRequest:
         finally:
             self._is_done.set()
             self._services.on_end(self)
-            self.times.ended(error, time.monotonic())
+            now_s = time.monotonic()
+            self.times.ended(error, now_s)
+            self.trace.ended(
+                end_of_span(error), now_s, self.times.first_s, end_attributes(self.state, error)
+            )
 
     def _note_used(self, error: Exception | None) -> None:
         """Of its tenant's limits. What failed before its first token has used nothing."""

@@ -157,6 +157,9 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
     if (recorder := frontend.recorder) is not None:
         for result, count in (("written", recorder.written), ("dropped", recorder.dropped)):
             page.counter_to("mooncake_recorded_requests_total", count, result=result)
+    if (tracing := frontend.tracing) is not None:
+        for result, count in (("exported", tracing.export.exported), ("lost", tracing.export.lost)):
+            page.counter_to("mooncake_trace_spans_total", count, result=result)
     page.counter_to("mooncake_self_checks_total", frontend.cluster.self_check.passed)
     for role in ("prefill", "decode"):
         page.gauge("mooncake_workers_live", frontend.cluster.workers_live(role), now_s, role=role)

@@ -17,6 +17,7 @@ limit and what to do. The rules for what is not said:
 | parameter `tenant_proof` | ""; read where keys are configured (tenants/asker.py) |
 | parameter `request_priority` (Triton keeps `priority` for itself) | 0 |
 | parameter `timeout_ms` (Triton keeps `timeout` for itself) | 0: none of its own |
+| parameter `traceparent` | a trace of its own, where tracing is on; a bad one is ignored |
 | parameters `prefill_worker`, `decode_worker` | the conductor chooses |
 | parameter `describe` | false; true needs no prompt |
 

@@ -55,6 +55,11 @@ class RequestTimes:
         self._predicted_tbt_s = 0.0
         self.is_stream = False  # without a stream nobody sees when a token came
 
+    @property
+    def first_s(self) -> float:
+        """When the first token left; 0: none has."""
+        return self._first_s
+
     def retried(self) -> None:
         self._observe("mooncake_retries_total")
 

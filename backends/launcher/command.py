@@ -89,6 +89,10 @@ OpenaiCertificate = Annotated[
     Path | None, typer.Option(help="PEM file: OpenAI's interface over HTTPS.")
 ]
 OpenaiPrivateKey = Annotated[Path | None, typer.Option(help="PEM file of the key to it.")]
+OtlpEndpoint = Annotated[
+    str,
+    typer.Option(help="Trace requests to this OpenTelemetry collector (gRPC): http://HOST:4317."),
+]
 HostName = Annotated[str, typer.Option(help="Which host of the cluster file this is.")]
 ModelRepository = Annotated[
     Path, typer.Option(help="Folder of Triton models; edit its config.pbtxt files freely.")
@@ -170,6 +174,7 @@ def serve(
     openai_private_key: OpenaiPrivateKey = None,
     log_format: LogFormat = None,
     log_bytes: LogBytes = "64M",
+    otlp_endpoint: OtlpEndpoint = "",
     cluster: ClusterFile = None,
     host: HostName = "",
     pool: PoolName = "",
@@ -179,7 +184,7 @@ def serve(
     more = {
         "is_self_checked": self_check, "open_apis": tuple(open_api or ()),
         "triton_args": tuple(triton_arg or ()), "api_keys": api_keys,
-        "observed": ObserveOptions(log_format or "", parse_bytes(log_bytes)),
+        "observed": ObserveOptions(log_format or "", parse_bytes(log_bytes), otlp_endpoint),
     }  # fmt: skip
     if cluster is not None:
         refuse_options_of_one_machine(context, is_elastic=bool(pool))

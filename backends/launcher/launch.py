@@ -74,6 +74,7 @@ from backends.launcher.triton_process import (
     end_orphans,
 )
 from backends.tenants import api_keys
+from backends.tracing.export import ENDPOINT_VARIABLE
 from mooncake_store.cli.serving import directory_command, node_command
 from mooncake_store.directory.election import endpoints_and_prefix
 from mooncake_store.keys import folder as key_folder
@@ -518,7 +519,8 @@ class Launcher:
                 f"there is no model repository at {self.repository}; {remedy}"
             )
         needed = plan.shm_bytes + TRITON_SHM_BYTES
-        found = admin_key.problems(self.options.open_apis) + self.options.observed.problems()
+        found = admin_key.problems(self.options.open_apis)
+        found += self.options.observed.problems(os.environ | plan.environment)
         found += api_keys.problems(self.options.api_keys, os.environ | plan.environment)
         env = os.environ | plan.environment
         env |= api_keys.environment(self.options.api_keys, env)
@@ -572,7 +574,10 @@ class Launcher:
         )
         if triton is self.frontend:
             options = self.options
-            arguments += frontend_arguments(self._admin_key, options.open_apis, options.triton_args)
+            arguments += frontend_arguments(
+                self._admin_key, options.open_apis, options.triton_args,
+                is_traced=bool(self._env.get(ENDPOINT_VARIABLE)),
+            )  # fmt: skip
         else:
             self._renewal.started(triton.name)
             arguments += worker_arguments(self._admin_key, self._keys)

@@ -7,6 +7,7 @@ comes out of its cluster file (cluster/host_plan.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from backends.cluster.host_plan import (
 )
 from backends.launcher.bounded_log import LOG_BYTES_MAX, LOG_BYTES_MIN
 from backends.model_settings.serve_settings import NO_SETTINGS, ServeSettings
+from backends.tracing.export import ENDPOINT_VARIABLE
+from backends.tracing.export import problems as trace_problems
 from mooncake_store.cli.serving import directory_address, events_address
 from mooncake_store.process.logs import FORMAT_VARIABLE
 from mooncake_store.transports.host_topology import TRUSTED_NICS
@@ -32,16 +35,19 @@ class ObserveOptions:
 
     log_format: str = ""  # "": what the environment says
     log_bytes_max: int = LOG_BYTES_MAX  # of each process
+    otlp_endpoint: str = ""  # of a collector of traces; "": what the environment says, or none
 
     def environment(self) -> dict[str, str]:
         """For its processes."""
-        return {FORMAT_VARIABLE: self.log_format} if self.log_format else {}
+        given = {FORMAT_VARIABLE: self.log_format, ENDPOINT_VARIABLE: self.otlp_endpoint}
+        return {name: value for name, value in given.items() if value}
 
-    def problems(self) -> list[str]:
-        """Every one, with its remedy."""
-        if self.log_bytes_max >= LOG_BYTES_MIN:
-            return []
-        return [f"--log-bytes is {self.log_bytes_max}; give {LOG_BYTES_MIN} or more"]
+    def problems(self, environment: Mapping[str, str]) -> list[str]:
+        """Every one, with its remedy; `environment`: what the processes have besides."""
+        found = trace_problems({**environment, **self.environment()})
+        if self.log_bytes_max < LOG_BYTES_MIN:
+            found.append(f"--log-bytes is {self.log_bytes_max}; give {LOG_BYTES_MIN} or more")
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from backends.launcher.admin_key import AdminKey
 from backends.launcher.environment import TritonInstall
 from backends.launcher.triton_process import Endpoints
+from backends.tracing.trace_context import TRACEPARENT
 from backends.worker_tls import server_arguments
 from mooncake_store.keys.folder import Keys
 
@@ -41,12 +42,15 @@ def common_arguments(
 
 
 def frontend_arguments(
-    admin_key: AdminKey, open_apis: Sequence[str], more: Sequence[str]
+    admin_key: AdminKey, open_apis: Sequence[str], more: Sequence[str], is_traced: bool = False
 ) -> list[str]:
-    """Of the Triton that clients call; `more` is the operator's own."""
+    """Of the Triton that clients call; `more` is the operator's own. A client's header
+    `traceparent` becomes the request parameter of this name, where somebody traces."""
+    services = ("http", "grpc") if is_traced else ()
     return [
         f"--exit-timeout-secs={FRONTEND_EXIT_S}", "--allow-cpu-metrics=true",
-        *admin_key.for_clients(open_apis), *more,
+        *admin_key.for_clients(open_apis),
+        *(f"--{service}-header-forward-pattern=(?i){TRACEPARENT}" for service in services), *more,
     ]  # fmt: skip
 
 

@@ -38,6 +38,7 @@ REASONS = (
 )  # fmt: skip
 NOTE_RESULTS = ("sent", "unsent", "received", "missed")
 RECORDING_RESULTS = ("written", "dropped")
+SPAN_RESULTS = ("exported", "lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Requests of the recording (recording_folder). dropped: the disk was full, gone or "
                 "too slow; the requests themselves were served all the same.",
                 Label("result", RECORDING_RESULTS)),
+        counter("mooncake_trace_spans_total", "spans", (FRONTEND,),
+                "Spans of traced requests. lost: the collector did not take them, or too many "
+                "waited for it; the requests themselves were served all the same.",
+                Label("result", SPAN_RESULTS)),
     ),
     "Latency": (
         gauge("mooncake_slo_seconds", "seconds", (FRONTEND,),

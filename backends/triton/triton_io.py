@@ -33,6 +33,7 @@ from backends.extras import explained
 from backends.metrics.page import MetricPage
 from backends.metrics.table import Metric
 from backends.tensors import UNBATCHED_OUTPUTS, string_tensor
+from backends.tracing.trace_context import TRACEPARENT
 from backends.triton.metrics_loop import MetricsLoop, Publish
 from backends.workers.protocol import (
     REPLY_BODY,
@@ -97,6 +98,9 @@ def parameters_of(request: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(text) if text else {}
     if timeout_us := int(request.timeout()):
         found.setdefault("timeout_ms", max(1, timeout_us // 1000))
+    # A header that Triton forwards keeps the capitals in which its client wrote it.
+    for name in [each for each in found if each != TRACEPARENT and each.lower() == TRACEPARENT]:
+        found.setdefault(TRACEPARENT, found.pop(name))
     return found
 
 

@@ -84,6 +84,8 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     fetched_blocks: int = 0
     fetched_from: dict[str, int] = field(default_factory=dict)  # bytes by node
     load_s: float = 0.0
+    loading_from_s: float | None = None  # the latest time that it began
+    computing_from_s: float | None = None
     compute_s: float = 0.0
     computed_at_s: float = 0.0
     computed_tokens: int = 0  # so far; not the cached ones
@@ -133,8 +135,13 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
             queue_ahead=self.queue_ahead,
             native=self.native,
             fetched_from=self.fetched_from,
+            load_at_s=self._after_arrival_s(self.loading_from_s),
+            compute_at_s=self._after_arrival_s(self.computing_from_s),
             logprobs=self.logprobs,
         )
+
+    def _after_arrival_s(self, at_s: float | None) -> float:
+        return -1.0 if at_s is None else at_s - self.submitted_s
 
     def _handed_over(self) -> list[BlockRef]:
         if self.native or not self.hands_over_blocks:

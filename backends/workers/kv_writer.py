@@ -142,7 +142,8 @@ class KvWriter:
         except StoreError as error:
             put.error = WorkerUnavailable(f"store: {error}")
         except Exception as error:  # edge: what was written of it is not known any more
-            log.exception("a write of %s failed", put.request_id)
+            of_request = {"request_id": put.request_id}
+            log.exception("a write of %s failed", put.request_id, extra=of_request)
             put.error = WorkerUnavailable(f"its KV was not written: {error!r}")
         if put.error is not None and put.is_owner:
             self._store.release(put.request_id)

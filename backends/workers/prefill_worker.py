@@ -124,7 +124,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
 
     def _bring_prefix(self, job: PrefillJob) -> bool:
         """In a loader's thread: the cached prefix into the job's pages. False: not yet."""
-        started_s = time.monotonic()
+        job.loading_from_s = started_s = time.monotonic()
         self.process.owners.hold(job.request_id, started_s)
         if not job.is_leaving and not self._load_prefix(job):
             return False

@@ -78,6 +78,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     # Which nodes those blocks are to be copied from: the conductor's choice, then its second one.
     # Others are asked only for what these do not have.
     fetch_nodes: list[str] = []
+    trace_id: str = ""  # for the worker's log
 
 
 class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
@@ -93,6 +94,8 @@ class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
     queue_ahead: int = 0  # prompts in front of it when it came
     native: bytes = b""  # where the engine itself hands KV over: what its other half needs
     fetched_from: dict[str, int] = {}  # bytes that came from each node for this request
+    load_at_s: float = -1.0  # loading began so long after the prompt came; -1: it does not say
+    compute_at_s: float = -1.0  # and its first chunk
     logprobs: list[TokenLogprobs] = []  # of the token, where the request wants them
 
 
@@ -112,6 +115,7 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
     # Of the last token of input_ids, where the request wants them: text that may become a stop word
     # is held back together with its tokens, so this worker may be the one that releases it.
     first_logprobs: list[TokenLogprobs] = []
+    trace_id: str = ""  # for the worker's log
 
 
 class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):

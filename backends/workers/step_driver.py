@@ -107,6 +107,8 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         with worker.lock:
             worker.batching.computed(chunks)
         for row, (chunk, job, blocks) in enumerate(zip(chunks, jobs, finished, strict=True)):
+            if job.computing_from_s is None:
+                job.computing_from_s = started_s
             job.compute_s += step_s
             job.computed_tokens += chunk.tokens
             if blocks:

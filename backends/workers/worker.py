@@ -239,7 +239,8 @@ class JobWorker(ABC, Generic[J]):
         except ServingError as problem:  # it says itself what is wrong, with the request say
             error = problem
         except Exception as problem:  # edge: one request must not take the loader down
-            log.exception("loading %s failed", job.request_id)
+            of_request = {"request_id": job.request_id, "trace_id": job.request.trace_id}
+            log.exception("loading %s failed", job.request_id, extra=of_request)
             error = problem
         with self.lock:
             job.is_loading = False

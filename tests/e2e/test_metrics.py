@@ -40,6 +40,7 @@ OF_A_FLEET = OF_NETWORK_CARDS | {
     "mooncake_nixl_agents_given_up_total", "mooncake_frontends_known", "mooncake_routed_elsewhere",
     "mooncake_routing_note_batches_total", UNREACHED,
     "mooncake_recorded_requests_total",  # only where a recording is asked for: test_recording.py
+    "mooncake_trace_spans_total",  # only where traces are: test_traces.py
 }  # fmt: skip
 # test_ssd_tier.py, test_damage.py.
 OF_AN_SSD = {"mooncake_store_spills_total", "mooncake_store_restored_blocks_total"}

@@ -231,6 +231,8 @@ class PipelinePrefill(StagePrefill):
         now_s = time.monotonic()
         step.token_ids = message.token_ids
         for index, (chunk, job) in enumerate(zip(step.chunks, step.jobs, strict=True)):
+            if job.computing_from_s is None:
+                job.computing_from_s = step.started_s
             job.compute_s += now_s - max(step.started_s, job.computed_at_s)
             job.computed_at_s = now_s
             job.computed_tokens += chunk.tokens

@@ -195,7 +195,8 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
                 self._step_began_s = self._step_ended_s
             self._step_ended_s = now_s
             worker.process.watch.progressed(now_s)
-            job.compute_s = now_s - max(prompt.given_s, self._step_began_s)
+            job.computing_from_s = max(prompt.given_s, self._step_began_s)
+            job.compute_s = now_s - job.computing_from_s
             job.computed_at_s = now_s
             prompt.token_id = token_id
             left = len(job.token_ids) - prompt.started_tokens

@@ -1,0 +1,1 @@
+"""What did one request go through, and who hears of it?"""

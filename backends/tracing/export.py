@@ -1,0 +1,174 @@
+"""Sends spans to an OpenTelemetry collector, over OTLP's gRPC, from a thread of its own.
+
+Who has spans puts them into a queue and goes on. When the collector is slow, dead or not there, the
+queue fills up, further spans are lost, and both are counted: nobody ever waits for a collector.
+
+OpenTelemetry's packages (extra `tracing`) are imported only where an endpoint is configured. Their
+own variables hold besides: OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _TIMEOUT, and
+OTEL_RESOURCE_ATTRIBUTES.
+
+Not here: which spans (request_spans.py), which requests are sampled (trace_context.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from backends import extras
+from backends.tracing.request_spans import SpanRecord
+from backends.tracing.request_trace import NO_TRACE, NoTrace, RequestTrace, new_span_id
+from backends.tracing.trace_context import (
+    TRACEPARENT,
+    TraceContext,
+    new_trace,
+    parse_traceparent,
+    share_sampled,
+)
+
+log = logging.getLogger(__name__)
+ENDPOINT_VARIABLE = "MOONCAKE_OTLP_ENDPOINT"  # http://HOST:4317, or https://; unset: no tracing
+WAITING_MAX = 16_384  # spans; some megabytes
+BATCH_MAX = 512
+PERIOD_S = 1.0
+CLOSE_S_MAX = 2.0
+
+
+def problems(environment: Mapping[str, str]) -> list[str]:
+    """What is wrong with tracing as it is asked for, each with the remedy."""
+    if not (endpoint := environment.get(ENDPOINT_VARIABLE)):
+        return []
+    found = []
+    scheme, separator, address = endpoint.partition("://")
+    if scheme not in ("http", "https") or not separator or not address.strip("/"):
+        found.append(f"{ENDPOINT_VARIABLE} is {endpoint!r}; give http://HOST:4317, or https://")
+    if lacking := extras.missing("tracing"):
+        line = extras.install_line("tracing")
+        found.append(f"traces need {lacking}, which is not installed: {line}")
+    try:
+        share_sampled(environment)
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+class Sender(Protocol):
+    """To one collector."""
+
+    def send(self, spans: Sequence[SpanRecord]) -> bool:
+        """Whether it took them; blocks for seconds where it does not answer."""
+
+    def stop(self) -> None:
+        """From another thread: give up what is being sent."""
+
+
+class SpanExport:
+    """A bounded queue of spans and the thread that empties it."""
+
+    def __init__(self, sender: Sender, waiting_max: int = WAITING_MAX) -> None:
+        self._sender = sender
+        self._waiting: deque[SpanRecord] = deque()
+        self._waiting_max = waiting_max
+        self._lock = threading.Lock()
+        self._is_due = threading.Event()
+        self._is_closing = False
+        self._is_failing = False
+        self.exported = 0
+        self.lost = 0
+        self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
+        self._thread.start()
+
+    def offer(self, spans: Sequence[SpanRecord]) -> None:
+        """From any thread. Never waits: what has no room is lost."""
+        with self._lock:
+            room = self._waiting_max - len(self._waiting)
+            if self._is_closing or len(spans) > room:  # half a request would have no root
+                self.lost += len(spans)
+                return
+            self._waiting.extend(spans)
+            is_batch = len(self._waiting) >= BATCH_MAX
+        if is_batch:
+            self._is_due.set()
+
+    def close(self) -> None:
+        """What waits is sent, if the collector takes it soon."""
+        self._is_closing = True
+        self._is_due.set()
+        self._thread.join(timeout=CLOSE_S_MAX)
+        self._sender.stop()
+
+    def _run(self) -> None:
+        while True:
+            self._is_due.wait(PERIOD_S)
+            self._is_due.clear()
+            is_last = self._is_closing
+            while batch := self._take():
+                self._send(batch)
+            if is_last:
+                return
+
+    def _take(self) -> list[SpanRecord]:
+        with self._lock:
+            return [self._waiting.popleft() for _ in range(min(BATCH_MAX, len(self._waiting)))]
+
+    def _send(self, batch: list[SpanRecord]) -> None:
+        try:
+            is_taken = self._sender.send(batch)
+        except Exception:  # edge: tracing must not take anything down
+            log.exception("spans were not sent")
+            is_taken = False
+        with self._lock:
+            self.exported += len(batch) if is_taken else 0
+            self.lost += 0 if is_taken else len(batch)
+        if is_taken == self._is_failing:
+            self._is_failing = not is_taken
+            log.warning("the collector takes spans again" if is_taken else
+                        "the collector does not take spans: they are lost")  # fmt: skip
+
+
+class Tracing:
+    """What a process needs to trace requests; `of_environment` is None where nobody asked."""
+
+    def __init__(self, export: SpanExport, share: float) -> None:
+        self.export = export
+        self._share = share
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Tracing | None:
+        """Raises ValueError where tracing is asked for and cannot be."""
+        if not (endpoint := environment.get(ENDPOINT_VARIABLE)):
+            return None
+        if found := problems(environment):
+            raise ValueError("; ".join(found))
+        from backends.tracing.otlp import OtlpSender  # here: it takes a quarter of a second
+
+        return cls(SpanExport(OtlpSender(endpoint)), share_sampled(environment))
+
+    def begin(self, parameters: Mapping[str, Any], arrived_s: float) -> NoTrace:
+        """Of a request with these parameters."""
+        parent = parse_traceparent(parameters.get(TRACEPARENT))
+        if parent is None:
+            root, parent_span_id = new_trace(self._share, os.urandom(24)), ""
+        else:
+            root = TraceContext(parent.trace_id, new_span_id(), parent.is_sampled)
+            parent_span_id = parent.span_id
+        if not root.is_sampled:
+            return NoTrace(root.trace_id)
+        return RequestTrace(root, parent_span_id, arrived_s, self.export.offer)
+
+    def close(self) -> None:
+        self.export.close()
+
+
+def begin_trace(
+    tracing: Tracing | None, parameters: Mapping[str, Any], arrived_s: float
+) -> NoTrace:
+    """Also where nothing is traced: the log says which trace of its client a request belongs to."""
+    if tracing is not None:
+        return tracing.begin(parameters, arrived_s)
+    parent = parse_traceparent(parameters.get(TRACEPARENT))
+    return NoTrace(parent.trace_id) if parent is not None else NO_TRACE

@@ -1,0 +1,74 @@
+"""Spans as OpenTelemetry's own exporter sends them. The one module that imports its packages.
+
+Not here: when spans are sent, and what becomes of those that are not (export.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from backends.tracing.request_spans import SpanRecord
+
+SCOPE = InstrumentationScope("mooncake-triton")
+KINDS = {
+    "server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL,
+}  # fmt: skip
+
+
+class OtlpSender:
+    """To one collector; see export.Sender."""
+
+    def __init__(self, endpoint: str) -> None:
+        # It would say at every batch, for ever, that a collector is not there; export.py says it
+        # once.
+        logging.getLogger("opentelemetry.exporter.otlp.proto.grpc").setLevel(logging.CRITICAL)
+        self._exporter = OTLPSpanExporter(endpoint=endpoint)
+
+    def send(self, spans: Sequence[SpanRecord]) -> bool:
+        sent = self._exporter.export([_readable(span) for span in spans])
+        return sent is SpanExportResult.SUCCESS
+
+    def stop(self) -> None:
+        self._exporter.shutdown(timeout_millis=0)
+
+
+def _readable(span: SpanRecord) -> ReadableSpan:
+    parent = None
+    if span.parent_span_id:
+        parent = _context(span.context.trace_id, span.parent_span_id)
+    return ReadableSpan(
+        name=span.name,
+        context=_context(span.context.trace_id, span.context.span_id),
+        parent=parent,
+        resource=_resource(span.service, span.instance),
+        attributes=span.attributes,
+        events=[Event(name, timestamp=at_ns) for name, at_ns in span.events],
+        kind=KINDS[span.kind],
+        status=Status(StatusCode.ERROR, span.error) if span.error else Status(StatusCode.UNSET),
+        start_time=span.start_ns,
+        end_time=span.end_ns,
+        instrumentation_scope=SCOPE,
+    )
+
+
+def _context(trace_id: str, span_id: str) -> SpanContext:
+    sampled = TraceFlags(TraceFlags.SAMPLED)
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=sampled)
+
+
+@lru_cache(maxsize=1024)
+def _resource(service: str, instance: str) -> Resource:
+    """With what OTEL_RESOURCE_ATTRIBUTES says."""
+    given = {"service.name": service}
+    if instance:
+        given["service.instance.id"] = instance
+    return Resource.create(given)

@@ -1,0 +1,258 @@
+"""The spans of one request, from the times that were noted of it. Pure.
+
+    request                       arrival at the frontend to the end of the answer
+      read                        the prompt is checked and tokenised
+      attempt                     one for each pair of workers that was tried, with its loss if it
+        decide                    was lost; the conductor's choice and its terms, or the rejection
+        prefill                   the call to the prefill worker, and in it
+          prefill.queue           until its cached prefix is loaded: pages, a loader, other prompts
+          prefill.load            of its cached prefix
+          prefill.wait            until the engine takes it
+          prefill.compute         from its first chunk to its first token
+          prefill.put             KV that was not in the store by then
+        handover                  from prefill's reply until it is in the batch of the decode worker
+          handover.queue, handover.load
+        decode                    until the last token
+
+A worker says how long its phases took, on its own clock, so no clocks are compared: what lies
+between its time and that of the call is the way there and back, half each. So a child lies within
+its parent, whatever the machines' clocks say.
+
+Not here: noting (request_trace.py), sending (export.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from backends.tracing.trace_context import TraceContext
+from backends.workers.protocol import DecodeReply, PrefillReply
+
+Attribute = str | bool | int | float
+Attributes = Mapping[str, Attribute]
+NO_ATTRIBUTES: Attributes = {}
+FRONTEND, PREFILL, DECODE = "mooncake-frontend", "mooncake-prefill", "mooncake-decode"
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRecord:
+    """One span, as it is sent."""
+
+    name: str
+    context: TraceContext
+    parent_span_id: str  # "": none
+    start_ns: int  # Unix time
+    end_ns: int
+    kind: str = "internal"  # "server" | "client" | "internal"
+    service: str = FRONTEND
+    instance: str = ""  # which worker
+    attributes: Attributes = field(default_factory=dict)
+    error: str = ""  # "": it went well
+    events: tuple[tuple[str, int], ...] = ()  # name, Unix time in ns
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """To a worker, on the clock of this process; `ended_s` None: it has not come back."""
+
+    worker: str
+    began_s: float
+    ended_s: float | None = None
+
+
+@dataclass(slots=True)
+class AttemptTimes:
+    """What was noted of one attempt."""
+
+    number: int
+    began_s: float
+    decided_s: float | None = None
+    decision: Attributes = field(default_factory=dict)
+    rejection: str = ""
+    prefill: Call | None = None
+    prefill_reply: PrefillReply | None = None
+    decode: Call | None = None
+    decode_reply: DecodeReply | None = None
+    ended_s: float | None = None  # None: the request's end is its end
+    loss: str = ""
+    error: str = ""
+
+
+@dataclass(slots=True)
+class RequestTimeline:
+    """What was noted of one request, in seconds of the monotonic clock."""
+
+    arrived_s: float
+    read_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float = 0.0
+    attributes: dict[str, Attribute] = field(default_factory=dict)
+    error: str = ""
+    attempts: list[AttemptTimes] = field(default_factory=list)
+
+
+class SpanTree:
+    """Makes spans of one trace: parents first, each within its parent."""
+
+    def __init__(
+        self, root: TraceContext, parent_span_id: str, to_unix_s: float,
+        new_span_id: Callable[[], str],
+    ) -> None:  # fmt: skip
+        """`to_unix_s` is added to times of the monotonic clock."""
+        self._root = root
+        self._parent_span_id = parent_span_id
+        self._to_unix_s = to_unix_s
+        self._new_span_id = new_span_id
+
+    def of(self, request: RequestTimeline) -> list[SpanRecord]:
+        events = [("first_token", request.first_token_s)] if request.first_token_s else []
+        root = SpanRecord(
+            name="request", context=self._root, parent_span_id=self._parent_span_id,
+            start_ns=self._ns(request.arrived_s), end_ns=self._ns(request.ended_s), kind="server",
+            attributes=request.attributes, error=request.error,
+            events=tuple((name, self._ns(at_s)) for name, at_s in events),
+        )  # fmt: skip
+        found = [root]
+        read_s = request.ended_s if request.read_s is None else request.read_s
+        found.append(self._child(root, "read", request.arrived_s, read_s))
+        for attempt in request.attempts:
+            found += self._of_attempt(root, request, attempt)
+        return found
+
+    def _of_attempt(
+        self, root: SpanRecord, request: RequestTimeline, times: AttemptTimes
+    ) -> Iterator[SpanRecord]:
+        ended_s = request.ended_s if times.ended_s is None else times.ended_s
+        error = times.error or ("" if times.decode_reply is not None else request.error)
+        noted: dict[str, Attribute] = {"mooncake.attempt": times.number}
+        if times.loss:
+            noted["mooncake.loss"] = times.loss
+        attempt = self._child(
+            root, "attempt", times.began_s, ended_s, attributes=noted, error=error
+        )
+        yield attempt
+        decided_s = ended_s if times.decided_s is None else times.decided_s
+        yield self._child(
+            attempt, "decide", times.began_s, decided_s, attributes=times.decision,
+            error=times.rejection,
+        )  # fmt: skip
+        if times.prefill is not None:
+            yield from self._of_prefill(attempt, times.prefill, times)
+        if times.decode is not None:
+            yield from self._of_decode(attempt, times.decode, times)
+
+    def _of_prefill(
+        self, attempt: SpanRecord, call: Call, times: AttemptTimes
+    ) -> Iterator[SpanRecord]:
+        reply = times.prefill_reply
+        span = self._child(
+            attempt, "prefill", call.began_s, _end(call), kind="client",
+            attributes={"mooncake.worker": call.worker, **_prefill_attributes(reply)},
+            error=_error(attempt, reply),
+        )  # fmt: skip
+        yield span
+        if reply is None:
+            return
+        began_s = call.began_s + _way_there_s(call, reply)
+        for name, from_s, until_s in prefill_phases(reply):
+            yield self._child(
+                span, f"prefill.{name}", began_s + from_s, began_s + until_s, service=PREFILL,
+                instance=call.worker,
+            )  # fmt: skip
+
+    def _of_decode(
+        self, attempt: SpanRecord, call: Call, times: AttemptTimes
+    ) -> Iterator[SpanRecord]:
+        """Without a reply nobody knows when it joined the batch: then all of it is `decode`."""
+        reply, until_s = times.decode_reply, _end(call)
+        worker: Attributes = {"mooncake.worker": call.worker}
+        joined_s = call.began_s
+        if reply is not None:
+            loaded_from_s = call.began_s + reply.queue_s
+            joined_s = min(loaded_from_s + reply.load_s, until_s)
+            handed_over_s = times.prefill.ended_s if times.prefill is not None else None
+            began_s = call.began_s if handed_over_s is None else handed_over_s
+            span = self._child(
+                attempt, "handover", min(began_s, call.began_s), joined_s,
+                attributes={**worker, **_handover_attributes(reply)},
+            )  # fmt: skip
+            yield span
+            for name, from_s, to_s in (
+                ("queue", call.began_s, loaded_from_s), ("load", loaded_from_s, joined_s),
+            ):  # fmt: skip
+                yield self._child(
+                    span, f"handover.{name}", from_s, to_s, service=DECODE, instance=call.worker
+                )
+        yield self._child(
+            attempt, "decode", joined_s, until_s, kind="client", attributes=worker,
+            error=_error(attempt, reply),
+        )  # fmt: skip
+
+    def _child(
+        self, parent: SpanRecord, name: str, start_s: float, end_s: float, kind: str = "internal",
+        service: str = FRONTEND, instance: str = "", attributes: Attributes = NO_ATTRIBUTES,
+        error: str = "",
+    ) -> SpanRecord:  # fmt: skip
+        start_ns = min(max(self._ns(start_s), parent.start_ns), parent.end_ns)
+        end_ns = parent.end_ns
+        if end_s < math.inf:
+            end_ns = min(max(self._ns(end_s), start_ns), parent.end_ns)
+        context = TraceContext(self._root.trace_id, self._new_span_id(), True)
+        return SpanRecord(
+            name=name, context=context, parent_span_id=parent.context.span_id, start_ns=start_ns,
+            end_ns=end_ns, kind=kind, service=service, instance=instance, attributes=attributes,
+            error=error,
+        )  # fmt: skip
+
+    def _ns(self, at_s: float) -> int:
+        return round((at_s + self._to_unix_s) * 1e9)
+
+
+def prefill_phases(reply: PrefillReply) -> list[tuple[str, float, float]]:
+    """(name, from, until) in seconds after the prompt came to its worker."""
+    total_s = reply.queue_s + reply.load_s + reply.compute_s + reply.put_s
+    computed_s = total_s - reply.put_s
+    load_s = reply.queue_s if reply.load_at_s < 0 else min(reply.load_at_s, computed_s)
+    loaded_s = min(load_s + reply.load_s, computed_s)
+    compute_s = computed_s - reply.compute_s if reply.compute_at_s < 0 else reply.compute_at_s
+    compute_s = min(max(compute_s, loaded_s), computed_s)
+    return [
+        ("queue", 0.0, load_s), ("load", load_s, loaded_s), ("wait", loaded_s, compute_s),
+        ("compute", compute_s, computed_s), ("put", computed_s, total_s),
+    ]  # fmt: skip
+
+
+def _way_there_s(call: Call, reply: PrefillReply) -> float:
+    total_s = reply.queue_s + reply.load_s + reply.compute_s + reply.put_s
+    took_s = 0.0 if call.ended_s is None else call.ended_s - call.began_s
+    return max(0.0, took_s - total_s) / 2
+
+
+def _end(call: Call) -> float:
+    """One that has not come back lasts as long as its attempt does."""
+    return math.inf if call.ended_s is None else call.ended_s
+
+
+def _error(attempt: SpanRecord, reply: PrefillReply | DecodeReply | None) -> str:
+    return "" if reply is not None else attempt.error or "it has not replied"
+
+
+def _prefill_attributes(reply: PrefillReply | None) -> Attributes:
+    if reply is None:
+        return NO_ATTRIBUTES
+    return {
+        "mooncake.cached_tokens": reply.cached_tokens,
+        "mooncake.fetched_blocks": reply.fetched_blocks,
+        "mooncake.fetched_bytes": reply.fetched_bytes,
+        "mooncake.queue_ahead": reply.queue_ahead,
+        "mooncake.compute_s": reply.compute_s,
+    }
+
+
+def _handover_attributes(reply: DecodeReply) -> Attributes:
+    return {
+        "mooncake.loaded_early_blocks": reply.loaded_early_blocks,
+        "mooncake.read_bytes": sum(reply.read_bytes.values()),
+    }

@@ -1,0 +1,158 @@
+"""What is noted of one request while it is served, and handed over as spans at its end.
+
+A few notes for each attempt, none for each message. A request that is not traced has `NoTrace`,
+which takes the same notes and keeps nothing; it may know its client's trace, for the log.
+
+Not here: which spans follow from the notes (request_spans.py), sending them (export.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from backends.tracing.request_spans import (
+    AttemptTimes,
+    Attribute,
+    Call,
+    RequestTimeline,
+    SpanRecord,
+    SpanTree,
+)
+from backends.tracing.trace_context import TraceContext
+from backends.workers.protocol import DecodeReply, PrefillReply
+
+
+class NoTrace:
+    """Of a request that is not traced. `trace_id` is for the log: "", or its client's."""
+
+    is_on = False
+
+    def __init__(self, trace_id: str = "") -> None:
+        self.trace_id = trace_id
+
+    def read(self, now_s: float, attributes: Mapping[str, Attribute]) -> None:
+        """Its prompt was checked and tokenised."""
+
+    def attempt_began(self, number: int, now_s: float) -> None: ...
+
+    def decided(self, number: int, now_s: float, fields: Mapping[str, Any], why: str) -> None:
+        """`why`: of a rejection; `fields` of the decision."""
+
+    def called(self, number: int, worker: str, now_s: float) -> None:
+        """First the prefill worker of an attempt, then its decode worker."""
+
+    def prefilled(self, number: int, reply: PrefillReply, now_s: float) -> None: ...
+
+    def decoded(self, number: int, reply: DecodeReply, now_s: float) -> None: ...
+
+    def call_failed(self, number: int, now_s: float) -> None: ...
+
+    def lost(self, number: int, loss: str, error: str, now_s: float) -> None:
+        """Another attempt may follow."""
+
+    def ended(
+        self, error: str, now_s: float, first_token_s: float, attributes: Mapping[str, Attribute]
+    ) -> None:
+        """`first_token_s` 0: none came."""
+
+
+NO_TRACE = NoTrace()
+
+
+class RequestTrace(NoTrace):
+    """Notes come from whichever thread is at the request, of one attempt in order. What comes
+    behind the end, of a call that was left alone, changes nothing any more."""
+
+    is_on = True
+
+    def __init__(
+        self,
+        root: TraceContext,
+        parent_span_id: str,
+        arrived_s: float,
+        offer: Callable[[list[SpanRecord]], None],
+    ) -> None:
+        super().__init__(root.trace_id)
+        self._root = root
+        self._parent_span_id = parent_span_id
+        self._to_unix_s = time.time() - time.monotonic()
+        self._offer = offer
+        self._times = RequestTimeline(arrived_s)
+        self._attempts: dict[int, AttemptTimes] = {}
+        self._has_ended = False
+
+    def read(self, now_s: float, attributes: Mapping[str, Attribute]) -> None:
+        self._times.read_s = now_s
+        self._times.attributes |= attributes
+
+    def attempt_began(self, number: int, now_s: float) -> None:
+        self._attempts[number] = AttemptTimes(number, now_s)
+
+    def decided(self, number: int, now_s: float, fields: Mapping[str, Any], why: str) -> None:
+        attempt = self._attempts[number]
+        attempt.decision = dict(flat("mooncake.decision", fields))
+        attempt.decided_s, attempt.rejection = now_s, why
+
+    def called(self, number: int, worker: str, now_s: float) -> None:
+        attempt = self._attempts[number]
+        if attempt.prefill is None:
+            attempt.prefill = Call(worker, now_s)
+        else:
+            attempt.decode = Call(worker, now_s)
+
+    def prefilled(self, number: int, reply: PrefillReply, now_s: float) -> None:
+        attempt = self._attempts[number]
+        assert attempt.prefill is not None
+        attempt.prefill = replace(attempt.prefill, ended_s=now_s)
+        attempt.prefill_reply = reply
+
+    def decoded(self, number: int, reply: DecodeReply, now_s: float) -> None:
+        attempt = self._attempts[number]
+        assert attempt.decode is not None
+        attempt.decode = replace(attempt.decode, ended_s=now_s)
+        attempt.decode_reply = reply
+
+    def call_failed(self, number: int, now_s: float) -> None:
+        attempt = self._attempts[number]
+        if attempt.decode is not None:
+            attempt.decode = replace(attempt.decode, ended_s=now_s)
+        elif attempt.prefill is not None:
+            attempt.prefill = replace(attempt.prefill, ended_s=now_s)
+
+    def lost(self, number: int, loss: str, error: str, now_s: float) -> None:
+        attempt = self._attempts.get(number)
+        if attempt is not None and attempt.ended_s is None:
+            attempt.loss, attempt.error, attempt.ended_s = loss, error, now_s
+
+    def ended(
+        self, error: str, now_s: float, first_token_s: float, attributes: Mapping[str, Attribute]
+    ) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        times = self._times
+        times.error, times.ended_s, times.first_token_s = error, now_s, first_token_s or None
+        times.attributes |= attributes
+        times.attempts = [replace(attempt) for attempt in list(self._attempts.values())]
+        tree = SpanTree(self._root, self._parent_span_id, self._to_unix_s, new_span_id)
+        self._offer(tree.of(times))
+
+
+def flat(name: str, value: object) -> Iterator[tuple[str, Attribute]]:
+    """Attributes of a span are no trees: names with dots, and lists as JSON."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flat(f"{name}.{key}", inner)
+    elif isinstance(value, str | bool | int | float):
+        yield name, value
+    elif value is not None:
+        yield name, json.dumps(value, default=str)
+
+
+def new_span_id() -> str:
+    return os.urandom(8).hex()

@@ -1,0 +1,77 @@
+"""Which trace a request belongs to, as W3C's Trace Context says it.
+
+A client's `traceparent` names its trace, the span that asks, and whether the trace is sampled. One
+that breaks the rules is ignored, as the standard wants: a trace must not cost anybody an answer. A
+trace that begins here is sampled by its own id, so that every process decides alike.
+
+Pure: random bytes are an argument. Not here: spans (request_spans.py), sending them (export.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+TRACEPARENT = "traceparent"  # the header, and the request parameter
+SAMPLER_VARIABLE, SHARE_VARIABLE = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
+SAMPLERS = ("parentbased_always_on", "parentbased_always_off", "parentbased_traceidratio")
+
+_HEADER = re.compile(
+    r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})"
+    r"(?P<more>-.*)?",
+    flags=re.ASCII,
+)
+_SAMPLED = 0x01
+_RATIO_BITS = 56  # the low ones of a trace id: those that are random in every version
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """A span that others may be children of."""
+
+    trace_id: str  # 32 hexadecimal digits
+    span_id: str  # 16
+    is_sampled: bool
+
+    @property
+    def traceparent(self) -> str:
+        return f"00-{self.trace_id}-{self.span_id}-{'01' if self.is_sampled else '00'}"
+
+
+def parse_traceparent(given: object) -> TraceContext | None:
+    """None of anything that is no valid traceparent."""
+    found = _HEADER.fullmatch(given) if isinstance(given, str) else None
+    if found is None or found["version"] == "ff" or (found["version"] == "00" and found["more"]):
+        return None
+    if not int(found["trace"], 16) or not int(found["span"], 16):
+        return None
+    is_sampled = bool(int(found["flags"], 16) & _SAMPLED)
+    return TraceContext(found["trace"], found["span"], is_sampled)
+
+
+def new_trace(share: float, random_bytes: bytes) -> TraceContext:
+    """Of a request whose client named none: `share` of them are sampled. Its span is the first."""
+    trace_id, span_id = random_bytes[:16].hex(), random_bytes[16:24].hex()
+    position = int(trace_id, 16) & ((1 << _RATIO_BITS) - 1)
+    return TraceContext(trace_id, span_id, position < share * (1 << _RATIO_BITS))
+
+
+def share_sampled(environment: Mapping[str, str]) -> float:
+    """Of the traces that begin here, by OpenTelemetry's own variables. ValueError with the remedy
+    for a sampler that this project does not have."""
+    sampler = environment.get(SAMPLER_VARIABLE) or SAMPLERS[0]
+    if sampler not in SAMPLERS:
+        raise ValueError(
+            f"{SAMPLER_VARIABLE}={sampler} is not supported; use {', '.join(SAMPLERS)}"
+        )
+    if sampler != SAMPLERS[2]:
+        return 1.0 if sampler == SAMPLERS[0] else 0.0
+    given = environment.get(SHARE_VARIABLE) or "1"
+    try:
+        share = float(given)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"{SHARE_VARIABLE}={given}: give a share between 0 and 1")
+    return share
