@@ -6,8 +6,6 @@ any Triton that has the conductor. API keys are those that MOONCAKE_API_KEYS nam
 
 from __future__ import annotations
 
-import logging
-import sys
 from typing import Annotated
 
 import typer
@@ -16,6 +14,8 @@ from backends.gateway.app import Gateway, GatewaySettings
 from backends.gateway.doors import BODY_BYTES_MAX
 from backends.gateway.server import Listening, serve
 from backends.tenants import ApiKeys, TenantsInvalid
+from backends.tracing.export import Tracing
+from mooncake_store.process.logs import start_logging
 
 
 def main(
@@ -40,15 +40,12 @@ def main(
     body_bytes_max: Annotated[int, typer.Option(help="Of a request.")] = BODY_BYTES_MAX,
 ) -> None:
     """OpenAI's interface in front of a frontend, until SIGTERM."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO,
-        format="%(asctime)s %(levelname).1s %(name)s %(message)s",
-    )  # fmt: skip
+    start_logging("%(asctime)s %(levelname).1s %(name)s %(message)s")
     try:
-        keys = ApiKeys.of_process()
-    except TenantsInvalid as error:
+        keys, tracing = ApiKeys.of_process(), Tracing.of_environment()
+    except (TenantsInvalid, ValueError) as error:
         raise SystemExit(str(error)) from None
-    gateway = Gateway(GatewaySettings(frontend, metrics, name, body_bytes_max), keys)
+    gateway = Gateway(GatewaySettings(frontend, metrics, name, body_bytes_max), keys, tracing)
     listening = Listening(host, port, shared, certificate, private_key)
     try:
         serve(gateway, listening, drain_s_max, own_metrics_port)

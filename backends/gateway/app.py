@@ -26,6 +26,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from backends.gateway import fields
 from backends.gateway.doors import BODY_BYTES_MAX, Doors
@@ -33,6 +34,7 @@ from backends.gateway.events import OBJECTS, AnswerFacts
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import FrontendCalls, ServedModel
 from backends.gateway.gateway_counts import GatewayCounts
+from backends.gateway.gateway_traces import GatewayTraces, traceparent_in
 from backends.gateway.generation import GenerationResponse
 from backends.gateway.infer_request import GatewayRequest, infer_request, read_request
 from backends.gateway.prompts import read_tokenize
@@ -40,6 +42,8 @@ from backends.gateway.refusals import refusal_response
 from backends.gateway.tokenizing import Tokenizing
 from backends.statuses import HttpRefusal, unavailable
 from backends.tenants import ApiKeys, ApiTenant, tenant_parameters
+from backends.tracing.export import Tracing
+from backends.tracing.trace_context import TRACEPARENT
 
 PATHS = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions"}
 # Asked for by name, because clients have them: what to use instead.
@@ -65,7 +69,10 @@ class GatewaySettings:
 class Gateway:
     """The routes and what they need. `app` is what a server serves."""
 
-    def __init__(self, options: GatewaySettings, keys: ApiKeys | None = None) -> None:
+    def __init__(
+        self, options: GatewaySettings, keys: ApiKeys | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:  # fmt: skip
         self.options = options
         self.counts = GatewayCounts(options.name)
         self.calls: FrontendCalls | None = None
@@ -74,7 +81,11 @@ class Gateway:
         routes = self._routes()
         paths = frozenset(route.path for route in routes.routes if "{" not in route.path)
         self.doors = Doors(routes, self.counts, paths, keys, options.body_bytes_max)
-        self.app = self.doors
+        self._tracing = tracing
+        self.app: ASGIApp = self.doors
+        if tracing is not None:
+            self.app = GatewayTraces(self.doors, tracing, options.name)
+            self.counts.spans = tracing.export
 
     def _routes(self) -> FastAPI:
         app = FastAPI(
@@ -112,12 +123,17 @@ class Gateway:
             with suppress(asyncio.CancelledError):
                 await watch
             await self.calls.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     def _generate(self, route: str) -> Any:
         async def generate(request: Request) -> Response:
             asked = read_request(route, decoded(await request.body()), new_seed)
             served = self._served(asked.model)
             asked = of_tenant(asked, request.scope["tenant"])
+            if traceparent := traceparent_in(request.scope):
+                parameters = {**asked.parameters, TRACEPARENT: traceparent}
+                asked = replace(asked, parameters=parameters)
             answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
             assert self.calls is not None
             call = self.calls.start(infer_request(asked, answer_id))

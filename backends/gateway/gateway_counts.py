@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from backends.metrics.table import METRICS
+from backends.tracing.export import SpanExport
 
 REQUESTS = "mooncake_gateway_requests_total"
 REFUSALS = "mooncake_gateway_refusals_total"
 MESSAGES = "mooncake_gateway_messages_total"
 LEFT = "mooncake_gateway_clients_left_total"
+SPANS = "mooncake_gateway_trace_spans_total"
 IN_FLIGHT = "mooncake_gateway_requests_in_flight"
 
 
@@ -28,6 +30,7 @@ class GatewayCounts:
         self._refusals: Counter[str] = Counter()
         self._messages = self._left = 0
         self.in_flight = 0
+        self.spans: SpanExport | None = None  # where requests are traced
 
     def answered(self, path: str, status: int) -> None:
         self._requests[path, status] += 1
@@ -49,9 +52,13 @@ class GatewayCounts:
             f'path="{path}",status="{status}"': n for (path, status), n in self._requests.items()
         }
         refusals = {f'code="{code}"': n for code, n in self._refusals.items()}
+        spans: dict[str, int] = {}
+        if self.spans is not None:
+            spans = {'result="exported"': self.spans.exported, 'result="lost"': self.spans.lost}
         for name, samples in (
-            (REQUESTS, requests), (REFUSALS, refusals), (MESSAGES, {"": self._messages}),
-            (LEFT, {"": self._left}), (IN_FLIGHT, {f'gateway="{self._name}"': self.in_flight}),
+            (SPANS, spans), (REQUESTS, requests), (REFUSALS, refusals),
+            (MESSAGES, {"": self._messages}), (LEFT, {"": self._left}),
+            (IN_FLIGHT, {f'gateway="{self._name}"': self.in_flight}),
         ):  # fmt: skip
             yield f"# HELP {name} {METRICS[name].meaning}"
             yield f"# TYPE {name} {METRICS[name].kind}"

@@ -150,15 +150,17 @@ class Tracing:
 
     def begin(self, parameters: Mapping[str, Any], arrived_s: float) -> NoTrace:
         """Of a request with these parameters."""
-        parent = parse_traceparent(parameters.get(TRACEPARENT))
-        if parent is None:
-            root, parent_span_id = new_trace(self._share, os.urandom(24)), ""
-        else:
-            root = TraceContext(parent.trace_id, new_span_id(), parent.is_sampled)
-            parent_span_id = parent.span_id
+        root, parent_span_id = self.context_of(parameters.get(TRACEPARENT))
         if not root.is_sampled:
             return NoTrace(root.trace_id)
         return RequestTrace(root, parent_span_id, arrived_s, self.export.offer)
+
+    def context_of(self, traceparent: object) -> tuple[TraceContext, str]:
+        """A new span in the trace that is named, or, if none is, in a new one; and its parent."""
+        parent = parse_traceparent(traceparent)
+        if parent is None:
+            return new_trace(self._share, os.urandom(24)), ""
+        return TraceContext(parent.trace_id, new_span_id(), parent.is_sampled), parent.span_id
 
     def close(self) -> None:
         self.export.close()

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import tritonclient.grpc as triton
 
+from loadtest.harness import server as bench_server
 from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.e2e.server import Server, running, tensor, wait_until
 from tests.e2e.server_processes import stub_of
@@ -38,11 +40,17 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory, state_dir: Path, receiver: OtlpReceiver
-) -> Iterator[Server]:
+    tmp_path_factory: pytest.TempPathFactory, state_dir: Path, receiver: OtlpReceiver,
+    openai_port: int,
+) -> Iterator[Server]:  # fmt: skip
     arguments = ("--otlp-endpoint", receiver.endpoint, "--log-format", "json",
-                 "--log-bytes", str(LOG_BYTES))  # fmt: skip
+                 "--log-bytes", str(LOG_BYTES), "--openai-port", str(openai_port))  # fmt: skip
     yield from running(tmp_path_factory.mktemp("traces"), state_dir, {}, arguments)
+
+
+@pytest.fixture(scope="module")
+def openai_port() -> int:
+    return int(bench_server.free_addresses().http.rpartition(":")[2])
 
 
 def traceparent(trace_id: str, flags: str = "01") -> str:
@@ -154,11 +162,42 @@ def test_a_header_of_a_grpc_client_is_its_traceparent(
     assert tree(receiver, trace_id)["request"].parent_id == CLIENTS_SPAN
 
 
+def complete(openai_port: int, header: str) -> dict[str, Any]:
+    body = json.dumps({"prompt": "It is", "max_tokens": 3}).encode()
+    headers = {"Content-Type": "application/json", "traceparent": header}
+    url = f"http://127.0.0.1:{openai_port}/v1/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+        return dict(json.loads(answer.read()))
+
+
+def test_the_gateways_span_is_the_parent_of_the_frontends(
+    server: Server, receiver: OtlpReceiver, openai_port: int
+) -> None:
+    trace_id, unsampled = "b1" * 16, "b2" * 16
+    complete(openai_port, traceparent(unsampled, "00"))
+    assert complete(openai_port, traceparent(trace_id))["usage"]["completion_tokens"] == 3
+    complete(openai_port, "nonsense")
+    asked = "POST /v1/completions"
+
+    def is_whole() -> bool:
+        return {asked, "request"} <= {span.name for span in receiver.spans(trace_id)}
+
+    wait_until(is_whole, "the spans of gateway and frontend")
+    spans = {span.name: span for span in receiver.spans(trace_id)}
+    assert spans[asked].parent_id == CLIENTS_SPAN
+    assert spans[asked].resource["service.name"] == "mooncake-gateway"
+    assert spans[asked].attributes["http.response.status_code"] == 200
+    assert spans["request"].parent_id == spans[asked].span_id
+    assert spans[asked].start_ns <= spans["request"].start_ns
+    assert not receiver.spans(unsampled)
+
+
 def test_who_samples_nothing_is_left_out_and_a_bad_traceparent_refuses_nobody(
     server: Server, receiver: OtlpReceiver
 ) -> None:
     """A trace that comes behind those that are not sent shows that they will not come."""
     unsampled = "a4" * 16
+    roots_before = sum(span.name == "request" and not span.parent_id for span in receiver.spans())
     for given in (traceparent(unsampled, "00"), "nonsense", 7, traceparent("0" * 32)):
         answer = server.ask(parameters={"traceparent": given}, text_input="It is", max_tokens=1)
         assert len(answer.output_ids) == 1 and not answer.error, given
@@ -166,8 +205,8 @@ def test_who_samples_nothing_is_left_out_and_a_bad_traceparent_refuses_nobody(
     server.ask(parameters={"traceparent": traceparent(last)}, text_input="It is", max_tokens=1)
     tree(receiver, last)
     assert not receiver.spans(unsampled)
-    own = [span for span in receiver.spans() if span.name == "request" and not span.parent_id]
-    assert len(own) == 3, "each bad one began a trace of its own"
+    roots = [span for span in receiver.spans() if span.name == "request" and not span.parent_id]
+    assert len(roots) - roots_before == 3, "each bad one began a trace of its own"
 
 
 def test_an_invalid_request_and_a_rejection_are_errors_in_their_spans(
@@ -184,7 +223,8 @@ def test_an_invalid_request_and_a_rejection_are_errors_in_their_spans(
 
 def test_what_was_sent_is_counted(server: Server, receiver: OtlpReceiver) -> None:
     def is_counted() -> bool:
-        return server.metric(SPANS, result="exported") == len(receiver.spans()) > 0
+        sent = [span for span in receiver.spans() if not span.name.startswith("POST")]
+        return server.metric(SPANS, result="exported") == len(sent) > 0
 
     wait_until(is_counted, "the metric to say how many spans the receiver has")
     assert server.metric(SPANS, result="lost") == 0

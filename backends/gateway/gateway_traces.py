@@ -1,0 +1,79 @@
+"""The gateway's own span of a request, and the trace that its frontend goes on with.
+
+A request that is not traced passes by, and its `traceparent` is forwarded as it came; so does every
+request where nobody asked for traces, because then this middleware is not there.
+
+Not here: the frontend's spans (backends/tracing).
+"""
+
+from __future__ import annotations
+
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from backends.tracing.export import Tracing
+from backends.tracing.request_spans import Attribute, SpanRecord
+from backends.tracing.trace_context import TRACEPARENT
+
+SERVICE = "mooncake-gateway"
+TRACED = "/v1/"
+IN_SCOPE = "mooncake.traceparent"  # of what follows behind the gateway
+HEADER = TRACEPARENT.encode()
+
+
+class GatewayTraces:
+    """ASGI middleware before all others."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing, name: str) -> None:
+        """`name` of this process among the gateway's."""
+        self._app, self._tracing, self._name = app, tracing, name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_traced = scope["type"] == "http" and scope["path"].startswith(TRACED)
+        if not is_traced or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        context, parent_span_id = self._tracing.context_of(traceparent_in(scope))
+        scope[IN_SCOPE] = context.traceparent
+        if not context.is_sampled:
+            await self._app(scope, receive, send)
+            return
+        start_ns, status = time.time_ns(), 0
+
+        async def send_and_see(message: Message) -> None:
+            nonlocal status
+            if not status and message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_see)
+        finally:
+            attributes: dict[str, Attribute] = {
+                "http.request.method": scope["method"],
+                "url.path": scope["path"],
+                "http.response.status_code": status,
+                "mooncake.http_request_id": scope.get("request_id", ""),
+            }
+            span = SpanRecord(
+                name=f"POST {scope['path']}", context=context, parent_span_id=parent_span_id,
+                start_ns=start_ns, end_ns=time.time_ns(), kind="server", service=SERVICE,
+                instance=self._name, attributes=attributes, error=_error(status),
+            )  # fmt: skip
+            self._tracing.export.offer([span])
+
+
+def traceparent_in(scope: Scope) -> str:
+    """What the client sent, or what follows from it here; "" when there is neither."""
+    if IN_SCOPE in scope:
+        return str(scope[IN_SCOPE])
+    given = next((value for name, value in scope["headers"] if name == HEADER), b"")
+    return str(given.decode("latin-1"))
+
+
+def _error(status: int) -> str:
+    """As OpenTelemetry wants it of servers: a client's mistake is no error of ours."""
+    if not status:
+        return "its client left before there was a status"
+    return f"status {status}" if status >= 500 else ""
