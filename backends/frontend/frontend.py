@@ -34,6 +34,7 @@ from backends.launch_secret import secret_of_launch
 from backends.metrics.page import Observations
 from backends.tenants.api_keys import ApiKeys
 from backends.tenants.asker import asker_of
+from backends.tenants.tenant_labels import TenantLabels
 from backends.text.tokenizer import Tokenizer
 from backends.tracing.export import Tracing, begin_trace
 from backends.workers.protocol import TakeRole, WorkerOutbox
@@ -60,6 +61,7 @@ class Frontend:
     ) -> None:
         self._config = config
         self._keys, self._secret = keys, secret_of_launch()
+        self.labels = TenantLabels()
         self.cluster = cluster
         self._calls = calls
         self.recorder = recorder
@@ -106,6 +108,7 @@ class Frontend:
                 self._services, uuid.uuid4().hex, client, times, now_s, asker, trace
             )
             with self._entering:
+                times.tenant = self.labels.of(asker)
                 in_flight = self.live.of_tenants()
                 kind, reason = self._cap.objection(asker.tenant, in_flight, now_s)
                 if not kind:
@@ -118,6 +121,13 @@ class Frontend:
             client.fail(refused)
             return
         request.start(inputs, parameters)
+
+    def requests_of_tenants(self) -> dict[str, int]:
+        """In flight, as they are shown; nothing where there are no keys."""
+        if self._keys is None:
+            return {}
+        with self._entering:
+            return self.labels.sums(self.live.of_tenants())
 
     def _ended(self, request: LiveRequest) -> None:
         self.live.discard(request)

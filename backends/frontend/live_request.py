@@ -529,6 +529,8 @@ class LiveRequest:
         _, reply = assignment.prefilled
         cluster = self._services.cluster
         cluster.prefill_finished(assignment.request_id, reply.cached_tokens, reply.compute_s)
+        if self._request is not None:
+            self.times.read(len(self._request.prompt_ids), reply.cached_tokens)
         took_s = assignment.replied_s - assignment.routed_s
         self.times.prefilled(assignment.decided.route.predicted, took_s)
 

@@ -131,6 +131,8 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
     page.take(frontend.observations)
     page.gauge("mooncake_start_time_seconds", shown.started_at_s, now_s)
     page.gauge("mooncake_requests_live", len(frontend.live), now_s)
+    for tenant, live in frontend.requests_of_tenants().items():
+        page.gauge("mooncake_tenant_requests_live", live, now_s, tenant=tenant)
     stats = frontend.cluster.stats()
     page.counter_to("mooncake_routed_total", stats.routed)
     page.counter_to("mooncake_fetches_total", stats.fetches)

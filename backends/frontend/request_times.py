@@ -22,7 +22,7 @@ from backends.errors import (
     WorkerUnavailable,
 )
 from backends.metrics.page import Observations
-from backends.metrics.table import REASONS
+from backends.metrics.table import REASONS, TENANT_REASONS
 from conductor.messages import Prediction
 
 TBT_LONGEST_SHARE = 0.1  # FAST'25, section 5.1
@@ -53,6 +53,8 @@ class RequestTimes:
         self._gaps_s = array("d")  # between messages; within one, tokens are 0 apart
         self._counted_intervals, self._counted_s = 0, 0.0
         self._predicted_tbt_s = 0.0
+        self.tenant = ""  # its label (tenants/tenant_labels.py); "" where nobody counts by tenant
+        self._prompt_tokens = self._cached_tokens = 0
         self.is_stream = False  # without a stream nobody sees when a token came
 
     @property
@@ -71,6 +73,11 @@ class RequestTimes:
         name = "mooncake_ttft_prediction_seconds_total"
         self._observe(name, predicted_s, kind="predicted")
         self._observe(name, actual_s, kind="actual")
+
+    def read(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Its prompt, by the first attempt; what a later one reads again is not of the client."""
+        if not self._prompt_tokens:
+            self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
 
     def prefill_wasted(self, compute_s: float) -> None:
         """Its decode worker refused it after the prefill was paid for."""
@@ -98,6 +105,8 @@ class RequestTimes:
             reason = error.kind if error.kind in REASONS else "other"
             self._observe("mooncake_rejections_total", reason=reason)
         self._count_intervals()
+        if self.tenant:
+            self._count_of_tenant(error)
         if error is None and self._tokens:
             self._observe("mooncake_request_duration_seconds", now_s - self._arrived_s)
             actual_s = 0.0
@@ -115,6 +124,18 @@ class RequestTimes:
         name = "mooncake_tbt_prediction_seconds_total"
         self._observe(name, self._predicted_tbt_s, kind="predicted")
         self._observe(name, actual_s, kind="actual")
+
+    def _count_of_tenant(self, error: Exception | None) -> None:
+        tenant = self.tenant
+        self._observe("mooncake_tenant_requests_total", tenant=tenant, outcome=outcome_of(error))
+        if isinstance(error, Overloaded):
+            reason = error.kind if error.kind in TENANT_REASONS else "other"
+            self._observe("mooncake_tenant_rejections_total", tenant=tenant, reason=reason)
+        tokens = {
+            "prompt": self._prompt_tokens, "cached": self._cached_tokens, "output": self._tokens
+        }  # fmt: skip
+        for kind, number in tokens.items():
+            self._observe("mooncake_tenant_tokens_total", number, tenant=tenant, kind=kind)
 
     def _count_intervals(self) -> None:
         if not self.is_stream or not self._gaps_s:

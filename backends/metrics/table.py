@@ -36,6 +36,7 @@ REASONS = (
     "no_decode_worker", "fair_share", "front_full", "prefill_queue_full", "decode_queue_full",
     "decode_overload", "store_full", "tenant_full", "request_rate", "token_rate", "other",
 )  # fmt: skip
+TENANT_REASONS = ("request_rate", "token_rate", "tenant_full", "too_large", "other")
 NOTE_RESULTS = ("sent", "unsent", "received", "missed")
 RECORDING_RESULTS = ("written", "dropped")
 SPAN_RESULTS = ("exported", "lost")
@@ -93,6 +94,7 @@ def ratio(name: str, publisher: str, meaning: str) -> Metric:
 
 
 NODE = Label("node")
+TENANT = Label("tenant")  # of the file of API keys
 HEAT = Label("heat", ("1", "2", "4", "8"))
 PREDICTION = Label("kind", ("predicted", "actual"))
 NIC = Label("nic")
@@ -152,6 +154,20 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Spans of traced requests. lost: the collector did not take them, or too many "
                 "waited for it; the requests themselves were served all the same.",
                 Label("result", SPAN_RESULTS)),
+    ),
+    "Tenants, with API keys": (
+        counter("mooncake_tenant_requests_total", "requests", (FRONTEND,),
+                "Requests of a tenant that ended, by outcome. The first 64 tenants that ask have "
+                "series of their own, later ones share `(others)`.",
+                TENANT, Label("outcome", OUTCOMES)),
+        counter("mooncake_tenant_rejections_total", "requests", (FRONTEND,),
+                "Requests of a tenant that were rejected for what it may have, or for another "
+                "reason.", TENANT, Label("reason", TENANT_REASONS)),
+        counter("mooncake_tenant_tokens_total", "tokens", (FRONTEND,),
+                "Tokens of a tenant: prompts, what of them was cached, answers.",
+                TENANT, Label("kind", ("prompt", "cached", "output"))),
+        gauge("mooncake_tenant_requests_live", "requests", (FRONTEND,),
+              "Requests of a tenant between arrival and answer.", TENANT, is_use=True),
     ),
     "Latency": (
         gauge("mooncake_slo_seconds", "seconds", (FRONTEND,),

@@ -50,6 +50,9 @@ OF_A_GATEWAY = {name for name, metric in METRICS.items() if GATEWAY in metric.pu
 # Shown only where role_flips is not off: test_roles.py.
 OF_ROLE_FLIPS = {"mooncake_workers_wanted", "mooncake_role_flips_proposed_total"}
 
+# Shown only where API keys are configured.
+OF_TENANTS = {name for name in METRICS if name.startswith("mooncake_tenant_")}
+
 
 @pytest.fixture(scope="module")
 def rough(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
@@ -81,7 +84,13 @@ def test_every_cause_moves_its_metrics(name: str, request: pytest.FixtureRequest
 def test_every_metric_of_the_table_has_a_cause() -> None:
     caused = frozenset().union(*(cause.names for cause in CAUSES.values()))
     assert caused == METRICS.keys() - (
-        OF_TENSORRT_LLM | OF_A_FLEET | OF_ROLE_FLIPS | OF_AN_SSD | OF_DAMAGE | OF_A_GATEWAY
+        OF_TENSORRT_LLM
+        | OF_A_FLEET
+        | OF_ROLE_FLIPS
+        | OF_AN_SSD
+        | OF_DAMAGE
+        | OF_A_GATEWAY
+        | OF_TENANTS
     )
 
 
@@ -127,7 +136,7 @@ def test_the_page_is_what_prometheus_reads(demo: Server) -> None:
     declared = {
         name.removesuffix("_total"): metric for name, metric in METRICS.items()
         if not name.startswith("nv_trt_llm_")
-        and name not in OF_NETWORK_CARDS | OF_ROLE_FLIPS | OF_A_GATEWAY | {UNREACHED}
+        and name not in OF_NETWORK_CARDS | OF_ROLE_FLIPS | OF_A_GATEWAY | OF_TENANTS | {UNREACHED}
     }  # fmt: skip
     # The page is put together of those of all Tritons, which say something once a second.
     with contextlib.suppress(AssertionError):

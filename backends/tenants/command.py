@@ -1,0 +1,151 @@
+"""`mooncake tenants`: make a key for a tenant, see who may ask for what, take a key back.
+
+A key is printed once, when it is made; the file has only its hash. What serves with the file reads
+it again by itself, so nothing is started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from backends.tenants import tenants_file
+from backends.tenants.api_keys import make_key, sha256_of
+from backends.tenants.tenants_file import (
+    DEFAULT,
+    KeyEntry,
+    TenantEntry,
+    TenantsFile,
+    TenantsInvalid,
+    tenant_of_entry,
+)
+
+app = typer.Typer(
+    name="tenants",
+    help="API keys, the tenants that they name, and what each of them may have.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+File = Annotated[Path, typer.Argument(help="the file of `mooncake serve --api-keys`")]
+ID_CHARACTERS_MIN = 6  # of a key, to name it by
+LIMIT = "no limit without it; 0 takes a limit away"
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except (TenantsInvalid, OSError) as error:
+        typer.echo(f"mooncake tenants: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def add(
+    file: File,
+    tenant: Annotated[str, typer.Argument(help="its name; one that is there gets one more key")],
+    note: Annotated[str, typer.Option(help="who has this key; shown by `list`")] = "",
+    salt: Annotated[
+        str | None,
+        typer.Option(help="of its cached KV; its name without one. Tenants of one salt share"),
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="below 0: rejected earlier under load; above 0: later")
+    ] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=0, help=LIMIT)] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=0, help=f"prompts and answers; {LIMIT}")
+    ] = None,
+    requests_in_flight_max: Annotated[int | None, typer.Option(min=0, help=LIMIT)] = None,
+    key: Annotated[
+        bool, typer.Option("--key/--no-key", help="whether to make a key, or only to set the rest")
+    ] = True,
+) -> None:
+    """A key for a tenant, printed once; with options, what the tenant may have from now on."""
+    said = {
+        "salt": salt, "priority": priority, "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute, "requests_in_flight_max": requests_in_flight_max,
+    }  # fmt: skip
+    limits = ("requests_per_minute", "tokens_per_minute", "requests_in_flight_max")
+    changes = {
+        name: None if name in limits and value == 0 else value
+        for name, value in said.items()
+        if value is not None
+    }
+    with _refusals():
+        content = tenants_file.read(file) if file.exists() else TenantsFile()
+        before = content.tenants.get(tenant, TenantEntry())
+        content.tenants[tenant] = msgspec.structs.replace(before, **changes)
+        made = make_key()
+        if key:
+            content.keys.append(KeyEntry(sha256_of(made), tenant, note))
+        tenants_file.write(file, content)
+    if key:
+        typer.echo(f"key of {tenant}, shown this once:", err=True)
+        typer.echo(made)
+
+
+@app.command("list")
+def list_tenants(file: File) -> None:
+    """The tenants, what they may have, and the ids of their keys."""
+    with _refusals():
+        content = tenants_file.read(file)
+    for name, entry in sorted(content.tenants.items()):
+        typer.echo(f"{name}: {shown(name, entry)}")
+        for key in content.keys:
+            if key.tenant == name:
+                typer.echo(f"  key {key.key_id}{f'  {key.note}' if key.note else ''}")
+    if DEFAULT not in content.tenants:
+        typer.echo(f"{DEFAULT}: {shown(DEFAULT, TenantEntry())}")
+    typer.echo(f"requests without a key, past the gateway: {content.keyless}")
+
+
+@app.command()
+def revoke(
+    file: File,
+    key: Annotated[
+        str,
+        typer.Argument(help="a key's id, as `list` shows it, or the key itself; or a tenant: all"),
+    ],
+) -> None:
+    """Take a key back, or all keys of a tenant and the tenant itself."""
+    with _refusals():
+        content = tenants_file.read(file)
+        if key in content.tenants:
+            gone = [each for each in content.keys if each.tenant == key]
+            del content.tenants[key]
+        else:
+            gone = [each for each in content.keys if is_named(each, key)]
+            if not gone:
+                raise TenantsInvalid(f"{file} has no tenant and no key {key!r}")
+            if len(gone) > 1:
+                raise TenantsInvalid(f"{len(gone)} keys begin with {key}: write more of it")
+        content.keys = [each for each in content.keys if each not in gone]
+        tenants_file.write(file, content)
+    typer.echo(f"revoked {len(gone)} key{'s' * (len(gone) != 1)} of {key}")
+
+
+def is_named(entry: KeyEntry, said: str) -> bool:
+    is_id = len(said) >= ID_CHARACTERS_MIN and entry.sha256.startswith(said)
+    return is_id or entry.sha256 == sha256_of(said)
+
+
+def shown(name: str, entry: TenantEntry) -> str:
+    limits = (
+        (entry.requests_per_minute, "requests a minute"),
+        (entry.tokens_per_minute, "tokens a minute"),
+        (entry.requests_in_flight_max, "requests in flight"),
+    )
+    words = [f"at most {value} {what}" for value, what in limits if value is not None]
+    salt = tenant_of_entry(name, entry).salt
+    if salt != name:
+        words.append("cached KV is shared by all without a tenant" if not salt else "its own salt")
+    if entry.priority:
+        words.append(f"priority {entry.priority}")
+    return ", ".join(words) or "no limits"

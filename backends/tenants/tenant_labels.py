@@ -1,0 +1,40 @@
+"""Which tenants have series of their own on the metrics page: so many, and no more for ever.
+
+Triton keeps each series until it ends, so a label must not be what clients say. Only tenants of the
+file of keys have one, the first so many of them that ask; all others share one. Salts and keys are
+never on the page. Not here: what is counted (frontend/request_times.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from backends.tenants.asker import Asker
+
+LABELS_MAX = 64
+OTHERS = "(others)"  # no name of a tenant
+
+
+class TenantLabels:
+    """Not thread-safe."""
+
+    def __init__(self, labels_max: int = LABELS_MAX) -> None:
+        self._labels_max = labels_max
+        self._known: set[str] = set()
+
+    def of(self, asker: Asker) -> str:
+        """ "" where there are no keys: then nothing is counted by tenant."""
+        if asker.known is None:
+            return ""
+        if asker.tenant not in self._known and len(self._known) >= self._labels_max:
+            return OTHERS
+        self._known.add(asker.tenant)
+        return asker.tenant
+
+    def sums(self, of_tenants: Mapping[str, int]) -> dict[str, int]:
+        """A number of each tenant, as it is shown: that of every label, 0 too."""
+        found = dict.fromkeys(self._known, 0)
+        for tenant, number in of_tenants.items():
+            label = tenant if tenant in self._known else OTHERS
+            found[label] = found.get(label, 0) + number
+        return found

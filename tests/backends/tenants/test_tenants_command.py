@@ -1,0 +1,79 @@
+"""`mooncake tenants` as people call it: keys come and go, and the file never has one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from backends.tenants import ApiKeys
+from backends.tenants.command import app
+from backends.tenants.tenants_file import read
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    return result.exit_code, result.output
+
+
+def added(path: Path, *arguments: object) -> str:
+    """The key that was printed."""
+    status, output = run("add", path, *arguments)
+    assert status == 0, output
+    return output.strip().splitlines()[-1]
+
+
+def test_a_key_that_was_made_opens_and_is_in_no_file(path: Path) -> None:
+    key = added(path, "acme", "--note", "billing", "--requests-per-minute", 60)
+    other = added(path, "acme", "--priority", 2)
+    tenant = ApiKeys(path).tenant_of(key)
+    assert tenant is not None and tenant == ApiKeys(path).tenant_of(other)
+    assert (tenant.name, tenant.salt, tenant.priority) == ("acme", "acme", 2)
+    assert tenant.requests_per_minute == 60, "what is not said stays"
+    assert key not in path.read_text() and path.stat().st_mode & 0o077 == 0
+    assert "no" not in run("add", path, "acme", "--no-key", "--requests-per-minute", 0)[1]
+    assert read(path).tenants["acme"].requests_per_minute is None and len(read(path).keys) == 2
+
+
+def test_what_is_listed_says_who_may_what_and_shows_neither_keys_nor_salts(path: Path) -> None:
+    key = added(path, "acme", "--note", "billing", "--tokens-per-minute", 5000, "--salt", "s-e-c")
+    status, output = run("list", path)
+    assert status == 0 and "acme: at most 5000 tokens a minute, its own salt" in output
+    assert "billing" in output and key not in output and "s-e-c" not in output
+    assert "default: cached KV is shared by all without a tenant" in output
+    assert "past the gateway: served" in output
+
+
+def test_a_revoked_key_opens_nothing_and_the_others_stay(path: Path) -> None:
+    first, second, third = (added(path, name) for name in ("acme", "acme", "umbrella"))
+    keys = ApiKeys(path)
+    shown = re.findall(r"key (\w+)", run("list", path)[1])
+    assert len(shown) == 3
+    assert run("revoke", path, shown[0])[0] == 0
+    assert keys.tenant_of(first) is None and keys.tenant_of(second) is not None
+    assert run("revoke", path, second)[0] == 0, "whoever has only the key may say the key"
+    assert keys.tenant_of(second) is None and keys.tenant("acme") is not None
+    assert run("revoke", path, "umbrella")[0] == 0
+    assert keys.tenant_of(third) is None and keys.tenant("umbrella") is None
+
+
+def test_what_names_nothing_or_too_much_revokes_nothing(path: Path) -> None:
+    added(path, "acme")
+    before = path.read_bytes()
+    for said in ("nobody", "", "0", read(path).keys[0].sha256[:3]):
+        status, output = run("revoke", path, said)
+        assert status == 1 and "no tenant and no key" in output, said
+    assert path.read_bytes() == before
+    assert run("list", path.with_name("none.json"))[0] == 1
+    status, output = run("add", path, "a b")
+    assert status == 1 and "a name has 1 to 64" in output and path.read_bytes() == before
+    path.chmod(0o644)
+    status, output = run("add", path, "acme")
+    assert status == 1 and "chmod 600" in output
