@@ -42,6 +42,7 @@ from backends.gateway.refusals import refusal_response
 from backends.gateway.tokenizing import Tokenizing
 from backends.statuses import HttpRefusal, unavailable
 from backends.tenants import ApiKeys, ApiTenant, tenant_parameters
+from backends.tenants.tenant_labels import without_other_tenants
 from backends.tracing.export import Tracing
 from backends.tracing.trace_context import TRACEPARENT
 
@@ -183,14 +184,17 @@ class Gateway:
         is_ready = self.calls is not None and self.calls.is_ready
         return _json({"status": "ready" if is_ready else "waiting"}, 200 if is_ready else 503)
 
-    async def metrics(self) -> Response:
-        """The launcher's page has all gateways and all Tritons; without a launcher its own."""
+    async def metrics(self, request: Request) -> Response:
+        """The launcher's page has all gateways and all Tritons; without a launcher its own. Of
+        single tenants a key sees its own."""
         if not self.options.metrics:
             return Response(self.counts.page(), media_type="text/plain; version=0.0.4")
         try:
             page = await asyncio.to_thread(_fetched, f"http://{self.options.metrics}/metrics")
         except OSError as error:
             raise unavailable(f"the metrics page does not answer: {error}") from None
+        if (tenant := request.scope["tenant"]) is not None:
+            page = without_other_tenants(page, tenant.name)
         return Response(page, media_type="text/plain; version=0.0.4")
 
     async def unsupported(self, request: Request) -> Response:

@@ -7,12 +7,25 @@ never on the page. Not here: what is counted (frontend/request_times.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from backends.tenants.asker import Asker
 
 LABELS_MAX = 64
 OTHERS = "(others)"  # no name of a tenant
+OF_A_TENANT = re.compile(rb'[{,]tenant="([^"]*)"')
+
+
+def without_other_tenants(page: bytes, tenant: str) -> bytes:
+    """A metrics page in Prometheus' text format, as this tenant may read it."""
+    own = tenant.encode()
+    lines = []
+    for line in page.splitlines(keepends=True):
+        found = OF_A_TENANT.search(line)
+        if found is None or found[1] == own or line.startswith(b"#"):
+            lines.append(line)
+    return b"".join(lines)
 
 
 class TenantLabels:

@@ -50,7 +50,7 @@ OF_A_GATEWAY = {name for name, metric in METRICS.items() if GATEWAY in metric.pu
 # Shown only where role_flips is not off: test_roles.py.
 OF_ROLE_FLIPS = {"mooncake_workers_wanted", "mooncake_role_flips_proposed_total"}
 
-# Shown only where API keys are configured.
+# Shown only where API keys are configured: test_tenants.py.
 OF_TENANTS = {name for name in METRICS if name.startswith("mooncake_tenant_")}
 
 

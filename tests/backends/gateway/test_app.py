@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -384,6 +384,20 @@ def test_a_key_is_asked_for_where_there_are_some(monkeypatch: pytest.MonkeyPatch
         answer = await rig.post(CHAT, tenant="other")
         assert (answer.status, answer.error["param"]) == (403, "tenant")
         assert len(rig.frontend.requests) == 2
+
+    run(check, ApiKeys(None, json.dumps(KEYS)))
+
+
+def test_a_key_reads_the_metrics_of_its_own_tenant_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = b"".join(
+        b'mooncake_tenant_requests_live{tenant="%s"} 3\n' % name for name in (b"acme", b"other")
+    )
+    monkeypatch.setattr("backends.gateway.app._fetched", lambda url: page)
+
+    async def check(rig: Rig) -> None:
+        rig.gateway.options = replace(rig.gateway.options, metrics="127.0.0.1:9")
+        rig.key = "key-of-other"
+        assert (await rig.send("GET", "/metrics")).body == page.splitlines(keepends=True)[1]
 
     run(check, ApiKeys(None, json.dumps(KEYS)))
 

@@ -8,7 +8,7 @@ from backends.errors import Overloaded
 from backends.frontend.request_times import RequestTimes
 from backends.metrics.page import Observations
 from backends.tenants.asker import Asker
-from backends.tenants.tenant_labels import OTHERS, TenantLabels
+from backends.tenants.tenant_labels import OTHERS, TenantLabels, without_other_tenants
 from backends.tenants.tenants_file import NAME, ApiTenant
 
 
@@ -50,3 +50,18 @@ def test_what_is_counted_of_a_tenant_is_its_first_reading_of_the_prompt() -> Non
         ("mooncake_tenant_tokens_total", "cached"): 64,
         ("mooncake_tenant_tokens_total", "output"): 3,
     }
+
+
+PAGE = b"""# HELP mooncake_tenant_tokens_total Tokens of a tenant="a".
+mooncake_tenant_tokens_total{kind="cached",model="conductor",tenant="a"} 64
+mooncake_tenant_tokens_total{kind="cached",model="conductor",tenant="ab"} 7
+mooncake_tenant_requests_live{tenant="(others)",model="conductor"} 1
+mooncake_requests_live{model="conductor"} 2
+mooncake_worker_info{node="tenant=\\"a\\""} 1
+"""
+
+
+def test_on_the_page_that_a_key_reads_there_is_no_number_of_another_tenant() -> None:
+    lines = without_other_tenants(PAGE, "a").splitlines()
+    assert lines == [line for line in PAGE.splitlines() if b"ab" not in line and b"oth" not in line]
+    assert b'tenant="' not in b"".join(without_other_tenants(PAGE, "c").splitlines()[1:-1])
