@@ -67,6 +67,31 @@ class BenchStore:
         return process
 
 
+class ModuleProcess:
+    """`python -m MODULE`, which says `ready` in its first line; ended with the stack."""
+
+    def __init__(self, stack: contextlib.ExitStack, module: str, *arguments: str) -> None:
+        """RuntimeError, with its last words, when it ends instead of getting ready."""
+        log = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")), "log"
+        )
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, stderr=errors,
+                text=True,
+            )  # fmt: skip
+        stack.enter_context(self._process)
+        stack.callback(self._process.terminate)
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline().startswith("ready"):
+            self._process.wait()
+            raise RuntimeError(f"{module} did not start: {log.read_text()[-LAST_WORDS:]}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+
 class PeerProcess:
     """A script in a Python that has another project's wheel; it answers in lines of JSON.
 

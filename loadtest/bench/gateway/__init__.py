@@ -1,0 +1,1 @@
+"""What does OpenAI's interface cost on top of Triton's own?"""

@@ -1,0 +1,165 @@
+"""What is sent to a gateway, or past it, and what came: pairs, streams at once, users who leave."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from loadtest.client import sse_client
+from loadtest.client.protocol import GenerateRequest
+from loadtest.client.triton_client import TritonClient
+from loadtest.harness.server import CannotMeasure
+
+PATH = "/v1/completions"
+FIRST_TOKEN_ID, LAST_TOKEN_ID = 20, 2000  # of the demo's vocabulary, none of them special
+PAIR_TOKENS = 2
+READY_S_MAX = 60.0
+LEAVING_SHARE = 0.1
+USER_TOKENS = 20
+RSS_EVERY_S = 1.0
+
+
+class Route(Protocol):
+    """One way to ask for a stream."""
+
+    async def times_s(self, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
+        """When it was sent, and when each message came."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Triton's gRPC."""
+
+    grpc: str
+
+    async def times_s(self, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
+        async with TritonClient(self.grpc, channels=1) as client:
+            await client.model_parameters()  # connects: the other way's connection costs no time
+            request = GenerateRequest(
+                "pair", np.array(prompt, np.int32), max_tokens=tokens, end_id=-1, temperature=0.0
+            )
+            sent_s = time.perf_counter()
+            return sent_s, [event.time_s async for event in client.generate(request)]
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughGateway:
+    """OpenAI's interface."""
+
+    address: str
+    key: str
+
+    async def times_s(self, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+                "stream": True}  # fmt: skip
+        answer = await sse_client.ask(self.address, PATH, body, self.key)
+        if answer.status != 200 or not answer.is_done:
+            raise CannotMeasure(f"the gateway answered {answer.status}: {answer.body[:300]!r}")
+        return answer.sent_s, answer.times_s
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    direct: Direct
+    gateway: ThroughGateway
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLoad:
+    tokens: int
+    messages: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Soak:
+    answered: int = 0
+    left: int = 0
+    rss_bytes: list[tuple[float, int]] = field(default_factory=list)  # (since its start, value)
+
+    def between(self, from_s: float, to_s: float) -> float:
+        """The median of that time."""
+        return float(np.median([value for at_s, value in self.rss_bytes if from_s <= at_s <= to_s]))
+
+
+def fresh(chance: random.Random, tokens: int) -> list[int]:
+    return [chance.randrange(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(tokens)]
+
+
+async def pairs(
+    routes: Routes, count: int, prompt_tokens: int, chance: random.Random
+) -> list[tuple[float, float]]:
+    """Seconds to the first token, direct and through the gateway; who begins alternates."""
+    found = []
+    for number in range(count):
+        ttfts_s: dict[bool, float] = {}
+        for is_direct in (number % 2 == 0, number % 2 == 1):
+            route: Route = routes.direct if is_direct else routes.gateway
+            sent_s, times_s = await route.times_s(fresh(chance, prompt_tokens), PAIR_TOKENS)
+            ttfts_s[is_direct] = times_s[0] - sent_s
+        found.append((ttfts_s[True], ttfts_s[False]))
+    return found
+
+
+async def streams(
+    route: Route, count: int, prompt_tokens: int, tokens: int, chance: random.Random
+) -> StreamLoad:
+    """So many at once; the clock runs from the first that is sent to the last token."""
+    asked = [route.times_s(fresh(chance, prompt_tokens), tokens) for _ in range(count)]
+    found = await asyncio.gather(*asked)
+    begin_s = min(sent_s for sent_s, _ in found)
+    end_s = max(times_s[-1] for _, times_s in found)
+    return StreamLoad(count * tokens, sum(len(times_s) for _, times_s in found), end_s - begin_s)
+
+
+async def until_ready(address: str) -> None:
+    give_up_s = time.monotonic() + READY_S_MAX
+    while time.monotonic() < give_up_s:
+        try:
+            await asyncio.to_thread(urllib.request.urlopen, f"http://{address}/ready", None, 5.0)
+            return
+        except OSError:
+            await asyncio.sleep(0.1)
+    raise CannotMeasure(f"the gateway at {address} is not ready")
+
+
+async def soak(
+    route: ThroughGateway, users: int, seconds: float, rss_bytes: Callable[[], int],
+    chance: random.Random,
+) -> Soak:  # fmt: skip
+    """Users ask one after the other; some go away in the middle of their answer."""
+    found, begin_s = Soak(), time.monotonic()
+
+    async def user() -> None:
+        while time.monotonic() - begin_s < seconds:
+            body = {"prompt": "hi", "max_tokens": chance.randint(2, 2 * USER_TOKENS),
+                    "stream": True}  # fmt: skip
+            if chance.random() < LEAVING_SHARE:
+                await sse_client.ask(
+                    route.address, PATH, body | {"max_tokens": 1000},
+                    events_max=chance.randint(1, USER_TOKENS),
+                )  # fmt: skip
+                found.left += 1
+            else:
+                answer = await sse_client.ask(route.address, PATH, body)
+                if not answer.is_done:
+                    raise CannotMeasure(f"an answer ended early: {answer.status}")
+                found.answered += 1
+
+    async def look() -> None:
+        while True:
+            found.rss_bytes.append((time.monotonic() - begin_s, rss_bytes()))
+            await asyncio.sleep(RSS_EVERY_S)
+
+    looking = asyncio.ensure_future(look())
+    await asyncio.gather(*(user() for _ in range(users)))
+    looking.cancel()
+    return found
