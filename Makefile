@@ -10,7 +10,7 @@ SECONDS ?= 60
 SEEDS ?= 100
 STEPS ?= 5000
 
-.PHONY: serve test test-quick test-long test-fleet fuzz fuzz-serve chaos chaos-serve lint format bench leaks clients loadtest setup kubernetes-check clean
+.PHONY: serve test test-quick test-long test-fleet fuzz fuzz-serve fuzz-gateway chaos chaos-serve lint format bench leaks clients loadtest setup kubernetes-check clean
 
 serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
 	@exec $(BIN)/mooncake serve $(ARGS)
@@ -32,6 +32,10 @@ fuzz: $(READY)  ## random walks of the store's core (SEEDS=10 STEPS=1000 for les
 
 fuzz-serve: $(READY)  ## the whole system under faults on a virtual clock, by seed (SEEDS=10000)
 	$(BIN)/python -m tests.fuzz_serve --seeds $(SEEDS) $(ARGS)
+
+fuzz-gateway: CASES = 2000
+fuzz-gateway: $(READY)  ## requests made of the description of OpenAI's interface (CASES=20000)
+	$(BIN)/python -m tests.fuzz_gateway --cases $(CASES) $(ARGS)
 
 chaos: SECONDS = 300
 chaos: $(READY)  ## processes of the store, killed and stopped under load (SECONDS=20 for less)

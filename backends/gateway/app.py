@@ -37,6 +37,7 @@ from backends.gateway.gateway_counts import GatewayCounts
 from backends.gateway.gateway_traces import GatewayTraces, traceparent_in
 from backends.gateway.generation import GenerationResponse
 from backends.gateway.infer_request import GatewayRequest, infer_request, read_request
+from backends.gateway.logprobs import LogprobsWriter
 from backends.gateway.prompts import read_tokenize
 from backends.gateway.refusals import refusal_response
 from backends.gateway.tokenizing import Tokenizing
@@ -135,13 +136,18 @@ class Gateway:
             if traceparent := traceparent_in(request.scope):
                 parameters = {**asked.parameters, TRACEPARENT: traceparent}
                 asked = replace(asked, parameters=parameters)
+            logprobs = None
+            if asked.wants_logprobs:
+                words = await asyncio.to_thread(self._tokenizing.words, served.checkpoint)
+                logprobs = LogprobsWriter(route, words)
             answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
             assert self.calls is not None
             call = self.calls.start(infer_request(asked, answer_id))
             facts = AnswerFacts(route, answer_id, int(time.time()), served.name)
             return GenerationResponse(
-                call, facts, asked.is_stream, asked.includes_usage, asked.timeout_s, self.counts
-            )
+                call, facts, asked.is_stream, asked.includes_usage, asked.timeout_s, self.counts,
+                logprobs,
+            )  # fmt: skip
 
         generate.__name__ = f"generate_{route}"
         return generate

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from backends.gateway.fields import CHAT
+from backends.gateway.logprobs import LogprobsWriter, PieceLogprobs, joined
 from backends.statuses import HttpRefusal
 
 encode = msgspec.json.encode
@@ -38,6 +39,7 @@ class AnswerPiece(NamedTuple):
     output_tokens: int = 0  # of this message
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    logprobs: PieceLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,10 @@ def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[st
 class EventStream:
     """The events of one answer, as bytes."""
 
-    def __init__(self, facts: AnswerFacts, includes_usage: bool) -> None:
+    def __init__(
+        self, facts: AnswerFacts, includes_usage: bool, logprobs: LogprobsWriter | None = None
+    ) -> None:
+        self._logprobs = logprobs
         self._includes_usage = includes_usage
         self._output_tokens = self._cached_tokens = self._prompt_tokens = 0
         self._is_chat = facts.route == CHAT
@@ -94,11 +99,16 @@ class EventStream:
     def event(self, piece: AnswerPiece) -> bytes:
         self._output_tokens += piece.output_tokens
         text = encode(piece.text.decode("utf-8", "replace"))
+        between, after = self._between, self._after
+        if self._logprobs is not None and piece.logprobs is not None:
+            said = encode(self._logprobs.add(piece.logprobs))
+            between = between.replace(b"null", said, 1)
+            after = between + b"null" + self._end
         if not piece.finish_reason:
-            return self._before + text + self._after
+            return self._before + text + after
         self._prompt_tokens, self._cached_tokens = piece.prompt_tokens, piece.cached_tokens
         reason = encode(finish_reason(piece.finish_reason))
-        return self._before + text + self._between + reason + self._end + self._closing()
+        return self._before + text + between + reason + self._end + self._closing()
 
     def _closing(self) -> bytes:
         if not self._includes_usage:
@@ -112,8 +122,13 @@ def error_event(refusal: HttpRefusal) -> bytes:
     return b"data: " + encode(refusal.body()) + b"\n\n"
 
 
-def whole(facts: AnswerFacts, pieces: list[AnswerPiece]) -> bytes:
+def whole(
+    facts: AnswerFacts, pieces: list[AnswerPiece], logprobs: LogprobsWriter | None = None
+) -> bytes:
     """An answer that is not streamed."""
+    of_tokens = None
+    if logprobs is not None:
+        of_tokens = logprobs.add(joined([each.logprobs for each in pieces if each.logprobs]))
     text = b"".join(piece.text for piece in pieces).decode("utf-8", "replace")
     last = pieces[-1]
     choice: dict[str, object] = {"index": 0}
@@ -121,7 +136,7 @@ def whole(facts: AnswerFacts, pieces: list[AnswerPiece]) -> bytes:
         choice["message"] = {"role": "assistant", "content": text, "refusal": None}
     else:
         choice["text"] = text
-    choice |= {"logprobs": None, "finish_reason": finish_reason(last.finish_reason)}
+    choice |= {"logprobs": of_tokens, "finish_reason": finish_reason(last.finish_reason)}
     output_tokens = sum(piece.output_tokens for piece in pieces)
     return encode({
         "id": facts.answer_id, "object": OBJECTS[facts.route][1], "created": facts.created_s,

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 import grpc
+import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.gateway.events import AnswerPiece
 from backends.gateway.infer_request import MODEL, NAME_OF_TENSOR
+from backends.gateway.logprobs import PieceLogprobs
 from backends.statuses import HttpRefusal, of_message, unavailable
 
 CHANNELS = 4
@@ -118,13 +120,26 @@ class FrontendCall:
 def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
     raw = dict(zip([each.name for each in response.outputs], response.raw_output_contents,
                    strict=True))  # fmt: skip
+    logprobs = _logprobs(raw) if "output_log_probs" in raw else None
     counts = raw.get("num_output_tokens")
+    text, reason = raw["text_output"][4:], raw["finish_reason"][4:].decode()
     if counts is None:
-        return AnswerPiece(raw["text_output"][4:], raw["finish_reason"][4:].decode())
+        return AnswerPiece(text, reason, logprobs=logprobs)
     return AnswerPiece(
-        raw["text_output"][4:], raw["finish_reason"][4:].decode(), _integer(counts),
-        _integer(raw["num_input_tokens"]), _integer(raw["cached_tokens"]),
+        text, reason, _integer(counts), _integer(raw["num_input_tokens"]),
+        _integer(raw["cached_tokens"]), logprobs,
     )  # fmt: skip
+
+
+def _logprobs(raw: Mapping[str, bytes]) -> PieceLogprobs:
+    ids = np.frombuffer(raw["output_ids"], np.int32)
+    shape = (len(ids), -1 if len(ids) else 0)
+    return PieceLogprobs(
+        ids.tolist(),
+        np.frombuffer(raw["output_log_probs"], np.float32).tolist(),
+        np.frombuffer(raw["top_token_ids"], np.int32).reshape(shape).tolist(),
+        np.frombuffer(raw["top_log_probs"], np.float32).reshape(shape).tolist(),
+    )
 
 
 def _integer(raw: bytes) -> int:

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from backends.gateway.events import AnswerFacts, AnswerPiece, EventStream, error_event, whole
 from backends.gateway.frontend_calls import FrontendCall
 from backends.gateway.gateway_counts import GatewayCounts
+from backends.gateway.logprobs import LogprobsWriter
 from backends.gateway.refusals import refusal_response
 from backends.statuses import HttpRefusal
 
@@ -34,12 +35,12 @@ class GenerationResponse(Response):
 
     def __init__(
         self, call: FrontendCall, facts: AnswerFacts, is_stream: bool, includes_usage: bool,
-        timeout_s: float, counts: GatewayCounts,
+        timeout_s: float, counts: GatewayCounts, logprobs: LogprobsWriter | None = None,
     ) -> None:  # fmt: skip
         super().__init__(status_code=200)
         self._call, self._facts, self._counts = call, facts, counts
         self._is_stream, self._includes_usage = is_stream, includes_usage
-        self._timeout_s = timeout_s
+        self._timeout_s, self._logprobs = timeout_s, logprobs
         self._leaving: asyncio.Future[None] | None = None
         self._is_late = False
         self._is_begun = False
@@ -82,7 +83,7 @@ class GenerationResponse(Response):
         self._call.leave()
 
     async def _stream(self, send: Send) -> None:
-        events = EventStream(self._facts, self._includes_usage)
+        events = EventStream(self._facts, self._includes_usage, self._logprobs)
         count = self._counts.message
         async for piece in self._call:
             body = events.event(piece)
@@ -103,7 +104,7 @@ class GenerationResponse(Response):
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         pieces: list[AnswerPiece] = [piece async for piece in self._call]
         self._counts.message()
-        body = whole(self._facts, pieces)
+        body = whole(self._facts, pieces, self._logprobs)
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _refuse(

@@ -26,12 +26,13 @@ NEVER_ENDS = -1  # of `end_id`
 NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
     "text_input": "prompt", "input_ids": "prompt", "messages": "messages", "seed": "seed",
     "end_id": "ignore_eos", "tenant": "tenant", "timeout_ms": "timeout",
-    "request_priority": "priority",
+    "request_priority": "priority", "return_log_probs": "logprobs", "top_logprobs": "top_logprobs",
 }  # fmt: skip
 FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 TYPE_OF_KIND = {"integer": "INT32", "number": "FP32"}
 # A response carries what is asked for by name, and each costs in Triton.
 OUTPUTS = ("text_output", "finish_reason")
+LOGPROBS = ("output_ids", "output_log_probs", "top_token_ids", "top_log_probs")
 COUNTS = ("num_output_tokens", "num_input_tokens", "cached_tokens")
 
 
@@ -50,7 +51,12 @@ class GatewayRequest:
     @property
     def outputs(self) -> tuple[str, ...]:
         wants_counts = self.includes_usage or not self.is_stream
-        return OUTPUTS + COUNTS if wants_counts else OUTPUTS
+        found = OUTPUTS + COUNTS if wants_counts else OUTPUTS
+        return found + LOGPROBS if self.wants_logprobs else found
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "return_log_probs" in self.inputs
 
 
 def read_request(route: str, content: object, new_seed: Callable[[], int]) -> GatewayRequest:
@@ -79,6 +85,7 @@ def read_request(route: str, content: object, new_seed: Callable[[], int]) -> Ga
     inputs["seed"] = new_seed() if seed is None else seed
     if said.get("ignore_eos"):
         inputs["end_id"] = NEVER_ENDS
+    inputs |= _logprobs(route, said)
     inputs["stream"] = is_stream = said.get("stream", False)
     parameters: dict[str, str | int | bool] = {}
     if (timeout_s := said.get("timeout", 0.0)) > 0:
@@ -97,9 +104,23 @@ def read_request(route: str, content: object, new_seed: Callable[[], int]) -> Ga
     )  # fmt: skip
 
 
+def _logprobs(route: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat says whether and how many in two fields, a completion in one."""
+    if route == CHAT:
+        if not said.get("logprobs", False):
+            if said.get("top_logprobs", 0):
+                raise bad_field("top_logprobs", "top_logprobs wants logprobs: true beside it")
+            return {}
+        count = said.get("top_logprobs", 0)
+    elif (count := said.get("logprobs")) is None:
+        return {}
+    return {"return_log_probs": True, "top_logprobs": count}
+
+
 TYPES = {each.tensor: TYPE_OF_KIND[each.kind] for each in FIELDS if each.kind in TYPE_OF_KIND} | {
     "text_input": "BYTES", "messages": "BYTES", "stop_words": "BYTES", "input_ids": "INT32",
-    "seed": "UINT64", "end_id": "INT32", "stream": "BOOL",
+    "seed": "UINT64", "end_id": "INT32", "stream": "BOOL", "return_log_probs": "BOOL",
+    "top_logprobs": "INT32",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Prompts as token ids, by the tokenizer that the conductor uses: for /tokenize.
+"""Prompts as token ids and tokens as text, by the conductor's tokenizer: /tokenize, logprobs.
 
 The tokenizer is read when somebody asks first, and again when another checkpoint is served. For
 several threads: a long text takes a while, which the event loop must not wait for.
@@ -14,7 +14,22 @@ from backends.errors import ConfigError, InvalidRequest
 from backends.gateway.fields import bad_field
 from backends.gateway.prompts import TokenizeRequest
 from backends.statuses import HttpRefusal
+from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
+
+
+class ServedWords:
+    """What each token of a vocabulary adds to a text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def of(self, context_ids: list[int], token_id: int) -> bytes:
+        found = self._tokenizer.token_bytes
+        if not found.has_text(token_id):
+            return self._tokenizer.decode([token_id], skip_special=False).encode()
+        context = [each for each in context_ids[-2 * CONTEXT_TOKENS :] if found.has_text(each)]
+        return found.of(context[-CONTEXT_TOKENS:], token_id)
 
 
 class Tokenizing:
@@ -31,6 +46,9 @@ class Tokenizing:
         except InvalidRequest as error:
             name = "messages" if is_chat else "prompt"
             raise bad_field(name, str(error)) from None
+
+    def words(self, checkpoint: str) -> ServedWords:
+        return ServedWords(self._tokenizer(checkpoint))
 
     def _tokenizer(self, checkpoint: str) -> Tokenizer:
         with self._lock:

@@ -26,6 +26,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 TOKEN_TEXT = " word"
 TOKENS_DEFAULT = 8
 BROKEN_AFTER = 3
+TOKEN_ID, LOG_PROB = 261, -0.5
 
 
 class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -93,10 +94,11 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield service_pb2.ModelStreamInferResponse(error_message=words)
             return
         outputs = [each.name for each in request.outputs]
+        top = _integer(said.get("top_logprobs", b""))
         if not said.get("stream", b"\0")[0]:
-            yield response(outputs, TOKEN_TEXT * tokens, "length", tokens)
+            yield response(outputs, TOKEN_TEXT * tokens, "length", tokens, top)
             return
-        plain = response(outputs, TOKEN_TEXT, "", 1)
+        plain = response(outputs, TOKEN_TEXT, "", 1, top)
         for number in range(tokens - 1):
             if verb == "break" and number == BROKEN_AFTER:
                 yield service_pb2.ModelStreamInferResponse(error_message=words)
@@ -104,11 +106,11 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield plain
             if self.interval_s:
                 await asyncio.sleep(self.interval_s)
-        yield response(outputs, TOKEN_TEXT, "length", 1)
+        yield response(outputs, TOKEN_TEXT, "length", 1, top)
 
 
 def response(
-    outputs: list[str], text: str, finish_reason: str, tokens: int
+    outputs: list[str], text: str, finish_reason: str, tokens: int, top: int
 ) -> service_pb2.ModelStreamInferResponse:
     values = {
         "text_output": ("BYTES", _string(text)),
@@ -116,6 +118,10 @@ def response(
         "num_output_tokens": ("INT32", struct.pack("<i", tokens)),
         "num_input_tokens": ("INT32", struct.pack("<i", 5)),
         "cached_tokens": ("INT32", struct.pack("<i", 2)),
+        "output_ids": ("INT32", struct.pack("<i", TOKEN_ID) * tokens),
+        "output_log_probs": ("FP32", struct.pack("<f", LOG_PROB) * tokens),
+        "top_token_ids": ("INT32", struct.pack("<i", TOKEN_ID) * (tokens * top)),
+        "top_log_probs": ("FP32", struct.pack("<f", LOG_PROB) * (tokens * top)),
     }
     made = service_pb2.ModelStreamInferResponse()
     for name in outputs:

@@ -21,7 +21,7 @@ from backends.gateway.server import DrainingServer, Listening, draining_server, 
 from backends.tenants import ApiKeys
 from backends.tenants.proof import is_proven
 from loadtest.client import sse_client
-from loadtest.harness.replayed_frontend import ReplayedFrontend
+from loadtest.harness.replayed_frontend import LOG_PROB, ReplayedFrontend
 
 SECRET = "a-secret"
 KEYS = {
@@ -197,6 +197,25 @@ def test_a_whole_answer_has_its_counts() -> None:
         assert chat["usage"]["completion_tokens"] == 2
         text = (await rig.post(COMPLETION, max_tokens=2)).json
         assert text["choices"][0]["text"] == " word word"
+
+    run(check)
+
+
+def test_logprobs_come_in_openais_shapes() -> None:
+    async def check(rig: Rig) -> None:
+        answer = (await rig.post(CHAT, max_tokens=2, logprobs=True, top_logprobs=1)).json
+        found = answer["choices"][0]["logprobs"]["content"]
+        assert len(found) == 2 and found[0] == found[1]
+        best = {name: found[0][name] for name in ("token", "logprob", "bytes")}
+        assert found[0]["top_logprobs"] == [best]
+        assert (best["logprob"], bytes(best["bytes"]).decode()) == (LOG_PROB, best["token"])
+        *chunks, _ = (await rig.post(COMPLETION, max_tokens=3, logprobs=0, stream=True)).events
+        parts = [each["choices"][0]["logprobs"] for each in chunks]
+        length = len(best["token"])
+        assert [each["text_offset"] for each in parts] == [[0], [length], [2 * length]]
+        assert all(each["token_logprobs"] == [LOG_PROB] for each in parts)
+        assert all(each["top_logprobs"] == [{}] for each in parts)
+        assert (await rig.post(CHAT, max_tokens=1)).json["choices"][0]["logprobs"] is None
 
     run(check)
 

@@ -163,6 +163,9 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
         (CHAT, {"timeout": -1}, "timeout"),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"logprobs": 3}, "logprobs"),
+        (COMPLETION, {"logprobs": True}, "logprobs"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"audio": {}}, "audio"),
         (CHAT, {"messages": []}, "messages"),
@@ -194,6 +197,16 @@ def test_a_wrong_field_is_refused_by_name(route: str, said: dict[str, Any], para
     refusal = refused(route, **said)
     assert refusal.param == param
     assert param.partition(".")[0].partition("[")[0] in refusal.message
+
+
+def test_logprobs_are_asked_for_in_each_routes_way(tokenizer: Tokenizer) -> None:
+    for asked, top in ((chat(logprobs=True), 0), (chat(logprobs=True, top_logprobs=4), 4),
+                       (completion(logprobs=0), 0), (completion(logprobs=3), 3)):  # fmt: skip
+        assert as_the_conductor_reads(asked, tokenizer).sampling.top_logprobs == top
+        assert set(asked.outputs) >= {"output_ids", "output_log_probs"}
+    for asked in (chat(), chat(logprobs=False), completion()):
+        assert as_the_conductor_reads(asked, tokenizer).sampling.top_logprobs < 0
+        assert "output_log_probs" not in asked.outputs
 
 
 def test_a_misspelt_field_is_answered_with_the_likely_name() -> None:
