@@ -34,7 +34,7 @@ import typer
 from backends.launcher.environment import free_ports
 from backends.tenants.api_keys import make_key, sha256_of
 from loadtest.bench.gateway import loads
-from loadtest.bench.gateway.loads import Direct, Routes, ThroughGateway
+from loadtest.bench.gateway.loads import AskedWays, DirectWay, GatewayWay
 from loadtest.harness.benchmark import BenchmarkRun, benchmark, console
 from loadtest.harness.processes import ModuleProcess
 from loadtest.harness.result import Target
@@ -79,14 +79,14 @@ def with_the_server(run: BenchmarkRun, pairs: int, seed: int) -> None:
     with keyed() as keys:
         arguments = ["--openai-port", str(port), "--api-keys", str(keys.path)]
         with console.status("waiting for the server ..."), started(arguments) as server:
-            routes = Routes(
-                Direct(server.addresses.grpc), ThroughGateway(f"127.0.0.1:{port}", keys.key)
+            routes = AskedWays(
+                DirectWay(server.addresses.grpc), GatewayWay(f"127.0.0.1:{port}", keys.key)
             )
             measure_pairs(run, routes, pairs, seed)
             measure_streams(run, routes, server, seed)
 
 
-def measure_pairs(run: BenchmarkRun, routes: Routes, pairs: int, seed: int) -> None:
+def measure_pairs(run: BenchmarkRun, routes: AskedWays, pairs: int, seed: int) -> None:
     found = asyncio.run(loads.pairs(routes, pairs, PROMPT_TOKENS, random.Random(seed)))
     added_ms = [(through_s - direct_s) * 1e3 for direct_s, through_s in found]
     direct_ms = statistics.median(direct_s for direct_s, _ in found) * 1e3
@@ -95,7 +95,7 @@ def measure_pairs(run: BenchmarkRun, routes: Routes, pairs: int, seed: int) -> N
     run.targets.append(Target("ttft_added_ms", statistics.median(added_ms), "<=", 5, why))
 
 
-def measure_streams(run: BenchmarkRun, routes: Routes, server: OwnServer, seed: int) -> None:
+def measure_streams(run: BenchmarkRun, routes: AskedWays, server: OwnServer, seed: int) -> None:
     gateway, chance = gateway_process(server.pid), random.Random(seed)
     rates: dict[str, list[float]] = {"direct": [], "gateway": []}
     cpu_s, messages = 0.0, 0
@@ -127,7 +127,7 @@ def cpu_of(process: psutil.Process) -> float:
 
 
 @contextlib.contextmanager
-def before_a_replay(interval_s: float) -> Iterator[tuple[ThroughGateway, psutil.Process]]:
+def before_a_replay(interval_s: float) -> Iterator[tuple[GatewayWay, psutil.Process]]:
     """A gateway, its process, and a frontend that replays with such pauses between tokens."""
     frontend, port = free_ports(2, (), PORT_MIN, PORT_MAX)
     with contextlib.ExitStack() as stack:
@@ -138,7 +138,7 @@ def before_a_replay(interval_s: float) -> Iterator[tuple[ThroughGateway, psutil.
         gateway = ModuleProcess(
             stack, "backends.gateway", "--frontend", f"127.0.0.1:{frontend}", "--port", str(port)
         )
-        route = ThroughGateway(f"127.0.0.1:{port}", "")
+        route = GatewayWay(f"127.0.0.1:{port}", "")
         asyncio.run(loads.until_ready(route.address))
         yield route, psutil.Process(gateway.pid)
 

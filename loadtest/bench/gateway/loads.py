@@ -26,7 +26,7 @@ USER_TOKENS = 20
 RSS_EVERY_S = 1.0
 
 
-class Route(Protocol):
+class AskedWay(Protocol):
     """One way to ask for a stream."""
 
     async def times_s(self, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
@@ -35,7 +35,7 @@ class Route(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Direct:
+class DirectWay:
     """Triton's gRPC."""
 
     grpc: str
@@ -51,7 +51,7 @@ class Direct:
 
 
 @dataclass(frozen=True, slots=True)
-class ThroughGateway:
+class GatewayWay:
     """OpenAI's interface."""
 
     address: str
@@ -67,9 +67,9 @@ class ThroughGateway:
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
-    direct: Direct
-    gateway: ThroughGateway
+class AskedWays:
+    direct: DirectWay
+    gateway: GatewayWay
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class StreamLoad:
 
 
 @dataclass(slots=True)
-class Soak:
+class SoakRun:
     answered: int = 0
     left: int = 0
     rss_bytes: list[tuple[float, int]] = field(default_factory=list)  # (since its start, value)
@@ -95,14 +95,14 @@ def fresh(chance: random.Random, tokens: int) -> list[int]:
 
 
 async def pairs(
-    routes: Routes, count: int, prompt_tokens: int, chance: random.Random
+    routes: AskedWays, count: int, prompt_tokens: int, chance: random.Random
 ) -> list[tuple[float, float]]:
     """Seconds to the first token, direct and through the gateway; who begins alternates."""
     found = []
     for number in range(count):
         ttfts_s: dict[bool, float] = {}
         for is_direct in (number % 2 == 0, number % 2 == 1):
-            route: Route = routes.direct if is_direct else routes.gateway
+            route: AskedWay = routes.direct if is_direct else routes.gateway
             sent_s, times_s = await route.times_s(fresh(chance, prompt_tokens), PAIR_TOKENS)
             ttfts_s[is_direct] = times_s[0] - sent_s
         found.append((ttfts_s[True], ttfts_s[False]))
@@ -110,7 +110,7 @@ async def pairs(
 
 
 async def streams(
-    route: Route, count: int, prompt_tokens: int, tokens: int, chance: random.Random
+    route: AskedWay, count: int, prompt_tokens: int, tokens: int, chance: random.Random
 ) -> StreamLoad:
     """So many at once; the clock runs from the first that is sent to the last token."""
     asked = [route.times_s(fresh(chance, prompt_tokens), tokens) for _ in range(count)]
@@ -132,11 +132,11 @@ async def until_ready(address: str) -> None:
 
 
 async def soak(
-    route: ThroughGateway, users: int, seconds: float, rss_bytes: Callable[[], int],
+    route: GatewayWay, users: int, seconds: float, rss_bytes: Callable[[], int],
     chance: random.Random,
-) -> Soak:  # fmt: skip
+) -> SoakRun:  # fmt: skip
     """Users ask one after the other; some go away in the middle of their answer."""
-    found, begin_s = Soak(), time.monotonic()
+    found, begin_s = SoakRun(), time.monotonic()
 
     async def user() -> None:
         while time.monotonic() - begin_s < seconds:
