@@ -18,8 +18,8 @@ from backends.extras import explained
 GROUP = "mooncake.commands"
 # As they are listed by --help: what a day begins with comes first.
 FIRST = (
-    "init", "serve", "status", "config", "doctor", "cluster", "store", "keys", "replay", "report",
-    "simulate", "plan", "profile",
+    "init", "serve", "status", "config", "doctor", "cluster", "store", "keys", "tenants",
+    "replay", "report", "simulate", "plan", "profile",
 )  # fmt: skip
 HELP = "Serve large language models as Triton models, with a shared KVCache in between."
 

@@ -2,7 +2,8 @@
 
     no keys configured   the parameter `tenant` is the client's word, as is its priority
     keys, and a proof    the tenant of the file: its cache salt, its priority, its limits
-    keys, no tenant      the default tenant, without a salt; refused where the file says so
+    keys, no tenant      the default tenant, without a salt; where the file says so refused, but for
+                         the question what is served (`describe`)
     keys, a word alone   refused: a tenant that is not proven, or whose proof is old or wrong
 
 With keys a client may lower its priority (`request_priority`) and not raise it above its tenant's.
@@ -57,7 +58,8 @@ def asker_of(
     if keys is None:
         return Asker(named if isinstance(named, str) else "")  # else it is refused later
     if not named and not proof:
-        if not keys.serves_keyless:
+        # What is served is no secret, and the gateway asks for it without being anybody's.
+        if not keys.serves_keyless and parameters.get("describe") is not True:
             raise Forbidden("this server serves only requests that come with an API key")
         return Asker(DEFAULT, keys.tenant(DEFAULT))
     if not isinstance(named, str) or not is_proven(named, proof, secret, now_unix_s):

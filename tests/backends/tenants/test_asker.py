@@ -53,6 +53,14 @@ def test_who_names_no_tenant_is_of_the_default_one_and_cannot_raise_its_priority
     assert ask(proven("a"), keys("refused")).tenant == "a"
 
 
+def test_what_is_served_is_said_to_everybody() -> None:
+    """A gateway asks for it before anybody has come with a key."""
+    assert ask({"describe": True}, keys("refused")).tenant == "default"
+    for said in (False, 1, "true", None):
+        with pytest.raises(Forbidden):
+            ask({"describe": said}, keys("refused"))
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "the client's word alone": {"tenant": "a"},
     "a proof of another tenant": {"tenant": "a", "tenant_proof": proven("b")["tenant_proof"]},

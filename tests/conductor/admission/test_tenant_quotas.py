@@ -268,3 +268,36 @@ def test_many_tenants_do_not_fill_memory_and_a_request_that_nobody_ends_is_forgo
     quotas.tick(130.0)
     assert len(quotas._let_in) == 19 and quotas._in_flight_of["u0"] == 0
     quotas.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_becomes_of_notes_a_frontend_never_lets_in_more_than_it_saw_itself(
+    seed: int,
+) -> None:
+    """Lost, doubled and late notes make counts too low or too high, never wrong about the own."""
+    chance = random.Random(seed)
+    frontends, limits = acquainted(3), {"requests_per_minute": 4, "requests_in_flight_max": 3}
+    own: list[list[float]] = [[] for _ in frontends]
+    running: list[list[Request]] = [[] for _ in frontends]
+    late, now_s = [], 1.0
+    for _ in range(250):
+        now_s += chance.choice((0.0, 0.3, 2.0, 9.0))
+        number = chance.randrange(3)
+        one = frontends[number]
+        if running[number] and chance.random() < 0.5:
+            over = running[number].pop(0)
+            one.on_used(over.request_id, now_s, chance.randint(0, 200))
+            one.on_finished(over.request_id, now_s)
+        request = ask(**limits)
+        if isinstance(one.on_request(request, now_s), Route):
+            own[number].append(now_s)
+            running[number].append(request)
+        assert sum(at_s > now_s - 60.0 for at_s in own[number]) <= 4
+        assert len(running[number]) <= 3
+        late.append(one.take_notes(now_s, 10_000))
+        for batch in chance.sample(late, min(len(late), chance.randint(0, 3))):
+            for other in frontends:
+                other.on_routed_elsewhere(batch, now_s)
+        for each in frontends:
+            each.on_tick(now_s)
+            each.check()
