@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from backends.cluster.model_rendering import BYTES
+from backends.cluster.model_rendering import BYTES, CONFIG
 from backends.cluster.rendered_folder import MANIFEST
 from backends.errors import ConfigError
 from backends.model_settings.checkpoint_facts import facts_beside
@@ -23,7 +23,14 @@ from backends.model_settings.differences import differences
 from backends.model_settings.edit import FORM, EditRefused, SettingsEdit, plan_edit
 from backends.model_settings.model_file import ModelFile, read_model_file
 from backends.model_settings.repository_check import check_repository
-from backends.model_settings.repository_files import digest, read_texts, versionless, write_text
+from backends.model_settings.repository_files import (
+    digest,
+    read_texts,
+    unconfigured,
+    versionless,
+    write_text,
+    write_texts,
+)
 from backends.model_settings.running_system import (
     DEFAULT_METRICS_URL,
     LOADED,
@@ -70,6 +77,8 @@ def check(
     found = check_repository(
         texts, facts_beside(model_repository), names, versionless(model_repository, texts)
     )
+    for folder in unconfigured(model_repository):
+        found.notes.append(f"{folder} has no {CONFIG}: it is not served")
     if as_json:
         console.file.write(json.dumps(asdict(found)) + "\n")
     else:
@@ -154,8 +163,10 @@ def set_values(
         return
     for change in edit.changes:
         _say(str(change))
-    for model, text in edit.texts.items():
-        write_text(model_repository, model, text)
+    try:
+        write_texts(model_repository, edit.texts, texts)
+    except ConfigError as error:
+        _fail(f"{error}\nnothing was changed")
     if running is None:
         _say("written; no running system serves these files, so it counts from the next start")
         return

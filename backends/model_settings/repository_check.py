@@ -92,6 +92,8 @@ def model_mistakes(file: ModelFile) -> Iterator[str]:
     """What the model would say when it loads, and Triton before it."""
     if file.name and file.name != file.model:
         yield f"name is {file.name!r}, the folder's is {file.model!r}; remove the name"
+    if not file.text.strip():
+        yield "its config.pbtxt is empty; take one of the same kind as a model"
     classes, together = classes_of(file)
     if not classes:
         return
@@ -133,6 +135,8 @@ def _tensor_mistakes(file: ModelFile) -> Iterator[str]:
 
 
 def _model_notes(file: ModelFile) -> Iterator[str]:
+    if file.text.strip() and not file.backend:
+        yield "names no backend; Triton guesses one from its files"
     for old, new in OLD_NAMES.items():
         if old in file.parameters:
             yield f"{old} is now called {new}; rename it"

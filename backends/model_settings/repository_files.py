@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from backends.cluster.model_rendering import BYTES, CONFIG
@@ -44,6 +44,23 @@ def by_number(model: str) -> tuple[str, int, str]:
     return (found[1], int(found[2]), model) if found else (model, -1, model)
 
 
+def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str, str]) -> None:
+    """All of them, or none: ConfigError when one cannot be written, and the others are as they
+    were."""
+    written: list[str] = []
+    try:
+        for model, text in texts.items():
+            write_text(repository, model, text)
+            written.append(model)
+    except OSError as error:
+        for other in written:
+            write_text(repository, other, before[other])
+        raise ConfigError(
+            f"{repository / model / CONFIG} cannot be written ({error.strerror}): make it writable "
+            "for this user"
+        ) from None
+
+
 def write_text(repository: Path, model: str, text: str) -> None:
     """At once, and with the file's own rights; what a link points to is replaced, not the link."""
     path = (repository / model / CONFIG).resolve()
@@ -63,6 +80,13 @@ def write_text(repository: Path, model: str, text: str) -> None:
 def digest(raw: bytes) -> str:
     """By which a running system says which file it has."""
     return hashlib.sha256(raw).hexdigest()
+
+
+def unconfigured(repository: Path) -> list[str]:
+    """Folders that are no models yet: half copied, or without a file of their own."""
+    return sorted(path.name for path in repository.iterdir()
+                  if path.is_dir() and not path.name.startswith(".")
+                  and not (path / CONFIG).exists())  # fmt: skip
 
 
 def versionless(repository: Path, models: Iterable[str]) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from backends.model_settings.command import app
+from backends.model_settings.repository_files import read_texts
 from tests.backends.model_settings.repositories import copied
 
 NOBODY = ["--metrics-url", "http://127.0.0.1:9/metrics"]
@@ -67,6 +69,31 @@ def test_a_diff_compares_with_defaults_and_with_what_we_ship(repository: Path) -
     ):
         assert part in said, (part, said)
     assert "slow_start_s" not in said, "30.00 is 30.0"
+
+
+def test_a_file_that_cannot_be_written_leaves_the_others_as_they_were(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read_texts(repository)
+    replace = os.replace
+
+    def refused(partial: str, path: Path) -> None:
+        if path.parent.name == "prefill_1":
+            raise PermissionError(1, "Operation not permitted")
+        replace(partial, path)
+
+    monkeypatch.setattr(os, "replace", refused)
+    status, said = run(repository, "set", "prefill_*.threads=2", "decode_0.slots=8")
+    assert status == 1 and "prefill_1/config.pbtxt cannot be written" in said
+    assert said.endswith("nothing was changed") and read_texts(repository) == before
+
+
+def test_an_emptied_file_is_a_mistake_and_a_half_copied_folder_a_note(repository: Path) -> None:
+    (repository / "decode_0" / "config.pbtxt").write_text("")
+    (repository / "decode_2").mkdir()
+    status, said = run(repository, "check")
+    assert status == 1 and "decode_0: its config.pbtxt is empty" in said
+    assert "note: decode_2 has no config.pbtxt: it is not served" in said
 
 
 def test_a_repository_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
