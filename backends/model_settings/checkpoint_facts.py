@@ -24,7 +24,7 @@ def facts_beside(repository: Path) -> LookUp:
         try:
             return _facts(checkpoint_folder(checkpoint, str(repository)))
         except (ConfigError, RuntimeError) as error:  # RuntimeError: ~nobody
-            return CheckpointFacts((str(error),))
+            return CheckpointFacts((str(error).removeprefix(f"checkpoint {checkpoint} "),))
 
     return look_up
 

@@ -46,6 +46,7 @@ from backends.shipped import shipped_repository
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
+EARLIER_S_MAX = 30.0
 READY_S_MAX = 300.0  # as of `mooncake serve`: a large checkpoint takes its time
 
 app = typer.Typer(
@@ -149,8 +150,6 @@ def set_values(
     """
     ask = ask_at(metrics_url)
     running = _of_this(ask, model_repository)
-    if running is not None:
-        _wait_for_earlier_edits(ask, ready_s_max)
     texts = _texts(model_repository)
     try:
         edit = plan_edit(texts, assignments, facts_beside(model_repository), running)
@@ -163,6 +162,8 @@ def set_values(
         return
     for change in edit.changes:
         _say(str(change))
+    if running is not None:
+        _wait_for_earlier_edits(running, edit, ask, ready_s_max)
     try:
         write_texts(model_repository, edit.texts, texts)
     except ConfigError as error:
@@ -191,8 +192,8 @@ def _follow(
     late = [each.model for each in found if each.outcome == PENDING]
     if late:
         _fail(
-            f"{', '.join(late)}: written, but after {ready_s_max:.0f} s the running system says "
-            "nothing of it; see its terminal and its logs"
+            f"{', '.join(late)}: written, but the running system said nothing of it within "
+            f"{ready_s_max:.0f} s, or ended; see its terminal and its logs"
         )
 
 
@@ -208,15 +209,16 @@ def _take_back(
     _fail(f"{models}: the old settings go on, and the files are as before")
 
 
-def _wait_for_earlier_edits(ask: Ask, ready_s_max: float) -> None:
-    """What is just being loaded could be taken for our own edit."""
-    now = ask()
-    busy = {} if now is None else {
-        model: state.digest for model, state in now.models.items() if state.outcome == PENDING
-    }  # fmt: skip
+def _wait_for_earlier_edits(
+    running: RunningSettings, edit: SettingsEdit, ask: Ask, ready_s_max: float
+) -> None:
+    """What is just being loaded could be taken for our own edit. One that never loads is no reason
+    not to change it."""
+    busy = {model: state.digest for model, state in running.models.items()
+            if model in edit.texts and state.outcome == PENDING}  # fmt: skip
     if busy:
         _say(f"waits for an earlier edit of {', '.join(busy)}")
-        wait_for(busy, ask, ready_s_max)
+        wait_for(busy, ask, min(ready_s_max, EARLIER_S_MAX))
 
 
 def _digests(texts: dict[str, str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ import msgspec
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
 ASK_S_MAX = 5.0
 POLL_S = 0.2
+GONE_S_MAX = 10.0  # a launcher on a busy machine may be late with an answer
 PENDING, LOADED, REFUSED = "pending", "loaded", "refused"
 DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
 
@@ -87,10 +88,15 @@ def outcomes(wanted: Mapping[str, str], running: RunningSettings | None) -> list
 
 
 def wait_for(wanted: Mapping[str, str], ask: Ask, seconds_max: float) -> list[ReloadOutcome]:
-    """Until nothing of it is pending, or the time is over; `wanted`: model -> digest."""
-    give_up_s = time.monotonic() + seconds_max
+    """Until nothing of it is pending, the time is over, or the system is gone for a while;
+    `wanted`: model -> digest."""
+    heard_s = time.monotonic()
+    give_up_s = heard_s + seconds_max
     while True:
-        found = outcomes(wanted, ask())
-        if all(each.outcome != PENDING for each in found) or time.monotonic() > give_up_s:
+        running, now_s = ask(), time.monotonic()
+        heard_s = now_s if running is not None else heard_s
+        found = outcomes(wanted, running)
+        is_over = now_s > give_up_s or now_s - heard_s > GONE_S_MAX
+        if is_over or all(each.outcome != PENDING for each in found):
             return found
         time.sleep(POLL_S)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from backends.model_settings import running_system
 from backends.model_settings.edit import EditRefused, SettingsEdit, plan_edit
 from backends.model_settings.model_file import read_model_file
 from backends.model_settings.running_system import (
@@ -17,6 +18,7 @@ from backends.model_settings.running_system import (
     ReloadOutcome,
     RunningSettings,
     outcomes,
+    wait_for,
 )
 from tests.backends.model_settings.repositories import any_checkpoint, shipped_texts, with_value
 
@@ -121,3 +123,21 @@ def test_only_the_state_of_the_file_that_was_written_counts() -> None:
         ReloadOutcome("c", PENDING), ReloadOutcome("d", LOADED), ReloadOutcome("e", PENDING),
     ]  # fmt: skip
     assert {each.outcome for each in outcomes(wanted, None)} == {PENDING}
+
+
+def test_waiting_ends_with_the_answer_with_the_time_or_with_the_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(running_system.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(running_system.time, "sleep", lambda s: now_s.__setitem__(0, now_s[0] + s))
+
+    def said(outcome: str) -> RunningSettings:
+        return replace(RUNNING, models={"a": EditState("new", outcome)})
+
+    answers = iter([None, said(PENDING), said(PENDING), said(LOADED)])
+    assert wait_for({"a": "new"}, lambda: next(answers), 60.0) == [ReloadOutcome("a", LOADED)]
+    assert wait_for({"a": "new"}, lambda: said(PENDING), 60.0) == [ReloadOutcome("a", PENDING)]
+    assert 60.0 < now_s[0] < 62.0
+    assert wait_for({"a": "new"}, lambda: None, 1e9) == [ReloadOutcome("a", PENDING)]
+    assert now_s[0] < 75.0, "a system that has ended is not waited for"
