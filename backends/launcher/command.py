@@ -44,8 +44,7 @@ READY_S_MAX = 300.0  # on one machine; a host of a deployment waits for the othe
 # Options of one machine, which a cluster file says for each of its hosts.
 OF_ONE_MACHINE = (
     "http_port", "grpc_port", "metrics_port", "metrics_address", "nodes", "store_bytes",
-    "ssd_bytes", "ssd_path", "state_dir", "openai_port", "openai_workers", "openai_certificate",
-    "openai_private_key", "checkpoint", "dtype", "device", "prefill", "decode",
+    "ssd_bytes", "ssd_path", "state_dir", "checkpoint", "dtype", "device", "prefill", "decode",
 )  # fmt: skip
 ReadySMax = Annotated[
     float | None,
@@ -185,10 +184,15 @@ def serve(
         "is_self_checked": self_check, "open_apis": tuple(open_api or ()),
         "triton_args": tuple(triton_arg or ()), "api_keys": api_keys,
         "observed": ObserveOptions(log_format or "", parse_bytes(log_bytes), otlp_endpoint),
+        "gateway": GatewayOptions(
+            openai_port, openai_workers, openai_certificate, openai_private_key
+        ),
     }  # fmt: skip
     if cluster is not None:
         refuse_options_of_one_machine(context, is_elastic=bool(pool))
         plan = plan_in_file(cluster, host, pool, address, model_repository)
+        if openai_port and plan.frontend is None:
+            refuse("--openai-port stands beside a frontend, and this host has none")
         ready = {} if ready_s_max is None else {"ready_s_max": ready_s_max}
         sys.exit(serve_until_stopped(HostOptions(plan, **ready, **more)))
     if host or pool:
@@ -202,10 +206,7 @@ def serve(
         grpc_port=grpc_port, metrics_port=metrics_port, metrics_address=metrics_address,
         nodes=named, store_bytes=parse_bytes(store_bytes),
         ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path, state_dir=state_dir,
-        ready_s_max=READY_S_MAX if ready_s_max is None else ready_s_max,
-        gateway=GatewayOptions(
-            openai_port, openai_workers, openai_certificate, openai_private_key
-        ), **more,
+        ready_s_max=READY_S_MAX if ready_s_max is None else ready_s_max, **more,
     )))  # fmt: skip
 
 

@@ -8,7 +8,7 @@ comes out of its cluster file (cluster/host_plan.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from backends.cluster.host_plan import (
@@ -140,9 +140,14 @@ class HostOptions:
     settings: ServeSettings = NO_SETTINGS  # the cluster file says all
     triton_args: tuple[str, ...] = field(default=())
     observed: ObserveOptions = ObserveOptions()
+    gateway: GatewayOptions = GatewayOptions()  # beside a frontend that the file gives this host
 
     def plan(self, socket_dir: Path) -> HostPlan:
-        return self.host_plan
+        frontend = self.host_plan.frontend
+        if frontend is None:
+            return self.host_plan
+        gateway = self.gateway.plan(frontend.http.rpartition(":")[0])
+        return replace(self.host_plan, frontend=replace(frontend, gateway=gateway))
 
 
 def fixed_ports(plan: HostPlan) -> dict[str, tuple[str, int]]:
