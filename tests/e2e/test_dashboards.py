@@ -7,15 +7,21 @@ configuration and the rules of deploy/prometheus, scrapes it meanwhile.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import tritonclient.grpc as triton
 
+from loadtest.harness.server import free_addresses
 from tests.dashboards import OF_PROMETHEUS, PanelQuery, alerts, panel_queries, selectors
 from tests.e2e.causes import B, ask, prompt
 from tests.e2e.prometheus import BINARY, PrometheusApi, scraping
@@ -34,14 +40,17 @@ WINDOW = "10m"  # all of the load
 QUERIES = panel_queries()
 # Shown only of workers to which there is no way, and where there are network cards.
 NOT_HERE = {"mooncake_worker_unreached", "mooncake_nic_resting_paths"}
+# A series of a status begins with the first such answer, and none of these went wrong.
+BEGINS_WHEN_IT_HAPPENS = {"mooncake_gateway_requests_total"}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("dashboards")
     parameters = {"requests_max": str(REQUESTS_MAX)}
+    gateway = ["--openai-port", free_addresses().http.rpartition(":")[2]]
     tiers = ["--store-bytes", "12M", "--ssd-bytes", "256M", "--ssd-path", str(folder / "ssd")]
-    yield from running(folder, state_dir, parameters, tiers, prepare=make_heat_last)
+    yield from running(folder, state_dir, parameters, [*gateway, *tiers], prepare=make_heat_last)
 
 
 def make_heat_last(repository: Path) -> None:
@@ -61,6 +70,7 @@ def loaded(server: Server, scraper: PrometheusApi) -> PrometheusApi:
     ids = prompt(3, 16 * B + 5)
     ask(server, ids, prefill=0)
     assert ask(server, ids, prefill=1).decision["fetched_blocks"] > 0
+    ask_the_gateway(server)
     spill_and_restore(server)
     make_hot(server)  # last, or its blocks would have given way again
     be_rejected(server)
@@ -73,6 +83,30 @@ def loaded(server: Server, scraper: PrometheusApi) -> PrometheusApi:
     wait_until(lambda: all(scraper.value(name) >= value for name, value in page.items()),
                "Prometheus to have seen all of it")  # fmt: skip
     return scraper
+
+
+def ask_the_gateway(server: Server) -> None:
+    """One answer and one refusal, at the port that it was started with."""
+    arguments = psutil.Process(server.process.pid).cmdline()
+    url = f"http://127.0.0.1:{arguments[arguments.index('--openai-port') + 1]}"
+
+    def post(body: dict[str, Any]) -> int:
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60.0) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0  # it does not listen yet
+
+    body = {"prompt": "It was", "max_tokens": 4}
+    wait_until(lambda: post(body | {"n": 2}) == 400, "the gateway to refuse two answers at once")
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=60.0) as answer:
+        model = json.load(answer)["data"][0]["id"]
+    wait_until(lambda: post(body | {"model": model}) == 200, "the gateway to answer")
 
 
 def make_hot(server: Server) -> None:
@@ -158,7 +192,8 @@ def test_panels_show_what_happened(
 def test_the_metrics_of_every_alert_are_there(loaded: PrometheusApi, name: str) -> None:
     for series, braces in selectors(alerts()[name]):
         if series not in NOT_HERE | OF_PROMETHEUS:
-            assert loaded.query(f"{series}{{{braces}}}"), (series, braces)
+            asked = "" if series in BEGINS_WHEN_IT_HAPPENS else braces
+            assert loaded.query(f"{series}{{{asked}}}"), (series, asked)
     loaded.query(alerts()[name])
 
 
