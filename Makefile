@@ -85,7 +85,7 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 13) else f"Python 3.10-3.13 is needed, {sys.executable} is {v[0]}.{v[1]}; try make PYTHON=python3.11")'
-	@echo "Setting up $(VENV) (about 2 GB, one to five minutes, once) ..."
+	@echo "Setting up $(VENV) (470 MB to download, 2 GB on disk, one to five minutes, once) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# The pip that comes with an older Python takes three times as long to find the same versions.
 	@$(PIP) --upgrade pip setuptools 2>$(VENV)/setup.log || { cat $(VENV)/setup.log; exit 1; }
