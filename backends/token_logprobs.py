@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOP_LOGPROBS_MAX = 20  # as in OpenAI's interface
+PART_TOKENS = 256
 NO_LOGPROBS = -1  # instead of a number of best tokens: the request wants no logprobs at all
 
 
@@ -30,11 +31,18 @@ def token_logprobs(logits: NDArray[Any], token_id: int, top: int) -> TokenLogpro
     """Among equal logits the lower ids are better, as in greedy sampling."""
     below = logits.astype(np.float64) - float(logits.max())
     below -= np.log(np.exp(below).sum())
-    best: list[int] = []
-    if top > 0:
-        few = min(top, len(logits))
-        threshold = np.partition(logits, len(logits) - few)[len(logits) - few]
-        candidates = np.flatnonzero(logits >= threshold)
-        order = np.argsort(-logits[candidates], kind="stable")[:few]
-        best = candidates[order].tolist()
+    best = _best(logits, min(top, len(logits))).tolist() if top > 0 else []
     return TokenLogprobs(float(below[token_id]), tuple(best), tuple(below[best].tolist()))
+
+
+def _best(logits: NDArray[Any], few: int) -> NDArray[np.intp]:
+    """The ids of the largest. So many parts of the vocabulary have their largest above a limit that
+    is quickly found, and few other tokens are above it: to sort out a whole one takes a
+    millisecond."""
+    values = np.maximum.reduceat(logits, np.arange(0, len(logits), PART_TOKENS))
+    if len(values) < few:
+        values = logits
+    limit = np.partition(values, len(values) - few)[len(values) - few]
+    candidates = np.flatnonzero(logits >= limit)
+    order = np.argsort(-logits[candidates], kind="stable")[:few]
+    return candidates[order]

@@ -35,6 +35,7 @@ TYPES = {
     "exclude_input_in_output": "BOOL", "temperature": "FP32", "top_p": "FP32", "min_p": "FP32",
     "repetition_penalty": "FP32", "seed": "UINT64", "text_input": "BYTES", "stop_words": "BYTES",
     "messages": "BYTES", "beam_width": "INT32", "sampling_parameters": "BYTES",
+    "guided_json": "BYTES", "return_log_probs": "BOOL", "top_logprobs": "INT32",
 }  # fmt: skip
 NUMPY = {
     "INT32": np.int32, "BOOL": np.bool_, "FP32": np.float32, "UINT64": np.uint64,

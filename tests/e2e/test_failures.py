@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
+import torch
 import tritonclient.grpc as triton
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
+from tests.backends.engine.checkpoints import load_reference
+from tests.backends.small_tokenizers import DEMO
 from tests.e2e.server import Answer, Server, running, take, wait_until
 from tests.e2e.server_processes import processes, stub_of, triton_of
 
@@ -44,6 +51,74 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(server: Ser
     assert not rest.error, rest.error
     assert answer.output_ids + rest.output_ids == alone.output_ids
     assert answer.text + rest.text == alone.text
+
+
+NUMBERS = {
+    "type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "minItems": 150,
+    "maxItems": 150,
+}  # fmt: skip
+
+
+def logprobs_of(result: Any) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    own, ids, best = (
+        result.as_numpy(name)[0].tolist()
+        for name in ("output_log_probs", "top_token_ids", "top_log_probs")
+    )
+    return own, ids, best
+
+
+def test_a_guided_answer_and_its_logprobs_go_on_when_its_decode_worker_is_killed(
+    server: Server,
+) -> None:
+    """In the middle of its JSON: the same tokens, it validates, and each token has the logprobs
+    that transformers says, once."""
+    prompt = [30 + 7 * n % 1900 for n in range(100)]
+    asked: dict[str, Any] = {
+        "input_ids": prompt, "max_tokens": 1_500, "guided_json": json.dumps(NUMBERS),
+        "return_decision": True,
+    }  # fmt: skip
+    alone = server.ask(**asked)
+    attempts = server.metric("mooncake_retries_total")
+    assert alone.finish_reason == "end_id" and not alone.error, alone.error
+    stream = server.stream(stream=True, return_log_probs=True, top_logprobs=2, **asked)
+    answer, own, ids, best = Answer(), list[float](), list[list[int]](), list[list[float]]()
+    is_killed = False
+    while not answer.finish_reason:
+        result = stream.next()
+        assert result is not None, "it ended without a reason"
+        take(answer, result)
+        for found, new in zip((own, ids, best), logprobs_of(result), strict=True):
+            found += new
+        if len(answer.output_ids) > 40 and not is_killed:
+            is_killed = True
+            stub_of(server, answer.decision["decode"]).kill()
+    stream.leave()
+    assert answer.output_ids == alone.output_ids
+    wait_until(lambda: server.metric("mooncake_retries_total") > attempts, "the loss to be counted")
+    jsonschema.validate(json.loads(answer.text), NUMBERS)
+    with torch.inference_mode():
+        tokens = torch.tensor([prompt + answer.output_ids])
+        logits = load_reference(DEMO)(tokens).logits[0, len(prompt) - 1 : -1].float()
+    theirs = torch.log_softmax(logits, -1).numpy()
+    every = np.arange(len(answer.output_ids))
+    np.testing.assert_allclose(own, theirs[every, answer.output_ids], atol=1e-3)
+    np.testing.assert_allclose(best, np.take_along_axis(theirs, np.array(ids), 1), atol=1e-3)
+    np.testing.assert_allclose(np.array(best)[:, 0], theirs.max(axis=1), atol=1e-3)
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_over_http_and_through_the_ensemble(
+    server: Server,
+) -> None:
+    body = {"text_input": "a", "max_tokens": 4, "guided_json": '{"not": {"type": "null"}}'}
+    for model in ("conductor", "ensemble"):
+        status, answer = server.post(f"/v2/models/{model}/generate", body)
+        assert status == 400 and b"guided_json: not at #" in answer, answer
+    body |= {"max_tokens": 40, "guided_json": '{"enum": ["yes", "no"]}', "return_log_probs": True}
+    for model in ("conductor", "ensemble"):
+        status, answer = server.post(f"/v2/models/{model}/generate", body)
+        said = json.loads(answer)
+        assert status == 200 and json.loads(said["text_output"]) in ("yes", "no"), answer
+        assert len(said["output_log_probs"]) == len(said["output_ids"]), answer
 
 
 def test_requests_are_answered_when_a_prefill_worker_is_killed(server: Server) -> None:

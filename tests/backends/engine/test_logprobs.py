@@ -94,6 +94,15 @@ def test_among_equal_logits_the_lower_ids_are_better() -> None:
     assert token_logprobs(logits, 0, 0).top_ids == ()
 
 
+@pytest.mark.parametrize("tokens", [1, 19, 256, 257, 5_000, 131_072])
+def test_the_best_are_those_of_a_sorted_vocabulary(tokens: int) -> None:
+    chance = np.random.default_rng(tokens)
+    for logits in (chance.normal(size=tokens), chance.integers(0, 3, tokens), np.ones(tokens)):
+        found = token_logprobs(logits.astype(np.float32), 0, 20)
+        expected = np.argsort(-logits, kind="stable")[:20]
+        assert found.top_ids == tuple(expected.tolist())
+
+
 def test_huge_logits_do_not_overflow() -> None:
     found = token_logprobs(np.array([3e38, -3e38, 0.0], np.float32), 1, 1)
     assert found.top_log_probs == (0.0,) and found.log_prob == pytest.approx(-6e38)
