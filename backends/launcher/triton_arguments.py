@@ -44,13 +44,13 @@ def common_arguments(
 def frontend_arguments(
     admin_key: AdminKey, open_apis: Sequence[str], more: Sequence[str], is_traced: bool = False
 ) -> list[str]:
-    """Of the Triton that clients call; `more` is the operator's own. A client's header
-    `traceparent` becomes the request parameter of this name, where somebody traces."""
-    services = ("http", "grpc") if is_traced else ()
+    """Of the Triton that clients call; `more` is the operator's own. A gRPC client's
+    metadata `traceparent` become the request parameter of this name, where somebody traces. (Triton
+    2.51 does so with headers of HTTP as well, but not with those of /generate.)"""
+    forwarded = [f"--grpc-header-forward-pattern=(?i){TRACEPARENT}"] if is_traced else []
     return [
         f"--exit-timeout-secs={FRONTEND_EXIT_S}", "--allow-cpu-metrics=true",
-        *admin_key.for_clients(open_apis),
-        *(f"--{service}-header-forward-pattern=(?i){TRACEPARENT}" for service in services), *more,
+        *admin_key.for_clients(open_apis), *forwarded, *more,
     ]  # fmt: skip
 
 

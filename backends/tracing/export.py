@@ -35,7 +35,7 @@ ENDPOINT_VARIABLE = "MOONCAKE_OTLP_ENDPOINT"  # http://HOST:4317, or https://; u
 WAITING_MAX = 16_384  # spans; some megabytes
 BATCH_MAX = 512
 PERIOD_S = 1.0
-CLOSE_S_MAX = 2.0
+CLOSE_S_MAX = 1.0
 
 
 def problems(environment: Mapping[str, str]) -> list[str]:

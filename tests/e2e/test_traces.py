@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import queue
+import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tritonclient.grpc as triton
 
 from loadtest.harness import server as bench_server
 from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
-from tests.e2e.server import Server, running, wait_until
+from tests.e2e.server import Server, running, tensor, wait_until
+from tests.e2e.server_processes import stub_of
 
 CLIENTS_SPAN = "00f067aa0ba902b7"
 SPANS = "mooncake_trace_spans_total"
@@ -125,3 +131,165 @@ def test_spans_say_what_was_decided_and_who_did_it(server: Server, receiver: Otl
     assert usage.items() <= spans["request"].attributes.items()
     told = "".join(str(span.attributes) for span in spans.values())
     assert answer.text.strip() not in told, "no text of a prompt or an answer"
+
+
+def test_a_traceparent_in_the_json_of_an_http_client_is_its_own(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    """Triton 2.51 hands no headers of /generate on."""
+    trace_id = "a3" * 16
+    body = {"text_input": "It is", "max_tokens": 2, "traceparent": traceparent(trace_id)}
+    status, _ = server.post("/v2/models/conductor/generate", body)
+    assert status == 200
+    assert tree(receiver, trace_id)["request"].parent_id == CLIENTS_SPAN
+
+
+def test_a_header_of_a_grpc_client_is_its_traceparent(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    trace_id = "a9" * 16
+    client = triton.InferenceServerClient(server.addresses.grpc)
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    client.start_stream(
+        lambda result, error: answers.put(error), headers={"traceparent": traceparent(trace_id)}
+    )
+    inputs = [tensor("text_input", "It is"), tensor("max_tokens", 2)]
+    client.async_stream_infer("conductor", inputs)
+    assert answers.get(timeout=30.0) is None
+    client.close()
+    assert tree(receiver, trace_id)["request"].parent_id == CLIENTS_SPAN
+
+
+def complete(openai_port: int, header: str) -> dict[str, Any]:
+    body = json.dumps({"prompt": "It is", "max_tokens": 3}).encode()
+    headers = {"Content-Type": "application/json", "traceparent": header}
+    url = f"http://127.0.0.1:{openai_port}/v1/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+        return dict(json.loads(answer.read()))
+
+
+def test_the_gateways_span_is_the_parent_of_the_frontends(
+    server: Server, receiver: OtlpReceiver, openai_port: int
+) -> None:
+    trace_id, unsampled = "b1" * 16, "b2" * 16
+    complete(openai_port, traceparent(unsampled, "00"))
+    assert complete(openai_port, traceparent(trace_id))["usage"]["completion_tokens"] == 3
+    complete(openai_port, "nonsense")
+    asked = "POST /v1/completions"
+
+    def is_whole() -> bool:
+        return {asked, "request"} <= {span.name for span in receiver.spans(trace_id)}
+
+    wait_until(is_whole, "the spans of gateway and frontend")
+    spans = {span.name: span for span in receiver.spans(trace_id)}
+    assert spans[asked].parent_id == CLIENTS_SPAN
+    assert spans[asked].resource["service.name"] == "mooncake-gateway"
+    assert spans[asked].attributes["http.response.status_code"] == 200
+    assert spans["request"].parent_id == spans[asked].span_id
+    assert spans[asked].start_ns <= spans["request"].start_ns
+    assert not receiver.spans(unsampled)
+
+
+def test_who_samples_nothing_is_left_out_and_a_bad_traceparent_refuses_nobody(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    """A trace that comes behind those that are not sent shows that they will not come."""
+    unsampled = "a4" * 16
+    roots_before = sum(span.name == "request" and not span.parent_id for span in receiver.spans())
+    for given in (traceparent(unsampled, "00"), "nonsense", 7, traceparent("0" * 32)):
+        answer = server.ask(parameters={"traceparent": given}, text_input="It is", max_tokens=1)
+        assert len(answer.output_ids) == 1 and not answer.error, given
+    last = "a5" * 16
+    server.ask(parameters={"traceparent": traceparent(last)}, text_input="It is", max_tokens=1)
+    tree(receiver, last)
+    assert not receiver.spans(unsampled)
+    roots = [span for span in receiver.spans() if span.name == "request" and not span.parent_id]
+    assert len(roots) - roots_before == 3, "each bad one began a trace of its own"
+
+
+def test_an_invalid_request_and_a_rejection_are_errors_in_their_spans(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    trace_id = "a6" * 16
+    answer = server.ask(parameters={"traceparent": traceparent(trace_id)}, max_tokens=4)
+    assert "invalid_request" in answer.error
+    spans = tree(receiver, trace_id)
+    assert spans.keys() == {"request", "read"}
+    assert spans["request"].error.startswith("invalid_request")
+    assert spans["request"].attributes["mooncake.outcome"] == "invalid_request"
+
+
+def test_what_was_sent_is_counted(server: Server, receiver: OtlpReceiver) -> None:
+    def is_counted() -> bool:
+        sent = [span for span in receiver.spans() if not span.name.startswith("POST")]
+        return server.metric(SPANS, result="exported") == len(sent) > 0
+
+    wait_until(is_counted, "the metric to say how many spans the receiver has")
+    assert server.metric(SPANS, result="lost") == 0
+
+
+def test_the_log_names_request_and_trace_in_json(server: Server, receiver: OtlpReceiver) -> None:
+    trace_id = "a7" * 16
+    server.ask(parameters={"traceparent": traceparent(trace_id)}, text_input="It", max_tokens=1)
+    request_id = tree(receiver, trace_id)["request"].attributes["mooncake.request_id"]
+    [line] = [each for each in log_lines(server, "frontend") if each.get("trace_id") == trace_id]
+    assert line["request_id"] == request_id and line["message"].startswith("decision ")
+    for name in ("prefill_0", "decode_1", "directory", "node-s0"):
+        for each in log_lines(server, name):
+            assert {"time", "level", "logger", "message"} <= each.keys(), name
+    assert log_lines(server, "prefill_0") and log_lines(server, "node-s0")
+
+
+def test_a_log_stays_below_its_bound_and_loses_nothing(server: Server) -> None:
+    """A decision of each request is logged, so some hundred fill it."""
+    folder = next(server.state_dir.glob(f"logs-{server.addresses.http.rpartition(':')[2]}"))
+    older, asked = folder / "frontend.log.1", 0
+    while not older.exists():
+        server.ask(text_input="It is", max_tokens=1)
+        asked += 1
+        assert asked < 1_000, "the log is never shortened"
+    wait_until(lambda: (folder / "frontend.log").stat().st_size <= LOG_BYTES, "a shorter log")
+    lines = log_lines(server, "frontend")
+    decisions = [line for line in lines if line["message"].startswith("decision ")]
+    assert len(decisions) >= asked
+    assert len({line["request_id"] for line in decisions}) == len(decisions), "each once"
+    assert len(server.ask(text_input="It is", max_tokens=1).output_ids) == 1
+
+
+@pytest.mark.long
+def test_a_further_attempt_is_a_span_of_its_own_with_the_reason_of_the_loss(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    trace_id = "a8" * 16
+    stream = server.stream(
+        parameters={"traceparent": traceparent(trace_id), "decode_worker": ""},
+        input_ids=[*range(40, 240)], max_tokens=600, end_id=-1, stream=True, return_decision=True,
+    )  # fmt: skip
+    begun = stream.begun(5)
+    victim = begun.decision["decode"]
+    os.kill(stub_of(server, victim).pid, signal.SIGKILL)
+    rest = stream.all()
+    assert not rest.error and len(begun.output_ids) + len(rest.output_ids) == 600
+    spans = wait_until(lambda: receiver.spans(trace_id), "its spans")
+    assert_nested(spans)
+    first, second = sorted(
+        (span for span in spans if span.name == "attempt"), key=lambda span: span.start_ns
+    )
+    assert first.attributes["mooncake.loss"] and first.error, "why it was lost"
+    assert "mooncake.loss" not in second.attributes and not second.error
+    [lost, done] = sorted(
+        (span for span in spans if span.name == "decode"), key=lambda span: span.start_ns
+    )
+    assert lost.attributes["mooncake.worker"] == victim and lost.error
+    assert done.parent_id == second.span_id and not done.error
+    wait_until(lambda: server.ready(victim), "the worker to be back", 60.0)
+
+
+@pytest.mark.long
+def test_a_collector_that_is_gone_costs_no_answer(server: Server, receiver: OtlpReceiver) -> None:
+    """The last test here: the receiver does not come back."""
+    receiver.close()
+    lost_before = server.metric(SPANS, result="lost")
+    answers = [server.ask(text_input="It is", max_tokens=1) for _ in range(5)]
+    assert all(len(answer.output_ids) == 1 for answer in answers)
+    wait_until(lambda: server.metric(SPANS, result="lost") > lost_before, "lost spans", 30.0)
