@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+import typer
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from backends.tracing.export import SpanExport, Tracing, begin_trace
@@ -77,6 +78,7 @@ def best_us(act: Callable[[], None], times: int, clock: Callable[[], float]) -> 
 
 
 def main() -> None:
+    """Print what traces cost, as one line of JSON."""
     collector = Discarding()
     unsampled = Tracing(SpanExport(collector), 0.0)
     sampled = Tracing(SpanExport(collector, waiting_max=10**9), 1.0)
@@ -103,4 +105,4 @@ def _send(sender: OtlpSender, spans: Sequence[SpanRecord]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
