@@ -212,9 +212,9 @@ class SpanTree:
 
 def prefill_phases(reply: PrefillReply) -> list[tuple[str, float, float]]:
     """(name, from, until) in seconds after the prompt came to its worker."""
-    total_s = reply.queue_s + reply.load_s + reply.compute_s + reply.put_s
-    computed_s = total_s - reply.put_s
-    load_s = reply.queue_s if reply.load_at_s < 0 else min(reply.load_at_s, computed_s)
+    computed_s = reply.queue_s + reply.load_s + reply.compute_s
+    total_s = computed_s + reply.put_s
+    load_s = min(reply.queue_s if reply.load_at_s < 0 else reply.load_at_s, computed_s)
     loaded_s = min(load_s + reply.load_s, computed_s)
     compute_s = computed_s - reply.compute_s if reply.compute_at_s < 0 else reply.compute_at_s
     compute_s = min(max(compute_s, loaded_s), computed_s)
