@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from backends.tenants.tenants_file import DEFAULT, ApiTenant, TenantsFile, Tenan
 from mooncake_store.errors import StoreError
 from mooncake_store.keys.folder import LiveFiles
 
+log = logging.getLogger(__name__)
 VARIABLE = "MOONCAKE_API_KEYS"  # a path, or the text of a file: it begins with {
 KEY_BYTES = 32
 KEY_PREFIX = "mk-"
@@ -94,6 +96,7 @@ class ApiKeys:
         """Of a file, or of `text`, which never changes."""
         self._pepper = secrets.token_bytes(KEY_BYTES)
         self._files: LiveFiles[KeyTable] | None = None
+        self._whole: KeyTable | None = None  # of the latest file that had no mistake
         if path is not None:
             tenants_file.read(path)  # with its own words
             self._files = LiveFiles([path], lambda: self._read(path))
@@ -136,6 +139,14 @@ class ApiKeys:
 
     def _read(self, path: Path) -> KeyTable:
         try:
-            return KeyTable.of(tenants_file.read(path), self._pepper)
+            raw = tenants_file.content(path)
         except TenantsInvalid as error:
             raise StoreError(str(error)) from error
+        try:
+            self._whole = KeyTable.of(tenants_file.parse(raw, str(path)), self._pepper)
+        except TenantsInvalid as error:
+            if self._whole is None:
+                raise StoreError(str(error)) from error
+            # Kept for this content: it is not read again at each request until it is mended.
+            log.warning("keys are not read again: %s", error)
+        return self._whole

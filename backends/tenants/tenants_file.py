@@ -90,6 +90,11 @@ def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
 
 def read(path: Path) -> TenantsFile:
     """TenantsInvalid when others may read it, or with every mistake in it."""
+    return parse(content(path), str(path))
+
+
+def content(path: Path) -> bytes:
+    """TenantsInvalid when it cannot be read, or others may read it too."""
     try:
         mode = path.stat().st_mode
         raw = path.read_bytes()
@@ -100,7 +105,7 @@ def read(path: Path) -> TenantsFile:
     # A group may read it: so does Kubernetes mount secrets for one that is no root.
     if mode & (stat.S_IWGRP | stat.S_IRWXO):
         raise TenantsInvalid(f"others may read {path}: chmod 600 {path}")
-    return parse(raw, str(path))
+    return raw
 
 
 def parse(raw: bytes, what: str) -> TenantsFile:

@@ -196,8 +196,10 @@ class OtherFrontends:
 
     def _forget_tenants(self, tenants: Iterable[str]) -> None:
         """Of requests that are over, or of which nobody will hear any more."""
-        self._in_flight_of.subtract(tenants)
-        self._in_flight_of += Counter()  # drops those with none
+        for tenant in tenants:
+            self._in_flight_of[tenant] -= 1
+            if not self._in_flight_of[tenant]:
+                del self._in_flight_of[tenant]
 
     def check(self) -> None:
         """Prove the invariants."""

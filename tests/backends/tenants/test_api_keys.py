@@ -209,3 +209,20 @@ def test_a_file_that_is_exchanged_behind_a_link_is_read_again(path: Path, tmp_pa
     (tmp_path / "next").symlink_to(folders[1])
     (tmp_path / "next").rename(link)
     assert keys.tenant_of(A) is None and keys.tenant_of(B) is not None
+
+
+def test_a_file_with_a_mistake_is_read_once_and_not_at_each_request(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, read_sizes = ApiKeys(path), []
+    parse = api_keys.tenants_file.parse
+
+    def counted(raw: bytes, what: str) -> TenantsFile:
+        read_sizes.append(len(raw))
+        return parse(raw, what)
+
+    monkeypatch.setattr(api_keys.tenants_file, "parse", counted)
+    written(path, {"tenants": {"a": {"priority": "high"}}})
+    assert all(keys.tenant_of(A) is not None for _ in range(50)) and len(read_sizes) == 1
+    written(path, content(b=B))
+    assert keys.tenant_of(A) is None and keys.tenant_of(B) is not None and len(read_sizes) == 2
