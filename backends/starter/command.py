@@ -33,7 +33,8 @@ def init(
     try:
         models = lay_down(folder)
     except (FolderInUse, OSError) as problem:
-        raise SystemExit(f"cannot make a model repository: {problem}") from None
+        why = f"{folder}: {problem.strerror}" if isinstance(problem, OSError) else problem
+        raise SystemExit(f"cannot make a model repository: {why}") from None
     console = Console(highlight=False)
     lines = (
         f"{folder}: {', '.join(models)}; they serve {folder / CHECKPOINT}", "now:",

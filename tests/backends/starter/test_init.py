@@ -95,8 +95,8 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(command.shutil, "copyfile", full)
-    with pytest.raises(OSError, match="No space left"):
-        lay_down(tmp_path / "models")
+    with pytest.raises(SystemExit, match=r"models: No space left on device$"):
+        command.init(tmp_path / "models")
     assert list(tmp_path.iterdir()) == []
 
 
