@@ -131,7 +131,7 @@ class Gateway:
     def _generate(self, route: str) -> Any:
         async def generate(request: Request) -> Response:
             asked = read_request(route, decoded(await request.body()), new_seed)
-            served = self._served(asked.model)
+            served = await self._served(asked.model)
             asked = of_tenant(asked, request.scope["tenant"])
             if traceparent := traceparent_in(request.scope):
                 parameters = {**asked.parameters, TRACEPARENT: traceparent}
@@ -152,10 +152,13 @@ class Gateway:
         generate.__name__ = f"generate_{route}"
         return generate
 
-    def _served(self, name: str) -> ServedModel:
-        """Who it is that a request names; "" is whoever is there."""
-        served = self.calls.served if self.calls is not None else None
-        if served is None:
+    async def _served(self, name: str) -> ServedModel:
+        """Who it is that a request names; "" is whoever is there. The first request may come before
+        the frontend was found: `mooncake serve` says ready when the models are."""
+        assert self.calls is not None
+        if self.calls.served is None:
+            await self.calls.probe(waits=True)
+        if (served := self.calls.served) is None:
             raise unavailable(NO_CONTENT_YET)
         if name not in ("", served.name):
             what = f"there is no model {fields.shown(name)}; served: {served.name}"
@@ -164,15 +167,15 @@ class Gateway:
 
     async def tokenize(self, request: Request) -> Response:
         asked = read_tokenize(decoded(await request.body()))
-        served = self._served(asked.model)
+        served = await self._served(asked.model)
         token_ids = await asyncio.to_thread(self._tokenizing.token_ids, served.checkpoint, asked)
         return _json({"count": len(token_ids), "tokens": token_ids})
 
     async def models(self) -> Response:
-        return _json({"object": "list", "data": [self._described(self._served(""))]})
+        return _json({"object": "list", "data": [self._described(await self._served(""))]})
 
     async def model(self, name: str) -> Response:
-        return _json(self._described(self._served(name)))
+        return _json(self._described(await self._served(name)))
 
     def _described(self, served: ServedModel) -> dict[str, object]:
         return {

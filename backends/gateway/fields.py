@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from backends.statuses import HttpRefusal
 
 INT32 = 2**31
@@ -65,6 +67,7 @@ FIELDS = (
     Field("top_logprobs", "integer", "and so many of the likeliest, 0 to 20", routes=(CHAT,)),
     Field("logprobs", "integer", "of each token and so many of the likeliest, 0 to 20",
           routes=(COMPLETION,)),
+    Field("response_format", "format", "json_schema: an answer that follows it; json_object"),
     Field("stream", "flag", "server-sent events"),
     Field("stream_options", "stream_options", "include_usage: one more event with the counts"),
     Field("n", "one", "1: one answer for a request"),
@@ -82,7 +85,6 @@ UNSUPPORTED = (
     UnsupportedField("logit_bias", ({},)),
     UnsupportedField("echo", (False,), (COMPLETION,)),
     UnsupportedField("suffix", ("",), (COMPLETION,)),
-    UnsupportedField("response_format", ({"type": "text"},)),
     UnsupportedField("tools", ([],), (CHAT,)),
     UnsupportedField("tool_choice", ("none", "auto"), (CHAT,)),
     UnsupportedField("parallel_tool_calls", (True, False), (CHAT,)),
@@ -119,6 +121,24 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             {"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}}
         ]
     },
+    "format": {
+        "anyOf": [
+            {"type": "null"},
+            {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}},
+             "required": ["type"], "additionalProperties": False},
+            {"type": "object", "required": ["type", "json_schema"], "additionalProperties": False,
+             "properties": {
+                 "type": {"const": "json_schema"},
+                 "json_schema": {
+                     "type": "object", "required": ["schema"], "additionalProperties": False,
+                     "properties": {
+                         "name": {"type": "string"}, "description": {"type": ["string", "null"]},
+                         "strict": {"type": ["boolean", "null"]}, "schema": {"type": "object"},
+                     },
+                 },
+             }},
+        ]
+    },
     "stream_options": {
         "type": ["object", "null"],
         "properties": {
@@ -149,6 +169,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+FORMATS = "type text, json_object, or json_schema with json_schema.schema"
+SCHEMA_LABELS = {"name", "description", "strict"}  # of a schema; it is followed in any case
+ANY_OBJECT = '{"type":"object"}'
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 
 
@@ -317,6 +340,26 @@ def _stream_options(name: str, value: object) -> dict[str, bool]:
     return {key: flag is True for key, flag in options.items()}
 
 
+def _format(name: str, value: object) -> str:
+    """The schema as JSON; "" for an answer in any words."""
+    said = dict(as_object(name, value))
+    kind, wrapped = said.pop("type", None), said.pop("json_schema", None)
+    if said:
+        key = next(iter(said))
+        raise bad_field(f"{name}.{key[:64]}", f"{name} has {shown(key)}; known: {FORMATS}")
+    if kind == "json_schema":
+        found = dict(as_object(f"{name}.json_schema", wrapped))
+        schema = found.pop("schema", None)
+        if unknown := found.keys() - SCHEMA_LABELS:
+            key = min(unknown)
+            raise bad_field(f"{name}.json_schema.{key[:64]}", f"{name} has {shown(key)}")
+        schema = as_object(f"{name}.json_schema.schema", schema)
+        return msgspec.json.encode(schema).decode()
+    if wrapped is not None or kind not in ("text", "json_object"):
+        raise bad_field(f"{name}.type", f"{name} is {shown(value)}; send {FORMATS}")
+    return ANY_OBJECT if kind == "json_object" else ""
+
+
 def _as_it_is(name: str, value: object) -> object:
     return value
 
@@ -324,5 +367,6 @@ def _as_it_is(name: str, value: object) -> object:
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "integer": _integer, "seed": _seed, "one": _one, "number": _number, "seconds": _seconds,
     "flag": _flag, "text": _text, "object": as_object, "stop": _stop,
-    "stream_options": _stream_options, "prompt": _as_it_is, "messages": _as_it_is,
+    "stream_options": _stream_options, "format": _format, "prompt": _as_it_is,
+    "messages": _as_it_is,
 }  # fmt: skip

@@ -68,12 +68,13 @@ class FrontendCalls:
             await self.probe()
             await asyncio.sleep(max(0.0, PROBE_EVERY_S - (time.monotonic() - begun_s)))
 
-    async def probe(self) -> bool:
-        """Does the conductor serve? Also learns what."""
+    async def probe(self, waits: bool = False) -> bool:
+        """Does the conductor serve? Also learns what. `waits`: for a connection, where gRPC would
+        not even try for a while because the last attempt failed."""
         asked = service_pb2.ModelConfigRequest(name=MODEL)
         ready = service_pb2.ModelReadyRequest(name=MODEL)
         try:
-            answer = await self._probe.ModelReady(ready, timeout=PROBE_S_MAX)
+            answer = await self._probe.ModelReady(ready, timeout=PROBE_S_MAX, wait_for_ready=waits)
             if answer.ready:
                 config = (await self._probe.ModelConfig(asked, timeout=PROBE_S_MAX)).config
                 checkpoint = config.parameters["checkpoint"].string_value or "demo"

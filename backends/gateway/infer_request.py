@@ -27,6 +27,7 @@ NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
     "text_input": "prompt", "input_ids": "prompt", "messages": "messages", "seed": "seed",
     "end_id": "ignore_eos", "tenant": "tenant", "timeout_ms": "timeout",
     "request_priority": "priority", "return_log_probs": "logprobs", "top_logprobs": "top_logprobs",
+    "guided_json": "response_format",
 }  # fmt: skip
 FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 TYPE_OF_KIND = {"integer": "INT32", "number": "FP32"}
@@ -86,6 +87,8 @@ def read_request(route: str, content: object, new_seed: Callable[[], int]) -> Ga
     if said.get("ignore_eos"):
         inputs["end_id"] = NEVER_ENDS
     inputs |= _logprobs(route, said)
+    if schema := said.get("response_format", ""):
+        inputs["guided_json"] = schema
     inputs["stream"] = is_stream = said.get("stream", False)
     parameters: dict[str, str | int | bool] = {}
     if (timeout_s := said.get("timeout", 0.0)) > 0:
@@ -118,7 +121,8 @@ def _logprobs(route: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 TYPES = {each.tensor: TYPE_OF_KIND[each.kind] for each in FIELDS if each.kind in TYPE_OF_KIND} | {
-    "text_input": "BYTES", "messages": "BYTES", "stop_words": "BYTES", "input_ids": "INT32",
+    "text_input": "BYTES", "messages": "BYTES", "stop_words": "BYTES", "guided_json": "BYTES",
+    "input_ids": "INT32",
     "seed": "UINT64", "end_id": "INT32", "stream": "BOOL", "return_log_probs": "BOOL",
     "top_logprobs": "INT32",
 }  # fmt: skip

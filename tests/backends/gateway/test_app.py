@@ -17,7 +17,9 @@ from backends import launch_secret
 from backends.gateway import generation
 from backends.gateway.app import PATHS, UNSUPPORTED_PATHS, Gateway, GatewaySettings
 from backends.gateway.fields import CHAT, COMPLETION
+from backends.gateway.frontend_calls import FrontendCalls
 from backends.gateway.server import DrainingServer, Listening, draining_server, listening_socket
+from backends.launcher.environment import free_ports
 from backends.tenants import ApiKeys
 from backends.tenants.proof import is_proven
 from loadtest.client import sse_client
@@ -446,6 +448,26 @@ def test_a_process_that_drains_ends_its_streams_and_takes_nothing_new() -> None:
         answer = await asking
         assert len(answer.times_s) == 40 and answer.is_done
         await until(lambda: rig.server.should_exit)
+
+    run(check)
+
+
+def test_a_request_that_comes_before_the_frontend_was_found_waits_for_it() -> None:
+    """gRPC waits longer and longer between attempts to connect; a request asks for one now."""
+
+    async def check(rig: Rig) -> None:
+        [port] = free_ports(1, ())
+        early = FrontendCalls(f"127.0.0.1:{port}")
+        for _ in range(3):
+            assert not await early.probe()
+        rig.gateway.calls, usual = early, rig.gateway.calls
+        late = ReplayedFrontend()
+        await late.start(f"127.0.0.1:{port}")
+        assert (await rig.post(CHAT)).status == 200
+        assert len(late.requests) == 1
+        rig.gateway.calls = usual
+        await late.stop()
+        await early.close()
 
     run(check)
 

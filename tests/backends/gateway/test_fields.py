@@ -166,6 +166,13 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"logprobs": 3}, "logprobs"),
         (COMPLETION, {"logprobs": True}, "logprobs"),
+        (CHAT, {"response_format": "json"}, "response_format"),
+        (CHAT, {"response_format": {}}, "response_format.type"),
+        (CHAT, {"response_format": {"type": "grammar"}}, "response_format.type"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+         "response_format.json_schema.schema"),
+        (CHAT, {"response_format": {"type": "text", "x": 1}}, "response_format.x"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"audio": {}}, "audio"),
         (CHAT, {"messages": []}, "messages"),
@@ -207,6 +214,19 @@ def test_logprobs_are_asked_for_in_each_routes_way(tokenizer: Tokenizer) -> None
     for asked in (chat(), chat(logprobs=False), completion()):
         assert as_the_conductor_reads(asked, tokenizer).sampling.top_logprobs < 0
         assert "output_log_probs" not in asked.outputs
+
+
+def test_a_response_format_is_the_conductors_schema(tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}},
+              "required": ["b"], "additionalProperties": False}  # fmt: skip
+    named = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    asked = chat(response_format=named)
+    assert json.loads(asked.inputs["guided_json"]) == schema
+    assert list(json.loads(asked.inputs["guided_json"])["properties"]) == ["b", "a"], "their order"
+    assert as_the_conductor_reads(asked, tokenizer).sampling.guided_json
+    asked = completion(response_format={"type": "json_object"})
+    assert json.loads(asked.inputs["guided_json"]) == {"type": "object"}
+    assert chat(response_format={"type": "text"}) == chat()
 
 
 def test_a_misspelt_field_is_answered_with_the_likely_name() -> None:
