@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.engine.generate import generate
@@ -19,6 +19,7 @@ from tests.backends.text.schemas import schemas
 from tests.backends.text.test_guides import (
     END_IDS,
     GUIDES,
+    SLOW,
     TOKENIZER,
     check_refusal,
     check_validates,
@@ -28,7 +29,6 @@ TOGETHER = 16
 TOKENS_MAX = 64
 PROMPT = TOKENIZER.encode("It is a truth universally acknowledged, that")
 MANY = st.lists(schemas(), min_size=TOGETHER, max_size=TOGETHER)
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from decimal import Decimal
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backends.errors import InvalidRequest
@@ -24,6 +25,8 @@ TOKENIZER = Tokenizer.load(DEMO)
 GUIDES = guides_of(TOKENIZER)
 END_IDS = TOKENIZER.eos_ids
 TOKENS_MAX = 400
+# Of making examples, on a busy machine.
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 # Where one of these may come a random answer comes to an end.
 CLOSING = [*END_IDS, *(token_id for text in ('"', "}", "]") for token_id in TOKENIZER.encode(text))]
 
@@ -53,7 +56,11 @@ def check_refusal(error: InvalidRequest, schema: dict[str, Any]) -> None:
 
 
 def check_validates(text: str, schema: dict[str, Any]) -> None:
-    jsonschema.validate(json.loads(text), schema)
+    """A number that has more digits than a float counts as it is written."""
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except jsonschema.ValidationError:
+        jsonschema.validate(json.loads(text, parse_float=Decimal), schema)
 
 
 def check(schema: dict[str, Any], seed: int) -> bool:
@@ -73,7 +80,7 @@ def check(schema: dict[str, Any], seed: int) -> bool:
 
 
 @given(schemas(), st.integers(0, 2**32))
-@settings(max_examples=60)
+@settings(max_examples=60, suppress_health_check=SLOW)
 def test_random_answers_validate_or_the_schema_is_refused_by_name(
     schema: dict[str, Any], seed: int
 ) -> None:
@@ -82,7 +89,7 @@ def test_random_answers_validate_or_the_schema_is_refused_by_name(
 
 @pytest.mark.long
 @given(schemas(), st.integers(0, 2**32))
-@settings(max_examples=1_000)
+@settings(max_examples=1_000, suppress_health_check=SLOW)
 def test_random_answers_to_a_thousand_schemas_validate(schema: dict[str, Any], seed: int) -> None:
     check(schema, seed)
 
@@ -196,6 +203,14 @@ def test_annotations_and_extensions_of_others_are_no_hindrance() -> None:
         "uniqueItems": False, "minimum": 3, "maximum": 3,
     }  # fmt: skip
     follow(schema, "3")
+
+
+def test_a_number_with_more_digits_than_a_float_is_right_as_it_is_written() -> None:
+    schema = {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
+    follow(schema, "0.99999999999999999999")
+    check_validates("0.99999999999999999999", schema)
+    with pytest.raises(jsonschema.ValidationError):
+        check_validates("1.0", schema)
 
 
 def test_a_grammar_is_compiled_once_and_only_the_latest_are_kept(
