@@ -140,4 +140,7 @@ class LiveRequests:
                 try:
                     request.look(now_s, now_s - awake_since_s)
                 except Exception:  # edge: nobody else looks after the others
-                    log.exception("looking at request %s failed", request.request_id)
+                    of_request = {"request_id": request.request_id}
+                    log.exception(
+                        "looking at request %s failed", request.request_id, extra=of_request
+                    )

@@ -63,7 +63,8 @@ class GenerationResponse(Response):
         except HttpRefusal as refusal:
             await self._refuse(refusal, scope, receive, send)
         except Exception as error:  # edge: the client hears of a defect, and the log has it
-            log.exception("answer %s", self._facts.answer_id)
+            of_request = {"request_id": scope.get("request_id", "")}
+            log.exception("answer %s", self._facts.answer_id, extra=of_request)
             refusal = HttpRefusal(500, "internal_error", f"{type(error).__name__}: {error}")
             await self._refuse(refusal, scope, receive, send)
         finally:
