@@ -41,7 +41,7 @@ from loadtest.harness.result import Target
 from loadtest.harness.server import PORT_MAX, PORT_MIN, CannotMeasure, OwnServer, started
 
 ROUNDS, WARM_ROUNDS = 5, 1
-STREAMS, STREAM_TOKENS = 16, 96
+STREAMS, STREAM_TOKENS = 16, 400
 BURST_STREAMS, BURST_TOKENS = 16, 4000
 PROMPT_TOKENS = 64
 WINDOW_S = 60.0  # of the soak: its second minute is compared with its last
