@@ -13,7 +13,6 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from backends.config_pbtxt import FrontendConfig, read_configs
-from backends.engine.trtllm.settings import TrtllmConfig
 from backends.extras import MODULES
 from backends.triton.worker_kinds import read_worker_configs
 from conductor.config import ConductorConfig
@@ -67,13 +66,6 @@ def test_the_conductor_takes_what_is_appended_for_it() -> None:
     assert (conductor.admission, conductor.policy) == ("predictive_lengths", "adaptive")
     ours = ConductorConfig()
     assert (ours.admission, ours.policy) == ("reserved", "kvcache_centric"), "scenarios rely on it"
-
-
-def test_the_readme_explains_every_parameter_of_the_engine() -> None:
-    readme = (ROOT / "model_repository" / "README.md").read_text()
-    rows = [line for line in readme.splitlines() if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert {field.name for field in dataclasses.fields(TrtllmConfig)} <= named
 
 
 def copied(dockerfile: str) -> dict[str, str]:

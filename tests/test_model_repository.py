@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from pathlib import Path
 
 import pytest
@@ -83,19 +82,6 @@ def test_the_ensemble_passes_everything_through() -> None:
     assert mapped == (set(inputs) - {"text_input"}) | {"input_ids"}
     outputs = {field.name for field in config.output}
     assert outputs == {row.name for row in tensors.OUTPUTS} - {"context_ids", "text_cut_bytes"}
-
-
-def test_the_readme_explains_every_parameter() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    rows = [line for line in readme.splitlines() if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    fields = {
-        field.name
-        for classes in CONFIGS.values()
-        for cls in classes
-        for field in dataclasses.fields(cls)
-    }
-    assert fields <= named, f"not in model_repository/README.md: {sorted(fields - named)}"
 
 
 @pytest.mark.parametrize("model", CONFIGS)

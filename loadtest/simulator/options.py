@@ -83,7 +83,7 @@ class SimulationOptions:
             if not equals or not isinstance(before, (bool, int, float, str)):
                 raise SimulationRefused(
                     f"--set {change}: write NAME=VALUE with a parameter of the conductor "
-                    "(model_repository/README.md)"
+                    "(docs/reference/parameters.md)"
                 )
             try:
                 found[name] = (
