@@ -130,9 +130,9 @@ def _row(section: ReferenceSection, row: ParameterMeaning, files: list[ModelFile
         if file.backend in section.backends and row.name in file.parameters
     }
     others = _other_values(kind, default, shipped)
-    told = "; ".join([_value(default), *others])
+    values = "; ".join([_value(default), *others])
     may_be = row.limits or limits_of(row.name, kind)
-    return f"| `{row.name}` | {kind} | {told} | {may_be} | {row.meaning} |"
+    return f"| `{row.name}` | {kind} | {values} | {may_be} | {row.meaning} |"
 
 
 def _other_values(kind: str, default: object, shipped: Mapping[str, str]) -> Iterator[str]:
