@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -56,6 +57,7 @@ UNSUPPORTED_PATHS = {
     "/v1/images/edits": "it serves models that generate text",
     "/v1/images/variations": "it serves models that generate text",
 }
+LEFT = 499  # as other servers count a client that did not wait
 METRICS_S_MAX = 5.0
 NO_CONTENT_YET = "the frontend has not answered yet; ask again"
 
@@ -110,6 +112,7 @@ class Gateway:
             app.add_api_route(path, self.unsupported, methods=["POST"], response_class=Response,
                               include_in_schema=False)  # fmt: skip
         app.add_exception_handler(HttpRefusal, self._refused)
+        app.add_exception_handler(ClientDisconnect, self._left)
         app.add_exception_handler(HTTPException, self._no_route)
         app.add_exception_handler(Exception, self._defect)
         return app
@@ -215,6 +218,11 @@ class Gateway:
         assert isinstance(refusal, HttpRefusal)
         self.counts.refused(refusal.code)
         return refusal_response(refusal)
+
+    async def _left(self, request: Request, _: Exception) -> Response:
+        """Before its body was there. Nobody reads the answer."""
+        self.counts.left()
+        return Response(status_code=LEFT)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

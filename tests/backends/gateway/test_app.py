@@ -285,6 +285,21 @@ def test_a_client_that_leaves_ends_its_call() -> None:
     run(check)
 
 
+def test_a_client_that_leaves_in_its_body_is_no_defect() -> None:
+    async def check(rig: Rig) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(
+            f"POST {PATHS[CHAT]} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode()
+        )
+        await until(lambda: rig.gateway.counts.in_flight)
+        writer.transport.abort()
+        await until(lambda: not rig.gateway.counts.in_flight)
+        page = rig.gateway.counts.page()
+        assert "mooncake_gateway_clients_left_total 1\n" in page and "internal_error" not in page
+
+    run(check)
+
+
 def test_answers_that_were_read_to_their_end_count_as_no_client_that_left() -> None:
     async def check(rig: Rig) -> None:
         for is_stream in (False, True):
