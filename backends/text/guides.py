@@ -79,7 +79,10 @@ class SchemaGuide:
         if token_id in self._end_ids:
             self._is_over = True
         elif self._is_over or not self._matcher.consume_token(token_id):
-            raise InvalidRequest(f"guided_json: token {token_id} is not in the grammar there")
+            said = _first_line(self._matcher.get_error())
+            raise InvalidRequest(
+                f"guided_json: token {token_id} is not in the grammar there ({said})"
+            )
 
 
 class _Vocabulary:
@@ -136,15 +139,25 @@ class Guides:
             json.dumps(constraints_of(schema)), overrides=OPTIONS
         )
         matcher = llguidance.LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some mistakes only show here
-        if matcher.is_error():
-            said = _first_line(matcher.get_error())
+        error = _error_at_first_tokens(matcher)
+        if error:
+            said = _first_line(error)
             keywords = sorted(keywords_in(schema))
             raise InvalidRequest(
                 f"guided_json cannot be followed: {said} (its keywords: {', '.join(keywords)})"
             )
         return matcher
+
+
+def _error_at_first_tokens(matcher: Any) -> str:
+    """Some mistakes, and schemas that are too large, only show there; "" where nothing is wrong."""
+    probe = matcher if matcher.is_error() else matcher.deep_copy()
+    if not probe.is_error():
+        bits = np.frombuffer(probe.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        if not probe.is_error() and len(allowed) and probe.consume_token(int(allowed[0])):
+            probe.compute_bitmask()
+    return str(probe.get_error())
 
 
 @lru_cache(maxsize=4)

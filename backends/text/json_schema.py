@@ -23,6 +23,7 @@ from typing import Any
 
 DEPTH_MAX = 60
 PROBLEMS_MAX = 5
+MULTIPLE_MAX = 1_000  # a grammar has a state for each remainder: a million take seconds
 DRAFTS = ("draft-06", "draft-07", "2019-09", "2020-12")
 NEWEST_DRAFT = "2020-12"
 
@@ -134,6 +135,7 @@ class _Walk:
 
     def __init__(self, whole: dict[str, Any]) -> None:
         self._places = set(_places(whole))
+        self._multiple_of = 1  # of all parts, which may meet in one number
         self._draft = str(whole.get("$schema", NEWEST_DRAFT))
 
     def of(self, schema: Any, where: str) -> Iterator[str]:
@@ -175,6 +177,13 @@ class _Walk:
             return "" if isinstance(value, str) else "it must be a string"
         return self._other(keyword, value)
 
+    def _multiple(self, value: Any) -> str:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            return "only whole numbers above 0 are supported"
+        self._multiple_of = math.lcm(self._multiple_of, value)
+        is_small = self._multiple_of <= MULTIPLE_MAX
+        return "" if is_small else f"all of them together may be {MULTIPLE_MAX} at most"
+
     def _other(self, keyword: str, value: Any) -> str:
         match keyword:
             case "type":
@@ -190,8 +199,7 @@ class _Walk:
                 is_good = isinstance(value, list) and all(isinstance(name, str) for name in value)
                 return "" if is_good else "it must be a list of names"
             case "multipleOf":
-                is_good = isinstance(value, int) and not isinstance(value, bool) and value > 0
-                return "" if is_good else "only whole numbers above 0 are supported"
+                return self._multiple(value)
             case "uniqueItems":
                 return "" if value is False else "it is not supported"
             case "$ref":

@@ -177,6 +177,8 @@ def test_white_space_is_a_space_or_a_line_with_its_indentation() -> None:
         ('{"$ref": "#"}', "it leaves no answer .*ref"),
         ('{"allOf": [{"$ref": "#"}]}', "it leaves no answer .*allOf"),
         ('{"enum": []}', "enum at #: "),
+        ('{"multipleOf": 1000003}', "multipleOf at #: all of them together may be 1000 at most"),
+        ('{"allOf": [{"multipleOf": 37}, {"multipleOf": 41}]}', "multipleOf at #/allOf/1: all of"),
         ('{"const": "\\u0001"}', "const at #: control characters"),
         ('{"type": "integer", "enum": ["a"]}', "incompatible types .*enum, type"),
         ('{"$schema": "http://json-schema.org/draft-04/schema#"}', r"\$schema at #: use a draft"),
@@ -203,6 +205,14 @@ def test_annotations_and_extensions_of_others_are_no_hindrance() -> None:
         "uniqueItems": False, "minimum": 3, "maximum": 3,
     }  # fmt: skip
     follow(schema, "3")
+
+
+def test_a_schema_that_only_its_first_tokens_show_to_be_too_large_is_refused_before_them() -> None:
+    part = {"type": "string", "pattern": "a|b"}
+    large = {f"p{number}": part for number in range(1_200)}
+    schema = {"type": "object", "properties": large, "additionalProperties": False}
+    with pytest.raises(InvalidRequest, match=r"cannot be followed: .*properties"):
+        GUIDES.guide(json.dumps(schema), END_IDS, [])
 
 
 def test_a_number_with_more_digits_than_a_float_is_right_as_it_is_written() -> None:
