@@ -4,8 +4,10 @@ leaves. API keys are configured, so every request here passes the whole way of a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -13,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from backends.launcher.environment import free_ports
 from backends.tenants.api_keys import sha256_of
 from tests.e2e.server import Server, running, wait_until
+from tests.fuzz_gateway.cases import fuzz
 
 KEY, OTHER_KEY = "mk-of-acme", "mk-of-other"
 MESSAGES: list[Any] = [{"role": "user", "content": "It is a truth universally acknowledged"}]
@@ -116,6 +120,44 @@ def test_the_second_turn_says_how_much_of_it_was_cached(gateway: Gateway) -> Non
     assert other.prompt_tokens_details.cached_tokens == 0, "another tenant's KV"
 
 
+def test_logprobs_add_up_to_the_text(gateway: Gateway) -> None:
+    client = gateway.client(max_retries=0)
+    choice = client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+    ).choices[0]  # fmt: skip
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    tokens = choice.logprobs.content
+    assert len(tokens) == 6
+    assert bytes(b for each in tokens for b in each.bytes or []).decode() == choice.message.content
+    for each in tokens:
+        best = each.top_logprobs
+        assert len(best) == 3 and best[0].logprob >= best[1].logprob >= best[2].logprob
+        assert (each.token, each.logprob) == (best[0].token, best[0].logprob), "greedy"
+
+
+def test_an_answer_follows_its_schema(gateway: Gateway) -> None:
+    client = gateway.client(max_retries=0)
+    schema = {
+        "type": "object", "additionalProperties": False, "required": ["is_so"],
+        "properties": {"is_so": {"type": "boolean"}},
+    }  # fmt: skip
+    choice = client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=60, seed=3,
+        response_format={"type": "json_schema", "json_schema": {"name": "so", "schema": schema}},
+    ).choices[0]  # fmt: skip
+    assert choice.finish_reason == "stop"
+    assert isinstance(json.loads(choice.message.content or "")["is_so"], bool)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="demo", messages=MESSAGES,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "nothing"}},
+            },
+        )  # fmt: skip
+    assert caught.value.param == "response_format"
+
+
 def test_errors_are_the_packages_own_classes(gateway: Gateway) -> None:
     client = gateway.client(max_retries=0)
     asked: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "max_tokens": 4}
@@ -202,3 +244,44 @@ def test_curl_reads_a_stream(gateway: Gateway) -> None:
     events = [line.removeprefix("data: ") for line in answer.splitlines() if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[0])["choices"][0]["delta"]["role"] == "assistant"
+
+
+def test_whatever_is_sent_the_answer_is_an_answer_or_an_error_by_name(
+    gateway: Gateway, seed: int
+) -> None:
+    """`make fuzz-gateway CASES=20000` has more of it."""
+    found = fuzz(gateway.url, KEY, 150, seed)
+    assert {status for _, status in found} >= {200, 400}
+    wait_until(gateway.server.is_idle, "pages, slots and leases to be free")
+
+
+def test_a_process_of_the_gateway_that_dies_is_started_again(gateway: Gateway) -> None:
+    server = gateway.server
+    launcher = psutil.Process(server.process.pid)
+    gateway.client().models.list()
+    counted = wait_until(
+        lambda: server.metric("mooncake_gateway_requests_total"), "a request to be counted"
+    )
+
+    def found() -> list[psutil.Process]:
+        alive = []
+        for each in launcher.children():
+            with contextlib.suppress(psutil.Error):  # it may end while it is looked at
+                alive += [each] if "gateway-0" in each.cmdline() else []
+        return alive
+
+    [one] = found()
+    one.send_signal(signal.SIGKILL)
+
+    def is_back() -> bool:
+        return any(each.pid != one.pid for each in found())
+
+    wait_until(is_back, "another process")
+    wait_until(
+        lambda: server.metric("mooncake_gateway_requests_total") >= counted,
+        "what was counted to stay",
+    )
+    answer = gateway.client(max_retries=5).completions.create(
+        model="demo", prompt="Who", max_tokens=2
+    )
+    assert answer.choices[0].finish_reason in ("stop", "length")
