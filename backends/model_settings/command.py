@@ -26,6 +26,7 @@ from backends.model_settings.repository_check import check_repository
 from backends.model_settings.repository_files import (
     digest,
     read_texts,
+    sole_writer,
     unconfigured,
     versionless,
     write_text,
@@ -36,6 +37,7 @@ from backends.model_settings.running_system import (
     LOADED,
     PENDING,
     REFUSED,
+    REPLACED,
     Ask,
     ReloadOutcome,
     RunningSettings,
@@ -148,7 +150,11 @@ def set_values(
     Comments and layout stay. Nothing is written when anything is wrong with any of them; what a
     running system refuses is taken back.
     """
-    ask = ask_at(metrics_url)
+    with sole_writer(model_repository, _say):
+        _set(assignments, model_repository, ask_at(metrics_url), ready_s_max)
+
+
+def _set(assignments: list[str], model_repository: Path, ask: Ask, ready_s_max: float) -> None:
     running = _of_this(ask, model_repository)
     texts = _texts(model_repository)
     try:
@@ -183,18 +189,27 @@ def _follow(
     for model in edit.texts.keys() - served.keys():
         _say(f"{model} is written, but not served (--prefill or --decode is lower)")
     with console.status("waits for the running system ..."):
-        found = wait_for(_digests(served), ask, ready_s_max)
+        found = wait_for(
+            _digests(served), ask, ready_s_max,
+            lambda model: _texts(repository).get(model) == served[model],
+        )  # fmt: skip
     for each in found:
         if each.outcome == LOADED:
             _say(f"{each.model} serves with it; requests that it had are not interrupted")
     if refused := [each for each in found if each.outcome == REFUSED]:
         _take_back(refused, edit, texts, repository)
+    replaced = [each.model for each in found if each.outcome == REPLACED]
+    if replaced:
+        errors.print(f"{', '.join(replaced)}: somebody has edited the file meanwhile; see "
+                     "`mooncake config diff`", markup=False, soft_wrap=True)  # fmt: skip
     late = [each.model for each in found if each.outcome == PENDING]
     if late:
         _fail(
             f"{', '.join(late)}: written, but the running system said nothing of it within "
             f"{ready_s_max:.0f} s, or ended; see its terminal and its logs"
         )
+    if replaced:
+        sys.exit(1)
 
 
 def _take_back(

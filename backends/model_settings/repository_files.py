@@ -6,12 +6,13 @@ Not here: what they say (model_file.py).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from backends.cluster.model_rendering import BYTES, CONFIG
@@ -42,6 +43,26 @@ def by_number(model: str) -> tuple[str, int, str]:
     """prefill_2 comes before prefill_10."""
     found = re.fullmatch(r"(.*?)(\d+)", model)
     return (found[1], int(found[2]), model) if found else (model, -1, model)
+
+
+@contextlib.contextmanager
+def sole_writer(repository: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """One `mooncake config set` after the other, so that each hears what came of its own edit."""
+    try:
+        descriptor = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield  # who reads it next says that it is not there
+        return
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("waits for another `mooncake config set`")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str, str]) -> None:

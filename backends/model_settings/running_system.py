@@ -10,7 +10,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ ASK_S_MAX = 5.0
 POLL_S = 0.2
 GONE_S_MAX = 10.0  # a launcher on a busy machine may be late with an answer
 PENDING, LOADED, REFUSED = "pending", "loaded", "refused"
+REPLACED = "replaced"  # by another edit, before anything came of it
 DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
 
 
@@ -71,7 +72,7 @@ class ReloadOutcome:
     """What a running system said of one edited model."""
 
     model: str
-    outcome: str  # pending: it said nothing in time; or loaded, refused
+    outcome: str  # pending: it said nothing in time; or loaded, refused, replaced
     reason: str = ""
 
 
@@ -87,15 +88,22 @@ def outcomes(wanted: Mapping[str, str], running: RunningSettings | None) -> list
     return found
 
 
-def wait_for(wanted: Mapping[str, str], ask: Ask, seconds_max: float) -> list[ReloadOutcome]:
+def wait_for(
+    wanted: Mapping[str, str], ask: Ask, seconds_max: float,
+    is_there: Callable[[str], bool] = lambda model: True,
+) -> list[ReloadOutcome]:  # fmt: skip
     """Until nothing of it is pending, the time is over, or the system is gone for a while;
-    `wanted`: model -> digest."""
+    `wanted`: model -> digest. `is_there`: does its file still say that?"""
     heard_s = time.monotonic()
     give_up_s = heard_s + seconds_max
     while True:
         running, now_s = ask(), time.monotonic()
         heard_s = now_s if running is not None else heard_s
-        found = outcomes(wanted, running)
+        found = [
+            replace(each, outcome=REPLACED)
+            if each.outcome == PENDING and not is_there(each.model) else each
+            for each in outcomes(wanted, running)
+        ]  # fmt: skip
         is_over = now_s > give_up_s or now_s - heard_s > GONE_S_MAX
         if is_over or all(each.outcome != PENDING for each in found):
             return found

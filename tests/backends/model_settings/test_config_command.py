@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from backends.model_settings.command import app
-from backends.model_settings.repository_files import read_texts
-from tests.backends.model_settings.repositories import copied
+from backends.model_settings.edit import plan_edit
+from backends.model_settings.model_file import read_model_file
+from backends.model_settings.repository_files import read_texts, sole_writer, write_texts
+from tests.backends.model_settings.repositories import any_checkpoint, copied
 
 NOBODY = ["--metrics-url", "http://127.0.0.1:9/metrics"]
 
@@ -86,6 +89,31 @@ def test_a_file_that_cannot_be_written_leaves_the_others_as_they_were(
     status, said = run(repository, "set", "prefill_*.threads=2", "decode_0.slots=8")
     assert status == 1 and "prefill_1/config.pbtxt cannot be written" in said
     assert said.endswith("nothing was changed") and read_texts(repository) == before
+
+
+def test_one_set_waits_for_the_other_and_both_are_written(repository: Path) -> None:
+    waits = threading.Event()
+    with sole_writer(repository, lambda said: None):
+        second = threading.Thread(target=write_second, args=(repository, waits))
+        second.start()
+        assert waits.wait(60.0), "it says that it waits"
+        assert run_unlocked(repository, "prefill_0.threads=2")
+    second.join(60.0)
+    texts = read_texts(repository)
+    assert read_model_file("prefill_0", texts["prefill_0"]).parameters["threads"] == "2"
+    assert read_model_file("prefill_0", texts["prefill_0"]).parameters["kv_pages"] == "64"
+
+
+def write_second(repository: Path, waits: threading.Event) -> None:
+    with sole_writer(repository, lambda said: waits.set()):
+        run_unlocked(repository, "prefill_0.kv_pages=64")
+
+
+def run_unlocked(repository: Path, assignment: str) -> bool:
+    before = read_texts(repository)
+    edit = plan_edit(before, [assignment], any_checkpoint)
+    write_texts(repository, edit.texts, before)
+    return bool(edit.changes)
 
 
 def test_an_emptied_file_is_a_mistake_and_a_half_copied_folder_a_note(repository: Path) -> None:

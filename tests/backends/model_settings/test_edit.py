@@ -14,6 +14,7 @@ from backends.model_settings.running_system import (
     LOADED,
     PENDING,
     REFUSED,
+    REPLACED,
     EditState,
     ReloadOutcome,
     RunningSettings,
@@ -141,3 +142,5 @@ def test_waiting_ends_with_the_answer_with_the_time_or_with_the_system(
     assert 60.0 < now_s[0] < 62.0
     assert wait_for({"a": "new"}, lambda: None, 1e9) == [ReloadOutcome("a", PENDING)]
     assert now_s[0] < 75.0, "a system that has ended is not waited for"
+    found = wait_for({"a": "older"}, lambda: said(LOADED), 1e9, lambda model: False)
+    assert found == [ReloadOutcome("a", REPLACED)] and now_s[0] < 75.0
