@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from backends.model_settings import command
 from backends.model_settings.command import app
 from backends.model_settings.edit import plan_edit
 from backends.model_settings.model_file import read_model_file
-from backends.model_settings.repository_files import read_texts, sole_writer, write_texts
+from backends.model_settings.repository_files import digest, read_texts, sole_writer, write_texts
+from backends.model_settings.running_system import (
+    LOADED,
+    PENDING,
+    REFUSED,
+    EditState,
+    RunningSettings,
+)
 from tests.backends.model_settings.repositories import any_checkpoint, copied
 
 NOBODY = ["--metrics-url", "http://127.0.0.1:9/metrics"]
@@ -24,10 +32,10 @@ def repository(tmp_path: Path) -> Path:
     return copied(tmp_path)
 
 
-def run(repository: Path, command: str, *arguments: str) -> tuple[int, str]:
-    more = [] if command == "check" else NOBODY
+def run(repository: Path, verb: str, *arguments: str) -> tuple[int, str]:
+    more = [] if verb == "check" else NOBODY
     result = CliRunner().invoke(
-        app, [command, *arguments, "--model-repository", str(repository), *more]
+        app, [verb, *arguments, "--model-repository", str(repository), *more]
     )
     return result.exit_code, " ".join(result.output.split())
 
@@ -116,6 +124,57 @@ def run_unlocked(repository: Path, assignment: str) -> bool:
     return bool(edit.changes)
 
 
+def system_that_says(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, on_ask: str = ""
+) -> None:
+    """Of every file as it is on disk; `on_ask`: a text that somebody writes into prefill_0 as soon
+    as the set has written its own."""
+    path = repository / "prefill_0" / "config.pbtxt"
+    before = path.read_bytes()
+
+    def ask() -> RunningSettings:
+        if on_ask and path.read_bytes() != before:
+            path.write_text(on_ask)
+        said = {} if on_ask else {
+            each.parent.name: EditState(
+                digest(each.read_bytes()), outcome, "why" if outcome == REFUSED else ""
+            )
+            for each in repository.glob("*/config.pbtxt")
+        }  # fmt: skip
+        return RunningSettings(str(repository), {}, {}, ["decode_1"], ["s0", "s1"], models=said)
+
+    monkeypatch.setattr(command, "ask_at", lambda url: ask)
+
+
+def test_a_set_that_is_taken_over_is_said_for_each_model(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system_that_says(repository, monkeypatch, LOADED)
+    status, said = run(repository, "set", "prefill_0.threads=2", "decode_1.slots=8")
+    assert status == 0 and "prefill_0 serves with it" in said
+    assert "decode_1 is written, but not served" in said and "decode_1 serves" not in said
+
+
+def test_a_set_that_is_refused_is_taken_back(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read_texts(repository)
+    system_that_says(repository, monkeypatch, REFUSED)
+    status, said = run(repository, "set", "prefill_0.threads=2")
+    assert status == 1 and "prefill_0 refused it: why" in said
+    assert read_texts(repository) == before
+
+
+def test_an_edit_by_somebody_else_meanwhile_is_said_and_kept(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = 'backend: "prefill"\n'
+    system_that_says(repository, monkeypatch, PENDING, on_ask=theirs)
+    status, said = run(repository, "set", "prefill_0.threads=2")
+    assert status == 1 and "prefill_0: somebody has edited the file meanwhile" in said
+    assert read_texts(repository)["prefill_0"] == theirs
+
+
 def test_an_emptied_file_is_a_mistake_and_a_half_copied_folder_a_note(repository: Path) -> None:
     (repository / "decode_0" / "config.pbtxt").write_text("")
     (repository / "decode_2").mkdir()
@@ -125,6 +184,6 @@ def test_an_emptied_file_is_a_mistake_and_a_half_copied_folder_a_note(repository
 
 
 def test_a_repository_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
-    for command in (["check"], ["diff"], ["set", "a.b=c"]):
-        status, said = run(tmp_path / "nowhere", *command)
+    for verb in (["check"], ["diff"], ["set", "a.b=c"]):
+        status, said = run(tmp_path / "nowhere", *verb)
         assert status == 1 and "there is no model repository at" in said
